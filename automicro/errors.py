@@ -25,8 +25,8 @@
     ├── BatchNormWarning                        statistics over the batch see fewer rows
     ├── BufferWarning                           other buffers depend on the microbatch size
     ├── GradientWarning                         something sees the parts of a gradient
-    ├── MetricWarning                           a metric depends on the microbatch size, or is
-    │                                           added to the losses
+    ├── MetricWarning                           a metric or an output depends on the microbatch
+    │                                           size, or a metric is added to the losses
     ├── LossAverageWarning                      the loss is not the average it was taken for
     ├── PaddingWarning                          padding stays, or labels count in it
     ├── SchedulerWarning                        a schedule of epochs, stepped after every batch
@@ -301,7 +301,10 @@ class GradientWarning(AutomicroWarning):
 
 
 class MetricWarning(AutomicroWarning):
-    """A metric depends on the microbatch size, or stands among the losses and is added to them."""
+    """A metric, an output or a number beside the loss depends on the microbatch size.
+
+    Or it stands among the losses, and is added to them.
+    """
 
 
 class LossAverageWarning(AutomicroWarning):

@@ -17,6 +17,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from automicro.batch.reading import must_hold_rows
@@ -53,6 +54,7 @@ class Output:
         outputs: the model's.
         has_total: whether the total was given beside its parts, and not summed from them.
         carry: state for the next batch; None without one.
+        given: the mapping that the losses were read from; None where it was none.
     """
 
     loss: Tensor | None
@@ -60,6 +62,7 @@ class Output:
     outputs: Any
     has_total: bool = False
     carry: Any = None
+    given: Mapping[Any, Any] | None = None
 
 
 class Convention(Protocol):
@@ -400,7 +403,7 @@ def _read_result(result: Any) -> Output:
         total = result.get("loss")
         if total is not None:
             losses.pop("loss", None)
-            return Output(total, losses, result, has_total=True)
+            return Output(total, losses, result, has_total=True, given=result)
         if losses and len(losses) == len(result):
             return _summed(losses, result)
         raise LossError(
@@ -435,6 +438,22 @@ def _scalar_losses(result: Mapping[Any, Any]) -> dict[str, Tensor]:
         for name, value in result.items()
         if isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
     }
+
+
+def whole_numbers(result: Mapping[Any, Any]) -> list[str]:
+    """Names of the counts among what a forward gave, which are no losses.
+
+    Example:
+        >>> import torch
+        >>> whole_numbers({"loss": torch.tensor(1.0), "right": torch.tensor(3), "size": 4})
+        ['right']
+    """
+    return [
+        str(name)
+        for name, value in result.items()
+        if isinstance(value, Tensor) and value.dim() == 0
+        if not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
+    ]
 
 
 def _summed(losses: Mapping[str, Tensor], outputs: Any) -> Output:

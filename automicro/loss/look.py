@@ -52,7 +52,7 @@ LIMITS = {
 _ACCELERATED = 10  # TF32, and sums in another order for every shape
 _SHAKEN_BITS = range(8, 16)  # of a float32: about 1e-6 of it, in one way after the other
 _SLIGHT = 1e-2  # of the gradient of a parameter
-_CLEARLY = 10  # a difference so many times what chance makes is none of chance's
+CLEARLY = 10  # a difference so many times what chance makes is none of chance's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +152,7 @@ def look(computation: Computation, batch: Any, choice: Choice) -> Seen:
                     break
                 chances = _of_lasting(_moved_by_rounding(passes, cut, bits), lasting, 0.0)
                 beyond = [
-                    gap if gap > _CLEARLY * chance else 0.0
+                    gap if gap > CLEARLY * chance else 0.0
                     for gap, chance in zip(numbers.gaps, chances, strict=True)
                 ]
                 numbers = dataclasses.replace(numbers, gaps=beyond)
@@ -283,7 +283,7 @@ def _judge(
     wrong = _worst(numbers.labels, numbers.gaps, sizes, scale, limits)
     ordered = _worst(numbers.labels, numbers.noises, sizes, scale, limits)
     chance = math.hypot(*numbers.noises)
-    if ordered is not None and not math.hypot(*numbers.gaps) > _CLEARLY * chance:
+    if ordered is not None and not math.hypot(*numbers.gaps) > CLEARLY * chance:
         wrong = None
     # How much of the first part's gradient points elsewhere than the whole's.
     aside = first**2 - (numbers.along / total) ** 2 if total else first**2
@@ -449,7 +449,7 @@ class Values:
             return False
         gap = abs(self.together - self.apart)
         scale = max(abs(self.together), abs(self.apart), self.scale)
-        return not gap > self.tolerance * scale + _CLEARLY * self.chance
+        return not gap > self.tolerance * scale + CLEARLY * self.chance
 
 
 def evaluation_values(computation: Computation, batch: Any, choice: Choice) -> Values | None:

@@ -21,6 +21,7 @@ from automicro.errors import (
     BufferWarning,
     LossAverageError,
     LossAverageWarning,
+    MetricWarning,
     RollbackError,
     describe_error,
     warn,
@@ -34,17 +35,16 @@ from automicro.loss.causes import (
     unexplained,
 )
 from automicro.loss.informative_rows import Choice, choose_rows, other_rows, read_features
-from automicro.loss.look import (
-    Seen,
-    Values,
-    changing_state,
-    counting,
-    evaluation_values,
-    look,
-)
+from automicro.loss.look import Seen, changing_state, counting, evaluation_values, look
+from automicro.loss.outputs_look import OutputsSeen, look_at_outputs
 from automicro.loss.passes import Computation, ExtraPasses, Mode
 from automicro.loss.silence import CollectiveError, needs_other_ranks
-from automicro.loss.whole_look import compare_whole, describe_whole, fewer_and_fewer
+from automicro.loss.whole_look import (
+    compare_whole,
+    describe_numbers,
+    describe_whole,
+    fewer_and_fewer,
+)
 from automicro.memory.oom import Failure, classify, first_line, release
 from automicro.transaction.surroundings import Place
 
@@ -72,6 +72,7 @@ class Prober:
     """Looks at the first batches that could be split, and at later ones that show something new.
 
     Of a few that are split in the end, it compares the loss of the whole with the microbatches'.
+    Where outputs are asked for, it compares those of a few rows with those of two parts of them.
 
     Args:
         computation: model and loss.
@@ -83,6 +84,7 @@ class Prober:
     Attributes:
         changing: state of Python's that each forward changes, as looks have shown.
         counting: names of that which depends on how many forwards there are for a batch.
+        compares_outputs: whether evaluations that are split, and give outputs, are still counted.
     """
 
     def __init__(
@@ -103,9 +105,12 @@ class Prober:
         eval_is_known = all(average.is_known for average in computation.eval_averages.values())
         self._eval = _Evidence(assumed=not eval_is_known)
         self._train.is_done = self._eval.is_done = off
-        self._train.compares = self._eval.compares = not (off or self._why_not)
+        self.compares_outputs = not (off or self._why_not)
+        self._train.compares = self._eval.compares = self.compares_outputs
+        self._output_splits = 0
         self._has_said_unchecked = off  # who switches it off knows
         self._num_notes = _PATIENCE  # that may still be made
+        self._odd_numbers: set[str] = set()
         self.changing: list[Place] = []
         self.counting: list[str] = []
 
@@ -199,6 +204,7 @@ class Prober:
 
         Warns:
             LossAverageWarning: they are not.
+            MetricWarning: numbers beside the loss are not.
         """
         evidence = self._of(mode)
         evidence.splits += 1
@@ -213,11 +219,76 @@ class Prober:
             if not isinstance(values, str):
                 break
             logger.info("the loss of %d rows could not be computed at once: %s", sum(some), values)
-        if not isinstance(values, Values) or values.add_up:
+        if not isinstance(values, Mapping):
             return
-        evidence.is_done = evidence.is_wrong = True
-        few_rows_add_up = evidence.has_checked
-        self._tell(evidence, describe_whole(self._computation, values, some, mode, few_rows_add_up))
+        if not values[""].add_up:
+            evidence.is_done = evidence.is_wrong = True
+            few_rows_add_up, whole = evidence.has_checked, values[""]
+            message = describe_whole(self._computation, whole, some, mode, few_rows_add_up)
+            self._tell(evidence, message)
+            return
+        odd = {
+            name: each
+            for name, each in values.items()
+            if not each.add_up and name not in self._odd_numbers
+        }
+        if odd:
+            self._odd_numbers.update(odd)
+            warn(describe_numbers(odd, some), MetricWarning)
+
+    def compare_outputs(self, batch: Any, num_rows: int, mode: Mode) -> frozenset[str]:
+        """Compare outputs of a few rows together and apart, where that is due: what is known now.
+
+        Called in evaluation mode. What it changes is put back; where it fails, nothing is known.
+
+        Args:
+            batch: that is split.
+            num_rows: of it.
+            mode: which forward.
+
+        Returns:
+            Paths of outputs of which it is known whether they can be joined.
+
+        Warns:
+            MetricWarning: one of them cannot.
+        """
+        self._output_splits += 1
+        self.compares_outputs = self._output_splits < _COMPARED[-1]
+        if self._output_splits not in _COMPARED:
+            return frozenset()
+        seen = self._see_outputs(batch, num_rows, mode)
+        if seen is None or not seen.wrong:
+            return frozenset() if seen is None else seen.right
+        # Rounding on an edge, as of a choice of experts, is not there with other rows again.
+        again = self._see_outputs(batch, num_rows, mode, again=True)
+        wrong = [] if again is None else [path for path in seen.wrong if path in again.wrong]
+        if wrong:
+            self.compares_outputs = False
+            more = f" (and {len(wrong) - 1} more outputs)" if len(wrong) > 1 else ""
+            warn(f"{seen.wrong[wrong[0]]}{more}", MetricWarning)
+        return seen.right.union(wrong)
+
+    def _see_outputs(
+        self, batch: Any, num_rows: int, mode: Mode, *, again: bool = False
+    ) -> OutputsSeen | None:
+        """What a look at outputs shows; at other rows, or in other parts, where it is once more."""
+        computation = self._computation
+        layout = computation.layout
+
+        def see(most: int) -> OutputsSeen | None:
+            with on_host():
+                choice = choose_rows(layout, batch, num_rows, most=most)
+                if again:
+                    others = other_rows(choice, num_rows)
+                    choice = others or choose_rows(layout, batch, num_rows, most=most, seed=1)
+            return look_at_outputs(computation, batch, choice, mode)
+
+        for most in _FEWER_ROWS:
+            seen = self._try(functools.partial(see, most), otherwise=str)
+            if not isinstance(seen, str):
+                return seen
+            logger.info("the outputs of %d rows could not be compared: %s", most, seen)
+        return None
 
     def _of(self, mode: Mode) -> "_Evidence":
         return self._eval if mode == "eval" else self._train

@@ -26,6 +26,7 @@ _SHAKEN_BITS = (8, 12, 15)  # of a float32: about 1e-6 of it
 _SHAKEN_BITS_LOW = (1 << 15, 1 << 16, 3 << 15)  # about the last that bfloat16 keeps
 _LEAST_SCALE = 0.05  # a loss near zero may be the difference of numbers near one
 _FRACTIONS = (1, 2, 4)
+_MOST_NAMED = 5
 
 
 def fewer_and_fewer(sizes: Sequence[int]) -> Iterator[Sequence[int]]:
@@ -39,13 +40,19 @@ def fewer_and_fewer(sizes: Sequence[int]) -> Iterator[Sequence[int]]:
             yield sizes[: len(sizes) // fraction] if fraction > 1 else sizes
 
 
+def shaken_bits(used: set[torch.dtype]) -> tuple[int, ...]:
+    """Last bits to shake parameters by, where these types are computed in."""
+    is_low = not used.isdisjoint((torch.float16, torch.bfloat16))
+    return _SHAKEN_BITS_LOW if is_low else _SHAKEN_BITS
+
+
 def compare_whole(
     computation: Computation, batch: Any, sizes: Sequence[int], mode: Mode
-) -> Values | None:
+) -> Mapping[str, Values] | None:
     """The loss of the rows of these microbatches, together and apart, from the state as it is.
 
-    None where that tells nothing: there is no loss, it is not finite, it is another one when it is
-    computed once more, or something draws that cannot be held constant.
+    It is called ``""``, and finite numbers beside it by their names. None where that tells nothing:
+    there is no loss, it is not finite, or something draws that cannot be held constant.
 
     Args:
         computation: model and loss.
@@ -62,25 +69,33 @@ def compare_whole(
     keeping = torch.no_grad() if mode == "eval" else keeping_nothing()
     with ExtraPasses(computation) as passes, keeping:
         losses = _Losses(passes, averages, mode)
-        together = losses.of(whole, [whole], [sum(sizes)])
-        apart = losses.of(whole, parts, sizes)
-        if not (together and apart and math.isfinite(together[0])):
+
+        def of_all() -> dict[str, list[float]]:
+            return losses.of(whole, [whole], [sum(sizes)])
+
+        together, apart = of_all(), losses.of(whole, parts, sizes)
+        if not (together and apart and math.isfinite(together[""][0])):
             return None
         used = passes.silence.dtypes
-        values = Values(
-            together=together[0],
-            apart=math.fsum(apart),
-            chance=0.0,
-            tolerance=limits_of(used, computation.device).total,
-            scale=max(_LEAST_SCALE, *map(abs, apart)),
-        )
-        if not values.add_up:
-            chances = [abs(losses.of(whole, [whole], [sum(sizes)])[0] - together[0])]
-            is_low = not used.isdisjoint((torch.float16, torch.bfloat16))
-            for bits in _SHAKEN_BITS_LOW if is_low else _SHAKEN_BITS:
+        values = {
+            name: Values(
+                together=value,
+                apart=math.fsum(apart[name]),
+                chance=0.0,
+                tolerance=limits_of(used, computation.device).total,
+                scale=max(_LEAST_SCALE, *map(abs, apart[name])),
+            )
+            for name, (value,) in together.items()
+            if name in apart and math.isfinite(value)
+        }
+        if not all(each.add_up for each in values.values()):
+            others = [of_all()]
+            for bits in shaken_bits(used):
                 with passes.shaken(bits):
-                    chances.append(abs(losses.of(whole, [whole], [sum(sizes)])[0] - together[0]))
-            values = dataclasses.replace(values, chance=max(chances))
+                    others.append(of_all())
+            for name, value in values.items():
+                chances = [abs(each[name][0] - value.together) for each in others if name in each]
+                values[name] = dataclasses.replace(value, chance=max(chances, default=math.inf))
         is_chance = losses.drew_elsewhere or bool(passes.silence.unsilenced)
     if computation.device.type != "cpu":
         empty_cache(computation.device)  # blocks of a whole batch serve no microbatch
@@ -103,21 +118,23 @@ class _Losses:
         self._passes, self._averages, self._mode = passes, averages, mode
         self.drew_elsewhere = False
 
-    def of(self, batch: Any, parts: Sequence[Any], sizes: Sequence[int]) -> list[float]:
-        """Of each part of a batch; none where one of them has no loss."""
+    def of(self, batch: Any, parts: Sequence[Any], sizes: Sequence[int]) -> dict[str, list[float]]:
+        """Of each part of a batch, the loss and what is beside it; empty where one has no loss."""
         with on_host():
             cut = CutBatch(batch=batch, microbatches=parts, sizes=sizes)
             weights = BatchWeights(self._averages, [cut])
-        found: list[Tensor] = []
+        found: list[Mapping[str, Tensor]] = []
         for index, part in enumerate(parts):
             output = self._passes.losses(part, mode=self._mode)
             self.drew_elsewhere |= bool(self._passes.foreign_draws())
             loss = output.loss
             if not (isinstance(loss, Tensor) and loss.is_floating_point() and loss.dim() == 0):
-                return []  # the step itself says what is wrong with it
-            loss, _ = weights.apply(index, loss, output.losses, has_total=output.has_total)
-            found.append(loss)
-        return read_scalars(found)
+                return {}  # the step itself says what is wrong with it
+            loss, beside = weights.apply(index, loss, output.losses, has_total=output.has_total)
+            found.append({**beside, "": loss})
+        names = [name for name in found[0] if all(name in each for each in found)]
+        read = read_scalars([each[name] for name in names for each in found])
+        return {name: read[at * len(found) :][: len(found)] for at, name in enumerate(names)}
 
 
 def describe_whole(
@@ -159,4 +176,19 @@ def describe_whole(
         "scale of the batch. Compute what the whole batch has a part in before it is cut, and give "
         f"it along with the rows, or {KEEP_WHOLE}, or ask "
         "automicro.verify for the place"
+    )
+
+
+def describe_numbers(values: Mapping[str, Values], sizes: Sequence[int]) -> str:
+    """That numbers beside a loss are not what their microbatches' come to, and the remedy."""
+    listed = ", ".join(
+        f"{name!r} is {each.together:.6g} as a whole and {each.apart:.6g} put together"
+        for name, each in list(values.items())[:_MOST_NAMED]
+    )
+    more = f" (and {len(values) - _MOST_NAMED} more)" if len(values) > _MOST_NAMED else ""
+    return (
+        f"numbers that the forward gives beside its loss are weighted as the loss is, and some do "
+        f"not come to what {sum(sizes)} rows give: {listed} from {len(sizes)} microbatches{more}. "
+        "A sum, a maximum, a quantile or a ratio is no mean. Give the mean of what each row has, "
+        "let a metric count it (metrics=…), or compute it from the outputs (return_outputs=True)"
     )

@@ -15,6 +15,7 @@ from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.errors import BatchError, Bystander, LossError, MetricWarning, warn
 from automicro.loss.conventions import Carried, Output, outputs_with_rows
+from automicro.loss.outputs_look import WHAT_HAS_ROWS
 from automicro.memory.budget import active_budget
 from automicro.step.events import Microbatch, blame
 from automicro.step.plan import Cut
@@ -22,6 +23,9 @@ from automicro.step.unit import order_of, with_padding
 
 Where: TypeAlias = bool | Literal["host", "device"]
 """Whether outputs are kept, and where: True where their batch lies."""
+
+_ALIKE = 3  # slices that show something: two may have as many boxes by chance
+_EARLY = 10
 
 
 class Kept:
@@ -31,7 +35,9 @@ class Kept:
         where: outputs are kept.
         device: where the model computes, and where state for the next batch stays.
         carry_layout: where that has its rows; None where there is none.
-        named: paths of outputs that were warned of, of all steps.
+        known: paths of outputs that were warned of, or found to be right, of all steps.
+        is_early: whether this step is one of the first, in which slices that are alike are looked
+            at, too.
 
     Attributes:
         outputs: of all rows in order, detached; None where they were not asked for, and before
@@ -47,9 +53,12 @@ class Kept:
         where: object,
         device: torch.device,
         carry_layout: BatchLayout | None,
-        named: set[str] | None = None,
+        known: set[str] | None = None,
+        *,
+        is_early: bool = False,
     ) -> None:
-        self._named = set() if named is None else named
+        self._is_early = is_early
+        self._known = set() if known is None else known
         if where not in (True, False, "host", "device"):
             raise ValueError(
                 f"return_outputs={where!r}; say True for outputs where the batch lies, 'host', "
@@ -67,6 +76,15 @@ class Kept:
     def is_nothing(self) -> bool:
         """Whether nothing was asked for."""
         return self._where is False and self._layout is None
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether outputs were asked for."""
+        return self._where is not False
+
+    def know(self, paths: frozenset[str]) -> None:
+        """Take note of outputs of which a look has shown whether they can be joined."""
+        self._known |= paths
 
     def begin(self) -> None:
         """Nothing is kept yet."""
@@ -141,22 +159,27 @@ class Kept:
         Warns:
             MetricWarning
         """
-        if len(set(sizes)) < 2 or len(sizes) != len(self._outputs):
+        if len(sizes) < 2 or len(sizes) != len(self._outputs):
+            return
+        least, most = min(sizes), max(sizes)
+        if least == most and (len(sizes) < _ALIKE or not self._is_early):
             return
         lengths: dict[str, set[int]] = {}
         for output in self._outputs:
             for path, leaf in tensor_leaves(output):
                 lengths.setdefault(path, set()).add(leaf.size(0) if leaf.dim() else 0)
         for path, found in lengths.items():
-            if len(found) == 1 and 0 not in found and path not in self._named:
-                self._named.add(path)
+            length = found.pop()
+            # As long for slices that are alike may also be so many for each row.
+            is_fixed = not found and length and (least < most or length % most)
+            if is_fixed and path not in self._known:
+                self._known.add(path)
                 name = f"output {path!r}" if path else "the output"
+                rows = f"of {least} and of {most} rows" if least < most else f"of {most} rows each"
                 warn(
-                    f"{name} has {found.pop()} entries for microbatches of {min(sizes)} and of "
-                    f"{max(sizes)} rows, so it is not one per row (a confusion matrix, a "
-                    "histogram, attention by layers?), and joining it end to end means nothing. "
-                    "Return what has its rows in the first dimension, leave it out of the "
-                    "outputs, or let a metric count it",
+                    f"{name} has {length} entries for microbatches {rows}, so it is not one per "
+                    "row (a confusion matrix, a histogram, attention by layers?), and joining it "
+                    f"end to end means nothing. {WHAT_HAS_ROWS}",
                     MetricWarning,
                 )
 
@@ -286,7 +309,8 @@ class Carrying:
         self, batch_layout: int | Mapping[str, Any], carry_layout: int | Mapping[str, Any] | None
     ) -> None:
         self.is_on = carry_layout is not None
-        self._named: set[str] = set()
+        self._known: set[str] = set()
+        self._steps = 0
         self._carry_layout: BatchLayout | None = None
         self.layout = BatchLayout(batch_layout)
         if carry_layout is not None:
@@ -312,7 +336,9 @@ class Carrying:
         """What keeps outputs and state of one step; see `Kept`."""
         if where is False and self._carry_layout is None:
             return _NOTHING_KEPT
-        return Kept(where, device, self._carry_layout, self._named)
+        self._steps += 1
+        is_early = self._steps <= _EARLY
+        return Kept(where, device, self._carry_layout, self._known, is_early=is_early)
 
     def refuse_several(self, batches: Iterable[Any]) -> None:
         """Refuse batches that are to be taken as one, unless they are one with its state.

@@ -21,7 +21,7 @@ from automicro.errors import (
     MetricWarning,
     warn,
 )
-from automicro.loss.conventions import Output
+from automicro.loss.conventions import Output, whole_numbers
 from automicro.loss.passes import Computation, extra_pass
 from automicro.loss.weights import BatchWeights, CutBatch
 from automicro.memory.oom import once_more
@@ -83,6 +83,7 @@ class Passes:
         self._scale = self._ranks.world_size if scales_for_ranks else 1
         self._has_warned_of_nothing = False
         self._has_looked_at_parts = False
+        self._has_looked_at_numbers = False
         self._row_dims: dict[str, int] = {}
         self._captures = captures_cuda_graphs(computation.modules)
         self._is_plain = autocast_dtype is None and not self._captures
@@ -260,6 +261,8 @@ class Passes:
             output = self._forward(self._convention.train, microbatch, tell)
         if output.losses and not output.has_total and not self._has_looked_at_parts:
             self._warn_of_metrics_among(output.losses)
+        if output.given is not None and metrics is None and not self._has_looked_at_numbers:
+            self._warn_of_whole_numbers(output.given)
         loss = check_loss(output.loss, may_be_zero=True)
         weight = weights.of_all[index]
         begun: tuple[Tensor, ...] = ()
@@ -312,6 +315,25 @@ class Passes:
             MetricWarning,
         )
 
+    def _warn_of_whole_numbers(self, given: Mapping[Any, Any]) -> None:
+        """Warn, the first time, of counts beside the loss, which are left out.
+
+        Not where metrics get the outputs, and may count them.
+
+        Warns:
+            MetricWarning
+        """
+        self._has_looked_at_numbers = True
+        names = whole_numbers(given)
+        if names and not self._ranks.rank:
+            warn(
+                f"the forward gives whole numbers beside its loss ({', '.join(map(repr, names))}), "
+                "and `losses` of a result leaves them out: what is beside a loss is weighted as "
+                "the loss is, a mean, and a count is none. Give the mean of what each row has "
+                f"({names[0]!r}: ….float().mean()), or let a metric count it (metrics=…)",
+                MetricWarning,
+            )
+
     def fill(self, microbatch: Any) -> Losses:
         """Forward and backward that count for nothing, for the sake of other ranks' collectives."""
         output = self._forward(self._convention.train, map_tensors(microbatch, _cut_off))
@@ -343,6 +365,8 @@ class Passes:
         output = self._forward(self._convention.evaluate, microbatch)
         if tell is not None:
             tell("forward_end")
+        if output.given is not None and metrics is None and not self._has_looked_at_numbers:
+            self._warn_of_whole_numbers(output.given)
         if metrics is not None:
             self._count(metrics, output.outputs, microbatch)
         return output

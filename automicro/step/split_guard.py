@@ -22,6 +22,7 @@ from automicro.modules import ModuleIndex
 from automicro.policy.policy import Fixed, Policy
 from automicro.transaction.buffers import Buffers
 
+_EVALUATIONS = (1, 2, 10, 100)  # of those that are split, after which buffers are compared
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 BATCHNORM_MODES = ("warn", "error", "disable", "ignore", "exact")
 
@@ -40,6 +41,7 @@ class SplitGuard:
         self._mode = mode
         self._whole = Fixed(None) if whole is None else whole
         self._has_warned = self._has_warned_of_evaluation = False
+        self._evaluations = 0
         self._named_buffers: set[str] = set()
         self._named_state: set[str] = set()
 
@@ -155,24 +157,38 @@ class SplitGuard:
         if moved:
             self._warn_of_buffers(moved, len(sizes))
 
-    def warn_of_evaluation(self, sizes: Sequence[int]) -> None:
+    def warn_of_evaluation(self, sizes: Sequence[int], buffers: Buffers) -> None:
         """Warn, the first time that a batch is split, of layers without running statistics.
 
-        Warns:
-            BatchNormWarning
-        """
-        if self._mode == "ignore" or self._has_warned_of_evaluation:
-            return
-        names = self._batchnorm_names()
-        if names:
-            self._has_warned_of_evaluation = True
-            warn(evaluation_message(names, max(sizes), sum(sizes)), BatchNormWarning)
+        And of buffers that the forward changes in evaluation, which the first splits show. Called
+        inside the attempt.
 
-    def _warn_of_buffers(self, changed: Sequence[str], num_microbatches: int) -> None:
-        known = set(self._batchnorm_buffers())
+        Args:
+            sizes: of the microbatches.
+            buffers: of the model.
+
+        Warns:
+            BatchNormWarning, BufferWarning
+        """
+        if self._mode == "ignore":
+            return
+        if not self._has_warned_of_evaluation:
+            names = self._batchnorm_names()
+            if names:
+                self._has_warned_of_evaluation = True
+                warn(evaluation_message(names, max(sizes), sum(sizes)), BatchNormWarning)
+        self._evaluations += 1
+        if self._evaluations in _EVALUATIONS:
+            self._warn_of_buffers(buffers.changed_names(), len(sizes), evaluates=True)
+
+    def _warn_of_buffers(
+        self, changed: Sequence[str], num_microbatches: int, *, evaluates: bool = False
+    ) -> None:
+        known = {*self._batchnorm_buffers(), *self._named_buffers}
         others = [name for name in changed if name not in known]
         if others:
-            warn(_state_message("buffers", others, num_microbatches), BufferWarning)
+            message = _state_message("buffers", others, num_microbatches, evaluates=evaluates)
+            warn(message, BufferWarning)
         self._named_buffers |= {*changed, *known}
 
     def _batchnorm_names(self) -> list[str]:
@@ -187,13 +203,20 @@ class SplitGuard:
         ]
 
 
-def _state_message(kind: str, names: Sequence[str], num_microbatches: int) -> str:
+def _state_message(
+    kind: str, names: Sequence[str], num_microbatches: int, *, evaluates: bool = False
+) -> str:
     listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     # Attributes that add up by rows have been left out.
     unless = " unless each row writes to a place of its own" if kind == "buffers" else ""
+    what, argument = "training forward", "microbatch_size"
+    update = "Update them once per step outside the forward"
+    if evaluates:
+        what, argument = "forward in evaluation", "eval_microbatch_size"
+        update = "Let it leave them alone, or update them once per batch outside the forward"
     return (
-        f"the training forward changes {kind}: {listed}. It now does so {num_microbatches} times "
-        f"for a batch, once per microbatch, so they depend on the microbatch size{unless}. Update "
-        "them once per step outside the forward, or keep batches whole with microbatch_size=None; "
+        f"the {what} changes {kind}: {listed}. It now does so {num_microbatches} times for a "
+        f"batch, once per microbatch, so they depend on the microbatch size{unless}. "
+        f"{update}, or keep batches whole with {argument}=None; "
         "batchnorm='ignore' accepts it"
     )

@@ -184,10 +184,12 @@ class _Work:
         self._watch = phase.watch([each.contents for each in step.batches])
         self._buffers = phase.buffers()
         self.narrator = phase.narrator()
-        self._has_looked = False
+        self._has_looked = self._has_looked_at_outputs = False
 
     def look(self, plan: Plan) -> None:
         prober = self._setup.prober
+        if prober.compares_outputs and self._mode != "train" and self._kept.has_outputs:
+            self._look_at_outputs(plan)
         if self._has_looked or not prober.compares(self._mode):
             return
         for batch, cut in zip(self._step.raw, plan.cuts, strict=True):
@@ -195,6 +197,14 @@ class _Work:
                 self._has_looked = True
                 with self._ranks.looking_alone():
                     prober.compare(batch, cut.sizes, self._mode)
+
+    def _look_at_outputs(self, plan: Plan) -> None:
+        for batch, num_rows, cut in zip(self._step.raw, self._step.rows, plan.cuts, strict=True):
+            if cut.is_split and not self._has_looked_at_outputs:
+                self._has_looked_at_outputs = True
+                with self._ranks.looking_alone():
+                    known = self._setup.prober.compare_outputs(batch, num_rows, self._mode)
+                self._kept.know(known)
 
     @property
     def _sorted_metrics(self) -> Metrics | None:
@@ -484,7 +494,7 @@ class EvaluationWork(_Work):
             del output  # before the next forward
         for cut in plan.cuts:
             if cut.is_split:
-                self._setup.split_guard.warn_of_evaluation(cut.sizes)
+                self._setup.split_guard.warn_of_evaluation(cut.sizes, self._buffers)
         total, parts = add_up(losses) if losses else (None, {})
         return total, parts, {} if weights is None else weights.totals
 

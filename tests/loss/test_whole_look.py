@@ -10,7 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from automicro import LossAverageError, LossAverageWarning, Microbatcher, is_extra_pass
+from automicro import (
+    LossAverageError,
+    LossAverageWarning,
+    MetricWarning,
+    Microbatcher,
+    is_extra_pass,
+)
 
 ROWS = 64
 
@@ -154,3 +160,89 @@ def test_a_batch_that_stays_whole_costs_no_pass() -> None:
     finally:
         handle.remove()
     assert max(seen) == 16
+
+
+def numbers_told(forward: Callable[..., Any], *batches: Any, **options: Any) -> list[str]:
+    """What is said of numbers beside a loss, in training and in evaluation."""
+    microbatcher = Microbatcher(
+        net().to(batches[0][0].dtype), forward=forward, loss_average="samples", **options
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for each in batches:
+            microbatcher.backward(each)
+            microbatcher.evaluate(each)
+    assert microbatcher.loss_average_is == "declared"
+    return [str(one.message) for one in caught if one.category is MetricWarning]
+
+
+def test_numbers_beside_a_loss_that_are_no_means_are_named_once() -> None:
+    def forward(model: Any, batch: Any) -> Any:
+        logits = model(batch[0])
+        return {
+            "loss": F.cross_entropy(logits, batch[1]),
+            "total": logits.detach().abs().sum(),
+            "top": logits.detach().max(),
+            "accuracy": (logits.argmax(1) == batch[1]).double().mean(),
+        }
+
+    sizes: Any = {"microbatch_size": 16, "eval_microbatch_size": 16}
+    (message,) = numbers_told(forward, batch(), batch(), **sizes)
+    assert "'total' is " in message
+    assert "'top' is " in message
+    assert "accuracy" not in message
+    assert "from 4 microbatches" in message
+    whole: Any = {"microbatch_size": None, "eval_microbatch_size": None}
+    assert numbers_told(forward, batch(), **whole) == []
+    assert numbers_told(forward, batch(), probe=False, **sizes) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_numbers_beside_a_loss_that_are_means_are_not_named(dtype: torch.dtype) -> None:
+    def forward(model: Any, batch: Any) -> Any:
+        logits = model(F.dropout(batch[0], 0.2))
+        loss = F.cross_entropy(logits, batch[1])
+        return {
+            "loss": loss * 2,
+            "half": loss.detach(),
+            "confidence": logits.detach().softmax(1).amax(1).mean(),
+            "accuracy": (logits.argmax(1) == batch[1]).float().mean(),
+            "temperature": torch.tensor(0.07),
+            "zero": logits.detach().sum() * 0,
+            "chance": torch.tensor(random.random()) if model.training else torch.tensor(0.0),
+            "nothing": logits.detach()[:0].mean(),
+        }
+
+    for rows in (64, 50):
+        x, y = batch(rows)
+        given = [(x.to(dtype), y), (-x.to(dtype), y)]
+        assert numbers_told(forward, *given, microbatch_size=16, eval_microbatch_size=7) == []
+
+
+def test_whole_numbers_beside_a_loss_are_said_to_be_left_out() -> None:
+    def forward(model: Any, batch: Any) -> Any:
+        logits = model(batch[0])
+        right = (logits.argmax(1) == batch[1]).sum()
+        return {"loss": F.cross_entropy(logits, batch[1]), "right": right, "rows": len(logits)}
+
+    (message,) = numbers_told(forward, batch(), batch(), microbatch_size=16)
+    assert r"whole numbers beside its loss ('right')" in message
+    assert "(metrics=…)" in message
+
+
+def test_whole_numbers_that_metrics_get_are_not_named() -> None:
+    class Right:
+        count = 0
+
+        def update(self, outputs: Any, _: Any) -> None:
+            self.count += int(outputs["right"])
+
+    def forward(model: Any, batch: Any) -> Any:
+        logits = model(batch[0])
+        right = (logits.argmax(1) == batch[1]).sum()
+        return {"loss": F.cross_entropy(logits, batch[1]), "right": right}
+
+    microbatcher = Microbatcher(net(), forward=forward, eval_microbatch_size=16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MetricWarning)
+        microbatcher.evaluate(batch(), metrics=Right())

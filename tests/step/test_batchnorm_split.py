@@ -190,6 +190,50 @@ def test_buffers_that_count_microbatches_are_named_once(make: Any, name: str) ->
     assert caught(on(make(), microbatch_size=4, batchnorm="ignore"), pair()) == []
 
 
+class Observed(nn.Module):
+    """A moving average in evaluation, as observers have while they are calibrated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Mlp()
+        self.norm = nn.BatchNorm1d(6).double()
+        self.observes = True
+        self.register_buffer("largest", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, inputs: Tensor) -> Any:
+        if self.observes and not self.training:
+            largest = self.get_buffer("largest")
+            largest.lerp_(inputs.max(), 0.1)
+        return self.net(self.norm(inputs))
+
+
+@pytest.mark.parametrize("run", ["evaluate", "predict"])
+def test_buffers_that_count_microbatches_in_evaluation_are_named_once(run: str) -> None:
+    def told(**options: Any) -> list[str]:
+        microbatcher = on(Observed(), **options)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for batch in (pair(), pair()):
+                getattr(microbatcher, run)(batch)
+        return [str(each.message) for each in found if each.category is BufferWarning]
+
+    (message,) = told(eval_microbatch_size=4)
+    assert "the forward in evaluation changes buffers: largest. It now does so 3 times" in message
+    assert "eval_microbatch_size=None" in message
+    assert told(eval_microbatch_size=None) == []
+    assert told(eval_microbatch_size=4, batchnorm="ignore") == []
+
+
+def test_buffers_that_change_from_a_later_evaluation_on_are_named() -> None:
+    model = Observed()
+    model.observes = False
+    microbatcher = on(model, eval_microbatch_size=4)
+    microbatcher.evaluate(pair())
+    model.observes = True
+    with pytest.warns(BufferWarning, match="changes buffers: largest"):
+        microbatcher.evaluate(pair())
+
+
 @pytest.mark.parametrize(("count", "more"), [(5, "It now"), (6, " and 1 more. It")])
 def test_of_many_buffers_five_are_named(count: int, more: str) -> None:
     model = nn.Sequential(*(Codebook(replaced=False) for _ in range(count)))

@@ -183,9 +183,9 @@ def test_what_is_as_long_for_every_number_of_rows_is_named(is_training: bool) ->
     microbatcher = Microbatcher(
         classifier(), forward=with_matrix, microbatch_size=4, eval_microbatch_size=4
     )
-    named = (
-        "'confusion' has 2 entries for microbatches of 3 and of 4 rows, so it is not one per row"
-    )
+    without_look = "microbatches of 3 and of 4 rows"
+    rows = without_look if is_training else "7 rows, and 4 where it is joined from two parts"
+    named = f"'confusion' has 2 entries for {rows}.*, so it is not one per row"
     run = microbatcher.backward if is_training else microbatcher.evaluate
     with pytest.warns(MetricWarning, match=named) as caught:
         run(pair(7), return_outputs=True)
@@ -193,6 +193,40 @@ def test_what_is_as_long_for_every_number_of_rows_is_named(is_training: bool) ->
     with warnings.catch_warnings():
         warnings.simplefilter("error", MetricWarning)
         run(pair(7), return_outputs=True)  # once
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_what_is_as_long_for_slices_that_are_alike_is_named(is_training: bool) -> None:
+    """Without a look; where that has told, it is not said again."""
+
+    def with_table(model: nn.Module, batch: Any) -> dict[str, Any]:
+        return with_outputs(model, batch) | {"table": torch.zeros(7, 2)}
+
+    microbatcher = Microbatcher(
+        classifier(), forward=with_table, microbatch_size=2, eval_microbatch_size=2, probe=False
+    )
+    run = microbatcher.backward if is_training else microbatcher.evaluate
+    with pytest.warns(MetricWarning, match="'table' has 7 entries for .* of 2 rows each"):
+        run(pair(6), return_outputs=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MetricWarning)
+        run(pair(6), return_outputs=True)
+        microbatcher.evaluate(pair(8), return_outputs=True)
+
+
+def test_what_a_look_has_found_right_is_not_named_for_its_length() -> None:
+    def with_found(model: nn.Module, batch: Any) -> dict[str, Any]:
+        """Three of every four rows, as a threshold may find them by chance."""
+        given = with_outputs(model, batch)
+        return given | {"found": given["a"][batch[0][:, 0] > 0]}
+
+    inputs, targets = pair(16)
+    inputs[:, 0] = torch.tensor([1.0, 1.0, 1.0, -1.0]).repeat(4)
+    microbatcher = Microbatcher(classifier(), forward=with_found, eval_microbatch_size=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MetricWarning)
+        outputs = microbatcher.evaluate((inputs, targets), return_outputs=True).outputs
+    assert len(outputs["found"]) == 12
 
 
 def test_a_place_that_there_is_not_is_refused() -> None:
