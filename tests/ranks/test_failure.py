@@ -1,5 +1,6 @@
 """What no retry helps: all ranks stop within seconds and know why."""
 
+import operator
 import re
 import signal
 
@@ -32,6 +33,12 @@ def test_all_ranks_name_the_one_with_an_error_of_its_own(
     assert "rank 1: ValueError: a mistake of the user's" in healthy["text"]
     assert culprit["kind"] == "ValueError"
     assert "on rank 1 of 2" in culprit["text"]
+
+
+def test_a_case_that_fails_takes_no_later_one_of_its_world_along(world2: World) -> None:
+    with pytest.raises(AssertionError, match="ZeroDivisionError"):
+        world2.run(operator.truediv, 1, 0)
+    assert world2.run(operator.truediv, 1, 2) == [0.5, 0.5]
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,13 +36,18 @@ class World:
             ]
         )
         self.size = size
+        self._context = context
+        self._begin()
+
+    def _begin(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
-        self.processes = []
-        for rank in range(size):
-            here, there = context.Pipe()
-            process = context.Process(
-                target=work, args=(rank, size, self._folder.name, there), daemon=True
+        self.processes: list[ForkServerProcess] = []
+        self._is_killed = False
+        for rank in range(self.size):
+            here, there = self._context.Pipe()
+            process = self._context.Process(
+                target=work, args=(rank, self.size, self._folder.name, there), daemon=True
             )
             process.start()
             there.close()
@@ -49,6 +55,9 @@ class World:
             self.processes.append(process)
 
     def start(self, job: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        if self._is_killed:  # by a test that failed: the next one is not its victim
+            self.close()
+            self._begin()
         for pipe in self._pipes:
             pipe.send((job, args, kwargs))
 
@@ -94,6 +103,7 @@ class World:
         os.kill(pid, number)
 
     def kill(self) -> None:
+        self._is_killed = True
         for rank, process in enumerate(self.processes):
             if process.is_alive():
                 with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
