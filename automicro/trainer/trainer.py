@@ -429,8 +429,8 @@ class Trainer:
         SIGTERM end it after the batch that is running, once that is saved; a second Ctrl-C ends
         it at once.
 
-        After an error it can be called again: the counts go on, and the epoch starts over. What it
-        does::
+        After an error it can be called again: the counts go on, and the epoch begins again, which a
+        warning says where batches of it come once more. What it does::
 
             go on from the newest checkpoint                            # where there is one
             tell callbacks: fit_start
@@ -457,7 +457,8 @@ class Trainer:
                 ``max_duration``. Not of a run that is saved.
 
         Raises:
-            ValueError: no training data, or it has trained for ``max_duration`` already.
+            ValueError: no training data, it has trained for ``max_duration`` already, or another
+                call has not returned.
             DataLoaderError: a pass over the data gave no batch.
             NonFiniteLossError: see ``non_finite``.
             OptimizerStepError: memory ran out inside the optimizer's step.
@@ -473,20 +474,21 @@ class Trainer:
                 "there is nothing to train on; pass train_dataloader=… and optimizer=… to the "
                 "Trainer"
             )
-        if more is not None:
-            require_same(self._run.device, lambda: {"duration": str(more)}, what="durations")
-            self._fit.extend(more)
-        self._fit.require_more()
         fit, ranks = self._fit, self._microbatcher.ranks
-        with (
-            announcing_once(ranks),
-            ranks.guarding_calls(),
-            self._session.open() as progress,
-            noting(fit.loop.where),
-        ):
-            with fit.training(progress) as wants_to_stop:
-                fit.loop.run(progress, wants_to_stop)
-            return fit.sum_up(progress)
+        with fit.alone():
+            if more is not None:
+                require_same(self._run.device, lambda: {"duration": str(more)}, what="durations")
+                fit.extend(more)
+            fit.require_more()
+            with (
+                announcing_once(ranks),
+                ranks.guarding_calls(),
+                self._session.open() as progress,
+                noting(fit.loop.where),
+            ):
+                with fit.training(progress) as wants_to_stop:
+                    fit.loop.run(progress, wants_to_stop)
+                return fit.sum_up(progress)
 
     def keep_failures_in(self, folder: str | os.PathLike[str]) -> None:
         """Where a batch is kept that does not fit even in the smallest microbatches.
