@@ -202,6 +202,18 @@ class Evaluation:
         Returns:
             The values, or None for a pass that was broken off.
         """
+        with context.mode.evaluating():
+            return self._run(phase, progress, context, where, is_stopped, max_batches)
+
+    def _run(
+        self,
+        phase: PhaseState,
+        progress: Progress,
+        context: RunContext,
+        where: str,
+        is_stopped: Callable[[Ranks], bool] | None,
+        max_batches: int | None,
+    ) -> dict[str, float] | None:
         start = time.perf_counter()
         before = phase.ooms, phase.nested_ooms, phase.cut
         values = None

@@ -103,6 +103,7 @@ class FitLoop:
             self._evaluations.run_at_end(progress, stop.ask)
         if self.checkpointer is not None:
             self.checkpointer.save(self._state, progress, metrics=self._measured())
+        self.context.mode.eval()
         self.context.tell("fit_end")
 
     def _train_epoch(self, progress: Progress, stop: Stop) -> None:
@@ -409,6 +410,7 @@ class Fit:
         resume_step = self._resume(progress)
         if not self._run.model.training:
             self._run.model.train()
+        context.mode.train()
         time_limit, first = TimeLimit(self._max_seconds), state.batch
         try:
             context.recorder.start(self._settings.values(), resume_step=resume_step)
@@ -425,6 +427,7 @@ class Fit:
                 yield wants_to_stop
                 interruption.take_note_of_peers(context.ranks)
         finally:
+            context.mode.eval()
             context.recorder.close()
             if self._checkpointer is not None:
                 self._checkpointer.finish()

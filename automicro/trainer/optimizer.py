@@ -1,5 +1,6 @@
 """Optimizers, parameter groups and schedulers: given, or built with the model on its device."""
 
+import contextlib
 import difflib
 import fnmatch
 import itertools
@@ -524,6 +525,47 @@ _LOOKS: Mapping[str, Callable[[Any, Pace], Told]] = {
     "LinearLR": _look_at_line,
     "PolynomialLR": _look_at_power,
 }
+
+
+class OptimizerMode:
+    """Calls ``train()`` and ``eval()`` of an optimizer that has both, as schedule-free ones do.
+
+    Such an optimizer has the model train at other weights than it is to be used with. Between two
+    fits the model has those that it is used with.
+
+    Args:
+        optimizer: any, or None.
+
+    >>> OptimizerMode(torch.optim.SGD([torch.zeros(1, requires_grad=True)])).train()
+    """
+
+    def __init__(self, optimizer: Optimizer | None) -> None:
+        has_both = all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+        self._optimizer: Any = optimizer if has_both else None
+        self._is_training = False
+
+    def train(self) -> None:
+        """Let the model have the weights to train at."""
+        self._is_training = True
+        if self._optimizer is not None:
+            self._optimizer.train()
+
+    def eval(self) -> None:
+        """Let the model have the weights to be used and saved with."""
+        self._is_training = False
+        if self._optimizer is not None:
+            self._optimizer.eval()
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The weights to be used with, and those to train at again where training goes on."""
+        was_training = self._is_training
+        self.eval()
+        try:
+            yield
+        finally:
+            if was_training:
+                self.train()
 
 
 SCHEDULER_INTERVALS = ("batch", "epoch")

@@ -40,6 +40,7 @@ from automicro.trainer.evaluation import EvaluationFactory, expected_values, pre
 from automicro.trainer.evaluators import read_evaluators
 from automicro.trainer.metrics import MetricSet
 from automicro.trainer.optimizer import (
+    OptimizerMode,
     OptimizerOrFactory,
     ParameterGroups,
     SchedulerOrFactory,
@@ -96,7 +97,9 @@ class Trainer:
         forward: see `Microbatcher`.
         optimizer: an optimizer, or a callable that makes one of a list of the model's
             parameters, which are on the device by then: ``torch.optim.AdamW``, or
-            ``partial(torch.optim.AdamW, lr=0.01)``.
+            ``partial(torch.optim.AdamW, lr=0.01)``. Where it has ``train()`` and ``eval()``, as
+            schedule-free ones do, both are called: the model has the weights of ``eval()`` in
+            evaluations, predictions and checkpoints, and after `fit`.
         parameter_groups: options of the optimizer for some parameters, by their names: mappings
             such as ``{"params": ["*.bias", "*norm*"], "weight_decay": 0.0}``, with ``*``, ``?``
             and ``[…]`` as in `fnmatch`. The first that matches counts. The optimizer is given as
@@ -352,6 +355,7 @@ class Trainer:
             recorder=Recorder(LoggerGroup(loggers if place.is_first else ()), self._run, callbacks),
             ranks=self._microbatcher.ranks,
             failures=Failures(device, rank=place.rank),
+            mode=OptimizerMode(optimizer),
         )
         sharing = placed.sharing(seed)
         self._evaluating = EvaluationFactory(
@@ -557,7 +561,7 @@ class Trainer:
                 f"{self._run.world_size} ranks has a part of the model or of the data; predict in "
                 "one process with the weights that were saved"
             )
-        with self._session.open() as progress:
+        with self._session.open() as progress, self._context.mode.evaluating():
             return predict_all(self._microbatcher, dataloader, progress)
 
 

@@ -180,6 +180,10 @@ class Checkpointer:
         """
         if self._saved_at == (state.batch, state.epoch):
             return
+        with self._context.mode.evaluating():  # a checkpoint has the weights to be used with
+            self._save(state, progress, metrics)
+
+    def _save(self, state: LoopState, progress: Progress, metrics: Mapping[str, float]) -> None:
         snapshot = self._store.together(self._gather)
         try:
             with on_host():  # where copies of the background lie
