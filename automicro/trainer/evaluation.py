@@ -145,6 +145,15 @@ class Evaluation:
             f"or evaluate once, with an interval of '{max_duration}'"
         )
 
+    def refuse_empty(self) -> None:
+        """Refuse a loader that says that it has no batch, before any training.
+
+        Raises:
+            DataLoaderError: with what may be the reason.
+        """
+        if num_batches(self._evaluator.dataloader) == 0:
+            raise empty(self._evaluator.dataloader, self.loader_name)
+
     def gives(self, name: str) -> bool:
         """Whether a value that is logged under this name is one of its own."""
         return name.startswith(f"eval/{self._prefix}")
@@ -488,6 +497,16 @@ class EvaluationPlan:
         """Evaluate at the end of training, with all that do so in the middle of it."""
         for evaluation in self._at_end:
             self._evaluate(evaluation, progress, is_stopped)
+
+    def refuse_empty(self) -> None:
+        """Refuse loaders without a batch now, and not after an epoch.
+
+        Raises:
+            DataLoaderError: with what may be the reason.
+        """
+        if not self._context.has_peers:  # others may have batches where this one has none
+            for evaluation in self._at_end:
+                evaluation.refuse_empty()
 
     def catch_up(self) -> None:
         """Take what is done for handled, in a run that is taken up again."""

@@ -90,6 +90,7 @@ class FitLoop:
         for evaluation in self._evaluations:
             evaluation.release()
         self.context.tell("fit_start")
+        self._evaluations.refuse_empty()
         if self.checkpointer is not None and self._state.batch == 0:
             self.checkpointer.rehearse()
         if self.rehearsal is not None and self._state.batch == 0:
@@ -408,6 +409,9 @@ class Fit:
         self._step.update.clear()  # an interrupted fit leaves those of its last batch
         progress.line(self._settings.line(self.loop.num_batches))
         resume_step = self._resume(progress)
+        if self._run.rank == 0:
+            end = self._run.max_duration
+            self._step.update.warn_of_early_end(self.loop.num_batches, state, end)
         if not self._run.model.training:
             self._run.model.train()
         context.mode.train()

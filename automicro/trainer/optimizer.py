@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from automicro.errors import SchedulerWarning, suggestion, warn
+from automicro.events.run import LoopState
 from automicro.migration import comes_from
 from automicro.optimizer.scaling import GradientScaler
 from automicro.optimizer.step import clip_gradients, step_optimizer
@@ -527,6 +528,28 @@ _LOOKS: Mapping[str, Callable[[Any, Pace], Told]] = {
 }
 
 
+def warn_of_early_end(scheduler: object, steps: int) -> None:
+    """Warn of a schedule that torch refuses to step so often.
+
+    Args:
+        scheduler: of the run.
+        steps: of it that are to come.
+
+    Warns:
+        SchedulerWarning: with both numbers.
+    """
+    if not isinstance(scheduler, torch.optim.lr_scheduler.OneCycleLR):
+        return
+    most, needed = scheduler.total_steps, scheduler.last_epoch + steps
+    if needed > most:
+        warn(
+            f"the scheduler {type(scheduler).__name__} ends after total_steps={most}, and the run "
+            f"steps it {needed} times, so training would fail at step {most + 1}: give it "
+            f"total_steps={needed}, or train for less",
+            SchedulerWarning,
+        )
+
+
 class OptimizerMode:
     """Calls ``train()`` and ``eval()`` of an optimizer that has both, as schedule-free ones do.
 
@@ -671,3 +694,21 @@ class Update:
         """
         if self._scheduler is not None and self._scheduler_interval == "batch":
             warn_of_haste(self._scheduler, Pace.of(num_batches, max_duration))
+
+    def warn_of_early_end(self, num_batches: int | None, state: LoopState, end: Duration) -> None:
+        """Warn of a scheduler that cannot be stepped until the end of the run.
+
+        Args:
+            num_batches: optimizer steps of an epoch; None where nobody knows.
+            state: where training stands.
+            end: of the run.
+        """
+        if self._scheduler_interval == "epoch":
+            left = end.value - state.epoch if end.unit is Unit.EPOCHS else None
+        elif end.unit is Unit.BATCHES or (end.unit is Unit.EPOCHS and num_batches):
+            total = Pace.of(num_batches or 0, end).total
+            left = None if total is None else total - state.batch
+        else:
+            left = None
+        if left is not None:
+            warn_of_early_end(self._scheduler, left)

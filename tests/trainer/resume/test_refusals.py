@@ -142,6 +142,51 @@ def test_an_error_of_a_callback_that_is_saved_names_it(tmp_path: Path) -> None:
     assert "automicro: in the callback Fails, at state_dict" in caught.value.__notes__
 
 
+def test_an_optimizer_whose_state_no_rank_has_whole_is_refused_at_construction(
+    tmp_path: Path,
+) -> None:
+    class SharedOut(torch.optim.SGD):
+        """As torch's ZeroRedundancyOptimizer."""
+
+        def consolidate_state_dict(self, to: int = 0) -> None:
+            """Gather it on one rank."""
+
+    with pytest.raises(ValueError, match="SharedOut shares its state out .* parallel='fsdp'"):
+        trainer(tmp_path, optimizer=SharedOut)
+    assert make_trainer(model(), optimizer=SharedOut).fit().steps == 4
+
+
+class AddsAGroup(Callback):
+    def batch_end(self, run: Run, result: Any) -> None:
+        assert run.optimizer is not None
+        if run.state.batch == 1:
+            group = {"params": list(run.model[2].parameters()), "lr": 0.5}  # type: ignore[index]
+            run.optimizer.add_param_group(group)
+
+
+def test_a_group_that_was_added_in_the_middle_of_a_run_is_refused_with_the_way_out(
+    tmp_path: Path,
+) -> None:
+    def start(duration: str) -> Trainer:
+        module = model()
+        optimizer = torch.optim.SGD(module[:2].parameters(), lr=0.1)  # type: ignore[index]
+        return trainer(
+            tmp_path,
+            module,
+            optimizer=optimizer,
+            callbacks=[AddsAGroup()],
+            max_duration=duration,
+        )
+
+    start("2ba").fit()
+    message = (
+        r"has groups of \[4, 2\] parameters, and this one of \[4\].* A group that a callback adds "
+        r".*: give the optimizer all groups .* FreezeSchedule"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        start("4ba").fit()
+
+
 @pytest.mark.parametrize("precisions", [("fp32", "fp16"), ("fp16", "fp32")])
 def test_another_precision_is_allowed_and_said(tmp_path: Path, precisions: tuple[str, str]) -> None:
     trainer(tmp_path, precision=precisions[0]).fit()
