@@ -126,7 +126,7 @@ def compare_groups(
 
 _ADDED = (
     ". A group that a callback adds in the middle of a run is not there yet at a resume: give the "
-    "optimizer all groups from the start, and freeze their parameters until then with FreezeSchedule"
+    "optimizer all groups from the start, and freeze their parameters until then: FreezeSchedule"
 )
 
 

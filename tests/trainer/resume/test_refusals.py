@@ -151,7 +151,7 @@ def test_an_optimizer_whose_state_no_rank_has_whole_is_refused_at_construction(
         def consolidate_state_dict(self, to: int = 0) -> None:
             """Gather it on one rank."""
 
-    with pytest.raises(ValueError, match="SharedOut shares its state out .* parallel='fsdp'"):
+    with pytest.raises(ValueError, match=r"SharedOut shares its state out .* parallel='fsdp'"):
         trainer(tmp_path, optimizer=SharedOut)
     assert make_trainer(model(), optimizer=SharedOut).fit().steps == 4
 
