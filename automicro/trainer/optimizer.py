@@ -321,7 +321,8 @@ def build_scheduler(scheduler: SchedulerOrFactory | None, optimizer: Optimizer |
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise TypeError(
             "ReduceLROnPlateau steps on a measured value, and the scheduler is stepped after each "
-            "optimizer step without one; use a schedule over steps, such as CosineAnnealingLR"
+            "optimizer step without one; use a schedule over steps, such as CosineAnnealingLR, or "
+            "step it in a callback's eval_end with values['eval/loss']"
         )
     if not callable(getattr(scheduler, "step", None)):
         raise TypeError(

@@ -52,7 +52,7 @@ def loss_of(model: nn.Module) -> float:
     data = make_data(dtype=torch.float64)
     rows, targets = map(torch.stack, zip(*[(x, y) for x, y in data], strict=True))  # type: ignore[attr-defined]
     with torch.no_grad():
-        return nn.CrossEntropyLoss()(model(rows), targets).item()
+        return float(nn.CrossEntropyLoss()(model(rows), targets))
 
 
 class Values(Callback):
