@@ -29,7 +29,7 @@
     │                                           size, or a metric is added to the losses
     ├── LossAverageWarning                      the loss is not the average it was taken for
     ├── PaddingWarning                          padding stays, or labels count in it
-    ├── SchedulerWarning                        a schedule of epochs, stepped after every batch
+    ├── SchedulerWarning                        a schedule for another number of steps
     ├── DeterminismWarning                      runs may differ although they should not
     ├── CheckpointWarning                       a checkpoint skipped, not written or not removed
     ├── LoggerWarning                           a logger failed; the run goes on
@@ -316,7 +316,7 @@ class PaddingWarning(AutomicroWarning):
 
 
 class SchedulerWarning(AutomicroWarning):
-    """A schedule that counts epochs is stepped after every batch."""
+    """A schedule that counts epochs is stepped after every batch, or one ends before the run."""
 
 
 class DeterminismWarning(AutomicroWarning):

@@ -121,7 +121,8 @@ class Microbatcher:
             the statistics of the whole batch, at the price of a second forward, for models that
             ``torch.fx`` can trace (see ``docs/exact_batchnorm.md``).
         optimizer: memory for its state is reserved while sizes are found. It may be wrapped, as
-            accelerate and Lightning do.
+            accelerate and Lightning do. Its ``train()`` and ``eval()``, which schedule-free ones
+            have, are the caller's to call.
         modules: further modules that take part, whose gradients and buffers change.
         device: where the model computes; its parameters' device unless given.
         memory_limit: bytes or text such as ``"24MiB"``: a `MemoryBudget` on a CPU, the process's

@@ -198,6 +198,12 @@ def check_optimizer(
         return None
     innermost = innermost_optimizer(optimizer)
     if innermost is None:
+        if isinstance(optimizer, list | tuple):
+            raise TypeError(
+                f"optimizer is a {type(optimizer).__name__} of {len(optimizer)}, and one optimizer "
+                "steps with the gradient of a batch; pass one with several parameter groups, or "
+                "write the loop yourself, with a Microbatcher for each"
+            )
         raise TypeError(
             f"optimizer is of type {type(optimizer).__name__}, not a torch.optim.Optimizer; pass "
             "an instance such as torch.optim.AdamW(model.parameters())"

@@ -565,6 +565,14 @@ def test_there_is_no_place_in_an_empty_list() -> None:
     )
 
 
+@pytest.mark.parametrize("word", ["yes", "true", "off"])
+def test_true_or_false_is_refused_where_a_number_is_meant(word: str) -> None:
+    said = complaint(f"optimizer.args.lr={word}")
+    assert f"optimizer.args.lr is {str(word != 'off').lower()}, and" in said
+    assert "takes a number there: write one; YAML reads yes, no, on and off as" in said
+    build_trainer(job("optimizer.args.lr=1", "optimizer.args.nesterov=no"))
+
+
 def test_arguments_that_a_callback_refuses_are_noted_with_its_key() -> None:
     config = job(f"callbacks=[{{call: {STOPPING}, args: {{patience: -3}}}}]")
     with pytest.raises(ValueError, match="patience=-3 must be at least 1") as caught:

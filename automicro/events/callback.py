@@ -145,7 +145,7 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Go on from what `state_dict` returned. Called before ``fit_start``."""
 
 
 STEP_EVENTS = (
@@ -286,6 +286,23 @@ class Callbacks:
                     "return the batch"
                 )
         return batch
+
+    def state_dicts(self) -> dict[str, dict[str, Any]]:
+        """What a checkpoint keeps of each, by its name; those that keep nothing are left out.
+
+        Raises:
+            Exception: of a callback, with a note that names it.
+        """
+        states: dict[str, dict[str, Any]] = {}
+        for name, callback in zip(self.names, self._callbacks, strict=True):
+            try:
+                state = callback.state_dict()
+            except BaseException as error:
+                _blame(error, f"{type(callback).__name__}, at state_dict")
+                raise
+            if state:
+                states[name] = state
+        return states
 
     def observer(self, run: Run) -> Observer | None:
         """What tells of the events inside a step; None where nobody listens to them."""

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from automicro.batch.layout import BatchLayout
 from automicro.errors import MetricWarning, warn
@@ -27,6 +28,7 @@ UpdateMetric = Callable[[Any, Any, Any, str], None]
 
 _MOST_LOOKS = 3
 _MOST_ROWS = 16
+_ROUNDING = 1e-6
 _CLOSE = 1e-3  # of a value, whatever the precision of the outputs
 
 
@@ -64,7 +66,8 @@ class MetricGuard:
     Of torchmetrics' own it is known which do. Any other metric is looked at in the first
     microbatches: a few rows are counted in one update and in two, and the values compared. Nothing
     of that stays. A function of the caller's that updates metrics may do more than that, and is not
-    called for it: there only a mean that gets one value for several rows is noticed.
+    called for it: there a mean that gets one value for several rows is noticed, and a sum, maximum
+    or minimum that gets the mean of several.
 
     Args:
         update: feeds one metric, by its name, with outputs and microbatch.
@@ -122,12 +125,17 @@ class MetricGuard:
         if not self._is_callers:
             for each in looked_at:
                 self._look(each, outputs, microbatch, name)
-        weights = [_weight_of(each) for each in looked_at]
-        self._update(metric, outputs, microbatch, name)
-        for each, weight in zip(looked_at, weights, strict=True):
-            got_one = weight is not None and _weight_of(each) == weight + 1
-            if got_one and self._layout.num_rows(microbatch) > 1:
+        rows = self._layout.num_rows(microbatch)
+        before = [(_weight_of(each), _extreme_or_sum(each)) for each in looked_at]
+        means = _MeansOfRows(rows)
+        is_watched = self._is_callers and rows > 1 and any(value is not None for _, value in before)
+        with means if is_watched else contextlib.nullcontext():
+            self._update(metric, outputs, microbatch, name)
+        for each, (weight, value) in zip(looked_at, before, strict=True):
+            if rows > 1 and weight is not None and _weight_of(each) == weight + 1:
                 self._warn(each, "counts updates rather than rows")
+            if value is not None and _took_mean(each, value, means.found):
+                self._warn(each, "takes means over the rows of an update")
 
     def _may_look(self, metric: Any) -> bool:
         known, looks = self._looks.get(id(metric), (None, 0))
@@ -247,6 +255,55 @@ def _weight_of(metric: Any) -> float | None:
         weight = getattr(metric, "weight", None)
         return float(weight) if isinstance(weight, Tensor) and weight.numel() == 1 else None
     return None
+
+
+class _MeansOfRows(TorchFunctionMode):
+    """Keeps the means, as one number, that are taken of something with so many rows.
+
+    Args:
+        rows: of the outputs.
+    """
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+        self._rows = rows
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Call it, and look at what was called."""
+        options = kwargs or {}
+        result = func(*args, **options)
+        name = getattr(func, "__name__", "")
+        is_mean = name == "mean"
+        if name.endswith("_loss") or "cross_entropy" in name:
+            is_mean = options.get("reduction", "mean") == "mean"
+        if is_mean and isinstance(result, Tensor) and result.numel() == 1:
+            first = next((each for each in args if isinstance(each, Tensor)), None)
+            if first is not None and first.dim() and first.shape[0] % self._rows == 0:
+                self.found.append(result.detach())
+        return result
+
+
+def _extreme_or_sum(metric: Any) -> float | None:
+    """The value of a sum, a maximum or a minimum; None for what is none. Waits for the device."""
+    names = {each.__name__ for each in type(metric).__mro__}
+    if not names & {"SumMetric", "MaxMetric", "MinMetric"}:
+        return None
+    value = getattr(metric, getattr(metric, "state_name", ""), None)
+    return float(value) if isinstance(value, Tensor) and value.numel() == 1 else None
+
+
+def _took_mean(metric: Any, before: float, means: Sequence[Tensor]) -> bool:
+    """Whether its value changed by, or to, one of these."""
+    after = _extreme_or_sum(metric)
+    if after is None or after == before:
+        return False
+    is_sum = any(each.__name__ == "SumMetric" for each in type(metric).__mro__)
+    taken = after - before if is_sum else after
+    rounding = _ROUNDING * max(abs(after), abs(taken))
+    return any(abs(taken - float(each)) <= rounding for each in means)
 
 
 def _has_peers() -> bool:

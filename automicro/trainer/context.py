@@ -14,6 +14,7 @@ from automicro.policy.policy import Exploration
 from automicro.ranks.interface import Ranks
 from automicro.replaying import Failures
 from automicro.step.results import EvalResult
+from automicro.trainer.optimizer import OptimizerMode
 from automicro.trainer.progress import Speed
 from automicro.trainer.step import TrainedBatch
 
@@ -135,6 +136,7 @@ class RunContext:
         recorder: logs the numbers.
         ranks: all that train the model.
         failures: keep a batch that does not fit.
+        mode: which weights of its optimizer the model has, where there are two.
     """
 
     run: Run
@@ -143,6 +145,7 @@ class RunContext:
     recorder: Recorder
     ranks: Ranks
     failures: Failures
+    mode: OptimizerMode
 
     @property
     def device(self) -> torch.device:

@@ -145,6 +145,15 @@ class Evaluation:
             f"or evaluate once, with an interval of '{max_duration}'"
         )
 
+    def refuse_empty(self) -> None:
+        """Refuse a loader that says that it has no batch, before any training.
+
+        Raises:
+            DataLoaderError: with what may be the reason.
+        """
+        if num_batches(self._evaluator.dataloader) == 0:
+            raise empty(self._evaluator.dataloader, self.loader_name)
+
     def gives(self, name: str) -> bool:
         """Whether a value that is logged under this name is one of its own."""
         return name.startswith(f"eval/{self._prefix}")
@@ -202,6 +211,18 @@ class Evaluation:
         Returns:
             The values, or None for a pass that was broken off.
         """
+        with context.mode.evaluating():
+            return self._run(phase, progress, context, where, is_stopped, max_batches)
+
+    def _run(
+        self,
+        phase: PhaseState,
+        progress: Progress,
+        context: RunContext,
+        where: str,
+        is_stopped: Callable[[Ranks], bool] | None,
+        max_batches: int | None,
+    ) -> dict[str, float] | None:
         start = time.perf_counter()
         before = phase.ooms, phase.nested_ooms, phase.cut
         values = None
@@ -476,6 +497,16 @@ class EvaluationPlan:
         """Evaluate at the end of training, with all that do so in the middle of it."""
         for evaluation in self._at_end:
             self._evaluate(evaluation, progress, is_stopped)
+
+    def refuse_empty(self) -> None:
+        """Refuse loaders without a batch now, and not after an epoch.
+
+        Raises:
+            DataLoaderError: with what may be the reason.
+        """
+        if not self._context.has_peers:  # others may have batches where this one has none
+            for evaluation in self._at_end:
+                evaluation.refuse_empty()
 
     def catch_up(self) -> None:
         """Take what is done for handled, in a run that is taken up again."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from automicro.errors import warn
 from automicro.memory.device import peak_bytes, reset_peak
 from automicro.step.results import StepResult
 from automicro.trainer.context import RunContext
@@ -89,6 +90,7 @@ class FitLoop:
         for evaluation in self._evaluations:
             evaluation.release()
         self.context.tell("fit_start")
+        self._evaluations.refuse_empty()
         if self.checkpointer is not None and self._state.batch == 0:
             self.checkpointer.rehearse()
         if self.rehearsal is not None and self._state.batch == 0:
@@ -102,6 +104,7 @@ class FitLoop:
             self._evaluations.run_at_end(progress, stop.ask)
         if self.checkpointer is not None:
             self.checkpointer.save(self._state, progress, metrics=self._measured())
+        self.context.mode.eval()
         self.context.tell("fit_end")
 
     def _train_epoch(self, progress: Progress, stop: Stop) -> None:
@@ -219,6 +222,8 @@ class FitLoop:
         groups, self._left = self._left, None
         if groups is None:
             if not self._is_taken_up:
+                if self._state.epoch_batch:
+                    self._warn_of_beginning_again()
                 self._state.epoch_batch = 0
                 self._metrics.reset()
             groups = grouped(self._feed.batches(self._state.epoch), self._accumulate_batches)
@@ -230,6 +235,16 @@ class FitLoop:
         self._is_taken_up = False
         self.context.tell("epoch_start")
         return groups
+
+    def _warn_of_beginning_again(self) -> None:
+        done = count_of(self._state.epoch_batch, "batch")
+        warn(
+            f"an earlier fit() ended with an error in epoch {self._state.epoch + 1}, which begins "
+            f"again: {done} of it that it trained on come once more. To go on where training "
+            "stood, give the Trainer a checkpoint with an interval in batches, and make a new one "
+            "after an error",
+            UserWarning,
+        )
 
     def _prepare(self, loaded: Sequence[Any], progress: Progress) -> list[Any]:
         """An optimization batch as callbacks want it."""
@@ -321,6 +336,26 @@ class Fit:
         self._checkpointer = loop.checkpointer
         self._max_seconds = max_seconds
         self._settings = settings
+        self._is_running = False
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """One call at a time: two would write the same state.
+
+        Raises:
+            ValueError: another one has not returned yet.
+        """
+        if self._is_running:
+            raise ValueError(
+                "fit() was called while fit() of the same Trainer is running, as in one of its "
+                "callbacks; there, end training with run.stop(…) and call fit() once it has "
+                "returned, evaluate with eval(), or train with another Trainer"
+            )
+        self._is_running = True
+        try:
+            yield
+        finally:
+            self._is_running = False
 
     def extend(self, duration: Duration) -> None:
         """Train for that much more than is done.
@@ -374,8 +409,12 @@ class Fit:
         self._step.update.clear()  # an interrupted fit leaves those of its last batch
         progress.line(self._settings.line(self.loop.num_batches))
         resume_step = self._resume(progress)
+        if self._run.rank == 0:
+            end = self._run.max_duration
+            self._step.update.warn_of_early_end(self.loop.num_batches, state, end)
         if not self._run.model.training:
             self._run.model.train()
+        context.mode.train()
         time_limit, first = TimeLimit(self._max_seconds), state.batch
         try:
             context.recorder.start(self._settings.values(), resume_step=resume_step)
@@ -392,6 +431,7 @@ class Fit:
                 yield wants_to_stop
                 interruption.take_note_of_peers(context.ranks)
         finally:
+            context.mode.eval()
             context.recorder.close()
             if self._checkpointer is not None:
                 self._checkpointer.finish()

@@ -1,5 +1,6 @@
 """Optimizers, parameter groups and schedulers: given, or built with the model on its device."""
 
+import contextlib
 import difflib
 import fnmatch
 import itertools
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from automicro.errors import SchedulerWarning, suggestion, warn
+from automicro.events.run import LoopState
 from automicro.migration import comes_from
 from automicro.optimizer.scaling import GradientScaler
 from automicro.optimizer.step import clip_gradients, step_optimizer
@@ -319,7 +321,8 @@ def build_scheduler(scheduler: SchedulerOrFactory | None, optimizer: Optimizer |
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise TypeError(
             "ReduceLROnPlateau steps on a measured value, and the scheduler is stepped after each "
-            "optimizer step without one; use a schedule over steps, such as CosineAnnealingLR"
+            "optimizer step without one; use a schedule over steps, such as CosineAnnealingLR, or "
+            "step it in a callback's eval_end with values['eval/loss']"
         )
     if not callable(getattr(scheduler, "step", None)):
         raise TypeError(
@@ -526,6 +529,69 @@ _LOOKS: Mapping[str, Callable[[Any, Pace], Told]] = {
 }
 
 
+def warn_of_early_end(scheduler: object, steps: int) -> None:
+    """Warn of a schedule that torch refuses to step so often.
+
+    Args:
+        scheduler: of the run.
+        steps: of it that are to come.
+
+    Warns:
+        SchedulerWarning: with both numbers.
+    """
+    if not isinstance(scheduler, torch.optim.lr_scheduler.OneCycleLR):
+        return
+    most, needed = scheduler.total_steps, scheduler.last_epoch + steps
+    if needed > most:
+        warn(
+            f"the scheduler {type(scheduler).__name__} ends after total_steps={most}, and the run "
+            f"steps it {needed} times, so training would fail at step {most + 1}: give it "
+            f"total_steps={needed}, or train for less",
+            SchedulerWarning,
+        )
+
+
+class OptimizerMode:
+    """Calls ``train()`` and ``eval()`` of an optimizer that has both, as schedule-free ones do.
+
+    Such an optimizer has the model train at other weights than it is to be used with. Between two
+    fits the model has those that it is used with.
+
+    Args:
+        optimizer: any, or None.
+
+    >>> OptimizerMode(torch.optim.SGD([torch.zeros(1, requires_grad=True)])).train()
+    """
+
+    def __init__(self, optimizer: Optimizer | None) -> None:
+        has_both = all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+        self._optimizer: Any = optimizer if has_both else None
+        self._is_training = False
+
+    def train(self) -> None:
+        """Let the model have the weights to train at."""
+        self._is_training = True
+        if self._optimizer is not None:
+            self._optimizer.train()
+
+    def eval(self) -> None:
+        """Let the model have the weights to be used and saved with."""
+        self._is_training = False
+        if self._optimizer is not None:
+            self._optimizer.eval()
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The weights to be used with, and those to train at again where training goes on."""
+        was_training = self._is_training
+        self.eval()
+        try:
+            yield
+        finally:
+            if was_training:
+                self.train()
+
+
 SCHEDULER_INTERVALS = ("batch", "epoch")
 """After what a scheduler may be stepped: each optimizer step, or each pass over the data."""
 
@@ -629,3 +695,21 @@ class Update:
         """
         if self._scheduler is not None and self._scheduler_interval == "batch":
             warn_of_haste(self._scheduler, Pace.of(num_batches, max_duration))
+
+    def warn_of_early_end(self, num_batches: int | None, state: LoopState, end: Duration) -> None:
+        """Warn of a scheduler that cannot be stepped until the end of the run.
+
+        Args:
+            num_batches: optimizer steps of an epoch; None where nobody knows.
+            state: where training stands.
+            end: of the run.
+        """
+        if self._scheduler_interval == "epoch":
+            left = end.value - state.epoch if end.unit is Unit.EPOCHS else None
+        elif end.unit is Unit.BATCHES or (end.unit is Unit.EPOCHS and num_batches):
+            total = Pace.of(num_batches or 0, end).total
+            left = None if total is None else total - state.batch
+        else:
+            left = None
+        if left is not None:
+            warn_of_early_end(self._scheduler, left)

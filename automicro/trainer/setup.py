@@ -56,7 +56,12 @@ from automicro.trainer.parallel import check_parallel, read_parallel, splits_lay
 from automicro.trainer.processes import Process, meet, own_device, process_here, said_by_first
 from automicro.trainer.progress import RunSettings
 from automicro.trainer.rehearsal import Rehearsal, read_rehearsal
-from automicro.trainer.resume.checkpointer import Checkpointer, check_best_metric, read_checkpoint
+from automicro.trainer.resume.checkpointer import (
+    Checkpointer,
+    check_best_metric,
+    check_optimizer_state,
+    read_checkpoint,
+)
 from automicro.trainer.resume.fits import HOST_PART
 from automicro.trainer.resume.snapshot import Snapshot
 from automicro.trainer.same_on_all_ranks import outline_given, outline_options, require_same
@@ -401,6 +406,7 @@ def assemble_fit(
     if config is not None:
         context.failures.folder = Path(config.folder).parent
         check_best_metric(config, run.expected)
+        check_optimizer_state(optimizer)
         if config.interval is not None:
             seconds.require_for("checkpoint interval", Duration.parse(config.interval))
         parts = {

@@ -40,6 +40,7 @@ from automicro.trainer.evaluation import EvaluationFactory, expected_values, pre
 from automicro.trainer.evaluators import read_evaluators
 from automicro.trainer.metrics import MetricSet
 from automicro.trainer.optimizer import (
+    OptimizerMode,
     OptimizerOrFactory,
     ParameterGroups,
     SchedulerOrFactory,
@@ -96,7 +97,9 @@ class Trainer:
         forward: see `Microbatcher`.
         optimizer: an optimizer, or a callable that makes one of a list of the model's
             parameters, which are on the device by then: ``torch.optim.AdamW``, or
-            ``partial(torch.optim.AdamW, lr=0.01)``.
+            ``partial(torch.optim.AdamW, lr=0.01)``. Where it has ``train()`` and ``eval()``, as
+            schedule-free ones do, both are called: the model has the weights of ``eval()`` in
+            evaluations, predictions and checkpoints, and after `fit`.
         parameter_groups: options of the optimizer for some parameters, by their names: mappings
             such as ``{"params": ["*.bias", "*norm*"], "weight_decay": 0.0}``, with ``*``, ``?``
             and ``[…]`` as in `fnmatch`. The first that matches counts. The optimizer is given as
@@ -352,6 +355,7 @@ class Trainer:
             recorder=Recorder(LoggerGroup(loggers if place.is_first else ()), self._run, callbacks),
             ranks=self._microbatcher.ranks,
             failures=Failures(device, rank=place.rank),
+            mode=OptimizerMode(optimizer),
         )
         sharing = placed.sharing(seed)
         self._evaluating = EvaluationFactory(
@@ -429,8 +433,8 @@ class Trainer:
         SIGTERM end it after the batch that is running, once that is saved; a second Ctrl-C ends
         it at once.
 
-        After an error it can be called again: the counts go on, and the epoch starts over. What it
-        does::
+        After an error it can be called again: the counts go on, and the epoch begins again, which a
+        warning says where batches of it come once more. What it does::
 
             go on from the newest checkpoint                            # where there is one
             tell callbacks: fit_start
@@ -457,7 +461,8 @@ class Trainer:
                 ``max_duration``. Not of a run that is saved.
 
         Raises:
-            ValueError: no training data, or it has trained for ``max_duration`` already.
+            ValueError: no training data, it has trained for ``max_duration`` already, or another
+                call has not returned.
             DataLoaderError: a pass over the data gave no batch.
             NonFiniteLossError: see ``non_finite``.
             OptimizerStepError: memory ran out inside the optimizer's step.
@@ -473,20 +478,21 @@ class Trainer:
                 "there is nothing to train on; pass train_dataloader=… and optimizer=… to the "
                 "Trainer"
             )
-        if more is not None:
-            require_same(self._run.device, lambda: {"duration": str(more)}, what="durations")
-            self._fit.extend(more)
-        self._fit.require_more()
         fit, ranks = self._fit, self._microbatcher.ranks
-        with (
-            announcing_once(ranks),
-            ranks.guarding_calls(),
-            self._session.open() as progress,
-            noting(fit.loop.where),
-        ):
-            with fit.training(progress) as wants_to_stop:
-                fit.loop.run(progress, wants_to_stop)
-            return fit.sum_up(progress)
+        with fit.alone():
+            if more is not None:
+                require_same(self._run.device, lambda: {"duration": str(more)}, what="durations")
+                fit.extend(more)
+            fit.require_more()
+            with (
+                announcing_once(ranks),
+                ranks.guarding_calls(),
+                self._session.open() as progress,
+                noting(fit.loop.where),
+            ):
+                with fit.training(progress) as wants_to_stop:
+                    fit.loop.run(progress, wants_to_stop)
+                return fit.sum_up(progress)
 
     def keep_failures_in(self, folder: str | os.PathLike[str]) -> None:
         """Where a batch is kept that does not fit even in the smallest microbatches.
@@ -555,7 +561,7 @@ class Trainer:
                 f"{self._run.world_size} ranks has a part of the model or of the data; predict in "
                 "one process with the weights that were saved"
             )
-        with self._session.open() as progress:
+        with self._session.open() as progress, self._context.mode.evaluating():
             return predict_all(self._microbatcher, dataloader, progress)
 
 

@@ -27,6 +27,7 @@ from automicro.ranks.interface import OneRank
 from automicro.replaying import Failures
 from automicro.trainer.context import Recorder, RunContext
 from automicro.trainer.data.feed import Feed
+from automicro.trainer.optimizer import OptimizerMode
 from automicro.trainer.progress import SilentProgress
 from automicro.trainer.resume.checkpointer import Checkpointer
 from automicro.trainer.resume.snapshot import Snapshot, restore_random_numbers
@@ -118,6 +119,7 @@ class Training:
             recorder=Recorder(LoggerGroup(()), self.run, callbacks),
             ranks=OneRank(),
             failures=Failures(torch.device("cpu")),
+            mode=OptimizerMode(self.optimizer),
         )
         snapshot = Snapshot(
             context,

@@ -15,7 +15,16 @@ import pytest
 import torch
 import torchmetrics
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection, R2Score, wrappers
+from torchmetrics import (
+    MaxMetric,
+    MeanMetric,
+    MeanSquaredError,
+    MetricCollection,
+    MinMetric,
+    R2Score,
+    SumMetric,
+    wrappers,
+)
 from torchmetrics import classification as of_classes
 from torchmetrics import image as of_images
 from torchmetrics import regression as of_numbers
@@ -757,6 +766,53 @@ def test_a_mean_that_gets_one_value_for_many_rows_is_named() -> None:
     )
     with pytest.warns(MetricWarning, match="MeanMetric counts updates"):
         mb.evaluate(INPUTS["numbers"](), MeanMetric())
+
+
+MEANS: dict[str, Callable[[Tensor], Any]] = {
+    "mean": lambda outputs: outputs.mean(),
+    "a number": lambda outputs: torch.mean(outputs.flatten()).item(),
+    "loss": lambda outputs: nn.functional.mse_loss(outputs, torch.zeros_like(outputs)),
+}
+NO_MEANS: dict[str, Callable[[Tensor], Any]] = {
+    "sum": lambda outputs: outputs.sum(),
+    "rows": lambda outputs: float(len(outputs)),
+    "largest": lambda outputs: outputs.max(),
+    "loss": lambda outputs: nn.functional.mse_loss(
+        outputs, torch.zeros_like(outputs), reduction="sum"
+    ),
+    "a mean beside": lambda outputs: outputs.sum() if outputs.mean() < 100 else outputs.max(),
+    "a mean of sums": lambda outputs: torch.stack(
+        [outputs.sum(), outputs.sum(), outputs.sum()]
+    ).mean(),
+}
+OF_ONE_NUMBER = [SumMetric, MaxMetric, MinMetric]
+
+
+@pytest.mark.parametrize("kind", OF_ONE_NUMBER)
+@pytest.mark.parametrize("what", MEANS)
+def test_a_sum_or_an_extreme_of_means_of_several_rows_is_named(what: str, kind: Any) -> None:
+    mb = Microbatcher(
+        Given(),
+        loss_fn=mean,
+        eval_microbatch_size=7,
+        probe=False,
+        update_metric=lambda metric, outputs, batch: metric.update(MEANS[what](outputs)),
+    )
+    with pytest.warns(MetricWarning, match=f"{kind.__name__} takes means over the rows"):
+        mb.evaluate(INPUTS["numbers"](), kind())
+
+
+@pytest.mark.parametrize("kind", OF_ONE_NUMBER)
+@pytest.mark.parametrize("what", NO_MEANS)
+def test_a_sum_or_an_extreme_of_another_number_is_not(what: str, kind: Any) -> None:
+    mb = Microbatcher(
+        Given(),
+        loss_fn=mean,
+        eval_microbatch_size=7,
+        probe=False,
+        update_metric=lambda metric, outputs, batch: metric.update(NO_MEANS[what](outputs)),
+    )
+    mb.evaluate(INPUTS["numbers"](), kind())
 
 
 def test_a_mean_over_rows_is_not() -> None:

@@ -125,6 +125,7 @@ def test_an_iterator_for_several_epochs_is_refused_before_anything_trains() -> N
     [
         ({"optimizer": None}, ValueError, "no optimizer; pass optimizer=torch.optim.AdamW"),
         ({"optimizer": 3}, TypeError, "optimizer is of type int, not a torch.optim.Optimizer"),
+        ({"optimizer": [1, 2]}, TypeError, "a list of 2, and one .* with a Microbatcher for each"),
         ({"optimizer": len}, TypeError, "made a int of the model's parameters"),
         (
             {"optimizer": adam(nn.Linear(2, 2).parameters())},
@@ -136,7 +137,7 @@ def test_an_iterator_for_several_epochs_is_refused_before_anything_trains() -> N
         (
             {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau},
             TypeError,
-            "steps on a measured value",
+            r"steps on a measured value.* or step it in a callback's eval_end",
         ),
         (
             {"scheduler": schedule(adam(nn.Linear(2, 2).parameters()))},

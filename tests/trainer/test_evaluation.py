@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 
+from automicro import DataLoaderError, Evaluator
 from tests.trainer.runs import (
     CLASSES,
     FEATURES,
@@ -172,3 +174,13 @@ def test_evaluating_a_model_that_gives_no_loss_reports_the_metrics() -> None:
         metrics=MulticlassAccuracy(CLASSES, average="micro"),
     )
     assert list(trainer.eval(make_loader())) == ["MulticlassAccuracy"]
+
+
+def test_a_loader_without_a_batch_is_refused_before_training() -> None:
+    empty = DataLoader(make_data(5), batch_size=16, drop_last=True)
+    trainer = make_trainer(make_model(), eval_dataloader={"seen": make_loader(), "new": empty})
+    with pytest.raises(DataLoaderError, match=r"eval_dataloader\['new'\].* has 5 rows, fewer than"):
+        trainer.fit()
+    assert trainer.state.batch == 0
+    never = Evaluator(dataloader=empty, interval=None)
+    assert make_trainer(make_model(), eval_dataloader=never).fit().steps == 4

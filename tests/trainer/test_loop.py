@@ -1,5 +1,6 @@
 """The loop over epochs, batches, evaluations and checkpoints, broken off and taken up again."""
 
+import contextlib
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -250,13 +251,41 @@ def test_a_pass_goes_on_after_ctrl_c_where_it_was_left(batch: int, unknown: bool
     assert (summary.steps, summary.samples, summary.epochs) == (8, 100, 2)
 
 
-def test_an_epoch_starts_over_after_an_error() -> None:
+AGAIN = "epoch 1, which begins again: 2 batches of it .* come once more.* a checkpoint with"
+
+
+def test_an_epoch_begins_again_after_an_error_which_is_said() -> None:
     noting = At("batch_end", 2, fail)
     trainer = make_trainer(make_model(), callbacks=[noting])
     with pytest.raises(RuntimeError, match="broken"):
         trainer.fit()
-    assert trainer.fit().steps == 6
+    with pytest.warns(UserWarning, match=AGAIN):
+        assert trainer.fit().steps == 6
     assert noting.rows[2:] == [*noting.rows[:2], *noting.rows[4:]]
+
+
+@pytest.mark.parametrize("event", ["batch_start", "batch_end", "eval_end"])
+def test_fit_inside_of_a_callback_of_the_same_trainer_is_refused(event: str) -> None:
+    trainer = make_trainer(
+        make_model(),
+        eval_dataloader=make_loader(),
+        eval_interval="1ba",
+        callbacks=[At(event, 1, lambda: trainer.fit())],
+    )
+    with pytest.raises(ValueError, match=r"is running, as in one of its callbacks; .* run\.stop"):
+        trainer.fit()
+    assert trainer.state.batch == 1
+
+
+def test_a_callback_may_evaluate_predict_and_train_another_model() -> None:
+    def act() -> None:
+        trainer.eval(make_loader())
+        trainer.predict(make_loader())
+        assert make_trainer(make_model()).fit().steps == 4
+
+    trainer = make_trainer(make_model(), callbacks=[At("batch_end", 2, act)])
+    assert trainer.fit().steps == 4
+    assert trainer.fit("1ep").steps == 8
 
 
 @pytest.mark.parametrize("every", ["1ba", "3ba", None])
@@ -403,7 +432,8 @@ def test_an_evaluation_that_failed_comes_again_before_training_goes_on(at: int) 
     with pytest.raises(RuntimeError, match="broken"):
         trainer.fit()
     seen = list(noting.rows)
-    trainer.fit()
+    with pytest.warns(UserWarning, match=AGAIN) if at == 2 else contextlib.nullcontext():
+        trainer.fit()
     assert noting.evaluated[: at // 2] == [2, 4][: at // 2]
     assert len(seen) == at
 

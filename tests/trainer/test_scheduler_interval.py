@@ -223,3 +223,39 @@ def test_none_comes_where_epochs_step_it() -> None:
             scheduler=partial(torch_schedules.StepLR, step_size=1),
             scheduler_interval="epoch",
         )
+
+
+@pytest.mark.parametrize(
+    ("duration", "interval", "total_steps", "needed"),
+    [("3ep", "batch", 8, 12), ("9ba", "batch", 8, 9), ("3ep", "epoch", 2, 3)],
+)
+def test_a_schedule_that_ends_before_the_run_is_named_before_the_first_batch(
+    duration: str, interval: str, total_steps: int, needed: int
+) -> None:
+    trainer = make_trainer(
+        make_model(),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        scheduler=partial(torch_schedules.OneCycleLR, max_lr=0.1, total_steps=total_steps),
+        scheduler_interval=interval,
+        max_duration=duration,
+    )
+    with pytest.raises(
+        SchedulerWarning,
+        match=f"OneCycleLR ends after total_steps={total_steps}.* steps it {needed} times, .* give "
+        f"it total_steps={needed}",
+    ):
+        trainer.fit()  # warnings are errors here
+    assert trainer.state.batch == 0
+
+
+def test_a_schedule_that_is_long_enough_is_left_alone_in_a_run_that_goes_on() -> None:
+    trainer = make_trainer(
+        make_model(),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        scheduler=partial(torch_schedules.OneCycleLR, max_lr=0.1, total_steps=12),
+        max_duration="2ep",
+    )
+    trainer.fit()
+    trainer.fit("1ep")
+    with pytest.raises(SchedulerWarning, match="total_steps=12, and the run steps it 13 times"):
+        trainer.fit("1ba")

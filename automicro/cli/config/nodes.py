@@ -9,6 +9,7 @@ import pkgutil
 import re
 import reprlib
 import sys
+import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -417,6 +418,17 @@ def _class_of_that_name(found: Any, path: str) -> str:
     return ""
 
 
+def _is_decimal(target: Callable[..., Any], name: str) -> bool:
+    """Whether an argument is annotated as a decimal number, and not as true or false, too."""
+    owner = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
+    try:
+        hint = typing.get_type_hints(owner).get(name)
+    except Exception:  # annotations that only a type checker can read
+        return False
+    kinds = {hint, *typing.get_args(hint)}
+    return float in kinds and not kinds & {bool, object, Any}
+
+
 def check_arguments(
     target: Callable[..., Any],
     call: str,
@@ -434,7 +446,8 @@ def check_arguments(
         first: what will be handed over before them, in words.
 
     Raises:
-        ConfigError: an unknown argument, a missing one, or one that is handed over already.
+        ConfigError: an unknown argument, a missing one, one that is handed over already, or true
+            where a number is meant.
 
     >>> import torch
     >>> check_arguments(torch.optim.SGD, "torch.optim.SGD", {"lr": 1}, "optimizer", ["params"])
@@ -477,6 +490,13 @@ def check_arguments(
         arguments = "argument" if len(unknown) == 1 else "arguments"
         given = [f"{key}.args.{name}" for name in unknown]
         raise mistake(f"{key}: {call} takes no {arguments} {said}: {known}", *given)
+    for each in accepted:
+        if isinstance(args.get(each.name), bool) and _is_decimal(target, each.name):
+            raise mistake(
+                f"{key}.args.{each.name} is {show(args[each.name])}, and {call} takes a number "
+                f"there: write one; YAML reads yes, no, on and off as true or false",
+                f"{key}.args.{each.name}",
+            )
     required = [each.name for each in accepted if each.default is inspect.Parameter.empty]
     missing = [name for name in required if name not in args]
     nameless = [

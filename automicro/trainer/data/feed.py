@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from automicro.checkpoints.rng import derived_rng_state, restore_rng_state, rng_state
 from automicro.data import LengthBatchSampler
@@ -22,6 +22,7 @@ from automicro.trainer.data.loading import (
     num_batches,
     rest,
     restore_generators,
+    samplers_of,
 )
 from automicro.trainer.data.sharing import SharedBatchSampler, SharedSampler, shared_sampler
 from automicro.trainer.same_on_all_ranks import require_same_order
@@ -55,6 +56,33 @@ def describe_order(loader: object) -> dict[str, Any] | None:
         "per_batch": sampler.per_batch,
         "world_size": sampler.world_size,
         "generators": [place for place, each in find_generators(loader).items() if id(each) in own],
+    }
+
+
+def describe_rows(loader: object) -> dict[str, Any]:
+    """What decides which rows each batch of a loader has, as far as torch's own classes tell.
+
+    Whether the last batch is dropped is told by the number of batches.
+
+    Args:
+        loader: anything that gives batches.
+
+    >>> told = describe_rows(DataLoader(range(8), batch_size=4, shuffle=True))
+    >>> told["rows"], told["batch_size"], told["sampler"]
+    (8, 4, 'RandomSampler')
+    """
+    of_loader, batch_sampler, of_batches = samplers_of(loader)
+    dataset = getattr(loader, "dataset", None)
+    sampler = of_loader if of_batches is None else of_batches
+    is_plain = type(batch_sampler) is BatchSampler or isinstance(batch_sampler, SharedBatchSampler)
+    is_of_torch = type(sampler).__module__ == BatchSampler.__module__
+    is_stream = isinstance(dataset, IterableDataset)
+    return {
+        "rows": None if dataset is None else num_batches(dataset),
+        "batch_size": batch_sampler.batch_size if is_plain else None,
+        "sampler": None if sampler is None else type(sampler).__name__,
+        "has_generator": is_of_torch and getattr(sampler, "generator", None) is not None,
+        "num_workers": getattr(loader, "num_workers", None) if is_stream else None,
     }
 
 
@@ -352,6 +380,7 @@ class Feed:
             "passes": [dict(vars(each)) for each in self._passes],
             "loader": own,
             "order": describe_order(self._loader),
+            "rows": describe_rows(self._loader),
             "accumulate_batches": self._accumulate_batches,
         }
 
@@ -396,6 +425,7 @@ class Feed:
             "persistent": has_persistent_workers(self._loader),
             "passes": [last],
             "order": {**order, "seed": states[0]["order"]["seed"]},
+            "rows": describe_rows(self._loader),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -408,7 +438,8 @@ class Feed:
             DataLoaderError: the loader is not the one that was saved.
 
         Warns:
-            CheckpointWarning: it has become longer, or cannot begin again.
+            CheckpointWarning: it has become longer, its batches have other rows, or it cannot begin
+                again.
         """
         passes = [_Pass(**each) for each in state["passes"]]
         if state["loader"] is not None and not _keeps_state(self._loader):
@@ -417,8 +448,12 @@ class Feed:
                 f"{type(self._loader).__name__} has no load_state_dict; pass the same kind of "
                 "loader, or go on from a checkpoint that was made with this kind"
             )
-        if self._plans is None and passes and not passes[-1].is_complete:
-            self._check_length(state["num_batches"], passes[-1].given)
+        last = passes[-1] if passes else None
+        # Training may end with the last batch, before the end of the pass is seen.
+        is_over = last is None or last.is_complete or last.given == state["num_batches"]
+        if self._plans is None and last is not None and not is_over:
+            self._check_length(state["num_batches"], last.given)
+            self._check_rows(state, last.given)
         if passes and state["persistent"] != has_persistent_workers(self._loader):
             was, now = ("with", "without") if state["persistent"] else ("without", "with")
             raise DataLoaderError(
@@ -559,6 +594,24 @@ class Feed:
         warn(
             f"{numbers}: a shuffled order is another one now, so rows may come twice or not at "
             "all in this epoch; pass the same data and batch size to avoid it",
+            CheckpointWarning,
+        )
+
+    def _check_rows(self, state: Mapping[str, Any], given: int) -> None:
+        was, here = state.get("rows", {}), describe_rows(self._loader)  # none of an older automicro
+        differing = [
+            f"{name}={was[name]} (here {value})"
+            for name, value in here.items()
+            if name in was and was[name] != value
+        ]
+        is_told = state["num_batches"] != num_batches(self._loader)
+        if given == 0 or not differing or is_told:
+            return
+        warn(
+            f"{self._name} gives other batches than when the checkpoint was made, after {given} of "
+            f"a pass: {', '.join(differing)}. Rows may come twice or not at all in this "
+            "epoch; pass the same data and the same options of the loader, or change them at the "
+            "end of an epoch",
             CheckpointWarning,
         )
 

@@ -6,6 +6,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from automicro.batch.device import on_host
 from automicro.checkpoints.peers import Peers, from_first
 from automicro.checkpoints.reading import FoundCheckpoint, OpenedCheckpoint, hint_at_composer
@@ -57,6 +59,22 @@ def check_best_metric(config: CheckpointConfig, expected: ExpectedValues) -> Non
             f"checkpoint.best_metric={name!r}{hint} is no value of an evaluation in training, and "
             f"keep_best={config.keep_best} keeps by such: "
             + (f"give one such as {', '.join(there)}" if there else NO_EVALUATION)
+        )
+
+
+def check_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose state no rank has whole, so that none can save it.
+
+    Raises:
+        ValueError: names it.
+
+    >>> check_optimizer_state(torch.optim.SGD([torch.zeros(1, requires_grad=True)]))
+    """
+    if callable(getattr(optimizer, "consolidate_state_dict", None)):
+        raise ValueError(
+            f"{type(optimizer).__name__} shares its state out among the ranks, none of which has "
+            "what a checkpoint saves; with checkpoint=…, use parallel='fsdp', whose optimizer "
+            "state is shared out and saved, or the optimizer inside of it with parallel='ddp'"
         )
 
 
@@ -180,6 +198,10 @@ class Checkpointer:
         """
         if self._saved_at == (state.batch, state.epoch):
             return
+        with self._context.mode.evaluating():  # a checkpoint has the weights to be used with
+            self._save(state, progress, metrics)
+
+    def _save(self, state: LoopState, progress: Progress, metrics: Mapping[str, float]) -> None:
         snapshot = self._store.together(self._gather)
         try:
             with on_host():  # where copies of the background lie

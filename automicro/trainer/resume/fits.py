@@ -253,11 +253,19 @@ def warn_of_other_callbacks(saved: Mapping[str, Any], callbacks: Mapping[str, An
             "dropped",
             CheckpointWarning,
         )
-    for name in _missing([name for name, each in callbacks.items() if each.state_dict()], saved):
-        warn(
-            f"the checkpoint has no state of the callback {name}, which starts fresh",
-            CheckpointWarning,
-        )
+    for name in _missing(callbacks, saved):
+        if _may_keep_state(callbacks[name]):
+            warn(
+                f"the checkpoint has no state of the callback {name}, which starts fresh",
+                CheckpointWarning,
+            )
+
+
+def _may_keep_state(callback: Any) -> bool:
+    try:
+        return bool(callback.state_dict())
+    except Exception:  # it makes its state in fit_start, which comes later
+        return True
 
 
 def compare_metrics(saved: Mapping[str, Any], metrics: MetricSet, *, is_within_epoch: bool) -> None:

@@ -115,12 +115,19 @@ def compare_groups(
     listed = [name for group in state["groups"] for name in group["names"]]
     there = [len(group["names"]) for group in state["groups"]]
     if listed != names or there != here:
+        is_added = there[: len(here)] == here and listed[: len(names)] == names
         raise CheckpointError(
             f"the optimizer of the checkpoint has groups of {there} parameters, and this one of "
             f"{here}{_first_difference(listed, names)}; use the optimizer and the parameter groups "
-            "of the run that saved it, or start anew with resume='never'"
+            f"of the run that saved it, or start anew with resume='never'{_ADDED * is_added}"
         )
     _refuse_other_options(optimizer, state["groups"])
+
+
+_ADDED = (
+    ". A group that a callback adds in the middle of a run is not there yet at a resume: give the "
+    "optimizer all groups from the start, and freeze their parameters until then: FreezeSchedule"
+)
 
 
 def _copied(values: Any) -> Any:

@@ -109,11 +109,7 @@ class Snapshot:
             **self._models.gather(),
             "optimizer": optimizer_state(self._optimizer, self._modules),
             "parts": {name: _state_of(name, part) for name, part in self._parts.items()},
-            "callbacks": {
-                name: state
-                for name, callback in self._named_callbacks().items()
-                if (state := callback.state_dict())
-            },
+            "callbacks": self._callbacks.state_dicts(),
             "given": self._saved_given,
             "progress": dataclasses.asdict(self._state),
             "stop_reason": self._run.stop_reason,

@@ -17,6 +17,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    TensorDataset,
 )
 
 from automicro.checkpoints.rng import restore_rng_state, rng_state
@@ -368,6 +369,77 @@ def test_a_longer_loader_warns() -> None:
     with pytest.warns(CheckpointWarning, match="has 4 batches, and had 3"):
         later.load_state_dict(feed.state_dict())
     assert list(later.batches(0)) == [2, 3, 4]
+
+
+def of_rows(number: int = ROWS, **options: Any) -> DataLoader:
+    return DataLoader(TensorDataset(torch.arange(number)), **{"batch_size": BATCH_SIZE, **options})
+
+
+OTHER_ROWS: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
+    "order": (
+        lambda: of_rows(shuffle=True),
+        of_rows,
+        r"sampler=RandomSampler \(here SequentialSampler\)",
+    ),
+    "batch size, as many batches": (
+        lambda: of_rows(50, batch_size=16, shuffle=True),
+        lambda: of_rows(50, batch_size=13, shuffle=True),
+        r"batch_size=16 \(here 13\)",
+    ),
+    "data": (
+        lambda: of_rows(7, shuffle=True),
+        lambda: of_rows(8, shuffle=True),
+        r"rows=7 \(here 8\)",
+    ),
+    "generator": (
+        lambda: of_rows(shuffle=True, generator=seeded_generator()),
+        lambda: of_rows(shuffle=True),
+        r"has_generator=True \(here False\)",
+    ),
+    "workers of a stream": (
+        lambda: DataLoader(Streamed(), batch_size=BATCH_SIZE),
+        lambda: DataLoader(Streamed(), batch_size=BATCH_SIZE, num_workers=2),
+        r"num_workers=0 \(here 2\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", OTHER_ROWS)
+def test_as_many_batches_of_other_rows_are_named_with_both_values(what: str) -> None:
+    make, make_other, message = OTHER_ROWS[what]
+    feed = Feed(make(), "train_dataloader")
+    train(feed, 0, 1)
+    with pytest.warns(CheckpointWarning, match=f"after 1 of a pass: {message}. Rows may come"):
+        Feed(make_other(), "train_dataloader").load_state_dict(feed.state_dict())
+
+
+@pytest.mark.parametrize("what", OTHER_ROWS)
+def test_other_rows_are_of_no_concern_between_two_passes_or_to_earlier_checkpoints(
+    what: str,
+) -> None:
+    make, make_other, _ = OTHER_ROWS[what]
+    feed = Feed(make(), "train_dataloader")
+    train(feed, 0, 1)
+    earlier = {key: value for key, value in feed.state_dict().items() if key != "rows"}
+    Feed(make_other(), "train_dataloader").load_state_dict(earlier)
+    feed = Feed(make(), "train_dataloader")
+    train(feed, 0)
+    Feed(make_other(), "train_dataloader").load_state_dict(feed.state_dict())
+
+
+def test_other_data_are_of_no_concern_after_the_last_batch_of_a_pass() -> None:
+    feed = Feed(of_rows(), "train_dataloader")
+    train(feed, 0, BATCHES)  # its end was not seen
+    later = Feed(of_rows(ROWS // 2), "train_dataloader")
+    later.load_state_dict(feed.state_dict())
+    assert len(list(later.batches(1))) == BATCHES // 2
+
+
+@pytest.mark.parametrize("more", [{}, {"num_workers": 2}, {"drop_last": True}])
+def test_workers_and_what_changes_no_rows_are_no_other_rows(more: dict[str, Any]) -> None:
+    feed = Feed(of_rows(shuffle=True), "train_dataloader")
+    train(feed, 0, 1)
+    Feed(of_rows(shuffle=True, **more), "train_dataloader").load_state_dict(feed.state_dict())
 
 
 class Endless:

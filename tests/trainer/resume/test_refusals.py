@@ -17,6 +17,8 @@ from automicro.checkpoints.files import MANIFEST
 from automicro.checkpoints.store import CheckpointConfig, CheckpointStore
 from automicro.checkpoints.writing import list_checkpoints
 from automicro.errors import CheckpointError, CheckpointWarning
+from automicro.events.callback import Callback
+from automicro.events.run import Run
 from tests.callbacks.runs import assert_equal, copy_of
 from tests.trainer.runs import CLASSES, FEATURES, adam, make_loader, make_trainer
 
@@ -97,6 +99,92 @@ def test_a_callback_that_is_new_starts_fresh_and_is_named(tmp_path: Path) -> Non
     with pytest.warns(CheckpointWarning, match="callback EarlyStopping, which starts fresh"):
         trainer(tmp_path, max_duration="4ba", callbacks=[stopping]).fit()
     assert stopping.best is not None
+
+
+class MakesItsStateLate(Callback):
+    """Keeps what it counts in something that is there from ``fit_start`` on."""
+
+    loaded: Mapping[str, Any] | None = None
+
+    def fit_start(self, run: Run) -> None:
+        self.counts = dict(self.loaded or {"batches": 0})
+
+    def batch_end(self, run: Run, result: Any) -> None:
+        self.counts["batches"] += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.counts
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.loaded = state
+
+
+def test_a_callback_that_makes_its_state_in_fit_start_goes_on(tmp_path: Path) -> None:
+    trainer(tmp_path, callbacks=[MakesItsStateLate()]).fit()
+    again = MakesItsStateLate()
+    trainer(tmp_path, max_duration="4ba", callbacks=[again]).fit()
+    assert again.counts == {"batches": 4}
+
+
+def test_a_new_callback_that_makes_its_state_in_fit_start_is_named(tmp_path: Path) -> None:
+    trainer(tmp_path).fit()
+    with pytest.warns(CheckpointWarning, match="MakesItsStateLate, which starts fresh"):
+        trainer(tmp_path, max_duration="4ba", callbacks=[MakesItsStateLate()]).fit()
+
+
+def test_an_error_of_a_callback_that_is_saved_names_it(tmp_path: Path) -> None:
+    class Fails(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        trainer(tmp_path, callbacks=[Fails()]).fit()
+    assert "automicro: in the callback Fails, at state_dict" in caught.value.__notes__
+
+
+def test_an_optimizer_whose_state_no_rank_has_whole_is_refused_at_construction(
+    tmp_path: Path,
+) -> None:
+    class SharedOut(torch.optim.SGD):
+        """As torch's ZeroRedundancyOptimizer."""
+
+        def consolidate_state_dict(self, to: int = 0) -> None:
+            """Gather it on one rank."""
+
+    with pytest.raises(ValueError, match=r"SharedOut shares its state out .* parallel='fsdp'"):
+        trainer(tmp_path, optimizer=SharedOut)
+    assert make_trainer(model(), optimizer=SharedOut).fit().steps == 4
+
+
+class AddsAGroup(Callback):
+    def batch_end(self, run: Run, result: Any) -> None:
+        assert run.optimizer is not None
+        if run.state.batch == 1:
+            group = {"params": list(run.model[2].parameters()), "lr": 0.5}  # type: ignore[index]
+            run.optimizer.add_param_group(group)
+
+
+def test_a_group_that_was_added_in_the_middle_of_a_run_is_refused_with_the_way_out(
+    tmp_path: Path,
+) -> None:
+    def start(duration: str) -> Trainer:
+        module = model()
+        optimizer = torch.optim.SGD(module[:2].parameters(), lr=0.1)  # type: ignore[index]
+        return trainer(
+            tmp_path,
+            module,
+            optimizer=optimizer,
+            callbacks=[AddsAGroup()],
+            max_duration=duration,
+        )
+
+    start("2ba").fit()
+    message = (
+        r"has groups of \[4, 2\] parameters, and this one of \[4\].* A group that a callback adds "
+        r".*: give the optimizer all groups .* FreezeSchedule"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        start("4ba").fit()
 
 
 @pytest.mark.parametrize("precisions", [("fp32", "fp16"), ("fp16", "fp32")])
