@@ -41,6 +41,7 @@ __all__ = [
     "all_versions",
     "are_tables_of",
     "buffer_table",
+    "call_hooks",
     "call_of",
     "calls_step_hooks",
     "can_record_memory",
@@ -59,7 +60,6 @@ __all__ = [
     "forward_hooks",
     "forward_of_class",
     "gradient_hooks",
-    "has_call_hooks",
     "has_forward_hooks",
     "have_buffers",
     "in_backward",
@@ -292,20 +292,19 @@ def keeping_versions(tensors: Sequence[Tensor]) -> contextlib.AbstractContextMan
 Hooks = dict[int, Any]
 
 
-def has_call_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks of its own that run when it is called, or in its backward.
+def call_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """A module's hooks of its own that run when it is called, or in its backward.
 
-    >>> has_call_hooks(nn.Linear(2, 2))
-    False
+    >>> call_hooks(nn.Linear(2, 2))
+    []
     """
-    return any(
-        (
-            module._forward_hooks,
-            module._forward_pre_hooks,
-            module._backward_hooks,
-            module._backward_pre_hooks,
-        )
+    tables = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
     )
+    return [hook for table in tables for hook in table.values()]
 
 
 def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
