@@ -221,7 +221,7 @@ class Microbatcher:
         self._device = resolve_device(device, model)
         self._carrying = carrying = Carrying(batch_layout, carry_layout)
         self._layout = carrying.layout
-        reach = Reach(
+        self._reach = reach = Reach(
             {
                 **{f"modules[{index}]": each for index, each in enumerate(self._modules)},
                 "forward": forward,
@@ -456,6 +456,11 @@ class Microbatcher:
     def ranks(self) -> Ranks:
         """The ranks that train together; one where the model is not wrapped for several."""
         return self._ranks
+
+    @property
+    def reach(self) -> Reach:
+        """Modules and generators that the modules and functions of a step get at by themselves."""
+        return self._reach
 
     def state_dict(self) -> dict[str, Any]:
         """The sizes that were found, as plain values."""

@@ -35,6 +35,7 @@ _OPAQUE = (str, bytes, int, float, complex, Tensor, np.ndarray, type(None))
 _MOST_ELEMENTS = 100
 _MOST_PLACES = 5000
 _DEPTH = 6
+_DEPTH_IN_DATA = 12  # data sets and transforms lie within one another
 
 
 class Reach:
@@ -49,7 +50,8 @@ class Reach:
         roots: functions and modules, by their names.
         past_copies: whether also what is copied with a function is looked through.
         past_libraries: whether also attributes of objects of libraries are, as loaders,
-            samplers and transforms have them, and the code of their classes.
+            samplers and transforms have them, and the code of the caller's classes, but no
+            large containers, which hold data.
 
     Example:
         >>> teacher = nn.Linear(2, 2)
@@ -101,9 +103,9 @@ class Reach:
         return list({id(each): each for each in found if is_generator(each)}.values())
 
     def named_generators(self) -> dict[str, Any]:
-        """The same by where they were found: other names for each, and the same in each process."""
+        """The same without that of the process, by names that are the same in each run."""
         found: dict[str, Any] = {}
-        known: set[int] = set()
+        known = {id(random._inst)}
         for name, read in self._generators:
             generator = read()
             if is_generator(generator) and id(generator) not in known:
@@ -121,8 +123,9 @@ class Reach:
             if isinstance(root, nn.Module)
             for each in root.modules()
         }
+        depth = _DEPTH_IN_DATA if self._past_libraries else _DEPTH
         waiting: deque[tuple[str, Read, int]] = deque(
-            (name, functools.partial(_same, root), _DEPTH) for name, root in self._roots.items()
+            (name, functools.partial(_same, root), depth) for name, root in self._roots.items()
         )
         for _ in range(_MOST_PLACES):
             if not waiting:
@@ -136,7 +139,7 @@ class Reach:
 
     def _look(self, name: str, read: Read) -> Iterator[_Place]:
         value = read()
-        if id(value) in self._seen:
+        if id(value) in self._seen or (self._past_libraries and _is_data(value)):
             return
         self._seen.add(id(value))
         if is_generator(value):
@@ -148,7 +151,8 @@ class Reach:
             if self._past_copies:
                 yield from _inside_module("" if is_root else name, value)
         elif isinstance(value, types.FunctionType):
-            yield from _inside_function(value)
+            installed = self._past_libraries and _is_installed(value.__module__)
+            yield from _inside_function(value, has_globals=not installed)
         elif isinstance(value, functools.partial):
             yield from self._inside_partial(name, value)
         elif isinstance(value, types.MethodType):
@@ -161,9 +165,9 @@ class Reach:
                 yield f"{name}.{key}".lstrip("."), functools.partial(table.get, key)
         else:
             yield from _inside_object(name, value, has_attributes=self._past_copies)
-            if self._past_libraries:
-                for owner in type(value).__mro__:
-                    yield from () if _is_of_library(owner) else _inside_class(owner)
+            for owner in type(value).__mro__ if self._past_libraries else ():
+                if not (_is_of_library(owner) or _is_installed(owner.__module__)):
+                    yield from _inside_class(owner)
 
     def _inside_partial(self, name: str, value: Any) -> Iterator[_Place]:
         yield name, functools.partial(_same, value.func)
@@ -347,7 +351,7 @@ def _inside_class(owner: type) -> Iterator[_Place]:
         yield f"{owner.__name__}.{key}", functools.partial(_same, value)
 
 
-def _inside_function(function: Any) -> Iterator[_Place]:
+def _inside_function(function: Any, *, has_globals: bool) -> Iterator[_Place]:
     if _is_of_library(function):
         return
     code = function.__code__
@@ -356,7 +360,7 @@ def _inside_function(function: Any) -> Iterator[_Place]:
         yield from _named(name, functools.partial(_contents, cell), names)
     yield from _elements("default", function.__defaults__ or ())
     yield from _entries("default", function.__kwdefaults__ or {})
-    for name in sorted(names & function.__globals__.keys()):
+    for name in sorted(names & function.__globals__.keys()) if has_globals else ():
         yield from _named(name, functools.partial(function.__globals__.get, name), names)
 
 
@@ -435,6 +439,18 @@ def _is_of_library(value: Any, module: str | None = None) -> bool:
     name = module or getattr(value, "__module__", None) or ""
     package = str(name).partition(".")[0]
     return package in _LIBRARIES or (package == "automicro" and isinstance(value, type))
+
+
+@functools.cache
+def _is_installed(module: str | None) -> bool:
+    """Whether it is a module of an installed package, whose code draws as the process does."""
+    path = getattr(sys.modules.get(module or ""), "__file__", None) or ""
+    return "site-packages" in path or "dist-packages" in path
+
+
+def _is_data(value: Any) -> bool:
+    is_container = isinstance(value, (list, tuple, dict, set, frozenset, deque))
+    return is_container and len(value) > _MOST_ELEMENTS
 
 
 def _is_of_data_library(value: Any) -> bool:

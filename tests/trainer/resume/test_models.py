@@ -1,13 +1,15 @@
 """Whatever a model keeps comes back when a run is taken up again."""
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from automicro.errors import CheckpointError
+from automicro.errors import CheckpointError, CheckpointWarning
 from tests.trainer.resume.runs import Wrapped, check_resumes, trainer
 from tests.trainer.runs import CLASSES, FEATURES
 
@@ -128,6 +130,65 @@ def lazy_batchnorm() -> nn.Module:
 def test_what_a_model_keeps_comes_back(make: Any, tmp_path: Path) -> None:
     options = {"batchnorm": "ignore", "microbatch_size": None}
     check_resumes(make, tmp_path, options=lambda: options)
+
+
+class Held:
+    """An object that keeps a generator."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __call__(self, values: Tensor) -> Tensor:
+        return values + 0.3 * torch.randn(values.shape, generator=self.generator)
+
+
+class NoisyElsewhere(Wrapped):
+    """Draws from generators in an object, in a list, in a hook, and from an old one of NumPy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held, self.listed, hooked = Held(), [random.Random(4)], Held()
+        self.old = np.random.RandomState(5)
+        self.linear.register_forward_hook(lambda module, given, output: hooked(output))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(self.held(inputs) + self.listed[0].random() + self.old.rand())
+
+
+class NoisyLoss(nn.Module):
+    """A loss that draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = Held()
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.noise(outputs), targets)
+
+
+def test_generators_come_back_wherever_a_model_and_its_loss_get_at_them(tmp_path: Path) -> None:
+    def options() -> dict[str, Any]:
+        return {"loss_fn": NoisyLoss(), "loss_average": "samples", "microbatch_size": None}
+
+    check_resumes(NoisyElsewhere, tmp_path, options=options)
+
+
+class Late(Wrapped):
+    """Makes its generator when it is first called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise: Any = None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.noise = self.noise or Held()
+        return super().forward(self.noise(inputs))
+
+
+def test_a_generator_that_is_not_there_when_a_run_is_taken_up_is_named(tmp_path: Path) -> None:
+    trainer(Late(), tmp_path, max_duration="3ba").fit()
+    with pytest.warns(CheckpointWarning, match=r"\(noise\.generator\).*make them before training"):
+        trainer(Late(), tmp_path, max_duration="4ba").fit()
 
 
 class EaseIn(nn.Module):
