@@ -615,12 +615,12 @@ def test_generators_are_found_in_all_parts_of_a_loader() -> None:
 
 
 def test_generators_that_parts_of_a_loader_get_at_have_names_that_stay() -> None:
-    loader: Any = load(sampler=Ordered(), collate_fn=functools.partial(Drawing(random.Random(5))))
+    loader: Any = load(sampler=Ordered(), collate_fn=functools.partial(collating()))
     loader.dataset.transform = Transformed()
     found = find_generators(loader)
     assert set(found) == {
         "dataset.noise",
-        "collate_fn.generator",
+        "noise.generator",
         "sampler.base.generator",
         "dataset.transform.noise",
         "Transformed.mood",
