@@ -462,6 +462,20 @@ class Microbatcher:
         """Modules and generators that the modules and functions of a step get at by themselves."""
         return self._reach
 
+    def unsaved_state(self, batch: Any) -> list[str]:
+        """Names of attributes and variables that forwards change, and no checkpoint holds.
+
+        A few forwards of two rows, which leave no trace. None with ``probe=False``, or on several
+        ranks.
+
+        Args:
+            batch: to take rows of.
+        """
+        if not self._ranks.is_alone:
+            return []
+        with self._memory.limited():
+            return self._prober.unsaved_state(batch, self._layout.num_rows(batch))
+
     def state_dict(self) -> dict[str, Any]:
         """The sizes that were found, as plain values."""
         state = {"train": self._train.state_dict(), "eval": self._eval.state_dict()}

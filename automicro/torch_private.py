@@ -98,6 +98,7 @@ __all__ = [
     "with_hooks",
     "without_global_step_hooks",
     "without_modes",
+    "writes_own_state",
 ]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -305,6 +306,17 @@ def call_hooks(module: nn.Module) -> list[Callable[..., Any]]:
         module._backward_pre_hooks,
     )
     return [hook for table in tables for hook in table.values()]
+
+
+def writes_own_state(module: nn.Module) -> bool:
+    """Whether a module puts more into its ``state_dict`` than parameters and buffers.
+
+    >>> writes_own_state(nn.Linear(2, 2))
+    False
+    """
+    names = ("get_extra_state", "state_dict", "_save_to_state_dict")
+    is_own = any(getattr(type(module), name) is not getattr(nn.Module, name) for name in names)
+    return is_own or bool(module._state_dict_hooks)
 
 
 def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:

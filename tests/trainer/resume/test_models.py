@@ -1,6 +1,8 @@
 """Whatever a model keeps comes back when a run is taken up again."""
 
 import random
+import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +191,82 @@ def test_a_generator_that_is_not_there_when_a_run_is_taken_up_is_named(tmp_path:
     trainer(Late(), tmp_path, max_duration="3ba").fit()
     with pytest.warns(CheckpointWarning, match=r"\(noise\.generator\).*make them before training"):
         trainer(Late(), tmp_path, max_duration="4ba").fit()
+
+
+class Annealed(Wrapped):
+    """Counts its forwards in a plain attribute, and goes by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.step += self.training
+        return super().forward(inputs) * min(1.0, self.step / 10)
+
+
+class Averaging(Wrapped):
+    """Keeps an average in a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = torch.zeros(FEATURES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.average = 0.9 * self.average + 0.1 * inputs.detach().mean(0)
+        return super().forward(inputs - self.average)
+
+
+class Caching(Wrapped):
+    """Keeps its last output, how long it took, and a list for people."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Any = None
+        self.norms: list[float] = []
+        self.seconds = 0.0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        start = time.perf_counter()
+        outputs = super().forward(inputs)
+        self.last = outputs
+        self.norms.append(float(outputs.detach().norm()))
+        self.seconds = time.perf_counter() - start
+        return outputs
+
+
+@pytest.mark.parametrize(("make", "name"), [(Annealed, "step"), (Averaging, "average")])
+@pytest.mark.parametrize("size", [None, 4])
+def test_attributes_that_no_checkpoint_holds_are_named(
+    make: Any, name: str, size: int | None, tmp_path: Path
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(make(), tmp_path, probe=True, loss_average="samples", microbatch_size=size).fit()
+    said = [str(each.message) for each in caught if each.category is CheckpointWarning]
+    assert len(said) == 1
+    assert f"each forward changes {name}, which no checkpoint holds" in said[0]
+    assert said[0].endswith("get_extra_state and set_extra_state")
+
+
+@pytest.mark.parametrize("make", [Wrapped, Counting, Centred, Remembering, Caching, Noisy])
+def test_what_a_checkpoint_holds_and_what_does_not_matter_is_not_named(
+    make: Any, tmp_path: Path
+) -> None:
+    trainer(make(), tmp_path, probe=True, microbatch_size=None).fit()
+
+
+def test_a_look_at_attributes_leaves_no_trace(tmp_path: Path) -> None:
+    found = []
+    for probe in (True, False):
+        torch.manual_seed(0)
+        model = Annealed()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CheckpointWarning)
+            trainer(model, tmp_path / str(probe), probe=probe, microbatch_size=None).fit()
+        found.append([model.step, *map(Tensor.tolist, model.parameters()), torch.rand(3).tolist()])
+    assert found[0] == found[1]
+    assert found[0][0] == 5
 
 
 class EaseIn(nn.Module):
