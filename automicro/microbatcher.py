@@ -222,7 +222,7 @@ class Microbatcher:
         self._device = resolve_device(device, model)
         self._carrying = carrying = Carrying(batch_layout, carry_layout)
         self._layout = carrying.layout
-        reach = Reach(
+        self._reach = reach = Reach(
             {
                 **{f"modules[{index}]": each for index, each in enumerate(self._modules)},
                 "forward": forward,
@@ -457,6 +457,25 @@ class Microbatcher:
     def ranks(self) -> Ranks:
         """The ranks that train together; one where the model is not wrapped for several."""
         return self._ranks
+
+    @property
+    def reach(self) -> Reach:
+        """Modules and generators that the modules and functions of a step get at by themselves."""
+        return self._reach
+
+    def unsaved_state(self, batch: Any) -> list[str]:
+        """Names of attributes and variables that forwards change, and no checkpoint holds.
+
+        A few forwards of two rows, which leave no trace. None with ``probe=False``, or on several
+        ranks.
+
+        Args:
+            batch: to take rows of.
+        """
+        if not self._ranks.is_alone:
+            return []
+        with self._memory.limited():
+            return self._prober.unsaved_state(batch, self._layout.num_rows(batch))
 
     def state_dict(self) -> dict[str, Any]:
         """The sizes that were found, as plain values."""

@@ -6,12 +6,14 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from automicro.torch_private import call_hooks, gradient_hooks
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """The attributes that a module has without any of its own."""
@@ -26,21 +28,30 @@ _LIBRARIES = frozenset(
         *("lightning", "lightning_fabric", "pytorch_lightning"),
     )
 ) | frozenset(sys.stdlib_module_names)
+_NOTHING_OF_ITS_OWN = frozenset(("_iterator", "data_source"))
+"""Attributes of loaders and samplers: a pass that is under way, and the data by another name."""
+
 _OPAQUE = (str, bytes, int, float, complex, Tensor, np.ndarray, type(None))
 _MOST_ELEMENTS = 100
 _MOST_PLACES = 5000
 _DEPTH = 6
+_DEPTH_IN_DATA = 12  # data sets and transforms lie within one another
 
 
 class Reach:
     """Modules and generators that some functions and modules get at, wherever these lie.
 
     Looked through are closures, defaults, the global names that code uses, arguments of
-    ``functools.partial``, what a method is bound to, attributes, and containers. Remembered are
-    the places, so that what stands there later is found, too.
+    ``functools.partial``, what a method is bound to, attributes, containers, and the hooks of
+    modules and of their parameters. Remembered are the places, so that what stands there later is
+    found, too.
 
     Args:
         roots: functions and modules, by their names.
+        past_copies: whether also what is copied with a function is looked through.
+        past_libraries: whether also attributes of objects of libraries are, as loaders,
+            samplers and transforms have them, and the code of the caller's classes, but no
+            large containers, which hold data.
 
     Example:
         >>> teacher = nn.Linear(2, 2)
@@ -52,9 +63,16 @@ class Reach:
         (['teachers[0]'], True)
     """
 
-    def __init__(self, roots: Mapping[str, Any], *, past_copies: bool = True) -> None:
+    def __init__(
+        self,
+        roots: Mapping[str, Any],
+        *,
+        past_copies: bool = True,
+        past_libraries: bool = False,
+    ) -> None:
         self._roots = dict(roots)
-        self._past_copies = past_copies  # whether also what is copied with a function
+        self._past_copies = past_copies
+        self._past_libraries = past_libraries
         self._steps = 0
         self._walk()
 
@@ -84,6 +102,17 @@ class Reach:
         found = (read() for _, read in self._generators)
         return list({id(each): each for each in found if is_generator(each)}.values())
 
+    def named_generators(self) -> dict[str, Any]:
+        """The same without that of the process, by names that are the same in each run."""
+        found: dict[str, Any] = {}
+        known = {id(random._inst)}
+        for name, read in self._generators:
+            generator = read()
+            if is_generator(generator) and id(generator) not in known:
+                known.add(id(generator))
+                found[unused_name(name, found)] = generator
+        return found
+
     def _walk(self) -> None:
         self._modules: list[_Place] = []
         self._generators: list[_Place] = []
@@ -94,8 +123,9 @@ class Reach:
             if isinstance(root, nn.Module)
             for each in root.modules()
         }
+        depth = _DEPTH_IN_DATA if self._past_libraries else _DEPTH
         waiting: deque[tuple[str, Read, int]] = deque(
-            (name, functools.partial(_same, root), _DEPTH) for name, root in self._roots.items()
+            (name, functools.partial(_same, root), depth) for name, root in self._roots.items()
         )
         for _ in range(_MOST_PLACES):
             if not waiting:
@@ -109,7 +139,7 @@ class Reach:
 
     def _look(self, name: str, read: Read) -> Iterator[_Place]:
         value = read()
-        if id(value) in self._seen:
+        if id(value) in self._seen or (self._past_libraries and _is_data(value)):
             return
         self._seen.add(id(value))
         if is_generator(value):
@@ -121,15 +151,23 @@ class Reach:
             if self._past_copies:
                 yield from _inside_module("" if is_root else name, value)
         elif isinstance(value, types.FunctionType):
-            yield from _inside_function(value)
+            installed = self._past_libraries and _is_installed(value.__module__)
+            yield from _inside_function(value, has_globals=not installed)
         elif isinstance(value, functools.partial):
             yield from self._inside_partial(name, value)
         elif isinstance(value, types.MethodType):
             yield name, functools.partial(_same, value.__func__)
             if self._past_copies:
                 yield "self", functools.partial(_same, value.__self__)
+        elif self._past_libraries and _is_of_data_library(value):
+            table = vars(value)
+            for key in sorted(table.keys() - _NOTHING_OF_ITS_OWN):
+                yield f"{name}.{key}".lstrip("."), functools.partial(table.get, key)
         else:
             yield from _inside_object(name, value, has_attributes=self._past_copies)
+            for owner in type(value).__mro__ if self._past_libraries else ():
+                if not (_is_of_library(owner) or _is_installed(owner.__module__)):
+                    yield from _inside_class(owner)
 
     def _inside_partial(self, name: str, value: Any) -> Iterator[_Place]:
         yield name, functools.partial(_same, value.func)
@@ -262,6 +300,16 @@ def captured_modules(function: Any) -> list[nn.Module]:
     return [module for module in found if _has_state(module)]
 
 
+def unused_name(name: str, used: Container[str]) -> str:
+    """The name, or the name with a number, where it is used.
+
+    >>> unused_name("noise", {"noise"})
+    'noise (2)'
+    """
+    names = itertools.chain([name], (f"{name} ({number})" for number in itertools.count(2)))
+    return next(each for each in names if each not in used)
+
+
 def is_generator(value: Any) -> bool:
     """Whether a value draws random numbers of its own."""
     kinds = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
@@ -270,16 +318,28 @@ def is_generator(value: Any) -> bool:
 
 def _inside_module(name: str, root: nn.Module) -> Iterator[_Place]:
     """Attributes that torch does not know of, and what the code of its classes names."""
-    classes: set[type] = set()
+    classes: dict[type, None] = {}
     for place, module in root.named_modules():
         path = ".".join(filter(None, (name, place)))
-        classes |= set(type(module).__mro__)
+        classes |= dict.fromkeys(type(module).__mro__)
         table = vars(module)
         for key in [key for key in table if key not in OF_EVERY_MODULE]:
             yield f"{path}.{key}".lstrip("."), functools.partial(table.get, key)
+        for hook in _hooks_of(module):
+            yield f"{path}.hook".lstrip("."), functools.partial(_same, hook)
     for each in classes:
         if not _is_of_library(each):
             yield from _inside_class(each)
+
+
+def _hooks_of(module: nn.Module) -> Iterator[Any]:
+    """The caller's hooks of a module, and of its parameters' gradients."""
+    tables = [gradient_hooks(each) for each in module.parameters(recurse=False)]
+    hooks = [hook for pair in tables for table in pair for hook in (table or {}).values()]
+    for hook in [*call_hooks(module), *hooks]:
+        function = _code_of(hook)
+        if function is None or not _is_ours_or_library(function):
+            yield hook
 
 
 def _inside_class(owner: type) -> Iterator[_Place]:
@@ -291,7 +351,7 @@ def _inside_class(owner: type) -> Iterator[_Place]:
         yield f"{owner.__name__}.{key}", functools.partial(_same, value)
 
 
-def _inside_function(function: Any) -> Iterator[_Place]:
+def _inside_function(function: Any, *, has_globals: bool) -> Iterator[_Place]:
     if _is_of_library(function):
         return
     code = function.__code__
@@ -300,7 +360,7 @@ def _inside_function(function: Any) -> Iterator[_Place]:
         yield from _named(name, functools.partial(_contents, cell), names)
     yield from _elements("default", function.__defaults__ or ())
     yield from _entries("default", function.__kwdefaults__ or {})
-    for name in names & function.__globals__.keys():
+    for name in sorted(names & function.__globals__.keys()) if has_globals else ():
         yield from _named(name, functools.partial(function.__globals__.get, name), names)
 
 
@@ -310,7 +370,7 @@ def _named(name: str, read: Read, names: set[str]) -> Iterator[_Place]:
     if not isinstance(value, types.ModuleType):
         yield name, read
     elif not _is_of_library(value, value.__name__):
-        for inner in names & vars(value).keys():
+        for inner in sorted(names & vars(value).keys()):
             yield f"{name}.{inner}", functools.partial(vars(value).get, inner)
 
 
@@ -326,12 +386,12 @@ def _inside_object(name: str, value: Any, *, has_attributes: bool) -> Iterator[_
     elif isinstance(value, type):
         if not _is_of_library(value):
             yield from _inside_class(value)
-    elif not _is_of_library(type(value)):
+    elif not _is_of_library(type(value)) or isinstance(value, types.SimpleNamespace):
         yield from _entries(name, getattr(value, "__dict__", {}), dotted=True)
         yield from _elements(name, [call] if (call := _call_of(value)) is not None else [])
         for owner in type(value).__mro__:
             for slot in vars(owner).get("__slots__", ()):
-                yield f"{name}.{slot}", functools.partial(getattr, value, slot, None)
+                yield f"{name}.{slot}".lstrip("."), functools.partial(getattr, value, slot, None)
 
 
 def _call_of(value: Any) -> Any:
@@ -340,21 +400,25 @@ def _call_of(value: Any) -> Any:
 
 
 def _elements(name: str, values: Any) -> Iterator[_Place]:
-    for index in range(min(len(values), _MOST_ELEMENTS)):
-        yield f"{name}[{index}]", functools.partial(_element, values, index)
+    kind = tuple if isinstance(values, tuple) else list
+    for index in range(min(kind.__len__(values), _MOST_ELEMENTS)):
+        yield f"{name}[{index}]", functools.partial(_element, kind, values, index)
 
 
 def _entries(name: str, table: Any, *, dotted: bool = False) -> Iterator[_Place]:
-    for key in list(itertools.islice(table, _MOST_ELEMENTS)):
-        yield f"{name}.{key}" if dotted else f"{name}[{key!r}]", functools.partial(table.get, key)
+    for key in list(itertools.islice(dict.__iter__(table), _MOST_ELEMENTS)):
+        shown = repr(key) if isinstance(key, str | int) else type(key).__name__
+        place = f"{name}.{key}".lstrip(".") if dotted else f"{name}[{shown}]"
+        yield place, functools.partial(dict.get, table, key)
 
 
 def _same(value: Any) -> Any:
     return value
 
 
-def _element(values: Any, index: int) -> Any:
-    return values[index] if index < len(values) else None
+def _element(kind: Any, values: Any, index: int) -> Any:
+    """Of a list or tuple itself: a data set that is one may draw when it is asked."""
+    return kind.__getitem__(values, index) if index < kind.__len__(values) else None
 
 
 def _contents(cell: Any) -> Any:
@@ -375,6 +439,29 @@ def _is_of_library(value: Any, module: str | None = None) -> bool:
     name = module or getattr(value, "__module__", None) or ""
     package = str(name).partition(".")[0]
     return package in _LIBRARIES or (package == "automicro" and isinstance(value, type))
+
+
+@functools.cache
+def _is_installed(module: str | None) -> bool:
+    """Whether it is a module of an installed package, whose code draws as the process does."""
+    path = getattr(sys.modules.get(module or ""), "__file__", None) or ""
+    return "site-packages" in path or "dist-packages" in path
+
+
+def _is_data(value: Any) -> bool:
+    is_container = isinstance(value, (list, tuple, dict, set, frozenset, deque))
+    return is_container and len(value) > _MOST_ELEMENTS
+
+
+def _is_of_data_library(value: Any) -> bool:
+    """Whether it is an object of a library, or of ours, that may hold what the caller gave it."""
+    package = type(value).__module__.partition(".")[0]
+    return (
+        (package in _LIBRARIES or package == "automicro")
+        and package not in sys.stdlib_module_names
+        and not isinstance(value, Iterator | type | types.ModuleType)
+        and isinstance(getattr(value, "__dict__", None), dict)
+    )
 
 
 def _has_state(module: nn.Module) -> bool:

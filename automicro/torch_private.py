@@ -41,6 +41,7 @@ __all__ = [
     "all_versions",
     "are_tables_of",
     "buffer_table",
+    "call_hooks",
     "call_of",
     "calls_step_hooks",
     "can_record_memory",
@@ -59,7 +60,6 @@ __all__ = [
     "forward_hooks",
     "forward_of_class",
     "gradient_hooks",
-    "has_call_hooks",
     "has_forward_hooks",
     "have_buffers",
     "in_backward",
@@ -98,6 +98,7 @@ __all__ = [
     "with_hooks",
     "without_global_step_hooks",
     "without_modes",
+    "writes_own_state",
 ]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -292,20 +293,30 @@ def keeping_versions(tensors: Sequence[Tensor]) -> contextlib.AbstractContextMan
 Hooks = dict[int, Any]
 
 
-def has_call_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks of its own that run when it is called, or in its backward.
+def call_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """A module's hooks of its own that run when it is called, or in its backward.
 
-    >>> has_call_hooks(nn.Linear(2, 2))
+    >>> call_hooks(nn.Linear(2, 2))
+    []
+    """
+    tables = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    return [hook for table in tables for hook in table.values()]
+
+
+def writes_own_state(module: nn.Module) -> bool:
+    """Whether a module puts more into its ``state_dict`` than parameters and buffers.
+
+    >>> writes_own_state(nn.Linear(2, 2))
     False
     """
-    return any(
-        (
-            module._forward_hooks,
-            module._forward_pre_hooks,
-            module._backward_hooks,
-            module._backward_pre_hooks,
-        )
-    )
+    names = ("get_extra_state", "state_dict", "_save_to_state_dict")
+    is_own = any(getattr(type(module), name) is not getattr(nn.Module, name) for name in names)
+    return is_own or bool(module._state_dict_hooks)
 
 
 def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:

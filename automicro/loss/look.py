@@ -179,6 +179,35 @@ def changing_state(computation: Computation, batch: Any) -> list[Place]:
         return passes.changed()
 
 
+def lasting_state(computation: Computation, batch: Any) -> list[Place]:
+    """State of Python's that goes on from forward to forward of these rows, and may matter.
+
+    Numbers may always; all else only where the next loss goes by it. What a clock says, and what
+    only the last call decides, does not go on. Nothing is kept for a backward.
+
+    Raises:
+        BaseException: whatever the forward raises on these rows.
+    """
+    places = changing_state(computation, batch)
+    if not places:
+        return []
+
+    def after(calls: int) -> tuple[list[Snapshot], Snapshot]:
+        with ExtraPasses(computation) as passes, keeping_nothing():
+            losses = [passes.losses(batch).loss for _ in range(calls)]
+            return [Snapshot(place.read()) for place in places], Snapshot(losses[-1])
+
+    (one, loss), (two, next_loss), (again, _) = after(1), after(2), after(1)
+    is_used = not next_loss.is_like(loss)
+    return [
+        place
+        for place, first, second, repeated in zip(places, one, two, again, strict=True)
+        if (is_used or isinstance(place.read(), int | float))
+        and first.is_like(repeated)
+        and not second.is_like(first)
+    ]
+
+
 def counting(
     computation: Computation, batch: Any, choice: Choice, places: Sequence[Place]
 ) -> list[str]:

@@ -35,7 +35,14 @@ from automicro.loss.causes import (
     unexplained,
 )
 from automicro.loss.informative_rows import Choice, choose_rows, other_rows, read_features
-from automicro.loss.look import Seen, changing_state, counting, evaluation_values, look
+from automicro.loss.look import (
+    Seen,
+    changing_state,
+    counting,
+    evaluation_values,
+    lasting_state,
+    look,
+)
 from automicro.loss.outputs_look import OutputsSeen, look_at_outputs
 from automicro.loss.passes import Computation, ExtraPasses, Mode
 from automicro.loss.silence import CollectiveError, needs_other_ranks
@@ -46,6 +53,7 @@ from automicro.loss.whole_look import (
     fewer_and_fewer,
 )
 from automicro.memory.oom import Failure, classify, first_line, release
+from automicro.torch_private import writes_own_state
 from automicro.transaction.surroundings import Place
 
 logger = logging.getLogger(__name__)
@@ -99,6 +107,7 @@ class Prober:
         self._computation = computation
         self._is_known = all(average.is_known for average in computation.averages.values())
         self._declared = declared
+        self._off = off
         self._refuses = refuses
         self._why_not = "" if is_alone else needs_other_ranks()
         self._train = _Evidence(assumed=not self._is_known)
@@ -175,6 +184,35 @@ class Prober:
         why_not = "what state the forward changes is not known: %s"
         self._try(note, otherwise=functools.partial(logger.info, why_not))
         return True
+
+    def unsaved_state(self, batch: Any, num_rows: int) -> list[str]:
+        """Names of what forwards go on changing and no ``state_dict`` of a module holds.
+
+        A few forwards of two rows, which leave no trace; nothing where they fail, or other ranks
+        would have to take part.
+        """
+        if self._off or self._why_not:
+            return []
+
+        def find() -> list[str]:
+            with on_host():
+                rows = self._computation.layout.take_rows(batch, range(min(2, num_rows)))
+            places = lasting_state(self._computation, rows)
+            every = [module for root in self._computation.reached for module in root.modules()]
+            saved = {
+                id(part) for each in every if writes_own_state(each) for part in each.modules()
+            }
+            return [
+                place.name
+                for place in places
+                if not place.is_of_metric and id(place.owner) not in saved
+            ]
+
+        def fail(why: str) -> list[str]:
+            logger.info("what state the forward changes is not known: %s", why)
+            return []
+
+        return self._try(find, otherwise=fail)
 
     def look_at_evaluation(self, batch: Any, num_rows: int) -> bool:
         """The same of a batch that is evaluated: whether its loss adds up.

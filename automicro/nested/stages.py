@@ -21,7 +21,7 @@ from automicro.batch.tensors import tensor_leaves
 from automicro.batchnorm import sees_the_batch
 from automicro.errors import UnsplittableModelError, text_of
 from automicro.memory.oom import Failure, classify
-from automicro.torch_private import AnyBatchNorm, all_versions, buffer_table, has_call_hooks
+from automicro.torch_private import AnyBatchNorm, all_versions, buffer_table, call_hooks
 from automicro.transaction.rng import RandomState
 from automicro.transaction.surroundings import foreign_states
 
@@ -105,7 +105,7 @@ class Stages:
 
     def _refuse_hooks(self) -> None:
         for name, module in self._module.named_modules():
-            if module is not self._module and has_call_hooks(module):
+            if module is not self._module and call_hooks(module):
                 self._refuse(f"{name!r} has hooks, which a trace does not hold")
 
     def _refuse_parts(self) -> None:

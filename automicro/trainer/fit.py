@@ -69,6 +69,7 @@ class FitLoop:
         self._feed = feed
         self._is_taken_up = False
         self._has_begun = False
+        self._warns_of_state = checkpointer is not None  # once, after the first batch
         self._left: Iterator[list[Any]] | None = None  # the rest of a pass, after an orderly stop
         self._accumulate_batches = accumulate_batches
         self._evaluations = evaluations
@@ -129,6 +130,9 @@ class FitLoop:
                 if self._state.epoch_batch == 0:
                     raise self._feed.emptiness()
                 break  # no rank has rows left
+            if self._warns_of_state and batches:
+                self._warns_of_state = False
+                self.step.warn_of_unsaved_state(batches[0])
             self._conclude(trained, progress)
             del batches, trained  # before the next are fetched
             # What is logged at a step comes before its checkpoint, or a resume would log it

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from automicro.batch.device import on_host
-from automicro.errors import NonFiniteLossError
+from automicro.errors import CheckpointWarning, NonFiniteLossError, warn
 from automicro.events.run import LoopState
 from automicro.microbatcher import Microbatcher
 from automicro.options import counting
@@ -493,6 +493,22 @@ class TrainingStep:
             update.end("batch")
         state.train.seconds += time.perf_counter() - start
         return TrainedBatch(result=result, losses=losses, grad_norm=length, learning_rates=rates)
+
+    def warn_of_unsaved_state(self, batch: Any) -> None:
+        """Name what forwards change and no checkpoint holds. What that takes leaves no trace.
+
+        Args:
+            batch: that was trained on.
+        """
+        names = self._microbatcher.unsaved_state(batch)
+        if names:
+            shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+            warn(
+                f"each forward changes {shown}, which no checkpoint holds: a run that is taken up "
+                "begins with what it was at first. Make it a buffer (register_buffer), or let its "
+                "module have get_extra_state and set_extra_state",
+                CheckpointWarning,
+            )
 
     @property
     def loss_average_is(self) -> str:

@@ -115,12 +115,14 @@ class Place:
         read: gives the value; `MISSING` where there is none.
         write: puts it back, or takes it away.
         is_of_metric: whether it is an attribute of a metric, which counts updates by itself.
+        owner: the module of which it is an attribute; None for any other place.
     """
 
     name: str
     read: Callable[[], Any]
     write: Callable[[Any], None]
     is_of_metric: bool = False
+    owner: nn.Module | None = None
 
 
 class ChangingState:
@@ -196,7 +198,7 @@ class Watched:
                 path, module = self._modules[where]
                 place = _attribute(f"{path}.{name}".lstrip("."), vars(module), name)
                 is_of_metric = all(hasattr(module, each) for each in ("update", "compute", "reset"))
-                places.append(replace(place, is_of_metric=is_of_metric))
+                places.append(replace(place, is_of_metric=is_of_metric, owner=module))
         return places
 
     def _mark_all(self) -> dict[tuple[str, int, str], Any]:

@@ -432,6 +432,65 @@ def test_generators_of_a_module_are_put_back_also_those_that_come_later(kind: st
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
 
+HOOKS: dict[str, Callable[[nn.Module, Draws], Any]] = {
+    "forward": lambda layer, draws: layer.register_forward_hook(
+        lambda module, given, output: output + draws(len(output))
+    ),
+    "before the forward": lambda layer, draws: layer.register_forward_pre_hook(
+        lambda module, given: (given[0] + draws(len(given[0])),)
+    ),
+    "backward": lambda layer, draws: layer.register_full_backward_hook(
+        lambda module, given, output: (cast(Any, given)[0] * draws(1),)
+    ),
+    "before the backward": lambda layer, draws: layer.register_full_backward_pre_hook(
+        lambda module, output: (cast(Any, output)[0] * draws(1),)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["NumPy", "torch"])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_generators_that_hooks_of_a_module_draw_from_are_put_back(hook: str, kind: str) -> None:
+    def run(*, fails: bool) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        first, last = nn.Linear(4, 4).double(), nn.Linear(4, 3).double()
+        HOOKS[hook](last, Draws(GENERATORS[kind]()))
+        failing = fails
+
+        def fail_once(gradient: Tensor) -> None:
+            nonlocal failing
+            if failing:
+                failing = False
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+        def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+            hidden = first(batch[0])
+            hidden.register_hook(fail_once)
+            return nn.functional.mse_loss(last(hidden), batch[1])
+
+        model, policy = nn.Sequential(first, last), starting_at(8 if fails else 4)
+        mb = Microbatcher(model, forward=forward, microbatch_size=policy, probe=False)
+        assert mb.backward(data(0)).microbatch_size == 4
+        return [parameter.grad for parameter in model.parameters()]
+
+    torch.testing.assert_close(run(fails=True), run(fails=False), rtol=0, atol=0)
+
+
+def test_generators_in_a_namespace_are_reached() -> None:
+    model: Any = Net()
+    model.own = types.SimpleNamespace(noise=random.Random(0))
+    assert list(Reach({"model": model}).named_generators()) == ["own.noise"]
+
+
+def test_each_generator_has_a_name_of_its_own() -> None:
+    def make(noise: random.Random) -> Callable[[], float]:
+        return lambda: noise.random()
+
+    one, two = random.Random(1), random.Random(2)
+    found = Reach({"": [make(one), make(two), make(one)]}).named_generators()
+    assert found == {"noise": one, "noise (2)": two}
+
+
 def test_reaching_looks_at_batches_further_and_further_apart() -> None:
     held: list[Any] = []
     reach = Reach({"forward": lambda model, batch: held})

@@ -23,23 +23,43 @@ from automicro.data import LengthBatchSampler
 from automicro.data.sampler import AverageBatch
 from automicro.errors import DataLoaderError
 from automicro.migration import comes_from
+from automicro.reach import Reach, is_generator, unused_name
 from automicro.units import Duration, Unit
 
-Generator: TypeAlias = torch.Generator | random.Random | np.random.Generator
+Generator: TypeAlias = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 
 _PARTS = ("dataset", "sampler", "batch_sampler")
 
 
 def find_generators(loader: object) -> dict[str, Generator]:
-    """Those of a loader and of its dataset and samplers, and theirs in turn, by their place.
+    """Those that a loader may draw from in a pass, by their place, each once.
+
+    They are its own and those of its dataset and samplers, and whatever else these get at:
+    transforms, a ``collate_fn``, a loader inside of it, samplers inside of samplers; see `Reach`.
 
     Args:
         loader: anything that gives batches.
 
     Example:
         >>> rows = torch.utils.data.TensorDataset(torch.zeros(4))
-        >>> mine = torch.Generator()
-        >>> list(find_generators(torch.utils.data.DataLoader(rows, generator=mine)))
+        >>> mine, noise = torch.Generator(), random.Random(0)
+        >>> def collate(rows):
+        ...     return [(row, noise.random()) for row in rows]
+        >>> list(find_generators(DataLoader(rows, generator=mine, collate_fn=collate)))
+        ['generator', 'noise']
+    """
+    return _with_reached(own_generators(loader), Reach({"": loader}, past_libraries=True))
+
+
+def own_generators(loader: object) -> dict[str, Generator]:
+    """Those that are attributes of a loader and of its dataset and samplers, by their place.
+
+    Args:
+        loader: anything that gives batches.
+
+    Example:
+        >>> rows = torch.utils.data.TensorDataset(torch.zeros(4))
+        >>> list(own_generators(DataLoader(rows, shuffle=True, generator=torch.Generator())))
         ['generator']
     """
     found: dict[str, Generator] = {}
@@ -50,7 +70,7 @@ def find_generators(loader: object) -> dict[str, Generator]:
         for name, value in sorted(getattr(owner, "__dict__", {}).items()):
             if id(value) in seen:
                 continue
-            if isinstance(value, Generator):
+            if is_generator(value):
                 found[place + name] = value
             elif name in _PARTS:
                 waiting.append((f"{place}{name}.", value))
@@ -60,11 +80,12 @@ def find_generators(loader: object) -> dict[str, Generator]:
     return found
 
 
-def module_generators(module: nn.Module) -> dict[str, Generator]:
+def module_generators(module: nn.Module, reach: Reach | None = None) -> dict[str, Generator]:
     """Those that a model and its submodules keep as attributes, by their place, each once.
 
     Args:
         module: the model.
+        reach: of its step, which finds more: in objects, hooks, the loss.
 
     Example:
         >>> noisy = nn.Sequential(nn.Linear(2, 2))
@@ -75,9 +96,19 @@ def module_generators(module: nn.Module) -> dict[str, Generator]:
     found: dict[int, tuple[str, Generator]] = {}
     for owner, each in module.named_modules():
         for name, value in vars(each).items():
-            if isinstance(value, Generator) and id(value) not in found:
+            if is_generator(value) and id(value) not in found:
                 found[id(value)] = (f"{owner}.{name}".lstrip("."), value)
-    return dict(found.values())
+    own = dict(found.values())
+    return own if reach is None else _with_reached(own, reach)
+
+
+def _with_reached(own: dict[str, Generator], reach: Reach) -> dict[str, Generator]:
+    """These, under the names that they have always had, and whatever else is reached."""
+    known = {id(each) for each in own.values()}
+    for name, generator in reach.named_generators().items():
+        if id(generator) not in known:
+            own[unused_name(name, own)] = generator
+    return own
 
 
 def read_generators(generators: Mapping[str, Generator]) -> dict[str, Any]:
@@ -141,6 +172,8 @@ def _read(generator: Generator) -> Any:
         return generator.get_state()
     if isinstance(generator, random.Random):
         return python_state_as_tensors(generator)
+    if isinstance(generator, np.random.RandomState):
+        return numpy_state_as_tensors(generator.get_state(legacy=False))
     return numpy_state_as_tensors(generator.bit_generator.state)
 
 
@@ -149,6 +182,8 @@ def _write(generator: Generator, state: Any) -> None:
         generator.set_state(state.cpu())
     elif isinstance(generator, random.Random):
         generator.setstate(python_state_of(state))
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(numpy_state_of(state))
     else:
         generator.bit_generator.state = numpy_state_of(state)
 

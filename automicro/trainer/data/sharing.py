@@ -21,11 +21,11 @@ from automicro.errors import warn
 from automicro.torch_private import forget_workers
 from automicro.trainer.data.loading import (
     batch_order,
-    find_generators,
-    generator_states,
     num_batches,
-    restore_generators,
+    own_generators,
+    read_generators,
     samplers_of,
+    write_generators,
 )
 from automicro.trainer.processes import Process
 from automicro.values import as_text
@@ -354,10 +354,11 @@ class LoaderSharing:
         """Let the generators of samplers stand where rank 0's do, so that all draw one order."""
         if self._place.world_size == 1 or not dist.is_initialized():
             return
-        mine = [generator_states(loader) if find_generators(loader) else None]
+        own = own_generators(loader)
+        mine = [read_generators(own) if own else None]
         dist.broadcast_object_list(mine, 0, device=self._device)
         if mine[0] is not None:
-            restore_generators(loader, mine[0])
+            write_generators(own, mine[0])
 
 
 def _not_shared(loader: object, name: str, place: Process) -> str:

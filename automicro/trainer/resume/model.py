@@ -9,15 +9,17 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from automicro.checkpoints.reading import OpenedCheckpoint, refuse_differences
 from automicro.checkpoints.rng import derived_seed
 from automicro.checkpoints.state import tensors_of
-from automicro.errors import CheckpointError, describe_error
+from automicro.errors import CheckpointError, CheckpointWarning, describe_error, warn
 from automicro.memory.budget import active_budget
 from automicro.options import unwrapped
+from automicro.reach import Reach
 from automicro.sharding import is_sharded, local_part
 from automicro.torch_private import buffer_table, is_uninitialized
 from automicro.trainer.data.loading import (
@@ -38,6 +40,7 @@ class ModuleState:
 
     Args:
         modules: the model, then further modules.
+        reach: of a step with them, for the generators that it gets at.
 
     Example:
         >>> state = ModuleState([nn.Linear(2, 1)]).gather()
@@ -45,8 +48,9 @@ class ModuleState:
         (['modules', 'buffers', 'generators'], ['weight', 'bias'])
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], reach: Reach | None = None) -> None:
         self._modules = [unwrapped(each) for each in modules]
+        self._reach = reach
 
     def gather(self) -> dict[str, Any]:
         """The state as it is now. Its tensors are the models' own where they can be."""
@@ -57,7 +61,7 @@ class ModuleState:
                 _unlisted_buffers(module, state)
                 for module, state in zip(self._modules, states, strict=True)
             ],
-            "generators": [read_generators(module_generators(module)) for module in self._modules],
+            "generators": [read_generators(each) for each in self._generators()],
         }
 
     def own(self) -> dict[str, Any]:
@@ -71,7 +75,7 @@ class ModuleState:
                 }
                 for module in self._modules
             ],
-            "generators": [read_generators(module_generators(module)) for module in self._modules],
+            "generators": [read_generators(each) for each in self._generators()],
         }
 
     def restore_own(self, saved: Mapping[str, Any]) -> None:
@@ -82,14 +86,31 @@ class ModuleState:
 
     def restore_generators(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Put back the generators that the models keep."""
-        for module, states in zip(self._modules, saved, strict=True):
-            write_generators(module_generators(module), states)
+        for here, states in zip(self._generators(), saved, strict=True):
+            missing = sorted(states.keys() - here.keys())
+            if missing:
+                warn(
+                    f"the checkpoint has generators of random numbers that the model or its loss "
+                    f"keeps ({', '.join(missing)}), and there are none now, so other numbers are "
+                    "drawn; make them before training begins, and keep them in the same place",
+                    CheckpointWarning,
+                )
+            write_generators(here, states)
 
     def reseed_generators(self, *, rank: int, world_size: int) -> None:
         """Let generators draw others on each rank, where all were put back as those of rank 0."""
-        for module in self._modules:
-            for generator in module_generators(module).values():
+        for here in self._generators():
+            for generator in here.values():
                 _reseed(generator, rank, world_size)
+
+    def _generators(self) -> list[dict[str, Generator]]:
+        """Those of each module; what none has as its attribute stands with the first."""
+        first, *others = [module_generators(each) for each in self._modules]
+        if self._reach is not None:
+            elsewhere = {id(each) for found in others for each in found.values()}
+            reached = module_generators(self._modules[0], self._reach)
+            first = {name: each for name, each in reached.items() if id(each) not in elsewhere}
+        return [first, *others]
 
     def sharded_parameters(self) -> dict[str, Tensor]:
         """The parameters of which each rank has a part, by the names of `optimizer_state`."""
@@ -147,6 +168,8 @@ def _reseed(generator: Generator, rank: int, world_size: int) -> None:
         generator.manual_seed(seed)
     elif isinstance(generator, random.Random):
         generator.seed(seed)
+    elif isinstance(generator, np.random.RandomState):
+        generator.seed(seed % 2**32)
     else:
         fresh = type(generator.bit_generator)(seed)
         generator.bit_generator.state = fresh.state

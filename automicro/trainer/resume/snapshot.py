@@ -88,7 +88,9 @@ class Snapshot:
         assert run.optimizer is not None
         self._rank = rank
         self._world_size = world_size
-        self._models = ModuleState(run.modules)
+        sizes = parts.get("sizes")
+        reach = sizes.reach if isinstance(sizes, Microbatcher) else None
+        self._models = ModuleState(run.modules, reach)
         self._modules = [unwrapped(each) for each in run.modules]
         self._optimizer = run.optimizer
         self._parts = parts

@@ -1,10 +1,11 @@
 """A pass over a loader, left anywhere and taken up again: the rest is the undisturbed run's."""
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,11 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     TensorDataset,
 )
 
@@ -76,6 +79,66 @@ class PlainShuffle:
             yield torch.tensor(rows[start : start + BATCH_SIZE]) + self.noise.random()
 
 
+class Around:
+    """A loader around another one."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+class Ordered(Sampler[int]):
+    """A sampler around another one."""
+
+    def __init__(self) -> None:
+        self.base = RandomSampler(Augmented(), generator=seeded_generator())
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.base)
+
+    def __len__(self) -> int:
+        return ROWS
+
+
+class Drawing:
+    """Draws from a generator of its own when it is called."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def __call__(self, value: Any) -> Any:
+        return torch.as_tensor(value) + self.generator.random()
+
+
+class Transformed(Augmented):
+    """Draws from generators of transforms, of its class, and from a global one."""
+
+    mood = random.Random(0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        Transformed.mood.seed(2)
+        GLOBAL_NOISE.seed(3)
+        self.transforms = {"noise": [Drawing(np.random.RandomState(4))]}
+
+    def __getitem__(self, row: int) -> Tensor:
+        drawn = self.transforms["noise"][0](super().__getitem__(row))
+        return torch.as_tensor(drawn + self.mood.random() + GLOBAL_NOISE.random())
+
+
+GLOBAL_NOISE = random.Random(0)
+
+
+def collating() -> Callable[[list[Tensor]], Tensor]:
+    noise = Drawing(random.Random(5))
+    return lambda rows: torch.as_tensor(noise(torch.stack(rows)))
+
+
 class KeepsItsPosition:
     """As torchdata's StatefulDataLoader: a state in the middle of a pass, or of its end."""
 
@@ -124,6 +187,11 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "list": lambda: list(torch.arange(ROWS).split(BATCH_SIZE)),
     "iterable dataset": lambda: DataLoader(Streamed(), batch_size=BATCH_SIZE),
     "no DataLoader": PlainShuffle,
+    "around another": lambda: Around(load(shuffle=True, generator=seeded_generator())),
+    "sampler of samplers": lambda: load(sampler=Ordered(), collate_fn=collating()),
+    "transforms of joined data": lambda: DataLoader(
+        ConcatDataset([Transformed(), Transformed()]), 2 * BATCH_SIZE, drop_last=True
+    ),
     "keeps its position": KeepsItsPosition,
     "workers": lambda: load(shuffle=True, num_workers=2),
     "persistent workers": lambda: load(shuffle=True, num_workers=2, persistent_workers=True),
@@ -616,6 +684,39 @@ def test_generators_are_found_in_all_parts_of_a_loader() -> None:
     assert sum(each is shared for each in found.values()) == 1
     assert "dataset.noise" in found
     assert "batch_sampler.sampler.data_source.noise" not in found
+
+
+def test_generators_that_parts_of_a_loader_get_at_have_names_that_stay() -> None:
+    loader: Any = load(sampler=Ordered(), collate_fn=functools.partial(collating()))
+    loader.dataset.transform = Transformed()
+    found = find_generators(loader)
+    assert set(found) == {
+        "dataset.noise",
+        "noise.generator",
+        "sampler.base.generator",
+        "dataset.transform.noise",
+        "Transformed.mood",
+        "dataset.transform.transforms['noise'][0].generator",
+        "GLOBAL_NOISE",
+    }
+    iterator = iter(loader)
+    next(iterator)
+    assert list(find_generators(loader)) == list(found)
+
+
+def test_data_are_not_looked_through_for_generators() -> None:
+    few, many = (cast(Any, [(row, random.Random(row)) for row in range(n)]) for n in (3, 1000))
+    assert len(find_generators(DataLoader(few, batch_size=2))) == 3
+    assert find_generators(DataLoader(many, batch_size=2)) == {}
+
+
+def test_an_old_generator_of_numpy_goes_back() -> None:
+    loader: Any = Drawing(np.random.RandomState(3))
+    loader.generator.normal()  # which keeps a second number
+    states = generator_states(loader)
+    drawn = loader.generator.normal(size=5)
+    restore_generators(loader, states)
+    np.testing.assert_array_equal(loader.generator.normal(size=5), drawn)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,17 @@
 """Whatever a model keeps comes back when a run is taken up again."""
 
+import random
+import time
+import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from automicro.errors import CheckpointError
+from automicro.errors import CheckpointError, CheckpointWarning
 from tests.trainer.resume.runs import Wrapped, check_resumes, trainer
 from tests.trainer.runs import CLASSES, FEATURES
 
@@ -128,6 +132,141 @@ def lazy_batchnorm() -> nn.Module:
 def test_what_a_model_keeps_comes_back(make: Any, tmp_path: Path) -> None:
     options = {"batchnorm": "ignore", "microbatch_size": None}
     check_resumes(make, tmp_path, options=lambda: options)
+
+
+class Held:
+    """An object that keeps a generator."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __call__(self, values: Tensor) -> Tensor:
+        return values + 0.3 * torch.randn(values.shape, generator=self.generator)
+
+
+class NoisyElsewhere(Wrapped):
+    """Draws from generators in an object, in a list, in a hook, and from an old one of NumPy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held, self.listed, hooked = Held(), [random.Random(4)], Held()
+        self.old = np.random.RandomState(5)
+        self.linear.register_forward_hook(lambda module, given, output: hooked(output))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(self.held(inputs) + self.listed[0].random() + self.old.rand())
+
+
+class NoisyLoss(nn.Module):
+    """A loss that draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = Held()
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.noise(outputs), targets)
+
+
+def test_generators_come_back_wherever_a_model_and_its_loss_get_at_them(tmp_path: Path) -> None:
+    def options() -> dict[str, Any]:
+        return {"loss_fn": NoisyLoss(), "loss_average": "samples", "microbatch_size": None}
+
+    check_resumes(NoisyElsewhere, tmp_path, options=options)
+
+
+class Late(Wrapped):
+    """Makes its generator when it is first called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise: Any = None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.noise = self.noise or Held()
+        return super().forward(self.noise(inputs))
+
+
+def test_a_generator_that_is_not_there_when_a_run_is_taken_up_is_named(tmp_path: Path) -> None:
+    trainer(Late(), tmp_path, max_duration="3ba").fit()
+    with pytest.warns(CheckpointWarning, match=r"\(noise\.generator\).*make them before training"):
+        trainer(Late(), tmp_path, max_duration="4ba").fit()
+
+
+class Annealed(Wrapped):
+    """Counts its forwards in a plain attribute, and goes by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.step += self.training
+        return super().forward(inputs) * min(1.0, self.step / 10)
+
+
+class Averaging(Wrapped):
+    """Keeps an average in a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = torch.zeros(FEATURES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.average = 0.9 * self.average + 0.1 * inputs.detach().mean(0)
+        return super().forward(inputs - self.average)
+
+
+class Caching(Wrapped):
+    """Keeps its last output, how long it took, and a list for people."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Any = None
+        self.norms: list[float] = []
+        self.seconds = 0.0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        start = time.perf_counter()
+        outputs = super().forward(inputs)
+        self.last = outputs
+        self.norms.append(float(outputs.detach().norm()))
+        self.seconds = time.perf_counter() - start
+        return outputs
+
+
+@pytest.mark.parametrize(("make", "name"), [(Annealed, "step"), (Averaging, "average")])
+@pytest.mark.parametrize("size", [None, 4])
+def test_attributes_that_no_checkpoint_holds_are_named(
+    make: Any, name: str, size: int | None, tmp_path: Path
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(make(), tmp_path, probe=True, loss_average="samples", microbatch_size=size).fit()
+    said = [str(each.message) for each in caught if each.category is CheckpointWarning]
+    assert len(said) == 1
+    assert f"each forward changes {name}, which no checkpoint holds" in said[0]
+    assert said[0].endswith("get_extra_state and set_extra_state")
+
+
+@pytest.mark.parametrize("make", [Wrapped, Counting, Centred, Remembering, Caching, Noisy])
+def test_what_a_checkpoint_holds_and_what_does_not_matter_is_not_named(
+    make: Any, tmp_path: Path
+) -> None:
+    trainer(make(), tmp_path, probe=True, microbatch_size=None).fit()
+
+
+def test_a_look_at_attributes_leaves_no_trace(tmp_path: Path) -> None:
+    found = []
+    for probe in (True, False):
+        torch.manual_seed(0)
+        model = Annealed()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CheckpointWarning)
+            trainer(model, tmp_path / str(probe), probe=probe, microbatch_size=None).fit()
+        found.append([model.step, *map(Tensor.tolist, model.parameters()), torch.rand(3).tolist()])
+    assert found[0] == found[1]
+    assert found[0][0] == 5
 
 
 class EaseIn(nn.Module):
