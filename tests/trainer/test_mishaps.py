@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
-from automicro import Callback, Evaluator, FitSummary, Microbatcher, Trainer
+from automicro import (
+    Callback,
+    Evaluator,
+    FitSummary,
+    Microbatcher,
+    SchedulerWarning,
+    Trainer,
+)
 from automicro.callbacks import EarlyStopping
 from automicro.events.run import Run
 from automicro.loss.weights import LossMean
@@ -60,7 +67,10 @@ def test_a_scheduler_that_fails_does_so_after_the_batch_is_counted() -> None:
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=3)
 
     trainer = make_trainer(make_model(), max_duration="9ba", scheduler=schedule)
-    with pytest.raises(ValueError, match="Tried to step 4 times"):
+    with (
+        pytest.warns(SchedulerWarning, match="total_steps=9"),
+        pytest.raises(ValueError, match="Tried to step 4 times"),
+    ):
         trainer.fit()
     optimizer = trainer._run.optimizer
     assert optimizer is not None
