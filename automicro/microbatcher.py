@@ -801,10 +801,11 @@ class Microbatcher:
         if not self._prober.is_done and batches:
             looks = [self._prober.look] if self._could_split(step) else []
             looks += [self._prober.note_changes] if len(step.policy.levels) > 1 else []
-            with self._ranks.looking_alone() if looks else contextlib.nullcontext():
-                has_run = any(each(batches[0], step.rows[0]) for each in looks)
-            if has_run:
-                self._index.refresh()  # a forward may have made layers
+            if looks:
+                with self._ranks.looking_alone():
+                    has_run = any(each(batches[0], step.rows[0]) for each in looks)
+                if has_run:
+                    self._index.refresh()  # a forward may have made layers
         return step
 
     def _could_split(self, step: Step) -> bool:

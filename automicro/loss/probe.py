@@ -175,14 +175,10 @@ class Prober:
             return False
         self._num_notes -= 1
 
-        def note() -> None:
-            with on_host():
-                rows = self._computation.layout.take_rows(batch, range(min(2, num_rows)))
-            self.changing += changing_state(self._computation, rows)
+        found = self._find_state(changing_state, batch, num_rows)
+        if found is not None:
+            self.changing += found
             self._num_notes = 0
-
-        why_not = "what state the forward changes is not known: %s"
-        self._try(note, otherwise=functools.partial(logger.info, why_not))
         return True
 
     def unsaved_state(self, batch: Any, num_rows: int) -> list[str]:
@@ -194,25 +190,29 @@ class Prober:
         if self._off or self._why_not:
             return []
 
-        def find() -> list[str]:
+        places = self._find_state(lasting_state, batch, num_rows)
+        if not places:
+            return []
+        every = [module for root in self._computation.reached for module in root.modules()]
+        saved = {id(part) for each in every if writes_own_state(each) for part in each.modules()}
+        return [
+            place.name
+            for place in places
+            if not place.is_of_metric and id(place.owner) not in saved
+        ]
+
+    def _find_state(
+        self, find: Callable[[Computation, Any], list[Place]], batch: Any, num_rows: int
+    ) -> list[Place] | None:
+        """What a look at two rows finds; None where it fails."""
+
+        def look_at_few() -> list[Place]:
             with on_host():
                 rows = self._computation.layout.take_rows(batch, range(min(2, num_rows)))
-            places = lasting_state(self._computation, rows)
-            every = [module for root in self._computation.reached for module in root.modules()]
-            saved = {
-                id(part) for each in every if writes_own_state(each) for part in each.modules()
-            }
-            return [
-                place.name
-                for place in places
-                if not place.is_of_metric and id(place.owner) not in saved
-            ]
+            return find(self._computation, rows)
 
-        def fail(why: str) -> list[str]:
-            logger.info("what state the forward changes is not known: %s", why)
-            return []
-
-        return self._try(find, otherwise=fail)
+        why_not = "what state the forward changes is not known: %s"
+        return self._try(look_at_few, otherwise=functools.partial(logger.info, why_not))
 
     def look_at_evaluation(self, batch: Any, num_rows: int) -> bool:
         """The same of a batch that is evaluated: whether its loss adds up.

@@ -187,24 +187,24 @@ class _Work:
         self._has_looked = self._has_looked_at_outputs = False
 
     def look(self, plan: Plan) -> None:
-        prober = self._setup.prober
-        if prober.compares_outputs and self._mode != "train" and self._kept.has_outputs:
-            self._look_at_outputs(plan)
-        if self._has_looked or not prober.compares(self._mode):
+        prober, kept, mode = self._setup.prober, self._kept, self._mode
+        of_outputs = prober.compares_outputs and mode != "train" and kept.has_outputs
+        of_outputs = of_outputs and not self._has_looked_at_outputs
+        of_loss = not self._has_looked and prober.compares(mode)
+        if not (of_outputs or of_loss):
             return
-        for batch, cut in zip(self._step.raw, plan.cuts, strict=True):
-            if cut.is_split and not self._has_looked:
-                self._has_looked = True
-                with self._ranks.looking_alone():
-                    prober.compare(batch, cut.sizes, self._mode)
-
-    def _look_at_outputs(self, plan: Plan) -> None:
-        for batch, num_rows, cut in zip(self._step.raw, self._step.rows, plan.cuts, strict=True):
-            if cut.is_split and not self._has_looked_at_outputs:
+        every = zip(self._step.raw, self._step.rows, plan.cuts, strict=True)
+        split = next((each for each in every if each[2].is_split), None)
+        if split is None:  # the others are fillers
+            return
+        batch, num_rows, cut = split
+        with self._ranks.looking_alone():
+            if of_outputs:
                 self._has_looked_at_outputs = True
-                with self._ranks.looking_alone():
-                    known = self._setup.prober.compare_outputs(batch, num_rows, self._mode)
-                self._kept.know(known)
+                kept.know(prober.compare_outputs(batch, num_rows, mode))
+            if of_loss:
+                self._has_looked = True
+                prober.compare(batch, cut.sizes, mode)
 
     @property
     def _sorted_metrics(self) -> Metrics | None:

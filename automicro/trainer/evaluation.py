@@ -212,42 +212,31 @@ class Evaluation:
             The values, or None for a pass that was broken off.
         """
         with context.mode.evaluating():
-            return self._run(phase, progress, context, where, is_stopped, max_batches)
-
-    def _run(
-        self,
-        phase: PhaseState,
-        progress: Progress,
-        context: RunContext,
-        where: str,
-        is_stopped: Callable[[Ranks], bool] | None,
-        max_batches: int | None,
-    ) -> dict[str, float] | None:
-        start = time.perf_counter()
-        before = phase.ooms, phase.nested_ooms, phase.cut
-        values = None
-        try:
-            context.tell("eval_start")
-            with announcing_once(self.microbatcher.ranks), self.microbatcher.evaluating():
-                found = self._pass(phase, progress, context, is_stopped, max_batches)
-            if found is None:
-                context.recorder.forget()
-                return None
-            values, samples, last, cut_here = found
-        finally:
-            self.release()
-            if values is None:
-                phase.ooms, phase.nested_ooms, phase.cut = before
-        others = (name for name in phase.metrics if not name.startswith(self._prefix))
-        phase.metrics = {name: phase.metrics[name] for name in others}
-        phase.metrics |= {f"{self._prefix}{name}": value for name, value in values.items()}
-        phase.seconds += time.perf_counter() - start
-        progress.line(
-            evaluation_line(values, name=self.name, samples=samples, cut=cut_here, where=where)
-        )
-        named = context.recorder.evaluation(self.name, values, last, phase)
-        context.tell("eval_end", named)
-        return values
+            start = time.perf_counter()
+            before = phase.ooms, phase.nested_ooms, phase.cut
+            values = None
+            try:
+                context.tell("eval_start")
+                with announcing_once(self.microbatcher.ranks), self.microbatcher.evaluating():
+                    found = self._pass(phase, progress, context, is_stopped, max_batches)
+                if found is None:
+                    context.recorder.forget()
+                    return None
+                values, samples, last, cut_here = found
+            finally:
+                self.release()
+                if values is None:
+                    phase.ooms, phase.nested_ooms, phase.cut = before
+            others = (name for name in phase.metrics if not name.startswith(self._prefix))
+            phase.metrics = {name: phase.metrics[name] for name in others}
+            phase.metrics |= {f"{self._prefix}{name}": value for name, value in values.items()}
+            phase.seconds += time.perf_counter() - start
+            progress.line(
+                evaluation_line(values, name=self.name, samples=samples, cut=cut_here, where=where)
+            )
+            named = context.recorder.evaluation(self.name, values, last, phase)
+            context.tell("eval_end", named)
+            return values
 
     def _pass(
         self,

@@ -1,6 +1,7 @@
 """What values hold, whatever they are, put back into the very same objects."""
 
 import array
+import contextlib
 import copy
 import datetime
 import decimal
@@ -343,23 +344,26 @@ class Remembered:
         return value
 
     def _by_state_dict(self, value: Any) -> Any:
-        try:
+        with _naming_what_cannot_be_copied(value):
             state = copy.deepcopy(value.state_dict())
-        except Exception as error:
-            if classify(error) is not Failure.UNRELATED:
-                raise
-            raise CannotRememberError(value, _reason(error)) from error
         self._undo.append(lambda: value.load_state_dict(state))
         return value
 
     def _copied(self, value: Any) -> Any:
         """Another object with the same content has to stand in its place."""
-        try:
+        with _naming_what_cannot_be_copied(value):
             return copy.deepcopy(value)
-        except Exception as error:
-            if classify(error) is not Failure.UNRELATED:
-                raise
-            raise CannotRememberError(value, _reason(error)) from error
+
+
+@contextlib.contextmanager
+def _naming_what_cannot_be_copied(value: Any) -> Iterator[None]:
+    """Running out of memory is another matter."""
+    try:
+        yield
+    except Exception as error:
+        if classify(error) is not Failure.UNRELATED:
+            raise
+        raise CannotRememberError(value, _reason(error)) from error
 
 
 def mark_of(value: Any) -> Any:

@@ -756,16 +756,21 @@ def test_a_look_draws_nothing() -> None:
     assert found[0] == found[1] == torch.rand(())
 
 
-def test_a_mean_that_gets_one_value_for_many_rows_is_named() -> None:
+def evaluate_with(number: Callable[[Tensor], Any], metric: Any) -> None:
+    """In slices of seven rows, of whose outputs the metric gets one number."""
     mb = Microbatcher(
         Given(),
         loss_fn=mean,
         eval_microbatch_size=7,
         probe=False,
-        update_metric=lambda metric, outputs, batch: metric.update(outputs.mean()),
+        update_metric=lambda metric, outputs, batch: metric.update(number(outputs)),
     )
+    mb.evaluate(INPUTS["numbers"](), metric)
+
+
+def test_a_mean_that_gets_one_value_for_many_rows_is_named() -> None:
     with pytest.warns(MetricWarning, match="MeanMetric counts updates"):
-        mb.evaluate(INPUTS["numbers"](), MeanMetric())
+        evaluate_with(Tensor.mean, MeanMetric())
 
 
 MEANS: dict[str, Callable[[Tensor], Any]] = {
@@ -791,28 +796,14 @@ OF_ONE_NUMBER = [SumMetric, MaxMetric, MinMetric]
 @pytest.mark.parametrize("kind", OF_ONE_NUMBER)
 @pytest.mark.parametrize("what", MEANS)
 def test_a_sum_or_an_extreme_of_means_of_several_rows_is_named(what: str, kind: Any) -> None:
-    mb = Microbatcher(
-        Given(),
-        loss_fn=mean,
-        eval_microbatch_size=7,
-        probe=False,
-        update_metric=lambda metric, outputs, batch: metric.update(MEANS[what](outputs)),
-    )
     with pytest.warns(MetricWarning, match=f"{kind.__name__} takes means over the rows"):
-        mb.evaluate(INPUTS["numbers"](), kind())
+        evaluate_with(MEANS[what], kind())
 
 
 @pytest.mark.parametrize("kind", OF_ONE_NUMBER)
 @pytest.mark.parametrize("what", NO_MEANS)
 def test_a_sum_or_an_extreme_of_another_number_is_not(what: str, kind: Any) -> None:
-    mb = Microbatcher(
-        Given(),
-        loss_fn=mean,
-        eval_microbatch_size=7,
-        probe=False,
-        update_metric=lambda metric, outputs, batch: metric.update(NO_MEANS[what](outputs)),
-    )
-    mb.evaluate(INPUTS["numbers"](), kind())
+    evaluate_with(NO_MEANS[what], kind())
 
 
 def test_a_mean_over_rows_is_not() -> None:

@@ -14,12 +14,12 @@ from automicro.ranks.interface import Ranks
 from automicro.torch_private import forget_workers
 from automicro.trainer.data.loading import (
     announce_epoch,
+    attached_generators,
     begin,
     empty,
     generator_states,
     has_persistent_workers,
     num_batches,
-    own_generators,
     rest,
     restore_generators,
     samplers_of,
@@ -47,7 +47,7 @@ def describe_order(loader: object) -> dict[str, Any] | None:
             "seed": sampler.seed,
             "world_size": sampler.world_size,
         }
-    own = {id(each) for each in own_generators(sampler).values()}
+    own = {id(each) for each in attached_generators(sampler).values()}
     return {
         "kind": type(sampler).__name__,
         "sampler": type(sampler.sampler).__name__,
@@ -55,7 +55,9 @@ def describe_order(loader: object) -> dict[str, Any] | None:
         "entries": num_batches(sampler.sampler),
         "per_batch": sampler.per_batch,
         "world_size": sampler.world_size,
-        "generators": [place for place, each in own_generators(loader).items() if id(each) in own],
+        "generators": [
+            place for place, each in attached_generators(loader).items() if id(each) in own
+        ],
     }
 
 

@@ -48,10 +48,10 @@ def find_generators(loader: object) -> dict[str, Generator]:
         >>> list(find_generators(DataLoader(rows, generator=mine, collate_fn=collate)))
         ['generator', 'noise']
     """
-    return _with_reached(own_generators(loader), Reach({"": loader}, past_libraries=True))
+    return _with_reached(attached_generators(loader), Reach({"": loader}, past_libraries=True))
 
 
-def own_generators(loader: object) -> dict[str, Generator]:
+def attached_generators(loader: object) -> dict[str, Generator]:
     """Those that are attributes of a loader and of its dataset and samplers, by their place.
 
     Args:
@@ -59,7 +59,7 @@ def own_generators(loader: object) -> dict[str, Generator]:
 
     Example:
         >>> rows = torch.utils.data.TensorDataset(torch.zeros(4))
-        >>> list(own_generators(DataLoader(rows, shuffle=True, generator=torch.Generator())))
+        >>> list(attached_generators(DataLoader(rows, shuffle=True, generator=torch.Generator())))
         ['generator']
     """
     found: dict[str, Generator] = {}

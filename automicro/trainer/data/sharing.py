@@ -20,9 +20,9 @@ from automicro.data import LengthBatchSampler, with_batch_sampler
 from automicro.errors import warn
 from automicro.torch_private import forget_workers
 from automicro.trainer.data.loading import (
+    attached_generators,
     batch_order,
     num_batches,
-    own_generators,
     read_generators,
     samplers_of,
     write_generators,
@@ -354,7 +354,7 @@ class LoaderSharing:
         """Let the generators of samplers stand where rank 0's do, so that all draw one order."""
         if self._place.world_size == 1 or not dist.is_initialized():
             return
-        own = own_generators(loader)
+        own = attached_generators(loader)
         mine = [read_generators(own) if own else None]
         dist.broadcast_object_list(mine, 0, device=self._device)
         if mine[0] is not None:
