@@ -197,14 +197,14 @@ def lasting_state(computation: Computation, batch: Any) -> list[Place]:
             losses = [passes.losses(batch).loss for _ in range(calls)]
             return [Snapshot(place.read()) for place in places], Snapshot(losses[-1])
 
-    (one, loss), (two, next_loss), (again, _) = after(1), after(2), after(1)
+    (one, loss), (two, next_loss), (one_again, _), (two_again, _) = map(after, (1, 2, 1, 2))
     is_used = not next_loss.is_like(loss)
     return [
         place
-        for place, first, second, repeated in zip(places, one, two, again, strict=True)
+        for place, first, second, *again in zip(places, one, two, one_again, two_again, strict=True)
         if (is_used or isinstance(place.read(), int | float))
-        and first.is_like(repeated)
         and not second.is_like(first)
+        and all(map(Snapshot.repeats, (first, second), again))
     ]
 
 
@@ -232,20 +232,18 @@ def counting(
                 passes.losses(rows)
             return [Snapshot(place.read()) for place in places]
 
-    last = after(cut.large)
-    every = zip(
-        places,
-        after(cut.together),
-        after(cut.small, cut.large),
-        last,
-        after(cut.large),
-        strict=True,
-    )
+    calls = (cut.together,), (cut.small, cut.large), (cut.large,)
+    whole, parts, last = (after(*each) for each in calls)
+    again = (after(*each) for each in calls[1:])
     return [
         place.name
-        for place, whole, parts, alone, again in every
+        for place, together, apart, alone, *repeated in zip(
+            places, whole, parts, last, *again, strict=True
+        )
+        if not apart.is_like(together)
+        and not apart.is_like(alone)
         # What a clock says is another each time.
-        if not parts.is_like(whole) and not parts.is_like(alone) and alone.is_like(again)
+        and all(map(Snapshot.repeats, (apart, alone), repeated))
     ]
 
 

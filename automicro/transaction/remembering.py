@@ -485,7 +485,14 @@ class Snapshot:
 
     def is_like(self, other: "Snapshot") -> bool:
         """Whether both are the same but for rounding."""
-        return _are_alike(self._frozen, other._frozen)
+        return _are_alike(self._frozen, other._frozen, near_zero=True)
+
+    def repeats(self, other: "Snapshot") -> bool:
+        """Whether both are the same to the digits that count, however small they are.
+
+        As the same computation leaves them: two durations do not, though both are near zero.
+        """
+        return _are_alike(self._frozen, other._frozen, near_zero=False)
 
     def _freeze(self, value: Any, depth: int) -> Any:
         self._left -= 1
@@ -517,17 +524,22 @@ class Snapshot:
         return type(value)
 
 
-def _are_alike(one: Any, other: Any) -> bool:
+def _are_alike(one: Any, other: Any, *, near_zero: bool) -> bool:
+    """Whether they are, to ``_ROUNDING`` of them, or, near zero, of one."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and torch.allclose(
-            one, other, rtol=_ROUNDING, atol=_ROUNDING, equal_nan=True
-        )
+        if one.shape != other.shape or not one.numel():
+            return one.shape == other.shape
+        scale = 1.0 if near_zero else float(one.nan_to_num().abs().max())
+        rounding = _ROUNDING * scale
+        return torch.allclose(one, other, rtol=_ROUNDING, atol=rounding, equal_nan=True)
     if isinstance(one, float) and isinstance(other, float):
-        return one == other or math.isclose(one, other, rel_tol=_ROUNDING, abs_tol=_ROUNDING)
+        rounding = _ROUNDING if near_zero else 0.0
+        return one == other or math.isclose(one, other, rel_tol=_ROUNDING, abs_tol=rounding)
+    are_alike = functools.partial(_are_alike, near_zero=near_zero)
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_are_alike(one[k], other[k]) for k in one)
+        return one.keys() == other.keys() and all(are_alike(one[k], other[k]) for k in one)
     if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_are_alike, one, other))
+        return len(one) == len(other) and all(map(are_alike, one, other))
     return type(one) is type(other) and bool(one == other)
 
 

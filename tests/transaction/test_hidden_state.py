@@ -173,6 +173,28 @@ def test_state_that_depends_on_the_number_of_calls_is_named_where_a_batch_is_spl
         assert "3 times for a batch" in message
 
 
+class Timing(nn.Module):
+    """Keeps how long its last call took, by a clock on a machine with other work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.seconds = nn.Linear(4, 3).double(), 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.net(x)
+        now = time.perf_counter_ns()
+        self.seconds = (20_000 + now // 100 % 2 * 60_000 + now % 8_000) * 1e-9
+        return outputs
+
+
+def test_how_long_a_call_took_is_never_taken_for_what_goes_on() -> None:
+    batch = torch.randn(8, 4).double(), torch.randn(8, 3).double()
+    for _ in range(10):
+        microbatcher = Microbatcher(Timing(), loss_fn=nn.MSELoss(), microbatch_size=3)
+        microbatcher.backward(batch)
+        assert microbatcher.unsaved_state(batch) == []
+
+
 class Box:
     """An object of the caller's, with whatever attributes."""
 
