@@ -496,23 +496,3 @@ def counting(unit: Unit, **durations: Duration | None) -> dict[str, Duration]:
         for name, duration in durations.items()
         if duration is not None and duration.unit is unit
     }
-
-
-def read_duration(name: str, value: str | Duration) -> Duration:
-    """A duration, with the argument's name in what goes wrong.
-
-    Args:
-        name: of the argument.
-        value: what was given for it.
-
-    Raises:
-        TypeError: not text.
-        ValueError: no duration.
-
-    >>> read_duration("half_life", "100ba")
-    Duration.parse('100ba')
-    """
-    try:
-        return Duration.parse(value)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{name}={value!r}: {error}") from None

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import dataclasses
-import io
 import os
 import shlex
 import tempfile
@@ -28,6 +27,7 @@ from automicro.errors import (
     facts_of,
     text_of,
 )
+from automicro.files import write_whole
 from automicro.memory.budget import MemoryBudget, active_budget
 from automicro.memory.device import capacity_bytes, limit_memory
 from automicro.memory.oom import is_out_of_memory
@@ -113,11 +113,7 @@ def save_batch(path: str | os.PathLike[str], failed: FailedBatch) -> None:
             **{each.name: getattr(failed, each.name) for each in dataclasses.fields(failed)},
             "batches": [_plain(each) for each in failed.batches],
         }
-        buffer = io.BytesIO()
-        torch.save(content, buffer)
-        part = Path(path).with_suffix(".part")
-        part.write_bytes(buffer.getvalue())
-        part.replace(path)
+        write_whole(Path(path), lambda file: torch.save(content, file))
 
 
 def load_batch(path: str | os.PathLike[str], *, like: Any = None) -> FailedBatch:

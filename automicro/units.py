@@ -141,7 +141,8 @@ def read_duration(name: str, duration: str | Duration) -> Duration:
     except (TypeError, ValueError) as error:
         duration = _as_text(duration)
         text = str(duration).strip()
-        never = ", or None" if name.endswith("interval") else ""
+        may_be_none = name == "interval" or name.endswith((".interval", "eval_interval"))
+        never = ", or None" if may_be_none else ""
         why = (
             f"is not a whole number of epochs, batches, samples, tokens or seconds of data, at "
             f"least 1{meant_duration(text) or _counted_otherwise(text)}; write it like '2ep', "

@@ -21,6 +21,7 @@ PACKAGE = ROOT / "automicro"
 LAYERS = (
     (
         "errors",
+        "files",
         "migration",
         "sharding",
         "showing",

@@ -10,11 +10,10 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from automicro.events.callback import Callback
 from automicro.events.run import Run
 from automicro.memory.budget import active_budget
-from automicro.options import read_duration
 from automicro.sharding import is_sharded, local
 from automicro.step.results import StepResult
 from automicro.torch_private import is_uninitialized
-from automicro.units import Duration, Unit
+from automicro.units import Duration, Unit, read_duration
 
 _DECAY = 0.999
 

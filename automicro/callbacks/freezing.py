@@ -10,8 +10,7 @@ from torch import nn
 
 from automicro.events.callback import Callback
 from automicro.events.run import LoopState, Run
-from automicro.options import read_duration
-from automicro.units import Duration
+from automicro.units import Duration, read_duration
 
 logger = logging.getLogger(__name__)
 

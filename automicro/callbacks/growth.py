@@ -12,8 +12,8 @@ from automicro.batch.device import on_host
 from automicro.batch.tensors import tensor_leaves
 from automicro.events.callback import Callback
 from automicro.events.run import LoopState, Run
-from automicro.options import read_count, read_duration
-from automicro.units import Duration
+from automicro.options import read_count
+from automicro.units import Duration, read_duration
 
 Resize = Callable[[Any, int], Any]
 """Gives a batch at another size: ``resize(batch, size)``."""

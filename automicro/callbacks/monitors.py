@@ -12,9 +12,8 @@ import torch
 from automicro.events.callback import Callback
 from automicro.events.run import LoopState, Run
 from automicro.memory.device import peak_bytes, read_counts
-from automicro.options import read_duration
 from automicro.step.results import StepResult
-from automicro.units import Duration
+from automicro.units import Duration, read_duration
 
 
 class LearningRateMonitor(Callback):

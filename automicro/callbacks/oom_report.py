@@ -20,6 +20,7 @@ from automicro.batch.tensors import tensor_leaves
 from automicro.errors import AutomicroWarning, describe_error, warn
 from automicro.events.callback import Callback
 from automicro.events.run import Run
+from automicro.files import write_whole
 from automicro.memory.device import allocated_bytes
 from automicro.memory.residents import measure_residents
 from automicro.options import read_count
@@ -234,13 +235,11 @@ class OutOfMemoryReport(Callback):
         return path
 
     def _write(self, path: Path, report: Mapping[str, Any]) -> bool:
-        part = path.with_suffix(".part")
         try:
+            text = f"{json.dumps(report, indent=2)}\n".encode()
             self._folder.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-            part.replace(path)  # never a report that was cut short
+            write_whole(path, lambda file: file.write(text))
         except (OSError, TypeError, ValueError) as error:
-            _remove(part)
             _say(path, error)
             return False
         return True

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from automicro.checkpoints.files import MANIFEST, verify
+from automicro.checkpoints.manifest import MANIFEST, verify
 from automicro.checkpoints.peers import ALONE, Peers, from_first, together
 from automicro.checkpoints.state import name_of_own, put_together, tensors_of
 from automicro.checkpoints.writing import list_checkpoints, structure_file

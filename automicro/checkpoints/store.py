@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, SupportsFloat, TypeVar
 
 from automicro.checkpoints import writing as leftovers
-from automicro.checkpoints.files import Manifest, verify
+from automicro.checkpoints.manifest import Manifest, verify
 from automicro.checkpoints.peers import ALONE, Peers, decide_together, from_first, together
 from automicro.checkpoints.reading import (
     FoundCheckpoint,

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from automicro.checkpoints.files import NewFolder
+from automicro.checkpoints.manifest import NewFolder
 from automicro.checkpoints.state import Share
 from automicro.errors import DamagedCheckpointError
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from automicro.checkpoints import files
-from automicro.checkpoints.files import FileSum, NewFolder, write_manifest
+from automicro import files
+from automicro.checkpoints.manifest import FileSum, NewFolder, write_manifest
 from automicro.checkpoints.peers import ALONE, Peers, decide_together
 from automicro.checkpoints.state import Share
 

@@ -7,13 +7,11 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import shlex
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -26,6 +24,7 @@ from automicro.cli.config.sources import read_file
 from automicro.cli.output import to_json
 from automicro.errors import ConfigError, PeerLostError, add_note, facts_of, remember
 from automicro.events.run import GlobalBatch
+from automicro.files import write_whole
 from automicro.replaying import CONFIG, KEPT
 from automicro.trainer.report import TIME_IS_OVER, FitSummary
 from automicro.trainer.signals import end_told_here
@@ -96,7 +95,7 @@ class RunDir:
         try:
             self._path.mkdir(parents=True, exist_ok=True)
             text = to_yaml(self._config)
-            _write(self._path, CONFIG, lambda file: file.write(text.encode()))
+            write_whole(self._path / CONFIG, lambda file: file.write(text.encode()), lasts=True)
         except OSError as error:
             raise ConfigError(
                 f"run_dir={str(self._path)!r} cannot be written ({error}): give a folder that can"
@@ -110,9 +109,9 @@ class RunDir:
         """
         if self._path is None:
             return ""
-        _write(self._path, WEIGHTS, lambda file: torch.save(weights, file))
+        write_whole(self._path / WEIGHTS, lambda file: torch.save(weights, file), lasts=True)
         text = to_json(summary, indent=2) + "\n"
-        _write(self._path, SUMMARY, lambda file: file.write(text.encode()))
+        write_whole(self._path / SUMMARY, lambda file: file.write(text.encode()), lasts=True)
         return f"wrote {CONFIG}, {SUMMARY} and {WEIGHTS} into {self._path}"
 
 
@@ -137,22 +136,6 @@ def _is_in_nobodys_way(path: Path) -> bool:
     return path.name == CONFIG or path.name.startswith(KEPT)
 
 
-def _write(folder: Path, name: str, write: Callable[[IO[bytes]], object]) -> None:
-    number, temporary = tempfile.mkstemp(dir=folder, prefix=f".{name}.")
-    try:
-        with os.fdopen(number, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        # Temporary files are for their owner alone; these are as readable as any other.
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, folder / name)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    _sync_folder(folder)
-
-
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     old = {RENAMED.get(key, key): value for key, value in old.items()}
     before, after = leaves(old), leaves(new)
@@ -165,23 +148,6 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 def _show(value: object) -> str:
     return "not set" if value is UNSET else to_yaml({"": value}).partition(": ")[2].strip()
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _sync_folder(path: Path) -> None:
-    """Make a new name in a folder outlast a loss of power, where the system can."""
-    if os.name != "posix":
-        return
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def read_summary(text: str) -> FitSummary:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from automicro.files import write_whole
 from automicro.loggers.lines import AppendFile, to_json
 from automicro.loggers.logger import LightningInterface, not_started
 
@@ -254,9 +255,8 @@ class GivenOnce:
             "is_finished": is_finished,
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._path.with_name(f"{self._path.name}.{os.getpid()}")
-        partial.write_text(json.dumps(content), encoding="utf-8")
-        os.replace(partial, self._path)  # whole or not at all, also where the process is killed
+        text = json.dumps(content).encode()
+        write_whole(self._path, lambda file: file.write(text))
 
 
 def flat(run: Mapping[str, object], before: str = "") -> dict[str, object]:

@@ -4,16 +4,15 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import re
 import stat
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from automicro.files import write_whole
 from automicro.remembered.remote import RemotePath
 
 _DIMENSION = re.compile(r"(?<=[\[ ])\d+(?=[,\]])")
@@ -300,22 +299,15 @@ def write_entry(entry: Entry) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    text = json.dumps(entry.content(), indent=1, allow_nan=False)
+    text = f"{json.dumps(entry.content(), indent=1, allow_nan=False)}\n".encode()
     if isinstance(entry.path, RemotePath):
-        entry.path.write(f"{text}\n".encode())
+        entry.path.write(text)
         return
     folder = entry.path.parent
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(prefix=f".{entry.path.stem}.", suffix=".tmp", dir=folder)
-    try:
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-            if hasattr(os, "fchmod"):  # of a team, which mkstemp leaves out, where the folder is
-                os.fchmod(file.fileno(), stat.S_IMODE(folder.stat().st_mode) & 0o666)
-        os.replace(name, entry.path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    # For whoever shares the folder: a team, where it is one's.
+    mode = stat.S_IMODE(folder.stat().st_mode) & 0o666
+    write_whole(entry.path, lambda file: file.write(text), mode=mode)
 
 
 def entry_paths(folder: Path | RemotePath) -> list[Path] | list[RemotePath]:

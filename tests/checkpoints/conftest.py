@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from automicro.checkpoints import files
+from automicro import files
 from automicro.checkpoints.store import CheckpointStore
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from automicro.checkpoints import files
+from automicro import files
 
 POINTS = ("make_folder", "open_new", "write", "sync", "replace", "remove_folder")
 KILLED = 77

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from automicro.checkpoints.files import MANIFEST, FileSum, NewFolder, write_manifest
+from automicro.checkpoints.manifest import MANIFEST, FileSum, NewFolder, write_manifest
 from automicro.checkpoints.reading import load_checkpoint
 from automicro.checkpoints.store import CheckpointStore
 from automicro.errors import CheckpointError, CheckpointWarning, DamagedCheckpointError

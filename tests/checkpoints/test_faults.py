@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from automicro.checkpoints import files
+from automicro import files
 from automicro.checkpoints import writing as leftovers
 from automicro.checkpoints.store import CheckpointStore
 from automicro.errors import CheckpointError, CheckpointWarning

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from automicro.checkpoints import writing
-from automicro.checkpoints.files import FORMAT, MANIFEST, write_manifest
+from automicro.checkpoints.manifest import FORMAT, MANIFEST, write_manifest
 from automicro.checkpoints.reading import load_checkpoint
 from automicro.checkpoints.store import CheckpointConfig, CheckpointStore
 from automicro.errors import CheckpointError, CheckpointWarning
@@ -22,7 +22,7 @@ def test_a_newer_format_is_refused_and_not_skipped_or_removed(
     store: CheckpointStore, mocker
 ) -> None:
     store.save({"x": 1}, step=1)
-    mocker.patch("automicro.checkpoints.files.FORMAT", FORMAT + 1)
+    mocker.patch("automicro.checkpoints.manifest.FORMAT", FORMAT + 1)
     store.save({"x": 2}, step=2)
     mocker.stopall()
     with pytest.raises(CheckpointError, match=f"format {FORMAT + 1}.*install the newer"):

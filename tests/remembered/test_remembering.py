@@ -360,7 +360,7 @@ def test_a_folder_that_cannot_be_made_is_one_warning_with_a_remedy(tmp_path: Pat
     )
 
 
-@pytest.mark.parametrize("call", ["mkstemp", "replace"])
+@pytest.mark.parametrize("call", ["pathlib.Path.open", "os.replace"])
 def test_a_full_or_unwritable_disk_leaves_the_old_size_and_no_rest(
     cache: SizeCache, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -368,9 +368,8 @@ def test_a_full_or_unwritable_disk_leaves_the_old_size_and_no_rest(
         raise PermissionError(13, "Permission denied")
 
     cache.remember(KEY, SIZE)
-    target = "tempfile.mkstemp" if call == "mkstemp" else "os.replace"
     with monkeypatch.context() as patch:
-        patch.setattr(target, fail)
+        patch.setattr(call, fail)
         with pytest.warns(SizeCacheWarning, match=r"\(Permission denied\)"):
             cache.remember(KEY, RememberedSize(microbatch_size=8))
     assert cache.find(KEY) == SIZE

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from automicro.checkpoints import files
+from automicro import files
 from automicro.events.callback import Callback
 from automicro.events.run import Run
 from automicro.loggers import lines as append_file

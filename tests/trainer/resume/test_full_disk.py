@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from automicro.checkpoints.files import verify
+from automicro.checkpoints.manifest import verify
 from automicro.checkpoints.store import CheckpointStore
 from automicro.checkpoints.writing import list_checkpoints
 from automicro.errors import CheckpointWarning, LoggerWarning

@@ -13,7 +13,7 @@ from torch import nn
 
 from automicro import Trainer
 from automicro.callbacks import EarlyStopping
-from automicro.checkpoints.files import MANIFEST
+from automicro.checkpoints.manifest import MANIFEST
 from automicro.checkpoints.store import CheckpointConfig, CheckpointStore
 from automicro.checkpoints.writing import list_checkpoints
 from automicro.errors import CheckpointError, CheckpointWarning

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from automicro.checkpoints.files import verify
+from automicro.checkpoints.manifest import verify
 from automicro.checkpoints.writing import list_checkpoints
 from tests.loggers.logged import Rows, read_csv, read_json_lines
 from tests.processes import KILLED

@@ -1,14 +1,7 @@
-"""Files that are on the disk when their call returns, and the manifest that lists them.
+"""The folder of a checkpoint while it is filled, and the manifest of its files with their sums."""
 
-Everything that a checkpoint does to the disk goes through the functions here, so a test can make
-any of them fail, or end the process in it.
-"""
-
-import errno
 import io
 import json
-import os
-import shutil
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from automicro import files
 from automicro.errors import CheckpointError, DamagedCheckpointError
 
 if TYPE_CHECKING:
@@ -23,59 +17,6 @@ if TYPE_CHECKING:
 
 
 _BUFFER_BYTES = 1 << 20
-
-
-def open_new(path: str, flags: int) -> int:
-    """Open a file that does not exist; its descriptor."""
-    return os.open(path, flags, 0o666)
-
-
-def write(descriptor: int, data: "ReadableBuffer") -> int:
-    """Write some of the data to an open file; how many bytes."""
-    return os.write(descriptor, data)
-
-
-def sync(descriptor: int) -> None:
-    """Wait until an open file is on the disk."""
-    os.fsync(descriptor)
-
-
-def replace(old: Path, new: Path) -> None:
-    """Rename, in one step that nobody can see half done."""
-    os.replace(old, new)
-
-
-def make_folder(path: Path) -> None:
-    """Make a folder, if it does not exist."""
-    path.mkdir(exist_ok=True)
-
-
-def remove_folder(path: Path) -> None:
-    """Remove a folder with all in it."""
-    shutil.rmtree(path)
-
-
-def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    if os.name == "nt":  # Windows cannot open a folder, and keeps names in its journal.
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        sync(descriptor)
-    except OSError as error:
-        # Some network file systems do not know it for a folder, and keep names at once.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def make_folders(path: Path) -> None:
-    """Make a folder and those above it where they do not exist, and keep them over a crash."""
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    for folder in reversed(missing):
-        make_folder(folder)
-        sync_folder(folder.parent)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +55,7 @@ class _SummedFile(io.FileIO):
     """
 
     def __init__(self, path: Path) -> None:
-        # By a call at run time, for whoever replaced the function.
-        super().__init__(path, "x", opener=lambda name, flags: open_new(name, flags))
+        super().__init__(path, "x", opener=files.open_new)
         self.error: OSError | None = None
         self._crc32 = 0
 
@@ -124,7 +64,7 @@ class _SummedFile(io.FileIO):
         if self.error is not None:
             return len(view)
         try:
-            count = write(self.fileno(), view)
+            count = files.write(self.fileno(), view)
         except OSError as error:
             self.error = error
             return len(view)
@@ -172,7 +112,7 @@ class NewFolder:
                 raise
             if raw.error is not None:
                 raise raw.error
-            sync(raw.fileno())
+            files.sync(raw.fileno())
             self.sums[name] = raw.sum()
 
     def rename(self, old: str, new: str) -> None:
@@ -181,7 +121,7 @@ class NewFolder:
         Raises:
             OSError: it could not be renamed.
         """
-        replace(self.path / old, self.path / new)
+        files.replace(self.path / old, self.path / new)
         self.sums[new] = self.sums.pop(old)
 
 

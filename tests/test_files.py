@@ -1,0 +1,49 @@
+"""Files that appear whole or not at all."""
+
+import os
+import stat
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from automicro.files import write_whole
+
+
+def fail_halfway(file: IO[bytes]) -> None:
+    file.write(b"half")
+    raise RuntimeError("no more")
+
+
+def test_a_file_that_cannot_be_written_stays_as_it_was_and_leaves_no_rest(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    write_whole(path, lambda file: file.write(b"old"))
+    with pytest.raises(RuntimeError, match="no more"):
+        write_whole(path, fail_halfway)
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_whoever_reads_meanwhile_sees_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    path.write_bytes(b"old")
+    seen = []
+
+    def write(file: IO[bytes]) -> None:
+        file.write(b"new")
+        file.flush()
+        seen.append(path.read_bytes())
+
+    write_whole(path, write, lasts=True)
+    assert seen == [b"old"]
+    assert path.read_bytes() == b"new"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
+def test_others_may_read_it_as_any_other_file_unless_said(tmp_path: Path) -> None:
+    plain, ours, own = tmp_path / "plain", tmp_path / "ours", tmp_path / "own"
+    plain.write_bytes(b"")
+    write_whole(ours, lambda file: file.write(b""))
+    write_whole(own, lambda file: file.write(b""), mode=0o600)
+    assert stat.S_IMODE(ours.stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)
+    assert stat.S_IMODE(own.stat().st_mode) == 0o600
