@@ -64,8 +64,7 @@ MAX_LOOKS = 20
 LAST_GLANCE = 4096
 """After so many batches without anything new nobody looks any more."""
 
-# The batches that are split of which the whole is looked at.
-_COMPARED = (1, 2, *(10**power for power in range(1, 7)))
+_OCCASIONS = (1, 2, *(10**power for power in range(1, 7)))
 _FEWER_ROWS = (16, 4, 2)
 _LOOKS_TO_TELL = 2
 _PATIENCE = 4  # looks that learn nothing, after which that is said
@@ -74,6 +73,29 @@ _REMEDIES = (
     "declare what the loss averages over (loss_average='samples', 'tokens', 'none' or a callable), "
     "or run automicro.verify on a batch"
 )
+
+
+class Occasions:
+    """Which of many batches of a kind are compared: the first, second, 10th, 100th … millionth.
+
+    Attributes:
+        are_over: whether none will be any more, so that nobody need count.
+
+    Example:
+        >>> splits = Occasions()
+        >>> [splits.is_next() for _ in range(10)].count(True)
+        3
+    """
+
+    def __init__(self) -> None:
+        self.are_over = False
+        self._num = 0
+
+    def is_next(self) -> bool:
+        """Count one more; whether it is one of them."""
+        self._num += 1
+        self.are_over |= self._num >= _OCCASIONS[-1]
+        return self._num in _OCCASIONS
 
 
 class Prober:
@@ -92,7 +114,6 @@ class Prober:
     Attributes:
         changing: state of Python's that each forward changes, as looks have shown.
         counting: names of that which depends on how many forwards there are for a batch.
-        compares_outputs: whether evaluations that are split, and give outputs, are still counted.
     """
 
     def __init__(
@@ -114,9 +135,9 @@ class Prober:
         eval_is_known = all(average.is_known for average in computation.eval_averages.values())
         self._eval = _Evidence(assumed=not eval_is_known)
         self._train.is_done = self._eval.is_done = off
-        self.compares_outputs = not (off or self._why_not)
-        self._train.compares = self._eval.compares = self.compares_outputs
-        self._output_splits = 0
+        self._output_splits = Occasions()
+        for splits in (self._train.splits, self._eval.splits, self._output_splits):
+            splits.are_over = bool(off or self._why_not)
         self._has_said_unchecked = off  # who switches it off knows
         self._num_notes = _PATIENCE  # that may still be made
         self._odd_numbers: set[str] = set()
@@ -229,7 +250,12 @@ class Prober:
 
     def compares(self, mode: Mode) -> bool:
         """Whether batches that are split are still counted, and some compared."""
-        return self._of(mode).compares and not self._train.is_wrong
+        return not (self._of(mode).splits.are_over or self._train.is_wrong)
+
+    @property
+    def compares_outputs(self) -> bool:
+        """Whether evaluations that are split, and give outputs, are still counted."""
+        return not self._output_splits.are_over
 
     def compare(self, batch: Any, sizes: Sequence[int], mode: Mode) -> None:
         """Compare the loss of a batch that is split with its microbatches', where that is due.
@@ -245,9 +271,7 @@ class Prober:
             MetricWarning: numbers beside the loss are not.
         """
         evidence = self._of(mode)
-        evidence.splits += 1
-        evidence.compares = evidence.splits < _COMPARED[-1]
-        if evidence.splits not in _COMPARED or evidence.is_wrong:
+        if not evidence.splits.is_next() or evidence.is_wrong:
             return
         for some in fewer_and_fewer(sizes):
             values = self._try(
@@ -290,9 +314,7 @@ class Prober:
         Warns:
             MetricWarning: one of them cannot.
         """
-        self._output_splits += 1
-        self.compares_outputs = self._output_splits < _COMPARED[-1]
-        if self._output_splits not in _COMPARED:
+        if not self._output_splits.is_next():
             return frozenset()
         seen = self._see_outputs(batch, num_rows, mode)
         if seen is None or not seen.wrong:
@@ -301,7 +323,7 @@ class Prober:
         again = self._see_outputs(batch, num_rows, mode, again=True)
         wrong = [] if again is None else [path for path in seen.wrong if path in again.wrong]
         if wrong:
-            self.compares_outputs = False
+            self._output_splits.are_over = True
             more = f" (and {len(wrong) - 1} more outputs)" if len(wrong) > 1 else ""
             warn(f"{seen.wrong[wrong[0]]}{more}", MetricWarning)
         return seen.right.union(wrong)
@@ -599,8 +621,7 @@ class _Evidence:
         classes: those seen, by path.
         most_rows: of a look.
         looks: that were taken.
-        splits: batches that were split.
-        compares: whether further ones are of use.
+        splits: which of the batches that are split are compared whole.
         has_told_of_memory: whether it was said that there was not enough for one.
     """
 
@@ -618,8 +639,7 @@ class _Evidence:
         self._batches = 0
         self._next = 1
         self.looks = 0
-        self.splits = 0
-        self.compares = True
+        self.splits = Occasions()
         self.has_told_of_memory = False
         self._blind: frozenset[str] | None = None
         self._same_blind = 0

@@ -18,11 +18,11 @@ from automicro.errors import (
     add_note,
     warn,
 )
+from automicro.loss.probe import Occasions
 from automicro.modules import ModuleIndex
 from automicro.policy.policy import Fixed, Policy
 from automicro.transaction.buffers import Buffers
 
-_EVALUATIONS = (1, 2, 10, 100)  # of those that are split, after which buffers are compared
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 BATCHNORM_MODES = ("warn", "error", "disable", "ignore", "exact")
 
@@ -41,7 +41,7 @@ class SplitGuard:
         self._mode = mode
         self._whole = Fixed(None) if whole is None else whole
         self._has_warned = self._has_warned_of_evaluation = False
-        self._evaluations = 0
+        self._evaluations = Occasions()
         self._named_buffers: set[str] = set()
         self._named_state: set[str] = set()
 
@@ -177,8 +177,7 @@ class SplitGuard:
             if names:
                 self._has_warned_of_evaluation = True
                 warn(evaluation_message(names, max(sizes), sum(sizes)), BatchNormWarning)
-        self._evaluations += 1
-        if self._evaluations in _EVALUATIONS:
+        if self._evaluations.is_next():
             self._warn_of_buffers(buffers.changed_names(), len(sizes), evaluates=True)
 
     def _warn_of_buffers(
