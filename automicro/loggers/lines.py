@@ -369,7 +369,7 @@ class JSONLinesLogger(_LinesLogger):
 
     def _write(self, content: Mapping[str, Any], step: int) -> None:
         line = {"step": step, "time": round(time.time(), 3), **content}
-        text = json.dumps(to_json(line), ensure_ascii=False, allow_nan=False)
+        text = json.dumps(json_values(line), ensure_ascii=False, allow_nan=False)
         # Half of a surrogate pair cannot be encoded; its escape is the JSON for it.
         self._append(text.encode(errors="backslashreplace") + b"\n")
 
@@ -378,18 +378,18 @@ class JSONLinesLogger(_LinesLogger):
         return int(json.loads(line)["step"])
 
 
-def to_json(value: Any) -> Any:
+def json_values(value: Any) -> Any:
     """A value with only what JSON has: other things as text, keys too.
 
-    >>> to_json({"lr": (0.1, float("nan")), 3: Path("data")})
+    >>> json_values({"lr": (0.1, float("nan")), 3: Path("data")})
     {'lr': [0.1, 'NaN'], '3': 'data'}
     """
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, Mapping):
-        return {str(key): to_json(each) for key, each in value.items()}
+        return {str(key): json_values(each) for key, each in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [to_json(each) for each in value]
+        return [json_values(each) for each in value]
     if not isinstance(value, float):
         return str(value)
     if math.isnan(value):

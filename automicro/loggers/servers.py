@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from automicro.files import write_whole
-from automicro.loggers.lines import AppendFile, to_json
+from automicro.loggers.lines import AppendFile, json_values
 from automicro.loggers.logger import LightningInterface, not_started
 
 _PREFIX = "events.out.tfevents."
@@ -71,7 +71,7 @@ class TensorBoardLogger:
             # Readers drop what earlier files hold from this step on.
             start = SessionLog(status=SessionLog.START)
             self._write(step=resume_step + 1, session_log=start)
-        shown = json.dumps(to_json(run), indent=2, ensure_ascii=False)
+        shown = json.dumps(json_values(run), indent=2, ensure_ascii=False)
         # Four spaces are code in Markdown.
         block = "\n".join("    " + line for line in shown.splitlines())
         summary = text("run", block)  # type: ignore[no-untyped-call]
@@ -344,7 +344,7 @@ class WandbLogger:
             name = uuid.uuid4().hex[:12]
             self._given.name_run(name)
         self._run = wandb.init(
-            dir=str(self._folder), id=name, resume="allow", config=to_json(run), **self._options
+            dir=str(self._folder), id=name, resume="allow", config=json_values(run), **self._options
         )
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
@@ -473,7 +473,7 @@ class MLflowLogger:
         self._given.name_run(run_id)
         parameters = [
             Param(_NOT_IN_NAMES.sub("_", name), str(value)[:_MOST_LETTERS])
-            for name, value in flat(to_json(run)).items()
+            for name, value in flat(json_values(run)).items()
         ]
         for first in range(0, len(parameters), _MOST_PARAMETERS):
             client.log_batch(run_id, params=parameters[first : first + _MOST_PARAMETERS])
@@ -543,7 +543,7 @@ class LightningLogger:
         """
         self._given.begin(resume_step=resume_step)
         self._is_open = True
-        self._logger.log_hyperparams(flat(to_json(run)))
+        self._logger.log_hyperparams(flat(json_values(run)))
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
         """Hand on the values that are new.
