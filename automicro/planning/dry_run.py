@@ -224,7 +224,12 @@ class DryRun:
     def _copied(self, roots: Sequence[nn.Module], *functions: Any) -> Any:
         memo: dict[int, Any] = {}
         for root in roots:
-            for module in root.modules():
+            for name, module in root.named_modules():
+                if isinstance(module, torch.jit.ScriptModule):
+                    raise UntraceableModelError(
+                        f"{name or 'the model'} is scripted or traced, and runs on data alone; "
+                        "pass the model with the module that it was made from"
+                    )
                 tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
                 tensors += [each for each in vars(module).values() if isinstance(each, Tensor)]
                 for tensor in tensors:

@@ -509,6 +509,8 @@ def plan(
         except (BatchError, LossError):
             raise
         except Exception as second:
+            if text_of(second) == why:
+                raise
             raise UntraceableModelError(
                 f"{why}. On the CPU a few rows fail, too: {describe_error(second)}"
             ) from second

@@ -350,6 +350,8 @@ def verify(
     at = resolve_device(device, model)
     try:
         num_rows = BatchLayout(batch_layout).num_rows(batch)
+        if isinstance(model, torch.jit.ScriptModule):
+            return _unverifiable(_scripted(), num_rows=num_rows)
         if num_rows < 2:
             return _unverifiable(_one_row(), num_rows=num_rows)
         laboratory = Laboratory(subject, batch, batch_layout, at, wanted or torch.float64)
@@ -409,6 +411,14 @@ def _one_row() -> Finding:
         kind="batch",
         text="the batch has one row, which cannot be split",
         remedy="pass a batch of several rows, a dozen or more",
+    )
+
+
+def _scripted() -> Finding:
+    return Finding(
+        kind="scripted",
+        text="the model is scripted or traced, and its parts cannot be watched",
+        remedy="pass the model that it was made from",
     )
 
 

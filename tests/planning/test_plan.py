@@ -485,9 +485,16 @@ def test_a_model_that_is_broken_says_both_errors() -> None:
         plan(Broken())
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_part_is_refused_by_its_name() -> None:
+    model = nn.Sequential(Blocks(), torch.jit.trace(nn.Linear(10, 10), torch.zeros(2, 10)))
+    with pytest.raises(UntraceableModelError, match=r"^1 is scripted or traced.*made from$"):
+        plan(model)
+
+
 def test_a_forward_that_holds_on_to_the_model_is_refused() -> None:
     model = Blocks()
-    with pytest.raises(UntraceableModelError, match="forward holds on to a Blocks"):
+    with pytest.raises(UntraceableModelError, match=r"^forward holds on to a Blocks.*self$"):
         plan(model, loss_fn=None, forward=lambda _, data: LOSS(model(data[0]), data[1]))
     assert all(parameter.grad is None for parameter in model.parameters())
 

@@ -142,6 +142,14 @@ def test_a_loss_that_differs_in_a_part_without_gradient_is_only_noted() -> None:
     assert "loss value" in [note.kind for note in report.notes]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_model_cannot_be_verified() -> None:
+    report = verify(torch.jit.trace(nn.Linear(4, 3), torch.zeros(2, 4)), single(), loss_fn=LOSS)
+    assert kinds(report) == ["scripted"]
+    assert report.exit_code == 3
+    assert report.causes[0].remedy == "pass the model that it was made from"
+
+
 def test_failing_at_one_size_is_told_apart_from_being_inexact() -> None:
     def mean(model: nn.Module, batch: Any) -> Any:
         logits = model(batch[0]).squeeze()  # of one row, no rows are left
