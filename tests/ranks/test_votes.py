@@ -249,6 +249,20 @@ def test_a_vote_gives_up_when_a_peer_does_not_come_and_stays_given_up() -> None:
     assert len(set(first)) == len(set(second)) == 1
 
 
+def test_a_peer_that_is_lost_while_ranks_tell_why_is_named_as_lost() -> None:
+    world = SimulatedWorld(2, timeout_seconds=0.2)
+
+    def work(rank: int) -> str:
+        votes = Votes(world.exchange(rank))
+        if rank == 1:
+            return ""
+        with pytest.raises(PeerLostError, match="could not go on at 'telling why'") as caught:
+            votes.explain("OSError: disk full")
+        return str(caught.value)
+
+    assert "start again from the last checkpoint" in world.run(work)[0]
+
+
 @pytest.mark.parametrize("nodes", [2, 9, 16, 64])
 def test_the_cost_of_a_vote_does_not_grow_with_the_ranks(nodes: int) -> None:
     world = SimulatedWorld(4 * nodes, local_world_size=4)

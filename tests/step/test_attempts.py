@@ -439,3 +439,13 @@ def test_no_batch_of_a_step_leaves_one_row_alone_where_batchnorm_needs_two() -> 
 
     cuts = run(attempt, [4, 2, 6], Halving()).cuts
     assert [cut.sizes for cut in cuts] == [[2, 2], [2], [2, 2, 2]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "sizes"),
+    [(50, 16, [16, 16, 16, 2]), (48, 24, [24, 24]), (7, 8, [7]), (20, 6, [5, 5, 5, 5])],
+)
+def test_all_slices_but_the_last_are_multiples_where_the_size_is_one(
+    rows: int, size: int, sizes: list[int]
+) -> None:
+    assert CutRule().cut(rows, size, multiple_of=8) == sizes
