@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -20,9 +20,11 @@ from automicro.trainer.data.loading import (
     generator_states,
     has_persistent_workers,
     num_batches,
+    read_attributes,
     rest,
     restore_generators,
     samplers_of,
+    write_attributes,
 )
 from automicro.trainer.data.sharing import SharedBatchSampler, SharedSampler, shared_sampler
 from automicro.trainer.same_on_all_ranks import require_same_order
@@ -245,6 +247,7 @@ class _Pass:
         epoch: that was announced.
         rng: where the generators of the process stood before it.
         generators: where those of the loader stood before it.
+        attributes: plain values of the loader that passes before it had changed.
         position: of a `LengthBatchSampler` before it; None for any other.
         given: batches so far.
         is_complete: whether there are no more.
@@ -253,6 +256,7 @@ class _Pass:
     epoch: int
     rng: Mapping[str, Any]
     generators: Mapping[str, Any]
+    attributes: Mapping[str, Any] = field(default_factory=dict)
     position: Mapping[str, int] | None = None
     given: int = 0
     is_complete: bool = False
@@ -301,6 +305,7 @@ class Feed:
         # count; otherwise only the last one does.
         self._passes: list[_Pass] = []
         self._loaded: Mapping[str, Any] | None = None  # a state that no pass has followed yet
+        self._first_attributes = read_attributes(loader)
         self._seconds = 0.0  # of batches that were given, and not yet asked for
 
     def num_batches(self, epoch: int) -> int | None:
@@ -379,7 +384,10 @@ class Feed:
             "num_batches": num_batches(self._loader),
             "persistent": has_persistent_workers(self._loader),
             "generators": generator_states(self._loader),
-            "passes": [dict(vars(each)) for each in self._passes],
+            "passes": [_without_attributes(each) for each in self._passes],
+            # Beside the passes, which an older automicro reads by their names.
+            "attributes": self._changed_attributes(),
+            "attributes_before": [dict(each.attributes) for each in self._passes],
             "loader": own,
             "order": describe_order(self._loader),
             "rows": describe_rows(self._loader),
@@ -426,6 +434,7 @@ class Feed:
             "num_batches": count,
             "persistent": has_persistent_workers(self._loader),
             "passes": [last],
+            "attributes_before": states[0].get("attributes_before", [{}])[-1:],
             "order": {**order, "seed": states[0]["order"]["seed"]},
             "rows": describe_rows(self._loader),
         }
@@ -443,7 +452,11 @@ class Feed:
             CheckpointWarning: it has become longer, its batches have other rows, or it cannot begin
                 again.
         """
-        passes = [_Pass(**each) for each in state["passes"]]
+        before = dict(enumerate(state.get("attributes_before", ())))  # none of an older automicro
+        passes = [
+            _Pass(**each, attributes=before.get(number, {}))
+            for number, each in enumerate(state["passes"])
+        ]
         if state["loader"] is not None and not _keeps_state(self._loader):
             raise DataLoaderError(
                 f"the checkpoint holds the position of a {self._name} that kept its own, and this "
@@ -484,7 +497,12 @@ class Feed:
     def _begin(self, epoch: int) -> Iterator[Any]:
         if not has_persistent_workers(self._loader):
             self._passes.clear()
-        start = _Pass(epoch=epoch, rng=rng_state(), generators=generator_states(self._loader))
+        start = _Pass(
+            epoch=epoch,
+            rng=rng_state(),
+            generators=generator_states(self._loader),
+            attributes=self._changed_attributes(),
+        )
         self._passes.append(start)
         announce_epoch(self._loader, epoch)
         if self._plans is not None:
@@ -513,6 +531,7 @@ class Feed:
                 iterator = self._repeat(last, 1)
         finally:
             restore_generators(self._loader, self._loaded["generators"])
+            write_attributes(self._loader, self._loaded.get("attributes", {}))
             restore_rng_state(here)
         return iterator if is_in_the_middle else None
 
@@ -526,6 +545,7 @@ class Feed:
         if not is_in_the_middle and last.is_complete and not has_ended:
             return None
         restore_rng_state(last.rng)
+        self._go_back(last)
         announce_epoch(self._loader, last.epoch)
         iterator = begin(self._loader)
         if not is_in_the_middle and not last.is_complete:
@@ -544,6 +564,7 @@ class Feed:
         )
         restore_rng_state(start.rng)
         restore_generators(self._loader, start.generators)
+        self._go_back(start)
         announce_epoch(self._loader, start.epoch)
         self._go_to(start)
         iterator = begin(self._loader)
@@ -558,6 +579,21 @@ class Feed:
         if start.is_complete:
             next(batches, _END)
         return iterator
+
+    def _changed_attributes(self) -> dict[str, Any]:
+        """Plain values of the loader that are no longer what they were before any pass."""
+        first = self._first_attributes
+        return {
+            place: value
+            for place, value in read_attributes(self._loader).items()
+            if place not in first or not same_values(first[place], value)
+        }
+
+    def _go_back(self, start: _Pass) -> None:
+        """Let plain values of the loader be as they were before a pass."""
+        changed, first = self._changed_attributes(), self._first_attributes
+        untouched = {place: first[place] for place in changed.keys() & first.keys()}
+        write_attributes(self._loader, {**untouched, **start.attributes})
 
     def _warn_of_repetition(self, *, is_in_the_middle: bool) -> None:
         earlier = len(self._passes) - is_in_the_middle
@@ -619,6 +655,10 @@ class Feed:
 
 
 _END = object()
+
+
+def _without_attributes(one: _Pass) -> dict[str, Any]:
+    return {name: value for name, value in vars(one).items() if name != "attributes"}
 
 
 def _keeps_state(loader: object) -> bool:

@@ -1,5 +1,6 @@
 """One batch after the other from a data loader, fetched on the host."""
 
+import copy
 import math
 import random
 from collections.abc import Iterable, Iterator, Mapping
@@ -7,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from automicro.batch.device import on_host
@@ -25,10 +26,11 @@ from automicro.errors import DataLoaderError
 from automicro.migration import comes_from
 from automicro.reach import Reach, is_generator, unused_name
 from automicro.units import Duration, Unit
+from automicro.values import same_values
 
 Generator: TypeAlias = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 
-_PARTS = ("dataset", "sampler", "batch_sampler")
+_PARTS = {"dataset", "sampler", "batch_sampler"}
 
 
 def find_generators(loader: object) -> dict[str, Generator]:
@@ -64,20 +66,104 @@ def attached_generators(loader: object) -> dict[str, Generator]:
     """
     found: dict[str, Generator] = {}
     seen: set[int] = set()
+    for place, owner in _owners(loader).items():
+        for name, value in sorted(vars(owner).items()):
+            if is_generator(value) and id(value) not in seen:
+                found[place + name] = value
+                seen.add(id(value))
+    return found
+
+
+def _owners(loader: object) -> dict[str, object]:
+    """A loader, its dataset and its samplers, each once, by what stands before their attributes."""
+    found: dict[str, object] = {}
     waiting = [("", loader)]
     while waiting:
         place, owner = waiting.pop(0)
-        for name, value in sorted(getattr(owner, "__dict__", {}).items()):
-            if id(value) in seen:
-                continue
-            if is_generator(value):
-                found[place + name] = value
-            elif name in _PARTS:
-                waiting.append((f"{place}{name}.", value))
-            else:
-                continue
-            seen.add(id(value))
+        if not hasattr(owner, "__dict__") or any(owner is each for each in found.values()):
+            continue
+        found[place] = owner
+        parts = sorted(_PARTS & vars(owner).keys())
+        waiting += [(f"{place}{name}.", vars(owner)[name]) for name in parts]
     return found
+
+
+def read_attributes(loader: object) -> dict[str, Any]:
+    """What passes may count and go by, by its place: plain values, and orders that samplers keep.
+
+    Of a dataset, numbers and text only. Not of torch's classes and ours, which are told the epoch.
+
+    Args:
+        loader: anything that gives batches.
+
+    Example:
+        >>> import types
+        >>> sampler = types.SimpleNamespace(epoch=0, order=[1, 0])
+        >>> read_attributes(types.SimpleNamespace(sampler=sampler))
+        {'sampler.epoch': 0, 'sampler.order': {'list': tensor([1, 0])}}
+    """
+    found = {}
+    for place, owner in _owners(loader).items():
+        if type(owner).__module__.partition(".")[0] in ("torch", "automicro"):
+            continue
+        is_dataset = place.endswith("dataset.")
+        for name, value in vars(owner).items():
+            if type(value) in _PLAIN or (not is_dataset and _is_order(value)):
+                found[place + name] = _packed(value)
+    return found
+
+
+def write_attributes(loader: object, values: Mapping[str, Any]) -> None:
+    """Put back what is no longer as `read_attributes` found it; lists in place.
+
+    Args:
+        loader: the same, or one that was made in the same way.
+        values: what it gave, or some of it.
+    """
+    owners = _owners(loader)
+    for place, value in values.items():
+        owner, dot, name = place.rpartition(".")
+        if owner + dot not in owners:
+            continue
+        own = vars(owners[owner + dot])
+        here = own.get(name)
+        if name in own and same_values(_packed(here), value):
+            continue
+        value = _unpacked(value)
+        if isinstance(here, list) and isinstance(value, list):
+            here[:] = value
+        elif isinstance(here, np.ndarray) and isinstance(value, Tensor):
+            own[name] = value.numpy()
+        else:
+            own[name] = value
+
+
+_PLAIN = {type(None), bool, int, float, str}
+
+
+def _is_order(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "biuf" and value.dtype.isnative and value.dtype.itemsize <= 8
+    if isinstance(value, Tensor):
+        return value.layout is torch.strided and not (value.is_meta or value.requires_grad)
+    if type(value) not in (list, tuple):
+        return False
+    return all(type(each) in _PLAIN or _is_order(each) for each in value)
+
+
+def _packed(value: Any) -> Any:
+    """A copy for a checkpoint, where each element of a list is a place of its own."""
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value.copy())
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if type(value) is list and value and all(type(each) is int for each in value):
+        return {"list": torch.tensor(value)}
+    return copy.deepcopy(value)
+
+
+def _unpacked(value: Any) -> Any:
+    return value["list"].tolist() if isinstance(value, Mapping) else copy.deepcopy(value)
 
 
 def module_generators(module: nn.Module, reach: Reach | None = None) -> dict[str, Generator]:
