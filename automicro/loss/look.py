@@ -460,6 +460,7 @@ class Values:
         tolerance: relative rounding.
         scale: of the numbers that were added up, where these may be larger.
         repeats: as `Seen` has it.
+        is_told: whether they are no losses, but numbers that a host was told of.
     """
 
     together: float
@@ -468,6 +469,7 @@ class Values:
     tolerance: float
     scale: float = 0.0
     repeats: bool = False
+    is_told: bool = False
 
     @property
     def add_up(self) -> bool:

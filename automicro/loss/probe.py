@@ -49,6 +49,7 @@ from automicro.loss.silence import CollectiveError, needs_other_ranks
 from automicro.loss.whole_look import (
     compare_whole,
     describe_numbers,
+    describe_told,
     describe_whole,
     fewer_and_fewer,
 )
@@ -231,11 +232,20 @@ class Prober:
         """Whether batches that are split are still counted, and some compared."""
         return self._of(mode).compares and not self._train.is_wrong
 
-    def compare(self, batch: Any, sizes: Sequence[int], mode: Mode) -> None:
+    def compare(
+        self, batch: Any, sizes: Sequence[int], mode: Mode, *, gives_outputs: bool = False
+    ) -> None:
         """Compare the loss of a batch that is split with its microbatches', where that is due.
 
         Nothing is kept for a backward, and what it changes is put back. Without memory for the
         whole batch, half or a quarter of its microbatches are taken.
+
+        Args:
+            batch: that is split.
+            sizes: rows of its microbatches.
+            mode: which forward.
+            gives_outputs: whether outputs are asked for. These batches are counted apart, since
+                numbers among the outputs are not seen in others.
 
         Raises:
             LossAverageError: they are not the same, and that is refused.
@@ -245,9 +255,9 @@ class Prober:
             MetricWarning: numbers beside the loss are not.
         """
         evidence = self._of(mode)
-        evidence.splits += 1
-        evidence.compares = evidence.splits < _COMPARED[-1]
-        if evidence.splits not in _COMPARED or evidence.is_wrong:
+        evidence.splits[gives_outputs] += 1
+        evidence.compares = evidence.splits[gives_outputs] < _COMPARED[-1]
+        if evidence.splits[gives_outputs] not in _COMPARED or evidence.is_wrong:
             return
         for some in fewer_and_fewer(sizes):
             values = self._try(
@@ -259,7 +269,7 @@ class Prober:
             logger.info("the loss of %d rows could not be computed at once: %s", sum(some), values)
         if not isinstance(values, Mapping):
             return
-        if not values[""].add_up:
+        if "" in values and not values[""].add_up:
             evidence.is_done = evidence.is_wrong = True
             few_rows_add_up, whole = evidence.has_checked, values[""]
             message = describe_whole(self._computation, whole, some, mode, few_rows_add_up)
@@ -270,9 +280,13 @@ class Prober:
             for name, each in values.items()
             if not each.add_up and name not in self._odd_numbers
         }
-        if odd:
-            self._odd_numbers.update(odd)
-            warn(describe_numbers(odd, some), MetricWarning)
+        self._odd_numbers.update(odd)
+        told = {name: each for name, each in odd.items() if each.is_told}
+        beside = {name: each for name, each in odd.items() if not each.is_told}
+        if beside:
+            warn(describe_numbers(beside, some), MetricWarning)
+        if told:
+            warn(describe_told(told, some, mode), MetricWarning)
 
     def compare_outputs(self, batch: Any, num_rows: int, mode: Mode) -> frozenset[str]:
         """Compare outputs of a few rows together and apart, where that is due: what is known now.
@@ -599,7 +613,7 @@ class _Evidence:
         classes: those seen, by path.
         most_rows: of a look.
         looks: that were taken.
-        splits: batches that were split.
+        splits: batches that were split: without outputs, and with them.
         compares: whether further ones are of use.
         has_told_of_memory: whether it was said that there was not enough for one.
     """
@@ -618,7 +632,7 @@ class _Evidence:
         self._batches = 0
         self._next = 1
         self.looks = 0
-        self.splits = 0
+        self.splits = [0, 0]
         self.compares = True
         self.has_told_of_memory = False
         self._blind: frozenset[str] | None = None
