@@ -607,6 +607,7 @@ class Microbatcher:
         return_outputs: Where = False,
         *,
         carry: Any = None,
+        compares_outputs: bool = False,
     ) -> EvalResult:
         """Forward of a whole batch in evaluation mode, without gradients.
 
@@ -617,6 +618,8 @@ class Microbatcher:
             metrics: torchmetrics to update, each row once.
             return_outputs: as `backward`.
             carry: as `backward`.
+            compares_outputs: whether outputs of a few rows are looked at where the batch is split,
+                as they are with ``return_outputs``, for a caller whose ``forward`` keeps them.
 
         Raises:
             SampleTooLargeError: the smallest microbatch does not fit.
@@ -625,7 +628,9 @@ class Microbatcher:
         After any exception the state is as it was before the call.
         """
         batch = self._carrying.beside(batch, carry)
-        return self._without_gradients(batch, metrics, return_outputs)
+        return self._without_gradients(
+            batch, metrics, return_outputs, compares_outputs=compares_outputs
+        )
 
     def predict(self, batch: Any, *, carry: Any = None) -> Any:
         """The model's outputs for all rows of a batch, in order; its targets may be missing.
@@ -728,6 +733,20 @@ class Microbatcher:
         """
         self._setup.gradients.are_released = True
 
+    def know_state(self, names: Iterable[str]) -> None:
+        """Do not warn of attributes of the model that each microbatch changes.
+
+        For hosts that make of such changes what the whole batch would have changed.
+
+        Args:
+            names: of these attributes.
+
+        Example:
+            >>> microbatcher = Microbatcher(nn.Linear(8, 2), loss_fn=nn.CrossEntropyLoss())
+            >>> microbatcher.know_state(["history"])
+        """
+        self._split_guard.know(names)
+
     @contextlib.contextmanager
     def allowing_writes(self) -> Iterator[None]:
         """Around what a forward runs of a host's hooks, which may write to parameters.
@@ -812,7 +831,13 @@ class Microbatcher:
         return self._split_guard.could_split(step.policy, step.rows, by_cost=not self._unit.is_rows)
 
     def _without_gradients(
-        self, batch: Any, metrics: Any, return_outputs: Where, *, predicts: bool = False
+        self,
+        batch: Any,
+        metrics: Any,
+        return_outputs: Where,
+        *,
+        predicts: bool = False,
+        compares_outputs: bool = False,
     ) -> EvalResult:
         kept = self._carrying.keep(return_outputs, self._device)
         with self._memory.limited(), evaluation_mode(self._modules), torch.no_grad():
@@ -828,7 +853,15 @@ class Microbatcher:
                         has_run = self._prober.look_at_evaluation(batches[0], step.rows[0])
                     if has_run:
                         self._index.refresh()
-            work = EvaluationWork(self._setup, self._eval, step, metrics, kept, predicts=predicts)
+            work = EvaluationWork(
+                self._setup,
+                self._eval,
+                step,
+                metrics,
+                kept,
+                predicts=predicts,
+                compares_outputs=compares_outputs,
+            )
             finished = run(step, work, self._eval)
         self._evaluated = finished.cuts
         if finished.result is None:

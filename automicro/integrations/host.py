@@ -10,6 +10,10 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from torch import Tensor
+
+from automicro.batch.tensors import tensor_leaves
+from automicro.loss.conventions import Output
 from automicro.loss.look import Compared, relative_errors
 from automicro.microbatcher import Microbatcher
 
@@ -184,6 +188,48 @@ def require_seam(
         "or tell automicro's developers",
         name=host,
     )
+
+
+def seen_of(loss: Tensor | None, outputs: Any, logged: Mapping[str, Any], *, rows: int) -> Output:
+    """What a look sees of a host's step: its loss, outputs with rows, and numbers.
+
+    Hosts give such numbers as means over microbatches, weighted by rows. Those that are the loss
+    are none of them: they are what the loss comes to.
+
+    Args:
+        loss: of these rows.
+        outputs: that the step gives.
+        logged: numbers that it logs, by name.
+        rows: how many there are.
+
+    Example:
+        >>> import torch
+        >>> outputs = {"logits": torch.zeros(4, 2), "most": torch.tensor(3.0)}
+        >>> seen = seen_of(None, outputs, {"accuracy": 0.5}, rows=4)
+        >>> list(seen.outputs), list(seen.told.items())
+        (['logits'], [("the output 'most'", (3.0, 4)), ("log('accuracy')", (0.5, 4))])
+    """
+    leaves = dict(tensor_leaves(outputs))
+    numbers = {f"the output {path!r}": each for path, each in leaves.items() if each.dim() == 0}
+    numbers |= {f"log({name!r})": each for name, each in logged.items()}
+    told = {name: _number(each) for name, each in numbers.items()}
+    own = _number(loss)
+    return Output(
+        loss,
+        {},
+        {path: each for path, each in leaves.items() if each.dim()},
+        told={
+            name: (each, rows) for name, each in told.items() if each is not None and each != own
+        },
+    )
+
+
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(value, Tensor):
+        is_number = value.numel() == 1 and not value.is_complex()
+        value = value.detach()
+    return float(value) if is_number else None
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:

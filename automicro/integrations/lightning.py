@@ -8,6 +8,7 @@ batch. See docs/integrations/lightning.md.
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -33,8 +34,11 @@ from automicro.integrations.host import (
     Replacements,
     import_host,
     require_seam,
+    seen_of,
 )
+from automicro.loss.conventions import Output
 from automicro.loss.look import Compared
+from automicro.loss.passes import is_extra_pass
 from automicro.loss.silence import Silence
 from automicro.microbatcher import Microbatcher
 from automicro.reach import OF_EVERY_MODULE
@@ -241,6 +245,7 @@ class _Run:
             owner.options.get("batch_layout", 0),
             sorted_by=None if unit == "rows" else unit,
         )
+        self._told.is_by_rows = self._eval_average() in ("samples", "auto")
         self._step: Callable[[Any], Any] = lambda batch: None
         self._loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
         self._optimizer: Any = None
@@ -339,6 +344,7 @@ class _Run:
             return loss
 
         self._step = step
+        microbatcher.know_state(told.kept.mended())
         with self._listening(), self._keeping_from_hooks(between):
             return microbatcher.backward(kwargs["batch"]), between.knows_loss
 
@@ -460,7 +466,8 @@ class _Run:
         try:
             told.expect(batch)
             with self._listening():
-                result = microbatcher.evaluate(batch)
+                gives = name == "predict_step" or told.gives_outputs
+                result = microbatcher.evaluate(batch, compares_outputs=gives)
         finally:
             self._step = lambda batch: None
         self._owner.result = result
@@ -469,9 +476,8 @@ class _Run:
 
     def _warn_of_rows(self, told: "_Told", result: EvalResult) -> None:
         """Warn, once, where means were weighted by rows although losses are means of others."""
-        options = self._owner.options
-        average = options.get("eval_loss_average") or options.get("loss_average", "samples")
-        is_known = average in ("samples", "auto") or result.loss is not None
+        average = self._eval_average()
+        is_known = told.is_by_rows or result.loss is not None
         if is_known or self._has_warned or result.num_microbatches == 1 or not told.has_means:
             return
         self._has_warned = True
@@ -481,6 +487,10 @@ class _Run:
             "loss, so that values that are it are the batch's, or give self.log(batch_size=…)",
             MetricWarning,
         )
+
+    def _eval_average(self) -> Any:
+        options = self._owner.options
+        return options.get("eval_loss_average") or options.get("loss_average", "samples")
 
     # Both
 
@@ -515,7 +525,11 @@ class _Run:
 
     def _forward(self, model: nn.Module, microbatch: Any) -> Any:
         with self._told.microbatch(microbatch):
-            return self._step(microbatch)
+            if not is_extra_pass():
+                return self._step(microbatch)
+            with self._told.overhearing(microbatch):
+                found = self._step(microbatch)
+                return self._told.seen(found[0] if isinstance(found, tuple) else found)
 
     def _observe(self, event: str, subject: Subject) -> None:
         if event == "forward_start":
@@ -809,7 +823,7 @@ class Joined:
         for dim in self._dims:
             if all(
                 v.dim() > dim and v.shape[dim] == n for v, n in zip(values, self._rows, strict=True)
-            ):
+            ) and _are_equal([(*v.shape[:dim], *v.shape[dim + 1 :]) for v in values]):
                 self._refuse_rows(what)
                 return torch.cat(list(values), dim)
         return self._as_they_are(what, values)
@@ -978,6 +992,15 @@ class Kept:
         """The attributes that are the caller's, and neither torch's nor the host's."""
         return [(name, value) for name, value in vars(owner).items() if name not in self._hosts]
 
+    def mended(self) -> list[str]:
+        """Attributes of the module that hold lists, which get one entry for a batch."""
+        return [
+            name
+            for name, value in self._of_its_own(self._module)
+            if type(value) is list
+            or (type(value) is dict and value and all(type(v) is list for v in value.values()))
+        ]
+
     def begin_microbatch(self, *, is_split: bool, is_first: bool) -> None:
         """The step of a microbatch begins."""
         if is_split and is_first:
@@ -995,12 +1018,36 @@ class Kept:
                 shadow = _emptied(metric)
                 self._shadows.append((metric, shadow))
             shadow.update(*arguments, **named)
-            parts = value.items() if isinstance(value, Mapping) else [(None, value)]
-            for key, part in parts:
-                self._returned[id(part)] = part, (id(metric), key)
+            self._note_returned(metric, value)
             return value
 
         self._places.put(metric, "forward", forward)
+
+    def _note_returned(self, metric: Any, value: Any) -> None:
+        parts = value.items() if isinstance(value, Mapping) else [(None, value)]
+        for key, part in parts:
+            self._returned[id(part)] = part, (id(metric), key)
+
+    @contextlib.contextmanager
+    def knowing_sources(self) -> Iterator[None]:
+        """Let `source_of` know what metrics return meanwhile, in a look."""
+
+        def noting(metric: Any, own: Callable[..., Any]) -> Callable[..., Any]:
+            def forward(*arguments: Any, **named: Any) -> Any:
+                value = own(*arguments, **named)
+                self._note_returned(metric, value)
+                return value
+
+            return forward
+
+        with Replacements() as replacements:
+            for metric in self._module.modules():
+                if _is_metric(metric) and hasattr(metric, "_forward_cache"):
+                    replacements.put(metric, "forward", noting(metric, metric.forward))
+            try:
+                yield
+            finally:
+                self._returned.clear()
 
     def source_of(self, value: Any) -> Source | None:
         """The metric whose call in this microbatch has returned a value; None for another."""
@@ -1121,6 +1168,8 @@ class _Told:
         is_announced: whether an observer says which forwards are of the batch, and no fillers.
         is_next_real: it has said so of the next.
         undo: takes back what hooks wrote to parameters.
+        is_by_rows: whether losses are means over rows, as far as was said.
+        gives_outputs: whether steps were seen to return more than a number.
         is_whole: whether the last microbatch was the batch, all of it.
         num_rows: of the batch.
     """
@@ -1139,6 +1188,10 @@ class _Told:
         self.host_log: Callable[..., None] = lambda *_, **__: None
         self.is_announced = self.is_next_real = self.is_whole = False
         self.num_rows = 0
+        self.gives_outputs, self.is_by_rows = False, True
+        self._heard: dict[str, Any] | None = None  # numbers that are logged, in a look
+        self._heard_rows = 0
+        self._returned: tuple[Tensor | None, Any] = None, None  # in a look, too
         self._is_open = self._counts = self._is_in_hooks = False
         self._source: Source | None = None  # of the value that is being logged
         self._number: float | None = None  # that value, where it is one
@@ -1273,6 +1326,7 @@ class _Told:
             self._in_hooks.append(say)
             return
         if not self._counts:
+            self._hear(name, value, options)
             return
         self._dtype = torch.get_default_dtype()
         if self.is_split:
@@ -1296,6 +1350,58 @@ class _Told:
         if self._counts:
             self._losses.append(None if loss is None else loss.detach())
             self._outputs.append(detached(output))
+            self.gives_outputs |= any(each.dim() for _, each in tensor_leaves(output))
+        elif self._heard is not None:
+            self._returned = loss, output
+
+    # In a look
+
+    @contextlib.contextmanager
+    def overhearing(self, microbatch: Any) -> Iterator[None]:
+        """Around the step of a look, of which nobody is told."""
+        self._heard, self._heard_rows = {}, self._layout.num_rows(microbatch)
+        try:
+            with self.kept.knowing_sources():
+                yield
+        finally:
+            self._heard, self._returned = None, (None, None)
+
+    def _hear(self, name: str, value: Any, options: Mapping[str, Any]) -> None:
+        """Take note of a number that would be a mean over rows."""
+        weight = options.get("batch_size")
+        if (
+            self._heard is None
+            or not isinstance(value, Tensor)
+            or not value.is_floating_point()
+            or self._source is not None
+            or self._number == self._heard_rows  # a count, which is added up
+            or weight not in (None, self._heard_rows)
+            or not is_mean(options.get("reduce_fx", "mean"))
+        ):
+            return
+        self._heard[name] = value
+
+    def seen(self, loss: Tensor | None) -> Output:
+        """What a look sees of a step that has run: what is told as a mean, or joined by rows.
+
+        Args:
+            loss: that is trained on.
+        """
+        assert self._heard is not None
+        own, output = self._returned
+        rows = self._heard_rows
+        outputs = {}
+        for path, each in tensor_leaves(output):
+            sizes = dict(enumerate(each.shape))
+            dim = next((dim for dim in self._dims if sizes.get(dim) == rows), None)
+            if dim is not None:
+                outputs[path] = each.movedim(dim, 0)
+            elif each.dim() == 0 and each.is_floating_point():
+                outputs[path] = each
+        # Elsewhere `_warn_of_rows` says that means are weighted by rows.
+        logged = self._heard if self.is_by_rows or loss is not None else {}
+        seen = seen_of(own, outputs, logged, rows=rows)
+        return dataclasses.replace(seen, loss=loss)
 
     # Afterwards
 

@@ -51,6 +51,7 @@ from automicro.integrations.host import (
     check_options,
     import_host,
     require_seam,
+    seen_of,
     weakly,
 )
 from automicro.loss.averages import IGNORED, Tokens, read_average
@@ -342,6 +343,7 @@ class Enabled:
         self._collected: list[tuple[Any, Any]] = []
         self._rows_of: dict[Any, int] = {}
         self._warns = True
+        self._is_asking = False  # what an evaluation would refuse
 
     @property
     def microbatch_size(self) -> int | None:
@@ -503,6 +505,7 @@ class Enabled:
             return
         rows = split_batch(batch, _LOOKED_AT)[0]
         num_items, arguments = self._num_items, self._arguments
+        self._is_asking = True
         try:
             with self._undone(model):
                 device = trainer.args.device
@@ -519,6 +522,7 @@ class Enabled:
         except SampleTooLargeError:
             pass  # the step itself says so
         finally:
+            self._is_asking = False
             self._num_items, self._arguments = num_items, arguments
             for noted in self._kept():
                 noted.clear()
@@ -578,12 +582,13 @@ class Enabled:
                 MetricWarning,
             )
 
-    def _forward(self, model: nn.Module, microbatch: Any) -> Tensor:
+    def _forward(self, model: nn.Module, microbatch: Any) -> Any:
         """The trainer's own step, held up before its backward."""
         flat = as_batch(microbatch)
         if is_extra_pass():
-            with self._undone(model):
-                return self._training_loss(model, flat, self._num_items)
+            with self._undone(model), self._logs.overhearing() as heard:
+                loss = self._training_loss(model, flat, self._num_items)
+            return seen_of(loss, None, heard, rows=self._count_rows(flat, microbatch))
         self._note(flat, microbatch)
         trainer = self._trainer
         if not self._warns or not (trainer.compute_loss_func or _is_own(trainer, "compute_loss")):
@@ -652,7 +657,9 @@ class Enabled:
         if made is None or not made.is_for(model, None, self._num_items):
             made = self._made["eval"] = self._make_evaluation(model, batch)
         with self._logs.of_one_batch(), self._series.of_one_batch():
-            result = self.last_evaluation = made.microbatcher.evaluate(batch)
+            result = self.last_evaluation = made.microbatcher.evaluate(
+                batch, compares_outputs=not prediction_loss_only
+            )
         collected, self._collected[:] = list(self._collected), []
         if prediction_loss_only or not collected:
             return result.loss, None, None
@@ -666,11 +673,15 @@ class Enabled:
     def _make_evaluation(self, model: nn.Module, batch: Any) -> "_Made":
         return self._make("eval", model, batch, self._predicted_loss, forward=weakly(self._predict))
 
-    def _predict(self, model: nn.Module, microbatch: Any) -> tuple[Tensor | None, None]:
+    def _predict(self, model: nn.Module, microbatch: Any) -> Any:
         flat = as_batch(microbatch)
         if is_extra_pass():
-            with self._undone(model):
-                return self._prediction(model, flat, self._num_items)[0], None
+            with self._undone(model), self._logs.overhearing() as heard:
+                loss, logits, labels = self._prediction(model, flat, self._num_items)
+            if self._is_asking:
+                return loss, None
+            outputs = {"logits": logits, "label_ids": labels}
+            return seen_of(loss, outputs, heard, rows=self._count_rows(flat, microbatch))
         self._note(flat, microbatch)
         loss, logits, labels = self._prediction(model, flat, self._num_items)
         self._collected.append((logits, labels))
@@ -1184,6 +1195,7 @@ class Logs:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        self._heard: dict[str, Any] | None = None  # in a look
         self.told: list[tuple[int, list[tuple[Any, ...]]]] = []
 
     def begin(self, rows: int) -> None:
@@ -1191,8 +1203,20 @@ class Logs:
 
     def note(self, logs: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """In the place of ``trainer.log``."""
-        if self.told and not is_extra_pass():
+        if self._heard is not None:
+            self._heard.update(logs)
+        elif self.told and not is_extra_pass():
             self.told[-1][1].append((dict(logs), args, kwargs))
+
+    @contextlib.contextmanager
+    def overhearing(self) -> Iterator[dict[str, Any]]:
+        """What is logged meanwhile, by name: in a look, where nobody is told of it."""
+        heard: dict[str, Any] = {}
+        self._heard = heard
+        try:
+            yield heard
+        finally:
+            self._heard = None
 
     @contextlib.contextmanager
     def of_one_batch(self) -> Iterator[None]:

@@ -55,6 +55,8 @@ class Output:
         has_total: whether the total was given beside its parts, and not summed from them.
         carry: state for the next batch; None without one.
         given: the mapping that the losses were read from; None where it was none.
+        told: numbers that a host was told of, and gives as means over microbatches, by what they
+            are in words: each with its weight.
     """
 
     loss: Tensor | None
@@ -63,6 +65,7 @@ class Output:
     has_total: bool = False
     carry: Any = None
     given: Mapping[Any, Any] | None = None
+    told: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
 
 
 class Convention(Protocol):
@@ -395,7 +398,9 @@ def _call(model: nn.Module, inputs: Any) -> Any:
 
 
 def _read_result(result: Any) -> Output:
-    """Read ``loss``, ``(loss, outputs)`` or ``{"loss": …}``."""
+    """Read ``loss``, ``(loss, outputs)`` or ``{"loss": …}``; an integration gives it as it is."""
+    if isinstance(result, Output):
+        return result
     if isinstance(result, Tensor):
         return Output(result, {}, None)
     if isinstance(result, Mapping):

@@ -150,7 +150,9 @@ def look(computation: Computation, batch: Any, choice: Choice) -> Seen:
             for bits in _SHAKEN_BITS:
                 if seen.wrong is None:
                     break
-                chances = _of_lasting(_moved_by_rounding(passes, cut, bits), lasting, 0.0)
+                moved = _moved_by_rounding(passes, cut, bits)
+                # Leaves that these passes alone have made come last.
+                chances = _of_lasting(moved[: len(lasting)], lasting, 0.0)
                 beyond = [
                     gap if gap > CLEARLY * chance else 0.0
                     for gap, chance in zip(numbers.gaps, chances, strict=True)
@@ -460,6 +462,7 @@ class Values:
         tolerance: relative rounding.
         scale: of the numbers that were added up, where these may be larger.
         repeats: as `Seen` has it.
+        is_told: whether they are no losses, but numbers that a host was told of.
     """
 
     together: float
@@ -468,6 +471,7 @@ class Values:
     tolerance: float
     scale: float = 0.0
     repeats: bool = False
+    is_told: bool = False
 
     @property
     def add_up(self) -> bool:

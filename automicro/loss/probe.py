@@ -49,6 +49,7 @@ from automicro.loss.silence import CollectiveError, needs_other_ranks
 from automicro.loss.whole_look import (
     compare_whole,
     describe_numbers,
+    describe_told,
     describe_whole,
     fewer_and_fewer,
 )
@@ -136,7 +137,7 @@ class Prober:
         self._eval = _Evidence(assumed=not eval_is_known)
         self._train.is_done = self._eval.is_done = off
         self._output_splits = Occasions()
-        for splits in (self._train.splits, self._eval.splits, self._output_splits):
+        for splits in (*self._train.splits, *self._eval.splits, self._output_splits):
             splits.are_over = bool(off or self._why_not)
         self._has_said_unchecked = off  # who switches it off knows
         self._num_notes = _PATIENCE  # that may still be made
@@ -250,18 +251,28 @@ class Prober:
 
     def compares(self, mode: Mode) -> bool:
         """Whether batches that are split are still counted, and some compared."""
-        return not (self._of(mode).splits.are_over or self._train.is_wrong)
+        splits = self._of(mode).splits
+        return not (self._train.is_wrong or all(each.are_over for each in splits))
 
     @property
     def compares_outputs(self) -> bool:
         """Whether evaluations that are split, and give outputs, are still counted."""
         return not self._output_splits.are_over
 
-    def compare(self, batch: Any, sizes: Sequence[int], mode: Mode) -> None:
+    def compare(
+        self, batch: Any, sizes: Sequence[int], mode: Mode, *, gives_outputs: bool = False
+    ) -> None:
         """Compare the loss of a batch that is split with its microbatches', where that is due.
 
         Nothing is kept for a backward, and what it changes is put back. Without memory for the
         whole batch, half or a quarter of its microbatches are taken.
+
+        Args:
+            batch: that is split.
+            sizes: rows of its microbatches.
+            mode: which forward.
+            gives_outputs: whether outputs are asked for. These batches are counted apart, since
+                numbers among the outputs are not seen in others.
 
         Raises:
             LossAverageError: they are not the same, and that is refused.
@@ -271,7 +282,7 @@ class Prober:
             MetricWarning: numbers beside the loss are not.
         """
         evidence = self._of(mode)
-        if not evidence.splits.is_next() or evidence.is_wrong:
+        if not evidence.splits[gives_outputs].is_next() or evidence.is_wrong:
             return
         for some in fewer_and_fewer(sizes):
             values = self._try(
@@ -283,7 +294,7 @@ class Prober:
             logger.info("the loss of %d rows could not be computed at once: %s", sum(some), values)
         if not isinstance(values, Mapping):
             return
-        if not values[""].add_up:
+        if "" in values and not values[""].add_up:
             evidence.is_done = evidence.is_wrong = True
             few_rows_add_up, whole = evidence.has_checked, values[""]
             message = describe_whole(self._computation, whole, some, mode, few_rows_add_up)
@@ -294,9 +305,13 @@ class Prober:
             for name, each in values.items()
             if not each.add_up and name not in self._odd_numbers
         }
-        if odd:
-            self._odd_numbers.update(odd)
-            warn(describe_numbers(odd, some), MetricWarning)
+        self._odd_numbers.update(odd)
+        told = {name: each for name, each in odd.items() if each.is_told}
+        beside = {name: each for name, each in odd.items() if not each.is_told}
+        if beside:
+            warn(describe_numbers(beside, some), MetricWarning)
+        if told:
+            warn(describe_told(told, some, mode), MetricWarning)
 
     def compare_outputs(self, batch: Any, num_rows: int, mode: Mode) -> frozenset[str]:
         """Compare outputs of a few rows together and apart, where that is due: what is known now.
@@ -621,7 +636,7 @@ class _Evidence:
         classes: those seen, by path.
         most_rows: of a look.
         looks: that were taken.
-        splits: which of the batches that are split are compared whole.
+        splits: which of the batches that are split are compared whole: without outputs, and with.
         has_told_of_memory: whether it was said that there was not enough for one.
     """
 
@@ -639,7 +654,7 @@ class _Evidence:
         self._batches = 0
         self._next = 1
         self.looks = 0
-        self.splits = Occasions()
+        self.splits = (Occasions(), Occasions())
         self.has_told_of_memory = False
         self._blind: frozenset[str] | None = None
         self._same_blind = 0

@@ -209,6 +209,12 @@ class Silence(OperationMode):
             if given["p"] and given.get("train") is not False:
                 self._note("dropout", values)
             return values.clone(), torch.ones_like(values, dtype=torch.bool)
+        if name.strip("_") in _IN_ONE_PIECE:
+            if given.get("p") == 0 or not given.get("train", given.get("training")):
+                return func(*args, **kwargs)
+            if "p" in given:
+                self._note("dropout", args[0])
+                return args[0] if name.endswith("_") else args[0].clone()
         if name in ("rrelu_with_noise", "rrelu_with_noise_"):
             slopes = (given["lower"] + given["upper"]) / 2
             values = given["self"]
@@ -310,6 +316,8 @@ def _simplex(given: Mapping[str, Any], _: Tensor) -> Tensor:
     return values / values.sum(-1, keepdim=True)
 
 
+# Operations that do not come in parts in inference mode, and draw in training mode alone.
+_IN_ONE_PIECE = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "rrelu")
 _DRAWS: dict[str, Callable[[Mapping[str, Any], Tensor], Any] | None] = {
     "native_dropout": None,
     "bernoulli": _probability,

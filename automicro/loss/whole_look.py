@@ -52,7 +52,8 @@ def compare_whole(
     """The loss of the rows of these microbatches, together and apart, from the state as it is.
 
     It is called ``""``, and finite numbers beside it by their names. None where that tells nothing:
-    there is no loss, it is not finite, or something draws that cannot be held constant.
+    there is neither a loss nor a number, the loss is not finite, or something draws that cannot be
+    held constant.
 
     Args:
         computation: model and loss.
@@ -74,7 +75,7 @@ def compare_whole(
             return losses.of(whole, [whole], [sum(sizes)])
 
         together, apart = of_all(), losses.of(whole, parts, sizes)
-        if not (together and apart and math.isfinite(together[""][0])):
+        if not (together and apart and math.isfinite(together.get("", [0.0])[0])):
             return None
         used = passes.silence.dtypes
         values = {
@@ -84,6 +85,7 @@ def compare_whole(
                 chance=0.0,
                 tolerance=limits_of(used, computation.device).total,
                 scale=max(_LEAST_SCALE, *map(abs, apart[name])),
+                is_told=name in losses.told,
             )
             for name, (value,) in together.items()
             if name in apart and math.isfinite(value)
@@ -117,24 +119,42 @@ class _Losses:
     def __init__(self, passes: ExtraPasses, averages: Mapping[str, Average], mode: Mode) -> None:
         self._passes, self._averages, self._mode = passes, averages, mode
         self.drew_elsewhere = False
+        self.told: set[str] = set()  # names of numbers that a host was told of
 
     def of(self, batch: Any, parts: Sequence[Any], sizes: Sequence[int]) -> dict[str, list[float]]:
-        """Of each part of a batch, the loss and what is beside it; empty where one has no loss."""
+        """Of each part of a batch, the loss and what is beside it; empty where there is neither."""
         with on_host():
             cut = CutBatch(batch=batch, microbatches=parts, sizes=sizes)
             weights = BatchWeights(self._averages, [cut])
         found: list[Mapping[str, Tensor]] = []
+        told: list[Mapping[str, tuple[float, float]]] = []
         for index, part in enumerate(parts):
             output = self._passes.losses(part, mode=self._mode)
             self.drew_elsewhere |= bool(self._passes.foreign_draws())
+            told.append(output.told)
             loss = output.loss
+            if loss is None and output.told:  # an evaluation that only tells of numbers
+                found.append({})
+                continue
             if not (isinstance(loss, Tensor) and loss.is_floating_point() and loss.dim() == 0):
                 return {}  # the step itself says what is wrong with it
             loss, beside = weights.apply(index, loss, output.losses, has_total=output.has_total)
             found.append({**beside, "": loss})
         names = [name for name in found[0] if all(name in each for each in found)]
         read = read_scalars([each[name] for name in names for each in found])
-        return {name: read[at * len(found) :][: len(found)] for at, name in enumerate(names)}
+        values = {name: read[at * len(found) :][: len(found)] for at, name in enumerate(names)}
+        return values | self._told(told)
+
+    def _told(self, told: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, list[float]]:
+        """Each part's share of the means that a host makes of numbers."""
+        names = [name for name in told[0] if all(name in each for each in told)]
+        self.told.update(names)
+        totals = {name: sum(each[name][1] for each in told) for name in names}
+        return {
+            name: [value * weight / totals[name] for value, weight in (each[name] for each in told)]
+            for name in names
+            if totals[name]
+        }
 
 
 def describe_whole(
@@ -181,14 +201,32 @@ def describe_whole(
 
 def describe_numbers(values: Mapping[str, Values], sizes: Sequence[int]) -> str:
     """That numbers beside a loss are not what their microbatches' come to, and the remedy."""
-    listed = ", ".join(
-        f"{name!r} is {each.together:.6g} as a whole and {each.apart:.6g} put together"
-        for name, each in list(values.items())[:_MOST_NAMED]
-    )
-    more = f" (and {len(values) - _MOST_NAMED} more)" if len(values) > _MOST_NAMED else ""
+    listed, more = _listed({repr(name): each for name, each in values.items()})
     return (
         f"numbers that the forward gives beside its loss are weighted as the loss is, and some do "
         f"not come to what {sum(sizes)} rows give: {listed} from {len(sizes)} microbatches{more}. "
         "A sum, a maximum, a quantile or a ratio is no mean. Give the mean of what each row has, "
         "let a metric count it (metrics=…), or compute it from the outputs (return_outputs=True)"
     )
+
+
+def describe_told(values: Mapping[str, Values], sizes: Sequence[int], mode: Mode) -> str:
+    """That numbers that a host was told of are not the means of their microbatches'."""
+    listed, more = _listed(values)
+    size = "eval_microbatch_size" if mode == "eval" else "microbatch_size"
+    return (
+        "numbers that a step tells of are averaged over its microbatches, weighted by rows, and "
+        f"some do not come to what {sum(sizes)} rows give: {listed} from {len(sizes)} "
+        f"microbatches{more}. A sum, a maximum, a quantile, a ratio or a function of a mean is no "
+        "mean over rows. Tell of the mean of what each row has, compute it from what the step gives"
+        f" for each row, or keep batches whole with {size}=None"
+    )
+
+
+def _listed(values: Mapping[str, Values]) -> tuple[str, str]:
+    listed = ", ".join(
+        f"{name} is {each.together:.6g} as a whole and {each.apart:.6g} put together"
+        for name, each in list(values.items())[:_MOST_NAMED]
+    )
+    more = f" (and {len(values) - _MOST_NAMED} more)" if len(values) > _MOST_NAMED else ""
+    return listed, more

@@ -1,7 +1,7 @@
 """What splitting a batch changes in a model: forbidding it, or warning of it once."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -126,6 +126,10 @@ class SplitGuard:
                     "batchnorm='warn' would split them, with statistics over fewer rows",
                 )
             raise
+
+    def know(self, names: Iterable[str]) -> None:
+        """Take note of state of Python's that needs no warning."""
+        self._named_state.update(names)
 
     def warn(self, sizes: Sequence[int], buffers: Buffers, counting: Sequence[str] = ()) -> None:
         """Warn, the first time that a batch is really split, and of state that changes later.

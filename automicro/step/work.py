@@ -184,11 +184,12 @@ class _Work:
         self._watch = phase.watch([each.contents for each in step.batches])
         self._buffers = phase.buffers()
         self.narrator = phase.narrator()
+        self._gives_outputs = kept.has_outputs
         self._has_looked = self._has_looked_at_outputs = False
 
     def look(self, plan: Plan) -> None:
         prober, kept, mode = self._setup.prober, self._kept, self._mode
-        of_outputs = prober.compares_outputs and mode != "train" and kept.has_outputs
+        of_outputs = prober.compares_outputs and mode != "train" and self._gives_outputs
         of_outputs = of_outputs and not self._has_looked_at_outputs
         of_loss = not self._has_looked and prober.compares(mode)
         if not (of_outputs or of_loss):
@@ -201,10 +202,13 @@ class _Work:
         with self._ranks.looking_alone():
             if of_outputs:
                 self._has_looked_at_outputs = True
-                kept.know(prober.compare_outputs(batch, num_rows, mode))
+                known = prober.compare_outputs(batch, num_rows, mode)
+                if kept.has_outputs:
+                    kept.know(known)
             if of_loss:
                 self._has_looked = True
-                prober.compare(batch, cut.sizes, mode)
+                gives_outputs = mode != "train" and self._gives_outputs
+                prober.compare(batch, cut.sizes, mode, gives_outputs=gives_outputs)
 
     @property
     def _sorted_metrics(self) -> Metrics | None:
@@ -443,6 +447,7 @@ class EvaluationWork(_Work):
         metrics: updated with every row; None for none.
         kept: what the caller asked for of each forward.
         predicts: whether only outputs are asked for.
+        compares_outputs: whether outputs are compared although nobody asked for them.
     """
 
     def __init__(
@@ -454,8 +459,10 @@ class EvaluationWork(_Work):
         kept: Kept,
         *,
         predicts: bool = False,
+        compares_outputs: bool = False,
     ) -> None:
         super().__init__(setup, phase, step, metrics, kept)
+        self._gives_outputs |= compares_outputs
         self._predicts = predicts
         self._mode = "predict" if predicts else "eval"
         self._has_looked = predicts  # without a loss there is nothing to see

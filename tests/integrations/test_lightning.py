@@ -4,6 +4,7 @@ import functools
 import gc
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -551,6 +552,82 @@ def test_what_the_step_returns_is_that_of_the_whole_batch_or_said_to_be_parts(
     texts = [str(each.message) for each in told]
     assert sum("['right'] is a whole number in each microbatch" in text for text in texts) == 1
     assert sum("['strange'] is a object in each microbatch" in text for text in texts) == 1
+
+
+class Predicting(runs.Module):
+    """Gives what microbatches cannot give."""
+
+    gives = "centred"
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = self.net(batch[0])
+        return {
+            "centred": outputs - outputs.mean(0),
+            "similar": outputs @ outputs.T,
+            "most": {"outputs": outputs, "most": outputs.max()},
+        }[self.gives]
+
+
+@pytest.mark.parametrize(
+    ("gives", "said"),
+    [
+        ("centred", "the output of a row depends on the rows"),
+        ("similar", "its dimension 1 has the rows, too|is a Tensor in each microbatch"),
+        ("most", "the output 'most' is .* as a whole and .* put together from 4"),
+    ],
+)
+def test_predictions_that_microbatches_cannot_give_are_named(
+    gives: str, said: str, tmp_path: Path
+) -> None:
+    module = Predicting()
+    module.gives = gives
+    line = AutoMicrobatch(eval_microbatch_size=3)
+    with pytest.warns(MetricWarning, match=said):
+        runs.trainer_of(tmp_path, [line]).predict(module, runs.loader(rows=10, batch=10))
+
+
+class LoggingNumbers(runs.Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = self.net(batch[0])
+        loss = F.cross_entropy(outputs, batch[1])
+        self.log("most", outputs.max())
+        self.log("perplexity", loss.exp())
+        self.log("loss", loss)
+        self.log("mean", outputs.mean())
+        self.log("count", float(len(outputs)))
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        """Without the metrics that the step does not update."""
+
+
+def test_logged_numbers_that_are_no_means_are_named(tmp_path: Path) -> None:
+    case: dict[str, Any] = {"max_steps": 1, "limit_val_batches": 0}
+    with pytest.warns(MetricWarning, match="numbers that a step tells of") as told:
+        fit(tmp_path, [AutoMicrobatch(microbatch_size=12)], make=LoggingNumbers, **case)
+    [text] = [str(each.message) for each in told if "tells of" in str(each.message)]
+    assert re.findall(r"log\('(\w+)'\)", text) == ["most", "perplexity"]
+
+
+class Listing(runs.Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.losses.append(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        """Without the metrics that the step does not update."""
+
+
+@pytest.mark.filterwarnings("error:.*changes attributes or variables")
+def test_a_list_with_one_entry_for_a_batch_is_not_warned_of(tmp_path: Path) -> None:
+    case: dict[str, Any] = {"max_epochs": 1, "limit_val_batches": 0, "dtype": torch.float64}
+    case["precision"] = "64-true"
+    plain = fit(tmp_path / "plain", make=Listing, **case).module.losses
+    ours = fit(tmp_path / "ours", [AutoMicrobatch(microbatch_size=12)], make=Listing, **case)
+    assert torch.stack(ours.module.losses).tolist() == pytest.approx(
+        torch.stack(plain).tolist(), rel=1e-9
+    )
 
 
 class TokenMeans(pl.LightningModule):

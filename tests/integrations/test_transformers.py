@@ -819,6 +819,76 @@ def test_a_number_among_the_outputs_stays_one_for_a_batch(tmp_path: Path) -> Non
     assert found[1] == pytest.approx(found[0], rel=1e-12)
 
 
+class Odd(runs.Own):
+    """Gives outputs that microbatches cannot give, in evaluation."""
+
+    gives = "centred"
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        found = super().forward(input_ids, labels)
+        if not self.training:
+            logits = found["logits"]
+            found["odd"] = {
+                "centred": logits - logits.mean(0),
+                "similar": logits @ logits.T,
+                "table": self.head.weight,
+                "most": logits.max(),
+                "rows": torch.tensor(len(logits)),
+            }[self.gives]
+        return found
+
+
+@pytest.mark.parametrize(
+    ("gives", "said"),
+    [
+        ("centred", "the output 'logits.1' of a row depends on the rows"),
+        ("similar", "its dimension 1 has the rows, too"),
+        ("table", "'logits.1' has 3 entries for 8 rows, and 6 where it is joined"),
+        ("most", "the output 'logits.1' is .* as a whole and .* put together from 3"),
+        ("rows", "the output 'logits.1' is 8 as a whole and .* put together from 3"),
+    ],
+)
+def test_outputs_that_microbatches_cannot_give_are_named(
+    gives: str, said: str, tmp_path: Path
+) -> None:
+    options = {"eval_microbatch_size": 3}
+    case = Case(model=Odd, data=runs.classes)
+    trainer = make(case, tmp_path, dtype=torch.float64, with_us=True, options=options)
+    trainer.model.gives = gives
+    trainer.evaluate()  # of which nobody gets outputs, so that nothing is said
+    trainer.evaluate()
+    with pytest.warns(MetricWarning, match=said):
+        trainer.predict(runs.classes(8))
+
+
+class LoggingNumbers(Trainer):
+    """Logs what is a mean over rows, and what is none."""
+
+    extra = True
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = model(**inputs)
+        right = outputs["logits"].argmax(-1) == inputs["labels"]
+        numbers = {"accuracy": right.double().mean().item(), "loss of it": outputs["loss"].item()}
+        if self.extra:
+            numbers |= {"rows": len(right), "most": outputs["logits"].max().item()}
+        self.log(numbers)
+        return outputs["loss"]
+
+
+def test_logged_numbers_that_are_no_means_are_named(tmp_path: Path) -> None:
+    case = Case(model=runs.Own, data=runs.classes)
+    double: dict[str, Any] = {"dtype": torch.float64, "kind": LoggingNumbers, "max_steps": 2}
+    options = {"microbatch_size": 3}
+    said = r"log\('rows'\) is 8 as a whole and .*, log\('most'\) is .* from 3 microbatches\. A sum"
+    trainer = make(case, tmp_path, with_us=True, options=options, **double)
+    with pytest.warns(MetricWarning, match=said):
+        trainer.train()
+    trainer = make(case, tmp_path, with_us=True, options=options, **double)
+    trainer.extra = False
+    trainer.train()  # and nothing is said
+
+
 def test_what_cannot_be_put_back_is_told_and_left(tmp_path: Path) -> None:
     ours = make(CASES["classifier"], tmp_path, with_us=True)
     with (tmp_path / "told.txt").open("w") as opened:

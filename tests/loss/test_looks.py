@@ -919,3 +919,18 @@ def test_what_a_look_makes_others_say_is_said() -> None:
 
     with pytest.warns(UserWarning, match="few rows"):
         Microbatcher(net(6, 6), forward=forward).backward((rows(), rows()))
+
+
+def test_leaves_that_each_forward_makes_do_not_hide_a_wrong_average() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+
+    def forward(model: nn.Module, batch: Any) -> Tensor:
+        inputs = batch[0].clone().requires_grad_()  # as speech models do for checkpointing
+        return F.cross_entropy(model(inputs), batch[1], reduction="sum")
+
+    microbatcher = Microbatcher(model, forward=forward, microbatch_size=4)
+    with pytest.warns(LossAverageWarning, match="the gradients of a few rows show") as told:
+        microbatcher.backward((torch.randn(12, 4), torch.randint(3, (12,))))
+    assert not any("failed" in str(each.message) for each in told)
+    assert microbatcher.loss_average_is == "wrong"

@@ -85,7 +85,8 @@ class Laboratory:
         if not looks:
             prober = run.microbatcher._prober
             prober._train.is_done = prober._eval.is_done = True
-            prober._train.splits.are_over = prober._eval.splits.are_over = True
+            for splits in (*prober._train.splits, *prober._eval.splits):
+                splits.are_over = True
         base_bytes = self.allocator.used_bytes
         self.allocator.reset_peak()
         call(scene, run)
