@@ -229,7 +229,7 @@ def test_hidden_states_of_transformers_are_captured_once(layer: Any) -> None:
     config = transformers.LlavaConfig(
         vision_config=transformers.CLIPVisionConfig(**sizes, **vision),
         text_config=transformers.LlamaConfig(vocab_size=37, intermediate_size=24, **sizes),
-        image_token_id=3,
+        image_token_index=3,
         vision_feature_layer=layer,
     )
     model = transformers.LlavaForConditionalGeneration(config).double()
