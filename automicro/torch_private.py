@@ -45,6 +45,7 @@ __all__ = [
     "call_of",
     "calls_step_hooks",
     "can_record_memory",
+    "child_table",
     "children_of",
     "compile_in_place",
     "compile_modes",
@@ -309,6 +310,15 @@ def hook_tables(module: nn.Module) -> list[dict[int, Any]]:
         module._backward_hooks,
         module._backward_pre_hooks,
     ]
+
+
+def child_table(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Where a module has its children.
+
+    >>> child_table(nn.Linear(2, 2))
+    {}
+    """
+    return module._modules
 
 
 def call_hooks(module: nn.Module) -> list[Callable[..., Any]]:

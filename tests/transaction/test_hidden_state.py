@@ -20,6 +20,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from automicro import (
     BatchNormWarning,
     BufferWarning,
+    GradientWarning,
     Halving,
     MemoryBudget,
     Microbatcher,
@@ -218,6 +219,34 @@ def test_hooks_that_a_first_forward_adds_are_there_once(options: dict[str, Any])
     loss = loss_fn(whole(batch[0]), batch[1])
     loss.backward()
     torch.testing.assert_close(result.loss, loss.detach())
+    for ours, plain in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, plain.grad)
+
+
+class BuildsItself(nn.Module):
+    """Adds a module and a hook on a gradient in its first forward, and notes that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.is_built = nn.Sequential(nn.Linear(6, 3)), False
+
+    def forward(self, x: Tensor) -> Any:
+        if not self.is_built:
+            self.layers.append(nn.Tanh())
+            self.layers.get_parameter("0.weight").register_hook(lambda gradient: gradient * 2)
+            self.is_built = True
+        return self.layers(x)
+
+
+def test_modules_and_gradient_hooks_that_a_first_forward_adds_are_there_once() -> None:
+    model, whole = BuildsItself().double(), BuildsItself().double()
+    whole.load_state_dict(model.state_dict())
+    batch = torch.randn(12, 6).double(), torch.randint(3, (12,))
+    microbatcher = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), microbatch_size=5)
+    with pytest.warns(GradientWarning, match="registers hooks on 'layers.0.weight'"):
+        microbatcher.backward(batch)
+    nn.CrossEntropyLoss()(whole(batch[0]), batch[1]).backward()
+    assert len(model.layers) == 2
     for ours, plain in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, plain.grad)
 
