@@ -45,6 +45,7 @@ __all__ = [
     "call_of",
     "calls_step_hooks",
     "can_record_memory",
+    "child_table",
     "children_of",
     "compile_in_place",
     "compile_modes",
@@ -62,6 +63,7 @@ __all__ = [
     "gradient_hooks",
     "has_forward_hooks",
     "have_buffers",
+    "hook_tables",
     "in_backward",
     "inductor_is_deterministic",
     "is_accumulation",
@@ -291,6 +293,32 @@ def keeping_versions(tensors: Sequence[Tensor]) -> contextlib.AbstractContextMan
 
 
 Hooks = dict[int, Any]
+
+
+def hook_tables(module: nn.Module) -> list[dict[int, Any]]:
+    """The tables of a module's own hooks, and those of how they are called.
+
+    >>> [len(table) for table in hook_tables(nn.Linear(2, 2))]
+    [0, 0, 0, 0, 0, 0, 0]
+    """
+    return [
+        module._forward_hooks,
+        module._forward_hooks_with_kwargs,
+        module._forward_hooks_always_called,
+        module._forward_pre_hooks,
+        module._forward_pre_hooks_with_kwargs,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    ]
+
+
+def child_table(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Where a module has its children.
+
+    >>> child_table(nn.Linear(2, 2))
+    {}
+    """
+    return module._modules
 
 
 def call_hooks(module: nn.Module) -> list[Callable[..., Any]]:

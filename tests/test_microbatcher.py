@@ -441,6 +441,35 @@ def test_a_squeeze_of_one_row_is_named(rows: int, size: int, which: str) -> None
     assert note.endswith("name the dimension, as in .squeeze(-1)")
 
 
+def of_groups(model: nn.Module, batch: Any) -> Tensor:
+    scores: Tensor = model(batch).view(-1, 4)  # four rows of one query after the other
+    return scores.logsumexp(1).mean()
+
+
+@pytest.mark.parametrize("call", ["backward", "evaluate"])
+def test_rows_in_groups_that_are_cut_through_are_named_with_the_way_out(call: str) -> None:
+    batch = torch.randn(24, 8)
+    model = nn.Linear(8, 1)
+    sizes: dict[str, Any] = {"microbatch_size": 7, "eval_microbatch_size": 7}
+    microbatcher = Microbatcher(model, forward=of_groups, probe=False, **sizes)
+    with pytest.raises(RuntimeError, match="is invalid for input of size 6") as caught:
+        getattr(microbatcher, call)(batch)
+    [note] = caught.value.__notes__
+    assert note.startswith("automicro: microbatches have at most 6 of 24 rows; ")
+    assert "microbatch_size=Halving(multiple_of=4)" in note
+    sizes = dict.fromkeys(sizes, Halving(multiple_of=4, initial=7))
+    microbatcher = Microbatcher(model, forward=of_groups, probe=False, **sizes)
+    loss = getattr(microbatcher, call)(batch).loss
+    torch.testing.assert_close(loss, of_groups(model, batch).detach())
+
+
+def test_an_error_of_a_whole_batch_gets_no_note() -> None:
+    microbatcher = Microbatcher(nn.Linear(8, 1), forward=of_groups, microbatch_size=8, probe=False)
+    with pytest.raises(RuntimeError, match="is invalid for input of size 7") as caught:
+        microbatcher.backward(torch.randn(7, 8))
+    assert not getattr(caught.value, "__notes__", ())
+
+
 def test_an_error_that_is_not_of_shapes_gets_no_such_note() -> None:
     def forward(model: nn.Module, batch: Any) -> Tensor:
         raise RuntimeError("a mistake of the user's")

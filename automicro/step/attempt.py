@@ -262,7 +262,7 @@ def _explain(error: BaseException, plan: Plan) -> None:
 
 def _explain_lonely_row(error: BaseException, plan: Plan) -> None:
     if not needs_two_rows(error):
-        _explain_squeeze(error, plan)
+        _explain_shapes(error, plan)
         return
     num_rows = sum(cut.num_rows for cut in plan.cuts)
     if num_rows == 1:
@@ -284,8 +284,11 @@ def _explain_lonely_row(error: BaseException, plan: Plan) -> None:
     )
 
 
-def _explain_squeeze(error: BaseException, plan: Plan) -> None:
-    """What works with several rows and not with one has lost the dimension of rows, most likely."""
+def _explain_shapes(error: BaseException, plan: Plan) -> None:
+    """What works with several rows and not with one has lost the dimension of rows, most likely.
+
+    And what works with a whole batch and not with a part may take its rows in pairs or groups.
+    """
     is_of_shapes = isinstance(error, RuntimeError | IndexError | ValueError | TypeError)
     alone = [cut for cut in plan.cuts if cut.leaves_one_alone]
     if alone and is_of_shapes and _SHAPES.search(text_of(error)):
@@ -295,6 +298,16 @@ def _explain_squeeze(error: BaseException, plan: Plan) -> None:
             f"automicro: {which} one of {alone[0].num_rows} rows; where more rows do not fail, a "
             ".squeeze() without a dimension may have taken away that of the rows, too: name the "
             "dimension, as in .squeeze(-1)",
+        )
+        return
+    split = [cut for cut in plan.cuts if cut.is_split]
+    if split and is_of_shapes and _SHAPES.search(text_of(error)):
+        add_note(
+            error,
+            f"automicro: microbatches have at most {split[0].largest} of {split[0].num_rows} rows; "
+            "where the whole batch does not fail, the forward may take its rows in groups: give "
+            "sizes that hold whole groups, as in microbatch_size=Halving(multiple_of=4), or keep "
+            "batches whole with microbatch_size=None",
         )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from automicro.reach import OF_EVERY_MODULE, Variable
+from automicro.torch_private import child_table, gradient_hooks, hook_tables
 from automicro.transaction.remembering import CannotRememberError, Remembered, mark_of
 
 MISSING = object()
@@ -30,12 +31,52 @@ def foreign_states() -> tuple[Any, Any]:
     return random.getstate(), (name, np.asarray(numbers).tobytes(), *rest)
 
 
+class _Added:
+    """Hooks and modules that forwards add, with an attribute that says that they have.
+
+    Where such an attribute is put back they have to be as well, or the next forward adds them once
+    more. transformers does that at the first forward with ``output_hidden_states``.
+    """
+
+    def __init__(self) -> None:
+        self._tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        self._leaves: list[tuple[Tensor, list[dict[int, Any]]]] = []
+
+    def add(self, module: nn.Module) -> None:
+        tables: list[dict[Any, Any]] = [*hook_tables(module), child_table(module)]
+        self._tables += [(table, dict(table)) for table in tables]
+
+    def add_leaves(self, module: nn.Module) -> None:
+        """Hooks of its parameters' gradients, too, where nobody holds them back meanwhile."""
+        for leaf in module.parameters(recurse=False):
+            self._leaves.append((leaf, [dict(table or {}) for table in gradient_hooks(leaf)]))
+
+    def put_back(self) -> None:
+        for table, before in self._tables:
+            _put_table(table, before)
+        for leaf, saved in self._leaves:
+            for now, before in zip(gradient_hooks(leaf), saved, strict=True):
+                if now is not None:
+                    _put_table(now, before)
+
+    def clear(self) -> None:
+        self._tables.clear()
+        self._leaves.clear()
+
+
+def _put_table(table: dict[Any, Any], before: dict[Any, Any]) -> None:
+    is_same = table.keys() == before.keys()
+    if not is_same or any(table[key] is not value for key, value in before.items()):
+        table.clear()
+        table.update(before)
+
+
 class Surroundings:
     """Plain attributes of modules, and variables of functions: changed or replaced, all is undone.
 
-    Containers, tensors, arrays and objects stay the same ones; what they held comes back into
-    them. What cannot be copied stays as it is, and of a variable what is large. A part of a
-    transaction.
+    Hooks and modules that were added, too. Containers, tensors, arrays and objects stay the same
+    ones; what they held comes back into them. What cannot be copied stays as it is, and of a
+    variable what is large. A part of a transaction.
 
     Args:
         modules: whose attributes are put back.
@@ -65,10 +106,13 @@ class Surroundings:
         self._objects = objects
         self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._values: list[tuple[Variable, Any]] = []
+        self._added = _Added()
         self._remembered = Remembered()
 
     def begin(self) -> None:
         for module in self._modules:
+            self._added.add(module)
+            self._added.add_leaves(module)
             self._begin_table(vars(module), apart_from=OF_EVERY_MODULE)
         for each in self._objects:
             self._begin_table(vars(each))
@@ -84,6 +128,7 @@ class Surroundings:
     def commit(self) -> None:
         self._tables.clear()
         self._values.clear()
+        self._added.clear()
         self._remembered = Remembered()
 
     def roll_back(self) -> None:
@@ -93,6 +138,7 @@ class Surroundings:
         for table, before in self._tables:
             table.clear()
             table.update(before)
+        self._added.put_back()
         self.commit()
 
     def _begin_table(self, table: dict[str, Any], apart_from: Iterable[str] = ()) -> None:
@@ -126,14 +172,21 @@ class Place:
 
 
 class ChangingState:
-    """State of Python's that forwards are known to change. A part of a transaction."""
+    """State of Python's that forwards are known to change. A part of a transaction.
+
+    With that of a module go the hooks and modules that its forward adds, also further inside.
+    """
 
     def __init__(self, places: Sequence[Place]) -> None:
         self._places = places
         self._before: list[Any] = []
+        self._added = _Added()
         self._remembered = Remembered()
 
     def begin(self) -> None:
+        owners = [place.owner for place in self._places if place.owner is not None]
+        for module in {id(each): each for root in owners for each in root.modules()}.values():
+            self._added.add(module)
         for place in self._places:
             value = place.read()
             self._before.append(value)
@@ -145,12 +198,14 @@ class ChangingState:
 
     def commit(self) -> None:
         self._before.clear()
+        self._added.clear()
         self._remembered = Remembered()
 
     def roll_back(self) -> None:
         self._remembered.put_back()
         for place, value in zip(self._places, self._before, strict=False):
             place.write(value)
+        self._added.put_back()
         self.commit()
 
 

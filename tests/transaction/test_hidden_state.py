@@ -13,12 +13,14 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from automicro import (
     BatchNormWarning,
     BufferWarning,
+    GradientWarning,
     Halving,
     MemoryBudget,
     Microbatcher,
@@ -171,6 +173,104 @@ def test_state_that_depends_on_the_number_of_calls_is_named_where_a_batch_is_spl
         (message,) = told
         assert message.startswith(f"the training forward changes attributes or variables: {name}.")
         assert "3 times for a batch" in message
+
+
+class HooksItself(nn.Module):
+    """Adds hooks to its layers in its first forward, which it counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.wide, self.head = nn.Linear(6, 512), nn.Linear(6, 3)
+        self.calls = 0
+        self.seen: list[Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.calls == 0:
+            for layer in self.layers:
+                layer.register_forward_hook(self.keep)
+        self.calls += 1
+        self.seen = []
+        for layer in self.layers:
+            x = layer(x).tanh()
+        second, self.seen = self.seen[1], None
+        output: Tensor = self.head(second) + self.wide(x).square().mean(1, keepdim=True)
+        return output
+
+    def keep(self, layer: nn.Module, args: Any, output: Tensor) -> None:
+        assert self.seen is not None
+        self.seen.append(output)
+
+
+@pytest.mark.parametrize("options", [{"microbatch_size": 7}, {"memory_limit": "200KiB"}])
+def test_hooks_that_a_first_forward_adds_are_there_once(options: dict[str, Any]) -> None:
+    # A look, or a failed attempt, that takes the count back has to take the hooks away with it.
+    model, whole = HooksItself(), HooksItself()
+    whole.load_state_dict(model.state_dict())
+    batch = torch.randn(40, 6), torch.randint(3, (40,))
+    loss_fn = nn.CrossEntropyLoss()
+    microbatcher = Microbatcher(model, loss_fn=loss_fn, **options)
+    with pytest.warns(BufferWarning, match="calls"):
+        result = microbatcher.backward(batch)
+    assert result.num_microbatches > 1
+    assert bool(result.ooms) == ("memory_limit" in options)
+    microbatcher.evaluate(batch)
+    assert [len(layer._forward_hooks) for layer in model.layers] == [1, 1, 1]
+    loss = loss_fn(whole(batch[0]), batch[1])
+    loss.backward()
+    torch.testing.assert_close(result.loss, loss.detach())
+    for ours, plain in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, plain.grad)
+
+
+class BuildsItself(nn.Module):
+    """Adds a module and a hook on a gradient in its first forward, and notes that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.is_built = nn.Sequential(nn.Linear(6, 3)), False
+
+    def forward(self, x: Tensor) -> Any:
+        if not self.is_built:
+            self.layers.append(nn.Tanh())
+            self.layers.get_parameter("0.weight").register_hook(lambda gradient: gradient * 2)
+            self.is_built = True
+        return self.layers(x)
+
+
+def test_modules_and_gradient_hooks_that_a_first_forward_adds_are_there_once() -> None:
+    model, whole = BuildsItself().double(), BuildsItself().double()
+    whole.load_state_dict(model.state_dict())
+    batch = torch.randn(12, 6).double(), torch.randint(3, (12,))
+    microbatcher = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), microbatch_size=5)
+    with pytest.warns(GradientWarning, match="registers hooks on 'layers.0.weight'"):
+        microbatcher.backward(batch)
+    nn.CrossEntropyLoss()(whole(batch[0]), batch[1]).backward()
+    assert len(model.layers) == 2
+    for ours, plain in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, plain.grad)
+
+
+@pytest.mark.parametrize("layer", [-2, [-2, -1]])
+def test_hidden_states_of_transformers_are_captured_once(layer: Any) -> None:
+    vision: dict[str, Any] = {"image_size": 8, "patch_size": 4, "intermediate_size": 24}
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**sizes, **vision),
+        text_config=transformers.LlamaConfig(vocab_size=37, intermediate_size=24, **sizes),
+        image_token_index=3,
+        vision_feature_layer=layer,
+    )
+    model = transformers.LlavaForConditionalGeneration(config).double()
+    ids = torch.randint(5, 37, (6, 9))
+    labels = ids.clone()
+    ids[:, :4] = 3  # the four patches of a picture
+    pictures = torch.randn(6, 3, 8, 8, dtype=torch.float64)
+    batch = {"input_ids": ids, "pixel_values": pictures, "labels": labels}
+    result = Microbatcher(model, microbatch_size=2).backward(batch)
+    fresh = transformers.LlavaForConditionalGeneration(config).double()
+    fresh.load_state_dict(model.state_dict())
+    assert float(result.loss) == pytest.approx(float(fresh(**batch).loss.detach()), rel=1e-5)
 
 
 class Timing(nn.Module):
