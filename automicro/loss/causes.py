@@ -257,7 +257,8 @@ def describe_failure(failure: str, rows: Sequence[int], square: Sequence[str] = 
         f"the loss cannot be computed on rows {listed} alone ({failure}). {shared}A loss or a "
         "target that refers to other rows of the batch, or a forward that writes out the batch "
         f"size or drops its dimension (.squeeze()), cannot be split; {KEEP_WHOLE}. Where rows "
-        "come in groups, give sizes that hold whole ones (Halving(multiple_of=4)) and probe=False"
+        "come in groups, give sizes that hold whole ones (Halving(multiple_of=4)), and probe=False "
+        "once automicro.verify(…, sizes=[8, 4]) says that these are exact"
     )
 
 
