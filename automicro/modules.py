@@ -6,6 +6,7 @@ same keys and values, the last walk still holds. Comparing them takes a tenth of
 """
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -58,6 +59,7 @@ class ModuleIndex:
         owners: every module by name, with those that are reached.
         buffer_tables: name, module, and its table of buffers, where there are any; as it was.
         without_buffers: name and module of all others.
+        with_own_buffers: modules of classes that are not torch's, and have buffers or may get some.
         batchnorms: name and module of those that may average over the batch.
         is_lazy: whether a parameter or a buffer waits for the first input to get its shape.
     """
@@ -113,6 +115,12 @@ class ModuleIndex:
             if (table := buffer_table(module))
         ]
         self.without_buffers = [each for each in self.owners if not buffer_table(each[1])]
+        self.with_own_buffers = [
+            module
+            for _, module in self.owners
+            if not _is_of_torch(type(module))
+            and (buffer_table(module) or _registers_buffers(type(module)))  # type: ignore[arg-type]
+        ]
         self.batchnorms = [
             (name or type(module).__name__, module)
             for name, module in self.owners
@@ -148,6 +156,24 @@ class ModuleIndex:
             and all(map(operator.is_, values, self._values))
             and are_tables_of(self._spaces, self._tables)
         )
+
+
+def _is_of_torch(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "torch"
+
+
+@functools.cache
+def _registers_buffers(kind: type) -> bool:
+    """Whether a method of a class, or of one that it is made of, registers buffers later on."""
+    methods = [
+        method
+        for each in kind.__mro__
+        if not _is_of_torch(each)
+        for name, method in vars(each).items()
+        if name != "__init__"
+    ]
+    names = [getattr(getattr(each, "__code__", None), "co_names", ()) for each in methods]
+    return "register_buffer" in chain.from_iterable(names)
 
 
 @contextlib.contextmanager

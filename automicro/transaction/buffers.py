@@ -6,11 +6,13 @@ touching its version, and so does anything that writes through ``.data``), so bu
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from automicro.errors import RollbackError
 from automicro.modules import ModuleIndex
+from automicro.reach import OF_EVERY_MODULE
 from automicro.torch_private import buffer_table, have_buffers, is_uninitialized, keeping_versions
 from automicro.transaction.parameters import (
     LARGE_BYTES,
@@ -70,6 +72,9 @@ class BufferHistory:
 class Buffers:
     """The buffers of modules: changed in place, replaced, added or removed, all is undone.
 
+    So are numbers, flags and text that such modules keep in plain attributes: they say what the
+    buffers are (``max_seq_len_cached`` of a rotary embedding, a flag that a table was made).
+
     Args:
         memory: of the modules.
         is_fresh: whether nothing has changed since the modules were indexed, so that the first
@@ -82,6 +87,7 @@ class Buffers:
         # Also of modules without buffers, for a forward may register some.
         self._tables: Sequence[tuple[str, nn.Module, Mapping[str, Tensor | None]]] = ()
         self._without: Sequence[tuple[str, nn.Module]] = ()
+        self._plain: list[tuple[dict[str, Any], dict[str, Any], frozenset[str]]] = []
         self._copies: dict[int, TensorCopy] = {}
         self._kept: list[tuple[str, TensorCopy]] = []
         self._learned: tuple[list[TensorCopy], list[TensorCopy]] | None = None
@@ -92,6 +98,9 @@ class Buffers:
             index.refresh()
         self._is_fresh = False
         self._tables, self._without = index.buffer_tables, index.without_buffers
+        for module in index.with_own_buffers:
+            space = vars(module)
+            self._plain.append((space, _plain_attributes(space), frozenset(space)))
         if not self._tables:
             return
         found: dict[int, tuple[str, Tensor]] = {}
@@ -136,6 +145,10 @@ class Buffers:
         if self._gained_buffers():
             for _, module in self._without:
                 buffer_table(module).clear()
+        for space, before, names in self._plain:
+            for name in _plain_attributes(space).keys() - names:
+                del space[name]
+            space.update(before)
         kept = {id(copy) for _, copy in self._kept}
         for copy in self._copies.values():
             if copy.has_moved:
@@ -188,9 +201,23 @@ class Buffers:
 
     def _forget(self) -> None:
         self._tables, self._without = (), ()
+        self._plain.clear()
         self._copies.clear()
         self._kept.clear()
         self._learned = None
+
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _plain_attributes(space: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of one value, without what every module has. What is larger is never held here."""
+    return {
+        name: value
+        for name, value in space.items()
+        if (type(value) in _PLAIN or (type(value) is Tensor and value.dim() == 0))
+        and name not in OF_EVERY_MODULE
+    }
 
 
 def _same_objects(one: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None]) -> bool:

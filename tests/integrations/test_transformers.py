@@ -4,6 +4,7 @@ import gc
 import inspect
 import json
 import random
+import warnings
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,8 @@ from transformers import (
     BertForQuestionAnswering,
     BertForSequenceClassification,
     BertForTokenClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
     Seq2SeqTrainer,
     Trainer,
     TrainerCallback,
@@ -35,12 +38,15 @@ from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import logging
 
 from automicro import (
+    AutomicroWarning,
     GradientWarning,
     LossAverageError,
     LossError,
     MemoryBudget,
     MetricWarning,
+    Microbatcher,
     SampleTooLargeError,
+    is_extra_pass,
 )
 from automicro.integrations.transformers import Sequences, enable, verify
 from tests.integrations import transformers_runs as runs
@@ -1316,3 +1322,39 @@ def test_the_tail_of_a_language_model_has_a_size_of_its_own(tmp_path: Path) -> N
     assert found[2] == plain[2]
     splits = vars(ours.model)["forward"].tail.splits
     assert max(max(part.sizes, default=0) for part in splits.values()) == 2
+
+
+def test_frequencies_of_a_failed_attempt_are_not_taken_for_those_of_its_retry() -> None:
+    """Dynamic rotary embeddings go by the longest row so far, which is a plain attribute."""
+
+    def run(*, limit: int, size: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=8,
+            rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        )
+        model = LlamaForCausalLM(config).double()
+
+        def forward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            loss: Tensor = model(**batch).loss
+            if not is_extra_pass() and batch["input_ids"].numel() > limit:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return loss
+
+        microbatcher = Microbatcher(model, forward=forward, microbatch_size=size)
+        ids = torch.randint(32, (8, 24))
+        for rows in (ids[:, :6], ids):
+            result = microbatcher.backward({"input_ids": rows, "labels": rows})
+        assert result.ooms == (size == "auto")
+        return [each.grad for each in model.parameters() if each.grad is not None]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AutomicroWarning)  # frequencies change by microbatches
+        failed, clean = run(limit=100, size="auto"), run(limit=100, size=4)
+    for one, other in zip(failed, clean, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
