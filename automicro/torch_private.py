@@ -313,12 +313,13 @@ def hook_tables(module: nn.Module) -> list[dict[int, Any]]:
 
 
 def child_table(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Where a module has its children.
+    """Where a module has its children. A scripted one never gets others.
 
     >>> child_table(nn.Linear(2, 2))
     {}
     """
-    return module._modules
+    children: Any = module._modules
+    return children if isinstance(children, dict) else {}
 
 
 def call_hooks(module: nn.Module) -> list[Callable[..., Any]]:

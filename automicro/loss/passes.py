@@ -141,7 +141,7 @@ class ExtraPasses:
             modules = self._modules
             self._again = Transaction(
                 [
-                    Buffers(BufferHistory(self._index)),
+                    Buffers(BufferHistory(self._index), tensors_only=True),
                     RandomState(
                         devices_of(modules, self.computation.device),
                         self.computation.reach.generators,

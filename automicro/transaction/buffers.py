@@ -79,11 +79,16 @@ class Buffers:
         memory: of the modules.
         is_fresh: whether nothing has changed since the modules were indexed, so that the first
             `begin` need not look.
+        tensors_only: leave plain attributes as they are, for whoever compares what calls do to
+            them.
     """
 
-    def __init__(self, memory: BufferHistory, *, is_fresh: bool = False) -> None:
+    def __init__(
+        self, memory: BufferHistory, *, is_fresh: bool = False, tensors_only: bool = False
+    ) -> None:
         self._memory = memory
         self._is_fresh = is_fresh
+        self._tensors_only = tensors_only
         # Also of modules without buffers, for a forward may register some.
         self._tables: Sequence[tuple[str, nn.Module, Mapping[str, Tensor | None]]] = ()
         self._without: Sequence[tuple[str, nn.Module]] = ()
@@ -98,7 +103,7 @@ class Buffers:
             index.refresh()
         self._is_fresh = False
         self._tables, self._without = index.buffer_tables, index.without_buffers
-        for module in index.with_own_buffers:
+        for module in () if self._tensors_only else index.with_own_buffers:
             space = vars(module)
             self._plain.append((space, _plain_attributes(space), frozenset(space)))
         if not self._tables:

@@ -434,7 +434,7 @@ class Laboratory:
         modules += [each for root in self.subject.captured() for each in root.modules()]
         return [
             Gradients(p for module in modules for p in module.parameters(recurse=False)),
-            Buffers(BufferHistory(ModuleIndex(modules))),
+            Buffers(BufferHistory(ModuleIndex(modules)), tensors_only=True),
             Surroundings(modules),
             OwnGenerators([each for _, each in own_generators(self.subject.roots)]),
         ]
@@ -449,7 +449,7 @@ class Laboratory:
         generators.begin()
         resets += [generators.roll_back, generators.begin]
         if conditions.buffers:
-            buffers = Buffers(BufferHistory(ModuleIndex(roots.values())))
+            buffers = Buffers(BufferHistory(ModuleIndex(roots.values())), tensors_only=True)
             buffers.begin()
             resets += [buffers.roll_back, buffers.begin]
         if conditions.attributes:

@@ -61,7 +61,7 @@ def observe(laboratory: Laboratory, conditions: Conditions) -> Observation:
     with laboratory.stage(conditions) as stage:
         roots = stage.roots
         batch = laboratory.on_device(laboratory.batch())
-        buffers = Buffers(BufferHistory(ModuleIndex(roots.values())))
+        buffers = Buffers(BufferHistory(ModuleIndex(roots.values())), tensors_only=True)
         buffers.begin()
         frozen = Frozen(batch)
         leaves = {path: Frozen(leaf) for path, leaf in tensor_leaves(batch)}
