@@ -73,7 +73,8 @@ class Buffers:
     """The buffers of modules: changed in place, replaced, added or removed, all is undone.
 
     So are numbers, flags and text that such modules keep in plain attributes: they say what the
-    buffers are (``max_seq_len_cached`` of a rotary embedding, a flag that a table was made).
+    buffers are (``max_seq_len_cached`` of a rotary embedding, a flag that a table was made). And as
+    they may say what a tensor in a plain attribute is, that one is the same again, too.
 
     Args:
         memory: of the modules.
@@ -216,11 +217,11 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def _plain_attributes(space: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of one value, without what every module has. What is larger is never held here."""
+    """Those of one value, and tensors that no graph holds, without what every module has."""
     return {
         name: value
         for name, value in space.items()
-        if (type(value) in _PLAIN or (type(value) is Tensor and value.dim() == 0))
+        if (type(value) in _PLAIN or (type(value) is Tensor and not value.requires_grad))
         and name not in OF_EVERY_MODULE
     }
 

@@ -76,6 +76,13 @@ def test_what_a_whole_batch_counts_is_as_before_an_attempt_at_a_level_below(
     assert run(fails=True) == run(fails=False)
 
 
+def ragged(longest: int) -> Tensor:
+    """Rows of which the first four have two values, and zeros behind them."""
+    rows = torch.randn(8, longest).double()
+    rows[:4, 2:] = 0
+    return rows
+
+
 class Stretching(nn.Module):
     """Scales its buffer by the longest row so far, as rotary embeddings of Hugging Face's do."""
 
@@ -107,12 +114,29 @@ class Building(Stretching):
         return output
 
 
-@pytest.mark.parametrize("kind", [Stretching, Building])
+class Masking(Stretching):
+    """Keeps the mask of its last length in a plain attribute, beside a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask, self.size = torch.ones(1).double(), 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, : int((x != 0).sum(1).max())]
+        if x.shape[1] != self.size:
+            self.size = x.shape[1]
+            self.mask = torch.full((self.size,), 1.0 / self.size).double()
+        output: Tensor = self.linear((x * self.mask)[:, :, None] * self.get_buffer("scale")).mean(1)
+        return output
+
+
+@pytest.mark.parametrize("kind", [Stretching, Building, Masking])
 @pytest.mark.parametrize("lengths", [(5,), (2, 5, 3)])
+@pytest.mark.parametrize("probe", [True, False])
 @pytest.mark.filterwarnings("ignore::automicro.BufferWarning")
 @pytest.mark.filterwarnings("ignore::automicro.LossAverageWarning")
 def test_what_says_what_a_buffer_is_goes_back_with_it(
-    kind: type[nn.Module], lengths: tuple[int, ...]
+    kind: type[nn.Module], lengths: tuple[int, ...], probe: bool
 ) -> None:
     def run(*, fails: bool) -> list[Any]:
         torch.manual_seed(0)
@@ -125,10 +149,9 @@ def test_what_says_what_a_buffer_is_goes_back_with_it(
             return loss
 
         size = "auto" if fails else 4
-        microbatcher = Microbatcher(model, forward=forward, microbatch_size=size)
+        microbatcher = Microbatcher(model, forward=forward, microbatch_size=size, probe=probe)
         results = [
-            microbatcher.backward((torch.randn(8, length).double(), torch.arange(8) % 3))
-            for length in lengths
+            microbatcher.backward((ragged(length), torch.arange(8) % 3)) for length in lengths
         ]
         assert sum(each.ooms for each in results) == fails
         return [each.grad for each in model.parameters()]
