@@ -59,7 +59,8 @@ class ModuleIndex:
         owners: every module by name, with those that are reached.
         buffer_tables: name, module, and its table of buffers, where there are any; as it was.
         without_buffers: name and module of all others.
-        with_own_buffers: modules of classes that are not torch's, and have buffers or may get some.
+        with_own_buffers: modules of classes that are not torch's, which have buffers, may get some,
+            or hold such modules.
         batchnorms: name and module of those that may average over the batch.
         is_lazy: whether a parameter or a buffer waits for the first input to get its shape.
     """
@@ -115,11 +116,16 @@ class ModuleIndex:
             if (table := buffer_table(module))
         ]
         self.without_buffers = [each for each in self.owners if not buffer_table(each[1])]
+        own = [module for _, module in self.owners if not _is_of_torch(type(module))]
+        keeping = {
+            id(module)
+            for module in own
+            if buffer_table(module) or _registers_buffers(type(module))  # type: ignore[arg-type]
+        }
         self.with_own_buffers = [
             module
-            for _, module in self.owners
-            if not _is_of_torch(type(module))
-            and (buffer_table(module) or _registers_buffers(type(module)))  # type: ignore[arg-type]
+            for module in own
+            if keeping and any(id(each) in keeping for each in module.modules())
         ]
         self.batchnorms = [
             (name or type(module).__name__, module)

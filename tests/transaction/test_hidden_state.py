@@ -130,7 +130,22 @@ class Masking(Stretching):
         return output
 
 
-@pytest.mark.parametrize("kind", [Stretching, Building, Masking])
+class Outer(nn.Module):
+    """Stretches the buffer of what it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner: Any = Stretching()
+        self.inner.longest, self.longest = 99, 2
+
+    def forward(self, x: Tensor) -> Any:
+        if x.shape[1] > self.longest:
+            self.longest = x.shape[1]
+            self.inner.scale = self.inner.scale / self.longest
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("kind", [Stretching, Building, Masking, Outer])
 @pytest.mark.parametrize("lengths", [(5,), (2, 5, 3)])
 @pytest.mark.parametrize("probe", [True, False])
 @pytest.mark.filterwarnings("ignore::automicro.BufferWarning")
