@@ -20,6 +20,8 @@ from automicro.torch_private import (
     AnyBatchNorm,
     are_tables_of,
     buffer_table,
+    child_table,
+    hook_tables,
     is_uninitialized,
     module_tables,
 )
@@ -61,6 +63,8 @@ class ModuleIndex:
         without_buffers: name and module of all others.
         with_own_buffers: modules of classes that are not torch's, which have buffers, may get some,
             or hold such modules.
+        added_tables: where hooks and children of modules lie, where there are modules with own
+            buffers.
         batchnorms: name and module of those that may average over the batch.
         is_lazy: whether a parameter or a buffer waits for the first input to get its shape.
     """
@@ -127,6 +131,9 @@ class ModuleIndex:
             for module in own
             if keeping and any(id(each) in keeping for each in module.modules())
         ]
+        self.added_tables: list[dict[Any, Any]] = []
+        for _, module in self.owners if keeping else ():
+            self.added_tables += [*hook_tables(module), child_table(module)]
         self.batchnorms = [
             (name or type(module).__name__, module)
             for name, module in self.owners

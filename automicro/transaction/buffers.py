@@ -21,6 +21,7 @@ from automicro.transaction.parameters import (
     size_in_bytes,
     small_copies,
 )
+from automicro.transaction.surroundings import put_table
 
 
 class BufferHistory:
@@ -73,8 +74,9 @@ class Buffers:
     """The buffers of modules: changed in place, replaced, added or removed, all is undone.
 
     So are numbers, flags and text that such modules keep in plain attributes: they say what the
-    buffers are (``max_seq_len_cached`` of a rotary embedding, a flag that a table was made). And as
-    they may say what a tensor in a plain attribute is, that one is the same again, too.
+    buffers are (``max_seq_len_cached`` of a rotary embedding, a flag that a table was made). They
+    may say what a tensor in a plain attribute is, too, so that one is the same again; and that
+    hooks or modules were added, so these are taken away.
 
     Args:
         memory: of the modules.
@@ -94,6 +96,8 @@ class Buffers:
         self._tables: Sequence[tuple[str, nn.Module, Mapping[str, Tensor | None]]] = ()
         self._without: Sequence[tuple[str, nn.Module]] = ()
         self._plain: list[tuple[dict[str, Any], dict[str, Any], frozenset[str]]] = []
+        self._added_tables: Sequence[dict[Any, Any]] = ()
+        self._tables_before: dict[int, dict[Any, Any]] = {}  # those that held anything
         self._copies: dict[int, TensorCopy] = {}
         self._kept: list[tuple[str, TensorCopy]] = []
         self._learned: tuple[list[TensorCopy], list[TensorCopy]] | None = None
@@ -104,9 +108,12 @@ class Buffers:
             index.refresh()
         self._is_fresh = False
         self._tables, self._without = index.buffer_tables, index.without_buffers
-        for module in () if self._tensors_only else index.with_own_buffers:
-            space = vars(module)
-            self._plain.append((space, _plain_attributes(space), frozenset(space)))
+        if not self._tensors_only and index.with_own_buffers:
+            for module in index.with_own_buffers:
+                space = vars(module)
+                self._plain.append((space, _plain_attributes(space), frozenset(space)))
+            self._added_tables = index.added_tables
+            self._tables_before = {id(each): dict(each) for each in self._added_tables if each}
         if not self._tables:
             return
         found: dict[int, tuple[str, Tensor]] = {}
@@ -155,6 +162,8 @@ class Buffers:
             for name in _plain_attributes(space).keys() - names:
                 del space[name]
             space.update(before)
+        for each in self._added_tables:
+            put_table(each, self._tables_before.get(id(each), {}))
         kept = {id(copy) for _, copy in self._kept}
         for copy in self._copies.values():
             if copy.has_moved:
@@ -208,6 +217,7 @@ class Buffers:
     def _forget(self) -> None:
         self._tables, self._without = (), ()
         self._plain.clear()
+        self._added_tables, self._tables_before = (), {}
         self._copies.clear()
         self._kept.clear()
         self._learned = None

@@ -53,18 +53,19 @@ class _Added:
 
     def put_back(self) -> None:
         for table, before in self._tables:
-            _put_table(table, before)
+            put_table(table, before)
         for leaf, saved in self._leaves:
             for now, before in zip(gradient_hooks(leaf), saved, strict=True):
                 if now is not None:
-                    _put_table(now, before)
+                    put_table(now, before)
 
     def clear(self) -> None:
         self._tables.clear()
         self._leaves.clear()
 
 
-def _put_table(table: dict[Any, Any], before: dict[Any, Any]) -> None:
+def put_table(table: dict[Any, Any], before: dict[Any, Any]) -> None:
+    """Let a table hold the very same again as before, in its order."""
     is_same = table.keys() == before.keys()
     if not is_same or any(table[key] is not value for key, value in before.items()):
         table.clear()

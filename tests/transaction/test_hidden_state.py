@@ -145,7 +145,22 @@ class Outer(nn.Module):
         return self.inner(x)
 
 
-@pytest.mark.parametrize("kind", [Stretching, Building, Masking, Outer])
+class Hooking(Stretching):
+    """Adds a hook and a module in its first forward, as transformers does where states are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.has_hooks = nn.Sequential(nn.Identity()), False
+
+    def forward(self, x: Tensor) -> Any:
+        if not self.has_hooks:
+            self.has_hooks = True
+            self.linear.register_forward_hook(lambda module, args, output: output * 2)
+            self.layers.append(nn.Tanh())
+        return self.layers(super().forward(x))
+
+
+@pytest.mark.parametrize("kind", [Stretching, Building, Masking, Outer, Hooking])
 @pytest.mark.parametrize("lengths", [(5,), (2, 5, 3)])
 @pytest.mark.parametrize("probe", [True, False])
 @pytest.mark.filterwarnings("ignore::automicro.BufferWarning")
