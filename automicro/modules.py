@@ -18,10 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from automicro.sharding import is_sharded
 from automicro.torch_private import (
     AnyBatchNorm,
+    added_tables,
     are_tables_of,
     buffer_table,
-    child_table,
-    hook_tables,
     is_uninitialized,
     module_tables,
 )
@@ -120,7 +119,7 @@ class ModuleIndex:
             if (table := buffer_table(module))
         ]
         self.without_buffers = [each for each in self.owners if not buffer_table(each[1])]
-        own = [module for _, module in self.owners if not _is_of_torch(type(module))]
+        own = [module for _, module in self.owners if not is_of_torch(type(module))]
         keeping = {
             id(module)
             for module in own
@@ -133,7 +132,7 @@ class ModuleIndex:
         ]
         self.added_tables: list[dict[Any, Any]] = []
         for _, module in self.owners if keeping else ():
-            self.added_tables += [*hook_tables(module), child_table(module)]
+            self.added_tables += added_tables(module)
         self.batchnorms = [
             (name or type(module).__name__, module)
             for name, module in self.owners
@@ -171,7 +170,12 @@ class ModuleIndex:
         )
 
 
-def _is_of_torch(kind: type) -> bool:
+def is_of_torch(kind: type) -> bool:
+    """Whether a class is torch's, the attributes of whose modules say how they were made.
+
+    >>> is_of_torch(nn.Linear), is_of_torch(ModuleIndex)
+    (True, False)
+    """
     return kind.__module__.partition(".")[0] == "torch"
 
 
@@ -181,7 +185,7 @@ def _registers_buffers(kind: type) -> bool:
     methods = [
         method
         for each in kind.__mro__
-        if not _is_of_torch(each)
+        if not is_of_torch(each)
         for name, method in vars(each).items()
         if name != "__init__"
     ]

@@ -38,6 +38,7 @@ __all__ = [
     "FakeTensorMode",
     "Hooks",
     "OperationMode",
+    "added_tables",
     "all_versions",
     "are_tables_of",
     "buffer_table",
@@ -45,7 +46,6 @@ __all__ = [
     "call_of",
     "calls_step_hooks",
     "can_record_memory",
-    "child_table",
     "children_of",
     "compile_in_place",
     "compile_modes",
@@ -63,7 +63,6 @@ __all__ = [
     "gradient_hooks",
     "has_forward_hooks",
     "have_buffers",
-    "hook_tables",
     "in_backward",
     "inductor_is_deterministic",
     "is_accumulation",
@@ -295,12 +294,15 @@ def keeping_versions(tensors: Sequence[Tensor]) -> contextlib.AbstractContextMan
 Hooks = dict[int, Any]
 
 
-def hook_tables(module: nn.Module) -> list[dict[int, Any]]:
-    """The tables of a module's own hooks, and those of how they are called.
+def added_tables(module: nn.Module) -> list[dict[Any, Any]]:
+    """Where a module has what a forward may add: hooks, how these are called, and children.
 
-    >>> [len(table) for table in hook_tables(nn.Linear(2, 2))]
-    [0, 0, 0, 0, 0, 0, 0]
+    A scripted one never gets other children.
+
+    >>> [len(table) for table in added_tables(nn.Sequential(nn.ReLU()))]
+    [0, 0, 0, 0, 0, 0, 0, 1]
     """
+    children: Any = module._modules
     return [
         module._forward_hooks,
         module._forward_hooks_with_kwargs,
@@ -309,17 +311,8 @@ def hook_tables(module: nn.Module) -> list[dict[int, Any]]:
         module._forward_pre_hooks_with_kwargs,
         module._backward_hooks,
         module._backward_pre_hooks,
+        children if isinstance(children, dict) else {},
     ]
-
-
-def child_table(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Where a module has its children. A scripted one never gets others.
-
-    >>> child_table(nn.Linear(2, 2))
-    {}
-    """
-    children: Any = module._modules
-    return children if isinstance(children, dict) else {}
 
 
 def call_hooks(module: nn.Module) -> list[Callable[..., Any]]:

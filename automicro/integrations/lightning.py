@@ -41,6 +41,7 @@ from automicro.loss.look import Compared
 from automicro.loss.passes import is_extra_pass
 from automicro.loss.silence import Silence
 from automicro.microbatcher import Microbatcher
+from automicro.modules import is_of_torch
 from automicro.reach import OF_EVERY_MODULE
 from automicro.step.events import Subject
 from automicro.step.results import EvalResult, StepResult
@@ -962,7 +963,7 @@ class Kept:
         self._metrics = [each for each in modules if _is_metric(each)]
         inside = {id(each) for metric in self._metrics for each in metric.modules()}
         for module in modules:
-            if id(module) not in inside and not _is_of_torch(module):
+            if id(module) not in inside and not is_of_torch(type(module)):
                 self._begin_table(module)
         for other in self.others:
             self._begin_table(other)
@@ -1137,11 +1138,6 @@ def _is_light(value: Any) -> bool:
     """
     parts = value if type(value) in (list, tuple) else [value]
     return sum(getattr(each, "nbytes", 0) for each in parts) <= _MOST_BYTES
-
-
-def _is_of_torch(module: nn.Module) -> bool:
-    """Whether a module's class is torch's, whose attributes say how it was made."""
-    return type(module).__module__.startswith("torch.")
 
 
 def _emptied(metric: Any) -> Any:

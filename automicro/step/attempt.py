@@ -290,8 +290,10 @@ def _explain_shapes(error: BaseException, plan: Plan) -> None:
     And what works with a whole batch and not with a part may take its rows in pairs or groups.
     """
     is_of_shapes = isinstance(error, RuntimeError | IndexError | ValueError | TypeError)
+    if not (is_of_shapes and _SHAPES.search(text_of(error))):
+        return
     alone = [cut for cut in plan.cuts if cut.leaves_one_alone]
-    if alone and is_of_shapes and _SHAPES.search(text_of(error)):
+    if alone:
         which = "each microbatch has" if alone[0].largest == 1 else "the last microbatch has"
         add_note(
             error,
@@ -301,7 +303,7 @@ def _explain_shapes(error: BaseException, plan: Plan) -> None:
         )
         return
     split = [cut for cut in plan.cuts if cut.is_split]
-    if split and is_of_shapes and _SHAPES.search(text_of(error)):
+    if split:
         add_note(
             error,
             f"automicro: microbatches have at most {split[0].largest} of {split[0].num_rows} rows; "

@@ -21,7 +21,7 @@ from automicro.transaction.parameters import (
     size_in_bytes,
     small_copies,
 )
-from automicro.transaction.surroundings import put_table
+from automicro.transaction.surroundings import Added
 
 
 class BufferHistory:
@@ -96,8 +96,7 @@ class Buffers:
         self._tables: Sequence[tuple[str, nn.Module, Mapping[str, Tensor | None]]] = ()
         self._without: Sequence[tuple[str, nn.Module]] = ()
         self._plain: list[tuple[dict[str, Any], dict[str, Any], frozenset[str]]] = []
-        self._added_tables: Sequence[dict[Any, Any]] = ()
-        self._tables_before: dict[int, dict[Any, Any]] = {}  # those that held anything
+        self._added = Added()
         self._copies: dict[int, TensorCopy] = {}
         self._kept: list[tuple[str, TensorCopy]] = []
         self._learned: tuple[list[TensorCopy], list[TensorCopy]] | None = None
@@ -112,8 +111,7 @@ class Buffers:
             for module in index.with_own_buffers:
                 space = vars(module)
                 self._plain.append((space, _plain_attributes(space), frozenset(space)))
-            self._added_tables = index.added_tables
-            self._tables_before = {id(each): dict(each) for each in self._added_tables if each}
+            self._added.add(index.added_tables)
         if not self._tables:
             return
         found: dict[int, tuple[str, Tensor]] = {}
@@ -162,8 +160,7 @@ class Buffers:
             for name in _plain_attributes(space).keys() - names:
                 del space[name]
             space.update(before)
-        for each in self._added_tables:
-            put_table(each, self._tables_before.get(id(each), {}))
+        self._added.put_back()
         kept = {id(copy) for _, copy in self._kept}
         for copy in self._copies.values():
             if copy.has_moved:
@@ -217,7 +214,7 @@ class Buffers:
     def _forget(self) -> None:
         self._tables, self._without = (), ()
         self._plain.clear()
-        self._added_tables, self._tables_before = (), {}
+        self._added.clear()
         self._copies.clear()
         self._kept.clear()
         self._learned = None

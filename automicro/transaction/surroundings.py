@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from automicro.reach import OF_EVERY_MODULE, Variable
-from automicro.torch_private import child_table, gradient_hooks, hook_tables
+from automicro.torch_private import added_tables, gradient_hooks
 from automicro.transaction.remembering import CannotRememberError, Remembered, mark_of
 
 MISSING = object()
@@ -31,7 +31,7 @@ def foreign_states() -> tuple[Any, Any]:
     return random.getstate(), (name, np.asarray(numbers).tobytes(), *rest)
 
 
-class _Added:
+class Added:
     """Hooks and modules that forwards add, with an attribute that says that they have.
 
     Where such an attribute is put back they have to be as well, or the next forward adds them once
@@ -39,12 +39,14 @@ class _Added:
     """
 
     def __init__(self) -> None:
-        self._tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        self._tables: list[dict[Any, Any]] = []
+        self._before: dict[int, dict[Any, Any]] = {}  # by id of a table that held anything
         self._leaves: list[tuple[Tensor, list[dict[int, Any]]]] = []
 
-    def add(self, module: nn.Module) -> None:
-        tables: list[dict[Any, Any]] = [*hook_tables(module), child_table(module)]
-        self._tables += [(table, dict(table)) for table in tables]
+    def add(self, tables: Sequence[dict[Any, Any]]) -> None:
+        """Remember what is in these, as `added_tables` gives them, before anything is added."""
+        self._tables += tables
+        self._before |= {id(table): dict(table) for table in tables if table}
 
     def add_leaves(self, module: nn.Module) -> None:
         """Hooks of its parameters' gradients, too, where nobody holds them back meanwhile."""
@@ -52,20 +54,22 @@ class _Added:
             self._leaves.append((leaf, [dict(table or {}) for table in gradient_hooks(leaf)]))
 
     def put_back(self) -> None:
-        for table, before in self._tables:
-            put_table(table, before)
+        """Take away what was added, and put back what was taken away."""
+        for table in self._tables:
+            _put_table(table, self._before.get(id(table), {}))
         for leaf, saved in self._leaves:
             for now, before in zip(gradient_hooks(leaf), saved, strict=True):
                 if now is not None:
-                    put_table(now, before)
+                    _put_table(now, before)
 
     def clear(self) -> None:
+        """Forget all of it."""
         self._tables.clear()
+        self._before.clear()
         self._leaves.clear()
 
 
-def put_table(table: dict[Any, Any], before: dict[Any, Any]) -> None:
-    """Let a table hold the very same again as before, in its order."""
+def _put_table(table: dict[Any, Any], before: dict[Any, Any]) -> None:
     is_same = table.keys() == before.keys()
     if not is_same or any(table[key] is not value for key, value in before.items()):
         table.clear()
@@ -107,12 +111,12 @@ class Surroundings:
         self._objects = objects
         self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._values: list[tuple[Variable, Any]] = []
-        self._added = _Added()
+        self._added = Added()
         self._remembered = Remembered()
 
     def begin(self) -> None:
         for module in self._modules:
-            self._added.add(module)
+            self._added.add(added_tables(module))
             self._added.add_leaves(module)
             self._begin_table(vars(module), apart_from=OF_EVERY_MODULE)
         for each in self._objects:
@@ -181,13 +185,13 @@ class ChangingState:
     def __init__(self, places: Sequence[Place]) -> None:
         self._places = places
         self._before: list[Any] = []
-        self._added = _Added()
+        self._added = Added()
         self._remembered = Remembered()
 
     def begin(self) -> None:
         owners = [place.owner for place in self._places if place.owner is not None]
         for module in {id(each): each for root in owners for each in root.modules()}.values():
-            self._added.add(module)
+            self._added.add(added_tables(module))
         for place in self._places:
             value = place.read()
             self._before.append(value)

@@ -591,9 +591,7 @@ class Feed:
 
     def _go_back(self, start: _Pass) -> None:
         """Let plain values of the loader be as they were before a pass."""
-        changed, first = self._changed_attributes(), self._first_attributes
-        untouched = {place: first[place] for place in changed.keys() & first.keys()}
-        write_attributes(self._loader, {**untouched, **start.attributes})
+        write_attributes(self._loader, {**self._first_attributes, **start.attributes})
 
     def _warn_of_repetition(self, *, is_in_the_middle: bool) -> None:
         earlier = len(self._passes) - is_in_the_middle
