@@ -3,7 +3,7 @@
 import copy
 import functools
 import re
-import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -168,43 +168,64 @@ def test_a_run_says_once_what_is_done() -> None:
 
 
 class SlowToLaunch(Model):
-    """Each microbatch takes a while, however many rows it has."""
+    """Each microbatch takes a while, however many rows it has, and blocks take some for each row.
+
+    It says itself how long: what a busy machine makes of a real clock decides nothing here.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.now = 0.0
+        monkeypatch.setattr("automicro.memory.meter.time.perf_counter", lambda: self.now)
+        for block in self.blocks:
+            block.register_forward_hook(self._block_took)
+
+    def _block_took(self, block: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+        self.now += 2e-6 * len(output)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            time.sleep(0.02)
+        self.now += 0.02
         return super().forward(hidden)
 
 
-def level_found(steps: int = 60, **options: Any) -> tuple[list[Any], list[str]]:
+Found = tuple[list[Any], list[str]]
+
+
+@pytest.fixture
+def level_found(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Found]:
     """Steps within what two rows need, and what was told until a level was chosen."""
-    torch.manual_seed(1)
-    batch = torch.randn(16, 64, WIDTH), torch.randint(2, (16,))
 
-    model = SlowToLaunch()
+    def found(steps: int = 60, **options: Any) -> Found:
+        torch.manual_seed(1)
+        batch = torch.randn(16, 64, WIDTH), torch.randint(2, (16,))
+        model = SlowToLaunch(monkeypatch)
 
-    def microbatcher(limit: Any, **more: Any) -> Microbatcher:
-        model.zero_grad()
-        return Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), memory_limit=limit, **more)
+        def microbatcher(limit: Any, **more: Any) -> Microbatcher:
+            model.zero_grad()
+            return Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), memory_limit=limit, **more)
 
-    two = microbatcher("1GiB").backward((batch[0][:2], batch[1][:2]))
-    assert two.peak_bytes is not None
-    job = microbatcher(int(1.2 * two.peak_bytes) + batch[0].nbytes, **options)
-    results, told = [], []
-    for _ in range(steps):
+        two = microbatcher("1GiB").backward((batch[0][:2], batch[1][:2]))
+        assert two.peak_bytes is not None
+        job = microbatcher(int(1.2 * two.peak_bytes) + batch[0].nbytes, **options)
+        results, told = [], []
+        for _ in range(steps):
+            results.append(job.backward(batch))
+            model.zero_grad()
+            exploration = results[-1].exploration
+            if exploration is not None and exploration.is_news:
+                told.append(str(exploration))
+                if exploration.ended is not None:
+                    break
         results.append(job.backward(batch))
-        model.zero_grad()
-        exploration = results[-1].exploration
-        if exploration is not None and exploration.is_news:
-            told.append(str(exploration))
-            if exploration.ended is not None:
-                break
-    results.append(job.backward(batch))
-    return results, told
+        return results, told
+
+    return found
 
 
 @pytest.mark.sweep
-def test_auto_takes_the_level_whose_larger_microbatches_are_faster() -> None:
+def test_auto_takes_the_level_whose_larger_microbatches_are_faster(
+    level_found: Callable[..., Found],
+) -> None:
     results, told = level_found(when_too_large="auto")
     plain = max(each.microbatch_size for each in results if each.level == "plain")
     assert results[-1].level != "plain"
@@ -214,14 +235,16 @@ def test_auto_takes_the_level_whose_larger_microbatches_are_faster() -> None:
 
 
 @pytest.mark.sweep
-def test_explore_finds_a_size_and_a_level() -> None:
+def test_explore_finds_a_size_and_a_level(level_found: Callable[..., Found]) -> None:
     results, told = level_found(when_too_large="recompute", microbatch_size="explore")
     assert results[-1].level == "recompute"
     assert ", recompute, " in told[-1]
 
 
 @pytest.mark.sweep
-def test_where_runs_are_to_be_repeatable_no_clock_decides() -> None:
+def test_where_runs_are_to_be_repeatable_no_clock_decides(
+    level_found: Callable[..., Found],
+) -> None:
     results, told = level_found(8, when_too_large="auto", repeatable=True)
     assert {result.level for result in results} == {"plain"}
     assert not told
