@@ -681,14 +681,33 @@ class Joined:
         self._may_be_loss: list[tuple[Tensor, Tensor]] = []
         self.is_split = len(rows) > 1
 
-    def extends(self, counts: Sequence[int]) -> bool:
+    def extends(self, pieces: Sequence[Sequence[Any]]) -> bool:
         """Whether a list that got so many entries got one for each row."""
-        is_one_each = list(counts) == list(self._rows) and max(counts) > 1
+        is_one_each = self._are_rows(pieces) and max(map(len, pieces)) > 1
         if is_one_each:
             self._refuse_rows("a list that the step appends to")
         return is_one_each
 
     def _refuse_rows(self, what: str) -> None:
+    def _are_rows(self, pieces: Sequence[Sequence[Any]]) -> bool:
+        """Whether each microbatch has an entry for each of its rows.
+
+        Two tensors of two rows are as many by chance: they have the rows in them.
+        """
+        if [len(each) for each in pieces] != list(self._rows):
+            return False
+        rows = self._rows[0]
+        return (
+            rows == 1
+            or any(each != rows for each in self._rows)
+            or not all(
+                isinstance(entry, Tensor)
+                and any(entry.shape[dim : dim + 1] == (rows,) for dim in self._dims)
+                for piece in pieces
+                for entry in piece
+            )
+        )
+
         if self._sorted_by is not None:
             raise LossError(
                 f"{what} has a value for each row, and microbatch_unit={self._sorted_by!r} sorts "
@@ -831,9 +850,7 @@ class Joined:
 
     def _join_sequences(self, what: str, values: Sequence[Any]) -> Any:
         first = values[0]
-        if type(first) is list and all(
-            len(v) == n for v, n in zip(values, self._rows, strict=True)
-        ):
+        if type(first) is list and self._are_rows(values):
             self._refuse_rows(what)
             return [each for value in values for each in value]
         if not all(len(value) == len(first) for value in values):
@@ -1083,7 +1100,7 @@ class Kept:
     ) -> None:
         pieces = [values[one:other] for one, other in itertools.pairwise(lengths)]
         counts = [len(each) for each in pieces]
-        if len(values) != lengths[-1] or not any(counts) or joined.extends(counts):
+        if len(values) != lengths[-1] or not any(counts) or joined.extends(pieces):
             return
         if len(set(counts)) > 1:
             self._warn(name, f"got {counts} entries from the microbatches of one batch")

@@ -564,6 +564,43 @@ def test_what_the_step_returns_is_that_of_the_whole_batch_or_said_to_be_parts(
 
 
 class Predicting(runs.Module):
+class InLists(runs.Module):
+    """Each list has as many tensors as a microbatch has rows."""
+
+    def both(self, batch: Any) -> list[torch.Tensor]:
+        outputs = self.net(batch[0])
+        return [outputs.detach(), outputs.argmax(-1)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        both = self.both(batch)
+        self.losses.extend(both)
+        return {"loss": F.cross_entropy(self.net(batch[0]), batch[1]), "both": both}
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.both(batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.kept["outputs"] += [*outputs["both"], *self.losses]
+
+    def on_train_epoch_end(self) -> None:
+        """Without the metrics that the step does not update."""
+
+
+def test_a_list_of_as_many_tensors_as_there_are_rows_is_joined_tensor_by_tensor(
+    tmp_path: Path,
+) -> None:
+    case: dict[str, Any] = {"max_steps": 1, "limit_val_batches": 0, "make": InLists}
+    found, predicted = [], []
+    for line in ([], [AutoMicrobatch(microbatch_size=2, eval_microbatch_size=2)]):
+        found.append(fit(tmp_path, line, **case).module.kept["outputs"])
+        torch.manual_seed(0)
+        trainer, loader = runs.trainer_of(tmp_path, line), runs.loader(rows=10, batch=10)
+        predicted.append(trainer.predict(InLists(), loader)[0])
+    for plain, ours in (found, predicted):
+        assert [each.shape for each in ours] == [each.shape for each in plain]
+        assert all(map(functools.partial(torch.allclose, atol=1e-6), ours, plain))
+
+
     """Gives what microbatches cannot give."""
 
     gives = "centred"
