@@ -427,8 +427,9 @@ def read_average(model: Any, given: Any) -> Any:
         )
     losses = [each for each in keras.tree.flatten(model.loss) if each is not None]
     kinds = {getattr(each, "reduction", _MEANS[0]) for each in losses}
-    if kinds <= set(_MEANS):
-        return "samples"  # of as many numbers each; sample weights do not change by what
+    if kinds <= set(_MEANS):  # of as many numbers each; sample weights do not change by what
+        is_own = type(model).compute_loss is not keras.Model.compute_loss
+        return "auto" if is_own or any(map(_may_compare, losses)) else "samples"
     if len(losses) > 1:
         raise ValueError(
             f"the model has {len(losses)} losses with the reductions "
@@ -444,6 +445,16 @@ def read_average(model: Any, given: Any) -> Any:
         f"the loss has reduction={kind!r}, and training needs one number; compile it with "
         "reduction='sum_over_batch_size'"
     )
+
+
+def _may_compare(loss: Any) -> bool:
+    """Whether a loss may compare rows: one of the caller's own, or Keras' ``Circle``."""
+    if isinstance(loss, str):
+        return loss.lower() == "circle"
+    function = getattr(loss, "fn", loss)
+    name = getattr(function, "__name__", type(function).__name__)
+    module = getattr(function, "__module__", None) or ""
+    return name.lower() == "circle" or not module.startswith("keras.")
 
 
 def _sum_of_weights(data: Any) -> Any:

@@ -527,6 +527,24 @@ def test_a_loss_that_turns_out_to_be_another_mean_is_an_error() -> None:
         model.fit(INPUTS, LABELS, batch_size=BATCH, verbose=0)
 
 
+def compares(y_true: Any, y_pred: Any) -> Any:
+    return ops.sum(ops.square(y_pred - ops.mean(y_pred, axis=0)), axis=-1)
+
+
+@pytest.mark.parametrize("loss", ["circle", "Circle", keras.losses.Circle(), compares])
+def test_a_loss_that_may_compare_rows_is_said_to_be_unchecked_where_no_two_fit(loss: Any) -> None:
+    def run_out(module: Any, inputs: Any) -> None:
+        if len(inputs[0]) > 1 and inputs[0].device.type != "meta":
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    model = classifier(loss=loss, metrics=None)
+    model.layers[0].register_forward_pre_hook(run_out)
+    enable(model)
+    with pytest.warns(UserWarning, match="could not check that the loss is a mean over samples"):
+        model.fit(INPUTS, LABELS, batch_size=8, epochs=4, verbose=0)
+    assert model.automicro.last.loss_average_is == "unchecked"
+
+
 class OwnStep(keras.Sequential):
     def train_step(self, data: Any) -> Any:
         return super().train_step(data)
