@@ -44,6 +44,7 @@ from automicro.microbatcher import Microbatcher
 from automicro.modules import is_of_torch
 from automicro.reach import OF_EVERY_MODULE
 from automicro.step.events import Subject
+from automicro.step.metrics import TAKES_EITHER, Readings, warn_of_metric
 from automicro.step.results import EvalResult, StepResult
 from automicro.transaction.metrics import Metrics
 from automicro.transaction.parameters import seen_version
@@ -688,7 +689,6 @@ class Joined:
             self._refuse_rows("a list that the step appends to")
         return is_one_each
 
-    def _refuse_rows(self, what: str) -> None:
     def _are_rows(self, pieces: Sequence[Sequence[Any]]) -> bool:
         """Whether each microbatch has an entry for each of its rows.
 
@@ -708,6 +708,7 @@ class Joined:
             )
         )
 
+    def _refuse_rows(self, what: str) -> None:
         if self._sorted_by is not None:
             raise LossError(
                 f"{what} has a value for each row, and microbatch_unit={self._sorted_by!r} sorts "
@@ -972,6 +973,7 @@ class Kept:
         self._shadows: list[tuple[Any, Any]] = []
         # By id of what a metric returned: that, as ids are used again, and whose it is.
         self._returned: dict[int, tuple[Any, Source]] = {}
+        self._readings: list[tuple[Any, Readings]] = []
         self._places = Replacements()
 
     def begin(self) -> None:
@@ -1024,7 +1026,19 @@ class Kept:
         if is_split and is_first:
             for metric in self._metrics:
                 if hasattr(metric, "_forward_cache"):
+                    self._watch(metric)
                     self._shadow(metric)
+
+    def _watch(self, metric: Any) -> None:
+        """Note what each update takes its numbers for."""
+        own, readings = metric.update, Readings()
+
+        def update(*arguments: Any, **named: Any) -> None:
+            with readings:
+                own(*arguments, **named)
+
+        self._places.put(metric, "update", update)
+        self._readings.append((metric, readings))
 
     def _shadow(self, metric: Any) -> None:
         own, shadow = metric.forward, None
@@ -1092,6 +1106,9 @@ class Kept:
             for name, values, start, lengths in self._lists:
                 self._join_list(joined, name, values, [start, *lengths])
             self._warn_of_counters(joined)
+            for metric, readings in self._readings:
+                if readings.differ:
+                    warn_of_metric(metric, TAKES_EITHER, self._warned)
         if self._counted is not None:
             self._counted.prepare()
 

@@ -63,7 +63,9 @@ def _takes_name(update: Callable[..., None]) -> bool:
 class MetricGuard:
     """Warns once of each metric that comes out otherwise when a batch is split.
 
-    Of torchmetrics' own it is known which do. Any other metric is looked at in the first
+    Of torchmetrics' own it is known which do. Those that take logits ask of each update whether all
+    its numbers lie between 0 and 1, and take these for probabilities then: where microbatches of
+    one batch answer otherwise, that is noticed. Any other metric is looked at in the first
     microbatches: a few rows are counted in one update and in two, and the values compared. Nothing
     of that stays. A function of the caller's that updates metrics may do more than that, and is not
     called for it: there a mean that gets one value for several rows is noticed, and a sum, maximum
@@ -90,6 +92,7 @@ class MetricGuard:
         self._random_state = random_state
         self._is_split = False
         self._looks: dict[int, tuple[Any, int]] = {}  # the metric, too: ids are used again
+        self._readings: dict[str, tuple[Any, Readings]] = {}  # of one batch, by the metric's name
         self._warned: set[str] = set()
 
     def expect(self, metrics: Any, cuts: Sequence[Cut]) -> None:
@@ -98,6 +101,9 @@ class MetricGuard:
         Warns:
             MetricWarning
         """
+        for metric, readings in self._readings.values():
+            self._warn_of(metric, readings)
+        self._readings.clear()
         self._is_split = metrics is not None and any(cut.is_split for cut in cuts)
         if not self._is_split:
             return
@@ -118,7 +124,21 @@ class MetricGuard:
         Warns:
             MetricWarning
         """
-        looked_at = [each for each in _members(metric) if self._is_split and self._may_look(each)]
+        if not self._is_split:
+            self._update(metric, outputs, microbatch, name)
+            return
+        _, readings = self._readings.setdefault(name, (metric, Readings()))
+        with readings:
+            self._look_and_update(metric, outputs, microbatch, name)
+        if not readings.on_device:
+            self._warn_of(metric, readings)
+
+    def _warn_of(self, metric: Any, readings: "Readings") -> None:
+        if readings.differ:
+            self._warn(metric, TAKES_EITHER)
+
+    def _look_and_update(self, metric: Any, outputs: Any, microbatch: Any, name: str) -> None:
+        looked_at = [each for each in _members(metric) if self._may_look(each)]
         if not looked_at:
             self._update(metric, outputs, microbatch, name)
             return
@@ -183,17 +203,31 @@ class MetricGuard:
             self._warn(metric, "counts updates rather than rows")
 
     def _warn(self, metric: Any, reason: str) -> None:
-        name = metric.__name__ if isinstance(metric, type) else type(metric).__name__
-        if name in self._warned:
-            return
-        self._warned.add(name)
-        warn(
-            f"the metric {name} {reason}, and a batch that is split updates it once for each "
-            "microbatch, so its value depends on the microbatch size. Let it count rows, update it "
-            "yourself with the outputs of whole batches (evaluate(batch, return_outputs=True)), or "
-            "keep batches whole with microbatch_size=None",
-            MetricWarning,
-        )
+        warn_of_metric(metric, reason, self._warned)
+
+
+def warn_of_metric(metric: Any, reason: str, warned: set[str]) -> None:
+    """Warn of a metric whose value depends on the microbatch size.
+
+    Args:
+        metric: that.
+        reason: why, in words that follow its name.
+        warned: names of those that were told of already, which gains this one's.
+
+    Warns:
+        MetricWarning
+    """
+    name = metric.__name__ if isinstance(metric, type) else type(metric).__name__
+    if name in warned:
+        return
+    warned.add(name)
+    warn(
+        f"the metric {name} {reason}, and a batch that is split updates it once for each "
+        "microbatch, so its value depends on the microbatch size. Let it count rows, update it "
+        "yourself with the outputs of whole batches (evaluate(batch, return_outputs=True)), or "
+        "keep batches whole with microbatch_size=None",
+        MetricWarning,
+    )
 
 
 def _unless_it_always_fails(look: Callable[[], T], name: str) -> T | None:
@@ -255,6 +289,57 @@ def _weight_of(metric: Any) -> float | None:
         weight = getattr(metric, "weight", None)
         return float(weight) if isinstance(weight, Tensor) and weight.numel() == 1 else None
     return None
+
+
+TAKES_EITHER = (
+    "takes its numbers for probabilities where all of an update lie between 0 and 1, and for "
+    "logits elsewhere (give it probabilities: sigmoid or softmax)"
+)
+
+
+class Readings(TorchFunctionMode):
+    """What metrics of torchmetrics take their numbers for: around each update of one batch.
+
+    Attributes:
+        on_device: whether to know it is to wait for a device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_device = False
+        self._every: list[list[Tensor | str]] = []
+
+    @property
+    def differ(self) -> bool:
+        """Whether one update read other than another."""
+        read = [[bool(each) for each in said if not isinstance(each, str)] for said in self._every]
+        called = [[each for each in said if isinstance(each, str)] for said in self._every]
+        return any(each != read[0] for each in read) or any(each != called[0] for each in called)
+
+    def __enter__(self) -> "Readings":
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._every.append([])
+        return self
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Call it; note what torchmetrics makes probabilities, and on a device whether it does."""
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name not in ("sigmoid", "softmax", "where"):
+            return result
+        frame = sys._getframe(1)
+        while frame.f_globals.get("__name__") == __name__ and frame.f_back:  # of another such mode
+            frame = frame.f_back
+        if not frame.f_globals.get("__name__", "").startswith("torchmetrics."):
+            return result
+        if name != "where":
+            self._every[-1].append(name)
+        elif len(args) == 3 and args[0].dtype == torch.bool and args[0].dim() == 0:
+            self.on_device = self.on_device or args[0].device.type != "cpu"
+            self._every[-1].append(args[0])
+        return result
 
 
 class _MeansOfRows(TorchFunctionMode):

@@ -28,6 +28,7 @@ from lightning.fabric.plugins import MixedPrecision
 from lightning.pytorch.utilities import CombinedLoader
 from torchmetrics import MetricCollection
 from torchmetrics.classification import (
+    BinaryAccuracy,
     MulticlassAccuracy,
     MulticlassAUROC,
     MulticlassF1Score,
@@ -563,7 +564,6 @@ def test_what_the_step_returns_is_that_of_the_whole_batch_or_said_to_be_parts(
     assert sum("['strange'] is a object in each microbatch" in text for text in texts) == 1
 
 
-class Predicting(runs.Module):
 class InLists(runs.Module):
     """Each list has as many tensors as a microbatch has rows."""
 
@@ -601,6 +601,7 @@ def test_a_list_of_as_many_tensors_as_there_are_rows_is_joined_tensor_by_tensor(
         assert all(map(functools.partial(torch.allclose, atol=1e-6), ours, plain))
 
 
+class Predicting(runs.Module):
     """Gives what microbatches cannot give."""
 
     gives = "centred"
@@ -653,6 +654,27 @@ def test_logged_numbers_that_are_no_means_are_named(tmp_path: Path) -> None:
         fit(tmp_path, [AutoMicrobatch(microbatch_size=12)], make=LoggingNumbers, **case)
     [text] = [str(each.message) for each in told if "tells of" in str(each.message)]
     assert re.findall(r"log\('(\w+)'\)", text) == ["most", "perplexity"]
+
+
+class OfLogits(runs.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = BinaryAccuracy()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.accuracy.update(batch[0][:, 0], batch[1] > 0)
+        self.log("accuracy", self.accuracy)
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def on_train_epoch_end(self) -> None:
+        """Without the metrics that the step does not update."""
+
+
+def test_a_metric_that_takes_some_microbatches_for_probabilities_is_named(tmp_path: Path) -> None:
+    case: dict[str, Any] = {"max_steps": 2, "limit_val_batches": 0}
+    with pytest.warns(MetricWarning, match="BinaryAccuracy takes its numbers for prob") as told:
+        fit(tmp_path, [AutoMicrobatch(microbatch_size=1)], make=OfLogits, **case)
+    assert sum("takes its numbers" in str(each.message) for each in told) == 1
 
 
 class Listing(runs.Module):

@@ -30,6 +30,7 @@ from torchmetrics import image as of_images
 from torchmetrics import regression as of_numbers
 
 from automicro import Evaluator, Halving, MetricWarning, Microbatcher, Trainer
+from automicro.step.metrics import Readings
 from automicro.transaction.metrics import Metrics, flatten_metrics
 from automicro.transaction.remembering import Growth
 from tests.sweeps import mostly_in_sweeps
@@ -516,6 +517,9 @@ INPUTS: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
     "classes": lambda: (torch.rand(N, 4).softmax(1), torch.randint(4, (N,))),
     "binary": lambda: (torch.rand(N) * SCALE, torch.randint(2, (N,))),
     "labels": lambda: (torch.rand(N, 3), torch.randint(2, (N, 3))),
+    # All of the first slice lie between 0 and 1.
+    "logits": lambda: (torch.linspace(0.1, 3, N), torch.arange(N) % 2),
+    "logits of classes": lambda: (torch.linspace(0.1, 3, 4 * N).view(N, 4), torch.arange(N) % 4),
     "numbers": lambda: (torch.rand(N) * SCALE + 0.1, torch.rand(N) + 0.1),
     "columns": lambda: (torch.rand(N, 3) * SCALE[:, None] + 0.1, torch.rand(N, 3) + 0.1),
     "shares": lambda: (torch.rand(N, 3).softmax(1), torch.rand(N, 3).softmax(1)),
@@ -637,7 +641,16 @@ NAMED: dict[str, tuple[Callable[[], Any], str, str]] = {
     ),
     "BootStrapper": (lambda: wrappers.BootStrapper(MeanSquaredError(), 4), "numbers", "draws anew"),
     "SSIM": (of_images.StructuralSimilarityIndexMeasure, "images", "data_range"),
-}
+    "logits": (of_classes.BinaryAccuracy, "logits", "BinaryAccuracy takes its numbers for prob"),
+    "logits of classes": (
+        lambda: of_classes.MulticlassAUROC(4), "logits of classes", "softmax",
+    ),
+    "logits in a collection": (
+        lambda: MetricCollection([of_classes.BinaryF1Score(), of_classes.BinaryAccuracy()]),
+        "logits",
+        "for logits elsewhere",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -655,6 +668,37 @@ def test_metrics_that_depend_on_the_cut_are_named_once(name: str, call: str) -> 
 def test_they_are_not_named_while_batches_stay_whole(name: str) -> None:
     make, given, _ = NAMED[name]
     assert split_value(make(), INPUTS[given](), size=N)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "make"),
+    [
+        ("binary", of_classes.BinaryAccuracy),  # probabilities
+        ("logits", lambda: of_classes.BinaryAccuracy(threshold=0.4)),  # of -3, -2.9 … here
+        ("logits of classes", lambda: of_classes.MulticlassAccuracy(4)),  # counts the largest alone
+    ],
+)
+def test_metrics_that_read_all_slices_alike_are_not_named(given: str, make: Any) -> None:
+    x, y = INPUTS[given]()
+    batch = (-x, y) if given == "logits" else (x, y)
+    metric = make()
+    metric.update(*batch)
+    value, named = split_value(make(), batch)
+    assert (value, named) == (metric.compute(), [])
+
+
+def test_what_is_read_on_a_device_is_told_with_the_next_batch() -> None:
+    """There torchmetrics computes both, and selects: nobody waits for it in the batch."""
+    code = "def read(x): return torch.where(((x < 0) | (x > 1)).any(), x.sigmoid(), x)"
+    package = {"torch": torch, "__name__": "torchmetrics.of_a_device"}
+    exec(code, package)
+    read: Any = package["read"]
+    readings = Readings()
+    for number in (0.5, 0.7, 2.0):
+        assert not readings.differ
+        with readings:
+            read(torch.tensor([number]))
+    assert readings.differ
 
 
 @pytest.mark.parametrize(
