@@ -44,7 +44,7 @@ from automicro.microbatcher import Microbatcher
 from automicro.modules import is_of_torch
 from automicro.reach import OF_EVERY_MODULE
 from automicro.step.events import Subject
-from automicro.step.metrics import TAKES_EITHER, Readings, warn_of_metric
+from automicro.step.metrics import TAKES_EITHER, Asking, Readings, warn_of_metric
 from automicro.step.results import EvalResult, StepResult
 from automicro.transaction.metrics import Metrics
 from automicro.transaction.parameters import seen_version
@@ -963,6 +963,7 @@ class Kept:
         self._growth = Growth()
         self._forgotten: set[tuple[int, str]] = set()
         self._warned: set[str] = set()
+        self._asking = Asking()
         self._clear()
 
     def _clear(self) -> None:
@@ -1026,7 +1027,8 @@ class Kept:
         if is_split and is_first:
             for metric in self._metrics:
                 if hasattr(metric, "_forward_cache"):
-                    self._watch(metric)
+                    if self._asking.may(metric):
+                        self._watch(metric)
                     self._shadow(metric)
 
     def _watch(self, metric: Any) -> None:
@@ -1107,6 +1109,7 @@ class Kept:
                 self._join_list(joined, name, values, [start, *lengths])
             self._warn_of_counters(joined)
             for metric, readings in self._readings:
+                self._asking.learn(metric, readings)
                 if readings.differ:
                     warn_of_metric(metric, TAKES_EITHER, self._warned)
         if self._counted is not None:

@@ -93,6 +93,7 @@ class MetricGuard:
         self._is_split = False
         self._looks: dict[int, tuple[Any, int]] = {}  # the metric, too: ids are used again
         self._readings: dict[str, tuple[Any, Readings]] = {}  # of one batch, by the metric's name
+        self._asking = Asking()
         self._warned: set[str] = set()
 
     def expect(self, metrics: Any, cuts: Sequence[Cut]) -> None:
@@ -103,6 +104,7 @@ class MetricGuard:
         """
         for metric, readings in self._readings.values():
             self._warn_of(metric, readings)
+            self._asking.learn(metric, readings)
         self._readings.clear()
         self._is_split = metrics is not None and any(cut.is_split for cut in cuts)
         if not self._is_split:
@@ -126,6 +128,9 @@ class MetricGuard:
         """
         if not self._is_split:
             self._update(metric, outputs, microbatch, name)
+            return
+        if not self._asking.may(metric):
+            self._look_and_update(metric, outputs, microbatch, name)
             return
         _, readings = self._readings.setdefault(name, (metric, Readings()))
         with readings:
@@ -301,25 +306,37 @@ class Readings(TorchFunctionMode):
     """What metrics of torchmetrics take their numbers for: around each update of one batch.
 
     Attributes:
+        asks: whether it depends on the numbers.
         on_device: whether to know it is to wait for a device.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.on_device = False
-        self._every: list[list[Tensor | str]] = []
+        self.asks = self.on_device = False
+        self._first: list[bool | str] | None = None
+        self._differ = False
+        self._waiting: list[list[Tensor | str]] = []  # of updates, the last one's at the end
 
     @property
     def differ(self) -> bool:
         """Whether one update read other than another."""
-        read = [[bool(each) for each in said if not isinstance(each, str)] for said in self._every]
-        called = [[each for each in said if isinstance(each, str)] for said in self._every]
-        return any(each != read[0] for each in read) or any(each != called[0] for each in called)
+        for waiting in self._waiting:
+            said = [each if isinstance(each, str) else bool(each) for each in waiting]
+            if self._first is None:
+                self._first = said
+            self._differ = self._differ or said != self._first
+        self._waiting.clear()
+        return self._differ
 
     def __enter__(self) -> "Readings":
         super().__enter__()  # type: ignore[no-untyped-call]
-        self._every.append([])
+        self._waiting.append([])
         return self
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
+        if kind is not None:
+            self._waiting.pop()  # an update that ended early said nothing
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -327,19 +344,45 @@ class Readings(TorchFunctionMode):
         """Call it; note what torchmetrics makes probabilities, and on a device whether it does."""
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        if name not in ("sigmoid", "softmax", "where"):
+        if name not in ("all", "any", "sigmoid", "softmax", "where"):
             return result
         frame = sys._getframe(1)
         while frame.f_globals.get("__name__") == __name__ and frame.f_back:  # of another such mode
             frame = frame.f_back
-        if not frame.f_globals.get("__name__", "").startswith("torchmetrics."):
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith("torchmetrics."):
             return result
-        if name != "where":
-            self._every[-1].append(name)
+        if name in ("all", "any"):
+            self.asks = self.asks or "classification" in module or module.endswith(".compute")
+        elif name != "where":
+            self._waiting[-1].append(name)
         elif len(args) == 3 and args[0].dtype == torch.bool and args[0].dim() == 0:
             self.on_device = self.on_device or args[0].device.type != "cpu"
-            self._every[-1].append(args[0])
+            self._waiting[-1].append(args[0])
         return result
+
+
+class Asking:
+    """Which metrics to watch with `Readings`, where every operation costs something.
+
+    All of them, until several batches in a row have shown that one asks nothing of its numbers.
+    """
+
+    def __init__(self) -> None:
+        self._silent: dict[int, tuple[Any, int]] = {}  # the metric, too: ids are used again
+
+    def may(self, metric: Any) -> bool:
+        """Whether a metric may ask."""
+        known, batches = self._silent.get(id(metric), (None, 0))
+        return known is not metric or batches < _MOST_LOOKS
+
+    def learn(self, metric: Any, readings: Readings) -> None:
+        """Take note of what a metric did in a batch."""
+        known, batches = self._silent.get(id(metric), (None, 0))
+        self._silent[id(metric)] = (
+            metric,
+            (0 if readings.asks else batches + 1 if known is metric else 1),
+        )
 
 
 class _MeansOfRows(TorchFunctionMode):

@@ -1,5 +1,6 @@
 """Metrics: uncounted after a failed attempt, and alike however a batch is cut."""
 
+import contextlib
 import dataclasses
 import importlib
 import itertools
@@ -30,7 +31,7 @@ from torchmetrics import image as of_images
 from torchmetrics import regression as of_numbers
 
 from automicro import Evaluator, Halving, MetricWarning, Microbatcher, Trainer
-from automicro.step.metrics import Readings
+from automicro.step.metrics import Asking, Readings
 from automicro.transaction.metrics import Metrics, flatten_metrics
 from automicro.transaction.remembering import Growth
 from tests.sweeps import mostly_in_sweeps
@@ -699,6 +700,37 @@ def test_what_is_read_on_a_device_is_told_with_the_next_batch() -> None:
         with readings:
             read(torch.tensor([number]))
     assert readings.differ
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "asks"),
+    [
+        (of_classes.BinaryAccuracy, "logits", True),
+        (lambda: of_classes.MulticlassAUROC(4), "logits of classes", True),
+        (lambda: of_classes.MulticlassAccuracy(4), "logits of classes", False),
+        (MeanSquaredError, "numbers", False),
+    ],
+)
+def test_only_metrics_that_ask_what_their_numbers_are_stay_watched(
+    make: Any, given: str, asks: bool
+) -> None:
+    asking, metric, batch = Asking(), make(), INPUTS[given]()
+    for _ in range(5):
+        watched = asking.may(metric)
+        with Readings() as readings:
+            metric.update(*batch)
+        asking.learn(metric, readings)
+    assert watched is asks
+
+
+def test_an_update_that_ended_early_has_read_nothing() -> None:
+    readings = Readings()
+    for ends_early in (False, True):
+        with contextlib.suppress(torch.OutOfMemoryError), readings:
+            if ends_early:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            of_classes.BinaryAccuracy().update(*INPUTS["logits"]())
+    assert not readings.differ
 
 
 @pytest.mark.parametrize(
