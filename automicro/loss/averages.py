@@ -371,10 +371,16 @@ def _read_transformers(model: nn.Module, targets: Callable[[Any], Any]) -> Avera
     config = getattr(model, "config", None)
     owner = next((each for each in model.modules() if hasattr(type(each), "loss_function")), model)
     names = _names_in_forward(owner)
-    is_own = bool(names & _OWN_CROSS_ENTROPY) and "loss_function" not in names
+    is_own = (
+        bool(names & _OWN_CROSS_ENTROPY)
+        and "loss_function" not in names
+        and not names.isdisjoint(TARGET_KEYS)  # else it is not over what is counted here
+    )
     loss_type = getattr(model, "loss_type", None)
     if loss_type is None and type(owner).__name__.endswith("ForCTC"):
         loss_type = "ForCTC"
+    elif loss_type is None and type(model).__name__.endswith("WithLMHeadModel"):
+        loss_type = "ForMaskedLM"  # XLM's and FlauBERT's: a layer has the loss, and shifts nothing
     elif loss_type is None and (
         is_own or "loss_function" in names or type(model).__name__.endswith("LMHeadModel")
     ):
@@ -461,6 +467,11 @@ def _target_counts(batch: Any, convention: Convention) -> Iterator[Candidate]:
     if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.is_nested:
         return
     where = expression(batch, targets)
+    yield Candidate(  # a model may say of itself that "tokens" are others
+        code=f"lambda batch: ({where} != {IGNORED}).sum()",
+        value=_counter(convention.targets, IGNORED),
+        kind="a mean over the targets that are not ignored",
+    )
     if targets.dim() > 1:
         yield Candidate(
             code=f"lambda batch: ({where}[..., 1:] != {IGNORED}).sum()",

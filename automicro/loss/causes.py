@@ -359,7 +359,7 @@ def _average(computation: Computation, value: Any) -> Average:
         loss_fn=None,
         model=computation.modules[0],
         targets=computation.convention.targets,
-        reads_model=False,
+        reads_model=computation.convention.computes_loss_in_model,
     )
     return found[""]
 

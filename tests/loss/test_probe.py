@@ -201,6 +201,25 @@ def test_labels_that_are_not_shifted_are_never_taken_for_shifted() -> None:
     assert message.endswith("pass loss_average='tokens'")
 
 
+def test_a_model_that_says_it_shifts_and_does_not_gets_a_remedy_that_makes_it_exact() -> None:
+    batch = {"input_ids": tokens(), "labels": token_targets()}
+
+    class Unshifted(OwnCausalModel):
+        loss_type = "ForCausalLM"
+
+        def loss_function(self) -> None: ...
+
+        def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return {"loss": mean_of_tokens(self.encoder(input_ids), labels)}
+
+    (message,) = warnings_of(Microbatcher(Unshifted(), microbatch_size=4), batch)
+    remedy = message.partition("pass loss_average=")[2]
+    assert remedy == "lambda batch: (batch['labels'] != -100).sum()"
+    average = eval(remedy)
+    declared = Microbatcher(Unshifted(), microbatch_size=4, loss_average=average)
+    assert warnings_of(declared, batch) == []
+
+
 def test_a_detector_whose_loss_counts_boxes_is_named_although_it_has_no_loss_in_eval_mode() -> None:
     model = Detector()
     microbatcher = Microbatcher(model, forward=detection_forward, microbatch_size=4)

@@ -83,6 +83,11 @@ def speech(draws: torch.Generator) -> dict[str, Tensor]:
     return {"input_values": x(draws, ROWS, 400), "labels": labels}
 
 
+def series(draws: torch.Generator) -> dict[str, Tensor]:
+    classes = torch.randint(3, (ROWS,), generator=draws)
+    return {"past_values": x(draws, ROWS, 16, 2), "target_values": classes}
+
+
 def _make(kind: str, config: str, **options: Any) -> Any:
     made = getattr(transformers, config)(**options)
     model = getattr(transformers, kind)(made).train()
@@ -264,6 +269,31 @@ TRANSFORMERS: dict[str, ExactJob] = {
     ),
     "a decoder without a declared loss type": _family(
         "BertGenerationDecoder", "BertGenerationConfig", language, **TINY, is_decoder=True, **ENDS
+    ),
+    "XLM, whose loss is in a layer": _family(
+        "XLMWithLMHeadModel",
+        "XLMConfig",
+        language,
+        vocab_size=VOCABULARY,
+        emb_dim=16,
+        n_layers=1,
+        n_heads=2,
+        pad_index=0,
+    ),
+    "PatchTST, whose classes are no labels": _family(
+        "PatchTSTForClassification",
+        "PatchTSTConfig",
+        series,
+        num_input_channels=2,
+        context_length=16,
+        patch_length=4,
+        patch_stride=4,
+        d_model=16,
+        num_attention_heads=2,
+        num_hidden_layers=1,
+        ffn_dim=24,
+        norm_type="layernorm",
+        num_targets=3,
     ),
     "Wav2Vec2, a sum": _ctc("sum"),
     "Wav2Vec2, a mean": _ctc("mean"),
