@@ -420,6 +420,7 @@ def _names_in_forward(model: nn.Module) -> frozenset[str]:
 
 
 _OTHER_IGNORED = (-1, 0, 255)
+_ADDED = (1e-12, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)  # to what a loss divides by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -444,10 +445,17 @@ def candidates(batch: Any, convention: Convention) -> Iterator[Candidate]:
     yield Candidate(
         code="'tokens'", value="tokens", kind="a mean over the targets that are not ignored"
     )
-    yield from _target_counts(batch, convention)
+    counts = list(_target_counts(batch, convention))
     for path, leaf in tensor_leaves(batch):
         if not any(key.startswith("_") for key in path.split(".")):  # nobody's to write down
-            yield from _leaf_counts(batch, path, leaf)
+            counts += _leaf_counts(batch, path, leaf)
+    yield from counts
+    for count, added in itertools.product(counts, _ADDED):
+        yield Candidate(
+            code=f"{count.code} + {added}",
+            value=_more(count.value, added),
+            kind=f"{count.kind}, {added} added to the divisor",
+        )
 
 
 def named(choice: Mapping[str, Candidate]) -> Candidate:
@@ -489,6 +497,10 @@ def _target_counts(batch: Any, convention: Convention) -> Iterator[Candidate]:
 
 def _counter(targets: Callable[[Any], Any], ignored: int) -> Callable[[Any], Any]:
     return lambda part: (targets(part) != ignored).sum()
+
+
+def _more(count: Callable[[Any], Any], added: float) -> Callable[[Any], Any]:
+    return lambda part: count(part) + added
 
 
 def _leaf_counts(batch: Any, path: str, leaf: Tensor) -> Iterator[Candidate]:

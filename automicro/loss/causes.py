@@ -23,6 +23,7 @@ from automicro.loss.weights import BatchWeights, CutBatch, microbatch_weights
 from automicro.memory.oom import Failure, classify, ignoring_errors
 
 _MAX_COORDINATES = 20_000
+_CLOSE = 1e-3  # relative, of weights that were solved for
 KEEP_WHOLE = "keep batches whole with microbatch_size=None"
 
 
@@ -309,7 +310,8 @@ def _candidate(
         with on_host():
             weights = weights_by(_average(computation, candidate.value), together, parts, sizes)
         # What it was taken for is what does not fit.
-        return None if weights is None or _close(weights, configured) else weights
+        same = weights is None or _close(weights, configured, min(tolerance, _CLOSE))
+        return None if same else weights
 
     if sum(one.norm > 0 for one in rows.alone) < 2:
         return None  # of a single row a sum and any mean look alike
@@ -337,10 +339,10 @@ def _are_configured(
         return _close(weights, _configured(computation, together, parts, sizes))
 
 
-def _close(one: Sequence[float], other: Sequence[float] | None) -> bool:
+def _close(one: Sequence[float], other: Sequence[float] | None, tolerance: float = _CLOSE) -> bool:
     if other is None:
         return False
-    return all(abs(a - b) <= 1e-3 * max(abs(b), 1e-3) for a, b in zip(one, other, strict=True))
+    return all(abs(a - b) <= tolerance * max(abs(b), 1e-3) for a, b in zip(one, other, strict=True))
 
 
 def weights_by(

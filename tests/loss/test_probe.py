@@ -107,6 +107,16 @@ NAMED: dict[str, tuple[Any, Any, Any, dict[str, Any], str]] = {
         {},
         "targets that are not ignored .*: pass loss_average='tokens'",
     ),
+    "a divisor with a little added, declared without it": (
+        Encoder,
+        (tokens(), token_targets()),
+        lambda logits, targets: (
+            F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+            / ((targets != IGNORED).sum() + 1e-3)
+        ),
+        {"loss_average": "tokens"},
+        r"0.001 added .*: pass loss_average=lambda batch: \(batch\[1\] != -100\).sum\(\) \+ 0.001",
+    ),
     "rows of which some have no target": (
         Mlp,
         (x(), y().index_fill(0, torch.arange(1, ROWS), IGNORED).index_fill(0, torch.tensor(3), 1)),

@@ -57,6 +57,7 @@ from tests.verification.models import (
     gpt2,
     layered,
     masked,
+    masked_and_safe,
     over_later_tokens,
     over_tokens,
     refers_to_rows,
@@ -145,6 +146,13 @@ PLANTED = {
         batch=lambda: {"x": x(), "y": y(), "mask": (torch.arange(ROWS) % 3 > 0).double()},
         options={"forward": masked},
         loss_average="lambda batch: batch['mask'].sum()",
+    ),
+    "a mask, and a little added to the divisor": Planted(
+        kind="loss average",
+        names="mask",
+        batch=lambda: {"x": x(), "y": y(), "mask": (torch.arange(ROWS) % 3 > 0).double()},
+        options={"forward": masked_and_safe},
+        loss_average="lambda batch: batch['mask'].sum() + 1e-08",
     ),
     "several losses by name": Planted(
         kind="loss average",
