@@ -576,7 +576,8 @@ def _disagreement(before: Sequence[Node], node: Node) -> BatchError:
             )
     return BatchError(
         f"{text} Give both the same number of rows, or declare what holds no rows "
-        f"(batch_layout={{{second.path!r}: 'shared'}}){_or_dimension(first, second)}."
+        f"(batch_layout={{{second.path!r}: 'shared'}})"
+        f"{_or_dimension(first, second) or _or_list(first, second)}."
     )
 
 
@@ -601,6 +602,20 @@ def _or_dimension(first: Node, second: Node) -> str:
         for dim, size in enumerate(leaf.value.shape):
             if size in other.counts and size not in leaf.counts:
                 return f", or which dimension does (batch_layout={{{leaf.path!r}: {dim}}})"
+    return ""
+
+
+def _or_list(first: Node, second: Node) -> str:
+    """The end of a remedy, where each row of one leaf may have several of the other: its images."""
+    for leaf, other in ((second, first), (first, second)):
+        if leaf.kind not in (Kind.TENSOR, Kind.ARRAY) or getattr(leaf.value, "is_nested", False):
+            continue
+        counts, fewer = [list(filter(None, each.counts)) for each in (leaf, other)]
+        if counts and fewer and min(counts) >= 2 * max(fewer):
+            return (
+                f"; if each row has several of {where(leaf.path)} (its images, or their patches), "
+                "give a list of one tensor per row and join it in the forward"
+            )
     return ""
 
 

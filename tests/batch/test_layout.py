@@ -234,3 +234,12 @@ def test_offsets_of_bags_are_not_told_to_be_shared(stops: list[int]) -> None:
         num_rows({"flat": torch.arange(17), "offsets": offsets, "y": torch.zeros(4)})
     assert "a list of one tensor per row" in str(e.value)
     assert "shared" not in str(e.value)
+
+
+def test_patches_of_all_images_are_told_to_be_a_list_of_those_of_each_row() -> None:
+    tokens, sizes = torch.zeros(3, 9), [4, 16, 8]
+    patches = torch.randn(sum(sizes), 5)
+    with pytest.raises(BatchError, match=r"has several of 'patches' .* a list of one tensor") as e:
+        num_rows({"tokens": tokens, "patches": patches})
+    assert "batch_layout={'patches': 'shared'}" in str(e.value)
+    assert num_rows({"tokens": tokens, "patches": list(patches.split(sizes))}) == 3
