@@ -457,6 +457,7 @@ def test_rows_in_groups_that_are_cut_through_are_named_with_the_way_out(call: st
     [note] = caught.value.__notes__
     assert note.startswith("automicro: microbatches have at most 6 of 24 rows; ")
     assert "microbatch_size=Halving(multiple_of=4)" in note
+    assert "batch_layout={'its name': 'shared'}" in note
     sizes = dict.fromkeys(sizes, Halving(multiple_of=4, initial=7))
     microbatcher = Microbatcher(model, forward=of_groups, probe=False, **sizes)
     loss = getattr(microbatcher, call)(batch).loss

@@ -308,8 +308,9 @@ def _explain_shapes(error: BaseException, plan: Plan) -> None:
             error,
             f"automicro: microbatches have at most {split[0].largest} of {split[0].num_rows} rows; "
             "where the whole batch does not fail, the forward may take its rows in groups: give "
-            "sizes that hold whole groups, as in microbatch_size=Halving(multiple_of=4), or keep "
-            "batches whole with microbatch_size=None",
+            "sizes that hold whole groups, as in microbatch_size=Halving(multiple_of=4); what is "
+            "as long as the batch and holds no rows (a table, positions) needs batch_layout="
+            "{'its name': 'shared'}; or keep batches whole with microbatch_size=None",
         )
 
 
