@@ -374,7 +374,7 @@ def _read_transformers(model: nn.Module, targets: Callable[[Any], Any]) -> Avera
     is_own = (
         bool(names & _OWN_CROSS_ENTROPY)
         and "loss_function" not in names
-        and not names.isdisjoint(TARGET_KEYS)  # else it is not over what is counted here
+        and "labels" in names  # else it is not over what is counted here
     )
     loss_type = getattr(model, "loss_type", None)
     if loss_type is None and type(owner).__name__.endswith("ForCTC"):
