@@ -193,8 +193,8 @@ def require_seam(
 def seen_of(loss: Tensor | None, outputs: Any, logged: Mapping[str, Any], *, rows: int) -> Output:
     """What a look sees of a host's step: its loss, outputs with rows, and numbers.
 
-    Hosts give such numbers as means over microbatches, weighted by rows. Those that are the loss
-    are none of them: they are what the loss comes to.
+    Hosts give such numbers as means over microbatches, weighted by rows. Those that are always the
+    loss are none of them: they are what the loss comes to.
 
     Args:
         loss: of these rows.
@@ -212,15 +212,14 @@ def seen_of(loss: Tensor | None, outputs: Any, logged: Mapping[str, Any], *, row
     leaves = dict(tensor_leaves(outputs))
     numbers = {f"the output {path!r}": each for path, each in leaves.items() if each.dim() == 0}
     numbers |= {f"log({name!r})": each for name, each in logged.items()}
-    told = {name: _number(each) for name, each in numbers.items()}
-    own = _number(loss)
+    values = {name: _number(each) for name, each in numbers.items()}
+    told = {name: (each, rows) for name, each in values.items() if each is not None}
     return Output(
         loss,
         {},
         {path: each for path, each in leaves.items() if each.dim()},
-        told={
-            name: (each, rows) for name, each in told.items() if each is not None and each != own
-        },
+        told=told,
+        told_as_loss=frozenset(name for name in told if values[name] == _number(loss)),
     )
 
 

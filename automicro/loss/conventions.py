@@ -57,6 +57,7 @@ class Output:
         given: the mapping that the losses were read from; None where it was none.
         told: numbers that a host was told of, and gives as means over microbatches, by what they
             are in words: each with its weight.
+        told_as_loss: names of those that are the loss itself.
     """
 
     loss: Tensor | None
@@ -66,6 +67,7 @@ class Output:
     carry: Any = None
     given: Mapping[Any, Any] | None = None
     told: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    told_as_loss: frozenset[str] = frozenset()
 
 
 class Convention(Protocol):

@@ -30,14 +30,18 @@ _MOST_NAMED = 5
 
 
 def fewer_and_fewer(sizes: Sequence[int]) -> Iterator[Sequence[int]]:
-    """The microbatches to compare: all, half of them, a quarter, for where there is no memory.
+    """The microbatches to compare: all, half of them, a quarter, two, for where there is no memory.
+
+    The last are halves of the first one, which fits by itself.
 
     >>> list(fewer_and_fewer([4, 4, 4, 3, 3]))
-    [[4, 4, 4, 3, 3], [4, 4]]
+    [[4, 4, 4, 3, 3], [4, 4], [2, 2]]
     """
-    for fraction in _FRACTIONS:
-        if len(sizes) // fraction > 1:
-            yield sizes[: len(sizes) // fraction] if fraction > 1 else sizes
+    counts = [len(sizes) // fraction for fraction in _FRACTIONS] + [2]
+    for count in dict.fromkeys(each for each in counts if each > 1):
+        yield sizes[:count]
+    if sizes[0] > 1:
+        yield [sizes[0] - sizes[0] // 2, sizes[0] // 2]
 
 
 def shaken_bits(used: set[torch.dtype]) -> tuple[int, ...]:
@@ -77,7 +81,7 @@ def compare_whole(
         together, apart = of_all(), losses.of(whole, parts, sizes)
         if not (together and apart and math.isfinite(together.get("", [0.0])[0])):
             return None
-        used = passes.silence.dtypes
+        used, as_loss = passes.silence.dtypes, losses.as_loss or frozenset()
         values = {
             name: Values(
                 together=value,
@@ -88,7 +92,7 @@ def compare_whole(
                 is_told=name in losses.told,
             )
             for name, (value,) in together.items()
-            if name in apart and math.isfinite(value)
+            if name in apart and math.isfinite(value) and name not in as_loss
         }
         if not all(each.add_up for each in values.values()):
             others = [of_all()]
@@ -120,6 +124,8 @@ class _Losses:
         self._passes, self._averages, self._mode = passes, averages, mode
         self.drew_elsewhere = False
         self.told: set[str] = set()  # names of numbers that a host was told of
+        # Those that were the loss each time. Of a single row any mean, median or maximum is.
+        self.as_loss: frozenset[str] | None = None
 
     def of(self, batch: Any, parts: Sequence[Any], sizes: Sequence[int]) -> dict[str, list[float]]:
         """Of each part of a batch, the loss and what is beside it; empty where there is neither."""
@@ -132,6 +138,8 @@ class _Losses:
             output = self._passes.losses(part, mode=self._mode)
             self.drew_elsewhere |= bool(self._passes.foreign_draws())
             told.append(output.told)
+            told_as_loss = output.told_as_loss
+            self.as_loss = told_as_loss if self.as_loss is None else self.as_loss & told_as_loss
             loss = output.loss
             if loss is None and output.told:  # an evaluation that only tells of numbers
                 found.append({})

@@ -17,6 +17,7 @@ from automicro import (
     Microbatcher,
     is_extra_pass,
 )
+from automicro.loss.probe import Occasions
 
 ROWS = 64
 
@@ -197,9 +198,65 @@ def test_numbers_beside_a_loss_that_are_no_means_are_named_once() -> None:
     assert numbers_told(forward, batch(), probe=False, **sizes) == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_numbers_beside_a_loss_that_are_means_are_not_named(dtype: torch.dtype) -> None:
+def test_numbers_are_named_where_no_more_than_a_microbatch_fits() -> None:
     def forward(model: Any, batch: Any) -> Any:
+        if len(batch[0]) > 16:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        logits = model(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        return {"loss": loss, "mean": loss.detach(), "perplexity": loss.detach().exp()}
+
+    (message,) = numbers_told(forward, batch(), microbatch_size=16, eval_microbatch_size=16)
+    assert "'perplexity' is " in message
+    assert "'mean' is " not in message
+    assert "what 16 rows give" in message
+
+
+def test_a_batch_that_cannot_be_compared_is_not_the_one_that_was_due() -> None:
+    """Memory runs out while a size is found; the next batches are compared then."""
+
+    def forward(model: Any, batch: Any) -> Any:
+        if len(batch[0]) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        return {"loss": loss, "perplexity": loss.detach().exp()}
+
+    microbatcher = Microbatcher(net(), forward=forward, loss_average="samples")
+    with pytest.warns(MetricWarning, match="'perplexity' is .* from 2 microbatches"):
+        results = [microbatcher.backward(batch()) for _ in range(4)]
+    assert results[-1].num_microbatches == 32
+
+
+def test_what_can_never_be_compared_is_not_tried_at_every_batch() -> None:
+    splits, tried = Occasions(), []
+    for number in range(1, 30):
+        if splits.is_next():
+            tried.append(number)
+            splits.put_off()
+    assert tried == [1, 2, 3, 4, 5, 6, 14]
+
+
+def test_a_cut_that_no_batch_gets_names_nothing_for_want_of_rows() -> None:
+    """One half of each microbatch has none of the rows that a number is the mean of."""
+
+    def forward(model: Any, batch: Any) -> Any:
+        if len(batch[0]) > 16:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        losses = each(model, batch)
+        return {"loss": losses.mean(), "of some": losses.detach()[batch[1] > 0].mean()}
+
+    x, y = batch()
+    y[torch.arange(ROWS) % 16 < 8] = 0
+    y[torch.arange(ROWS) % 16 >= 8] = 1
+    assert numbers_told(forward, (x, y), microbatch_size=16, eval_microbatch_size=16) == []
+
+
+@pytest.mark.parametrize("most", [ROWS, 16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_numbers_beside_a_loss_that_are_means_are_not_named(dtype: torch.dtype, most: int) -> None:
+    def forward(model: Any, batch: Any) -> Any:
+        if len(batch[0]) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
         logits = model(F.dropout(batch[0], 0.2))
         loss = F.cross_entropy(logits, batch[1])
         return {
