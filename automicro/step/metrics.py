@@ -126,26 +126,9 @@ class MetricGuard:
         Warns:
             MetricWarning
         """
-        if not self._is_split:
-            self._update(metric, outputs, microbatch, name)
-            return
-        if not self._asking.may(metric):
-            self._look_and_update(metric, outputs, microbatch, name)
-            return
-        _, readings = self._readings.setdefault(name, (metric, Readings()))
-        with readings:
-            self._look_and_update(metric, outputs, microbatch, name)
-        if not readings.on_device:
-            self._warn_of(metric, readings)
-
-    def _warn_of(self, metric: Any, readings: "Readings") -> None:
-        if readings.differ:
-            self._warn(metric, TAKES_EITHER)
-
-    def _look_and_update(self, metric: Any, outputs: Any, microbatch: Any, name: str) -> None:
-        looked_at = [each for each in _members(metric) if self._may_look(each)]
+        looked_at = [each for each in _members(metric) if self._is_split and self._may_look(each)]
         if not looked_at:
-            self._update(metric, outputs, microbatch, name)
+            self._update_watched(metric, outputs, microbatch, name)
             return
         if not self._is_callers:
             for each in looked_at:
@@ -155,12 +138,27 @@ class MetricGuard:
         means = _MeansOfRows(rows)
         is_watched = self._is_callers and rows > 1 and any(value is not None for _, value in before)
         with means if is_watched else contextlib.nullcontext():
-            self._update(metric, outputs, microbatch, name)
+            self._update_watched(metric, outputs, microbatch, name)
         for each, (weight, value) in zip(looked_at, before, strict=True):
             if rows > 1 and weight is not None and _weight_of(each) == weight + 1:
                 self._warn(each, "counts updates rather than rows")
             if value is not None and _took_mean(each, value, means.found):
                 self._warn(each, "takes means over the rows of an update")
+
+    def _update_watched(self, metric: Any, outputs: Any, microbatch: Any, name: str) -> None:
+        """Note what the update takes its numbers for."""
+        if not (self._is_split and self._asking.may(metric)):
+            self._update(metric, outputs, microbatch, name)
+            return
+        _, readings = self._readings.setdefault(name, (metric, Readings()))
+        with readings:
+            self._update(metric, outputs, microbatch, name)
+        if not readings.on_device:
+            self._warn_of(metric, readings)
+
+    def _warn_of(self, metric: Any, readings: "Readings") -> None:
+        if readings.differ:
+            self._warn(metric, TAKES_EITHER)
 
     def _may_look(self, metric: Any) -> bool:
         known, looks = self._looks.get(id(metric), (None, 0))

@@ -29,6 +29,7 @@ from torchmetrics import (
 from torchmetrics import classification as of_classes
 from torchmetrics import image as of_images
 from torchmetrics import regression as of_numbers
+from torchmetrics.functional.classification import binary_accuracy
 
 from automicro import Evaluator, Halving, MetricWarning, Microbatcher, Trainer
 from automicro.step.metrics import Asking, Readings
@@ -671,11 +672,29 @@ def test_they_are_not_named_while_batches_stay_whole(name: str) -> None:
     assert split_value(make(), INPUTS[given](), size=N)[1] == []
 
 
+class OfOwnClass:
+    """A metric that nobody knows, of a function of torchmetrics'."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.right = self.rows = 0.0
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        self.right += round(float(binary_accuracy(preds, target)) * len(preds))
+        self.rows += len(preds)
+
+    def compute(self) -> float:
+        return self.right / self.rows
+
+
 @pytest.mark.parametrize(
     ("given", "make"),
     [
         ("binary", of_classes.BinaryAccuracy),  # probabilities
         ("logits", lambda: of_classes.BinaryAccuracy(threshold=0.4)),  # of -3, -2.9 … here
+        ("logits", lambda: OfOwnClass()),  # looked at in the first microbatches alone
         ("logits of classes", lambda: of_classes.MulticlassAccuracy(4)),  # counts the largest alone
     ],
 )
