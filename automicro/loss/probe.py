@@ -37,6 +37,7 @@ from automicro.loss.causes import (
 from automicro.loss.informative_rows import Choice, choose_rows, other_rows, read_features
 from automicro.loss.look import (
     Seen,
+    Values,
     changing_state,
     counting,
     evaluation_values,
@@ -291,15 +292,22 @@ class Prober:
         evidence = self._of(mode)
         if not evidence.splits[gives_outputs].is_next() or evidence.is_wrong:
             return
+        ran_out = False
+
+        def compare_some(some: Sequence[int]) -> Mapping[str, Values] | None:
+            nonlocal ran_out
+            try:
+                return compare_whole(self._computation, batch, some, mode)
+            except Exception as error:
+                ran_out = classify(error) is Failure.RETRYABLE
+                raise
+
         for some in fewer_and_fewer(sizes):
-            values = self._try(
-                functools.partial(compare_whole, self._computation, batch, some, mode),
-                otherwise=str,
-            )
+            values = self._try(functools.partial(compare_some, some), otherwise=str)
             if not isinstance(values, str):
                 break
             logger.info("the loss of %d rows could not be computed at once: %s", sum(some), values)
-        if isinstance(values, str):
+        if isinstance(values, str) and ran_out:
             evidence.splits[gives_outputs].put_off()
         if not isinstance(values, Mapping):
             return

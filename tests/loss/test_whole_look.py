@@ -74,7 +74,7 @@ def test_it_is_refused_before_anything_has_changed() -> None:
 
 
 def test_after_running_out_of_memory_what_fits_without_gradients_is_compared() -> None:
-    def forward(model: Any, batch: Any) -> Tensor:
+    def forward(model: Any, batch: Any) -> Any:
         if len(batch[0]) > (32 if is_extra_pass() else 8):
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return hardest(model, batch)
@@ -117,7 +117,7 @@ def test_right_losses_are_not_named(forward: Callable[..., Tensor], dtype: torch
 
 @pytest.mark.parametrize("call", ["backward", "evaluate"])
 def test_a_microbatch_without_a_finite_loss_is_named(call: str) -> None:
-    def forward(model: Any, batch: Any) -> Tensor:
+    def forward(model: Any, batch: Any) -> Any:
         inputs, targets = batch
         there = targets > 0  # of 64 rows two, which no look at 16 rows draws
         outputs = model(inputs)[:, 0]
@@ -136,7 +136,7 @@ def test_a_microbatch_without_a_finite_loss_is_named(call: str) -> None:
 def test_what_begins_late_is_named_at_the_next_power_of_ten() -> None:
     begins = False
 
-    def forward(model: Any, batch: Any) -> Tensor:
+    def forward(model: Any, batch: Any) -> Any:
         losses = each(model, batch)
         return losses.topk(min(16, len(losses))).values.mean() if begins else losses.mean()
 
@@ -225,6 +225,24 @@ def test_a_batch_that_cannot_be_compared_is_not_the_one_that_was_due() -> None:
     with pytest.warns(MetricWarning, match="'perplexity' is .* from 2 microbatches"):
         results = [microbatcher.backward(batch()) for _ in range(4)]
     assert results[-1].num_microbatches == 32
+
+
+def test_what_fails_otherwise_is_not_tried_again_at_the_next_batch() -> None:
+    """A forward that takes a gradient itself, where nothing is kept for one."""
+
+    def forward(model: Any, batch: Any) -> Any:
+        inputs = batch[0].clone().requires_grad_()
+        losses = each(model, (inputs, batch[1]))
+        (slope,) = torch.autograd.grad(losses.sum(), inputs, create_graph=torch.is_grad_enabled())
+        return losses.mean() + slope.square().sum(1).mean()
+
+    model, extra = net(), []
+    microbatcher = Microbatcher(model, forward=forward, microbatch_size=16)
+    model.register_forward_pre_hook(lambda *_: extra.append(is_extra_pass()))
+    for _ in range(6):
+        extra.clear()
+        microbatcher.backward(batch())
+    assert not any(extra)
 
 
 def test_what_can_never_be_compared_is_not_tried_at_every_batch() -> None:
