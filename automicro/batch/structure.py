@@ -11,7 +11,7 @@ import numbers
 import pathlib
 import types
 import uuid
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -594,11 +594,16 @@ def _are_offsets(leaf: Node, other: Node) -> bool:
     return places[0] == 0 and places == sorted(places) and places[1] < places[-1] <= len(pieces)
 
 
+def _arrays_first(first: Node, second: Node) -> Iterator[tuple[Node, Node]]:
+    """Each leaf that has dimensions, the later one first, with the other."""
+    for leaf, other in ((second, first), (first, second)):
+        if leaf.kind in (Kind.TENSOR, Kind.ARRAY) and not getattr(leaf.value, "is_nested", False):
+            yield leaf, other
+
+
 def _or_dimension(first: Node, second: Node) -> str:
     """The end of a remedy, where one of two leaves has the other's rows in another dimension."""
-    for leaf, other in ((second, first), (first, second)):
-        if leaf.kind not in (Kind.TENSOR, Kind.ARRAY) or getattr(leaf.value, "is_nested", False):
-            continue
+    for leaf, other in _arrays_first(first, second):
         for dim, size in enumerate(leaf.value.shape):
             if size in other.counts and size not in leaf.counts:
                 return f", or which dimension does (batch_layout={{{leaf.path!r}: {dim}}})"
@@ -607,9 +612,7 @@ def _or_dimension(first: Node, second: Node) -> str:
 
 def _or_list(first: Node, second: Node) -> str:
     """The end of a remedy, where each row of one leaf may have several of the other: its images."""
-    for leaf, other in ((second, first), (first, second)):
-        if leaf.kind not in (Kind.TENSOR, Kind.ARRAY) or getattr(leaf.value, "is_nested", False):
-            continue
+    for leaf, other in _arrays_first(first, second):
         counts, fewer = [list(filter(None, each.counts)) for each in (leaf, other)]
         if counts and fewer and min(counts) >= 2 * max(fewer):
             return (

@@ -214,12 +214,13 @@ def seen_of(loss: Tensor | None, outputs: Any, logged: Mapping[str, Any], *, row
     numbers |= {f"log({name!r})": each for name, each in logged.items()}
     values = {name: _number(each) for name, each in numbers.items()}
     told = {name: (each, rows) for name, each in values.items() if each is not None}
+    own = _number(loss)
     return Output(
         loss,
         {},
         {path: each for path, each in leaves.items() if each.dim()},
         told=told,
-        told_as_loss=frozenset(name for name in told if values[name] == _number(loss)),
+        told_as_loss=frozenset(name for name in told if values[name] == own),
     )
 
 

@@ -91,7 +91,7 @@ class MetricGuard:
         self._layout = layout
         self._random_state = random_state
         self._is_split = False
-        self._looks: dict[int, tuple[Any, int]] = {}  # the metric, too: ids are used again
+        self._looks = _Counts()
         self._readings: dict[str, tuple[Any, Readings]] = {}  # of one batch, by the metric's name
         self._asking = Asking()
         self._warned: set[str] = set()
@@ -161,10 +161,10 @@ class MetricGuard:
             self._warn(metric, TAKES_EITHER)
 
     def _may_look(self, metric: Any) -> bool:
-        known, looks = self._looks.get(id(metric), (None, 0))
-        if known is metric and looks >= _MOST_LOOKS:
+        looks = self._looks.of(metric)
+        if looks >= _MOST_LOOKS:
             return False
-        self._looks[id(metric)] = (metric, looks + 1 if known is metric else 1)
+        self._looks.put(metric, looks + 1)
         if not all(callable(getattr(metric, name, None)) for name in ("compute", "reset")):
             return False
         return not _has_peers() and _is_worth_a_look(metric)
@@ -367,20 +367,29 @@ class Asking:
     """
 
     def __init__(self) -> None:
-        self._silent: dict[int, tuple[Any, int]] = {}  # the metric, too: ids are used again
+        self._silent = _Counts()  # batches in a row
 
     def may(self, metric: Any) -> bool:
         """Whether a metric may ask."""
-        known, batches = self._silent.get(id(metric), (None, 0))
-        return known is not metric or batches < _MOST_LOOKS
+        return self._silent.of(metric) < _MOST_LOOKS
 
     def learn(self, metric: Any, readings: Readings) -> None:
         """Take note of what a metric did in a batch."""
-        known, batches = self._silent.get(id(metric), (None, 0))
-        self._silent[id(metric)] = (
-            metric,
-            (0 if readings.asks else batches + 1 if known is metric else 1),
-        )
+        self._silent.put(metric, 0 if readings.asks else self._silent.of(metric) + 1)
+
+
+class _Counts:
+    """A number for each metric, none at first; they need not be hashable."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, int]] = {}  # the metric, too: ids are used again
+
+    def of(self, metric: Any) -> int:
+        known, count = self._known.get(id(metric), (None, 0))
+        return count if known is metric else 0
+
+    def put(self, metric: Any, count: int) -> None:
+        self._known[id(metric)] = metric, count
 
 
 class _MeansOfRows(TorchFunctionMode):
