@@ -45,19 +45,19 @@ if TYPE_CHECKING:
     )
     from automicro.events.callback import Callback
     from automicro.events.run import Run
-    from automicro.exploring import ExploreReport, explore
     from automicro.loss.passes import is_extra_pass
     from automicro.memory.budget import MemoryBudget
     from automicro.memory.oom import is_out_of_memory
     from automicro.microbatcher import Microbatcher
     from automicro.nested.split import NestedSplit, split
-    from automicro.planning.plan import plan
-    from automicro.planning.report import PlanReport
     from automicro.policy.explore import Explore
     from automicro.policy.halving import Halving
     from automicro.policy.policy import Fixed, Outcome, Policy
-    from automicro.replaying import replay
     from automicro.step.results import EvalResult, StepResult
+    from automicro.tools.explore import ExploreReport, explore
+    from automicro.tools.plan.plan import plan
+    from automicro.tools.plan.report import PlanReport
+    from automicro.tools.replay import replay
     from automicro.trainer.evaluators import Evaluator
     from automicro.trainer.report import FitSummary
     from automicro.trainer.trainer import Trainer
@@ -82,7 +82,7 @@ _HOMES = {
     "EvalResult": "automicro.step.results",
     "Evaluator": "automicro.trainer.evaluators",
     "Explore": "automicro.policy.explore",
-    "ExploreReport": "automicro.exploring",
+    "ExploreReport": "automicro.tools.explore",
     "FitSummary": "automicro.trainer.report",
     "Fixed": "automicro.policy.policy",
     "DeterminismWarning": "automicro.errors",
@@ -100,7 +100,7 @@ _HOMES = {
     "NonFiniteLossError": "automicro.errors",
     "OptimizerStepError": "automicro.errors",
     "Outcome": "automicro.policy.policy",
-    "PlanReport": "automicro.planning.report",
+    "PlanReport": "automicro.tools.plan.report",
     "Policy": "automicro.policy.policy",
     "RollbackError": "automicro.errors",
     "Run": "automicro.events.run",
@@ -112,14 +112,14 @@ _HOMES = {
     "UnsplittableModelError": "automicro.errors",
     "UntraceableModelError": "automicro.errors",
     "VerifyReport": "automicro.verification.report",
-    "explore": "automicro.exploring",
+    "explore": "automicro.tools.explore",
     "find_batchnorm": "automicro.batchnorm",
     "is_extra_pass": "automicro.loss.passes",
     "is_out_of_memory": "automicro.memory.oom",
     "num_rows": "automicro.batch.layout",
-    "plan": "automicro.planning.plan",
+    "plan": "automicro.tools.plan.plan",
     "register_batch_type": "automicro.batch.structure",
-    "replay": "automicro.replaying",
+    "replay": "automicro.tools.replay",
     "split": "automicro.nested.split",
     "split_batch": "automicro.batch.layout",
     "verify": "automicro.verification.verify",

@@ -381,29 +381,6 @@ class Microbatcher:
             sums_in_float32=gradients.sums_in_float32 and self._ranks.is_alone,
         )
 
-        layout, modules, device = self._layout, self._modules, self._device
-
-        def foresee(batch: Any, rows: int, level: int) -> Mapping[str, int]:
-            from automicro.planning.dry_run import Conditions, Job
-            from automicro.planning.plan import needs_otherwise
-
-            job = Job(
-                model=unwrapped(model),
-                batch=batch,
-                layout=layout,
-                loss_fn=loss_fn,
-                forward=forward,
-                modules=modules[1:],
-                optimizer=innermost,
-                on_accelerator=device.type != "cpu",
-            )
-            conditions = Conditions(
-                precision=precision,
-                gradient_sums=gradient_sums,
-                rungs=tuple(rung.name for rung in levels[level].rungs),
-            )
-            return needs_otherwise(job, conditions, microbatch_size=rows)
-
         self._setup = Setup(
             passes=self._passes,
             index=self._index,
@@ -414,7 +391,6 @@ class Microbatcher:
             gradients=gradients,
             memory=self._memory,
             reservation=OptimizerReservation(innermost),
-            foresee=foresee,
         )
         self._work: TrainingWork | None = None  # of the batch that runs
         self._evaluated: Sequence[Cut] = ()  # how the last batch was cut

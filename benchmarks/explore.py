@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from automicro import Explore, Microbatcher, explore
-from automicro.exploring import POOLED, ladder
 from automicro.policy.explore import cuts
 from automicro.policy.policy import Policy
+from automicro.tools.explore import POOLED, ladder
 
 RUN_STEPS = 2000  # of which exploring may lose 3 %
 KINDS = ("train", "eval", "offline")

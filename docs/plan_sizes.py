@@ -18,9 +18,9 @@ import transformers
 from torch import nn
 
 from automicro.batch.layout import BatchLayout
-from automicro.planning.devices import DEVICES
-from automicro.planning.dry_run import Conditions, DryRun, Job
-from automicro.planning.plan import Planner
+from automicro.tools.plan.devices import DEVICES
+from automicro.tools.plan.dry_run import Conditions, DryRun, Job
+from automicro.tools.plan.plan import Planner
 from automicro.units import format_bytes
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

@@ -65,7 +65,7 @@ def batches_that_do_not_fit(tmp_path_factory: pytest.TempPathFactory) -> Iterato
     """Let runs keep them with what else tests write."""
     folder = tmp_path_factory.mktemp("automicro-kept", numbered=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("automicro.replaying.new_folder", lambda: folder)
+        patch.setattr("automicro.trainer.failed_batch.new_folder", lambda: folder)
         yield
 
 

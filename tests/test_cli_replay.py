@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from automicro.cli import main
-from automicro.replaying import FailedBatch, save_batch
+from automicro.trainer.failed_batch import FailedBatch, save_batch
 from tests.cli_jobs import enter_folder_with_job
 
 

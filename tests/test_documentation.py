@@ -50,7 +50,7 @@ def not_printed(shown: list[str], printed: list[str]) -> list[str]:
     return [line for line in wanted if not any(re.fullmatch(line, each.strip()) for each in rest)]
 
 
-# Seconds each, of what tests/planning, tests/torture and tests/integrations ask in less.
+# Seconds each, of what tests/tools/plan, tests/torture and tests/integrations ask in less.
 LONG = {"docs/plan.md-1", "docs/torture.md-0", "docs/integrations/transformers.md-0"}
 
 

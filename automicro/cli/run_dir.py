@@ -25,7 +25,7 @@ from automicro.cli.output import to_json
 from automicro.errors import ConfigError, PeerLostError, add_note, facts_of, remember
 from automicro.events.run import GlobalBatch
 from automicro.files import write_whole
-from automicro.replaying import CONFIG, KEPT
+from automicro.trainer.failed_batch import CONFIG, KEPT
 from automicro.trainer.report import TIME_IS_OVER, FitSummary
 from automicro.trainer.signals import end_told_here
 

@@ -520,7 +520,7 @@ class Run:
 
         Args:
             name: under which it stands.
-            picture: of `automicro.pictures`.
+            picture: of `automicro.tools.pictures`.
         """
         self._unshown[name] = picture
 

@@ -319,7 +319,7 @@ class LoggerGroup:
 
         Args:
             name: under which it stands.
-            picture: of `automicro.pictures`.
+            picture: of `automicro.tools.pictures`.
             step: optimization batches done.
         """
         _tell([logger.show(name, picture, step=step) for logger in self._loggers])

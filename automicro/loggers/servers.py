@@ -89,7 +89,7 @@ class TensorBoardLogger:
         self._write(step=step, summary=Summary(value=scalars))
 
     def show(self, name: str, picture: Any, *, step: int) -> None:
-        """Write a picture, such as those of `automicro.pictures`, among the images.
+        """Write a picture, such as those of `automicro.tools.pictures`, among the images.
 
         Args:
             name: under which it stands.

@@ -369,8 +369,8 @@ def record_step(
         batch: tensors, in lists and mappings, that are the batch's.
 
     Returns:
-        Numbers of operations, and bytes by owner, for `automicro.pictures.timeline`: of operations
-        that fall together the one with the most held.
+        Numbers of operations, and bytes by owner, for `automicro.tools.pictures.timeline`: of
+        operations that fall together the one with the most held.
 
     Raises:
         ValueError: a module is compiled; see `refuse_compiled`.

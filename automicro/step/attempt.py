@@ -3,7 +3,7 @@
 import enum
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -140,12 +140,6 @@ class Work(Protocol[T]):
 
     def residents(self) -> ResidentMemory | None:
         """What lies on the device at any size, for saying why none fits."""
-
-    def needs_otherwise(self, plan: Plan) -> Mapping[str, int]:
-        """Bytes that the largest microbatch would need, by what would help; ``""`` for nothing.
-
-        Empty where it is not known.
-        """
 
 
 def try_once(work: Work[T], plan: Plan, phase: Phase, *, can_recut: bool, times: bool) -> Tried[T]:

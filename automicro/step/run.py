@@ -1,9 +1,7 @@
 """Propose, attempt, commit or roll back, until a batch fits or nothing smaller is left."""
 
-import functools
 import logging
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
@@ -111,7 +109,7 @@ def why_nothing_fits(
     *,
     who: str | None = None,
     levels: Sequence[str] = ("plain",),
-    helps: Callable[[], Sequence[str]] = list,
+    helps: Sequence[str] = (),
 ) -> str:
     """What there is to say where the smallest size ran out of memory: a line each, and a list.
 
@@ -123,7 +121,7 @@ def why_nothing_fits(
         device: where the work ran.
         who: the callback or metric in which memory ran out at the last size; None for neither.
         levels: of the policy, of which the last was tried last.
-        helps: gives words for what makes the same rows need less.
+        helps: words for what makes the same rows need less.
     """
     # A size may have been tried twice, the second time cut into slices of two rows.
     listed = f"(tried: {', '.join(map(str, dict.fromkeys(tried)))})"
@@ -163,18 +161,16 @@ def why_nothing_fits(
     if _is_mostly_taken(residents):
         smaller = [] if shared else ["a smaller model"]
     told = "\n" + " ".join(facts) if facts else ""
-    remedies = [*less_shared, *smaller, *helps(), *less_state, "a larger device"]
+    remedies = [*less_shared, *smaller, *helps, *less_state, "a larger device"]
     return f"{text}{told}{state}{_listed(remedies)}"
 
 
-_NOTABLE = 0.99  # of what it would need otherwise
-
-# What helps besides fewer rows, by the names of a plan's remedies: in words, and as an option. A
-# level switches on what comes before, too.
+# What helps besides fewer rows, by level or precision: in words, and as an option. A level switches
+# on what comes before, too.
 _HELPS = {
     "recompute": ("activation checkpointing", "when_too_large={}"),
     "offload": ("host memory for what waits for the backward", "when_too_large={}"),
-    "tail": (
+    NESTED: (
         "outputs and their loss in slices",
         "when_too_large={}, or automicro.split where the model is none of transformers'",
     ),
@@ -182,40 +178,21 @@ _HELPS = {
 }
 
 
-def what_helps(needs: Mapping[str, int], level: str | None, limit: int | None = None) -> list[str]:
-    """Words for what makes the same rows need less.
+def what_helps(level: str | None) -> list[str]:
+    """Words for what makes the same rows need less; `automicro.plan` says how many bytes.
 
     Args:
-        needs: bytes by name, and those as it is by ``""``, as planned; empty for not known.
-        level: at which it does not fit; None in evaluation.
-        limit: bytes that there are; None for not known.
+        level: at which it does not fit; None in evaluation, which has no backward.
 
-    >>> for each in what_helps({"": 3072, "recompute": 1024, "bf16": 2048}, "plain"):
-    ...     print(each)
-    activation checkpointing (when_too_large='recompute': 1.00 KiB planned, in place of 3.00 KiB)
-    half precision (precision='bf16': 2.00 KiB)
+    >>> what_helps("plain")[0]
+    "activation checkpointing (when_too_large='recompute')"
     """
-    words: list[str] = []
     on = [] if level in (None, "plain") else str(level).split(" + ")
-    for name, (how, option) in _HELPS.items():
-        if level is None and name != "bf16":
-            continue  # there is no backward
-        rung = NESTED if name == "tail" else name
-        told = option.format([*on, rung] if on else repr(rung))
-        if not needs and rung not in on:
-            words.append(f"{how} ({told})")
-        elif needs.get(name, math.inf) < _NOTABLE * needs.get("", 0):
-            instead = "" if words else f" planned, in place of {format_bytes(needs[''])}"
-            alone = ", not enough alone" if limit is not None and needs[name] > limit else ""
-            words.append(f"{how} ({told}: {format_bytes(needs[name])}{instead}{alone})")
-    return words
-
-
-def _helps_in(work: Work[Any], plan: Plan, phase: Phase) -> list[str]:
-    level = phase.policy.levels[plan.level] if phase.is_training else None
-    residents = work.residents()
-    limit = None if residents is None else residents.limit
-    return what_helps(work.needs_otherwise(plan), level, limit)
+    return [
+        f"{how} ({option.format([*on, name] if on else repr(name))})"
+        for name, (how, option) in _HELPS.items()
+        if name not in on and (level is not None or name == "bf16")
+    ]
 
 
 def _is_mostly_taken(residents: ResidentMemory | None) -> bool:
@@ -290,7 +267,7 @@ def run(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
                         phase.device,
                         who=bystander(failure),
                         levels=policy.levels,
-                        helps=functools.partial(_helps_in, work, plan, phase),
+                        helps=what_helps(policy.levels[plan.level] if phase.is_training else None),
                     )
                     raise SampleTooLargeError(
                         f"{text}\nThe last failure: {first_line(failure)}{_reports(failure)}"

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automicro.batch.device import on_device
-from automicro.errors import describe_error
 from automicro.loss.averages import Weight
 from automicro.loss.passes import Mode
 from automicro.loss.probe import Prober
@@ -121,8 +120,6 @@ class Setup:
         gradients: what is known of them.
         memory: the device, and what lies on it.
         reservation: for the optimizer's first step.
-        foresee: of a batch, the rows of a microbatch and the level, what `Work.needs_otherwise`
-            gives; whatever it raises, it is not known.
     """
 
     index: ModuleIndex
@@ -134,7 +131,6 @@ class Setup:
     gradients: GradientHistory
     memory: OccupiedDevice
     reservation: OptimizerReservation
-    foresee: Callable[[Any, int, int], Mapping[str, int]]
 
 
 class _Each(NamedTuple):
@@ -427,15 +423,6 @@ class TrainingWork(_Work):
             shared_inputs=self._shared_inputs(),
         )
 
-    def needs_otherwise(self, plan: Plan) -> Mapping[str, int]:
-        rows = [cut.largest for cut in plan.cuts]
-        widest = max(zip(rows, self._step.raw, strict=True), key=lambda each: each[0])
-        try:
-            return self._setup.foresee(widest[1], widest[0], plan.level)
-        except Exception as error:  # it is for words
-            logger.debug("what would help is not known: %s", describe_error(error))
-            return {}
-
 
 class EvaluationWork(_Work):
     """Forward of one batch: its loss, and what it was divided by. Of this rank's rows alone.
@@ -516,6 +503,3 @@ class EvaluationWork(_Work):
 
     def residents(self) -> ResidentMemory | None:
         return self._setup.memory.measure(training=False, shared_inputs=self._shared_inputs())
-
-    def needs_otherwise(self, plan: Plan) -> Mapping[str, int]:
-        return {}

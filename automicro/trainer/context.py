@@ -12,8 +12,8 @@ from automicro.loggers import LoggerGroup
 from automicro.memory.device import peak_bytes
 from automicro.policy.policy import Exploration
 from automicro.ranks.interface import Ranks
-from automicro.replaying import Failures
 from automicro.step.results import EvalResult
+from automicro.trainer.failed_batch import Failures
 from automicro.trainer.optimizer import OptimizerMode
 from automicro.trainer.progress import Speed
 from automicro.trainer.step import TrainedBatch

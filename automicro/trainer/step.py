@@ -15,9 +15,9 @@ from automicro.errors import CheckpointWarning, NonFiniteLossError, warn
 from automicro.events.run import LoopState
 from automicro.microbatcher import Microbatcher
 from automicro.options import counting
-from automicro.replaying import Failures
 from automicro.rungs.levels import PLAIN
 from automicro.step.results import StepResult
+from automicro.trainer.failed_batch import Failures
 from automicro.trainer.metrics import MetricSet
 from automicro.trainer.optimizer import Update
 from automicro.trainer.progress import Progress, count_of, level_line, size_lines

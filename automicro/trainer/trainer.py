@@ -20,7 +20,6 @@ from automicro.nested.parts import NestedParts
 from automicro.options import check_model, read_count, read_flag
 from automicro.policy.explore import Explore
 from automicro.policy.policy import Policy
-from automicro.replaying import Failures
 from automicro.rungs.levels import WhenTooLarge
 from automicro.step.unit import Cost
 from automicro.trainer.composer import (
@@ -38,6 +37,7 @@ from automicro.trainer.data.loading import check_loader, check_passes
 from automicro.trainer.device import seed_everything
 from automicro.trainer.evaluation import EvaluationFactory, expected_values, predict_all
 from automicro.trainer.evaluators import read_evaluators
+from automicro.trainer.failed_batch import Failures
 from automicro.trainer.metrics import MetricSet
 from automicro.trainer.optimizer import (
     OptimizerMode,

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from automicro import SampleTooLargeError, torch_private
 from automicro.callbacks import OutOfMemoryReport, oom_report
-from automicro.doctor import diagnose
 from automicro.errors import AutomicroWarning
+from automicro.tools.doctor import diagnose
 from tests.callbacks.runs import trainer_with
 from tests.trainer.runs import FEATURES, make_loader
 

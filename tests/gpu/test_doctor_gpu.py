@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from automicro.doctor import diagnose
+from automicro.tools.doctor import diagnose
 from automicro.torch_private import can_record_memory, dump_memory_snapshot, record_memory_history
-from tests.doctor.test_doctor import PLANTED, names_the_culprit
 from tests.gpu.device import DEVICE, GPU
+from tests.tools.doctor.test_doctor import PLANTED, names_the_culprit
 
 pytestmark = GPU
 
@@ -33,7 +33,7 @@ def test_the_planted_culprit_is_named_in_a_snapshot_of_cuda(name: str, tmp_path:
     try:
         with device:
             for _ in range(50):
-                importlib.import_module(f"tests.doctor.failures.{name}").main()
+                importlib.import_module(f"tests.tools.doctor.failures.{name}").main()
     except torch.OutOfMemoryError as error:
         dump_memory_snapshot(str(path))
         failed = error

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from automicro import MemoryBudget
 from automicro.memory.timeline import record_step
-from automicro.pictures import timeline
+from automicro.tools.pictures import timeline
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer, Tensor]:

@@ -24,9 +24,9 @@ from automicro.events.callback import Callbacks
 from automicro.events.run import LoopState, Run
 from automicro.loggers import LoggerGroup
 from automicro.ranks.interface import OneRank
-from automicro.replaying import Failures
 from automicro.trainer.context import Recorder, RunContext
 from automicro.trainer.data.feed import Feed
+from automicro.trainer.failed_batch import Failures
 from automicro.trainer.optimizer import OptimizerMode
 from automicro.trainer.progress import SilentProgress
 from automicro.trainer.resume.checkpointer import Checkpointer

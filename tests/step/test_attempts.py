@@ -71,9 +71,6 @@ class Attempt:
     def residents(self) -> ResidentMemory | None:
         return self._residents
 
-    def needs_otherwise(self, plan: Plan) -> dict[str, int]:
-        return {}
-
 
 def run(
     attempt: Callable[[list[int]], str],

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what the command was asked for, and return the exit code."""
-    from automicro.doctor import UnreadableFailureError, diagnose
+    from automicro.tools.doctor import UnreadableFailureError, diagnose
     from automicro.units import parse_bytes
 
     path: Path = arguments.file

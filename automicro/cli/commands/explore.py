@@ -12,7 +12,7 @@ from automicro.errors import ConfigError
 
 if TYPE_CHECKING:
     from automicro.cli.config.build import Recipe
-    from automicro.exploring import ExploreReport
+    from automicro.tools.explore import ExploreReport
 
 DESCRIPTION = """\
 Measure which microbatch size is the fastest for a config's model, on its own data,
@@ -79,8 +79,8 @@ def _make(
     """Make what takes part, and return what measures it."""
     from automicro.cli.job import make_computation
     from automicro.errors import ConfigError
-    from automicro.exploring import explore
     from automicro.step.unit import ROWS
+    from automicro.tools.explore import explore
     from automicro.trainer.evaluators import read_evaluators
     from automicro.trainer.surroundings import noting
 

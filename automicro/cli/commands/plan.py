@@ -13,7 +13,7 @@ from automicro.errors import ConfigError
 
 if TYPE_CHECKING:
     from automicro.cli.config.build import Recipe
-    from automicro.planning.report import PlanReport
+    from automicro.tools.plan.report import PlanReport
 
 DESCRIPTION = """\
 Tell the largest microbatch of a config's model that will fit a device, into how
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Do what the command was asked for, and return the exit code."""
     if arguments.device == "help":
-        from automicro.planning.devices import as_table
+        from automicro.tools.plan.devices import as_table
 
         print(as_table())
         return 0
@@ -92,7 +92,7 @@ def _look_at(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigError: one of them.
     """
-    from automicro.planning.devices import read_memory
+    from automicro.tools.plan.devices import read_memory
 
     try:
         read_memory(arguments.memory, arguments.device or "cuda")
@@ -110,7 +110,7 @@ _NOT_EXACT = (
 def _make(recipe: "Recipe", arguments: argparse.Namespace) -> "Callable[[], PlanReport]":
     """Return what plans a step on the first batch."""
     from automicro.cli.job import first_batch
-    from automicro.planning.plan import plan
+    from automicro.tools.plan.plan import plan
     from automicro.trainer.surroundings import noting
 
     config = recipe.config

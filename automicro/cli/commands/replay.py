@@ -13,7 +13,8 @@ from automicro.errors import ConfigError, describe_error
 
 if TYPE_CHECKING:
     from automicro.cli.config.build import Recipe
-    from automicro.replaying import FailedBatch, ReplayReport
+    from automicro.tools.replay import ReplayReport
+    from automicro.trainer.failed_batch import FailedBatch
 
 DESCRIPTION = """\
 Run a batch that did not fit once more, alone: forward, backward and the memory of the
@@ -77,7 +78,7 @@ def _with_config(path: Path, inputs: list[str]) -> list[str]:
 def _load(path: Path, recipe: "Recipe") -> "FailedBatch":
     """What the file holds; where it only names a class, with a batch of the config's for it."""
     from automicro.cli.job import first_batch
-    from automicro.replaying import UnknownClassError, UnreadableBatchError, load_batch
+    from automicro.trainer.failed_batch import UnknownClassError, UnreadableBatchError, load_batch
 
     try:
         try:
@@ -95,7 +96,7 @@ def _load(path: Path, recipe: "Recipe") -> "FailedBatch":
 def _make(recipe: "Recipe", failed: "FailedBatch") -> "Callable[[], ReplayReport]":
     """Make what takes part, and return what runs the batch."""
     from automicro.cli.job import make_computation
-    from automicro.replaying import replay
+    from automicro.tools.replay import replay
     from automicro.trainer.optimizer import build_optimizer
     from automicro.trainer.surroundings import noting
 

@@ -1,0 +1,7 @@
+"""Why memory ran out, read off what a failure has left behind."""
+
+from automicro.tools.doctor.causes import Cause, Remedy
+from automicro.tools.doctor.diagnosis import Diagnosis, diagnose
+from automicro.tools.doctor.snapshot import UnreadableFailureError
+
+__all__ = ["Cause", "Diagnosis", "Remedy", "UnreadableFailureError", "diagnose"]

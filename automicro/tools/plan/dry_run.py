@@ -1,0 +1,510 @@
+"""A step of a `Microbatcher`, run on tensors without data, or on a copy in host memory.
+
+A copy of the model takes the step: nothing of the model itself moves, and it may lie on the meta
+device, or be a function that makes it. The copy's tensors are fake ones, which have shapes but no
+data; all of torch's operations run on them, forward, backward and recomputation, and allocate
+nothing. What a `Microbatcher` holds beside them is held here, too: gradients between microbatches,
+copies of buffers, the optimizer's state, the microbatch on the device.
+"""
+
+import contextlib
+import copy
+import functools
+import logging
+import traceback
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from automicro.batch.layout import BatchLayout
+from automicro.batch.tensors import map_tensors, tensor_leaves
+from automicro.errors import BatchError, LossError, UntraceableModelError, describe_error
+from automicro.loss.conventions import Convention, choose_convention
+from automicro.loss.passes import extra_pass
+from automicro.memory.timeline import BATCH, BUFFERS, GRADIENTS, OPTIMIZER, PARAMETERS, Trace
+from automicro.modules import evaluation_mode
+from automicro.nested.parts import NestedSizes
+from automicro.optimizer.reservation import StepMemory, predict_step_memory, undisturbed
+from automicro.options import PRECISIONS, check_loss
+from automicro.reach import captured_modules
+from automicro.rungs.levels import (
+    Level,
+    NestedTail,
+    Offload,
+    Recompute,
+    Rung,
+    WhenTooLarge,
+    make_levels,
+)
+from automicro.rungs.offload import offloading
+from automicro.tools.plan.kernels import STEP, TAIL, StepRecorder
+from automicro.torch_private import FakeTensorMode, is_uninitialized, is_wrapper
+from automicro.transaction.gradients import NARROW
+from automicro.transaction.parameters import LARGE_BYTES
+from automicro.transaction.rng import NothingDrawn
+
+logger = logging.getLogger(__name__)
+
+OPTIMIZER_STEP = "optimizer step"
+"""What the trace's mark is called where it begins."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """How the step is run.
+
+    Attributes:
+        precision: as `Microbatcher`.
+        gradient_sums: as `Microbatcher`.
+        train: forward and backward; else the forward of an evaluation.
+        rungs: that are switched on, as ``when_too_large`` names them.
+        finer: into how many each slice of a part is cut that has a size of its own, if that
+            adapts.
+    """
+
+    precision: str = "fp32"
+    gradient_sums: str = "fp32"
+    train: bool = True
+    rungs: tuple[str, ...] = ()
+    finer: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be trained, as the caller has it.
+
+    Attributes:
+        model: a module, or a function that makes one.
+        batch: a batch of any number of rows.
+        layout: of the batch.
+        loss_fn: as `Microbatcher`, like the next two.
+        forward: see there.
+        modules: see there.
+        optimizer: one of the model's parameters, or a function (a class) from parameters to one.
+        on_accelerator: whether the step is to run on one.
+        before_ampere: whether that is an older one; see `Device`.
+        when_too_large: as `Microbatcher`, like the next.
+        nested: see there.
+    """
+
+    model: nn.Module | Callable[[], nn.Module]
+    batch: Any
+    layout: BatchLayout
+    loss_fn: Callable[..., Any] | None = None
+    forward: Callable[..., Any] | None = None
+    modules: Sequence[nn.Module] = ()
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None
+    on_accelerator: bool = True
+    before_ampere: bool = False
+    when_too_large: WhenTooLarge = "error"
+    nested: Mapping[str, Any] | None = None
+
+
+@dataclass
+class DryRun:
+    """Runs steps of a job on a copy of its model.
+
+    Example:
+        >>> model, batch = nn.Linear(256, 4), (torch.zeros(8, 256), torch.zeros(8, 4))
+        >>> job = Job(
+        ...     model=model, batch=batch, layout=BatchLayout(), loss_fn=nn.MSELoss(),
+        ...     optimizer=torch.optim.SGD,
+        ... )
+        >>> dry_run = DryRun(job)
+        >>> dry_run.step(8, splits=False).peak_bytes
+        20480
+
+    Args:
+        job: what is to be trained.
+        is_fake: whether tensors are without data; else a copy on the host computes.
+    """
+
+    job: Job
+    is_fake: bool = True
+    _mode: FakeTensorMode = field(init=False)
+    _modules: list[nn.Module] = field(init=False)
+    _convention: Convention = field(init=False)
+    _step_memory: StepMemory | None = field(default=None, init=False)
+    _without_gradient: set[int] | None = field(default=None, init=False)
+    assumptions: set[str] = field(default_factory=set, init=False)
+    _traces: dict[tuple[int, bool, Conditions], Trace] = field(default_factory=dict, init=False)
+    _slices: dict[tuple[int, bool, Conditions], dict[str, int]] = field(
+        default_factory=dict, init=False
+    )
+    _rungs: dict[str, Rung] = field(default_factory=dict, init=False)
+    levels: list[Level] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        job = self.job
+        model = job.model if isinstance(job.model, nn.Module) else self._made(job.model)
+        roots = [model, *job.modules]
+        if isinstance(job.loss_fn, nn.Module):
+            roots.append(job.loss_fn)
+        _refuse_others(roots, {"forward": job.forward, "loss_fn": job.loss_fn})
+        self._modules, loss_fn, forward = self._copied(roots, job.loss_fn, job.forward)
+        self._convention = choose_convention(self._modules[0], forward=forward, loss_fn=loss_fn)
+        self.num_rows = job.layout.num_rows(job.batch)
+        self._nested = NestedSizes(job.nested, model=self.model, modules=self._modules)
+        self.levels = self._levels_of(job.when_too_large)
+
+    def _levels_of(self, when_too_large: WhenTooLarge) -> list[Level]:
+        """Those of the copy. Their rungs are what `Conditions` name from then on.
+
+        Raises:
+            TypeError, ValueError: as `make_levels`.
+        """
+        levels = make_levels(when_too_large, self._modules, torch.device("cpu"))
+        for rung in (rung for level in levels for rung in level.rungs):
+            if isinstance(rung, Recompute) and self.is_fake:
+                rung.random = functools.partial(NothingDrawn, ())
+            if isinstance(rung, NestedTail):
+                self._nested.add(rung.tail)
+            self._rungs[rung.name] = rung
+        return levels
+
+    def rung(self, name: str) -> Rung | None:
+        """That of ``when_too_large``; None where it has nothing to do for this model."""
+        if name not in self._rungs:
+            with contextlib.suppress(ValueError):  # no repeated blocks, no language model
+                self._levels_of(name)
+        return self._rungs.get(name)
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether any part has a size of its own."""
+        return bool(list(self._nested.parts()))
+
+    @property
+    def has_adapting_parts(self) -> bool:
+        """Whether any part has a size of its own that may change."""
+        return self._nested.adapts
+
+    def slices(self, rows: int, *, splits: bool, conditions: Conditions) -> dict[str, int]:
+        """Rows of the largest slice of each part with a size of its own, by its name, in a step."""
+        self.step(rows, splits=splits, conditions=conditions)
+        return self._slices[rows, splits, conditions]
+
+    @property
+    def model(self) -> nn.Module:
+        """The copy."""
+        return self._modules[0]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Of the copy, each once."""
+        found = {id(p): p for module in self._modules for p in module.parameters()}
+        return list(found.values())
+
+    def _made(self, make: Callable[[], Any]) -> nn.Module:
+        with undisturbed():
+            try:
+                with torch.device("meta" if self.is_fake else "cpu"):
+                    model = make()
+            except Exception as error:
+                if not self.is_fake:
+                    raise
+                logger.debug(
+                    "the model cannot be made on the meta device (%s); on the CPU",
+                    describe_error(error),
+                )
+                model = make()
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"the function that makes the model returned {model!r} of type "
+                f"{type(model).__name__}; return a torch.nn.Module"
+            )
+        return model
+
+    def _copied(self, roots: Sequence[nn.Module], *functions: Any) -> Any:
+        memo: dict[int, Any] = {}
+        for root in roots:
+            for name, module in root.named_modules():
+                if isinstance(module, torch.jit.ScriptModule):
+                    raise UntraceableModelError(
+                        f"{name or 'the model'} is scripted or traced, and runs on data alone; "
+                        "pass the model with the module that it was made from"
+                    )
+                tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+                tensors += [each for each in vars(module).values() if isinstance(each, Tensor)]
+                for tensor in tensors:
+                    if id(tensor) not in memo:
+                        memo[id(tensor)] = self._stand_in(tensor)
+        try:
+            return copy.deepcopy((list(roots), *functions), memo)
+        except Exception as error:
+            raise UntraceableModelError(
+                f"the model cannot be copied ({describe_error(error)}), and a plan never runs the "
+                "model itself; pass a function that makes it: plan(lambda: Model(…), …)"
+            ) from error
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        if is_uninitialized(tensor):
+            raise UntraceableModelError(
+                "the model has lazy layers, whose parameters have no shape yet; run one batch "
+                "through it first, or give the layers their sizes"
+            )
+        if is_wrapper(type(tensor)) or tensor.layout is not torch.strided:
+            raise UntraceableModelError(
+                f"the model holds a {type(tensor).__name__} of layout {tensor.layout}, which a "
+                "plan cannot stand in for; pass the model as it is before it is sharded or "
+                "quantized, and the shards as ranks=…"
+            )
+        with self._fake():
+            value = torch.empty_strided(
+                tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu"
+            )
+            if not self.is_fake and tensor.device.type != "meta":
+                with torch.no_grad():
+                    value.copy_(tensor)
+        if isinstance(tensor, nn.Parameter):
+            value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+        return value
+
+    def _fake(self) -> contextlib.AbstractContextManager[Any]:
+        return self._mode if self.is_fake else contextlib.nullcontext()
+
+    def step_memory(self) -> StepMemory:
+        """What the first step of the optimizer allocates."""
+        if self._step_memory is None:
+            self._step_memory = self._predicted()
+        return self._step_memory
+
+    def _predicted(self) -> StepMemory:
+        given = self.job.optimizer
+        if given is None:
+            return StepMemory()
+        parameters = [p for p in self.parameters if p.requires_grad]
+        if isinstance(given, torch.optim.Optimizer):
+            parameters = [p for group in given.param_groups for p in group["params"]]
+            parameters = [p for p in parameters if p.requires_grad]
+            optimizer = given
+        else:
+            optimizer = given(parameters)
+        return predict_step_memory(
+            optimizer, parameters, on_accelerator=self.job.on_accelerator or None
+        )
+
+    # One step
+
+    def step(self, rows: int, *, splits: bool, conditions: Conditions | None = None) -> Trace:
+        """What one step holds whose largest microbatch has this many rows. Each is run once.
+
+        Args:
+            rows: of the microbatch; more than the batch has are had by repeating its rows.
+            splits: whether other microbatches came before, so that gradients are there.
+            conditions: how it is run.
+
+        Raises:
+            UntraceableModelError: it needs data. The message has the model's own line.
+            BatchError, LossError: as a `Microbatcher` raises them.
+        """
+        asked = (rows, splits, conditions or Conditions())
+        if asked not in self._traces:
+            self._traces[asked] = self._traced(*asked)
+        return self._traces[asked]
+
+    def _traced(self, rows: int, splits: bool, conditions: Conditions) -> Trace:
+        if splits and self._without_gradient is None:
+            self.step(1, splits=False, conditions=conditions)  # shows what has a gradient
+        microbatch = self._rows(rows)
+        self.step_memory()
+        self._nested.begin_anew(conditions.finer)
+        recorder = StepRecorder(
+            on_accelerator=self.job.on_accelerator, before_ampere=self.job.before_ampere
+        )
+        with contextlib.ExitStack() as stack:
+            for manager in (
+                extra_pass(),
+                undisturbed(),
+                self._fake(),
+                recorder,
+                recorder.watching(self._modules),
+                recorder.choosing_attention(),
+            ):
+                stack.enter_context(manager)
+            try:
+                self._step(recorder, microbatch, splits, conditions)
+            except Exception as error:
+                self._clear()
+                if not self.is_fake or isinstance(error, BatchError | LossError):
+                    raise
+                raise UntraceableModelError(
+                    f"the model needs data to be run: {describe_error(error).splitlines()[0]}, "
+                    f"{_where(error)}"
+                ) from error
+        self.assumptions |= recorder.assumptions
+        sizes = self._nested.sizes()
+        self._slices[rows, splits, conditions] = {name: max(each) for name, each in sizes.items()}
+        return recorder.trace()
+
+    def _rows(self, rows: int) -> Any:
+        if rows == self.num_rows:
+            return self.job.batch
+        if rows < self.num_rows:
+            return self.job.layout.split(self.job.batch, [rows, self.num_rows - rows])[0]
+        return self.job.layout.take_rows(
+            self.job.batch, [index % self.num_rows for index in range(rows)]
+        )
+
+    def _step(
+        self, recorder: StepRecorder, microbatch: Any, splits: bool, conditions: Conditions
+    ) -> None:
+        recorder.parameters = frozenset(map(id, self.parameters))
+        with recorder.owning(PARAMETERS):
+            recorder.ledger.see(self.parameters, [])
+        buffers = {id(b): b for module in self._modules for b in module.buffers()}
+        with recorder.owning(BUFFERS):
+            recorder.ledger.see(buffers.values(), [])
+        for buffer in buffers.values():
+            if buffer.nbytes <= LARGE_BYTES:  # larger ones are copied to the host
+                recorder.hold(buffer.nbytes, BUFFERS)
+        memory = self.step_memory()
+        for num_bytes in memory.state_bytes:
+            recorder.hold(num_bytes, OPTIMIZER)
+        with recorder.owning(BATCH):
+            rows = map_tensors(microbatch, functools.partial(self._moved, recorder), isolate=True)
+        if not conditions.train:
+            with evaluation_mode(self._modules), torch.no_grad():
+                recorder.mark("forward")
+                self._forward(recorder, rows, conditions)
+            return
+        try:
+            with torch.enable_grad(), self._at_level(recorder, conditions):
+                self._train(recorder, rows, splits, conditions)
+        finally:
+            del rows
+        recorder.mark(OPTIMIZER_STEP)
+        recorder.hold(memory.temporary_bytes, STEP)()
+        self._clear()
+
+    def _train(
+        self, recorder: StepRecorder, rows: Any, splits: bool, conditions: Conditions
+    ) -> None:
+        wanting = [p for p in self.parameters if p.requires_grad]
+        narrow = [
+            p
+            for p in wanting
+            if splits and conditions.gradient_sums == "fp32" and p.dtype in NARROW
+        ]
+        for parameter in narrow:
+            parameter.grad_dtype = torch.float32
+        if splits:
+            assert self._without_gradient is not None
+            with recorder.owning(GRADIENTS):
+                for index, parameter in enumerate(wanting):
+                    if index not in self._without_gradient:
+                        dtype = parameter.grad_dtype or parameter.dtype
+                        parameter.grad = torch.zeros_like(parameter, dtype=dtype)
+        recorder.mark("forward")
+        output, loss = self._forward(recorder, rows, conditions)
+        recorder.mark("backward")
+        with recorder.owning(TAIL):
+            first = torch.ones_like(loss)
+        loss.backward(first)  # type: ignore[no-untyped-call]
+        del output, loss, first
+        if self._without_gradient is None:
+            self._without_gradient = {
+                index for index, parameter in enumerate(wanting) if parameter.grad is None
+            }
+        for parameter in narrow:
+            total, parameter.grad = parameter.grad, None
+            parameter.grad_dtype = parameter.dtype
+            if total is not None:
+                with recorder.owning(GRADIENTS):
+                    parameter.grad = total.to(parameter.dtype)
+
+    def _forward(
+        self, recorder: StepRecorder, rows: Any, conditions: Conditions
+    ) -> tuple[Any, Tensor]:
+        dtype = PRECISIONS[conditions.precision]
+        with contextlib.ExitStack() as stack:
+            if dtype is not None:
+                stack.enter_context(torch.autocast("cpu", dtype))
+            if conditions.train:
+                output = self._convention.train(self.model, rows)
+                loss = check_loss(output.loss)
+            else:
+                output = self._convention.evaluate(self.model, rows)
+                loss = torch.empty(()) if output.loss is None else output.loss
+            loss = loss * 1.0
+        found = [tensor for _, tensor in tensor_leaves(output.outputs)]
+        recorder.forward_ended([*found, *output.losses.values()])
+        return output, loss
+
+    @contextlib.contextmanager
+    def _at_level(self, recorder: StepRecorder, conditions: Conditions) -> Iterator[None]:
+        """Around forward and backward."""
+        with contextlib.ExitStack() as stack:
+            for name in conditions.rungs:
+                rung = self.rung(name)
+                if isinstance(rung, Offload):
+                    stack.callback(setattr, self._mode, "cache_enabled", self._mode.cache_enabled)
+                    self._mode.cache_enabled = False  # it keeps the storages of tensors.set_()
+                    host = functools.partial(recorder.ledger.placing, on_host=True)
+                    stack.enter_context(offloading(self._modules, host))
+                elif rung is not None:
+                    stack.enter_context(rung.applied())
+            yield
+
+    def _moved(self, recorder: StepRecorder, tensor: Tensor) -> Tensor:
+        if is_wrapper(type(tensor)) or tensor.layout is not torch.strided:
+            raise UntraceableModelError(
+                f"the batch holds a {type(tensor).__name__} of layout {tensor.layout}, which has "
+                "no stand-in without data"
+            )
+        recorder.ledger.place(tensor, [], on_host=True)
+        if not self.is_fake:
+            return tensor.detach().to("cpu", copy=True).requires_grad_(tensor.requires_grad)
+        with recorder.ledger.placing(on_host=True):
+            like = torch.empty_like(tensor, device="meta")
+        moved = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="cpu")
+        return moved.requires_grad_() if tensor.requires_grad else moved
+
+    def _clear(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+            if parameter.grad_dtype is not parameter.dtype:
+                parameter.grad_dtype = parameter.dtype
+
+
+def _refuse_others(roots: Sequence[nn.Module], functions: Mapping[str, Any]) -> None:
+    """Refuse functions that hold on to a module by a name of their own."""
+    own = {
+        f"{type(module).__name__}.{name}": value
+        for root in roots
+        for module in root.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, types.FunctionType)
+    }
+    for name, function in {**functions, **own}.items():
+        if function is None or isinstance(function, nn.Module):
+            continue
+        if captured_modules(function):
+            kind = type(captured_modules(function)[0]).__name__
+            raise UntraceableModelError(
+                f"{name} holds on to a {kind} by a name of its own, so a copy of the model cannot "
+                "stand for it; let forward use the model that it is given, and let modules find "
+                "theirs in self"
+            )
+
+
+_OURS, _TORCHS = str(Path(__file__).parents[2]), str(Path(torch.__file__).parent)
+_DEMOS = str(Path(__file__).parents[2] / "demo")
+
+
+def _where(error: BaseException) -> str:
+    """The innermost line of an error that is neither torch's nor ours: the model's own.
+
+    The models of our demos are models.
+    """
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        is_demo = frame.filename.startswith(_DEMOS)
+        if is_demo or not frame.filename.startswith((_OURS, _TORCHS, "<")):
+            return f"in {frame.name} at {frame.filename}:{frame.lineno}: {frame.line}"
+    return "in a line that nobody knows"

@@ -1,0 +1,378 @@
+"""What a plan says: to a program, to a person, in a picture."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from automicro.batch.layout import describe_cut
+from automicro.memory.timeline import ACTIVATIONS, BACKWARD, Owner, Trace
+from automicro.policy.halving import Halving
+from automicro.rungs.levels import PLAIN
+from automicro.tools.pictures import Picture, speed_and_memory, timeline
+from automicro.tools.plan.devices import find_device
+from automicro.tools.plan.kernels import KINDS
+from automicro.units import format_bytes
+
+_PLACES = {"cpu": "on the CPU", "cuda": "as on a GPU"}
+_MOST_MODULES = 6
+_MOST_SAMPLES = 200
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """What would make a step smaller.
+
+    Attributes:
+        name: in a word.
+        how: to do it.
+        peak_bytes: of the same microbatch then.
+        saved_bytes: less than now, margins included.
+        fits: whether the same microbatch would fit then.
+    """
+
+    name: str
+    how: str
+    peak_bytes: int
+    saved_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevelPlan:
+    """The largest microbatch of one level of ``when_too_large``.
+
+    Attributes:
+        name: as `StepResult.level` has it.
+        how: microbatches are computed, in half a sentence.
+        largest_size: the most rows that fit, 0 where one does not.
+        microbatch_size: rows of the largest microbatch; 1 where not even one row fits.
+        num_microbatches: into which the batch is cut.
+        fits: whether that microbatch fits, with the margin.
+        peak_bytes: the most that its step holds.
+        margin_bytes: what is left free above the peak.
+        nested_sizes: of the largest slice of each part with a size of its own, by its name.
+        deferred_bytes: what it needs, with the margin, where shards are reduced with the last
+            microbatch alone; None where nothing is deferred.
+    """
+
+    name: str
+    how: str
+    largest_size: int
+    microbatch_size: int
+    num_microbatches: int
+    fits: bool
+    peak_bytes: int
+    margin_bytes: int
+    nested_sizes: Mapping[str, int]
+    deferred_bytes: int | None = None
+
+    @property
+    def needed_bytes(self) -> int:
+        """The peak with the margin."""
+        return self.peak_bytes + self.margin_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The most that one part of a step held, at its own fullest moment.
+
+    Attributes:
+        kind: what it is, as in the breakdown.
+        module: whose, of activations and of temporaries of the backward; those of repeated blocks
+            are one. Empty for all others.
+        made_of: the classes of these modules.
+        peak_bytes: the most that it held at once.
+    """
+
+    kind: str
+    module: str
+    made_of: str
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanReport:
+    """What `plan` found. ``print(report)`` tells it, `to_dict` is for JSON.
+
+    Attributes:
+        model: its class.
+        device: as given.
+        limit_bytes: what tensors may take; None where nobody said.
+        num_rows: of the optimization batch, on each rank.
+        microbatch_size: rows of the largest microbatch; 1 where not even one row fits.
+        num_microbatches: into which the batch is cut.
+        largest_size: the most rows that fit, 0 where one does not. Microbatches are balanced, so
+            that `microbatch_size` may be smaller.
+        fits: whether that microbatch fits, with the margin.
+        peak_bytes: the most that its step holds.
+        margin_bytes: what is left free above the peak, for what a plan cannot know.
+        breakdown: bytes at the peak, by what they are.
+        modules: bytes of activations at the peak, by the module that made them; those of repeated
+            blocks are added up.
+        parts: the most that each part held at any moment of the step.
+        points: sizes that were looked at, and their peaks.
+        remedies: what would help, the most helpful first.
+        num_parameters: of the model.
+        ranks: on which it is sharded.
+        precision: of autocast.
+        train: whether it is a training step.
+        recompute: whether repeated blocks are computed again in the backward.
+        level: of ``when_too_large`` that all of this is told of: the first at which a microbatch
+            fits, or the plain one.
+        levels: all of them, the plain one first.
+        nested_sizes: of the largest slice of each part with a size of its own, by its name.
+        is_measured: whether a few rows ran on the CPU, because the model needs data.
+        why_measured: in that case, with the model's own line.
+        assumptions: about the device's kernels, in sentences.
+        state_unknown: why the optimizer's state could not be predicted and is not counted.
+        samples: bytes by owner, at points in the order of the step from 0 to 1.
+    """
+
+    model: str
+    device: str
+    limit_bytes: int | None
+    num_rows: int
+    microbatch_size: int
+    num_microbatches: int
+    largest_size: int
+    fits: bool
+    peak_bytes: int
+    margin_bytes: int
+    breakdown: Mapping[str, int]
+    modules: Mapping[str, int]
+    parts: Sequence[Part]
+    points: Sequence[tuple[int, int]]
+    remedies: Sequence[Remedy]
+    num_parameters: int
+    ranks: int
+    precision: str
+    train: bool
+    recompute: bool
+    level: str
+    levels: Sequence[LevelPlan]
+    nested_sizes: Mapping[str, int]
+    is_measured: bool
+    why_measured: str
+    assumptions: Sequence[str]
+    state_unknown: str
+    samples: Sequence[tuple[float, Mapping[str, int]]] = dataclasses.field(repr=False)
+
+    @property
+    def needed_bytes(self) -> int:
+        """The peak with the margin."""
+        return self.peak_bytes + self.margin_bytes
+
+    @property
+    def exit_code(self) -> int:
+        """0 where it fits, 1 where not even one row does, or not the size that was asked for."""
+        return 0 if self.fits else 1
+
+    def policy(self) -> Halving:
+        """What ``"auto"`` is, starting from the planned size in place of the whole batch.
+
+        ``microbatch_size=report.policy()`` for a `Microbatcher` or a `Trainer`.
+        """
+        return Halving(initial=self.microbatch_size)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain values, for JSON."""
+        found = dataclasses.asdict(self)
+        found["needed_bytes"] = self.needed_bytes
+        for planned, level in zip(found["levels"], self.levels, strict=True):
+            planned["needed_bytes"] = level.needed_bytes
+        found["points"] = [list(point) for point in self.points]
+        found["samples"] = [[step, dict(held)] for step, held in self.samples]
+        return found
+
+    def picture(self) -> Picture:
+        """What a step holds from its beginning to its end, and the peak against the size."""
+        points = [(size, None, None, peak) for size, peak in self.points]
+        chosen = self.microbatch_size if self.fits else None
+        by_size = speed_and_memory(points, limit_bytes=self.limit_bytes, chosen=chosen)
+        step = timeline(self.samples, limit_bytes=self.limit_bytes)
+        return dataclasses.replace(
+            by_size,
+            title=f"What a step of {self.model} holds",
+            summary=f"{self._verdict()}. {step.summary}",
+            panels=[*step.panels, *by_size.panels],
+        )
+
+    def __str__(self) -> str:
+        lines = [self._verdict(), self._conditions(), "  at the peak:"]
+        for kind, num_bytes in self.breakdown.items():
+            lines.append(f"    {format_bytes(num_bytes):>12}  {kind}")
+            if kind == ACTIVATIONS:
+                most = dict(list(self.modules.items())[:_MOST_MODULES])
+                most["others"] = num_bytes - sum(most.values())
+                lines += [f"    {format_bytes(n):>26}  {name}" for name, n in most.items() if n]
+        if self.margin_bytes:
+            lines.append(f"    {format_bytes(self.margin_bytes):>12}  margin, to be left free")
+        if len(self.levels) > 1:
+            lines.append("  at each level of when_too_large:")
+            width = max(len(level.name) for level in self.levels)
+            lines += [f"    {each.name:<{width}}  {self._at(each)}" for each in self.levels]
+        deferred = self._deferred()
+        if deferred:
+            lines.append(deferred)
+        if self.remedies:
+            lines.append("  what would help most, for the same microbatch:")
+        for remedy in self.remedies:
+            then = "" if self.fits or not remedy.fits else ", and it fits"
+            lines.append(
+                f"    {'-' + format_bytes(remedy.saved_bytes):>12}  {remedy.name}: {remedy.how}"
+                f"{then}"
+            )
+        if self.remedies and not (self.fits or any(each.fits for each in self.remedies)):
+            lines.append("    none of these alone is enough")
+        lines += [f"  assumed: {each}" for each in self.assumptions]
+        if self.is_measured:
+            lines.append(f"  measured in a few rows on the CPU, because {self.why_measured}")
+        if self.state_unknown:
+            lines.append(f"  the optimizer's state is not counted: {self.state_unknown}")
+        return "\n".join(lines)
+
+    def _verdict(self) -> str:
+        how = "measured" if self.is_measured else "planned"
+        limit = "" if self.limit_bytes is None else f" of {format_bytes(self.limit_bytes)}"
+        need = f"{format_bytes(self.needed_bytes)}{limit}"
+        cut = describe_cut(self.num_rows, self.microbatch_size, self.num_microbatches)
+        cut += " rows" if self.ranks == 1 else " rows of each rank"
+        if self.limit_bytes is None:
+            return f"{self.model}: {cut} need {need} ({how})"
+        if self.fits:
+            return f"{self.model} fits: {cut} need {need} ({how})"
+        what = "not even one row fits" if self.largest_size == 0 else f"{cut} do not fit"
+        return f"{self.model} does not fit: {what}, it needs {need} ({how})"
+
+    def _deferred(self) -> str:
+        """What there is to say of gradients that wait; empty where none do."""
+        level = next(each for each in self.levels if each.name == self.level)
+        if level.deferred_bytes is None:
+            return ""
+        fits = self.limit_bytes is None or level.deferred_bytes <= self.limit_bytes
+        does = "" if self.limit_bytes is None else ", and fits" if fits else ", and does not fit"
+        return (
+            "  reducing gradients with the last microbatch alone (sync='auto') needs "
+            f"{format_bytes(level.deferred_bytes)}{does}"
+        )
+
+    def _at(self, level: LevelPlan) -> str:
+        """What there is to say of one level."""
+        need = format_bytes(level.needed_bytes)
+        if level.largest_size == 0:
+            return f"not even one row fits, it needs {need}"
+        cut = describe_cut(self.num_rows, level.microbatch_size, level.num_microbatches)
+        words = [f"{cut} rows need {need}" + ("" if level.fits else ", and do not fit")]
+        return ", ".join(
+            [*words, *(f"{name} {size} at a time" for name, size in level.nested_sizes.items())]
+        )
+
+    def _conditions(self) -> str:
+        words = [
+            f"  {_shown_number(self.num_parameters)} parameters",
+            "training" if self.train else "evaluation",
+            self.precision,
+        ]
+        if self.level != PLAIN:
+            words.append(f"at the level {self.level}")
+        elif self.recompute:
+            words.append("blocks computed again")
+        words += [f"{name} {size} at a time" for name, size in self.nested_sizes.items()]
+        if self.ranks > 1:
+            words.append(f"sharded over {self.ranks} ranks (all figures are of one)")
+        return ", ".join([*words, self._place()])
+
+    def _place(self) -> str:
+        if self.device in _PLACES:
+            return _PLACES[self.device]
+        usable_bytes = find_device(self.device).usable_bytes
+        if self.limit_bytes in (None, usable_bytes):
+            return f"on {self.device}"
+        return (
+            f"on {self.device} with the given {format_bytes(self.limit_bytes)} in place of its "
+            f"{format_bytes(usable_bytes)}"
+        )
+
+
+def _shown_number(number: int) -> str:
+    for unit, power in (("billion", 9), ("million", 6), ("thousand", 3)):
+        if number >= 10**power:
+            return f"{number / 10**power:.3g} {unit}"
+    return str(number)
+
+
+def by_kind(held: Mapping[Owner, int]) -> dict[str, int]:
+    """Bytes by what they are, in the order of `KINDS`."""
+    found = dict.fromkeys(KINDS, 0)
+    for owner, num_bytes in held.items():
+        found[owner.kind] += num_bytes
+    return {kind: num_bytes for kind, num_bytes in found.items() if num_bytes}
+
+
+def grouped(module: str) -> str:
+    """The name of a module, the same for all that stand in a row.
+
+    >>> grouped("transformer.h.11.mlp.act"), grouped("layers.0.2"), grouped("0"), grouped("")
+    ('transformer.h.*.mlp.act', 'layers.*.2', '0', 'the model itself')
+    """
+    return _NUMBER.sub("*", module, count=1) or "the model itself"
+
+
+def by_module(held: Mapping[Owner, int]) -> dict[str, int]:
+    """Bytes of activations by module, most first."""
+    found: dict[str, int] = {}
+    for owner, num_bytes in held.items():
+        if owner.kind == ACTIVATIONS:
+            name = grouped(owner.module)
+            found[name] = found.get(name, 0) + num_bytes
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def parts_of(trace: Trace, model: nn.Module) -> list[Part]:
+    """What each part held at its own fullest moment, in the order of `KINDS`."""
+    classes: dict[str, dict[str, None]] = {}
+    for name, module in model.named_modules():
+        classes.setdefault(grouped(name), {})[type(module).__name__] = None
+
+    def of(owner: Owner) -> Owner:
+        is_told_by_module = owner.kind in (ACTIVATIONS, BACKWARD)
+        return Owner(owner.kind, grouped(owner.module) if is_told_by_module else "")
+
+    held = trace.highest(of)
+    return [
+        Part(
+            kind=part.kind,
+            module=part.module,
+            made_of=", ".join(classes.get(part.module, ())),
+            peak_bytes=held[part],
+        )
+        for part in sorted(held, key=lambda each: KINDS.index(each.kind))
+        if held[part]
+    ]
+
+
+def samples_of(trace: Trace) -> list[tuple[float, Mapping[str, int]]]:
+    """Bytes by owner along a step, at some of the places where modules begin and end."""
+    last = len(trace.deltas) - 1
+    if last < 0:
+        return []
+    events = sorted({min(mark.event, last) for mark in trace.marks} | {trace.peak_event, last})
+    stride = -(-len(events) // _MOST_SAMPLES)
+    chosen = sorted({*events[::stride], trace.peak_event})
+    return [
+        (event / max(last, 1), _owners(held))
+        for event, held in zip(chosen, trace.breakdowns(chosen), strict=True)
+    ]
+
+
+def _owners(held: Mapping[Owner, int]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for owner, num_bytes in held.items():
+        name = grouped(owner.module) if owner.kind == ACTIVATIONS else owner.kind
+        found[name] = found.get(name, 0) + num_bytes
+    return found

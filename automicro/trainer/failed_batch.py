@@ -1,0 +1,294 @@
+"""A batch that did not fit, kept in a file."""
+
+import contextlib
+import copy
+import dataclasses
+import os
+import shlex
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from automicro.batch.device import on_host
+from automicro.batch.tensors import map_tensors
+from automicro.errors import (
+    BatchError,
+    PeerStoppedError,
+    SampleTooLargeError,
+    add_note,
+    describe_error,
+    facts_of,
+    text_of,
+)
+from automicro.files import write_whole
+from automicro.memory.device import capacity_bytes
+from automicro.memory.oom import is_out_of_memory
+from automicro.units import format_bytes
+
+FORMAT, VERSION = "automicro: a batch that did not fit", 1
+MOST_BYTES = 256 * 2**20
+"""Of a batch in a file. Larger ones are not kept."""
+KEPT = "failed-batch-"
+"""How the names of these files begin."""
+CONFIG = "config.yaml"
+"""What a run writes beside the batches that it keeps, if it has a config."""
+_ARRAY, _FIELDS, _MAPPING = "array of numpy", "fields of", "mapping of"
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size)
+
+
+class UnreadableBatchError(BatchError):
+    """A file that holds no batch, or one that needs more to be put together."""
+
+
+class UnknownClassError(UnreadableBatchError):
+    """A batch of a class that the file only names; a batch of the same kind has to be given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailedBatch:
+    """A batch that did not fit, as it was kept.
+
+    Attributes:
+        batches: what the loader gave for it: one, or several that made up an optimization batch.
+        phase: ``"train"`` or ``"eval"``.
+        message: of the error.
+        where: it happened, in words.
+        device: that was too small.
+        limit_bytes: of it; None where nobody knew.
+    """
+
+    batches: list[Any]
+    phase: str
+    message: str
+    where: str
+    device: str
+    limit_bytes: int | None
+
+
+def save_batch(path: str | os.PathLike[str], failed: FailedBatch) -> None:
+    """Keep a batch in a file: tensors on the host, and plain values, without any code.
+
+    Raises:
+        UnreadableBatchError: it is too large, or holds what is neither.
+        OSError: the file cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> batch = {"input_ids": torch.zeros(2, 7, dtype=torch.int64), "names": ["a", "b"]}
+        >>> failed = FailedBatch(
+        ...     batches=[batch], phase="train", message="", where="", device="cpu", limit_bytes=None
+        ... )
+        >>> save_batch(f"{folder.name}/batch.pt", failed)
+        >>> load_batch(f"{folder.name}/batch.pt").batches[0]["names"]
+        ['a', 'b']
+        >>> folder.cleanup()
+    """
+    with on_host():
+        size = sum(_num_bytes(each) for each in failed.batches)
+        if size > MOST_BYTES:
+            raise UnreadableBatchError(
+                f"the batch has {format_bytes(size)}, and no more than {format_bytes(MOST_BYTES)} "
+                "are kept"
+            )
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            **{each.name: getattr(failed, each.name) for each in dataclasses.fields(failed)},
+            "batches": [_plain(each) for each in failed.batches],
+        }
+        write_whole(Path(path), lambda file: torch.save(content, file))
+
+
+def load_batch(path: str | os.PathLike[str], *, like: Any = None) -> FailedBatch:
+    """Read a batch that `save_batch` kept. Nothing in the file is run.
+
+    Args:
+        path: of the file.
+        like: a batch of the same kind, for classes of your own, which the file only names.
+
+    Raises:
+        UnreadableBatchError: the file is none of these, is damaged, or its batch is of a class that
+            only ``like`` can tell.
+        OSError: it cannot be read.
+    """
+    try:
+        with on_host():
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:
+        why = describe_error(error).splitlines()[0]
+        raise UnreadableBatchError(
+            f"{path} holds no batch that automicro has kept ({why})"
+        ) from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise UnreadableBatchError(f"{path} holds no batch that automicro has kept")
+    if content.get("version") != VERSION:
+        raise UnreadableBatchError(
+            f"{path} was written by another automicro (format {content.get('version')!r}, and this "
+            f"one reads {VERSION}): use that one"
+        )
+    try:
+        fields = {each.name: content[each.name] for each in dataclasses.fields(FailedBatch)}
+        fields["batches"] = [_rebuilt(each, like) for each in fields["batches"]]
+        return FailedBatch(**fields)
+    except (KeyError, TypeError) as error:
+        raise UnreadableBatchError(f"{path} is damaged ({describe_error(error)})") from error
+
+
+def _num_bytes(value: Any) -> int:
+    found = 0
+
+    def count(tensor: Tensor) -> Tensor:
+        nonlocal found
+        found += tensor.numel() * tensor.element_size()
+        return tensor
+
+    map_tensors(value, count)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """The same in tensors, plain values and containers of these."""
+    if isinstance(value, Tensor):
+        # A view would be kept with all that it is a view of.
+        return value.detach().to("cpu", copy=True).contiguous()
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
+        return {_ARRAY: torch.from_numpy(np.array(value))}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(each) for each in value)
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, Mapping):
+        items = {key: _plain(each) for key, each in value.items()}
+        return items if type(value) is dict else {_MAPPING: kind, "values": items}
+    if dataclasses.is_dataclass(value):
+        items = {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+        return {_FIELDS: kind, "values": items}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        items = {name: _plain(each) for name, each in zip(value._fields, value, strict=True)}
+        return {_FIELDS: kind, "values": items}
+    raise UnreadableBatchError(f"the batch holds a {kind}, which only its own code can write")
+
+
+def _rebuilt(value: Any, like: Any) -> Any:
+    """What `_plain` took apart, with the classes of a batch of the same kind."""
+    if type(value) in (list, tuple):
+        others = list(like) if isinstance(like, list | tuple) else []
+        others += [None] * (len(value) - len(others))
+        return type(value)(_rebuilt(each, one) for each, one in zip(value, others, strict=False))
+    if type(value) is not dict:
+        return value
+    if _ARRAY in value:
+        return value[_ARRAY].numpy()
+    parts = value.get("values") if _FIELDS in value or _MAPPING in value else value
+    assert isinstance(parts, dict)
+    items = {key: _rebuilt(each, _part_of(like, key)) for key, each in parts.items()}
+    if _MAPPING in value:
+        if not isinstance(like, Mapping) or type(like) is dict:
+            return items  # called and read in the same way
+        again: Any = copy.copy(like)
+        again.clear()
+        again.update(items)
+        return again
+    if _FIELDS not in value:
+        return items
+    kind = value[_FIELDS]
+    if f"{type(like).__module__}.{type(like).__qualname__}" != kind:
+        raise UnknownClassError(
+            f"the batch holds a {kind}, and a file is not asked for code: give a batch of the same "
+            "kind, like=next(iter(loader))"
+        )
+    return type(like)(**items) if isinstance(like, tuple) else dataclasses.replace(like, **items)
+
+
+def _part_of(like: Any, key: Any) -> Any:
+    if isinstance(like, Mapping):
+        return like.get(key)
+    return getattr(like, key, None) if isinstance(key, str) else None
+
+
+class Failures:
+    """Keeps a batch that does not fit even in the smallest microbatches.
+
+    Args:
+        device: that is too small.
+        rank: of this process.
+
+    Attributes:
+        folder: where to keep it; None for a new folder among the system's temporary files.
+    """
+
+    def __init__(self, device: torch.device, *, rank: int = 0) -> None:
+        self.folder: Path | None = None
+        self._device = device
+        self._rank = rank
+
+    @contextlib.contextmanager
+    def kept(
+        self, batches: Sequence[Any], *, phase: str, where: str | Callable[[], str]
+    ) -> Iterator[None]:
+        """Keep these batches if what is done meanwhile runs out of memory for good.
+
+        The error gets a note that says where they are. Of several ranks those keep theirs on
+        which memory ran out.
+
+        Args:
+            batches: that make up the optimization batch.
+            phase: ``"train"`` or ``"eval"``.
+            where: it is, in words, or what says so.
+        """
+        try:
+            yield
+        except Exception as error:
+            is_own = isinstance(error, SampleTooLargeError) or is_out_of_memory(error)
+            is_own &= facts_of(error).bystander is None  # else it is not the batch
+            if is_own and batches and not isinstance(error.__cause__, PeerStoppedError):
+                told = where if isinstance(where, str) else where()
+                self._keep(error, batches, phase=phase, where=told)
+            raise
+
+    def _keep(self, error: Exception, batches: Sequence[Any], *, phase: str, where: str) -> None:
+        try:
+            failed = FailedBatch(
+                batches=list(batches),
+                phase=phase,
+                message=text_of(error),
+                where=where,
+                device=str(self._device),
+                limit_bytes=capacity_bytes(self._device),
+            )
+            path = self._path()
+            save_batch(path, failed)
+        except Exception as failure:  # whatever it is, the run has failed already
+            add_note(error, f"automicro: the batch could not be kept ({describe_error(failure)})")
+            return
+        beside = path.parent / CONFIG
+        config = "" if beside.exists() else " CONFIG"
+        add_note(
+            error,
+            f"automicro: the batch is kept in {path}; to run it alone: automicro replay "
+            f"{shlex.quote(str(path))}{config}",
+        )
+
+    def _path(self) -> Path:
+        folder = self.folder or new_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        rank = f"-rank{self._rank}" if self._rank else ""
+        number = 1
+        while os.path.lexists(path := folder / f"{KEPT}{number:04d}{rank}.pt"):
+            number += 1
+        return path
+
+
+def new_folder() -> Path:
+    """A new one among the system's temporary files, for its owner alone."""
+    return Path(tempfile.mkdtemp(prefix="automicro-"))

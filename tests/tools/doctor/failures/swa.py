@@ -1,0 +1,19 @@
+"""Train, and average weights by torch's own class."""
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.optim.swa_utils import AveragedModel
+
+from tests.tools.doctor.failures.model import Transformer, batches
+
+
+def main() -> None:
+    model = Transformer(width=256, layers=4, hidden=1024)
+    average = AveragedModel(model)  # culprit
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for tokens in batches(20, rows=4):
+        loss = cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)

@@ -1,0 +1,611 @@
+"""Peaks before anything is allocated: what is counted, what is found, what is left alone."""
+
+import copy
+import json
+import random
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import automicro
+from automicro import BatchError, LossError, MemoryBudget, Microbatcher, UntraceableModelError
+from automicro.tools.plan.devices import DEVICES, read_memory
+from automicro.tools.plan.kernels import KINDS, WORKSPACE, StepRecorder
+from tests.tools.plan.conftest import adam, real_peak
+
+ROWS = 64
+LOSS = nn.CrossEntropyLoss()
+UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20}
+
+
+class Blocks(nn.Module):
+    """Residual blocks, so that there is something to compute again."""
+
+    def __init__(self, width: int = 128, depth: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(width, 10)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def batch(rows: int = ROWS, width: int = 128) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, width), torch.randint(10, (rows,))
+
+
+def plan(model: Any, data: Any = None, **options: Any) -> automicro.PlanReport:
+    options = {"loss_fn": LOSS, "optimizer": adam, "device": "cpu", "remedies": False, **options}
+    return automicro.plan(model, batch() if data is None else data, **options)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "blocks": (Blocks, batch()),
+    "batchnorm": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10)
+        ),
+        (torch.randn(ROWS, 3, 8, 8), torch.randint(10, (ROWS,))),
+    ),
+    "dropout": (
+        lambda: nn.Sequential(nn.Linear(128, 512), nn.Dropout(0.1), nn.Linear(512, 10)),
+        batch(),
+    ),
+    "half of it frozen": (
+        lambda: nn.Sequential(nn.Linear(128, 512).requires_grad_(False), nn.Linear(512, 10)),
+        batch(),
+    ),
+}
+
+
+@pytest.mark.parametrize("size", [ROWS, 16])
+@pytest.mark.parametrize("case", CASES)
+def test_a_planned_peak_is_that_of_a_microbatcher(
+    case: str, size: int, without_workspaces: None
+) -> None:
+    make, data = CASES[case]
+    planned = plan(make(), data, microbatch_size=size).peak_bytes
+    assert planned == pytest.approx(real_peak(make(), data, size, loss_fn=LOSS), rel=0.02)
+
+
+def test_a_planned_size_fits_its_budget_and_the_next_larger_does_not() -> None:
+    limit = 3 << 20
+    report = plan(Blocks(), batch(512), memory=limit)
+    assert 1 < report.microbatch_size < 512
+    assert report.needed_bytes <= limit
+    assert len(report.points) <= 8
+    coarser = -(-512 // (report.num_microbatches - 1))
+    larger = plan(Blocks(), batch(512), memory=limit, microbatch_size=coarser)
+    assert larger.needed_bytes > limit
+    assert not larger.fits
+    assert (report.fits, report.exit_code, larger.exit_code) == (True, 0, 1)
+
+
+@pytest.mark.filterwarnings("ignore:the training forward changes attributes")
+def test_the_planned_size_runs_at_once_and_is_where_auto_ends() -> None:
+    limit, data, model = 3 << 20, batch(512), Blocks()
+    report = plan(Blocks(), data, memory=limit)
+    optimizer = adam(model.parameters())
+    with MemoryBudget(limit):
+        microbatcher = Microbatcher(
+            model, loss_fn=LOSS, optimizer=optimizer, microbatch_size=report.policy()
+        )
+        result = microbatcher.backward(data)
+        assert (result.ooms, result.num_microbatches) == (0, report.num_microbatches)
+
+
+def test_nothing_of_the_model_the_batch_or_random_numbers_moves() -> None:
+    model, data = Blocks(), batch()
+    before, numbers = copy.deepcopy(model.state_dict()), random.getstate()
+    torch_numbers, given = torch.get_rng_state(), data[0].clone()
+    automicro.plan(model, data, loss_fn=LOSS, optimizer=adam, memory="2MiB")
+    assert model.calls == 0
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not model._forward_hooks
+    assert random.getstate() == numbers
+    assert torch.equal(torch.get_rng_state(), torch_numbers)
+    assert torch.equal(data[0], given)
+
+
+def test_a_model_on_the_meta_device_and_a_function_that_makes_it_are_the_same_plan() -> None:
+    with torch.device("meta"):
+        meta = Blocks()
+    peaks = {plan(each).peak_bytes for each in (Blocks(), meta, Blocks)}
+    assert len(peaks) == 1
+
+
+def test_parameters_of_seven_billion_are_planned_without_memory_for_them() -> None:
+    report = plan(
+        lambda: nn.Sequential(*(nn.Linear(32768, 32768, bias=False) for _ in range(7))),
+        (torch.zeros(2, 32768), torch.zeros(2, dtype=torch.long)),
+        memory="80GiB",
+    )
+    assert report.num_parameters == 7 * 2**30
+    assert report.breakdown["optimizer state"] >= 8 * report.num_parameters
+    assert not report.fits
+    assert report.largest_size == 0
+    assert "not even one row fits" in str(report)
+
+
+def test_rows_beyond_the_batch_are_had_by_repeating_its_rows() -> None:
+    assert plan(Blocks(), batch(2), rows=64).peak_bytes == plan(Blocks(), batch(64)).peak_bytes
+
+
+def test_evaluation_keeps_no_activations_and_no_gradients() -> None:
+    training, evaluation = (plan(Blocks(), batch(2048), train=train) for train in (True, False))
+    assert "gradients" not in evaluation.breakdown
+    assert evaluation.breakdown["activations"] < training.breakdown["activations"] / 2
+
+
+def test_gradients_of_half_precision_add_up_in_float32_where_a_batch_is_split() -> None:
+    def gradients(size: int, sums: str) -> int:
+        report = plan(
+            Blocks().bfloat16(),
+            (batch()[0].bfloat16(), batch()[1]),
+            microbatch_size=size,
+            gradient_sums=sums,
+        )
+        return report.breakdown["gradients"]
+
+    assert gradients(16, "fp32") == pytest.approx(2 * gradients(16, "native"), rel=0.02)
+
+
+def test_an_optimizers_state_is_counted_before_its_first_step() -> None:
+    state = {
+        name: plan(Blocks(), optimizer=make).breakdown.get("optimizer state", 0)
+        for name, make in {
+            "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+            "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+            "adam": adam,
+        }.items()
+    }
+    held = plan(Blocks()).breakdown["parameters"]
+    assert state["sgd"] == 0
+    assert state["momentum"] == held
+    assert 2 * held <= state["adam"] <= 2.1 * held
+
+
+def test_an_accelerator_steps_all_parameters_at_once() -> None:
+    data = batch(1)
+    on_cpu, on_cuda = (plan(Blocks(), data, device=device).peak_bytes for device in ("cpu", "cuda"))
+    assert on_cuda > on_cpu + plan(Blocks(), data).breakdown["parameters"] / 2
+
+
+def test_the_peak_of_a_tiny_batch_may_be_the_optimizers_step() -> None:
+    report = plan(Blocks(), batch(1), device="cuda")
+    assert "temporaries of the optimizer's step" in report.breakdown
+
+
+# What would help
+
+
+def test_remedies_are_what_a_plan_with_them_finds() -> None:
+    data = batch(2048)
+    report = plan(Blocks(), data, remedies=True, memory="1GiB")
+    found = {remedy.name: remedy for remedy in report.remedies}
+    assert found["recompute"].peak_bytes == plan(Blocks(), data, recompute=True).peak_bytes
+    assert found["bf16"].peak_bytes == plan(Blocks(), data, precision="bf16").peak_bytes
+    sharded = plan(Blocks(), data, ranks=8)
+    assert found["shards over 8 ranks"].peak_bytes == sharded.peak_bytes
+    saved = [remedy.saved_bytes for remedy in report.remedies]
+    assert saved == sorted(saved, reverse=True)
+    assert min(saved) > 0
+
+
+def test_offloading_saves_what_waits_for_the_backward() -> None:
+    report = plan(Blocks(256, 16), batch(4096, 256), remedies=True)
+    offload = next(remedy for remedy in report.remedies if remedy.name == "offload")
+    assert offload.saved_bytes > 0.7 * report.breakdown["activations"]
+
+
+def test_shards_are_of_parameters_gradients_and_state_and_blocks_are_gathered() -> None:
+    alone, shared = plan(Blocks(), batch(1)), plan(Blocks(), batch(1), ranks=4)
+    for kind in ("parameters", "optimizer state"):
+        assert shared.breakdown[kind] == pytest.approx(alone.breakdown[kind] / 4, rel=0.2)
+    block = sum(p.nbytes for p in Blocks().blocks[0].parameters())
+    assert shared.breakdown["gathered from other ranks"] >= 3 * block
+
+
+# Attention as the device computes it
+
+
+class Attends(nn.Module):
+    """One layer of attention, with what a case says."""
+
+    def __init__(self, heads: int = 4, width: int = 64, **options: Any) -> None:
+        super().__init__()
+        self.heads, self.options = heads, options
+        self.inputs = nn.Linear(width, 3 * width)
+        self.outputs = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Any:
+        given = self.inputs(x).unflatten(-1, (3, self.heads, -1)).movedim(-3, 0).transpose(2, 3)
+        query, key, value = given
+        if self.options.get("enable_gqa"):
+            key, value = key[:, ::2], value[:, ::2]
+        found = nn.functional.scaled_dot_product_attention(query, key, value, **self.options)
+        return self.outputs(found.transpose(1, 2).flatten(2))
+
+
+def texts(length: int = 256, rows: int = 4, width: int = 64, **kind: Any) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, length, width, **kind), torch.randn(rows, length, width, **kind)
+
+
+def attention_of(make: Callable[[], nn.Module], device: str, length: int, **options: Any) -> int:
+    """Bytes that attention itself holds at the peak."""
+    report = plan(make(), texts(length), device=device, loss_fn=nn.MSELoss(), **options)
+    return report.modules["the model itself"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_gpus_attention_with_dropout_keeps_no_scores(precision: str) -> None:
+    def growth(device: str) -> float:
+        short, long = (
+            attention_of(lambda: Attends(dropout_p=0.1), device, length, precision=precision)
+            for length in (256, 512)
+        )
+        return long / short
+
+    assert growth("cuda") < 2.1
+    assert growth("cpu") > 3
+
+
+def test_dropout_changes_nothing_of_what_fused_attention_holds() -> None:
+    without, with_dropout = (
+        plan(Attends(dropout_p=p), texts(), device="cuda", loss_fn=nn.MSELoss()) for p in (0.0, 0.1)
+    )
+    assert without.peak_bytes == with_dropout.peak_bytes
+    (assumed,) = with_dropout.assumptions
+    assert "fused kernels" in assumed
+    assert f"  assumed: {assumed}" in str(with_dropout)
+
+
+def test_attention_on_the_cpu_is_the_cpus(without_workspaces: None) -> None:
+    data = texts()
+
+    def make() -> nn.Module:
+        return Attends(dropout_p=0.1)
+
+    report = plan(make(), data, loss_fn=nn.MSELoss())
+    real = real_peak(make(), data, 4, loss_fn=nn.MSELoss())
+    assert report.peak_bytes == pytest.approx(real, rel=0.02)
+    assert not report.assumptions
+
+
+MASK = torch.ones(256, 256, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize(
+    ("options", "precision", "assumed"),
+    [
+        ({"is_causal": True}, "bf16", "fused kernels"),
+        ({"attn_mask": MASK}, "bf16", "fused kernels"),
+        ({"attn_mask": MASK, "dropout_p": 0.1}, "fp32", "fused kernels"),
+        ({"attn_mask": MASK.float()}, "fp32", "fused kernels"),
+        ({"heads": 16, "width": 48}, "bf16", "fused kernels"),  # padded
+        ({"heads": 16, "width": 48}, "fp32", "no fused kernel for heads of 3 numbers in .*float32"),
+        ({"enable_gqa": True}, "bf16", "fused kernels"),
+        ({"enable_gqa": True}, "fp32", "no fused kernel for fewer keys than queries in .*float32"),
+        ({"enable_gqa": True, "attn_mask": MASK}, "bf16", "fewer keys .* with a mask"),
+    ],
+)
+def test_which_attention_a_gpu_has_a_fused_kernel_for(
+    options: dict[str, Any], precision: str, assumed: str
+) -> None:
+    options = dict(options)
+    width = options.get("width", 64)
+    report = plan(
+        Attends(**options),
+        texts(width=width),
+        device="cuda",
+        loss_fn=nn.MSELoss(),
+        precision=precision,
+    )
+    (sentence,) = report.assumptions
+    assert re.search(assumed, sentence)
+    scores = 4 * options.get("heads", 4) * 256 * 256 * 2
+    assert (report.modules["the model itself"] > scores) == (
+        "no fused" in assumed or "few" in assumed
+    )
+
+
+def test_float64_has_no_fused_attention_and_sdpa_kernel_is_heeded() -> None:
+    double = plan(
+        Attends().double(), texts(dtype=torch.double), device="cuda", loss_fn=nn.MSELoss()
+    )
+    assert double.assumptions[0].endswith("no fused kernel for torch.float64")
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        whole = plan(Attends(), texts(), device="cuda", loss_fn=nn.MSELoss())
+    assert "what sdpa_kernel leaves" in whole.assumptions[0]
+
+
+def test_a_gpu_before_ampere_has_no_fused_attention_in_bfloat16() -> None:
+    assumed = {
+        (device, precision): plan(
+            Attends(), texts(), device=device, precision=precision, loss_fn=nn.MSELoss()
+        ).assumptions[0]
+        for device in ("t4", "l4")
+        for precision in ("fp32", "bf16")
+    }
+    assert assumed.pop(("t4", "bf16")).endswith("no fused kernel for bfloat16 before Ampere")
+    assert all("fused kernels (flash" in each for each in assumed.values())
+
+
+def test_torchs_own_layers_take_fused_attention_also_when_computed_again() -> None:
+    def layers(dropout: float) -> nn.Module:
+        layer = nn.TransformerEncoderLayer(64, 4, 64, dropout=0.0, batch_first=True)
+        layer.self_attn.dropout = dropout
+        return nn.TransformerEncoder(layer, 2)
+
+    peaks = {
+        plan(layers(p), texts(), device="cuda", loss_fn=nn.MSELoss(), recompute=True).peak_bytes
+        for p in (0.0, 0.1)
+    }
+    assert len(peaks) == 1
+
+
+def test_measured_attention_with_dropout_says_that_it_is_the_cpus() -> None:
+    class ReadsAndAttends(Attends):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x * (x.sum().item() > -1e9))
+
+    report = plan(ReadsAndAttends(dropout_p=0.1), texts(8), device="cuda", loss_fn=nn.MSELoss())
+    assert report.is_measured
+    assert "as the CPU computes it" in report.assumptions[0]
+
+
+def test_attention_outside_of_a_plan_stays_as_it_is() -> None:
+    x = torch.randn(1, 2, 8, 8)
+    seen: list[Tensor] = []
+
+    class Meanwhile(Attends):
+        def forward(self, x: Tensor) -> Any:
+            thread = threading.Thread(target=attend)
+            thread.start()
+            thread.join()
+            return super().forward(x)
+
+    def attend() -> None:
+        seen.append(nn.functional.scaled_dot_product_attention(real, real, real))
+
+    real = x
+    expected = nn.functional.scaled_dot_product_attention(x, x, x)
+    plan(Meanwhile(), texts(), device="cuda", loss_fn=nn.MSELoss())
+    attend()
+    assert len(seen) > 1
+    assert all(torch.equal(each, expected) for each in seen)
+
+
+# What a CPU's kernels take, as torch's allocator counts it (in half precision it is some more)
+
+_X = torch.randn(24, 64, 256)
+_FLAT = torch.randn(24, 64, 16, 16)
+_DEPTHWISE = torch.randn(64, 1, 7, 7, requires_grad=True)
+KIB = 1 << 10
+
+
+@pytest.mark.parametrize(
+    ("run", "given", "forward", "backward"),
+    [
+        (nn.Conv1d(64, 128, 5, padding=2), _X, 3072, 4608),
+        (nn.Conv1d(64, 64, 5, padding=2), _X, 1616, 3072),
+        (nn.Conv2d(64, 32, 3, padding=1), _FLAT, 1536 + 72, 1536 + 768),
+        (nn.ConvTranspose2d(64, 32, 2, 2), _FLAT, 6144, 4608),
+        (nn.Conv2d(64, 64, 3, stride=2, padding=1), _FLAT, 1536 + 144, 3 * 1536 - 1536 - 144),
+        (
+            lambda x: nn.functional.conv2d(
+                x.contiguous(memory_format=torch.channels_last), _DEPTHWISE, padding=3, groups=64
+            ),
+            _FLAT,
+            2 * 1536 + 2 * 12.25,
+            1536 + 3 * 1536 + 257 * 12.25,
+        ),
+        (nn.Conv1d(64, 64, 5, padding=2).bfloat16(), _X.bfloat16(), 1536, 1616),
+        (nn.BatchNorm1d(64), _X, 0, 1536),
+        (lambda x: x + x.bfloat16(), _X, 1536, 0),
+        (lambda x: x.bfloat16().mean(1), _X, 1536, 0),
+        (lambda x: nn.functional.layer_norm(x.mT, (64,)), _X, 1536, 1536),
+    ],
+)
+def test_what_a_cpus_kernels_take_for_themselves(
+    run: Callable[[Tensor], Tensor], given: Tensor, forward: float, backward: float
+) -> None:
+    x = given.clone().requires_grad_()
+
+    def most(work: Callable[[], Any]) -> int:
+        recorder = StepRecorder()
+        with recorder:
+            work()
+        trace = recorder.trace()
+        taken = {n for n, owner in enumerate(trace.owners) if owner.kind == WORKSPACE}
+        return max(
+            (d for n, d in zip(trace.numbers, trace.deltas, strict=True) if n in taken), default=0
+        )
+
+    y: list[Tensor] = []
+    assert most(lambda: y.append(run(x))) == forward * KIB
+    assert most(lambda: y[0].backward(torch.ones_like(y[0]))) == backward * KIB
+
+
+# What cannot be run without data
+
+
+class Reads(nn.Module):
+    """Looks at its numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Any:
+        if x.sum().item() > 1e9:  # the line in question
+            x = x * 2
+        return self.layer(x)
+
+
+class Masks(Reads):
+    def forward(self, x: Tensor) -> Any:
+        kept = x[x[:, 0] > -1e9]
+        return self.layer(kept)
+
+
+@pytest.mark.parametrize("kind", [Reads, Masks])
+def test_a_model_that_reads_its_data_is_measured_and_its_line_is_named(kind: type) -> None:
+    data = batch(256)
+    report = plan(kind(), data)
+    assert report.is_measured
+    line = "x.sum().item()" if kind is Reads else "x[x[:, 0] > -1e9]"
+    assert line in report.why_measured
+    assert "test_plan.py:" in report.why_measured
+    assert "measured in a few rows" in str(report)
+    real = real_peak(kind(), data, 256, loss_fn=LOSS)
+    assert real <= report.needed_bytes
+    assert report.peak_bytes == pytest.approx(real, rel=0.2)
+
+
+def test_a_model_that_is_broken_says_both_errors() -> None:
+    class Broken(Reads):
+        def forward(self, x: Tensor) -> Any:
+            return self.nothing(x)  # type: ignore[operator]
+
+    with pytest.raises(UntraceableModelError, match=r"(?s)nothing.*On the CPU .*nothing"):
+        plan(Broken())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_part_is_refused_by_its_name() -> None:
+    model = nn.Sequential(Blocks(), torch.jit.trace(nn.Linear(10, 10), torch.zeros(2, 10)))
+    with pytest.raises(UntraceableModelError, match=r"^1 is scripted or traced.*made from$"):
+        plan(model)
+
+
+def test_a_forward_that_holds_on_to_the_model_is_refused() -> None:
+    model = Blocks()
+    with pytest.raises(UntraceableModelError, match=r"^forward holds on to a Blocks.*self$"):
+        plan(model, loss_fn=None, forward=lambda _, data: LOSS(model(data[0]), data[1]))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "error", "words"),
+    [
+        (batch(), {"loss_fn": None}, LossError, "pass loss_fn=…"),
+        (batch(), {"loss_fn": None, "forward": lambda *_: None}, LossError, "return the loss"),
+        (batch()[0], {}, BatchError, "this one is a Tensor; yield such pairs"),
+    ],
+)
+def test_a_loss_that_nobody_computes_is_not_taken_for_a_model_that_reads_its_data(
+    data: Any, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        plan(Blocks(), data, **options)
+
+
+# What is said
+
+
+def test_a_report_is_told_in_words_and_as_json() -> None:
+    report = plan(Blocks(), batch(512), memory="3MiB", remedies=True)
+    text = str(report)
+    for word in ("Blocks fits", "activations", "blocks.*", "margin", "recompute"):
+        assert word in text
+    found = json.loads(json.dumps(report.to_dict()))
+    assert found["microbatch_size"] == report.microbatch_size
+    assert found["needed_bytes"] == report.needed_bytes
+
+
+def test_the_parts_of_a_report_add_up() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for number in range(1, 10):
+                self.add_module(f"layer{number}", nn.Linear(8, 8 * number))
+            self.head = nn.Linear(360, 10)
+
+        def forward(self, x: Tensor) -> Any:
+            *layers, head = self.children()
+            return head(torch.cat([layer(x) ** 2 for layer in layers], 1))
+
+    report = plan(Wide(), batch(2048, 8))
+    lines = [line.split(maxsplit=2) for line in str(report).splitlines()]
+    parts = {name: float(n) * UNITS[unit] for n, unit, name in lines[3:] if unit in UNITS}
+    kinds, modules = (
+        {k: v for k, v in parts.items() if k in of} for of in (KINDS, {*parts} - {*KINDS})
+    )
+    assert sum(kinds.values()) == pytest.approx(report.peak_bytes, rel=0.01)
+    assert "others" in modules
+    del modules["margin, to be left free"]
+    assert sum(modules.values()) == pytest.approx(parts["activations"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "place"),
+    [
+        ({"memory": "3MiB", "device": "cuda"}, "fp32, as on a GPU"),
+        ({"memory": "3MiB"}, "fp32, on the CPU"),
+        ({"device": "t4"}, "fp32, on t4"),
+        ({"device": "t4", "memory": "3MiB"}, "on t4 with the given 3.00 MiB in place of its 13.97"),
+        ({"ranks": 2}, r"64 rows of each rank need .*\n.* over 2 ranks \(all figures are of one\)"),
+    ],
+)
+def test_a_report_says_for_what_it_holds(options: dict[str, Any], place: str) -> None:
+    assert re.search(place, str(plan(Blocks(), **options)))
+
+
+def test_remedies_of_which_none_suffices_are_told_as_such() -> None:
+    def told(memory: str) -> str:
+        return str(plan(Blocks(), batch(1), memory=memory, remedies=True))
+
+    assert "and it fits" in told("1500KiB")
+    assert "none of these alone" not in told("1500KiB")
+    assert "none of these alone is enough" in told("300KiB")
+    assert "none of these alone" not in told("1GiB")
+
+
+def test_a_timeline_ends_as_it_began_and_has_the_peak() -> None:
+    report = plan(Blocks())
+    sums = [sum(held.values()) for _, held in report.samples]
+    assert max(sums) == report.peak_bytes
+    steps = [step for step, _ in report.samples]
+    assert steps == sorted(steps)
+
+
+def test_a_picture_has_the_timeline_and_the_peak_by_size() -> None:
+    picture = plan(Blocks(), batch(512), memory="3MiB").picture()
+    assert len(picture.panels) == 2
+    assert "activations" not in picture.title
+    assert "Blocks" in picture.html()
+
+
+def test_every_device_has_less_than_its_name_says() -> None:
+    for name, device in DEVICES.items():
+        assert 0 < device.usable_bytes < device.total_bytes
+        assert read_memory(None, name) == (device.usable_bytes, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"device": "a100"}, "is none of t4, .*memory='24GiB'"),
+        ({"memory": "90GiB", "device": "a100-80gb"}, "more than the 78.55 GiB"),
+        ({"memory": "lots"}, "cannot read 'lots'"),
+        ({"ranks": 0}, "ranks"),
+        ({"precision": "fp8"}, "fp8"),
+    ],
+)
+def test_wrong_uses_say_what_to_do(options: dict[str, Any], words: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=words):
+        plan(Blocks(), **options)

@@ -1,0 +1,254 @@
+"""Plans of levels, and of parts with a size of their own."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import automicro
+from automicro import MemoryBudget, Microbatcher
+from tests.sweeps import mostly_in_sweeps
+from tests.tools.plan.conftest import adam, real_peak
+
+LOSS = nn.CrossEntropyLoss()
+ROWS = 64
+
+
+class Model(nn.Module):
+    """Blocks to compute again, and a head that is much larger inside."""
+
+    def __init__(self, width: int = 64, depth: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(width, 8 * width), nn.GELU(), nn.Dropout(0.1), nn.Linear(8 * width, width)
+            )
+            for _ in range(depth)
+        )
+        self.joint = nn.Sequential(nn.Linear(width, 4000), nn.Tanh(), nn.Linear(4000, 10))
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.joint(x)
+
+
+class WithTail(Model):
+    """The same with a tail that gives the loss."""
+
+    class Tail(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(64, 4000)
+
+        def forward(self, hidden: Tensor, target: Tensor) -> Any:
+            return LOSS(self.head(hidden), target)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tail = self.Tail()
+        del self.joint
+
+    def forward(self, x: Tensor, target: Tensor) -> Any:  # type: ignore[override]
+        for block in self.blocks:
+            x = x + block(x)
+        return {"loss": self.tail(x, target)}
+
+
+def batch(rows: int = ROWS) -> Any:
+    return torch.randn(rows, 64), torch.randint(10, (rows,))
+
+
+def named(rows: int = ROWS) -> Any:
+    x, target = batch(rows)
+    return {"x": x, "target": target}
+
+
+def loss_of(model: nn.Module) -> nn.Module | None:
+    return None if isinstance(model, WithTail) else LOSS
+
+
+def plan(model: Any, data: Any, **options: Any) -> automicro.PlanReport:
+    own = model if isinstance(model, nn.Module) else model()
+    options = {
+        "loss_fn": loss_of(own),
+        "optimizer": adam,
+        "device": "cpu",
+        "remedies": False,
+        **options,
+    }
+    return automicro.plan(own, data, **options)
+
+
+CASES: dict[str, tuple[type[Model], Any, dict[str, Any]]] = {
+    "recompute": (Model, batch, {"when_too_large": "recompute"}),
+    "offload": (Model, batch, {"when_too_large": "offload"}),
+    "both": (Model, batch, {"when_too_large": ["recompute", "offload"]}),
+    "named blocks": (Model, batch, {"when_too_large": {"recompute": ["blocks.*.0", "joint"]}}),
+    "a part in the middle": (Model, batch, {"nested": {"joint": 4}}),
+    "a share of it": (Model, batch, {"nested": {"joint": {"batch_split_factor": 8}}}),
+    "a tail": (WithTail, named, {"nested": {"tail": 4}}),
+    "a tail and recompute": (
+        WithTail,
+        named,
+        {"nested": {"tail": 4}, "when_too_large": "recompute"},
+    ),
+}
+
+
+@pytest.mark.parametrize("size", mostly_in_sweeps([ROWS, 16], quick=[16]))
+@pytest.mark.parametrize("case", CASES)
+def test_the_planned_peak_of_a_level_is_that_of_a_microbatcher(
+    case: str, size: int, without_workspaces: None
+) -> None:
+    make, data, options = CASES[case]
+    found = plan(make(), data(), microbatch_size=size, **options).levels[-1]
+    model = make()
+    real = real_peak(model, data(), size, loss_fn=loss_of(model), **options)
+    assert found.peak_bytes == pytest.approx(real, rel=0.02)
+    assert found.needed_bytes >= real
+
+
+def test_each_level_has_its_largest_microbatch_and_the_report_is_of_the_first_that_fits() -> None:
+    limit = plan(Model(), batch(512)).needed_bytes * 3 // 4
+    report = plan(Model(), batch(512), memory=limit, when_too_large=["recompute", "offload"])
+    assert [level.name for level in report.levels] == ["plain", "recompute", "recompute + offload"]
+    assert report.level == "plain"
+    sizes = [level.largest_size for level in report.levels]
+    assert 0 < sizes[0] < sizes[1] <= sizes[2]
+    for level in report.levels:
+        assert level.fits
+        assert level.needed_bytes <= limit
+
+
+def test_where_one_row_fits_only_at_a_further_level_the_report_is_of_that() -> None:
+    data = torch.randn(1, 512, 64), torch.randn(1, 512, 10)
+    alone, further = (
+        plan(Model(), data, loss_fn=nn.MSELoss(), **options)
+        for options in ({}, {"when_too_large": "recompute"})
+    )
+    limit = (further.levels[1].needed_bytes + alone.needed_bytes) // 2
+    options = {"loss_fn": nn.MSELoss(), "memory": limit}
+    plain = plan(Model(), data, **options)
+    assert not plain.fits
+    assert (plain.exit_code, len(plain.levels)) == (1, 1)
+    report = plan(Model(), data, when_too_large="recompute", **options)
+    assert (report.fits, report.exit_code, report.level) == (True, 0, "recompute")
+    assert [level.fits for level in report.levels] == [False, True]
+    assert report.peak_bytes == report.levels[1].peak_bytes
+    text = str(report)
+    assert "at the level recompute" in text
+    assert "plain      not even one row fits, it needs" in text
+
+
+@pytest.mark.sweep
+def test_parts_that_adapt_are_planned_at_their_smallest_and_told_as_large_as_fits() -> None:
+    whole = plan(WithTail(), named(2048), nested={"tail": "auto"})
+    assert whole.nested_sizes == {"tail": 2048}
+    limit = whole.needed_bytes // 2
+    plain = plan(WithTail(), named(2048), memory=limit)
+    report = plan(WithTail(), named(2048), memory=limit, nested={"tail": "auto"})
+    assert report.largest_size > 1.5 * plain.largest_size
+    assert report.needed_bytes <= limit
+    size = report.nested_sizes["tail"]
+    assert 1 <= size < report.microbatch_size
+    assert f"tail {size} at a time" in str(report)
+    twice = plan(
+        WithTail(),
+        named(2048),
+        microbatch_size=report.microbatch_size,
+        nested={"tail": {"microbatch_size": 2 * size}},
+    )
+    assert twice.needed_bytes > limit
+
+
+@pytest.mark.sweep
+def test_the_planned_slices_run_without_a_shortage() -> None:
+    limit = plan(WithTail(), named(2048)).needed_bytes // 2
+    report = plan(WithTail(), named(2048), memory=limit, nested={"tail": "auto"})
+    model = WithTail()
+    with MemoryBudget(limit):
+        microbatcher = Microbatcher(
+            model,
+            optimizer=adam(model.parameters()),
+            microbatch_size=report.microbatch_size,
+            nested={"tail": report.nested_sizes["tail"]},
+        )
+        result = microbatcher.backward(named(2048))
+    assert (result.ooms, result.nested_sizes) == (0, report.nested_sizes)
+
+
+def test_a_part_that_has_its_size_already_keeps_it_and_the_model_stays_as_it_is() -> None:
+    model = WithTail()
+    part = automicro.split(model.tail, microbatch_size=8)
+    report = plan(model, named())
+    assert report.nested_sizes == {"tail": 8}
+    assert part.sizes == []
+    assert part.is_attached
+
+
+def test_a_model_that_reads_its_data_is_measured_with_its_parts_and_levels() -> None:
+    class Reads(WithTail):
+        def forward(self, x: Tensor, target: Tensor) -> Any:  # type: ignore[override]
+            assert x.abs().sum().item() > 0
+            return super().forward(x, target)
+
+    report = plan(Reads(), named(), nested={"tail": "auto"}, when_too_large="recompute")
+    assert report.is_measured
+    plain, again = report.levels
+    assert again.peak_bytes < plain.peak_bytes
+
+
+def test_remedies_say_the_options_that_do_them() -> None:
+    report = plan(Model(), batch(2048), remedies=True)
+    how = {remedy.name: remedy.how for remedy in report.remedies}
+    assert how["recompute"].endswith("(when_too_large='recompute')")
+    assert how["offload"].endswith("(when_too_large='offload')")
+    predicted = {remedy.name: remedy.peak_bytes for remedy in report.remedies}
+    levels = plan(Model(), batch(2048), when_too_large="auto").levels
+    assert {level.name: level.peak_bytes for level in levels[1:3]} == {
+        name: predicted[name] for name in ("recompute", "offload")
+    }
+
+
+def test_levels_are_in_the_json() -> None:
+    report = plan(Model(), batch(), when_too_large="auto")
+    found = json.loads(json.dumps(report.to_dict()))
+    assert [each["name"] for each in found["levels"]] == [each.name for each in report.levels]
+    assert found["levels"][0]["needed_bytes"] == report.levels[0].needed_bytes
+
+
+def test_gradients_that_wait_for_the_last_microbatch_are_whole() -> None:
+    options: dict[str, Any] = {"ranks": 4, "microbatch_size": 16}
+    model = Model()
+    report = plan(model, batch(), sync="auto", **options)
+    gradients = sum(parameter.nbytes for parameter in model.parameters())
+    deferred = report.levels[0].deferred_bytes
+    assert deferred is not None
+    assert deferred - report.needed_bytes == pytest.approx(gradients * 3 / 4, rel=0.05)
+    assert "with the last microbatch alone (sync='auto') needs" in str(report)
+    between = plan(Model(), batch(), sync="auto", memory=deferred - 4096, **options)
+    assert between.fits
+    assert str(between).count("and does not fit") == 1
+    for others in ({"ranks": 1}, {"microbatch_size": ROWS}, {"train": False}):
+        nothing = plan(Model(), batch(), sync="auto", **{**options, **others})
+        assert nothing.levels[0].deferred_bytes is None
+    assert plan(Model(), batch(), **options).levels[0].deferred_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sync": "never"}, "sync"),
+        ({"when_too_large": "smaller"}, "when_too_large"),
+        ({"nested": {"jiont": "auto"}}, "did you mean 'joint'"),
+        ({"nested": {"joint": {"size": 1}}}, "a part knows"),
+        ({"nested": ["joint"]}, "is no mapping"),
+        ({"when_too_large": "nested"}, "no language model"),
+    ],
+)
+def test_wrong_uses_say_what_to_do(options: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        plan(Model(), batch(), **options)

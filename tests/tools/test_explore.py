@@ -1,0 +1,366 @@
+"""Which size is the fastest, before a run: measured, and nothing stays changed."""
+
+import copy
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from automicro import ExploreReport, SampleTooLargeError, explore
+from automicro.cli import main
+from automicro.tools.explore import MeasuredSize
+from tests.cli_jobs import enter_folder_with_job
+
+ROWS, FEATURES = 16, 12
+LOSS = nn.CrossEntropyLoss()
+
+
+def make_model() -> nn.Sequential:
+    """Dropout draws random numbers, BatchNorm counts, and the last layer may not be trained."""
+    return nn.Sequential(
+        nn.Linear(FEATURES, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 3)
+    )
+
+
+def make_loader(*, rows: int = 8 * ROWS, generator: torch.Generator | None = None) -> DataLoader:
+    data = TensorDataset(torch.randn(rows, FEATURES), torch.randint(3, (rows,)))
+    return DataLoader(data, batch_size=ROWS, shuffle=True, generator=generator)
+
+
+def drawn_so_far(order: torch.Generator) -> tuple[Tensor, Tensor, Any, str]:
+    """Where all generators stand."""
+    return torch.get_rng_state(), order.get_state(), random.getstate(), str(np.random.get_state())
+
+
+class Clock:
+    """Stands in for the one that measures: it goes on when a model says so."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def perf_counter(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("automicro.memory.meter.time", clock)
+    return clock
+
+
+class Takes(nn.Module):
+    """A forward that takes so many seconds, by the rows that it is given."""
+
+    def __init__(self, clock: Clock, seconds: Callable[[int], float]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, 3)
+        self.clock = clock
+        self.seconds = seconds
+        self.rows: list[int] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.rows.append(len(inputs))
+        # No two steps take the same.
+        self.clock.seconds += self.seconds(len(inputs)) * (1 + 0.01 * (len(self.rows) % 3))
+        outputs: Tensor = self.linear(inputs)
+        return outputs
+
+
+@pytest.mark.parametrize("evaluate", [False, True])
+def test_everything_is_as_it_was(evaluate: bool) -> None:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    order = torch.Generator().manual_seed(4)
+    loader = make_loader(generator=order)
+    LOSS(model(torch.randn(4, FEATURES)), torch.zeros(4, dtype=torch.long)).backward()
+    optimizer.step()
+    model[0].eval()
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), model.__dict__))
+    gradients = [each.grad for each in model.parameters()]
+    copies = [None if each is None else each.clone() for each in gradients]
+    modes = [each.training for each in model.modules()]
+    drawn = drawn_so_far(order)
+    explore(model, loader, loss_fn=LOSS, optimizer=optimizer, evaluate=evaluate, max_steps=12)
+    for (name, value), expected in zip(model.state_dict().items(), before[0].values(), strict=True):
+        assert torch.equal(value, expected), name
+    for one, other, clone in zip(model.parameters(), gradients, copies, strict=True):
+        assert one.grad is other
+        assert clone is not None
+        assert one.grad is not None
+        assert torch.equal(one.grad, clone)
+    assert str(optimizer.state_dict()) == str(before[1])
+    assert not optimizer._optimizer_step_pre_hooks
+    assert [each.training for each in model.modules()] == modes
+    assert str(model.__dict__.keys()) == str(before[2].keys())
+    now = drawn_so_far(order)
+    assert torch.equal(now[0], drawn[0])
+    assert torch.equal(now[1], drawn[1])
+    assert now[2] == drawn[2]
+    assert now[3] == drawn[3]
+
+
+def test_a_run_after_it_is_the_run_without_it() -> None:
+    """The order of the data, dropout and weights: bit for bit."""
+
+    def run(*, explores: bool) -> list[Tensor]:
+        torch.manual_seed(5)
+        model, loader = make_model(), make_loader()
+        if explores:
+            explore(model, loader, loss_fn=LOSS, max_steps=5)
+        losses = []
+        for inputs, targets in loader:
+            loss = LOSS(model(inputs), targets)
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    for one, other in zip(run(explores=True), run(explores=False), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_process_that_gets_faster_with_its_first_large_batches_favours_no_size(
+    clock: Clock,
+) -> None:
+    """As an allocator that keeps memory only once it was asked for much of it."""
+
+    def seconds(rows: int) -> float:
+        is_warm = model.rows.count(4 * ROWS) >= 2
+        return rows * (1 if is_warm else 1.5)
+
+    model = Takes(clock, seconds)
+    report = explore(model, make_loader(), loss_fn=LOSS)
+    assert [each.speedup for each in report.measured] == pytest.approx(
+        [1.0] * len(report.measured), rel=0.03
+    )
+
+
+@pytest.mark.parametrize("evaluate", [False, True])
+def test_it_finds_a_size_that_is_far_faster_than_others(clock: Clock, evaluate: bool) -> None:
+    """Above eight rows a row takes twice as long; below, a pass takes time by itself."""
+    model = Takes(clock, lambda rows: rows * (1 if rows <= 8 else 2) + 4)
+    report = explore(model, make_loader(), loss_fn=LOSS, evaluate=evaluate)
+    assert report.microbatch_size == 8
+    assert report.confidence >= 95
+    assert report.base == ROWS
+    assert report.speedup == pytest.approx((2 + 4 / 16) / (1 + 4 / 8), rel=0.02)
+    assert report.global_batch == 16
+    assert report.phase == ("eval" if evaluate else "train")
+
+
+def test_sizes_do_not_depend_on_the_batch_of_the_loader(clock: Clock) -> None:
+    """A pass takes the same for any rows: four batches together are the fastest."""
+    model = Takes(clock, lambda rows: 64)
+    report = explore(model, make_loader(), loss_fn=LOSS)
+    assert report.microbatch_size == 4 * ROWS
+    assert report.batch_rows == ROWS
+    assert report.global_batch == 4 * ROWS
+    assert max(model.rows) == 4 * ROWS
+    assert explore(model, make_loader(), loss_fn=LOSS, max_rows=ROWS).microbatch_size == ROWS
+
+
+def test_what_does_not_fit_is_tried_once_and_named() -> None:
+    model = nn.Sequential(nn.Linear(FEATURES, 64), nn.ReLU(), nn.Linear(64, 3))
+    report = explore(
+        model, make_loader(), loss_fn=LOSS, memory_limit="24KiB", max_steps=20, device="cpu"
+    )
+    assert report.too_large
+    assert len(set(report.too_large)) == len(report.too_large)
+    assert max(each.microbatch_size for each in report.measured) < min(report.too_large)
+    assert all((each.peak_bytes or 0) <= 24 * 1024 for each in report.measured)
+    assert f"{max(report.too_large):>6}  does not fit" in str(report)
+
+
+def test_where_not_one_row_fits_it_says_so() -> None:
+    with pytest.raises(SampleTooLargeError, match="1 of"):
+        explore(nn.Linear(FEATURES, 3), make_loader(), loss_fn=LOSS, memory_limit="1.5KiB")
+
+
+def test_mappings_are_pooled_and_shared_parts_stay_one() -> None:
+    model = nn.Linear(FEATURES, 3)
+    rows = []
+
+    def forward(model: nn.Module, batch: Any) -> Tensor:
+        rows.append(len(batch["x"]))
+        assert batch["scale"].shape == ()
+        loss: Tensor = (model(batch["x"]) * batch["scale"]).square().mean()
+        return loss
+
+    batches = [{"x": torch.randn(4, FEATURES), "scale": torch.tensor(2.0)} for _ in range(4)]
+    report = explore(
+        model,
+        batches,
+        forward=forward,
+        loss_average="samples",
+        batch_layout={"scale": "shared"},
+        max_steps=40,
+    )
+    assert max(rows) == 16
+    assert not report.notes
+
+
+def test_batches_of_other_lengths_are_not_pooled_and_that_is_said() -> None:
+    batches = [(torch.randn(4, length), torch.zeros(4)) for length in (5, 7)]
+    report = explore(
+        nn.Linear(5, 1),
+        batches,
+        forward=lambda model, batch: model(batch[0]).mean(),
+        loss_average="samples",
+        max_steps=6,
+    )
+    assert report.microbatch_size <= 4
+    assert "cannot be pooled" in report.notes[0]
+    assert "no size above 4 rows" in report.notes[0]
+
+
+def test_batchnorm_is_named() -> None:
+    report = explore(make_model(), make_loader(), loss_fn=LOSS, max_steps=4)
+    assert "'1' averages over the rows of a microbatch (BatchNorm)" in report.notes[-1]
+    assert not explore(make_model(), make_loader(), loss_fn=LOSS, evaluate=True, max_steps=4).notes
+
+
+def test_an_interrupt_gives_the_best_so_far(clock: Clock) -> None:
+    class Interrupted(Takes):
+        def forward(self, inputs: Tensor) -> Tensor:
+            if len(self.rows) > 6:
+                raise KeyboardInterrupt
+            return super().forward(inputs)
+
+    report = explore(Interrupted(clock, lambda _: 1), make_loader(), loss_fn=LOSS)
+    assert report.ended == "interrupted"
+    assert report.measured
+
+    class AtOnce(nn.Module):
+        def forward(self, inputs: Tensor) -> Tensor:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):  # there is nothing to tell
+        explore(nn.Sequential(AtOnce(), nn.Linear(FEATURES, 3)), make_loader(), loss_fn=LOSS)
+
+
+def report_of(**options: Any) -> ExploreReport:
+    measured = MeasuredSize(
+        microbatch_size=48,
+        steps=4,
+        rows_per_second=100.0,
+        spread=0.01,
+        peak_bytes=2048,
+        speedup=1.2,
+    )
+    settings: dict[str, Any] = {
+        "phase": "train",
+        "microbatch_size": 48,
+        "speedup": 1.2,
+        "confidence": 83,
+        "base": 64,
+        "batch_rows": 64,
+        "global_batch": 48,
+        "measured": (measured,),
+        "too_large": (128,),
+        "steps": 9,
+        "seconds": 1.0,
+        "ended": "sure enough",
+    }
+    return ExploreReport(**{**settings, **options})
+
+
+def test_the_report_says_which_global_batch_is_nearest() -> None:
+    text = str(report_of())
+    assert "microbatch_size: 48  (1.20x base of 64 rows, confidence 83, sure enough" in text
+    assert "it does not divide 64 rows; the nearest that it does is 48" in text
+    assert "global batch: it divides 96 rows" in str(report_of(batch_rows=96))
+    assert "eval_microbatch_size: 48" in str(report_of(phase="eval"))
+    assert report_of().points == [(48, 100.0, 1.0, 2048), (128, None, None, None)]
+    assert "chosen: 48 rows" in report_of().picture().html()
+    assert json.loads(json.dumps(report_of().to_dict()))["measured"][0]["peak_bytes"] == 2048
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"max_steps": 0}, ValueError, "max_steps"),
+        ({"max_minutes": -1}, ValueError, "max_minutes=-1: give a positive number"),
+        ({"max_rows": 0}, ValueError, "max_rows"),
+        ({"microbatch_size": 4}, TypeError, "leave microbatch_size out"),
+        ({"when_too_large": "auto"}, TypeError, "leave when_too_large out, and let the run"),
+        ({"nonsense": 4}, TypeError, "nonsense"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        explore(nn.Linear(FEATURES, 3), make_loader(), loss_fn=LOSS, **options)
+
+
+def test_no_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match="there is no batch to measure: give a data loader"):
+        explore(nn.Linear(FEATURES, 3), [], loss_fn=LOSS)
+
+
+# On the command line
+
+EVAL_DATA = "eval_dataloader={call: cli_job.loader, args: {batch_size: 8}}"
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    enter_folder_with_job(tmp_path, monkeypatch)
+
+
+@pytest.mark.usefixtures("job")
+def test_the_command_prints_a_table_and_a_recommendation(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["explore", "job.yaml", "--max-steps", "6"]) == 0
+    out, _ = capsys.readouterr()
+    assert out.splitlines()[0].split() == ["rows", "rows/s", "spread", "peak", "speed", "steps"]
+    assert "\nmicrobatch_size: " in out
+    assert "\nglobal batch: it " in out
+
+
+@pytest.mark.usefixtures("job")
+def test_the_command_measures_evaluations_and_prints_json(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert (
+        main(
+            [
+                "explore",
+                "job.yaml",
+                EVAL_DATA,
+                "--eval",
+                "--json",
+                "--max-steps",
+                "6",
+                "--html",
+                "a.html",
+            ]
+        )
+        == 0
+    )
+    assert "chosen: " in Path("a.html").read_text()
+    found = json.loads(capsys.readouterr().out)
+    assert found["phase"] == "eval"
+    assert found["batch_rows"] == 8
+
+
+@pytest.mark.usefixtures("job")
+def test_the_command_refuses_an_evaluation_that_there_is_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["explore", "job.yaml", "--eval"]) == 2
+    assert "eval_dataloader" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("job")
+def test_the_command_refuses_sizes_that_are_no_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explore", "job.yaml", "microbatch_unit=tokens"]) == 2
+    assert "or explore with microbatch_unit=rows" in capsys.readouterr().err

@@ -1,0 +1,242 @@
+"""A batch that did not fit: kept in a file that holds data alone, and run once more."""
+
+import dataclasses
+import json
+import re
+from collections import UserDict, namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from automicro import Fixed, Microbatcher, SampleTooLargeError
+from automicro.tools.replay import replay
+from automicro.trainer.failed_batch import (
+    FailedBatch,
+    UnknownClassError,
+    UnreadableBatchError,
+    load_batch,
+    save_batch,
+)
+from automicro.values import same_values
+from tests.trainer.rehearsals import Model, loader_of, make_trainer
+from tests.trainer.runs import assert_same
+
+
+def failed(batch: Any, phase: str = "train") -> FailedBatch:
+    return FailedBatch(
+        batches=[batch],
+        phase=phase,
+        message="too large",
+        where="in a test",
+        device="cpu",
+        limit_bytes=4096,
+    )
+
+
+def tokens(rows: int, length: int) -> tuple[Tensor, Tensor]:
+    drawn = torch.randint(32, (rows, length), generator=torch.Generator().manual_seed(3))
+    return drawn, drawn
+
+
+@dataclasses.dataclass
+class Pair:
+    """A class of somebody's own."""
+
+    inputs: Tensor
+    names: list[str]
+
+
+Named = namedtuple("Named", ["inputs", "targets"])
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (torch.arange(6).view(2, 3), torch.tensor([1, 2])),
+        {"a": torch.ones(2), "b": [torch.zeros(1), "text", 3, None], "c": np.arange(4.0)},
+        [torch.ones(3, dtype=torch.bfloat16), b"bytes", 2.5, True],
+    ],
+    ids=["pair", "mapping", "list"],
+)
+def test_a_batch_comes_back_as_it_was(batch: Any, tmp_path: Path) -> None:
+    save_batch(tmp_path / "batch.pt", failed(batch))
+    again = load_batch(tmp_path / "batch.pt")
+    assert same_values(again.batches[0], batch)
+    assert dataclasses.replace(again, batches=[]) == dataclasses.replace(failed(batch), batches=[])
+
+
+def test_classes_of_ones_own_come_from_a_batch_of_the_same_kind_and_never_from_the_file(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "batch.pt"
+    batch = Pair(torch.ones(2, 3), ["x", "y"])
+    save_batch(path, failed(batch))
+    with pytest.raises(UnknownClassError, match=r"holds a tests.tools.test_replay.Pair.*like="):
+        load_batch(path)
+    again = load_batch(path, like=Pair(torch.zeros(1), [])).batches[0]
+    assert type(again) is Pair
+    assert torch.equal(again.inputs, batch.inputs)
+    assert again.names == ["x", "y"]
+    save_batch(path, failed(Named(torch.ones(2), torch.zeros(2))))
+    assert type(load_batch(path, like=Named(1, 2)).batches[0]) is Named
+    save_batch(path, failed(UserDict(inputs=torch.ones(2))))
+    assert type(load_batch(path).batches[0]) is dict
+    assert type(load_batch(path, like=UserDict(inputs=0)).batches[0]) is UserDict
+
+
+class Runs:
+    """Unpickled, it would write a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.write_text, (self.path, "was run")
+
+
+def test_nothing_that_a_file_names_is_run(tmp_path: Path) -> None:
+    trap = tmp_path / "trap"
+    torch.save({"format": "automicro: a batch that did not fit", "x": Runs(trap)}, tmp_path / "a")
+    (tmp_path / "b").write_text("no batch at all")
+    torch.save({"batches": [1]}, tmp_path / "c")
+    for name in "abc":
+        with pytest.raises(UnreadableBatchError, match="holds no batch that automicro has kept"):
+            load_batch(tmp_path / name)
+    assert not trap.exists()
+    with pytest.raises(
+        UnreadableBatchError, match=r"holds a tests\.tools\.test_replay\.Runs, which"
+    ):
+        save_batch(tmp_path / "d", failed({"x": Runs(trap)}))
+
+
+def test_a_slice_is_kept_without_what_it_is_a_slice_of(tmp_path: Path) -> None:
+    save_batch(tmp_path / "batch.pt", failed(torch.zeros(1_000_000)[:10]))
+    assert (tmp_path / "batch.pt").stat().st_size < 10_000
+
+
+def test_a_batch_that_is_too_large_for_a_file_is_left_out_by_name(
+    tmp_path: Path, mocker: Any
+) -> None:
+    mocker.patch("automicro.trainer.failed_batch.MOST_BYTES", 1000)
+    with pytest.raises(UnreadableBatchError, match=r"has 3\.91 KiB, and no more than 1000 bytes"):
+        save_batch(tmp_path / "batch.pt", failed(torch.zeros(1000)))
+    assert not list(tmp_path.iterdir())
+
+
+def limit_of(rows: int, length: int) -> int:
+    """Bytes that so many rows take, with everything that any size takes."""
+    model = Model()
+    microbatcher = Microbatcher(
+        model,
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.AdamW(model.parameters()),
+        memory_limit="1GiB",
+        probe=False,
+    )
+    with microbatcher.rehearsing():
+        peak = microbatcher.backward(tokens(rows, length)).peak_bytes
+    assert peak is not None
+    return int(peak)
+
+
+@pytest.mark.parametrize("phase", ["train", "eval"])
+def test_a_batch_is_run_once_more_and_leaves_no_trace(phase: str) -> None:
+    model, untouched = Model(dropout=0.2), Model(dropout=0.2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    options: dict[str, Any] = {"loss_fn": nn.CrossEntropyLoss(), "optimizer": optimizer}
+    before = torch.get_rng_state()
+    limit = limit_of(2, 64)
+    report = replay(failed(tokens(8, 64), phase), model, memory_limit=limit, **options)
+    assert report.fits
+    assert report.microbatch_size is not None
+    assert report.tried[0] == 8
+    assert report.microbatch_size < 8
+    assert report.peak_bytes is not None
+    assert report.peak_bytes <= limit == report.limit_bytes
+    assert f"fits now: {report.num_microbatches} × {report.microbatch_size} of 8 rows" in str(
+        report
+    )
+    json.dumps(report.to_dict())
+    too_small = limit_of(2, 24) if phase == "train" else limit_of(1, 8)
+    small = replay(failed(tokens(8, 64), phase), model, memory_limit=too_small, **options)
+    assert not small.fits
+    assert small.tried[-1] == 1
+    what = {"train": "the activations of its rows", "eval": "the optimizer's state"}[phase]
+    assert small.dominates is not None
+    assert small.dominates.startswith(what)
+    assert "does not fit: not even 1 row of 8" in str(small)
+    assert_same(model, untouched)
+    assert not optimizer.state
+    assert all(each.grad is None for each in model.parameters())
+    assert model.training
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_size_that_is_fixed_is_tried_alone() -> None:
+    report = replay(
+        failed(tokens(8, 64)),
+        Model(),
+        loss_fn=nn.CrossEntropyLoss(),
+        microbatch_size=Fixed(4),
+        memory_limit=limit_of(1, 64),
+    )
+    assert (report.fits, report.tried) == (False, (4,))
+
+
+def test_what_holds_the_most_is_the_parameters_where_it_is() -> None:
+    wide = nn.Linear(512, 512)
+    batch = torch.zeros(2, 512), torch.zeros(2, 512)
+    report = replay(failed(batch), wide, loss_fn=nn.MSELoss(), memory_limit="2MiB")
+    assert not report.fits
+    assert report.dominates is not None
+    assert report.dominates.startswith("the parameters, 1.00 MiB")
+
+
+@pytest.mark.parametrize("where", ["train", "eval", "rehearsal"])
+def test_a_run_keeps_the_batch_that_does_not_fit_and_the_error_says_where(
+    where: str, tmp_path: Path
+) -> None:
+    lengths = [4] * 8 + [90] * 8
+    short, long = loader_of([4] * 16), loader_of(lengths)
+    limit = limit_of(8, 4)
+    trainer = make_trainer(
+        Model(),
+        short if where == "eval" else long,
+        eval_dataloader=long if where == "eval" else None,
+        memory_limit=limit,
+        rehearse="worst" if where == "rehearsal" else None,
+    )
+    trainer.keep_failures_in(tmp_path / "run")
+    with pytest.raises(SampleTooLargeError) as caught:
+        trainer.fit()
+    [note] = [each for each in caught.value.__notes__ if "is kept in" in each]
+    path = tmp_path / "run" / "failed-batch-0001.pt"
+    assert f"the batch is kept in {path}; to run it alone: automicro replay {path} CONFIG" in note
+    found = load_batch(path)
+    assert found.batches[0][0].shape == (8, 90)
+    assert found.phase == ("eval" if where == "eval" else "train")
+    assert found.limit_bytes == limit
+    assert re.search({"eval": "evaluation, batch 2"}.get(where, r"batch 2"), found.where)
+    optimizer = torch.optim.AdamW
+    model = Model()
+    report = replay(
+        path,
+        model,
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=optimizer(model.parameters()),
+        memory_limit=limit,
+    )
+    assert not report.fits
+
+
+def test_what_cannot_be_kept_does_not_hide_the_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    trainer = make_trainer(Model(), loader_of([90] * 8), memory_limit=limit_of(1, 4), rehearse=None)
+    trainer.keep_failures_in(tmp_path / "file")
+    with pytest.raises(SampleTooLargeError) as caught:
+        trainer.fit()
+    assert any("the batch could not be kept (" in each for each in caught.value.__notes__)
