@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 SCRIPTS := $(wildcard benchmarks/*.py docs/*.py) hatch_build.py
 
 .DEFAULT_GOAL := help
-.PHONY: job help train test test-quick sweeps hosts hosts-oldest test-published dist check format-check lint types format bench torture torture-resume torture-ranks search standin gpu gpu-rehearsal clean
+.PHONY: job help train test test-quick sweeps hosts hosts-oldest test-published dist check format-check lint types format bench shape torture torture-resume torture-ranks search standin gpu gpu-rehearsal clean
 # One pip at a time, and pytest's closing line stays the last one of `make check`.
 .NOTPARALLEL:
 
@@ -109,6 +109,9 @@ gpu: $(INSTALLED)  ## run all that needs a GPU and write a dated report
 gpu-rehearsal: $(INSTALLED)  ## run all of `make gpu` on the device that is none
 	@echo "all of make gpu on a device that is none, in 3 minutes on two idle cores"
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.gpu_report --standin
+
+shape: $(INSTALLED)  ## print what the package measures, beside its budgets and goals
+	$(BIN)/python -m tests.test_budgets
 
 clean:  ## remove the environment and every cache
 	rm -rf .venv .venv-hosts .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -1,7 +1,6 @@
 """The walls of the house: which module may import which, what every file must have."""
 
 import ast
-import functools
 import gc
 import graphlib
 import importlib
@@ -13,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "automicro"
+from tests.tree import MODULES, PACKAGE, ROOT, imports, nodes, own_module, parsed, unit
 
 # From the ground up. A folder, or a file beside them, imports only from layers below its own, and
 # nothing of its own layer but itself. Within a folder all is free, as long as there is no circle.
@@ -134,8 +132,6 @@ PUBLIC_NAMES = [
 # Their constructors may have more parameters, too.
 PUBLIC_IN_DATA = ["LengthBatchSampler"]
 
-SOURCES = sorted(PACKAGE.rglob("*.py"))
-
 
 @pytest.fixture(autouse=True, scope="module")
 def trees_that_stay() -> Iterator[None]:
@@ -143,17 +139,6 @@ def trees_that_stay() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
-
-
-@functools.cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-@functools.cache
-def nodes(path: Path) -> list[ast.AST]:
-    """Return all of a file: walking a tree takes longer than what is asked of it."""
-    return list(ast.walk(parsed(path)))
 
 
 def is_private(name: str) -> bool:
@@ -178,59 +163,6 @@ PRIVATE_ATTRIBUTES_OF_TORCH = {
     for name in dir(thing)
     if is_private(name)
 }
-
-
-def dotted(path: Path) -> str:
-    """Return a file's module name: automicro/policy/policy.py is automicro.policy.policy."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-MODULES = {dotted(path): path for path in SOURCES}
-
-
-def unit(module: str) -> str:
-    """Return the name by which a module stands in LAYERS."""
-    parts = module.split(".")
-    return parts[1] if len(parts) > 1 else "__init__"
-
-
-@functools.cache
-def imports(path: Path, *, top_only: bool = False) -> frozenset[str]:
-    """Return the absolute names of what a file imports; ``from a import b`` gives ``a.b``."""
-    statements = top_level_statements(parsed(path)) if top_only else nodes(path)
-    found: set[str] = set()
-    for node in statements:
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path.name}:{node.lineno} imports relatively: name it whole"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return frozenset(found)
-
-
-def top_level_statements(tree: ast.Module) -> list[ast.AST]:
-    """Return what runs on import: all but the inside of functions and of ``if TYPE_CHECKING``."""
-    statements: list[ast.AST] = []
-    waiting: list[ast.AST] = list(tree.body)
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.expr):
-            continue  # no expression imports
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
-        statements.append(node)
-        waiting.extend(ast.iter_child_nodes(node))
-    return statements
-
-
-def own_module(name: str) -> str | None:
-    """Return the module of automicro that an imported name is, or lies in."""
-    while name.split(".")[0] == "automicro":
-        if name in MODULES:
-            return name
-        name = name.rpartition(".")[0]
-    return None
 
 
 def layer_of(module: str) -> int:
