@@ -1,11 +1,13 @@
 # Everything a person or CI runs. Needs Python >= 3.11 and its pip; all else lands in .venv.
 PYTHON ?= $(shell python3.11 -c 'import sys; print(sys.executable)' 2>/dev/null || echo python3)
 BIN := .venv/bin
+# What `make train` needs, and what all else does.
+DEMO := .venv/.demo
 INSTALLED := .venv/.installed
 SCRIPTS := $(wildcard benchmarks/*.py docs/*.py) hatch_build.py
 
 .DEFAULT_GOAL := help
-.PHONY: job help train test test-quick sweeps hosts hosts-oldest test-published dist check format-check lint types format bench shape torture torture-resume torture-ranks search standin gpu gpu-rehearsal clean
+.PHONY: job help train test test-quick sweeps hosts hosts-oldest test-published dist check nightly format-check lint types format bench shape torture torture-resume torture-ranks search standin gpu gpu-rehearsal clean
 # One pip at a time, and pytest's closing line stays the last one of `make check`.
 .NOTPARALLEL:
 
@@ -14,14 +16,15 @@ help:  ## list the targets
 
 # One thread: these tensors are too small to share, and on a busy machine threads that wait for
 # each other take many times as long.
-train: $(INSTALLED)  ## train the digits example on a device too small for its batch
+train: $(DEMO)  ## train the digits example on a device too small for its batch
 	OMP_NUM_THREADS=1 $(BIN)/automicro train configs/digits.yaml
 
 # What needs the trainers of others has a target of its own: importing them takes seconds.
 HOSTS := tests/integrations automicro/integrations
 
 # Worlds of processes and their files stay together in one worker.
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8
+# AUTOMICRO_SEED, as `make nightly` sets it, is what property tests draw by.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 $(if $(AUTOMICRO_SEED),--hypothesis-seed=$(AUTOMICRO_SEED))
 
 test: $(INSTALLED)  ## run the tests and the doctests
 	@echo "about 8,900 tests, in three to six minutes on two idle cores (make test-quick: the core of them)"
@@ -59,7 +62,11 @@ dist: $(INSTALLED)  ## build what an index gets; REPOSITORY=https://… is where
 	rm -rf dist
 	AUTOMICRO_REPOSITORY="$(REPOSITORY)" $(BIN)/python -m hatchling build
 
-check: format-check lint types standin gpu-rehearsal sweeps hosts test  ## everything CI runs: format, lint, types, tests
+check: format-check lint types standin sweeps hosts test  ## everything CI runs: format, lint, types, tests
+
+# What takes longer than CI has: before a release, and each night where there are nights.
+nightly: $(INSTALLED)  ## run what CI has no time for, with a seed of today; hours
+	$(BIN)/python -m benchmarks.nightly
 
 format-check: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -116,10 +123,19 @@ shape: $(INSTALLED)  ## print what the package measures, beside its budgets and 
 clean:  ## remove the environment and every cache
 	rm -rf .venv .venv-hosts .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 
-# The stamp is written last, so an interrupted install is taken up again.
-$(INSTALLED): pyproject.toml constraints.txt
+# The stamps are written last, so that an interrupted install is taken up again.
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
+
+$(DEMO): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("automicro needs Python >= 3.11, found " + sys.version.split()[0] + ": run make PYTHON=/path/to/python3.11")'
-	@test -x $(BIN)/python || $(PYTHON) -m venv --clear .venv
-	@echo "installing PyTorch, automicro and its tools into .venv, which takes a minute or a few"
-	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,demo]'
+	@test -x $(BIN)/python || { echo "making .venv with $(PYTHON)"; $(PYTHON) -m venv --clear .venv; }
+	@echo "installing PyTorch into .venv: the largest download, minutes on a slow line"
+	@$(PIP) torch
+	@echo "installing automicro and the digits (scikit-learn)"
+	@$(PIP) -e '.[demo]'
+	@touch $@
+
+$(INSTALLED): $(DEMO)
+	@echo "installing what the tests need: linters, other trainers, loggers; a minute or a few"
+	@$(PIP) -e '.[dev]'
 	@touch $@

@@ -1,5 +1,6 @@
 """Two hundred kills and more: `make torture-resume`, a few minutes."""
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from tests.trainer.resume.trials import KINDS, Kill, kill_and_resume
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 TRIALS = 150
+FIRST = int(os.environ.get("AUTOMICRO_SEED", "0"))
 FEWEST_KILLS = 200
 HEAD = f"{'killed at':<26}{'kills':>6}{'repeated: mean':>16}{'most':>6}"
 
@@ -25,7 +27,7 @@ def kills() -> Iterator[list[Kill]]:
     print("\n" + render(found, trials=TRIALS, seconds=time.monotonic() - start))
 
 
-@pytest.mark.parametrize("seed", range(TRIALS))
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + TRIALS))
 def test_a_killed_run_ends_as_the_undisturbed_one(
     tmp_path: Path, kills: list[Kill], seed: int
 ) -> None:
