@@ -37,7 +37,7 @@ LAYERS = (
     ("rungs",),
     ("step",),
     ("microbatcher",),
-    ("events", "torture", "verification"),
+    ("events", "verification"),
     ("callbacks",),
     ("integrations", "trainer"),
     ("demo",),

@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 
 from automicro.cli.commands import COMMANDS
-from automicro.cli.commands.torture import CALLS, QUICK_PLANS
-from automicro.torture.torture import QUICK_PLANS as PLANS
-from automicro.torture.trials import CALLS as ALL_CALLS
 
 pytestmark = pytest.mark.sweep
 
@@ -29,7 +26,6 @@ LIGHT = (
     "config no-such-file.yaml",
     "config --template",
     "config job.yaml --template",
-    "torture",
     "cache",
     "cache --json",
     "cache --clear",
@@ -149,11 +145,6 @@ print(json.dumps({{name: by for name, by in importers.items() if name in sys.mod
     for path in importers.values():
         assert "torch" in Path(path).parts
         assert "automicro" not in Path(path).parts[-3:-1]
-
-
-def test_what_the_help_of_torture_says_is_so() -> None:
-    assert CALLS == ALL_CALLS
-    assert QUICK_PLANS == PLANS
 
 
 @pytest.mark.parametrize("name", ["SampleTooSmallError", "torch_"])

@@ -45,7 +45,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("line", "expected"),
     {
-        "t": "train torture",
+        "t": "train",
         "--v": "--version",
         "--debug e": "eval explore",
         "train ": "broken.yaml job.yaml|my jobs/|small.yml",
@@ -68,7 +68,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "cache --folder m": "my jobs/",
         "cache --older-than ": "",
         "complete ": "bash zsh fish",
-        "torture ": "",
         "trian ": "",
         "train job.yaml model.args.width.": "",
         "train nowhere/": "",

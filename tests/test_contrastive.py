@@ -14,7 +14,7 @@ from automicro import MemoryBudget, Microbatcher, Trainer
 from automicro.contrastive import Contrastive, InfoNCE
 from automicro.errors import BatchError, LossError
 from automicro.rungs.blocks import find_blocks
-from automicro.torture.subject import climb_to
+from tests.torture.engine.subject import climb_to
 
 ROWS, FEATURES, WORDS = 13, 6, 50
 TEMPERATURE = float(torch.exp(-torch.tensor(-math.log(0.07)).double()))  # a float32 of the model

@@ -19,7 +19,6 @@ import automicro
 from automicro import Callback, Fixed, Halving, Microbatcher, Trainer
 from automicro.callbacks import EarlyStopping, FreezeSchedule, LearningRateMonitor
 from automicro.cli.output import print_yaml
-from automicro.torture.torture import Row, TortureReport
 from automicro.trainer.progress import (
     LiveProgress,
     NotebookProgress,
@@ -101,9 +100,7 @@ def test_each_thing_shows_itself_in_one_line() -> None:
     )
     report = automicro.verify(nn.Linear(8, 2), BATCH, loss_fn=nn.CrossEntropyLoss())
     assert repr(report).startswith("VerifyReport('exact', 32 rows, 'exact: ")
-    tortured = TortureReport([Row("tiny", "backward", 10, plans=4, wrong=["a leak"])])
-    assert repr(tortured) == "TortureReport(4 trials, 1 wrong)"
-    everything = [run, microbatcher, step, evaluated, summary, report, tortured]
+    everything = [run, microbatcher, step, evaluated, summary, report]
     assert not any("\n" in repr(each) for each in everything)
 
 
@@ -140,8 +137,6 @@ def test_the_summary_and_the_reports_are_tables_and_text_in_a_notebook() -> None
     first, rest = texts_of(report._repr_html_())
     assert first == report.verdict
     assert rest.strip() in str(report)
-    tortured = TortureReport([Row("<tiny>", "backward", 10, plans=4)])
-    assert "<tiny>" in "".join(texts_of(tortured._repr_html_()))
 
 
 def test_a_notebook_has_one_line_that_is_written_over_above_those_that_stay(

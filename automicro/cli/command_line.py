@@ -87,8 +87,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         # argparse takes no more positionals once an option came between them.
         arguments.inputs = [*arguments.inputs, *rest]
     elif rest:
-        takes = "one SUBJECT and options" if "subject" in arguments else "options only"
-        mine.error(f"unknown argument {rest[0]!r}: {name} takes {takes}")
+        mine.error(f"unknown argument {rest[0]!r}: {name} takes options only")
     return arguments
 
 

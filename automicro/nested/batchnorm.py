@@ -310,7 +310,7 @@ class _Pass:
                 failure = None  # it holds this frame: a cycle
 
     def _cut(self, sizes: Sequence[int]) -> None:
-        """Let slices have these rows; `automicro.torture` notes them here."""
+        """Let slices have these rows; tests note them here."""
         self.sizes = list(sizes)
 
     def _through_stages(self, batch: Any) -> Joined:

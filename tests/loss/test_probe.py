@@ -22,7 +22,6 @@ from automicro import (
 )
 from automicro.batch.layout import BatchLayout
 from automicro.loss.informative_rows import Choice, choose_rows
-from automicro.torture.faults import FaultMode
 from tests.cases import (
     contrastive,
     count_boxes,
@@ -47,6 +46,7 @@ from tests.models import (
     y,
 )
 from tests.sweeps import mostly_in_sweeps
+from tests.torture.engine.faults import FaultMode
 
 
 def warnings_of(microbatcher: Microbatcher, *batches: Any) -> list[str]:

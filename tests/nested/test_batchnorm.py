@@ -17,9 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from automicro import Halving, MemoryBudget, Microbatcher, Trainer, split
 from automicro.errors import UnsplittableModelError
-from automicro.torture.faults import Fault, FaultMode
-from automicro.torture.subject import climb_to
 from automicro.transaction.surroundings import foreign_states
+from tests.torture.engine.faults import Fault, FaultMode
+from tests.torture.engine.subject import climb_to
 
 ROWS, CHANNELS, CLASSES = 7, 4, 5
 

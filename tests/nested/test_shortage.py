@@ -23,8 +23,8 @@ from automicro.errors import LossAverageError, LossAverageWarning
 from automicro.nested import slices
 from automicro.rungs.levels import make_levels
 from automicro.torch_private import in_backward
-from automicro.torture.subject import climb_to
 from tests.nested.parts_in_slices import CASES, gradients, made, same, twin
+from tests.torture.engine.subject import climb_to
 
 CPU = torch.device("cpu")
 

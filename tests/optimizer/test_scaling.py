@@ -12,8 +12,8 @@ from automicro import MemoryBudget, Microbatcher, OptimizerStepError
 from automicro.optimizer.reservation import OptimizerReservation
 from automicro.optimizer.scaling import GradientScaler
 from automicro.optimizer.step import clip_gradients, step_optimizer
-from automicro.torture.faults import Fault, FaultMode
-from automicro.torture.subject import freeze
+from tests.torture.engine.faults import Fault, FaultMode
+from tests.torture.engine.subject import freeze
 
 CPU = torch.device("cpu")
 LOSS = nn.CrossEntropyLoss()

@@ -10,8 +10,8 @@ from torch import nn
 
 from automicro import OptimizerStepError
 from automicro.optimizer.step import step_optimizer
-from automicro.torture.faults import Boom, Fault, FaultMode
-from automicro.torture.subject import freeze
+from tests.torture.engine.faults import Boom, Fault, FaultMode
+from tests.torture.engine.subject import freeze
 
 CPU = torch.device("cpu")
 

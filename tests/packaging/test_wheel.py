@@ -22,22 +22,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 NEEDED_BYTES = 12 * 2**30  # while pip unpacks what it has downloaded
 INSTALL_SECONDS = 2700
 RUN_SECONDS = 600
-SUBJECT = """\
-import torch
-from torch import nn
-
-from automicro.torture import Subject
-
-
-def make() -> Subject:
-    model = nn.Linear(3, 2)
-    return Subject(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        batches=[(torch.randn(4, 3), torch.randn(4, 2)) for _ in range(4)],
-        options={"loss_fn": nn.MSELoss()},
-    )
-"""
 
 
 class Installed:
@@ -101,7 +85,6 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     environment = Installed(folder)
     environment.work.mkdir()
     shutil.copy(ROOT / "configs" / "digits.yaml", environment.work / "job.yaml")
-    (environment.work / "subjects.py").write_text(SUBJECT, encoding="utf-8")
     try:
         venv.create(environment.bin.parent, with_pip=True)
         environment.install(str(wheel))
@@ -138,13 +121,11 @@ print(automicro.__file__, torch.__version__, f"built for {kind}, {count} there")
 
 def test_commands_work_that_need_no_data(installed: Installed) -> None:
     assert installed.say("automicro", "--version").startswith("automicro ")
-    for command in ("train", "eval", "verify", "config", "torture", "cache"):
+    for command in ("train", "eval", "verify", "config", "cache"):
         assert f"automicro {command}" in installed.say("automicro", command, "--help")
     assert "max_duration" in installed.say("automicro", "config", "--keys")
     assert "model:" in installed.say("automicro", "config", "--template")
     assert "memory_limit: 8MiB" in installed.say("automicro", "config", "job.yaml", "--set")
-    said = installed.say("automicro", "torture", "subjects.make", "--quick", "--calls", "step")
-    assert "recovered" in said
     assert "size is remembered" in installed.say("automicro", "cache")
 
 

@@ -15,9 +15,9 @@ from automicro import Microbatcher
 from automicro.rungs import offload
 from automicro.rungs.blocks import repeated_blocks
 from automicro.rungs.levels import Recompute
-from automicro.torture.subject import climb_to
 from tests.ranks.steps import local
 from tests.rungs.families import LANGUAGE, OTHERS, Family
+from tests.torture.engine.subject import climb_to
 
 LEVELS: dict[str, Any] = {
     "plain": ("error", 0),

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from automicro import Halving, Microbatcher
 from automicro.rungs import offload
-from automicro.torture.cuts import Cut, Noting
-from automicro.torture.subject import climb_to
-from automicro.torture.trials import Scripted
 from tests.ranks.faulty_models import Fault, Faults, build
 from tests.ranks.steps import local, squared_error
+from tests.torture.engine.cuts import Cut, Noting
+from tests.torture.engine.subject import climb_to
+from tests.torture.engine.trials import Scripted
 
 STEPS = 3
 ROWS = (4, 3)

@@ -9,8 +9,8 @@ import torch
 
 from automicro import Fixed, Halving
 from automicro.optimizer.step import step_optimizer
-from automicro.torture.subject import TortureRun, values
 from tests.real_memory.subjects import ROWS, build
+from tests.torture.engine.subject import TortureRun, values
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics.classification import MulticlassAccuracy
 
 from automicro import Microbatcher
-from automicro.torture.subject import TortureRun
+from tests.torture.engine.subject import TortureRun
 
 ROWS = 8
 CLASSES = 4

@@ -11,9 +11,9 @@ import torch
 
 from automicro import Fixed, Halving, OptimizerStepError, Policy
 from automicro.memory.oom import is_out_of_memory
-from automicro.torture.subject import TortureRun, differences, values
 from tests.real_memory.allocator import CappedAllocator
 from tests.real_memory.scenes import Scene, call, go_on, prepare
+from tests.torture.engine.subject import TortureRun, differences, values
 
 HALF_APPLIED = "may be half applied"
 

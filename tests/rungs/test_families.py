@@ -18,8 +18,8 @@ from automicro.errors import UnsplittableModelError
 from automicro.memory.budget import MemoryBudget
 from automicro.rungs import offload
 from automicro.rungs.levels import Recompute
-from automicro.torture.subject import climb_to
 from tests.rungs.families import LANGUAGE, OF_TORCHVISION, OTHERS, Family
+from tests.torture.engine.subject import climb_to
 
 pytest.importorskip("transformers")
 

@@ -9,9 +9,9 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 
-from automicro.torture.torture import quiet
 from tests.search.drawing import SIMPLE, simpler
 from tests.search.oracle import BAD, Judgement, Verdict, judge, judge_combination
+from tests.torture.engine.sweep import quiet
 
 AXES = ("model", "loss", "wiring", "twist", "form", "metric", "fault", "dtype")
 

@@ -5,8 +5,8 @@ import warnings
 import pytest
 import torch
 
-from automicro.torture.torture import quiet
 from tests.search.trainer_jobs import TrainerJob, by_loop, by_trainer, draw_trainer_job
+from tests.torture.engine.sweep import quiet
 
 pytestmark = pytest.mark.sweep
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from automicro.torture.subject import Subject
-from automicro.torture.torture import Plan, double_faults, render, sample, single_faults, sweep
-from automicro.torture.trials import Scene, Trials
 from tests.torture.conftest import without_log_and_long_collections  # noqa: F401
+from tests.torture.engine.subject import Subject
+from tests.torture.engine.sweep import Plan, double_faults, render, sample, single_faults, sweep
+from tests.torture.engine.trials import Scene, Trials
 from tests.torture.more_subjects import SUBJECTS
 
 NAMES = ["MLP", "BatchNorm and dropout", "tied weights"]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from automicro.torture.torture import quiet
+from tests.torture.engine.sweep import quiet
 
 
 @pytest.fixture(autouse=True, scope="module")

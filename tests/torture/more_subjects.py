@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics import CatMetric
 
 from automicro.optimizer.scaling import GradientScaler
-from automicro.torture.subject import MakeSubject, Subject
 from tests.step.texts import Reader, texts
 from tests.torture import smaller_subjects, state_subjects
+from tests.torture.engine.subject import MakeSubject, Subject
 from tests.torture.subjects import (
     BATCHES,
     ROWS,

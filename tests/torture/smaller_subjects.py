@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from automicro.nested.split import split
 from automicro.policy.halving import Halving
-from automicro.torture.subject import MakeSubject, Subject
+from tests.torture.engine.subject import MakeSubject, Subject
 from tests.torture.subjects import BATCHES, ROWS, adamw, classify
 
 WORDS, WIDTH, VOCABULARY = 3, 4, 6

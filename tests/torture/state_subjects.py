@@ -10,7 +10,7 @@ import torchmetrics
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-from automicro.torture.subject import MakeSubject, Subject
+from tests.torture.engine.subject import MakeSubject, Subject
 from tests.torture.subjects import BATCHES, ROWS, adamw
 
 

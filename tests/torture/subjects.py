@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchmetrics import CatMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from automicro.torture.subject import Subject
+from tests.torture.engine.subject import Subject
 
 __all__ = ["ROWS", "RowCounter"]
 

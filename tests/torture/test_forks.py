@@ -4,10 +4,10 @@ import threading
 
 import pytest
 
-from automicro.torture import forks
-from automicro.torture.faults import Fault
-from automicro.torture.subject import differences, values
-from automicro.torture.trials import Scene, Trials, attempt
+from tests.torture.engine import forks
+from tests.torture.engine.faults import Fault
+from tests.torture.engine.subject import differences, values
+from tests.torture.engine.trials import Scene, Trials, attempt
 from tests.torture.subjects import batchnorm_and_dropout
 
 # The workers of pytest-xdist have a second thread, which waits.
@@ -48,7 +48,7 @@ def test_a_trial_in_a_copy_is_the_trial_in_a_run_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scene = Scene(name="BatchNorm and dropout", make=batchnorm_and_dropout)
-    monkeypatch.setattr("automicro.torture.trials.can_fork", lambda: True)
+    monkeypatch.setattr("tests.torture.engine.trials.can_fork", lambda: True)
     trials = Trials(scene)
     trials.get_ready()
     prepared = trials._prepared

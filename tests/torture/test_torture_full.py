@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from automicro.torture.torture import Row, TortureReport, render, torture
+from tests.torture.engine.sweep import Row, render, torture
 from tests.torture.huge_pages import use_huge_pages
 from tests.torture.more_subjects import SUBJECTS
 
@@ -49,13 +49,12 @@ def title(name: str) -> str:
     return name if name in ALL_FOUR else f"{name} (one of four)"
 
 
-def tortured(name: str) -> TortureReport:
+def tortured(name: str) -> list[Row]:
     """What the sweep finds of a subject."""
     return torture(
         SUBJECTS[name],
         name=title(name),
         most_plans=MOST_PLANS_OF_LARGE if name in LARGE else MOST_PLANS,
-        every_operation=True,
         faults_per_operation=4 if name in ALL_FOUR else 0.1 if name in LARGE else 1,
     )
 
@@ -72,11 +71,11 @@ def rows() -> Iterator[list[Row]]:
 
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_every_fault_is_recovered_or_refused_with_nothing_lost(rows: list[Row], name: str) -> None:
-    report = tortured(name)
-    rows.extend(report.rows)
-    assert report.wrong == []
-    assert all(row.bytes_alive <= 0 for row in report.rows)
-    settled = [row for row in report.rows if "first" not in row.what]
+    found = tortured(name)
+    rows.extend(found)
+    assert [each for row in found for each in row.wrong] == []
+    assert all(row.bytes_alive <= 0 for row in found)
+    settled = [row for row in found if "first" not in row.what]
     assert not any(row.extra for row in settled)  # else it were not settled
 
 

@@ -1,17 +1,19 @@
 """A seeded sample of the faults that `make torture` tries by the thousand."""
 
+import functools
 import logging
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from torch import Tensor, nn
 
 from automicro import Halving, SampleTooLargeError
 from automicro.loss.passes import is_extra_pass
-from automicro.torture.faults import Fault, FaultMode
-from automicro.torture.subject import differences, objects, replaced, values
-from automicro.torture.torture import (
+from tests.torture.engine.faults import Fault, FaultMode
+from tests.torture.engine.subject import differences, objects, replaced, values
+from tests.torture.engine.sweep import (
     Plan,
     bursts,
     double_faults,
@@ -21,8 +23,9 @@ from automicro.torture.torture import (
     single_faults,
     sweep,
 )
-from automicro.torture.trials import LOOKS_OVER_AFTER, Scene, Trials, _count_reservation, attempt
+from tests.torture.engine.trials import LOOKS_OVER_AFTER, Scene, Trials, _count_reservation, attempt
 from tests.torture.more_subjects import SUBJECTS
+from tests.torture.subjects import classify
 
 pytestmark = pytest.mark.sweep
 
@@ -128,6 +131,35 @@ def test_the_harness_sees_what_is_left_alive(monkeypatch: pytest.MonkeyPatch) ->
     verdict = attempt(Trials(scene("BatchNorm and dropout")), [Fault(100)])
     assert verdict.survivors > 0
     assert verdict.bytes_alive > 0
+
+
+@functools.cache
+def hidden() -> list[int]:
+    """A count where no library can see it."""
+    return [0]
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden()[0] += self.training
+        out: Tensor = self.layer(x) * (1 + 0.1 * hidden()[0])
+        return out
+
+
+def test_the_harness_sees_state_that_no_library_can_roll_back() -> None:
+    trials = Trials(Scene(name="counting", make=lambda: classify(Counting(), 4)))
+    plans = sample(trials, single_faults(trials, ["oom"]), 4)
+    assert any("gradient layer.weight" in each for each in sweep(trials, "any", plans).wrong)
+
+
+def test_a_seed_chooses_the_same_trials_again() -> None:
+    trials = Trials(scene("MLP"))
+    plans = double_faults(trials, KINDS, num_first=3)
+    assert sample(trials, plans, 5, 1) == sample(trials, plans, 5, 1) != sample(trials, plans, 5, 2)
 
 
 def test_no_batch_can_open_a_transaction_without_memory() -> None:

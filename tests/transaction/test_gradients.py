@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from automicro.torture.faults import Boom, Fault, FaultMode
 from automicro.transaction.gradients import Gradients
 from automicro.transaction.transaction import Transaction
+from tests.torture.engine.faults import Boom, Fault, FaultMode
 
 
 def none(parameter: nn.Parameter) -> Tensor | None:

@@ -3,8 +3,3 @@
 SQLite is trusted because its tests fail the first allocation, then the second, until a whole run
 passes. This does the same to a step: before and after each operation that torch dispatches.
 """
-
-from automicro.torture.subject import Subject
-from automicro.torture.torture import TortureReport, torture
-
-__all__ = ["Subject", "TortureReport", "torture"]

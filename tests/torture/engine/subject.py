@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from automicro.batch.layout import BatchLayout
 from automicro.errors import AutomicroWarning
 from automicro.microbatcher import Microbatcher
 from automicro.optimizer.scaling import GradientScaler
@@ -23,8 +22,6 @@ from automicro.reach import Reach, is_generator
 from automicro.transaction.metrics import flatten_metrics
 from automicro.transaction.rng import state_of
 
-FEWEST_BATCHES = 4
-
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
@@ -32,18 +29,6 @@ class Subject:
 
     Small ones are as good as large ones, and take minutes: what is counted is the kinds of
     operations, not their sizes.
-
-    Example:
-        >>> def make_subject() -> Subject:
-        ...     model = nn.Linear(3, 2)
-        ...     return Subject(
-        ...         model=model,
-        ...         optimizer=torch.optim.AdamW(model.parameters()),
-        ...         batches=[(torch.randn(4, 3), torch.randn(4, 2)) for _ in range(4)],
-        ...         options={"loss_fn": nn.MSELoss()},
-        ...     )
-        >>> make_subject().first_size
-        2
 
     Attributes:
         model: the model, in training mode.
@@ -112,41 +97,6 @@ class TortureRun:
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=self.set_to_none)
         self.model.zero_grad(set_to_none=self.set_to_none)  # what the optimizer does not have
-
-
-def check_subject(subject: object) -> Subject:
-    """A subject that can be tortured.
-
-    Raises:
-        TypeError: it is no `Subject`.
-        ValueError: it has too few batches or rows, or its options are not for it to set.
-    """
-    if not isinstance(subject, Subject):
-        raise TypeError(
-            f"the function returned {subject!r:.80} (of type {type(subject).__name__}); return an "
-            "automicro.torture.Subject(model=…, optimizer=…, batches=…)"
-        )
-    if len(subject.batches) < FEWEST_BATCHES:
-        raise ValueError(
-            f"the subject has {len(subject.batches)} batches, and a trial and the steps after it "
-            f"need {FEWEST_BATCHES}; give more"
-        )
-    own = {"model", "optimizer", "microbatch_size", "eval_microbatch_size"} & subject.options.keys()
-    if own:
-        raise ValueError(
-            f"options has {sorted(own)}, which torture sets itself; leave them out (first_size is "
-            "where sizes start)"
-        )
-    layout = BatchLayout(subject.options.get("batch_layout", 0))
-    rows = {layout.num_rows(batch) for batch in subject.batches}
-    counts_rows = subject.options.get("microbatch_unit", "rows") == "rows"
-    has_enough = not counts_rows or min(rows) >= subject.first_size
-    if len(rows) > 1 or not has_enough or subject.first_size < 2:
-        raise ValueError(
-            f"the batches have {sorted(rows)} rows and first_size={subject.first_size}; give all "
-            "batches the same rows, at least first_size, which is at least 2"
-        )
-    return subject
 
 
 def build(make: MakeSubject, policy: Policy, eval_policy: Policy) -> TortureRun:

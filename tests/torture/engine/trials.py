@@ -17,14 +17,13 @@ from automicro.memory.budget import MemoryBudget
 from automicro.optimizer.step import clip_gradients
 from automicro.policy.halving import Halving
 from automicro.policy.policy import Outcome, Policy
-from automicro.torture.cuts import Cut, Noting
-from automicro.torture.faults import Boom, Fault, FaultMode
-from automicro.torture.forks import can_fork, in_fork
-from automicro.torture.subject import (
+from tests.torture.engine.cuts import Cut, Noting
+from tests.torture.engine.faults import Boom, Fault, FaultMode
+from tests.torture.engine.forks import can_fork, in_fork
+from tests.torture.engine.subject import (
     MakeSubject,
     TortureRun,
     build,
-    check_subject,
     differences,
     objects,
     replaced,
@@ -261,7 +260,7 @@ class Trials:
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
-        subject = check_subject(scene.make())
+        subject = scene.make()
         self.first_size = subject.first_size
         self.retry_size = -(-subject.first_size // 2)
         self.can_be_smaller = subject.can_be_smaller

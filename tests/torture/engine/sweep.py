@@ -4,13 +4,12 @@ import contextlib
 import gc
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from automicro.showing import html_text
-from automicro.torture.faults import Fault
-from automicro.torture.subject import MakeSubject, check_subject
-from automicro.torture.trials import CALLS, LOOKS_OVER_AFTER, Scene, Trials
+from tests.torture.engine.faults import Fault
+from tests.torture.engine.subject import MakeSubject
+from tests.torture.engine.trials import CALLS, LOOKS_OVER_AFTER, Scene, Trials
 
 Plan = tuple[Fault, ...]
 
@@ -84,9 +83,9 @@ def bursts(trials: Trials, count: int, seed: int = 0) -> list[Plan]:
     return plans
 
 
-def sample(trials: Trials, plans: Sequence[Plan], most: int | None, *seed: object) -> list[Plan]:
+def sample(trials: Trials, plans: Sequence[Plan], most: int, *seed: object) -> list[Plan]:
     """At most so many of the plans, drawn from a seed and tried in order."""
-    if most is None or len(plans) <= most:
+    if len(plans) <= most:
         return list(plans)
     chosen = sorted(trials.scene.draw(*seed).sample(range(len(plans)), most))
     return [plans[index] for index in chosen]
@@ -174,100 +173,36 @@ def render(rows: Sequence[Row], *, by_model: bool = False) -> str:
 MOST_SHOWN = 20
 
 
-MOST_IN_A_ROW, MOST_BURSTS = 8, 200
-
-QUICK_PLANS = 12  # of each row of the table
-
-
-@dataclass(frozen=True, repr=False)
-class TortureReport:
-    """What a sweep found."""
-
-    rows: list[Row]
-
-    @property
-    def wrong(self) -> list[str]:
-        """Everything that is not as promised."""
-        return [each for row in self.rows for each in row.wrong]
-
-    @property
-    def exit_code(self) -> int:
-        """0 where nothing is wrong, else 1."""
-        return 1 if self.wrong or not any(row.plans for row in self.rows) else 0
-
-    def __repr__(self) -> str:
-        plans = sum(row.plans for row in self.rows)
-        return f"TortureReport({plans:,} trials, {len(self.wrong)} wrong)"
-
-    def _repr_html_(self) -> str:
-        """For notebooks."""
-        return html_text(f"{self!r}\n{self}")
-
-    def __str__(self) -> str:
-        return render(self.rows)
+MOST_IN_A_ROW = 8
 
 
 def torture(
-    make_subject: MakeSubject,
+    make: MakeSubject,
     *,
-    name: str = "",
-    calls: Sequence[str] = CALLS,
-    most_plans: int | None = None,
-    every_operation: bool = False,
-    faults_per_operation: float = 4,
+    name: str,
+    most_plans: int,
+    faults_per_operation: float,
     seed: int = 0,
-    show: Callable[[Row], None] = lambda row: None,
-) -> TortureReport:
-    """Fail every operation of a model's step once, and look whether anything is lost.
+) -> list[Row]:
+    """Fail every operation of a model's step once, and compare what is left.
 
     Sets the global generators, before each trial, to the same seed.
 
     Args:
-        make_subject: builds the `Subject`, always the same from the same random state.
-        name: of the model; the function's unless given.
-        calls: what to disturb, of ``"backward"``, ``"evaluate"``, ``"unscale"`` (where there is a
-            loss scaler), ``"clip"``, ``"step"``.
-        most_plans: trials of each row of the table; all unless given.
-        every_operation: at every operation of a later step's ``backward`` and of a later
-            ``evaluate``, run out of memory before it and after it, and raise a foreign error and
-            Ctrl-C before it, whatever ``most_plans`` says.
-        faults_per_operation: how many of these four, each in a trial of its own; fewer are drawn.
-            Below one, one of them at one operation in so many: 0.1 for every tenth.
+        make: builds the subject, always the same from the same random state.
+        name: of the model, for the table.
+        most_plans: trials of each row whose call is not settled, and of two and many faults.
+        faults_per_operation: at each operation of a settled call so many of these four, each in a
+            trial of its own: out of memory before it and after it, a foreign error and Ctrl-C
+            before it. Fewer than four are drawn; 0.1 stands for one at every tenth operation.
         seed: of the choice among trials.
-        show: called with each row of the table as soon as it is there.
-
-    Raises:
-        TypeError: the function returns no `Subject`.
-        ValueError: an unknown call, or a subject with too few batches or rows.
-
-    Example:
-        >>> import torch
-        >>> from automicro.torture import Subject
-        >>> def linear() -> Subject:
-        ...     model = torch.nn.Linear(3, 2)
-        ...     return Subject(
-        ...         model=model,
-        ...         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        ...         batches=[(torch.randn(4, 3), torch.randn(4, 2)) for _ in range(4)],
-        ...         options={"loss_fn": torch.nn.MSELoss()},
-        ...     )
-        >>> torture(linear, calls=["step"], most_plans=3).wrong
-        []
     """
-    unknown = [call for call in calls if call not in CALLS]
-    if unknown or not calls:
-        raise ValueError(f"calls={list(calls)!r}: choose some of {', '.join(CALLS)}")
-    name = name or getattr(make_subject, "__name__", "model")
-    rows: list[Row] = []
     with quiet():
-        choice = Choice(most_plans, faults_per_operation if every_operation else 0, seed)
-        for trials, what, plans in _work(make_subject, name, calls, choice):
-            rows.append(sweep(trials, what, plans))
-            show(rows[-1])
-    return TortureReport(rows)
+        choice = Choice(most_plans, faults_per_operation, seed)
+        return [sweep(*each) for each in _work(make, name, choice)]
 
 
-def scenes(name: str, make: MakeSubject, calls: Sequence[str]) -> list[Scene]:
+def scenes(name: str, make: MakeSubject, calls: Sequence[str] = CALLS) -> list[Scene]:
     """Every call, the first time and later, and on a simulated device."""
     found = []
     if "backward" in calls:
@@ -286,7 +221,7 @@ def scenes(name: str, make: MakeSubject, calls: Sequence[str]) -> list[Scene]:
             ("step", (0, 1)),
         )
         for warm in warms
-        if call in calls and (call != "unscale" or check_subject(make()).scaler is not None)
+        if call in calls and (call != "unscale" or make().scaler is not None)
     ]
     return found
 
@@ -296,23 +231,21 @@ class Choice:
     """Which trials are made.
 
     Attributes:
-        most: of each row of the table; None for all.
+        most: of each row of the table that is no settled call.
         per_operation: how many at each operation of a settled call, of the four single faults.
         seed: of what is drawn.
     """
 
-    most: int | None
+    most: int
     per_operation: float
     seed: int
 
 
-def _work(
-    make: MakeSubject, name: str, calls: Sequence[str], choice: Choice
-) -> Iterator[tuple[Trials, str, list[Plan]]]:
+def _work(make: MakeSubject, name: str, choice: Choice) -> Iterator[tuple[Trials, str, list[Plan]]]:
     most, seed = choice.most, choice.seed
-    for scene in scenes(name, make, calls):
+    for scene in scenes(name, make):
         trials = Trials(scene)
-        is_whole = choice.per_operation > 0 and scene.is_settled and not scene.in_budget
+        is_whole = scene.is_settled and not scene.in_budget
         if is_whole:
             plans = faults_at_each(trials, choice.per_operation, seed)
             for what, kinds in ("one out of memory", ["oom"]), ("foreign errors", FOREIGN):
@@ -328,7 +261,7 @@ def _work(
         plans = double_faults(trials, ["oom", *FOREIGN], num_first=3, seed=seed)
         yield trials, "two faults", sample(trials, plans, most, seed, "two")
         if trials.can_be_smaller:
-            yield trials, "many faults", bursts(trials, most or MOST_BURSTS, seed)
+            yield trials, "many faults", bursts(trials, most, seed)
 
 
 def sweep(trials: Trials, what: str, plans: Sequence[Plan]) -> Row:
