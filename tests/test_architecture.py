@@ -52,6 +52,7 @@ ONLY_IN = {"omegaconf": "cli"}
 NEVER_AT_MODULE_TOP = (
     "fsspec",
     "matplotlib",
+    "shtab",
     "sklearn",
     "transformers",
     "lightning",

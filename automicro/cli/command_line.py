@@ -61,7 +61,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         if re.match(r"-\d", each) and given and re.fullmatch(r"--[\w-]+", given[-1]):
             each = f"{given.pop()}={each}"  # argparse would take -5GiB for an option
         given.append(each)
-    parser, commands = _parsers()
+    parser, commands = make_parsers()
     if given and given[0] == "help":
         given = [*given[1:2], "--help"]
     name = next((each for each in given if not each.startswith("-")), None)
@@ -101,7 +101,7 @@ def _key_meant(option: str) -> str:
     return f" (did you mean '{key}={value if equals else 'VALUE'}'?)"
 
 
-def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+def make_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """The parser of the whole command line, and those of the commands."""
     parser = argparse.ArgumentParser(
         prog="automicro",
