@@ -4,7 +4,7 @@ BIN := .venv/bin
 # What `make train` needs, and what all else does.
 DEMO := .venv/.demo
 INSTALLED := .venv/.installed
-SCRIPTS := $(wildcard benchmarks/*.py docs/*.py) hatch_build.py
+SCRIPTS := $(wildcard benchmarks/*.py configs/*.py docs/*.py) hatch_build.py
 
 .DEFAULT_GOAL := help
 .PHONY: job help train test test-quick sweeps hosts hosts-oldest test-published dist check nightly format-check lint types format bench shape torture torture-resume torture-ranks search standin gpu gpu-rehearsal clean

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import instructions
+import sounds
 from automicro import Microbatcher
 from automicro.cli.config.build import Recipe
 from automicro.data import LengthBatchSampler
-from automicro.demo import instructions, sounds
 from automicro.trainer.report import FitSummary
 from tests.config_jobs import build_trainer, load_config
 from tests.trainer.runs import assert_same

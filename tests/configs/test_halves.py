@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from automicro.demo import digits, halves
+import halves
+from automicro.demo import digits
 from tests.config_jobs import build_trainer, load_config
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "two_towers.yaml"

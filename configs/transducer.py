@@ -3,7 +3,7 @@
 An encoder goes over frames, a prediction network over the letters so far, and the joint network
 scores the next letter for each pair of both: (rows, frames, letters + 1, scores). That is far more
 than anything before it, so `Joint`, which gives the loss, is the part that needs a size of its own.
-The sounds are those of `automicro.demo.sounds`; its ``loader`` gives the batches.
+The sounds are those of `sounds`; its ``loader`` gives the batches.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from automicro.demo.sounds import BLANK, LETTERS, MELS, LetterErrors
+from sounds import BLANK, LETTERS, MELS, LetterErrors
 
 # Stands for a probability of zero. An infinity would make the gradient of log(0 + 0) NaN.
 _IMPOSSIBLE = -1e30
@@ -187,7 +187,7 @@ class Transducer(nn.Module):
         hidden: of the joint network.
         dropout: share of the encoder's and the prediction network's features that training drops.
 
-    >>> from automicro.demo import sounds
+    >>> import sounds
     >>> batch = next(iter(sounds.loader("eval", batch_size=2, num_rows=2)))
     >>> outputs = Transducer(width=8, hidden=16)(**batch)
     >>> outputs["loss"].ndim, sorted(outputs)
@@ -216,7 +216,7 @@ class Transducer(nn.Module):
         label_lengths: Tensor,
         **others: Any,
     ) -> dict[str, Tensor]:
-        """Loss, and in evaluation what was read; a batch of `automicro.demo.sounds.loader`."""
+        """Loss, and in evaluation what was read; a batch of `sounds.loader`."""
         encoded, time_lengths = self.encode(audio, audio_lengths)
         predicted, _ = self.prediction(self.letters(F.pad(labels, (1, 0), value=BLANK)))
         predicted = self.dropout(predicted)

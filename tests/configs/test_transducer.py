@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import sounds
 from automicro import Microbatcher
-from automicro.demo import sounds
-from automicro.demo.transducer import Joint, Transducer, transducer_loss
+from transducer import Joint, Transducer, transducer_loss
 
 FRAMES, LABELS, CLASSES = 4, 3, 5
 

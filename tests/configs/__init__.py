@@ -1,0 +1,1 @@
+"""The jobs in configs/ and the modules beside them, which pytest finds as a config does."""
