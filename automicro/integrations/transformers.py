@@ -31,17 +31,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from automicro.batch.layout import num_rows, split_batch
+from automicro.batch.layout import BatchLayout, balanced_sizes
 from automicro.batch.structure import register_batch_type
 from automicro.batch.tensors import map_tensors
 from automicro.errors import (
+    BatchError,
     GradientWarning,
-    LossAverageError,
     LossError,
     MetricWarning,
     PeerFailedError,
     SampleTooLargeError,
     add_note,
+    describe_error,
     warn,
 )
 from automicro.integrations.host import (
@@ -78,10 +79,9 @@ from transformers.trainer_pt_utils import nested_concat  # noqa: E402
 SUPPORTED = "transformers 5.0 or later"
 _OWN = (
     "forward", "backward", "loss_fn", "optimizer", "modules", "precision", "device", "state",
-    "update_metric", "carry_layout", "scales_for_ranks", "probe", "eval_loss_average",
+    "update_metric", "carry_layout", "scales_for_ranks", "eval_loss_average",
 )  # fmt: skip
 _LossOf = Callable[[nn.Module, Any, Any], Tensor]
-_MOST_SHAPES = 1000
 _MANY = 10**18  # items: what is divided by so many is gone
 _ASKED = 4  # rows, where the first ones' loss is 0
 _LOOKED_AT = 8  # rows, of a loss that is evaluated
@@ -96,7 +96,7 @@ def enable(trainer: Any, **options: Any) -> Any:
         options: of `Microbatcher`: ``microbatch_size``, ``eval_microbatch_size``,
             ``loss_average`` (where it is neither divided by ``num_items_in_batch`` nor read off the
             model), ``memory_limit``, ``batchnorm``, ``batch_layout``, ``gradient_sums``,
-            ``remember_sizes``, ``repeatable``, ``observer``.
+            ``remember_sizes``, ``repeatable``, ``probe``, ``observer``.
 
     Returns:
         The trainer. ``trainer.automicro`` has what it found: see `Enabled`.
@@ -120,7 +120,8 @@ def enable(trainer: Any, **options: Any) -> Any:
             f"enable takes a transformers.Trainer, and {type(trainer).__name__} is none; for a "
             "loop of your own use automicro.Microbatcher"
         )
-    refuse(trainer, splits=options.get("microbatch_size", "auto") is not None)
+    splits = _splits(options, "train") or (_evaluates(trainer) and _splits(options, "eval"))
+    refuse(trainer, splits=splits)
     setattr(trainer, "automicro", Enabled(trainer, options))  # noqa: B010 - its class has none
     return trainer
 
@@ -240,7 +241,8 @@ def _accumulated(trainer: Any, batches: Sequence[Mapping[str, Any]]) -> Compared
 
 _FLAVOURS = ("SFTTrainer", "DPOTrainer", "RewardTrainer")
 _COMPARE_PAIRS = ("aot", "aot_unpaired", "aot_pair", "bco_pair", "sft")
-_KEEPS_WHOLE = "or keep batches whole with microbatch_size=None"
+_KEEPS_WHOLE = "or keep batches whole with microbatch_size=None, eval_microbatch_size=None"
+_SIZE_OF = {"train": "microbatch_size", "eval": "eval_microbatch_size"}
 
 
 def refuse(trainer: Any, *, splits: bool = True) -> None:
@@ -305,6 +307,18 @@ def refuse(trainer: Any, *, splits: bool = True) -> None:
         raise ValueError(f"automicro cannot be enabled for this {name}: {why}")
 
 
+def _splits(options: Mapping[str, Any], phase: str) -> bool:
+    return options.get(_SIZE_OF[phase], "auto") is not None
+
+
+def _evaluates(trainer: Any) -> bool:
+    """Whether a training evaluates by itself."""
+    return trainer.eval_dataset is not None and str(trainer.args.eval_strategy) not in (
+        "no",
+        "IntervalStrategy.NO",
+    )
+
+
 class Enabled:
     """What stands in for the steps of one trainer; made by `enable`, as ``trainer.automicro``.
 
@@ -318,7 +332,7 @@ class Enabled:
         self.last: StepResult | None = None
         self.last_evaluation: EvalResult | None = None
         # The trainer holds this, so this must not hold it: a cycle would keep a model's memory.
-        self._options = dict(options)
+        self._options = {"probe": "error", **options}
         self._trainer: Any = weakref.proxy(trainer)
         self._replacements = Replacements()
         put = self._replacements.put
@@ -331,6 +345,7 @@ class Enabled:
         self._host_state = HostState(trainer)
         self._series = Series(trainer, self._host_state)
         self._logs = Logs(trainer)
+        self._layout = BatchLayout(self._options.get("batch_layout", 0))
         self._made: dict[str, _Made] = {}  # for "train" and "eval"
         self._known: dict[str, Any] = {}  # sizes of what is made no more
         # Of the batch that is being computed.
@@ -341,7 +356,6 @@ class Enabled:
         self._caught: list[tuple[Tensor, dict[str, Any]]] = []
         self._held: HeldBack | None = None
         self._collected: list[tuple[Any, Any]] = []
-        self._rows_of: dict[Any, int] = {}
         self._warns = True
         self._is_asking = False  # what an evaluation would refuse
 
@@ -385,7 +399,7 @@ class Enabled:
     ) -> Tensor:
         """Forward and backward of a batch: the trainer's own, in microbatches."""
         trainer = self._trainer
-        batch = as_rows(trainer, inputs)
+        batch = self._read(inputs)
         self._num_items = num_items_in_batch
         # Before anything is remembered: such an optimizer changes parameters there.
         model.train()
@@ -462,17 +476,19 @@ class Enabled:
             own: arguments of the phase's.
         """
         counts = self._num_items is not None
-        divides = self._divides(model, batch, loss_of) if counts else False
+        # Of a batch that stays whole, nothing has to be known.
+        splits = _splits(self._options, name)
+        divides = self._divides(model, batch, loss_of) if counts and splits else False
+        declared = self._options.get("loss_average")
         if (
             "optimizer" in own
         ):  # after a forward, which leaves the root of FSDP2 with whole parameters
             own["modules"] = self._further_modules(model)
         microbatcher = Microbatcher(
             model,
-            loss_average="none" if divides else self._mean(model),
+            loss_average="none" if divides else self._mean(model) if splits else declared or "auto",
             state=[self._host_state, *self._kept(), *self._of_loss(model)],
             scales_for_ranks=False,
-            probe="error",
             **own,
             **{name: value for name, value in self._options.items() if name != "loss_average"},
         )
@@ -489,21 +505,21 @@ class Enabled:
         """Refuse before the first step what the first evaluation would refuse, hours later.
 
         A loss of a subclass's own may be a sum while it trains, and a mean that nobody knows of
-        what is evaluated. A few rows of training data are evaluated, and leave no trace.
+        what is evaluated; and of one that trains on whole batches, nothing was asked. A few rows
+        of training data are evaluated, and leave no trace.
 
         Raises:
             LossAverageError: it is a mean over something else than rows, and nobody said so.
+            ValueError: it is divided by the number of items in part.
         """
-        trainer = self._trainer
+        trainer, options = self._trainer, self._options
         is_own = trainer.compute_loss_func is not None or _is_own(trainer, "compute_loss")
-        evaluates = trainer.eval_dataset is not None and str(trainer.args.eval_strategy) not in (
-            "no",
-            "IntervalStrategy.NO",
-        )
-        is_known = self._options.get("loss_average") is not None or "eval" in self._made
-        if is_known or not (is_own and evaluates) or trainer.args.world_size > 1:
+        is_new = is_own or not _splits(options, "train")
+        is_known = options.get("loss_average") is not None or "eval" in self._made
+        evaluates = _evaluates(trainer) and _splits(options, "eval")
+        if is_known or not (is_new and evaluates) or trainer.args.world_size > 1:
             return
-        rows = split_batch(batch, _LOOKED_AT)[0]
+        rows = self._cut(batch, _LOOKED_AT)[0]
         num_items, arguments = self._num_items, self._arguments
         self._is_asking = True
         try:
@@ -512,7 +528,7 @@ class Enabled:
                 self._num_items = trainer._get_num_items_in_batch([as_batch(rows)], device)
                 self._arguments = (True, None)
                 self._make_evaluation(model, rows).microbatcher.evaluate(rows)
-        except LossAverageError as error:
+        except ValueError as error:  # a LossAverageError is one, too
             add_note(
                 error,
                 "automicro: a few rows of the first training batch were evaluated, so that this "
@@ -588,7 +604,7 @@ class Enabled:
         if is_extra_pass():
             with self._undone(model), self._logs.overhearing() as heard:
                 loss = self._training_loss(model, flat, self._num_items)
-            return seen_of(loss, None, heard, rows=self._count_rows(flat, microbatch))
+            return seen_of(loss, None, heard, rows=self._layout.num_rows(microbatch))
         self._note(flat, microbatch)
         trainer = self._trainer
         if not self._warns or not (trainer.compute_loss_func or _is_own(trainer, "compute_loss")):
@@ -598,24 +614,9 @@ class Enabled:
 
     def _note(self, flat: Any, microbatch: Any) -> None:
         """A microbatch of the batch is about to be computed."""
-        rows = self._count_rows(flat, microbatch)
+        rows = self._layout.num_rows(microbatch)
         self._series.note(flat, rows)
         self._logs.begin(rows)
-
-    def _count_rows(self, flat: Any, microbatch: Any) -> int:
-        """The rows of a microbatch; those of the same shapes are counted once."""
-        if not isinstance(flat, dict) or isinstance(microbatch, Pairs | Sequences):
-            return num_rows(microbatch)
-        shapes = tuple(
-            (name, value.shape if isinstance(value, Tensor) else None)
-            for name, value in flat.items()
-        )
-        if len(self._rows_of) > _MOST_SHAPES:  # sequences of ever other lengths
-            self._rows_of.clear()
-        found = self._rows_of.get(shapes)
-        if found is None or None in dict(shapes).values():
-            found = self._rows_of[shapes] = num_rows(microbatch)
-        return found
 
     def _training_loss(self, model: nn.Module, flat: Any, num_items: Any) -> Tensor:
         trainer = self._trainer
@@ -649,7 +650,7 @@ class Enabled:
     ) -> tuple[Tensor | None, Any, Any]:
         """Loss, logits and labels of a batch: the trainer's own, in microbatches."""
         trainer = self._trainer
-        batch = as_rows(trainer, inputs)
+        batch = self._read(inputs)
         # Of the whole batch and of all ranks, once: each microbatch is divided by it.
         self._num_items = trainer._get_num_items_in_batch([inputs], trainer.args.device)
         self._arguments = (prediction_loss_only, ignore_keys)
@@ -681,7 +682,7 @@ class Enabled:
             if self._is_asking:
                 return loss, None
             outputs = {"logits": logits, "label_ids": labels}
-            return seen_of(loss, outputs, heard, rows=self._count_rows(flat, microbatch))
+            return seen_of(loss, outputs, heard, rows=self._layout.num_rows(microbatch))
         self._note(flat, microbatch)
         loss, logits, labels = self._prediction(model, flat, self._num_items)
         self._collected.append((logits, labels))
@@ -717,36 +718,19 @@ class Enabled:
         """
         rows = self._rows_that_count(batch)
         for index in range(_ASKED):  # as often on all ranks
-            answer = self._divides_row(model, rows[index % len(rows)], loss_of)
+            answer = self._divides_row(model, rows[index % len(rows)], batch, loss_of)
             if answer is not None:
                 return answer
         return None
 
-    def _divides_row(self, model: nn.Module, row: Any, loss_of: _LossOf) -> bool | None:
-        failure: BaseException | None = None
-        answer = [0.0, 0.0]
-        try:
-            answer = self._ask(model, row, loss_of)
-        except Exception as error:
-            failure = error
-        every: list[Any] = [(answer, failure is None)]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            every *= dist.get_world_size()
-            dist.all_gather_object(every, (answer, failure is None))
-        try:
-            if failure is not None and is_out_of_memory(failure):
-                raise SampleTooLargeError(
-                    "one row does not fit, even without its gradient, so no microbatch can. What "
-                    "helps:\n- a smaller model\n- shorter sequences\n- bf16\n- a larger device\n"
-                    f"The last failure: {failure}"
-                ) from failure
-            if failure is not None:
-                raise failure
-        finally:
-            failure = None  # it holds this frame: a cycle
-        if not all(is_well for _, is_well in every):
-            raise PeerFailedError("another rank could not compute one row; its error says why")
-        real, rest = max((found for found, _ in every), key=lambda found: abs(found[0]))
+    def _divides_row(self, model: nn.Module, row: Any, batch: Any, loss_of: _LossOf) -> bool | None:
+        every = self._ask_all_ranks(model, row, loss_of)
+        why = next((each for each in every if isinstance(each, str)), None)
+        if why is not None:
+            # What cannot be computed alone may refer to other rows, and the host has them all.
+            every = self._ask_all_ranks(model, batch, loss_of, why=why)
+        answers = [each for each in every if not isinstance(each, str)]
+        real, rest = max(answers, key=lambda found: abs(found[0]))
         if real == rest == 0:
             return None
         if abs(rest) <= 1e-6 * abs(real):
@@ -760,6 +744,54 @@ class Enabled:
             "loss is added?), so its parts average over different things; leave the auxiliary "
             f"loss out, {_KEEPS_WHOLE}"
         )
+
+    def _ask_all_ranks(
+        self, model: nn.Module, rows: Any, loss_of: _LossOf, *, why: str | None = None
+    ) -> list[list[float] | str]:
+        """What `_ask` found on each rank, or why not.
+
+        Args:
+            model: that is asked.
+            rows: one, or where that cannot be computed alone, all.
+            loss_of: that.
+            why: one row cannot. All rows must then.
+
+        Raises:
+            SampleTooLargeError: one row does not fit.
+            LossError: all rows do not, and one of them cannot be computed alone.
+            PeerFailedError: another rank failed.
+        """
+        failure: Exception | None = None
+        found: list[float] | str = ""
+        try:
+            found = self._ask(model, rows, loss_of)
+        except Exception as error:
+            failure, found = error, describe_error(error)
+        ran_out = failure is not None and is_out_of_memory(failure)
+        mine = found, failure is not None and (ran_out or why is not None)
+        every = [mine]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            every *= dist.get_world_size()
+            dist.all_gather_object(every, mine)
+        try:
+            if ran_out and why is None:
+                raise SampleTooLargeError(
+                    "one row does not fit, even without its gradient, so no microbatch can. What "
+                    "helps:\n- a smaller model\n- shorter sequences\n- bf16\n- a larger device\n"
+                    f"The last failure: {failure}"
+                ) from failure
+            if ran_out:
+                raise LossError(
+                    f"the batch does not fit, and it cannot be split, because one row cannot be "
+                    f"computed alone ({why}); give each row all that it refers to"
+                ) from failure
+            if failure is not None and why is not None:
+                raise failure
+        finally:
+            failure = None  # it holds this frame: a cycle
+        if any(is_over for _, is_over in every):
+            raise PeerFailedError("another rank could not compute one row; its error says why")
+        return [each for each, _ in every]
 
     def _ask(self, model: nn.Module, row: Any, loss_of: _LossOf) -> list[float]:
         """The loss of a row as one of one item, and as one of a very great number of them."""
@@ -783,7 +815,7 @@ class Enabled:
 
     def _rows_that_count(self, batch: Any) -> list[Any]:
         """Rows with a target that is not ignored, if there are any."""
-        rows = split_batch(batch, 1)
+        rows = self._cut(batch, 1)
         found = []
         for row in rows:
             targets = targets_in(as_batch(row))
@@ -810,7 +842,18 @@ class Enabled:
             average = read_average(
                 declared or "auto", loss_fn=None, model=inner, targets=targets, reads_model=True
             )[""]
-        return functools.partial(_count, average) if isinstance(average, Tokens) else "auto"
+        if not isinstance(average, Tokens):
+            return "auto"
+        return functools.partial(_count, average, self._layout)
+
+    def _read(self, inputs: Any) -> Any:
+        batch = as_rows(self._trainer, inputs)
+        with contextlib.suppress(BatchError):  # the step itself says so
+            self._layout.num_rows(batch)  # shows what a microbatch alone may leave open
+        return batch
+
+    def _cut(self, batch: Any, size: int) -> list[Any]:
+        return self._layout.split(batch, balanced_sizes(self._layout.num_rows(batch), size))
 
     def _inner(self, model: nn.Module) -> nn.Module:
         inner = self._trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
@@ -1304,11 +1347,11 @@ def _is_ones_own(method: Any) -> bool:
     return (module.__name__ if module else "").partition(".")[0] not in _HOSTS
 
 
-def _count(average: Tokens, microbatch: Any) -> Any:
+def _count(average: Tokens, layout: BatchLayout, microbatch: Any) -> Any:
     flat = as_batch(microbatch)
     targets = targets_in(flat)
     if targets is None:  # predictions alone
-        return num_rows(microbatch)
+        return layout.num_rows(microbatch)
     found = average.denominators(flat, [flat], [len(targets)])
     assert found is not None
     return found[0]

@@ -39,6 +39,7 @@ from transformers.utils import logging
 
 from automicro import (
     AutomicroWarning,
+    BatchError,
     GradientWarning,
     LossAverageError,
     LossError,
@@ -432,9 +433,198 @@ def test_what_an_object_of_a_subclass_counts_is_rolled_back_and_told_of(tmp_path
     assert ours.meter.calls == len(ours.meter.history["rows"]) - 1
 
 
-def test_a_loss_that_is_divided_in_part_is_refused(tmp_path: Path) -> None:
-    ours = make(Case(model=runs.TwoLosses, data=runs.classes), tmp_path, with_us=True)
-    with pytest.raises(ValueError, match=r"in part only: of one row it is .* auxiliary"):
+EVERY_BATCH_WHOLE = {"microbatch_size": None, "eval_microbatch_size": None}
+
+
+def test_a_loss_that_is_divided_in_part_is_refused_and_trains_as_the_remedy_says(
+    tmp_path: Path,
+) -> None:
+    case = Case(model=runs.TwoLosses, data=runs.classes, arguments={"eval_strategy": "epoch"})
+    refusal = r"in part only: of one row it is .* auxiliary.* eval_microbatch_size=None"
+    for options in ({}, {"microbatch_size": 3}, {"microbatch_size": None}):
+        ours = make(case, tmp_path, with_us=True, options=options)
+        with pytest.raises(ValueError, match=refusal):
+            ours.train()
+        assert ours.state.global_step == 0  # also where nothing but evaluation is cut
+    ours = make(case, tmp_path, with_us=True, options=EVERY_BATCH_WHOLE)
+    found, expected = run(ours), run(make(case, tmp_path))
+    assert all(map(torch.equal, found[0], expected[0]))
+    assert found[1:] == expected[1:]
+
+
+class Declared(nn.Module):
+    """A model whose batches have rows where `batch_layout` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.LSTM(4, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(
+        self, x: Tensor, labels: Tensor, prior: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        logits = self.head(self.body(x)[0].mean(0))
+        if prior is not None:
+            logits = logits + prior.log()
+        items = kwargs.get("num_items_in_batch")
+        summed = F.cross_entropy(logits, labels.flatten(), reduction="sum")
+        return {"loss": summed / (len(logits) if items is None else items), "logits": logits}
+
+
+class DeclaredMean(Declared):
+    """The same without `num_items_in_batch`: a mean over its rows."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, labels: Tensor, prior: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        return super().forward(x, labels, prior)
+
+
+def collated(
+    rows: list[dict[str, Tensor]], *, every: bool = False, prior: int = 0
+) -> dict[str, Tensor]:
+    """A batch with time first; with rows in dimension 1 of every tensor; and with a table."""
+    ids = torch.stack([row["input_ids"] for row in rows], 1)
+    labels = torch.stack([row["labels"] for row in rows])
+    batch = {"x": F.one_hot(ids % 4, 4).float(), "labels": labels[None] if every else labels}
+    return {**batch, "prior": torch.full((prior,), 1 / 3)} if prior else batch
+
+
+LAYOUTS: dict[str, tuple[dict[str, Any], Any]] = {
+    "time first": ({}, {"x": 1}),
+    "rows in dimension 1 everywhere": ({"every": True}, 1),
+    "a table beside them": ({"prior": 3}, {"x": 1, "prior": "shared"}),
+}
+
+
+@pytest.mark.parametrize("model", [Declared, DeclaredMean])
+@pytest.mark.parametrize("length", [5, 8])  # as many time steps as rows, too
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_declared_layout_holds_wherever_a_batch_is_cut_or_counted(
+    name: str, length: int, model: Any, tmp_path: Path
+) -> None:
+    form, layout = LAYOUTS[name]
+
+    def short() -> list[dict[str, Tensor]]:
+        return [{**row, "input_ids": row["input_ids"][:length]} for row in runs.classes(20)]
+
+    case = Case(model=lambda dropout: model().double(), data=lambda *_: short())
+    given: dict[str, Any] = {
+        "dtype": torch.float64,
+        "data_collator": lambda rows: {
+            name: each.double() if each.is_floating_point() else each
+            for name, each in collated(rows, **form).items()
+        },
+        "remove_unused_columns": False,
+        "eval_strategy": "epoch",
+        "prediction_loss_only": True,
+        "num_train_epochs": 1,
+    }
+    expected = run(make(case, tmp_path, **given))
+    for size in ("auto", 3):
+        sizes = {"microbatch_size": size, "eval_microbatch_size": size, "batch_layout": layout}
+        ours = make(case, tmp_path, with_us=True, options=sizes, **given)
+        found = run(ours)
+        assert ours.automicro.last.num_samples == 4
+        assert ours.automicro.last.num_microbatches == (1 if size == "auto" else 2)
+        assert furthest(found[0], expected[0]) < 1e-12
+        told, its = ([row.get("eval_loss", 0.0) for row in each[1]] for each in (found, expected))
+        assert told == pytest.approx(its, rel=1e-6)
+
+
+class Images(nn.Module):
+    """Puts what it makes of all images of a batch in the places of their tokens, as VLMs do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.vision = nn.Embedding(10, 8), nn.Linear(6, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(
+        self, input_ids: Tensor, images: Tensor, labels: Tensor, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        places = input_ids == 9
+        if int(places.sum()) != len(images):
+            raise ValueError(f"{int(places.sum())} image tokens, and {len(images)} images")
+        hidden = self.embedding(input_ids).masked_scatter(places[..., None], self.vision(images))
+        loss = F.cross_entropy(self.head(hidden.mean(1)), labels, reduction="sum")
+        return {"loss": loss / kwargs.get("num_items_in_batch", len(labels))}
+
+
+class ImagesMean(Images):
+    """The same as a mean, which takes `num_items_in_batch` and leaves it alone."""
+
+    def forward(
+        self, input_ids: Tensor, images: Tensor, labels: Tensor, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        return super().forward(input_ids, images, labels)
+
+
+def with_images(counts: list[int]) -> dict[str, Tensor]:
+    drawn = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 9, (len(counts), 5), generator=drawn)
+    for row, count in enumerate(counts):
+        ids[row, :count] = 9
+    images = torch.randn(sum(counts), 6, generator=drawn)
+    return {"input_ids": ids, "images": images, "labels": torch.arange(len(counts)) % 3}
+
+
+UNEVEN = {
+    "as many images as rows, by chance": ([2, 2, 0, 2, 0, 2, 0, 0], {}),
+    "all in the last row": ([0, 0, 0, 0, 0, 0, 3, 5], {}),
+    "declared as shared": ([2, 1, 0, 1], {"batch_layout": {"images": "shared"}}),
+    "more than rows": ([2, 1, 0, 2], {}),
+}
+
+
+@pytest.mark.parametrize("model", [Images, ImagesMean])
+@pytest.mark.parametrize("name", UNEVEN)
+def test_rows_that_share_one_tensor_unevenly_are_refused_by_name_or_stay_whole(
+    name: str, model: Any, tmp_path: Path
+) -> None:
+    counts, options = UNEVEN[name]
+    case = Case(model=lambda dropout: model(), data=runs.classes)
+    given: dict[str, Any] = {
+        "data_collator": lambda rows: with_images(counts),
+        "remove_unused_columns": False,
+        "eval_strategy": "epoch",
+    }
+    expected = run(make(case, tmp_path, **given))
+    ours = make(case, tmp_path, with_us=True, options=options, **given)
+    refusal = r"cannot be computed on rows .* alone|rows of the batch do not agree: .*'shared'"
+    with pytest.raises((LossAverageError, BatchError), match=refusal):
+        ours.train()
+    assert ours.state.global_step == 0
+    whole = {**options, **EVERY_BATCH_WHOLE, "batch_layout": {"images": "shared"}}
+    found = run(make(case, tmp_path, with_us=True, options=whole, **given))
+    assert all(map(torch.equal, found[0], expected[0]))
+    assert found[1:] == expected[1:]
+
+
+def test_a_row_that_cannot_be_computed_alone_leaves_the_question_to_the_whole_batch(
+    tmp_path: Path,
+) -> None:
+    class Paired(runs.Own):
+        """Two rows at least, as a normalisation over rows needs them: a sum over items."""
+
+        def forward(
+            self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any
+        ) -> dict[str, Tensor]:
+            if len(input_ids) < 2:
+                raise ValueError("one row has no pair")
+            found = super().forward(input_ids, labels)
+            rows = len(input_ids)
+            return {**found, "loss": found["loss"] * rows / kwargs.get("num_items_in_batch", rows)}
+
+    case = Case(model=Paired, data=runs.classes)
+    options = {"microbatch_size": 4, "eval_microbatch_size": 4, "probe": False}
+    plain = run(make(case, tmp_path, dtype=torch.float64))
+    ours = make(case, tmp_path, dtype=torch.float64, with_us=True, options=options)
+    found = run(ours)
+    assert ours.automicro.last.loss_average_is == "declared"  # a sum
+    assert furthest(found[0], plain[0]) < 1e-12
+    ours = make(case, tmp_path, with_us=True, options=options)
+    with MemoryBudget("200KiB"), pytest.raises(LossError, match="cannot be split, because one row"):
         ours.train()
 
 
