@@ -142,7 +142,7 @@ class _InAccelerator(Microbatcher):
 
     def _refuse_unsynchronized(self) -> None:
         accelerator = self._accelerator
-        if accelerator.sync_gradients or not getattr(accelerator, "is_fsdp2", False):
+        if accelerator.sync_gradients or not accelerator.is_fsdp2:
             return
         if not accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
             raise ValueError(
@@ -170,7 +170,7 @@ def _check_kind(accelerator: Any) -> None:
             "running out of memory; use one process, DDP, or FSDP2 "
             "(FullyShardedDataParallelPlugin(fsdp_version=2))"
         )
-    if kind == "FSDP" and not getattr(accelerator, "is_fsdp2", False):
+    if kind == "FSDP" and not accelerator.is_fsdp2:
         raise ValueError(
             "FSDP1 keeps state of its own between forward and backward, which cannot be rolled "
             "back; pass Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))"
@@ -180,14 +180,13 @@ def _check_kind(accelerator: Any) -> None:
             "fp8 keeps histories of maxima in libraries of its own, which a failed attempt would "
             "change; pass Accelerator(mixed_precision='bf16')"
         )
-    if getattr(accelerator, "has_lomo_optimizer", False):
+    if accelerator.has_lomo_optimizer:
         raise ValueError(
             "LOMO changes parameters inside the backward, which cannot be rolled back; use another "
             "optimizer"
         )
-    sizes = getattr(accelerator, "parallelism_config", None)
     for name in ("tp_size", "cp_size", "sp_size", "pp_size"):
-        size = getattr(sizes, name, 1)
+        size = getattr(accelerator.parallelism_config, name, 1)
         if size is not None and size > 1:
             raise ValueError(
                 f"ParallelismConfig({name}={size}) lets several ranks compute the same rows, and "
@@ -216,7 +215,7 @@ def _is_prepared(accelerator: Any, model: nn.Module) -> bool:
     if _is_marked(model):
         return True
     inside = accelerator.unwrap_model(model)
-    return any(each is inside for each in getattr(accelerator, "_models", ()))
+    return any(each is inside for each in accelerator._models)
 
 
 def _is_marked(thing: object) -> bool:

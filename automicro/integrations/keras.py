@@ -77,7 +77,7 @@ def enable(model: Any, **options: Any) -> Any:
     check_options("model", options, own=_OWN, who="Keras")
     if not isinstance(model, keras.Model):
         raise TypeError(
-            f"enable takes a keras.Model, and {type(model).__name__} is none; for a loop of your "
+            f"enable takes a keras.Model, not a {type(model).__name__}; for a loop of your "
             "own use automicro.Microbatcher"
         )
     seams = {

@@ -891,7 +891,7 @@ class Joined:
             f"{what} is a {type(values[0]).__name__} in each microbatch, and nothing says how the "
             f"{len(values)} of a batch become one: they are given as a list. Values with a row for "
             "each of the batch, and numbers, are joined; or keep batches whole with "
-            "microbatch_size=None",
+            "microbatch_size=None, eval_microbatch_size=None",
             MetricWarning,
         )
         return list(values)

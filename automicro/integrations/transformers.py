@@ -117,7 +117,7 @@ def enable(trainer: Any, **options: Any) -> Any:
         require_seam(Trainer, name, parameters, host="transformers", supported=SUPPORTED)
     if not isinstance(trainer, Trainer):
         raise TypeError(
-            f"enable takes a transformers.Trainer, and {type(trainer).__name__} is none; for a "
+            f"enable takes a transformers.Trainer, not a {type(trainer).__name__}; for a "
             "loop of your own use automicro.Microbatcher"
         )
     splits = _splits(options, "train") or (_evaluates(trainer) and _splits(options, "eval"))
@@ -240,6 +240,7 @@ def _accumulated(trainer: Any, batches: Sequence[Mapping[str, Any]]) -> Compared
 
 
 _FLAVOURS = ("SFTTrainer", "DPOTrainer", "RewardTrainer")
+_WITH_PAIRS = {"DPOTrainer", "RewardTrainer"}
 _COMPARE_PAIRS = ("aot", "aot_unpaired", "aot_pair", "bco_pair", "sft")
 _KEEPS_WHOLE = "or keep batches whole with microbatch_size=None, eval_microbatch_size=None"
 _SIZE_OF = {"train": "microbatch_size", "eval": "eval_microbatch_size"}
@@ -254,7 +255,7 @@ def refuse(trainer: Any, *, splits: bool = True) -> None:
     args, accelerator = trainer.args, trainer.accelerator
     name = type(trainer).__name__
     kind = str(accelerator.distributed_type).rpartition(".")[2]
-    sharding = getattr(accelerator, "parallelism_config", None)
+    sharding = accelerator.parallelism_config
     of_trl = [each for each in type(trainer).__mro__ if each.__module__.startswith("trl.")]
     known = any(each.__name__ in _FLAVOURS for each in of_trl)
     losses = getattr(trainer, "loss_types", None) or [getattr(args, "loss_type", "")]
@@ -278,7 +279,7 @@ def refuse(trainer: Any, *, splits: bool = True) -> None:
             f"{kind} keeps gradients of its own, which cannot be rolled back; use DDP or FSDP2 "
             "(fsdp_version: 2)"
         )
-    elif kind == "FSDP" and getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
+    elif kind == "FSDP" and accelerator.state.fsdp_plugin.fsdp_version != 2:
         why = "FSDP1 keeps gradients of its own, which cannot be rolled back; use fsdp_version: 2"
     elif kind == "FSDP" and args.gradient_accumulation_steps > 1 and not each_is_reduced:
         why = (
@@ -313,10 +314,7 @@ def _splits(options: Mapping[str, Any], phase: str) -> bool:
 
 def _evaluates(trainer: Any) -> bool:
     """Whether a training evaluates by itself."""
-    return trainer.eval_dataset is not None and str(trainer.args.eval_strategy) not in (
-        "no",
-        "IntervalStrategy.NO",
-    )
+    return trainer.eval_dataset is not None and trainer.args.eval_strategy != "no"
 
 
 class Enabled:
@@ -1411,9 +1409,7 @@ def as_rows(trainer: Any, inputs: Any) -> Any:
     """A batch of the trainer's as one that is cut into what its loss takes for a row."""
     if not isinstance(inputs, Mapping):
         return inputs
-    collator = getattr(trainer.data_collator, "data_collator", trainer.data_collator)
-    kinds = {each.__name__ for each in trainer.__class__.__mro__}
-    if "Preference" in type(collator).__name__ or kinds & {"DPOTrainer", "RewardTrainer"}:
+    if {each.__name__ for each in trainer.__class__.__mro__} & _WITH_PAIRS:
         return Pairs(dict(inputs))
     sequences = Sequences.read(inputs)
     return inputs if sequences is None else sequences

@@ -705,7 +705,7 @@ def test_what_would_be_wrong_is_refused_by_name(tmp_path: Path) -> None:
         make(CASES["causal"], tmp_path, with_us=True, options={"precision": "bf16"})
     with pytest.raises(TypeError, match=r"no option microbatch; use those of Microbatcher"):
         make(CASES["causal"], tmp_path, with_us=True, options={"microbatch": 3})
-    with pytest.raises(TypeError, match=r"takes a transformers.Trainer, and Linear is none"):
+    with pytest.raises(TypeError, match=r"takes a transformers.Trainer, not a Linear"):
         enable(nn.Linear(2, 2))
 
 
