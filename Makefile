@@ -7,7 +7,7 @@ INSTALLED := .venv/.installed
 SCRIPTS := $(wildcard benchmarks/*.py configs/*.py docs/*.py) hatch_build.py
 
 .DEFAULT_GOAL := help
-.PHONY: job help train test test-quick sweeps hosts hosts-oldest test-published dist check nightly format-check lint types format bench shape torture torture-resume torture-ranks search standin gpu gpu-rehearsal clean
+.PHONY: job help train test test-quick sweeps hosts hosts-oldest test-published dist check nightly format-check lint types format bench shape torture torture-resume torture-ranks search standin gpu gpu-rehearsal mutants clean
 # One pip at a time, and pytest's closing line stays the last one of `make check`.
 .NOTPARALLEL:
 
@@ -119,6 +119,10 @@ gpu-rehearsal: $(INSTALLED)  ## run all of `make gpu` on the device that is none
 
 shape: $(INSTALLED)  ## print what the package measures, beside its budgets and goals
 	$(BIN)/python -m tests.test_budgets
+
+mutants: $(INSTALLED)  ## judge whether the tests still kill the mistakes that they killed before
+	@echo "a quarter of an hour on two idle cores; up to two hours where killers are gone"
+	$(BIN)/python -m benchmarks.mutants --compare benchmarks/results/mutants.json --progress build/mutants
 
 clean:  ## remove the environment and every cache
 	rm -rf .venv .venv-hosts .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

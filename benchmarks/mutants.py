@@ -1,53 +1,73 @@
-"""How many small mistakes in the core the tests would notice.
+"""How many small mistakes in the code the tests notice, and which test notices each.
 
-    python -m benchmarks.mutants [--seed 15] [--count 60] [--tests tests/policy/test_policy.py …]
-    python -m benchmarks.mutants --save-mutants core.json
-    python -m benchmarks.mutants --mutants core.json --json before.json
+    python -m benchmarks.mutants --json benchmarks/results/mutants.json      # about three hours
+    python -m benchmarks.mutants --compare benchmarks/results/mutants.json   # a quarter of an hour
+    python -m benchmarks.mutants --count 20 --tests "tests/checkpoints tests/trainer/resume"
 
-Picked by a seed are lines of the core; each gets one mistake: a comparison turned, a call left
-out, a constant changed, a condition negated. All of them stand in one temporary copy of the tree,
-asleep. The tests run once in it, which says what is passed on its way by each of them; then, for
-each mistake, awake in a process of its own, those run that pass by, the quick ones first, until one
-fails or hangs. A saved list finds its lines again wherever they moved, so that two states of the
-tests are judged by the same mistakes.
+A seed picks lines of the areas below; each gets one mistake: a comparison turned, a call left out,
+a constant changed, a condition negated. All of them stand in temporary copies of the tree, asleep.
+The tests run once there, which says which of them pass by which mistake. Then, for each mistake,
+awake in a process of its own, those tests run that pass by it, the quick ones first, until one
+fails or hangs, twice in a row. Sweeps run for the mistakes that all other tests let through. What
+runs in other processes counts, too. A mistake that no test passes by has survived.
 
-Tests in other processes count, too. A mistake that no test passes by has survived.
+`--compare` takes the mistakes that were killed when a file was written, and says whether the tests
+kill them all today. Each former killer runs first, so that the whole of the tests runs only where
+one of them is gone or kills no more. The lines are found again wherever they moved; a mistake whose
+line is no more is "gone", and counts for nothing.
+
+With `--progress` an interrupted run goes on where it was, as long as no test and no code changes.
 """
 
 import argparse
 import ast
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 import json
-import multiprocessing.forkserver
 import os
+import queue
 import random
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import pytest
+from benchmarks.mutants_worker import SWITCH
 
 ROOT = Path(__file__).parent.parent
-CORE = (
-    *("step", "transaction", "batch", "loss", "policy", "optimizer", "microbatcher.py"),
-    *("ranks/interface.py", "ranks/votes.py", "ranks/coordinated.py"),
+# What the tests must watch over: parts of automicro. Each has at least LEAST mistakes.
+AREAS = (
+    *(("step",), ("transaction",), ("batch",), ("loss",), ("policy",), ("optimizer",)),
+    *(("microbatcher.py",), ("ranks",), ("checkpoints",), ("integrations",)),
+    *(("trainer/data",), ("trainer/resume",), ("trainer/fit.py", "trainer/step.py")),
 )
-# What reads the source of automicro, or runs for the sake of something else.
+LEAST = 8
+# What needs a device, reads the source of automicro, or runs for the sake of something else.
 LEFT_OUT = (
-    *("tests/packaging", "tests/gpu", "tests/standin", "tests/real_memory", "tests/trainer/resume"),
+    *(
+        "tests/packaging",
+        "tests/gpu",
+        "tests/standin",
+        "tests/real_memory",
+        "tests/test_mutants.py",
+    ),
     *("tests/test_architecture.py", "tests/test_documentation.py", "tests/test_gpu_report.py"),
 )
+MARKS = "not gpu and not slow and not standin"  # with the sweeps
+# Seconds that a test has while all mistakes sleep, on a machine that is busy.
+ASLEEP = 600.0
+# And while one is awake, beside ten times what it took before.
+LIMIT = 30.0
 TURNED = {
     ast.Lt: ">=",
     ast.LtE: "<",
@@ -60,33 +80,6 @@ TURNED = {
     ast.In: "not in",
     ast.NotIn: "in",
 }
-# Imported by the copy of the tree: which mistake is awake in this process.
-SWITCH = "automicro_mutants_switch"
-SWITCH_SOURCE = """
-import os, time
-
-FOLDER = {folder!r}
-passed = set()
-_process = _awake = None
-_told = {{}}
-
-
-def awake(number):
-    global _process, _awake
-    if os.getpid() != _process:
-        with open(os.path.join(FOLDER, "awake")) as file:
-            _awake = int(file.read())
-        _process = os.getpid()
-    if _awake >= 0:
-        return number == _awake
-    if _process == {main}:
-        passed.add(number)
-    elif time.time() - _told.get(number, 0) > 0.01:
-        _told[number] = time.time()
-        with open(os.path.join(FOLDER, "passed"), "a") as file:
-            file.write(f"{{number}} {{time.time()}}\\n")
-    return False
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,14 +88,16 @@ class Mutant:
 
     Attributes:
         file: relative to the root.
+        function: with the classes and functions around it.
         line: its text, without the blanks around it.
-        nth: among those of this file with all else equal.
+        nth: among those of this function with all else equal.
         kind: what is wrong.
         before: what is there.
         after: what stands in its place.
     """
 
     file: str
+    function: str
     line: str
     nth: int
     kind: str
@@ -125,18 +120,17 @@ class Verdict:
     """What became of a mistake.
 
     Attributes:
-        outcome: "caught", "survived" or "gone" (its line is no more).
+        outcome: "killed", "survived" or "gone" (its line is no more).
         by: the test that failed or hung.
-        reached: how many tests pass by.
+        reached: how many tests pass by, of those that were asked.
         ran: how many of them ran.
     """
 
     mutant: Mutant
-    line_number: int
     outcome: str
-    by: str
-    reached: int
-    ran: int
+    by: str = ""
+    reached: int = 0
+    ran: int = 0
 
 
 class Source:
@@ -155,6 +149,18 @@ class Source:
         start = self._starts[node.lineno - 1] + node.col_offset
         return start, self._starts[node.end_lineno - 1] + node.end_col_offset
 
+    def begin(self) -> int:
+        """Where imports may stand: behind the docstring."""
+        first = next(
+            each
+            for each in self.tree.body
+            if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
+            and not (isinstance(each, ast.ImportFrom) and each.module == "__future__")
+        )
+        decorators: list[ast.expr] = getattr(first, "decorator_list", [])
+        number = min([first.lineno, *(each.lineno for each in decorators)])
+        return self._starts[number - 1]
+
     def text(self, node: ast.expr) -> str:
         start, end = self.span(node)
         return self.bytes[start:end].decode()
@@ -170,15 +176,16 @@ def places_in(path: Path, root: Path) -> list[Place]:
     }
     counts: collections.Counter[tuple[str, ...]] = collections.Counter()
     found = []
-    for node in nodes_that_run(source.tree):
+    for node, function in nodes_that_run(source.tree):
         start, end = source.span(node)
         before = source.text(node)
         line = source.lines[node.lineno - 1].strip()
         wrong = [("call left out", "None")] if node in unused else mistakes(node, source)
         for kind, after in wrong:
-            key = (line, kind, before, after)
+            key = (function, line, kind, before, after)
             mutant = Mutant(
                 file=str(path.relative_to(root)),
+                function=function,
                 line=line,
                 nth=counts[key],
                 kind=kind,
@@ -190,19 +197,26 @@ def places_in(path: Path, root: Path) -> list[Place]:
     return found
 
 
-def nodes_that_run(node: ast.AST, *, inside: bool = False) -> Iterator[ast.expr]:
-    """Expressions in the bodies of functions: no annotations, defaults, decorators or f-strings."""
+def nodes_that_run(
+    node: ast.AST, names: tuple[str, ...] = (), *, inside: bool = False
+) -> Iterator[tuple[ast.expr, str]]:
+    """Expressions in the bodies of functions, each with the name of its function.
+
+    There are none of annotations, defaults, decorators and f-strings.
+    """
     if isinstance(node, ast.expr) and inside:
-        yield node
+        yield node, ".".join(names)
     if isinstance(node, ast.JoinedStr | ast.pattern):
         return
     is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        names = (*names, node.name)
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "decorator_list") or (is_function and name != "body"):
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST):
-                yield from nodes_that_run(child, inside=inside or is_function)
+                yield from nodes_that_run(child, names, inside=inside or is_function)
 
 
 def mistakes(node: ast.expr, source: Source) -> Iterator[tuple[str, str]]:
@@ -224,24 +238,43 @@ def mistakes(node: ast.expr, source: Source) -> Iterator[tuple[str, str]]:
             yield "constant changed", repr(value + 1)
 
 
-def places(root: Path) -> dict[str, list[Place]]:
-    """What could be made wrong in each file of the core."""
+def places(root: Path, area: Sequence[str] = (".",)) -> list[Place]:
+    """What could be made wrong in a part of the package, or in all of it."""
     files: list[Path] = []
-    for name in CORE:
+    for name in area:
         path = root / "automicro" / name
         files += [path] if path.is_file() else sorted(path.rglob("*.py"))
-    return {str(path.relative_to(root)): places_in(path, root) for path in files}
+    return [place for path in files for place in places_in(path, root)]
 
 
 def pick(root: Path, *, seed: int, count: int) -> list[Mutant]:
-    """So many mistakes, of each kind alike, at most one in a statement."""
-    by_kind: dict[str, list[Place]] = collections.defaultdict(list)
-    for of_file in places(root).values():
-        for place in of_file:
-            by_kind[place.mutant.kind].append(place)
+    """So many mistakes, at most one in a statement, in each area of each kind alike.
+
+    Areas have LEAST each, or all alike where that is too many; the larger ones have more.
+    """
+    of_areas = [places(root, area) for area in AREAS]
+    numbers = [0] * len(AREAS)
+    least = min(LEAST, count // len(AREAS))
+    for _ in range(count):
+        short = [here for here, number in enumerate(numbers) if number < least and of_areas[here]]
+        every = range(len(AREAS))
+        numbers[
+            max(short or every, key=lambda here: len(of_areas[here]) / (numbers[here] + 1))
+        ] += 1
     random_numbers = random.Random(seed)
+    return [
+        mutant
+        for of_area, number in zip(of_areas, numbers, strict=True)
+        for mutant in pick_in(of_area, number, random_numbers)
+    ]
+
+
+def pick_in(of_area: Sequence[Place], count: int, random_numbers: random.Random) -> list[Mutant]:
+    by_kind: dict[str, list[Place]] = collections.defaultdict(list)
+    for place in of_area:
+        by_kind[place.mutant.kind].append(place)
     picked: list[Place] = []
-    for kind in itertools.cycle(sorted(by_kind)):
+    for kind in itertools.cycle(random_numbers.sample(sorted(by_kind), len(by_kind))):
         if len(picked) == count or not any(by_kind.values()):
             break
         free = [place for place in by_kind[kind] if not any(clash(place, one) for one in picked)]
@@ -258,15 +291,24 @@ def clash(one: Place, other: Place) -> bool:
 
 
 def find(root: Path, mutants: Sequence[Mutant]) -> list[Place | None]:
-    """Where they are now; None for what is gone."""
-    where = {place.mutant: place for of_file in places(root).values() for place in of_file}
-    elsewhere = {  # the file may have another name by now
-        dataclasses.replace(mutant, file=""): place for mutant, place in where.items()
-    }
-    return [
-        where.get(mutant) or elsewhere.get(dataclasses.replace(mutant, file=""))
-        for mutant in mutants
-    ]
+    """Where they are now; None for what is gone.
+
+    A file or a function may have another name by now, if no other line could be meant.
+    """
+    found: list[Place | None] = [None] * len(mutants)
+    everywhere = places(root)
+    for renamed in ((), ("file",), ("function",), ("file", "function")):
+        unknown: Any = dict.fromkeys(renamed, "")
+        where: dict[Mutant, list[Place]] = collections.defaultdict(list)
+        for place in everywhere:
+            where[dataclasses.replace(place.mutant, **unknown)].append(place)
+        for number, mutant in enumerate(mutants):
+            meant = where[dataclasses.replace(mutant, **unknown)]
+            if found[number] is None and len(meant) == 1:
+                others = [place for place in found if place is not None]
+                if not any(clash(meant[0], other) for other in others):
+                    found[number] = meant[0]
+    return found
 
 
 def put_to_sleep(root: Path, found: Sequence[Place | None]) -> None:
@@ -277,225 +319,415 @@ def put_to_sleep(root: Path, found: Sequence[Place | None]) -> None:
             by_file[place.mutant.file].append((number, place))
     for name, there in by_file.items():
         source = (root / name).read_bytes()
+        begin = Source(root / name).begin()
         for number, place in sorted(there, key=lambda each: -each[1].start):
             before = source[place.start : place.end].decode()
-            switch = f'__import__("{SWITCH}").awake({number})'
-            text = f"(({place.mutant.after}) if {switch} else ({before}))"
+            text = f"(({place.mutant.after}) if {SWITCH}.awake({number}) else ({before}))"
             source = source[: place.start] + text.encode() + source[place.end :]
-        (root / name).write_bytes(source)
+        switch = f"import {SWITCH}\n".encode()  # no call: a compiler cannot see through __import__
+        (root / name).write_bytes(source[:begin] + switch + source[begin:])
 
 
-class Judge:
-    """A plugin of pytest: all tests once, and for each mistake those that pass by.
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a test did in a worker: whether it failed, and the mistakes that it passed by."""
+
+    test: str
+    failed: bool
+    seconds: float
+    passed: Sequence[int]
+
+
+class Worker:
+    """A process that runs tests in a copy of the tree, as it is ordered to.
 
     Args:
-        folder: where the switch keeps what it knows.
-        numbers: of the mistakes that are to be judged.
-        seconds: of tests, at most, for each mistake.
+        root: of the tree.
+        found: the mistakes to put to sleep in it.
+        arguments: of pytest, which say what it collects.
     """
 
-    def __init__(self, folder: Path, numbers: Sequence[int], seconds: float) -> None:
-        self._folder = folder
-        self._numbers = numbers
-        self._seconds = seconds
-        self._failed: list[str] = []
-        self._durations: dict[str, float] = collections.defaultdict(float)
+    def __init__(self, root: Path, found: Sequence[Place | None], arguments: Sequence[str]) -> None:
+        self._temporary = tempfile.TemporaryDirectory()
+        folder = Path(self._temporary.name)
+        copy = folder / "tree"
+        unneeded = shutil.ignore_patterns(
+            ".git", ".*_cache", ".venv*", "__pycache__", ".hypothesis"
+        )
+        shutil.copytree(root, copy, ignore=unneeded)
+        put_to_sleep(copy, found)
+        (folder / "tmp").mkdir()
+        own = {"PYTHONPATH": str(copy), "TMPDIR": str(folder / "tmp")}
+        self._log = folder / "log"
+        script = str(Path(__file__).with_name("mutants_worker.py"))
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", script, str(folder), *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=copy,
+                env={**os.environ, "CI": "1", "OMP_NUM_THREADS": "1", **own},
+            )
+        self.tests: dict[str, bool] = {}
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._durations[report.nodeid] += report.duration
-        if report.failed:
-            self._failed.append(report.nodeid)
+    def collect(self) -> None:
+        """Wait until `tests` says which there are, and whether each is a sweep."""
+        self.tests = self._answer()
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        if session.testsfailed:
-            return False  # nothing can be said of tests that are not even collected
-        passing = self._run_all(session.items)
-        verdicts = {}
-        for number in self._numbers:
-            items = [item for item in session.items if number in passing[item.nodeid]]
-            verdicts[number] = self._judge(number, items)
-            print(f"\n{number}: {verdicts[number]}", file=sys.__stderr__, flush=True)
-        (self._folder / "verdicts.json").write_text(json.dumps(verdicts))
-        return True
-
-    def _run_all(self, items: list[pytest.Item]) -> dict[str, set[int]]:
-        switch = __import__(SWITCH)
-        passing: dict[str, set[int]] = {}
-        ends = []
-        for item, following in zip(items, [*items[1:], None], strict=True):
-            switch.passed.clear()
-            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-            passing[item.nodeid] = set(switch.passed)
-            ends.append((time.time(), item.nodeid))
-        told = self._folder / "passed"
-        seen = [line.split() for line in told.read_text().splitlines()] if told.exists() else []
-        moments = iter(ends)
-        end, name = next(moments)
-        for number, when in sorted(seen, key=lambda each: float(each[1])):
-            while float(when) > end:
-                end, name = next(moments, (float("inf"), name))
-            passing[name].add(int(number))
-        for name in self._failed:  # what fails without a mistake says nothing about one
-            passing[name] = set()
-        return passing
-
-    def _judge(self, number: int, items: list[pytest.Item]) -> dict[str, Any]:
-        quick_first = sorted(items, key=lambda item: self._durations[item.nodeid])
-        chosen: list[list[pytest.Item]] = [[], []]
-        total = 0.0
-        for item in quick_first:
-            total += self._durations[item.nodeid]
-            if total > self._seconds:
-                break
-            chosen[total > self._seconds / 20].append(item)
-        order = {item.nodeid: place for place, item in enumerate(items)}
-        run = [
-            item  # what shares fixtures stays together
-            for stage in chosen
-            for item in sorted(stage, key=lambda item: order[item.nodeid])
+    def run(self, tests: Sequence[str], limits: Sequence[float], *, awake: int) -> list[Result]:
+        assert self._process.stdin is not None
+        order = {"tests": list(tests), "limits": list(limits), "awake": awake}
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return [
+            Result(test=test, failed=failed, seconds=seconds, passed=passed)
+            for test, failed, seconds, passed in self._answer()
         ]
-        told: dict[str, Any] = {"outcome": "survived", "by": "", "reached": len(items)}
-        told["ran"] = len(run)
-        if run:
-            (self._folder / "awake").write_text(str(number))
-            (self._folder / "last").write_text("")
-            process = os.fork()
-            if process == 0:
-                self._run_until_one_fails(run)
-            if not ended_well(process, within=60 + 4 * self._seconds):
-                told |= {"outcome": "caught", "by": (self._folder / "last").read_text()}
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()  # it ends after the order that it is at
+        self._process.stdout.close()
+        self._process.wait()
+        self._temporary.cleanup()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            tail = "\n".join(self._log.read_text().splitlines()[-30:])
+            raise SystemExit(f"a worker ended:\n{tail}")
+        return json.loads(line)
+
+
+class Progress:
+    """What is known so far; in a file, where one is given, so that another run goes on with it.
+
+    Attributes:
+        seconds: that each test took which has run while the mistakes slept.
+        passing: the mistakes that it passed by; none where it failed.
+        verdicts: of each stage and mistake.
+
+    Args:
+        path: of the file.
+        key: what must not have changed.
+    """
+
+    def __init__(self, path: Path | None, key: str) -> None:
+        self.seconds: dict[str, float] = {}
+        self.passing: dict[str, set[int]] = {}
+        self.verdicts: dict[tuple[str, int], Mapping[str, Any]] = {}
+        self.failed: set[str] = set()
+        self._file = None
+        if path is None:
+            return
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        is_same = lines[:1] == [key + "\n"]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w") as file:
+            file.write(key + "\n")
+            for line in lines[1:] if is_same else ():
+                if line.endswith("\n"):  # not torn by the end of that run
+                    file.write(line)
+                    self._learn(json.loads(line))
+        if lines and not is_same:
+            say("code, tests or mistakes have changed since the earlier run: beginning anew")
+        self._file = path.open("a", buffering=1)
+
+    def note(self, **what: Any) -> None:
+        self._learn(what)
+        if self._file is not None:
+            self._file.write(json.dumps(what) + "\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _learn(self, what: Mapping[str, Any]) -> None:
+        if "verdict" in what:
+            self.verdicts[what["stage"], what["number"]] = what["verdict"]
+        for test, failed, seconds, passed in what.get("ran", ()):
+            self.seconds[test] = seconds
+            self.passing[test] = set() if failed else set(passed)
+            self.failed |= {test} if failed else set()
+
+
+class Measurement:
+    """Judges mistakes by several workers.
+
+    Args:
+        workers: that have collected.
+        progress: what is known so far.
+        seconds: of tests for each mistake and stage.
+    """
+
+    def __init__(self, workers: Sequence[Worker], progress: Progress, seconds: float) -> None:
+        self._workers = workers
+        self._progress = progress
+        self._seconds = seconds
+        self._order = {name: place for place, name in enumerate(workers[0].tests)}
+        self.verdicts: dict[int, dict[str, Any]] = {}
+
+    def stage(
+        self, name: str, tests: Sequence[str], numbers: Sequence[int], first: Mapping[int, str]
+    ) -> None:
+        """Let tests judge the mistakes that are not killed yet.
+
+        Args:
+            name: of the stage.
+            tests: that judge.
+            numbers: of the mistakes.
+            first: which test judges a mistake before all others.
+        """
+        left = [each for each in numbers if self.verdicts.get(each, {}).get("outcome") != "killed"]
+        if not left or not tests:
+            return
+        known = self._progress.verdicts
+        self._map(name, [test for test in tests if test not in self._progress.seconds])
+        todo = [number for number in left if (name, number) not in known]
+
+        def judge(worker: Worker, number: int) -> None:
+            verdict = self._judge(worker, number, tests, first.get(number, ""))
+            self._progress.note(stage=name, number=number, verdict=verdict)
+
+        self._spread(f"{name}: mistakes judged", todo, judge, len)
+        for number in left:
+            before = self.verdicts.get(number, {})
+            now = dict(known[name, number])
+            for count in ("reached", "ran"):
+                now[count] += before.get(count, 0)
+            self.verdicts[number] = now
+
+    def _map(self, name: str, tests: Sequence[str]) -> None:
+        """Find out which tests pass by which mistakes."""
+        by_file = collections.defaultdict(list)
+        for test in sorted(tests, key=self._order.__getitem__):
+            by_file[test.partition("::")[0]].append(test)
+
+        def run(worker: Worker, left: list[str]) -> None:
+            while left:
+                results = worker.run(left, [ASLEEP] * len(left), awake=-1)
+                left = left[len(results) :]
+                self._progress.note(ran=[list(dataclasses.astuple(each)) for each in results])
+
+        # Large ones first, so that no worker waits long for the other in the end.
+        files = sorted(by_file.values(), key=len, reverse=True)
+        self._spread(
+            f"{name}: tests run once", files, run, lambda done: sum(len(each) for each in done)
+        )
+
+    def _judge(
+        self, worker: Worker, number: int, tests: Sequence[str], first: str
+    ) -> dict[str, Any]:
+        reached = [test for test in tests if number in self._progress.passing[test]]
+        chosen = self._choose(reached, first)
+        limits = {test: LIMIT + 10 * self._progress.seconds[test] for test in chosen}
+        told: dict[str, Any] = {"outcome": "survived", "by": "", "reached": len(reached)}
+        told["ran"] = 0
+
+        def run(tests: Sequence[str]) -> list[Result]:
+            return worker.run(tests, [limits[test] for test in tests], awake=number)
+
+        while chosen:
+            results = run(chosen)
+            chosen = chosen[len(results) :]
+            told["ran"] += len(results)
+            test = results[-1].test
+            # Once may be for other reasons, on a busy machine.
+            if results[-1].failed and run([test])[-1].failed:
+                return told | {"outcome": "killed", "by": test}
         return told
 
-    def _run_until_one_fails(self, run: list[pytest.Item]) -> None:
-        os.setpgid(0, 0)
-        multiprocessing.forkserver._forkserver = multiprocessing.forkserver.ForkServer()
-        server = multiprocessing.forkserver._forkserver
-        for name in ("ensure_running", "get_inherited_fds", "connect_to_new_process"):
-            setattr(multiprocessing.forkserver, name, getattr(server, name))
-        multiprocessing.forkserver.set_forkserver_preload = server.set_forkserver_preload
-        with open(os.devnull, "w") as nowhere:
-            for stream in (1, 2):
-                os.dup2(nowhere.fileno(), stream)
-        self._failed.clear()
-        for item, following in zip(run, [*run[1:], None], strict=True):
-            (self._folder / "last").write_text(item.nodeid)
+    def _choose(self, reached: Sequence[str], first: str) -> list[str]:
+        """The quick ones of those that pass by; what shares fixtures stays together."""
+        stages: list[list[str]] = [[], []]
+        total = 0.0
+        for test in sorted(reached, key=self._progress.seconds.__getitem__):
+            stages[total > self._seconds / 20].append(test)
+            total += self._progress.seconds[test]
+            if total > self._seconds:
+                break
+        in_order = [test for each in stages for test in sorted(each, key=self._order.__getitem__)]
+        if first in reached:
+            return [first, *(test for test in in_order if test != first)]
+        return in_order
+
+    def _spread(
+        self,
+        what: str,
+        jobs: Sequence[Any],
+        do: Callable[[Worker, Any], None],
+        size: Callable[[Sequence[Any]], int],
+    ) -> None:
+        """Do each job with the worker that is free, and say how far that is."""
+        free: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        for worker in self._workers:
+            free.put(worker)
+        begin = time.monotonic()
+
+        def with_a_worker(job: Any) -> Any:
+            worker = free.get()
             try:
-                item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-            except BaseException:
-                os._exit(1)
-            if self._failed:
-                os._exit(1)
-        os._exit(0)
+                do(worker, job)
+            finally:
+                free.put(worker)
+            return job
+
+        done = []
+        with concurrent.futures.ThreadPoolExecutor(len(self._workers)) as pool:
+            try:
+                waiting = [pool.submit(with_a_worker, job) for job in jobs]
+                for each in concurrent.futures.as_completed(waiting):
+                    done.append(each.result())
+                    minutes = (time.monotonic() - begin) / 60
+                    left = minutes * (size(jobs) / size(done) - 1)
+                    say(f"{what}: {size(done)} of {size(jobs)}, about {left:.0f} min left")
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
 
 
-def ended_well(process: int, *, within: float) -> bool:
-    """Wait for a process that leads its group, and end what is left of it."""
-    end = time.monotonic() + within
-    status = None
-    while status is None and time.monotonic() < end:
-        done, code = os.waitpid(process, os.WNOHANG)
-        if done:
-            status = code
-        else:
-            time.sleep(0.02)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process, signal.SIGKILL)
-    if status is None:
-        os.waitpid(process, 0)
-    return status == 0
-
-
-def run_inside(folder: Path, seconds: float, numbers: list[int], arguments: list[str]) -> int:
-    """The part in the copy of the tree."""
-    (folder / "awake").write_text("-1")
-    source = SWITCH_SOURCE.format(folder=str(folder), main=os.getpid())
-    (Path.cwd() / f"{SWITCH}.py").write_text(source)
-    judge = Judge(folder, numbers, seconds)
-    # The copy's automicro may be without the plugin that is installed beside it.
-    left_out = [f"-pno:{each}" for each in ("cacheprovider", "xdist", "automicro")]
-    quiet = ["-q", *left_out, "-o", "timeout=60", "--tb=no"]
-    return pytest.main([*quiet, *arguments], plugins=[judge])
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def measure(
-    mutants: Sequence[Mutant], tests: Sequence[str], *, root: Path, seconds: float
+    mutants: Sequence[Mutant],
+    arguments: Sequence[str],
+    *,
+    root: Path,
+    seconds: float,
+    former: Mapping[Mutant, str] | None = None,
+    progress: Path | None = None,
+    workers: int = 2,
 ) -> list[Verdict]:
-    """Judge mistakes in a copy of the tree."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        copy = folder / "tree"
-        unneeded = shutil.ignore_patterns(".git", ".*_cache", ".venv", "__pycache__", ".hypothesis")
-        shutil.copytree(root, copy, ignore=unneeded)
-        found = find(copy, mutants)
-        put_to_sleep(copy, found)
-        numbers = [number for number, place in enumerate(found) if place is not None]
-        environment = {**os.environ, "PYTHONPATH": str(copy), "CI": "1", "OMP_NUM_THREADS": "1"}
-        inside = json.dumps([str(folder), seconds, numbers, list(tests)])
-        command = [sys.executable, str(Path(__file__).resolve()), "--inside", inside]
-        subprocess.run(command, cwd=copy, env=environment, check=False)
-        judged = json.loads((folder / "verdicts.json").read_text())
-    verdicts = []
-    for number, (mutant, place) in enumerate(zip(mutants, found, strict=True)):
-        told = {"outcome": "gone", "by": "", "reached": 0, "ran": 0}
-        told |= judged.get(str(number), {})
-        line_number = 0 if place is None else place.number
-        verdicts.append(Verdict(mutant=mutant, line_number=line_number, **cast(Any, told)))
-    return verdicts
+    """Judge mistakes in copies of the tree.
+
+    Args:
+        mutants: the mistakes.
+        arguments: of pytest, which say which tests judge.
+        root: of the tree.
+        seconds: of tests for each mistake and stage.
+        former: the test that killed a mistake before, which judges it first.
+        progress: a file that outlasts an interruption.
+        workers: how many processes run tests at a time.
+    """
+    found = find(root, mutants)
+    numbers = [number for number, place in enumerate(found) if place is not None]
+    with contextlib.ExitStack() as stack:
+        crew = []
+        for _ in range(workers):
+            crew.append(Worker(root, found, arguments))
+            stack.callback(crew[-1].close)
+        for worker in crew:
+            worker.collect()
+        known = Progress(progress, digest(root, mutants, arguments))
+        stack.callback(known.close)
+        measurement = Measurement(crew, known, seconds)
+        tests = crew[0].tests
+        first = {number: (former or {}).get(mutants[number], "") for number in numbers}
+        killers = [test for test in tests if test in first.values()]
+        say(f"{len(numbers)} mistakes of {len(mutants)} have their lines; {len(tests)} tests")
+        measurement.stage("former killers", killers, numbers, first)
+        quick = [test for test, is_sweep in tests.items() if not is_sweep]
+        measurement.stage("tests", quick, numbers, first)
+        sweeps = [test for test, is_sweep in tests.items() if is_sweep]
+        measurement.stage("sweeps", sweeps, numbers, first)
+        if known.failed:
+            say("these fail while all mistakes sleep, and judge nothing:")
+            say("\n".join(f"  {test}" for test in sorted(known.failed)))
+    no_test: dict[str, Any] = {"outcome": "survived"}
+    return [
+        Verdict(mutant=mutant, **measurement.verdicts.get(number, no_test))
+        if place is not None
+        else Verdict(mutant=mutant, outcome="gone")
+        for number, (mutant, place) in enumerate(zip(mutants, found, strict=True))
+    ]
+
+
+def digest(root: Path, mutants: Sequence[Mutant], arguments: Sequence[str]) -> str:
+    """Of all that a verdict depends on."""
+    whole = hashlib.sha256(repr((mutants, arguments)).encode())
+    for path in sorted(root.rglob("*.py")):
+        if ".venv" not in str(path.relative_to(root)):
+            whole.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return whole.hexdigest()
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
     rows = []
     for each in sorted(verdicts, key=lambda verdict: verdict.outcome):
-        what = f"{each.mutant.file}:{each.line_number}"
+        mutant = each.mutant
         by = each.by or f"{each.ran} of {each.reached} tests"
-        rows.append(f"{each.outcome:8}  {each.mutant.kind:18}  {what:40}  {by}")
-        if each.outcome != "caught":
-            rows.append(f"          {each.mutant.before!r} → {each.mutant.after!r}")
+        rows.append(f"{each.outcome:8}  {mutant.kind:18}  {mutant.file}: {mutant.function}  {by}")
+        if each.outcome != "killed":
+            rows.append(f"          {mutant.line}")
+            rows.append(f"          {mutant.before!r} → {mutant.after!r}")
     counts = collections.Counter(verdict.outcome for verdict in verdicts)
     rows.append(", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items())))
     return "\n".join(rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="mistakes in the core that the tests notice")
-    parser.add_argument("--seed", type=int, default=15)
-    parser.add_argument("--count", type=int, default=60)
+def read(path: Path) -> list[Verdict]:
+    told = json.loads(path.read_text())
+    return [Verdict(**one | {"mutant": Mutant(**one["mutant"])}) for one in told]
+
+
+def write(path: Path, verdicts: Sequence[Verdict]) -> None:
+    told = [dataclasses.asdict(verdict) for verdict in verdicts]
+    path.write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=34)
+    parser.add_argument("--count", type=int, default=150)
+    parser.add_argument("--mutants", type=Path, help="of an earlier --json, in place of a seed")
+    parser.add_argument("--compare", type=Path, help="an earlier --json: exit 1 if it kills less")
     parser.add_argument("--tests", default="", help="what pytest is given, as in a shell")
-    parser.add_argument("--mutants", type=Path, help="a saved list in place of a seed")
-    parser.add_argument("--save-mutants", type=Path, help="write the list and end")
-    parser.add_argument("--only-survivors", type=Path, help="of an earlier --json")
-    parser.add_argument("--json", type=Path, help="write the verdicts")
+    parser.add_argument("--json", type=Path, help="write the mistakes with their verdicts")
+    parser.add_argument("--progress", type=Path, help="goes on with this file after a break")
     parser.add_argument("--root", type=Path, default=ROOT, help="of the tree to judge")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of tests for each mistake")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of tests for each mistake")
+    parser.add_argument("--workers", type=int, default=2, help="tests that run at a time")
     given = parser.parse_args()
     root = given.root.resolve()
-    missing = [name for name in CORE if not (root / "automicro" / name).exists()]
-    if missing:
-        parser.error(f"no longer there: {', '.join(missing)}; say in CORE where the core is now")
-    if given.only_survivors:
-        earlier = json.loads(given.only_survivors.read_text())
-        mutants = [Mutant(**one["mutant"]) for one in earlier if one["outcome"] == "survived"]
+    missing = [part for area in AREAS for part in area if not (root / "automicro" / part).exists()]
+    former: dict[Mutant, str] = {}
+    if given.compare:
+        former = {each.mutant: each.by for each in read(given.compare) if each.outcome == "killed"}
+        mutants = list(former)
     elif given.mutants:
-        mutants = [Mutant(**one) for one in json.loads(given.mutants.read_text())]
+        mutants = [each.mutant for each in read(given.mutants)]
+    elif missing:
+        parser.error(f"no longer there: {', '.join(missing)}; say in AREAS where that code is now")
     else:
         mutants = pick(root, seed=given.seed, count=given.count)
-    if given.save_mutants:
-        text = json.dumps([dataclasses.asdict(mutant) for mutant in mutants], indent=1)
-        given.save_mutants.write_text(text + "\n")
-        return
     left_out = [option for name in LEFT_OUT for option in ("--ignore", name)]
-    tests = shlex.split(given.tests) or ["tests", *left_out]
-    verdicts = measure(mutants, tests, root=root, seconds=given.seconds)
+    arguments = shlex.split(given.tests) or ["tests", "automicro", *left_out]
+    verdicts = measure(
+        mutants,
+        ["-m", MARKS, *arguments],
+        root=root,
+        seconds=given.seconds,
+        former=former,
+        progress=given.progress,
+        workers=given.workers,
+    )
     print(table(verdicts))
     if given.json:
-        told = [dataclasses.asdict(verdict) for verdict in verdicts]
-        given.json.write_text(json.dumps(told, indent=1) + "\n")
+        kept = read(given.compare) if given.compare else []
+        write(given.json, [*verdicts, *(each for each in kept if each.mutant not in former)])
+    lost = [each for each in verdicts if each.outcome == "survived"]
+    if given.compare and lost:
+        print(f"{len(lost)} mistakes survive that were killed before: a test too many is gone")
+    return 1 if given.compare and lost else 0
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--inside"]:
-        folder, seconds, numbers, arguments = json.loads(sys.argv[2])
-        sys.path.insert(0, str(Path.cwd()))
-        sys.exit(run_inside(Path(folder), seconds, numbers, arguments))
-    main()
+    sys.exit(main())

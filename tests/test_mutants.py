@@ -1,10 +1,14 @@
-"""The count of mistakes that tests notice: what is caught, what survives, what is found again."""
+"""The count of mistakes that tests notice: what is killed, what survives, what is found again."""
 
+import collections
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.mutants import Mutant, find, measure, pick, table
+from benchmarks import mutants
+from benchmarks.mutants import Mutant, Verdict, find, measure, pick, read, table, write
 
 CODE = """\
 def within(rows, most):
@@ -15,18 +19,34 @@ def is_odd(rows):
     return rows % 2 == 1
 
 
+def is_none(rows):
+    return rows == 0
+
+
 def never_called(rows):
     return not rows
 """
 TESTS = """\
-from automicro.policy.limits import is_odd, within
+import os
+from automicro.policy.limits import is_none, is_odd, within
+
+def test_is_odd():
+    is_odd(3)
 
 def test_within():
     assert within(3, 3) and not within(4, 3)
 
-def test_is_odd():
-    is_odd(3)
+def test_within_too():
+    assert within(3, 3)
+
+def test_is_none_in_another_process():
+    process = os.fork()
+    if not process:
+        os.setsid()
+        os._exit(is_none(0))
+    assert os.waitpid(process, 0)[1] == 256
 """
+MISTAKES = 4
 
 
 @pytest.fixture
@@ -43,34 +63,153 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path / "tree"
 
 
-def lines(mutants: list[Mutant]) -> list[str]:
-    return [mutant.line for mutant in mutants]
+def by_line(found: list[Verdict]) -> dict[str, Verdict]:
+    return {each.mutant.line: each for each in found}
+
+
+def code_of(tree: Path) -> Path:
+    return tree / "automicro" / "policy" / "limits.py"
+
+
+def judged(tree: Path, **options: Any) -> list[Verdict]:
+    drawn = pick(tree, seed=0, count=MISTAKES)
+    return measure(drawn, ["."], **{"root": tree, "seconds": 10, "workers": 1, **options})
 
 
 @pytest.mark.sweep
-def test_a_mistake_that_a_test_sees_is_caught_and_others_survive(tree: Path) -> None:
-    verdicts = measure(pick(tree, seed=0, count=9), ["."], root=tree, seconds=10)
-    found = {(each.mutant.line, each.outcome, each.reached) for each in verdicts}
-    assert found == {
-        ("return rows <= most", "caught", 1),
-        ("return rows % 2 == 1", "survived", 1),
-        ("return not rows", "survived", 0),
+def test_a_mistake_that_a_test_sees_is_killed_and_others_survive(tree: Path) -> None:
+    verdicts = judged(tree, workers=2)
+    assert {line: (each.outcome, each.reached) for line, each in by_line(verdicts).items()} == {
+        "return rows <= most": ("killed", 2),
+        "return rows % 2 == 1": ("survived", 1),
+        "return rows == 0": ("killed", 1),
+        "return not rows": ("survived", 0),
     }
-    assert table(verdicts).endswith("1 caught, 2 survived")
+    killers = {each.by.partition("::")[2] for each in verdicts}
+    assert "test_is_none_in_another_process" in killers
+    assert table(verdicts).endswith("2 killed, 2 survived")
+
+
+@pytest.mark.sweep
+def test_what_hangs_or_ends_the_process_is_killed(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mutants, "LIMIT", 1.0)
+    code_of(tree).write_text("def next_of(rows):\n    return rows == 1\n")
+    (tree / "test_limits.py").write_text(
+        "import os, time\n"
+        "from automicro.policy.limits import next_of\n"
+        "def test_hangs():\n    while not next_of(1): time.sleep(0.1)\n"
+        "def test_ends():\n    next_of(1) or os._exit(0)\n"
+    )
+    for test in ("test_hangs", "test_ends"):
+        drawn = pick(tree, seed=0, count=1)
+        (verdict,) = measure(drawn, ["-k", test], root=tree, seconds=10, workers=1)
+        assert (verdict.outcome, verdict.by) == ("killed", f"test_limits.py::{test}")
+
+
+@pytest.mark.sweep
+def test_a_compiler_sees_through_what_sleeps(tree: Path) -> None:
+    (tree / "test_limits.py").write_text(
+        "import pytest, torch\n"
+        "from automicro.policy.limits import is_none\n"
+        "@pytest.mark.filterwarnings('error')\n"
+        "def test_compiled():\n"
+        "    compiled = torch.compile(is_none, fullgraph=True, backend='eager')\n"
+        "    assert compiled(torch.tensor(0))\n"
+    )
+    found = by_line(judged(tree))
+    assert found["return rows == 0"].outcome == "killed"
+
+
+@pytest.mark.sweep
+def test_an_interrupted_run_goes_on_until_something_changes(
+    tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = tmp_path / "build" / "progress"
+    whole = judged(tree, progress=progress)
+    assert "tests run once" in capsys.readouterr().err
+    lines = progress.read_text().splitlines(keepends=True)
+    progress.write_text("".join(lines[:-1]) + lines[-1][:5])
+    assert judged(tree, progress=progress) == whole
+    err = capsys.readouterr().err
+    assert "tests run once" not in err
+    assert "mistakes judged: 1 of 1" in err
+    code_of(tree).write_text("\n" + CODE)
+    assert judged(tree, progress=progress) == whole
+    assert "beginning anew" in capsys.readouterr().err
+
+
+@pytest.mark.sweep
+def test_fewer_tests_may_kill_by_others_but_not_less(
+    tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, now = tmp_path / "before.json", tmp_path / "now.json"
+    verdicts = judged(tree)
+    write(before, verdicts)
+    options = ["--compare", str(before), "--json", str(now), "--root", str(tree)]
+    options += ["--tests", ".", "--workers", "1"]
+
+    def compare() -> int:
+        monkeypatch.setattr(sys, "argv", ["mutants", *options])
+        return mutants.main()
+
+    killer = by_line(verdicts)["return rows <= most"].by
+    capsys.readouterr()
+    assert compare() == 0
+    assert "tests: tests run once" not in capsys.readouterr().err  # the former killers do
+    assert by_line(read(now)).keys() == by_line(verdicts).keys()
+
+    name = killer.partition("::")[2]
+    fewer = TESTS.replace(f"def {name}()", f"def not_{name}()")
+    (tree / "test_limits.py").write_text(fewer)
+    assert compare() == 0
+    other = by_line(read(now))["return rows <= most"].by
+    assert other.startswith("test_limits.py::test_within")
+    assert other != killer
+
+    (tree / "test_limits.py").write_text(fewer.replace("def test_within", "def not_within"))
+    assert compare() == 1
+    assert "1 mistakes survive that were killed before" in capsys.readouterr().out
+
+    code_of(tree).write_text(CODE.replace("rows <= most", "most >= rows"))
+    assert compare() == 0
+    assert by_line(read(now))["return rows <= most"].outcome == "gone"
 
 
 def test_a_line_is_found_again_where_it_went_and_is_gone_where_it_changed(tree: Path) -> None:
-    mutants = pick(tree, seed=0, count=9)
-    assert len(mutants) == len(set(lines(mutants))) == 3
-    path = tree / "automicro" / "policy" / "limits.py"
-    path.write_text("import math\n\n\n" + CODE.replace("rows <= most", "most >= rows"))
-    path.rename(path.with_name("bounds.py"))
-    places = dict(zip(lines(mutants), find(tree, mutants), strict=True))
+    drawn = pick(tree, seed=0, count=MISTAKES)
+    assert len({mutant.line for mutant in drawn}) == MISTAKES
+    path = code_of(tree)
+    moved = CODE.replace("rows <= most", "most >= rows").replace("never_called", "is_empty")
+    path.write_text("import math\n\n\n" + moved)
+    path.rename(path.parents[1] / "bounds.py")
+    places = dict(zip((mutant.line for mutant in drawn), find(tree, drawn), strict=True))
     assert places["return rows <= most"] is None
-    moved = places["return not rows"]
-    assert moved is not None
-    assert moved.number == 13
+    numbers = {line: place.number for line, place in places.items() if place is not None}
+    assert numbers == {"return rows % 2 == 1": 9, "return rows == 0": 13, "return not rows": 17}
+
+
+def test_a_line_that_could_be_one_of_two_is_gone(tree: Path) -> None:
+    (mutant,) = (each for each in pick(tree, seed=0, count=MISTAKES) if "not rows" in each.line)
+    renamed = "def {name}(rows):\n    return not rows\n"
+    code_of(tree).write_text(renamed.format(name="one") + renamed.format(name="other"))
+    assert find(tree, [mutant]) == [None]
 
 
 def test_the_same_seed_picks_the_same_mistakes(tree: Path) -> None:
     assert pick(tree, seed=1, count=2) == pick(tree, seed=1, count=2)
+
+
+def test_each_area_of_this_tree_has_mistakes_and_large_ones_have_more() -> None:
+    drawn = pick(mutants.ROOT, seed=34, count=150)
+    assert len(set(drawn)) == 150
+
+    def of(area: tuple[str, ...]) -> list[Mutant]:
+        parts = tuple(f"automicro/{part}" for part in area)
+        return [mutant for mutant in drawn if mutant.file.startswith(parts)]
+
+    numbers = collections.Counter({area: len(of(area)) for area in mutants.AREAS})
+    assert min(numbers.values()) == mutants.LEAST
+    assert numbers.total() == 150
+    assert numbers["loss",] > numbers["policy",] > mutants.LEAST
