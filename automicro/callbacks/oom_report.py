@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,16 +36,14 @@ from automicro.torch_private import (
     tell_of_shortage,
 )
 
-_LARGEST = 10  # parameters in a report
-
 
 class OutOfMemoryReport(Callback):
     """Writes a file each time that memory runs out and is recovered from, or is not.
 
     ``oom-0001.json`` and so on in the folder: when and where in training, the attempt, the sizes
-    before and after, the shapes of the batch, the message, peak and allocated bytes, what lies on
-    the device at any size, and the largest parameters. The attempt after a failure tells which
-    modules leave how much on the device in a forward, and in which memory ran out again;
+    before and after, the shapes of the batch, the message, peak and allocated bytes, and what takes
+    memory at any size. The attempt after a failure tells which modules leave how much on the device
+    in a forward, and in which memory ran out again;
     ``automicro doctor oom-0001.json`` reads all of it. With CUDA's native allocator beside it
     ``oom-0001.pickle``, a snapshot for https://docs.pytorch.org/memory_viz, taken where a request
     could not be served, with everything still on the device. A library that fails without having
@@ -144,7 +142,7 @@ class OutOfMemoryReport(Callback):
         self._drop_snapshot()
         if self._forward is not None and self._last is not None:
             path, report = self._last
-            report["activations"] = self._forward.content()
+            self._forward.add_to(report)
             self._write(path, report)
         self._forward = self._last = None
 
@@ -168,7 +166,7 @@ class OutOfMemoryReport(Callback):
             path = self._next_path()
             report = describe_failure(run, failure, self._batch)
             if self._forward is not None:
-                report["activations"] = self._forward.content()
+                self._forward.add_to(report)
                 report["inside"] = self._forward.inside
         except Exception as error:  # whatever it is, it is not worth the run
             _say(path, error)
@@ -256,6 +254,20 @@ def describe_failure(run: Run, failure: OutOfMemory, batch: Any) -> dict[str, An
     attempt, state = failure.attempt, run.state
     is_training = attempt.phase == "train"
     residents = measure_residents(run.modules, run.optimizer, run.device, training=is_training)
+    sizes = [
+        each.nbytes
+        for module in run.modules
+        for each in module.parameters()
+        if not is_uninitialized(each)
+    ]
+    on_device = [each.nbytes for _, each in tensor_leaves(batch) if each.device == run.device]
+    held = [
+        _held("parameters", "the model", residents.parameters, sizes),
+        _held("gradients", "the parameters", residents.gradients, sizes),
+        _held("optimizer state", "the optimizer", residents.optimizer_state),
+        _held("other tensors", "buffers", residents.buffers),
+        _held("batch", "the batch", sum(on_device), on_device),
+    ]
     return {
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "device": str(run.device),
@@ -275,16 +287,20 @@ def describe_failure(run: Run, failure: OutOfMemory, batch: Any) -> dict[str, An
         "batch": _describe_batch(batch),
         "peak_bytes": failure.peak_bytes,
         "allocated_bytes_after": allocated_bytes(run.device),
-        "resident_bytes": {
-            "parameters": residents.parameters,
-            "gradients": residents.gradients,
-            "optimizer_state": residents.optimizer_state,
-            "buffers": residents.buffers,
-            "total": residents.total,
-            "limit": residents.limit,
-        },
+        "limit_bytes": residents.limit,
         "device_memory": _device_memory(run.device),
-        "largest_parameters": _largest_parameters(run),
+        "held": [each for each in held if each["num_bytes"]],
+    }
+
+
+def _held(kind: str, owner: str, num_bytes: int, sizes: Sequence[int] = (0,)) -> dict[str, Any]:
+    """One holder of memory, as `automicro.tools.doctor.holders.Holder` has it."""
+    return {
+        "kind": kind,
+        "owner": owner,
+        "num_bytes": num_bytes,
+        "count": len(sizes),
+        "largest_bytes": max(sizes, default=0),
     }
 
 
@@ -318,7 +334,7 @@ class _Forward:
         self._root = type(run.model).__name__
         self._looks = not any(map(is_compiled, run.model.modules()))
         self._open: list[_Call] = []
-        self._held: dict[str, list[int]] = {}  # bytes and calls
+        self._held: dict[str, list[int]] = {}  # bytes, call by call
         self._handles: list[Any] = []
 
     @property
@@ -340,17 +356,14 @@ class _Forward:
         for call in reversed(self._open):  # what was there when memory ran out
             self._count(call, call.last - call.before)
 
-    def content(self) -> dict[str, Any]:
-        """As plain values, the largest first."""
-        ordered = sorted(self._held.items(), key=lambda each: -each[1][0])
-        return {
-            "microbatch_size": self._rows,
-            "by_module": {
-                name: {"bytes": num_bytes, "calls": calls}
-                for name, (num_bytes, calls) in ordered
-                if num_bytes > 0
-            },
-        }
+    def add_to(self, report: dict[str, Any]) -> None:
+        """Say what modules held, the largest first: at this report's size, where rows add up."""
+        share = report["microbatch_size"]["before"] / self._rows
+        sized = {name: [round(each * share) for each in kept] for name, kept in self._held.items()}
+        modules = [_held("activations", name, sum(kept), kept) for name, kept in sized.items()]
+        modules.sort(key=lambda each: -each["num_bytes"])
+        others = [each for each in report["held"] if each["kind"] != "activations"]
+        report["held"] = [*others, *(each for each in modules if each["num_bytes"])]
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         if id(module) in self._names:
@@ -370,9 +383,7 @@ class _Forward:
                 break
 
     def _count(self, call: "_Call", grown: int) -> None:
-        held = self._held.setdefault(self._name(call.module), [0, 0])
-        held[0] += max(grown - call.parts, 0)
-        held[1] += 1
+        self._held.setdefault(self._name(call.module), []).append(max(grown - call.parts, 0))
 
     def _name(self, module: int) -> str:
         return self._names[module] or self._root
@@ -403,25 +414,6 @@ def _describe_batch(batch: Any) -> list[dict[str, Any]]:
             "device": str(tensor.device),
         }
         for path, tensor in tensor_leaves(batch)
-    ]
-
-
-def _largest_parameters(run: Run) -> list[dict[str, Any]]:
-    sized = [
-        (parameter.numel() * parameter.itemsize, name, parameter)
-        for name, parameter in run.model.named_parameters()
-        if not is_uninitialized(parameter)
-    ]
-    sized.sort(key=lambda each: -each[0])
-    return [
-        {
-            "name": name,
-            "shape": list(parameter.shape),
-            "dtype": str(parameter.dtype).removeprefix("torch."),
-            "bytes": num_bytes,
-            "requires_grad": parameter.requires_grad,
-        }
-        for num_bytes, name, parameter in sized[:_LARGEST]
     ]
 
 

@@ -4,7 +4,7 @@ import argparse
 import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from automicro.cli.config.keys import KEYS
@@ -27,6 +27,7 @@ class Command:
         add_arguments: adds them to the command's parser.
         run: does it, and returns the exit code.
         place: in the list of commands; no two have the same.
+        removed: options that it had once, and what to do in place of each.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Command:
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
     place: int = 100
+    removed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def epilog(self) -> str:

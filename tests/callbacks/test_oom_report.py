@@ -51,10 +51,12 @@ def test_each_failure_has_a_report_that_says_where_and_why(tmp_path: Path) -> No
         "device": "cpu",
     }
     assert "out of memory" in first["message"]
-    assert first["peak_bytes"] <= 200 * 1024 == first["resident_bytes"]["limit"]
+    assert first["peak_bytes"] <= 200 * 1024 == first["limit_bytes"]
     assert first["allocated_bytes_after"] < first["peak_bytes"]
-    assert first["resident_bytes"]["parameters"] > 64 * 64 * 4
-    assert first["largest_parameters"][0]["name"] == "3.weight"
+    parameters, batch = first["held"][0], first["held"][-1]
+    assert (parameters["kind"], batch["kind"]) == ("parameters", "batch")
+    assert parameters["num_bytes"] > parameters["largest_bytes"] >= 64 * 64 * 4
+    assert batch["num_bytes"] == 256 * (FEATURES * 4 + 8)
     assert list((tmp_path / "oom").glob("*.part")) == []
 
 
@@ -226,15 +228,15 @@ def test_reports_after_the_first_tell_which_modules_held_activations(tmp_path: P
     summary = run_out_of_memory(OutOfMemoryReport(tmp_path), model=Uneven())
     found = reports(tmp_path)
     assert summary.train_ooms == len(found) >= 2
-    assert "activations" not in found[0] or found[0]["activations"]["microbatch_size"] != 256
     second, last = found[1], found[-1]
     assert second["inside"][0] == "Uneven"
     assert second["inside"][-1].startswith("large.")
-    rows = last["activations"]["microbatch_size"]
-    assert rows == summary.microbatch_size  # of the attempt that went through
-    by_module = last["activations"]["by_module"]
-    assert by_module["large.0"] == {"bytes": -(-rows * 256 * 4 // 512) * 512, "calls": 1}
-    assert by_module["small"]["bytes"] == -(-rows * 4 * 4 // 512) * 512
+    rows = summary.microbatch_size  # of the attempt that went through; the report is of twice that
+    assert last["microbatch_size"] == {"before": 2 * rows, "after": rows}
+    by_module = {each["owner"]: each for each in last["held"] if each["kind"] == "activations"}
+    assert by_module["large.0"]["num_bytes"] == 2 * (-(-rows * 256 * 4 // 512) * 512)
+    assert by_module["small"]["num_bytes"] == 2 * (-(-rows * 4 * 4 // 512) * 512)
+    assert by_module["large.0"]["count"] == 1
     assert torch.nn.modules.module._global_forward_hooks == {}
 
 

@@ -157,7 +157,7 @@ def test_a_report_of_running_out_of_memory_says_what_lies_on_the_device(tmp_path
     assert found["microbatch_size"] == {"before": ROWS, "after": ROWS // 2}
     assert "out of memory" in found["message"]
     state_bytes = sum(each.nbytes for each in net.parameters())
-    assert found["resident_bytes"]["parameters"] >= state_bytes
+    assert found["held"][0]["num_bytes"] >= state_bytes
     assert found["peak_bytes"] > state_bytes
     assert path.with_suffix(".pickle").exists() == (DEVICE.type == "cuda")
 

@@ -8,9 +8,8 @@ from automicro.cli.output import to_json
 from automicro.errors import ConfigError, describe_error
 
 DESCRIPTION = """\
-Say why memory ran out: which modules and tensors held what, what stayed from
-earlier steps, whether memory was fragmented or others held it, and three remedies
-by predicted bytes.
+Say why memory ran out: which modules and tensors held what, what grew from batch
+to batch, whether memory was fragmented, and three remedies by predicted bytes.
 
 FILE is oom-NNNN.json of OutOfMemoryReport (its snapshot beside it is read, too), a
 memory snapshot of torch (torch.cuda.memory._dump_snapshot) of any program, or a log
@@ -21,7 +20,6 @@ with the message of the error. Nothing in it is run.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
     parser.add_argument("file", metavar="FILE", type=Path, help="what the failure left")
-    parser.add_argument("--html", metavar="OUT", type=Path, help="write a page that stands alone")
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     parser.add_argument(
         "--memory", metavar="BYTES", help="of the device, where FILE does not say it, such as 24GiB"
@@ -44,14 +42,6 @@ def run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({describe_error(error)})") from error
     print(to_json(diagnosis.to_dict()) if arguments.json else diagnosis)
-    if arguments.html is not None:
-        try:
-            arguments.html.write_text(diagnosis.html(), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"--html {arguments.html} cannot be written ({describe_error(error)}): name "
-                "another file"
-            ) from error
     return 0
 
 
@@ -61,10 +51,14 @@ COMMAND = Command(
     description=DESCRIPTION,
     examples=(
         "automicro doctor runs/1/oom/oom-0001.json",
-        "automicro doctor snapshot.pickle --memory 24GiB --html why.html",
+        "automicro doctor snapshot.pickle --memory 24GiB",
     ),
     exit_codes={0: "told"},
     add_arguments=add_arguments,
     run=run,
     place=8,
+    removed={
+        "--html": "write the page with automicro doctor FILE > why.txt, or draw the snapshot at "
+        "https://docs.pytorch.org/memory_viz"
+    },
 )

@@ -6,7 +6,6 @@ import io
 import json
 import pickle
 import re
-import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,59 +14,34 @@ import pytest
 import torch
 from torch.cuda import _memory_viz
 
-import automicro.tools.doctor
 from automicro.cli import main
 from automicro.tools.doctor import Diagnosis, UnreadableFailureError, diagnose
 from automicro.tools.doctor.causes import Device
-from automicro.tools.doctor.keepers import find_keepers, reaches_backward
-from automicro.tools.doctor.origins import origin_of
+from automicro.tools.doctor.holders import Holder, read_origin
 from automicro.tools.doctor.snapshot import Frame, read_snapshot
-from automicro.tools.doctor.source import line_of
 from tests.tools.doctor.recorder import Recorder
 
 MIB = 1 << 20
 FOLDER = Path(__file__).parent / "failures"
+DOCS = Path(__file__).parents[3] / "docs" / "doctor.md"
 
-# MiB of the device, and what the cause may be called.
-PLANTED: dict[str, tuple[int, set[str]]] = {
-    "average": (40, {"copy"}),
-    "bank": (32, {"grows"}),
-    "gradients": (16, {"kept"}),
-    "heavy": (60, {"activations"}),
-    "logits": (150, {"activations"}),
-    "long_batch": (100, {"activations"}),
-    "losses": (30, {"kept"}),
-    "memory_of_steps": (20, {"kept"}),
-    "neighbour": (52, {"others"}),
-    "outputs": (60, {"kept"}),
-    "pieces": (96, {"fragmentation"}),
-    "speaking": (30, {"grows"}),
-    "state": (80, {"optimizer"}),
-    "teacher": (60, {"parameters", "second model"}),
-    # Written after the doctor was done.
-    "hooks": (24, {"kept"}),
-    "large_model": (80, {"parameters"}),
-    "predictions": (50, {"kept"}),
-    "sum_of_losses": (30, {"kept"}),
-    "swa": (40, {"copy"}),
-    "whole_data": (50, {"tensors", "batch"}),
-    # Written after twelve programs by somebody else had shown what it missed.
-    "answers": (24, {"kept"}),
-    "cached_samples": (24, {"kept"}),
-    "evaluation": (30, {"activations"}),
-    "long_sequence": (44, {"activations"}),
-    "pairs": (48, {"tensors"}),
-    "remembered_bias": (44, {"kept"}),
-    "rollouts": (24, {"kept"}),
-    "running_total": (24, {"kept"}),
-    "sampling": (24, {"kept"}),
-    "table": (36, {"gradients", "parameters", "optimizer"}),
-    "teacher_with_graph": (24, {"second model"}),
-    "tracebacks": (24, {"kept"}),
-    "validation": (24, {"kept"}),
-    "wide_step": (30, {"optimizer"}),
+# MiB of the device, the kind of the likeliest cause, and words among the remedies.
+PLANTED = {
+    "heavy": (60, "activations", "recompute heavy.py:25 (forward)"),
+    "losses": (30, "growth", "keep loss.item()"),
+    "bank": (32, "growth", "bound what is collected"),
+    "gradients": (16, "growth", "let go of what each batch leaves"),
+    "pieces": (96, "fragmentation", "PYTORCH_ALLOC_CONF=expandable_segments:True"),
+    "teacher": (60, "second model", "keep the model of teacher.py:11 (main) on the host"),
+    "average": (40, "second model", "keep the model of average.py:13 (main) on the host"),
+    "state": (80, "optimizer state", "state in 8 bits"),
+    "wide_step": (30, "optimizer state", "foreach=False or fused=True"),
+    "whole_data": (50, "other tensors", "keep on the host what whole_data.py:8 (main) makes"),
+    "neighbour": (52, "other processes", "nvidia-smi"),
 }
-PYTHON_ONLY = {"bank", "gradients", "logits", "hooks"}  # the others have C++ frames, too
+# No line is to blame, or the one that makes what grows is not the one that keeps it.
+WITHOUT_A_LINE = ("gradients", "losses", "neighbour", "pieces")
+PYTHON_ONLY = {"bank", "gradients", "heavy"}  # the others have C++ frames, too
 
 
 def culprit_of(name: str) -> int:
@@ -86,214 +60,88 @@ def fail(name: str, **options: Any) -> Recorder:
     return recorder
 
 
-def dump(recorder: Recorder, folder: Path) -> Path:
+def dump(taken: Any, folder: Path) -> Path:
     path = folder / "snapshot.pickle"
-    path.write_bytes(pickle.dumps(recorder.snapshot))
+    path.write_bytes(pickle.dumps(taken))
     return path
 
 
+def pieces_of(recorder: Recorder) -> list[int]:
+    """Bytes of each piece that was reserved and unallocated."""
+    blocks = [block for segment in recorder.snapshot["segments"] for block in segment["blocks"]]
+    return [block["size"] for block in blocks if block["state"] == "inactive"]
+
+
 def names_the_culprit(name: str, diagnosis: Diagnosis) -> bool:
-    """Whether the first cause is of the planted kind, and says the planted line or class."""
-    cause = diagnosis.cause
-    if cause is None or cause.kind not in PLANTED[name][1]:
-        return False
-    if name in ("neighbour", "pieces"):
-        return True  # no line is to blame
-    if name == "long_batch":
-        return cause.owner == "Attention" and "larger or longer" in cause.text
-    if name == "long_sequence":
-        return cause.owner == "GRUCell"
-    line = culprit_of(name)
-    said = f"{cause.where} {cause.text}"
-    return f"{name}.py:{line} " in said or f"line {line}: " in said
+    """Whether the first cause is of the planted kind, and says the planted line."""
+    cause = diagnosis.causes[0]
+    is_line = name in WITHOUT_A_LINE or f"{name}.py:{culprit_of(name)} " in cause.text
+    return cause.kind == PLANTED[name][1] and is_line
 
 
-FAST = ("average", "heavy", "logits", "neighbour", "pieces", "state", "teacher", "outputs")
-
-
-def case(name: str) -> Any:
-    return pytest.param(name, marks=() if name in FAST else pytest.mark.sweep)
-
-
-@pytest.mark.parametrize("name", [case(name) for name in PLANTED])
-def test_the_planted_culprit_is_named(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", PLANTED)
+def test_the_planted_cause_is_named_with_a_remedy_and_nothing_untrue(
+    name: str, tmp_path: Path
+) -> None:
     recorder = fail(name)
-    diagnosis = diagnose(dump(recorder, tmp_path), memory=recorder.capacity)
-    assert names_the_culprit(name, diagnosis), str(diagnosis)
-    assert 1 <= len(diagnosis.remedies) <= 3
+    diagnosis = diagnose(dump(recorder.snapshot, tmp_path), memory=recorder.capacity)
+    page = str(diagnosis)
+    assert names_the_culprit(name, diagnosis), page
+    assert any(PLANTED[name][2] in remedy.text for remedy in diagnosis.remedies), page
     saved = [remedy.saved_bytes for remedy in diagnosis.remedies]
     assert saved == sorted(saved, reverse=True)
+    assert len(saved) <= 3
+    assert all(0 < each <= recorder.capacity for each in saved)
+    says = page.split("\n\n")[1]
+    assert " 0 bytes" not in says
+    grows = {"losses", "bank", "gradients"}
+    assert ("grew from batch to batch" in says) == (name in grows)
+    free, asked = pieces_of(recorder), diagnosis.device.requested_bytes or 0
+    assert ("fragmentation: " in says) == (sum(free) >= asked)
 
 
-# What has to be among the remedies, and what must not be.
-REMEDIES = {
-    "evaluation": ("no backward ever follows the forward at evaluation.py:13", "recompute"),
-    "memory_of_steps": ("detach() what the next round begins with", "loss.item()"),
-    "pairs": ("compute pairs.py:8 (spread) in pieces", "let go"),
-    "remembered_bias": ("bound the cache at remembered_bias.py:9", "loss.item()"),
-    "table": ("sparse=True", "zero_grad"),
-    "teacher_with_graph": (
-        "run teacher_with_graph.py:15 (main) under torch.no_grad()",
-        "recompute",
-    ),
-    "tracebacks": ("keep str(error) at tracebacks.py:28", "loss.item()"),
-    "wide_step": ("foreach=False or fused=True", "zero_grad"),
-}
+PAGES = re.findall(r"```text\n((\w+)\.pickle\n.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
 
 
-@pytest.mark.parametrize("name", REMEDIES)
-def test_a_remedy_is_against_its_cause(name: str, tmp_path: Path) -> None:
-    diagnosis = diagnose(dump(fail(name), tmp_path))
-    wanted, unwanted = REMEDIES[name]
-    remedies = [remedy.text for remedy in diagnosis.remedies]
-    assert any(wanted in text for text in remedies), remedies
-    assert not any(unwanted in text for text in remedies), remedies
-    assert "0 bytes in" not in str(diagnosis)
+@pytest.mark.parametrize(("page", "name"), PAGES, ids=[name for _, name in PAGES])
+def test_the_pages_of_the_documentation_are_what_is_printed(
+    page: str, name: str, tmp_path: Path
+) -> None:
+    recorder = fail(name)
+    path = tmp_path / f"{name}.pickle"
+    path.write_bytes(pickle.dumps(recorder.snapshot))
+    printed = str(diagnose(path, memory=recorder.capacity))
+
+    def without_sizes(text: str) -> str:  # which differ with the kernels of a CPU
+        return re.sub(r" *[\d.]+ ([KM]iB|bytes)", " …", text)
+
+    assert without_sizes(page.strip()) in without_sizes(printed)
+    assert len(PAGES) == 5
 
 
-# In each, the line that makes a tensor is marked, and so is the one that keeps it, if one does.
-PROGRAMS = {
-    "a list": """
-def f(model, data):
-    kept = []
-    for x in data:
-        y = model(x)  # makes
-        loss = y.mean()
-        kept.append(loss)  # keeps
-""",
-    "numbers": """
-def f(model, data):
-    kept, total = [], 0.0
-    for x in data:
-        y = model(x)  # makes
-        kept.append(y.mean().item())
-        total += float(y.sum())
-        right = (y.argmax(1) == x).sum()
-        total = total + right
-""",
-    "copies on the host": """
-def f(model, data):
-    kept = []
-    for x in data:
-        y = model(x)  # makes
-        kept.append(y.detach().cpu())
-""",
-    "copies on the host, whose graph is not": """
-def f(model, data):
-    kept = []
-    for x in data:
-        y = model(x)  # makes
-        kept.append(y.cpu())  # keeps
-""",
-    "a list that each round makes anew": """
-def f(model, data):
-    for x in data:
-        parts = []
-        for piece in x.chunk(4):
-            parts.append(piece)
-        y = model(x)  # makes
-        parts.append(y)
-""",
-    "through a local list": """
-def f(model, data):
-    kept = {}
-    for number, x in enumerate(data):
-        parts = []
-        y = model(x)  # makes
-        parts.append(y)
-        kept[number] = tuple(parts)  # keeps
-""",
-    "a sum": """
-def f(model, data):
-    total = 0.0
-    for x in data:
-        loss = model(x).mean()  # makes
-        total = total + loss  # keeps
-""",
-    "a sum of what is detached": """
-def f(model, data):
-    total = 0.0
-    for x in data:
-        loss = model(x).mean()  # makes
-        total += loss.detach()
-""",
-    "another function": """
-def note(where, step, loss):
-    where[step] = loss  # keeps
-
-def f(model, data, where):
-    for step, x in enumerate(data):
-        loss = model(x)  # makes
-        note(where, step, loss)
-""",
-    "a hook": """
-def f(model, data, seen):
-    model.register_forward_hook(lambda module, given, made: seen.append(made))  # keeps
-    for x in data:
-        model(x).sum().backward()  # makes
-""",
-    "an exception": """
-def f(model, data, failed):
-    for x in data:
-        try:
-            model(x)  # makes
-        except ValueError as error:
-            failed.append((x, error))  # keeps
-""",
-    "a state": """
-def f(model, data, state):
-    for x in data:
-        y, state = model(x, state)  # makes keeps
-        y.sum().backward()
-""",
-    "a graph that is retained": """
-def f(model, data):
-    for x in data:
-        loss = model(x).sum()  # makes
-        loss.backward(retain_graph=True)  # keeps
-""",
-    "an expression": """
-def f(model, data):
-    return [model(x) for x in data]  # makes keeps
-""",
-    "a module": """
-kept = []
-for x in data:
-    kept.append(model(x))  # makes keeps
-""",
-}
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_value_is_followed_to_the_line_that_keeps_it(name: str, tmp_path: Path) -> None:
-    code = tmp_path / "code.py"
-    code.write_text(PROGRAMS[name])
-    lines = PROGRAMS[name].splitlines()
-    (made,) = (number for number, line in enumerate(lines, start=1) if "# makes" in line)
-    keeping = [number for number, line in enumerate(lines, start=1) if line.endswith("keeps")]
-    found = find_keepers([Frame(str(code), made, "f")])
-    assert [keeper.frame.line for keeper in found] == keeping
+def test_what_grew_is_said_with_its_bytes_at_the_second_and_the_last_pass(tmp_path: Path) -> None:
+    diagnosis = diagnose(dump(fail("bank").snapshot, tmp_path))
+    (bank,) = (each for each in diagnosis.holders if each.growth)
+    features = 256 * 512 * 4  # of each batch
+    assert bank.passes == [features * number for number in range(1, len(bank.passes) + 1)]
+    assert bank.owner in diagnosis.causes[0].text
+    assert diagnosis.causes[0].num_bytes == bank.passes[-1] - bank.passes[1]
 
 
 @pytest.mark.parametrize(
-    ("after", "reaches"),
+    ("passes", "growth"),
     [
-        ("loss = made.mean(); loss.backward()", True),
-        ("scaler.scale(made).backward()", True),
-        ("gradients = torch.autograd.grad(made, weights)", True),
-        ("step(made)", True),
-        ("self.loss = made.mean(); self.loss.backward()", True),
-        ("print(made.mean().item()); other.backward()", False),
-        ("right = made.argmax(1); right.backward()", False),
+        ([0, 1, 2, 3, 4], 3),
+        ([9, 0, 0, 0, 0, 0], 0),  # the first pass does not count
+        ([0, 2, 4], 0),  # too few to tell
+        ([0, 5, 5, 5, 5, 5, 5], 0),
+        ([0, 3, 9, 2, 8, 4, 1], 0),  # lengths that vary
+        ([0, 1, 2, 3, 5, 8, 8, 8, 8, 8, 8, 8], 0),  # a buffer that is full
+        ([0, 1, 1, 2, 2, 3, 3, 4, 4], 3),
     ],
 )
-def test_whether_a_backward_comes_shows_in_the_source(
-    after: str, reaches: bool, tmp_path: Path
-) -> None:
-    code = tmp_path / "code.py"
-    code.write_text(f"def step(x):\n    x.backward()\nmade = model(x)\n{after}\n")
-    assert reaches_backward([Frame(str(code), 3, "<module>")]) is reaches
-    assert reaches_backward([Frame("/nowhere.py", 3, "<module>")]) is None
+def test_growth_is_what_rises_from_pass_to_pass(passes: list[int], growth: int) -> None:
+    assert Holder(kind="activations", owner="a", passes=passes).growth == growth
 
 
 @pytest.fixture(scope="module")
@@ -303,7 +151,7 @@ def recorder() -> Recorder:
 
 @pytest.fixture
 def snapshot(recorder: Recorder, tmp_path: Path) -> Path:
-    return dump(recorder, tmp_path)
+    return dump(recorder.snapshot, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["average", "pieces"])
@@ -328,40 +176,41 @@ def test_what_is_held_adds_up(snapshot: Path, recorder: Recorder) -> None:
     read = read_snapshot(snapshot)
     diagnosis = diagnose(snapshot)
     held = sum(holder.num_bytes for holder in diagnosis.holders)
-    assert held == read.allocated == diagnosis.device.allocated_bytes
+    assert held == diagnosis.device.allocated_bytes == read.reserved - sum(pieces_of(recorder))
     assert read.reserved == sum(each["total_size"] for each in recorder.snapshot["segments"])
-    picture = diagnosis.picture()
-    assert picture is not None
-    assert sum(diagnosis.samples[-1][1].values()) == pytest.approx(held, rel=0.05)
-
-
-def test_a_page_stands_alone_and_holds_causes_remedies_and_figures(snapshot: Path) -> None:
-    diagnosis = diagnose(snapshot)
-    page = diagnosis.html()
-    tree = ET.fromstring(page.removeprefix("<!DOCTYPE html>\n"))
-    text = "".join(tree.itertext())
-    assert not {"script", "link", "img"} & {each.tag for each in tree.iter()}
-    assert not re.search(r"\bsrc=|\bhref=|url\(", page)
-    assert diagnosis.cause is not None
-    assert diagnosis.cause.text[1:] in text
-    assert all(remedy.text in text for remedy in diagnosis.remedies)
-    assert "Memory before it ran out" in text
     json.dumps(diagnosis.to_dict())
 
 
-def test_without_history_sizes_are_told_and_what_would_tell_more(tmp_path: Path) -> None:
-    path = dump(fail("state", events=False), tmp_path)
-    diagnosis = diagnose(path)
-    assert diagnosis.picture() is None
-    assert diagnosis.cause is not None
-    assert diagnosis.cause.kind == "earlier"
+def test_of_several_devices_the_one_that_ran_out_is_read(
+    snapshot: Path, recorder: Recorder, tmp_path: Path
+) -> None:
+    segments = [{**each, "device": 1} for each in recorder.snapshot["segments"]]
+    larger = {"device": 0, "total_size": 1 << 40, "blocks": []}
+    traces = [[], recorder.snapshot["device_traces"][0]]
+    path = dump({"segments": [larger, *segments], "device_traces": traces}, tmp_path)
+    assert str(diagnose(path)) == str(diagnose(snapshot))
+
+
+def test_without_history_the_page_says_what_would_tell_more(tmp_path: Path) -> None:
+    diagnosis = diagnose(dump(fail("state", events=False).snapshot, tmp_path))
+    assert diagnosis.causes[0].kind == "not recorded"
     assert "_record_memory_history()" in str(diagnosis)
 
 
-def test_a_list_of_segments_is_a_snapshot(recorder: Recorder, tmp_path: Path) -> None:
-    path = tmp_path / "segments.pickle"
-    path.write_bytes(pickle.dumps(recorder.snapshot["segments"]))
-    assert diagnose(path).device.allocated_bytes
+def test_what_was_made_before_the_recording_is_no_backward(tmp_path: Path) -> None:
+    """Neither has a stack: on CUDA, autograd's threads have none in Python."""
+    taken = fail("state", stacks="python").snapshot
+    (trace,) = taken["device_traces"]
+    made = [entry["addr"] for entry in trace if entry["action"] == "alloc"]
+    first = made[0]
+    for segment in taken["segments"]:
+        for block in segment["blocks"]:
+            if block["address"] == first:
+                block["frames"] = []
+    trace[:] = [entry for entry in trace if entry.get("addr") != first]
+    kinds = {each.kind: each.num_bytes for each in diagnose(dump(taken, tmp_path)).holders}
+    assert kinds["not recorded"] == 1024 * 3072 * 4
+    assert kinds["gradients"] == pytest.approx(2 * kinds["not recorded"], rel=0.01)
 
 
 class Dangerous:
@@ -381,10 +230,8 @@ class Dangerous:
 def test_a_file_that_names_code_is_refused_by_name_and_nothing_runs(
     content: object, tmp_path: Path
 ) -> None:
-    path = tmp_path / "evil.pickle"
-    path.write_bytes(pickle.dumps(content))
-    with pytest.raises(UnreadableFailureError, match=r"evil\.pickle .* names \w+(\.\w+)+, and a"):
-        diagnose(path)
+    with pytest.raises(UnreadableFailureError, match=r"snapshot\.pickle .* names \w+(\.\w+)+, and"):
+        diagnose(dump(content, tmp_path))
     assert Dangerous.ran == []
 
 
@@ -400,15 +247,21 @@ def test_tensors_in_a_file_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "neither a memory snapshot"),
-        (b"hello", "neither a memory snapshot"),
-        (b"\x80\x04\x95", "damaged"),
-        (b"{", "no whole JSON"),
-        (b'{"a": 1}', "no report of OutOfMemoryReport"),
-        (b'{"message": "", "resident_bytes": 3}', "missing or odd"),
-        (pickle.dumps({"a": 1}), "no memory snapshot"),
-        (pickle.dumps({"segments": [3]}), "missing or odd"),
-        (pickle.dumps({"segments": [{"total_size": 4, "blocks": [{"size": -1}]}]}), "-1 bytes"),
+        (b"", "no message"),
+        (b"hello", "no message"),
+        (b"\x80\x04\x95", "EOFError|UnpicklingError"),
+        (b"{", "JSONDecodeError"),
+        (b'{"a": 1}', "'held'"),
+        (b'{"message": "", "held": 3}', "TypeError"),
+        (b'{"held": [], "peak_bytes": 1, "where": {"phase": "train"}}', "'batch'"),
+        (pickle.dumps({"a": 1}), "'segments'"),
+        (pickle.dumps({"segments": [3]}), "AttributeError"),
+        (
+            pickle.dumps(
+                {"segments": [{"total_size": 4, "blocks": [{"size": -1, "state": "active"}]}]}
+            ),
+            "-1 bytes",
+        ),
         (pickle.dumps({"segments": [], "device_traces": [[{}]]}), "'action'"),
     ],
 )
@@ -417,7 +270,7 @@ def test_other_files_are_refused_with_the_remedy(
 ) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)
-    with pytest.raises(UnreadableFailureError, match=message):
+    with pytest.raises(UnreadableFailureError, match=f"({message}).*: give a memory snapshot"):
         diagnose(path)
 
 
@@ -431,126 +284,113 @@ def test_every_cut_of_a_snapshot_is_refused(snapshot: Path, tmp_path: Path) -> N
 
 
 def test_bytes_that_were_changed_never_end_in_another_error(snapshot: Path, tmp_path: Path) -> None:
-    whole = bytearray(snapshot.read_bytes()[:40_000])
+    whole = snapshot.read_bytes()
     path = tmp_path / "changed.pickle"
-    for place in range(0, len(whole), 997):
-        changed = bytearray(snapshot.read_bytes())
+    for place in range(0, 40_000, 1997):
+        changed = bytearray(whole)
         changed[place] ^= 0xFF
         path.write_bytes(changed)
         with contextlib.suppress(UnreadableFailureError):
             diagnose(path)
 
 
-def test_reading_grows_with_the_file_and_no_faster() -> None:
-    """Counted in calls and not in seconds: each event is looked at a fixed number of times."""
-    counts = []
-    for rounds in (50, 100, 200):
-        frames = [{"filename": "/p/train.py", "line": 5, "name": "main"}]
-        trace = [
-            entry
-            for number in range(rounds * 10)
-            for entry in (
-                {"action": "alloc", "addr": 512 * number, "size": 512, "frames": frames},
-                {"action": "free_completed", "addr": 512 * number, "size": 512, "frames": []},
-            )
-        ]
-        content = {"segments": [], "device_traces": [trace]}
-        looked = 0
-
-        class Counting(list):
-            def __iter__(self) -> Any:
-                nonlocal looked
-                looked += len(self)
-                return super().__iter__()
-
-        content["device_traces"] = [Counting(trace)]
-        automicro.tools.doctor.snapshot.snapshot_of(content)
-        counts.append(looked / len(trace))
-    assert counts[0] == counts[1] == counts[2]
-
-
 MESSAGE = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total "
-    "capacity of 79.15 GiB of which 3.12 MiB is free. Process 11 has 60.00 GiB memory in use. "
-    "Including non-PyTorch memory, this process has 19.00 GiB memory in use. Of the allocated "
-    "memory {held} is allocated by PyTorch, and {unused} is reserved by PyTorch but unallocated. "
-    "If reserved but unallocated memory is large try setting PYTORCH_ALLOC_CONF=…"
+    "capacity of {capacity} of which 3.12 MiB is free. Including non-PyTorch memory, this process "
+    "has 19.00 GiB memory in use. Of the allocated memory {held} is allocated by PyTorch, and "
+    "{unused} is reserved by PyTorch but unallocated. If reserved but unallocated memory is large "
+    "try setting PYTORCH_ALLOC_CONF=…"
 )
 
 
-def test_a_log_tells_of_others_and_of_fragmentation(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("capacity", "held", "unused", "said"),
+    [
+        ("79.15 GiB", "18.00 GiB", "500.00 MiB", "other processes, contexts and libraries held 60"),
+        (
+            "19.01 GiB",
+            "9.00 GiB",
+            "9.50 GiB",
+            "fragmentation: 9.50 GiB were reserved and unallocated, and 512.00 MiB did not fit",
+        ),
+        ("19.01 GiB", "18.90 GiB", "100.00 MiB", None),
+    ],
+)
+def test_a_log_tells_of_others_and_of_fragmentation(
+    capacity: str, held: str, unused: str, said: str | None, tmp_path: Path
+) -> None:
     log = tmp_path / "train.log"
-    log.write_text("step 3\n" + MESSAGE.format(held="18.00 GiB", unused="500.00 MiB") + "\nbye\n")
-    cause = diagnose(log).cause
-    assert cause is not None
-    assert (cause.kind, cause.num_bytes) == ("others", 60 << 30)
-    assert "process 11" in cause.text
-    alone = MESSAGE.replace("Process 11 has 60.00 GiB memory in use. ", "").replace(
-        "79.15", "19.01"
-    )
-    log.write_text(alone.format(held="9.00 GiB", unused="9.50 GiB"))
-    cause = diagnose(log).cause
-    assert cause is not None
-    assert cause.kind == "fragmentation"
-    assert "expandable_segments:True" in cause.remedies[0].text
+    message = MESSAGE.format(capacity=capacity, held=held, unused=unused)
+    log.write_text(f"step 3\n{message}\nbye\n")
+    causes = diagnose(log).causes
+    if said is None:
+        assert causes == []
+        assert "No cause shows." in str(diagnose(log))
+    else:
+        assert causes[0].text.startswith(said)
+        assert "pieces" not in causes[0].text
 
 
-def test_fragmentation_is_no_matter_where_little_is_free_or_a_piece_is_large_enough() -> None:
+def test_memory_is_not_fragmented_where_too_little_is_free_or_a_piece_is_large_enough() -> None:
     full = Device(
-        reserved_bytes=1000, allocated_bytes=900, requested_bytes=50, largest_free_bytes=10
+        reserved_bytes=1000, allocated_bytes=960, requested_bytes=50, largest_free_bytes=10
     )
     assert not full.is_fragmented
     full.allocated_bytes = 500
     assert full.is_fragmented
     full.largest_free_bytes = 50
     assert not full.is_fragmented
+    assert not Device(reserved_bytes=1000, requested_bytes=50).is_fragmented
 
 
 def test_where_segments_grow_already_expandable_segments_are_no_advice(tmp_path: Path) -> None:
     taken = fail("pieces").snapshot
     for segment in taken["segments"]:
         segment["is_expandable"] = True
-    path = tmp_path / "snapshot.pickle"
-    path.write_bytes(pickle.dumps(taken))
-    cause = diagnose(path).cause
-    assert cause is not None
+    cause = diagnose(dump(taken, tmp_path)).causes[0]
     assert cause.kind == "fragmentation"
     assert "expandable_segments" not in cause.remedies[0].text
 
 
+def held(kind: str, owner: str, num_bytes: int) -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "owner": owner,
+        "num_bytes": num_bytes,
+        "count": 1,
+        "largest_bytes": num_bytes,
+    }
+
+
 REPORT: dict[str, Any] = {
-    "device": "cuda:0",
     "message": "CUDA out of memory. Tried to allocate 2.00 GiB.",
     "where": {"phase": "train", "epoch": 0, "batch": 7},
     "microbatch_size": {"before": 8, "after": 4},
-    "num_rows": 8,
-    "batch": [{"path": "0", "shape": [8, 1024], "dtype": "int64", "device": "cuda:0"}],
     "peak_bytes": 20 << 30,
-    "resident_bytes": {
-        "parameters": 1 << 30,
-        "gradients": 1 << 30,
-        "optimizer_state": 14 << 30,
-        "buffers": 0,
-        "total": 16 << 30,
-        "limit": 24 << 30,
-    },
-    "largest_parameters": [],
+    "limit_bytes": 24 << 30,
+    "device_memory": None,
+    "held": [
+        held("parameters", "the model", 1 << 30),
+        held("optimizer state", "the optimizer", 14 << 30),
+    ],
 }
 
 
-def test_our_report_tells_residents_and_the_size_without_a_snapshot(tmp_path: Path) -> None:
+def test_our_report_tells_what_stays_and_what_is_left_of_the_peak(tmp_path: Path) -> None:
     path = tmp_path / "oom-0001.json"
     path.write_text(json.dumps(REPORT))
     diagnosis = diagnose(path)
-    assert diagnosis.cause is not None
-    assert diagnosis.cause.kind == "optimizer"
-    assert diagnosis.facts["microbatch size"] == "8 rows; then 4"
+    assert diagnosis.causes[0].text == "the state of the optimizer took 14.00 GiB"
+    assert diagnosis.causes[1].text == "what the step computed took 5.00 GiB"
+    assert diagnosis.where == "train, batch 7, 8 rows"
     assert diagnosis.device.capacity_bytes == 24 << 30
+    assert "halve the microbatch" in str(diagnosis)
+    path.write_text(json.dumps(REPORT | {"microbatch_size": {"before": 1, "after": None}}))
+    assert "halve the microbatch" not in str(diagnose(path))
 
 
 def test_our_report_takes_the_snapshot_beside_it(recorder: Recorder, tmp_path: Path) -> None:
-    residents = REPORT["resident_bytes"] | {"limit": recorder.capacity}
-    report = REPORT | {"resident_bytes": residents}
+    report = REPORT | {"limit_bytes": recorder.capacity}
     (tmp_path / "oom-0001.json").write_text(json.dumps(report))
     (tmp_path / "oom-0001.pickle").write_bytes(pickle.dumps(recorder.snapshot))
     diagnosis = diagnose(tmp_path / "oom-0001.json")
@@ -563,70 +403,65 @@ def frames(*lines: tuple[str, str]) -> tuple[Frame, ...]:
 
 
 TORCH = "/usr/lib/python3.12/site-packages/torch"
+MAIN = ("/p/t.py", "main")
+ENGINE = ("??", "torch::autograd::Engine::thread_main(x)")
 
 
 @pytest.mark.parametrize(
     ("stack", "kind"),
     [
-        (frames((f"{TORCH}/optim/adamw.py", "_init_group"), ("/p/t.py", "main")), "optimizer"),
-        (frames((f"{TORCH}/nn/modules/module.py", "to"), ("/p/t.py", "main")), "parameters"),
-        (frames((f"{TORCH}/nn/modules/linear.py", "__init__"), ("/p/t.py", "f")), "parameters"),
-        (frames((f"{TORCH}/nn/modules/linear.py", "forward"), ("/p/t.py", "f")), "activations"),
-        (frames((f"{TORCH}/_tensor.py", "__deepcopy__"), ("/p/t.py", "main")), "copy"),
-        (frames(("??", "torch::autograd::Engine::thread_main(x)")), "backward"),
-        (frames(("/p/t.py", "main")), "tensors"),
-        ((), "earlier"),
+        (frames((f"{TORCH}/optim/adamw.py", "_init_group"), MAIN), "optimizer state"),
+        (frames(("/p/t.py", "forward"), ("/p/t.py", "closure"), (f"{TORCH}/optim/lbfgs.py", "step"),
+                MAIN), "activations"),
+        (frames((f"{TORCH}/nn/modules/module.py", "to"), MAIN), "parameters"),
+        (frames((f"{TORCH}/nn/modules/linear.py", "__init__"), MAIN), "parameters"),
+        (frames(("C:\\p\\torch\\nn\\modules\\linear.py", "__init__"), MAIN), "parameters"),
+        (frames(("/p/m.py", "__init__"), MAIN), "parameters"),
+        (frames((f"{TORCH}/nn/modules/linear.py", "forward"), MAIN), "activations"),
+        (frames((f"{TORCH}/_tensor.py", "__deepcopy__"), MAIN), "copy of a model"),
+        (frames((f"{TORCH}/_tensor.py", "__deepcopy__"), ("/lib/python3.12/copy.py", "deepcopy"),
+                (f"{TORCH}/nn/modules/transformer.py", "__init__"), MAIN), "parameters"),
+        (frames((f"{TORCH}/optim/swa_utils.py", "__init__"), MAIN), "copy of a model"),
+        (frames((f"{TORCH}/nn/parallel/distributed.py", "__init__"), MAIN), "gradients"),
+        (frames(ENGINE), "made in the backward"),
+        (frames(("/p/m.py", "forward"), (f"{TORCH}/utils/checkpoint.py", "recompute_fn"), ENGINE),
+         "made in the backward"),
+        (frames(MAIN), "other tensors"),
+        ((), "not recorded"),
     ],
-)
+)  # fmt: skip
 def test_stacks_tell_what_a_tensor_is(stack: tuple[Frame, ...], kind: str) -> None:
-    assert origin_of(stack).kind == kind
+    assert read_origin(stack).kind == kind
 
 
-def test_of_files_that_a_snapshot_names_only_python_is_shown(tmp_path: Path) -> None:
-    secret = tmp_path / "secret.txt"
-    secret.write_text("do not tell")
-    assert line_of(Frame(str(secret), 1, "f")) == ""
-    code = tmp_path / "code.py"
-    code.write_text("def f(kept, x):\n    kept.append(x + 1)\n    kept.append(x.item())\n")
-    frame = Frame(str(code), 2, "f")
-    assert line_of(frame) == "kept.append(x + 1)"
-    assert [keeper.frame.line for keeper in find_keepers([frame])] == [frame.line]
-    broken = tmp_path / "broken.py"
-    broken.write_text("def f(")
-    assert find_keepers([Frame(str(broken), 1, "f")]) == []
-    deep = tmp_path / "deep.py"
-    deep.write_text("kept.append(" + "1 + " * 3000 + "x())")
-    assert find_keepers([Frame(str(deep), 1, "<module>")]) == []
+def test_the_owner_is_the_innermost_line_of_the_program_and_the_caller_the_one_outside() -> None:
+    library = "/usr/lib/python3.12/site-packages/light"
+    stack = frames((f"{TORCH}/nn/functional.py", "gelu"), (f"{library}/model.py", "forward"),
+                   ("/p/m.py", "forward"), ("/p/m.py", "training_step"),
+                   (f"{library}/loops.py", "run"), MAIN)  # fmt: skip
+    origin = read_origin(stack)
+    assert (origin.owner, origin.caller) == ("model.py:1 (forward)", "m.py:1 (training_step)")
 
 
-def test_lines_that_a_library_calls_are_told_apart() -> None:
-    library = "/usr/lib/python3.12/site-packages/light/loops.py"
-    own = ("/p/model.py", "training_step"), ("/p/train.py", "main")
-    assert not origin_of(frames(*own)).is_driven
-    assert origin_of(frames(own[0], (library, "run"), own[1])).is_driven
-    assert not origin_of(frames(*own, (library, "run"))).is_driven
-
-
-def test_the_command_prints_a_page_and_writes_html_and_json(
-    snapshot: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_command_prints_a_page_or_json(
+    snapshot: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = tmp_path / "why.html"
-    assert main(["doctor", str(snapshot), "--html", str(page)]) == 0
-    printed = capsys.readouterr().out
-    assert "Likeliest cause: a copy of a model" in printed
-    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    assert main(["doctor", str(snapshot)]) == 0
+    assert "Likeliest cause: a second model, a copy" in capsys.readouterr().out
     assert main(["doctor", str(snapshot), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["causes"][0]["kind"] == "copy"
+    assert json.loads(capsys.readouterr().out)["causes"][0]["kind"] == "second model"
 
 
 def test_the_command_refuses_what_says_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["doctor", str(tmp_path / "none.pickle")]) == 2
-    assert "there is no file" in capsys.readouterr().err
     path = tmp_path / "a.txt"
     path.write_text("hello")
-    assert main(["doctor", str(path)]) == 2
-    assert "cannot be diagnosed" in capsys.readouterr().err
-    assert main(["doctor", str(path), "--memory", "much"]) == 2
-    assert "cannot read 'much'" in capsys.readouterr().err
+    for arguments, message in [
+        ([str(tmp_path / "none.pickle")], "there is no file"),
+        ([str(path)], "cannot be diagnosed"),
+        ([str(path), "--memory", "much"], "cannot read 'much'"),
+        ([str(path), "--html", "a.html"], "there is no --html any more: write the page with"),
+    ]:
+        assert main(["doctor", *arguments]) == 2
+        assert message in capsys.readouterr().err

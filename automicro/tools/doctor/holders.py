@@ -1,0 +1,199 @@
+"""Who holds memory, read off the stack of each allocation, and what grew from batch to batch.
+
+A stack holds files, lines and functions. A ``forward`` makes activations, torch's optimizers make
+their state, autograd's engine makes gradients, constructors and ``.to(…)`` make parameters.
+"""
+
+import functools
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from automicro.tools.doctor.snapshot import Frame, Snapshot, Stack
+
+PARAMETERS, COPY, GRADIENTS = "parameters", "copy of a model", "gradients"
+OPTIMIZER, ACTIVATIONS, BACKWARD = "optimizer state", "activations", "made in the backward"
+BATCH, TENSORS, UNKNOWN = "batch", "other tensors", "not recorded"
+
+# Of a stack's lines "file:function", the innermost first.
+_OPTIMIZER = re.compile(r"/optim(?:izers?)?/(?:.*/)?(?!lr_sched|swa_)(\w+)\.py:(?!zero_grad\n)")
+_CALLED_BY_OPTIMIZER = re.compile(r".*:(?:forward|closure)\n")
+_RULES = (
+    (COPY, r"optim/swa_utils\.py:|torch/serialization\.py:"),
+    (COPY, r"deepcopy\w*\n(?!(?:.*\n)*.*:__init__\n)"),  # inside of a constructor: a model's layers
+    (BACKWARD, r"autograd::(?:Engine|python::PythonEngine)|:_engine_run_backward\n"),
+    (BACKWARD, r"torch/utils/checkpoint\.py:(?:unpack_hook|recompute)"),
+    (GRADIENTS, r"\A(?!(?:.*\n)*.*:forward\n)(?:.*\n)*.*torch/nn/parallel/"),
+    (
+        PARAMETERS,
+        r"torch/nn/.*:(?:__init__|reset_parameters|to|to_empty|cuda|xpu|load_state_dict)\n",
+    ),
+    (PARAMETERS, r"torch/nn/.*:(?:half|float|double|bfloat16)\n|:from_pretrained\n"),
+    (ACTIVATIONS, r":forward\n|torch/nn/modules/module\.py:|torch/nn/functional\.py:"),
+    (TENSORS, r""),
+)
+_PLUMBING = re.compile(
+    r"/torch/(?!.*/site-packages/)|/lib/python3\.\d+/(?!(?:site|dist)-packages/)|^<|^\?\?|\.(?:cpp|h|c|cu)$|^"
+    + re.escape(Path(__file__).parents[2].as_posix())
+)
+_INSTALLED = re.compile(r"/(?:site|dist)-packages/")
+_INSIDE = ("forward", "__init__", "__call__", "<genexpr>", "<listcomp>", "<dictcomp>")
+
+
+class Origin(NamedTuple):
+    """What an allocation is, whose it is, and which line outside of modules led to it."""
+
+    kind: str
+    owner: str
+    caller: str = ""
+
+
+@dataclass(kw_only=True)
+class Holder:
+    """Tensors of one kind and one owner.
+
+    Attributes:
+        kind: one of the names of this module.
+        owner: a module by its name, the line that made them, or an optimizer by torch's file.
+        caller: the line outside of modules that led there; empty where it is the owner.
+        num_bytes: of all of them.
+        count: of tensors.
+        largest_bytes: of one tensor.
+        failed_bytes: of the request that could not be served, where this owner made it.
+        passes: bytes that it held when each backward pass began.
+        sizes: how many tensors there are of each size, as it was asked for.
+    """
+
+    kind: str
+    owner: str
+    caller: str = ""
+    num_bytes: int = 0
+    count: int = 0
+    largest_bytes: int = 0
+    failed_bytes: int = 0
+    passes: Sequence[int] = ()
+    sizes: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def total_bytes(self) -> int:
+        """What it holds and what it asked for."""
+        return self.num_bytes + self.failed_bytes
+
+    @property
+    def growth(self) -> int:
+        """By how much it grew from the second backward pass to the last, pass after pass; or 0."""
+        held = self.passes[1:]  # the first pass has neither gradients nor optimizer state yet
+        third, middle = len(held) // 3, len(held) // 2
+        if len(held) < 4 or max(held[:third]) >= min(held[-third:]) or held[middle] >= held[-1]:
+            return 0
+        steps = [after - before for before, after in itertools.pairwise(held)]
+        is_steady = sum(each > 0 for each in steps) >= 4 * sum(each < 0 for each in steps)
+        return (held[-1] - held[0]) * is_steady
+
+
+def find_holders(snapshot: Snapshot) -> list[Holder]:
+    """Who holds what, the largest first.
+
+    Args:
+        snapshot: at the failure.
+    """
+    has_stacks = any(event.stack for event in snapshot.events[:64])
+
+    def origin_of(stack: Stack) -> Origin:
+        # Autograd's threads have no Python stack; everything else has one then.
+        return Origin(BACKWARD, "the backward") if has_stacks and not stack else read_origin(stack)
+
+    passes = _held_at_passes(snapshot, origin_of)
+    found: dict[tuple[str, str], Holder] = {}
+
+    def holder_of(origin: Origin) -> Holder:
+        held = [each[origin[:2]] for each in passes]
+        return found.setdefault(origin[:2], Holder(**origin._asdict(), passes=held))
+
+    recorded = {event.address for event in snapshot.events if event.action == "alloc"}
+    reads = [origin_of if each.address in recorded else read_origin for each in snapshot.blocks]
+    origins = [(each, read(each.stack)) for each, read in zip(snapshot.blocks, reads, strict=True)]
+    weights = Counter(each.requested for each, of in origins if of.kind in (PARAMETERS, UNKNOWN))
+    for block, origin in origins:
+        if origin.kind == BACKWARD and weights[block.requested]:
+            weights[block.requested] -= 1  # one gradient for each parameter; the rest is kept
+            origin = Origin(GRADIENTS, "the parameters")
+        holder = holder_of(origin)
+        holder.num_bytes += block.size
+        holder.count += 1
+        holder.largest_bytes = max(holder.largest_bytes, block.size)
+        holder.sizes[block.requested] = holder.sizes.get(block.requested, 0) + 1
+    if snapshot.failed is not None:
+        holder_of(origin_of(snapshot.failed.stack)).failed_bytes = snapshot.failed.size
+    return sorted(found.values(), key=lambda holder: -holder.num_bytes)
+
+
+def _held_at_passes(
+    snapshot: Snapshot, origin_of: Callable[[Stack], Origin]
+) -> list[Mapping[tuple[str, str], int]]:
+    """Bytes by kind and owner when each backward pass began."""
+    passes: list[Mapping[tuple[str, str], int]] = []
+    held: Counter[tuple[str, str]] = Counter()
+    made: dict[int, tuple[tuple[str, str], int]] = {}
+    is_backward = False
+    for event in snapshot.events:
+        if event.action == "free" and event.address in made:
+            key, size = made.pop(event.address)
+            held[key] -= size
+        elif event.action == "alloc":
+            kind, owner, _ = origin_of(event.stack)
+            if kind == BACKWARD and not is_backward:
+                passes.append(held.copy())
+            is_backward = kind == BACKWARD or (is_backward and kind != ACTIVATIONS)
+            made[event.address] = (kind, owner), event.size
+            held[kind, owner] += event.size
+    return passes
+
+
+@functools.cache
+def read_origin(stack: Stack) -> Origin:
+    """Read who made what a stack allocated.
+
+    >>> read_origin((Frame("/p/model.py", 9, "forward"), Frame("/p/train.py", 3, "main")))
+    Origin(kind='activations', owner='model.py:9 (forward)', caller='train.py:3 (main)')
+    >>> read_origin(()).kind
+    'not recorded'
+    """
+    if not stack:
+        return Origin(UNKNOWN, "made before the recording began")
+    stack = tuple(each._replace(file=each.file.replace("\\", "/")) for each in stack)
+    lines = "".join(f"{each.file}:{each.name}\n" for each in stack)
+    kind = next(kind for kind, pattern in _RULES if re.search(pattern, lines))
+    own = [each for each in stack if not _PLUMBING.search(each.file)]
+    program = [each for each in own if not _INSTALLED.search(each.file)]
+    where = next(iter(own), None)
+    caller = next((each for each in program if each.name not in _INSIDE), where)
+    optimizer = _OPTIMIZER.search(_CALLED_BY_OPTIMIZER.split(lines, 1)[0])
+    if optimizer:
+        name = f"{optimizer[1]} (foreach)" if ":_multi_tensor_" in lines else optimizer[1]
+        return Origin(OPTIMIZER, name, place(caller))
+    if kind in (BACKWARD, GRADIENTS):
+        names = {BACKWARD: "the backward", GRADIENTS: "buckets of torch.nn.parallel"}
+        return Origin(kind, names[kind])
+    if kind != COPY and where is not None and where.name in ("__init__", "reset_parameters"):
+        kind = PARAMETERS
+    if kind in (PARAMETERS, COPY):
+        return Origin(kind, place(caller))
+    if kind == ACTIVATIONS:
+        where = next((each for each in own if each.name == "forward"), where)
+    return Origin(kind, place(where), "" if caller == where else place(caller))
+
+
+def place(frame: Frame | None) -> str:
+    """A line for people.
+
+    >>> place(Frame("/home/me/project/train.py", 30, "main")), place(None)
+    ('train.py:30 (main)', 'an unknown line')
+    """
+    if frame is None:
+        return "an unknown line"
+    return f"{frame.file.rpartition('/')[2]}:{frame.line} ({frame.name})"
