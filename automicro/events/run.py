@@ -520,7 +520,7 @@ class Run:
 
         Args:
             name: under which it stands.
-            picture: of `automicro.tools.pictures`.
+            picture: a figure of matplotlib, such as those of `automicro.tools.pictures`.
         """
         self._unshown[name] = picture
 

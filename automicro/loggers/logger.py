@@ -23,8 +23,8 @@ class Logger(Protocol):
     Write your own with these three methods. An exception in one of them becomes a warning and
     never stops the run, see `LoggerGroup`.
 
-    One that can show pictures has a fourth, ``show(name, picture, *, step)``, where
-    ``picture.png()`` gives the bytes of a PNG and ``picture.html()`` a page; others are not asked.
+    One that can show pictures has a fourth, ``show(name, picture, *, step)``, where the picture is
+    a figure of matplotlib; others are not asked.
 
     There is no ``flush``: what was logged should survive the death of the process. A logger that
     buffers writes what it holds every few seconds, and in `close`.
@@ -319,7 +319,7 @@ class LoggerGroup:
 
         Args:
             name: under which it stands.
-            picture: of `automicro.tools.pictures`.
+            picture: a figure of matplotlib, such as those of `automicro.tools.pictures`.
             step: optimization batches done.
         """
         _tell([logger.show(name, picture, step=step) for logger in self._loggers])

@@ -1,6 +1,7 @@
 """Loggers of others: TensorBoard, W&B, MLflow, and any of Lightning's."""
 
 import importlib.util
+import io
 import json
 import os
 import re
@@ -89,20 +90,21 @@ class TensorBoardLogger:
         self._write(step=step, summary=Summary(value=scalars))
 
     def show(self, name: str, picture: Any, *, step: int) -> None:
-        """Write a picture, such as those of `automicro.tools.pictures`, among the images.
+        """Write a picture among the images.
 
         Args:
             name: under which it stands.
-            picture: its ``png()`` gives the bytes.
+            picture: a figure of matplotlib, such as those of `automicro.tools.pictures`.
             step: optimization batches done.
 
         Raises:
-            ImportError: matplotlib is not installed.
             OSError: it cannot be written; the file is as it was.
         """
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        png = picture.png()
+        target = io.BytesIO()
+        picture.savefig(target, format="png")
+        png = target.getvalue()
         width, height = (int.from_bytes(png[at : at + 4], "big") for at in (16, 20))
         image = Summary.Image(
             encoded_image_string=png, width=width, height=height, colorspace=_RGBA

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,12 @@ from automicro.options import read_count
 from automicro.policy.explore import EXPECTED, ROUND, SIZE, SURE
 from automicro.policy.policy import Outcome, Policy
 from automicro.policy.search import Candidate, Measurement, Search
-from automicro.tools.pictures import Picture, speed_and_memory
+from automicro.tools.pictures import speed_and_memory
 from automicro.transaction.parameters import TensorCopy
 from automicro.units import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Rows that are pooled, in batches of the loader.
 POOLED = 4
@@ -104,8 +107,12 @@ class ExploreReport:
         ]
         return known + [(size, None, None, None) for size in sorted(self.too_large)]
 
-    def picture(self) -> Picture:
-        """Speed and memory against the size, with the choice."""
+    def picture(self) -> "Figure":
+        """Draw speed and memory against the size, with the choice.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
         return speed_and_memory(self.points, chosen=self.microbatch_size)
 
     def to_dict(self) -> dict[str, Any]:

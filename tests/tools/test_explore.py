@@ -278,7 +278,8 @@ def test_the_report_says_which_global_batch_is_nearest() -> None:
     assert "global batch: it divides 96 rows" in str(report_of(batch_rows=96))
     assert "eval_microbatch_size: 48" in str(report_of(phase="eval"))
     assert report_of().points == [(48, 100.0, 1.0, 2048), (128, None, None, None)]
-    assert "chosen: 48 rows" in report_of().picture().html()
+    speed, memory = report_of().picture().axes
+    assert (speed.get_ylabel(), memory.get_ylabel()) == ("rows per second", "peak memory (KiB)")
     assert json.loads(json.dumps(report_of().to_dict()))["measured"][0]["peak_bytes"] == 2048
 
 
@@ -340,16 +341,31 @@ def test_the_command_measures_evaluations_and_prints_json(
                 "--json",
                 "--max-steps",
                 "6",
-                "--html",
-                "a.html",
+                "--picture",
+                "a.svg",
             ]
         )
         == 0
     )
-    assert "chosen: " in Path("a.html").read_text()
+    assert "<svg" in Path("a.svg").read_text()
     found = json.loads(capsys.readouterr().out)
     assert found["phase"] == "eval"
     assert found["batch_rows"] == 8
+
+
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--html=a.html", "there is no --html any more: draw a picture with --picture OUT.png"),
+        ("--picture=a.html", "name a file that ends in .png or .svg"),
+    ],
+)
+def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(
+    option: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explore", "job.yaml", option]) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("job")

@@ -9,6 +9,7 @@ from automicro.cli.arguments import Command, add_inputs, look_at_counts, look_fo
 from automicro.cli.config.keys import LISTS
 from automicro.cli.output import importing, results_alone, to_json
 from automicro.errors import ConfigError
+from automicro.tools.pictures import check_name, save
 
 if TYPE_CHECKING:
     from automicro.cli.config.build import Recipe
@@ -42,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object in place of a table"
     )
-    parser.add_argument("--html", metavar="OUT", help="draw speed and memory into this file, too")
+    parser.add_argument(
+        "--picture", metavar="OUT", help="draw speed and memory into this file, .png or .svg"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -54,6 +57,11 @@ def run(arguments: argparse.Namespace) -> int:
             f"explore: --max-minutes {arguments.max_minutes:g} is no time: give a number above 0, "
             "or leave it out for any time"
         )
+    if arguments.picture is not None:
+        try:
+            check_name(arguments.picture)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(f"explore: --picture: {error}") from None
     with importing(arguments.inputs):
         from automicro.cli.config.build import Recipe
         from automicro.cli.job import Job
@@ -67,8 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
         with job.making():
             examine = _make(check(loaded.config), arguments, loader)
         report = examine()
-        if arguments.html is not None:
-            report.picture().save(arguments.html)
+        if arguments.picture is not None:
+            save(report.picture(), arguments.picture)
         print(to_json(report.to_dict()) if arguments.json else report, file=results)
     return 0
 
@@ -129,4 +137,5 @@ COMMAND = Command(
     add_arguments=add_arguments,
     run=run,
     place=4,
+    removed={"--html": "draw a picture with --picture OUT.png"},
 )

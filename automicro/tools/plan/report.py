@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -12,10 +12,13 @@ from automicro.batch.layout import describe_cut
 from automicro.memory.timeline import ACTIVATIONS, BACKWARD, Owner, Trace
 from automicro.policy.halving import Halving
 from automicro.rungs.levels import PLAIN
-from automicro.tools.pictures import Picture, speed_and_memory, timeline
+from automicro.tools.pictures import new_figure, speed_and_memory, timeline
 from automicro.tools.plan.devices import find_device
 from automicro.tools.plan.kernels import KINDS
 from automicro.units import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _PLACES = {"cpu": "on the CPU", "cuda": "as on a GPU"}
 _MOST_MODULES = 6
@@ -189,18 +192,24 @@ class PlanReport:
         found["samples"] = [[step, dict(held)] for step, held in self.samples]
         return found
 
-    def picture(self) -> Picture:
-        """What a step holds from its beginning to its end, and the peak against the size."""
+    def picture(self) -> "Figure":
+        """Draw what a step holds from its beginning to its end, and the peak against the size.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        figure = new_figure(height=9.0)
+        above, below = figure.subfigures(2, 1, squeeze=False)[:, 0]
+        title = f"What a step of {self.model} holds"
+        timeline(
+            self.samples, limit_bytes=self.limit_bytes, title=title, unit="part of it", into=above
+        )
         points = [(size, None, None, peak) for size, peak in self.points]
         chosen = self.microbatch_size if self.fits else None
-        by_size = speed_and_memory(points, limit_bytes=self.limit_bytes, chosen=chosen)
-        step = timeline(self.samples, limit_bytes=self.limit_bytes)
-        return dataclasses.replace(
-            by_size,
-            title=f"What a step of {self.model} holds",
-            summary=f"{self._verdict()}. {step.summary}",
-            panels=[*step.panels, *by_size.panels],
+        speed_and_memory(
+            points, limit_bytes=self.limit_bytes, chosen=chosen, title="Its peak", into=below
         )
+        return figure
 
     def __str__(self) -> str:
         lines = [self._verdict(), self._conditions(), "  at the peak:"]

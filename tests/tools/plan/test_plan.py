@@ -585,9 +585,9 @@ def test_a_timeline_ends_as_it_began_and_has_the_peak() -> None:
 
 def test_a_picture_has_the_timeline_and_the_peak_by_size() -> None:
     picture = plan(Blocks(), batch(512), memory="3MiB").picture()
-    assert len(picture.panels) == 2
-    assert "activations" not in picture.title
-    assert "Blocks" in picture.html()
+    step, sizes = picture.subfigs
+    assert [axes.get_title() for axes in step.axes] == ["What a step of Blocks holds"]
+    assert [axes.get_ylabel() for axes in sizes.axes] == ["peak memory (MiB)"]
 
 
 def test_every_device_has_less_than_its_name_says() -> None:
