@@ -3,8 +3,8 @@
 import contextlib
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -257,15 +257,14 @@ def describe_failure(run: Run, failure: OutOfMemory, batch: Any) -> dict[str, An
     sizes = [
         each.nbytes
         for module in run.modules
-        for each in module.parameters()
+        for each in (*module.parameters(), *module.buffers())
         if not is_uninitialized(each)
     ]
     on_device = [each.nbytes for _, each in tensor_leaves(batch) if each.device == run.device]
     held = [
-        _held("parameters", "the model", residents.parameters, sizes),
-        _held("gradients", "the parameters", residents.gradients, sizes),
+        _held("parameters", "the model", residents.parameters + residents.buffers, sizes),
+        _held("gradients", "the parameters", residents.gradients),
         _held("optimizer state", "the optimizer", residents.optimizer_state),
-        _held("other tensors", "buffers", residents.buffers),
         _held("batch", "the batch", sum(on_device), on_device),
     ]
     return {
@@ -330,17 +329,18 @@ class _Forward:
     def __init__(self, run: Run, attempt: Attempt) -> None:
         self._device = run.device
         self._rows = attempt.microbatch_size
-        self._names = {id(part): name for name, part in run.model.named_modules()}
-        self._root = type(run.model).__name__
+        root = type(run.model).__name__
+        self._names = {id(part): name or root for name, part in run.model.named_modules()}
         self._looks = not any(map(is_compiled, run.model.modules()))
-        self._open: list[_Call] = []
-        self._held: dict[str, list[int]] = {}  # bytes, call by call
+        self._open: list[int] = []  # modules that compute
+        self._bytes = 0  # that were there at the last turn
+        self._held: Counter[str] = Counter()
         self._handles: list[Any] = []
 
     @property
     def inside(self) -> list[str]:
         """The modules in which it ended, from the outermost on; none where it went through."""
-        return [self._name(call.module) for call in self._open]
+        return [self._names[module] for module in self._open]
 
     def begin(self) -> None:
         if self._looks and allocated_bytes(self._device) is not None:
@@ -353,56 +353,35 @@ class _Forward:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        for call in reversed(self._open):  # what was there when memory ran out
-            self._count(call, call.last - call.before)
 
     def add_to(self, report: dict[str, Any]) -> None:
         """Say what modules held, the largest first: at this report's size, where rows add up."""
         share = report["microbatch_size"]["before"] / self._rows
-        sized = {name: [round(each * share) for each in kept] for name, kept in self._held.items()}
-        modules = [_held("activations", name, sum(kept), kept) for name, kept in sized.items()]
-        modules.sort(key=lambda each: -each["num_bytes"])
         others = [each for each in report["held"] if each["kind"] != "activations"]
-        report["held"] = [*others, *(each for each in modules if each["num_bytes"])]
+        innermost = self.inside[-1:]
+        self._held.update(dict.fromkeys(innermost, 0))
+        report["held"] = others + [
+            _held("activations", name, round(num_bytes * share))
+            for name, num_bytes in self._held.most_common()
+            if num_bytes > 0 or name in innermost
+        ]
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         if id(module) in self._names:
-            now = self._now()
-            self._open.append(_Call(module=id(module), before=now, last=now))
+            self._turn()
+            self._open.append(id(module))
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
-        now = self._now()
-        while self._open and any(call.module == id(module) for call in self._open):
-            call = self._open.pop()  # above it lie those whose error the model caught
-            grown = now - call.before
-            self._count(call, grown)
-            if self._open:
-                self._open[-1].parts += grown
-                self._open[-1].last = now
-            if call.module == id(module):
-                break
+        if id(module) in self._open:
+            self._turn()
+            while self._open.pop() != id(module):
+                pass  # a part whose error the model caught
 
-    def _count(self, call: "_Call", grown: int) -> None:
-        self._held.setdefault(self._name(call.module), []).append(max(grown - call.parts, 0))
-
-    def _name(self, module: int) -> str:
-        return self._names[module] or self._root
-
-    def _now(self) -> int:
-        now = allocated_bytes(self._device) or 0
+    def _turn(self) -> None:
+        """What came since the last turn is the innermost module's."""
+        before, self._bytes = self._bytes, allocated_bytes(self._device) or 0
         if self._open:
-            self._open[-1].last = now
-        return now
-
-
-@dataclass
-class _Call:
-    """A module that computes: what was there before, at last, and what its parts left."""
-
-    module: int
-    before: int
-    last: int
-    parts: int = 0
+            self._held[self._names[self._open[-1]]] += self._bytes - before
 
 
 def _describe_batch(batch: Any) -> list[dict[str, Any]]:

@@ -236,7 +236,6 @@ def test_reports_after_the_first_tell_which_modules_held_activations(tmp_path: P
     by_module = {each["owner"]: each for each in last["held"] if each["kind"] == "activations"}
     assert by_module["large.0"]["num_bytes"] == 2 * (-(-rows * 256 * 4 // 512) * 512)
     assert by_module["small"]["num_bytes"] == 2 * (-(-rows * 4 * 4 // 512) * 512)
-    assert by_module["large.0"]["count"] == 1
     assert torch.nn.modules.module._global_forward_hooks == {}
 
 

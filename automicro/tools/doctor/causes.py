@@ -168,12 +168,11 @@ def _of_models(holders: Sequence[Holder]) -> Iterator[Cause]:
             weight, what = _DOUBTFUL, f"one of {len(built)} models"
         else:
             kind, weight, what = kinds.PARAMETERS, _EXPECTED, "the model"
-        text = f"{what}, made at {model.owner}, took {_amount(model)}"
-        half = f"hold the model of {model.owner} in bfloat16", model.num_bytes // 2
-        host = (
-            f"keep the model of {model.owner} on the host, or run it before training",
-            model.num_bytes,
-        )
+        has_line = ":" in model.owner  # a report has none
+        name = f"the model of {model.owner}" if has_line else "the model"
+        text = f"{what}{f', made at {model.owner},' * has_line} took {_amount(model)}"
+        half = f"hold {name} in bfloat16", model.num_bytes // 2
+        host = f"keep {name} on the host, or run it before training", model.num_bytes
         remedies = [half] if kind == kinds.PARAMETERS else [host, half]
         yield _cause(kind, model.num_bytes, text, *remedies, weight=weight)
 

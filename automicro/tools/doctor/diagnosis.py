@@ -19,7 +19,7 @@ _MOST_HOLDERS = 12  # on the page
 _MESSAGE = re.compile(r"(?:CUDA|HIP|XPU|MPS backend|Simulated device) out of memory[^\n]*", re.I)
 _AMOUNT = r"([\d.]+ ?(?:[KMGT]i?B|bytes?))"
 _NO_HISTORY = "What grew shows in a history: torch.cuda.memory._record_memory_history()."
-_NO_SNAPSHOT = "Gradients and optimizer state count here whether they were there yet or not."
+_NO_SNAPSHOT = "Gradients, optimizer state and modules count whether they were there yet or not."
 _NO_OWNERS = "What held memory shows in a snapshot of torch, and in files of OutOfMemoryReport."
 
 
@@ -163,15 +163,15 @@ def _of_snapshot(path: Path, report: Mapping[str, Any], capacity: int | None) ->
 
 
 def _holders_of(report: Mapping[str, Any], device: Device) -> list[Holder]:
-    """What the report says, and what is left of the peak."""
+    """What the report says, and what else was allocated."""
     holders = [Holder(**each) for each in report["held"]]
-    has_modules = any(each.kind == ACTIVATIONS for each in holders)
-    rest = (report["peak_bytes"] or 0) - sum(each.num_bytes for each in holders)
-    owner = "what no module kept" if has_modules else "what the step computed"
-    holders += [Holder(kind=ACTIVATIONS, owner=owner, num_bytes=rest)] if rest > 0 else []
     for each in holders:
         if each.owner in report.get("inside", [])[-1:]:
             each.failed_bytes = device.requested_bytes or 0
+            each.num_bytes = max(each.num_bytes - each.failed_bytes, 0)  # it did not get that
+    allocated = device.allocated_bytes or report["peak_bytes"] or 0
+    rest = allocated - sum(each.num_bytes for each in holders)
+    holders += [Holder(kind=ACTIVATIONS, owner="the rest of the step", num_bytes=rest)] * (rest > 0)
     return sorted(holders, key=lambda each: -each.num_bytes)
 
 

@@ -381,12 +381,33 @@ def test_our_report_tells_what_stays_and_what_is_left_of_the_peak(tmp_path: Path
     path.write_text(json.dumps(REPORT))
     diagnosis = diagnose(path)
     assert diagnosis.causes[0].text == "the state of the optimizer took 14.00 GiB"
-    assert diagnosis.causes[1].text == "what the step computed took 5.00 GiB"
+    assert diagnosis.causes[1].text == "the rest of the step took 5.00 GiB"
     assert diagnosis.where == "train, batch 7, 8 rows"
     assert diagnosis.device.capacity_bytes == 24 << 30
     assert "halve the microbatch" in str(diagnosis)
+    path.write_text(json.dumps(REPORT | {"held": [held("parameters", "the model", 12 << 30)]}))
+    page = str(diagnose(path))
+    assert "Likeliest cause: the model took 12.00 GiB.\n" in page
+    assert "6.00 GiB  hold the model in bfloat16\n" in page
     path.write_text(json.dumps(REPORT | {"microbatch_size": {"before": 1, "after": None}}))
     assert "halve the microbatch" not in str(diagnose(path))
+
+
+def test_a_module_that_did_not_get_its_memory_is_not_counted_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "oom-0001.json"
+    message = (
+        "Simulated device out of memory. Tried to allocate 2.00 GiB. Live tensors hold 7.00 GiB"
+    )
+    modules = [held("activations", name, size << 30) for name, size in [("a", 5), ("b", 3)]]
+    path.write_text(
+        json.dumps(REPORT | {"message": message, "held": modules, "inside": ["net", "b"]})
+    )
+    diagnosis = diagnose(path)
+    taken = {each.owner: each.num_bytes >> 30 for each in diagnosis.holders}
+    assert taken == {"a": 5, "b": 1, "the rest of the step": 1}  # and not 12 of the peak
+    assert diagnosis.where.endswith("8 rows, inside b")
+    assert "b took 1.00 GiB" in str(diagnosis)
+    assert "asked for 2.00 GiB more" in str(diagnosis)
 
 
 def test_our_report_takes_the_snapshot_beside_it(recorder: Recorder, tmp_path: Path) -> None:
