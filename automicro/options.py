@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from automicro.errors import BatchError, LossError, suggestion
-from automicro.migration import PRECISION_SYNONYMS
 from automicro.units import Duration, Unit, parse_time
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -19,8 +18,6 @@ GRADIENT_SUMS = ("fp32", "native")
 
 SYNCS = ("each", "auto")
 """With which microbatch shards of gradients are reduced over ranks."""
-
-_FP16 = ("fp16", "float16", "half")
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
@@ -70,37 +67,15 @@ def check_precision(precision: object, has_backward: object) -> str:
         >>> check_precision("bf16", has_backward=False)
         'bf16'
     """
-    if isinstance(precision, str) and precision.lower() in _FP16:
-        if precision != "fp16":
-            raise ValueError(f"precision={precision!r} is not known; use 'fp16'")
-        if not has_backward:
-            raise ValueError(
-                "precision='fp16' needs a loss scaler, or small gradients vanish: pass "
-                "backward=lambda loss: scaler.scale(loss).backward() with a torch.amp.GradScaler, "
-                "call scaler.unscale_(optimizer) before clipping and scaler.step(optimizer) and "
-                "scaler.update() in place of optimizer.step(); or use precision='bf16', which "
-                "needs no scaler, or the Trainer, which scales by itself"
-            )
-    return check_precision_name(precision)
-
-
-def check_precision_name(precision: object) -> str:
-    """The precision, if it is one of `PRECISIONS`.
-
-    Raises:
-        ValueError: it is not known; the message suggests the one that others call so.
-
-    Example:
-        >>> check_precision_name("bf16")
-        'bf16'
-    """
-    meant = PRECISION_SYNONYMS.get(str(precision).lower())
-    if meant is None:
-        return check_choice("precision", precision, PRECISIONS)
-    raise ValueError(
-        f"precision={precision!r} is not known (did you mean {meant!r}?); use one of "
-        f"{', '.join(PRECISIONS)}"
-    )
+    if precision == "fp16" and not has_backward:
+        raise ValueError(
+            "precision='fp16' needs a loss scaler, or small gradients vanish: pass "
+            "backward=lambda loss: scaler.scale(loss).backward() with a torch.amp.GradScaler, "
+            "call scaler.unscale_(optimizer) before clipping and scaler.step(optimizer) and "
+            "scaler.update() in place of optimizer.step(); or use precision='bf16', which "
+            "needs no scaler, or the Trainer, which scales by itself"
+        )
+    return check_choice("precision", precision, PRECISIONS)
 
 
 def check_model(model: object) -> None:

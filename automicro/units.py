@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from decimal import Decimal
 from enum import StrEnum
-from typing import Any
-
-from automicro.migration import comes_from
 
 # At most two digits of exponent: "1e999999999tok" would be a number of a billion digits.
 _PATTERN = re.compile(r"([+-]?[0-9]+(?:\.[0-9]+)?)(e\+?[0-9]{1,2})?\s*([a-z]+)")
@@ -91,7 +88,6 @@ class Duration:
         """
         if isinstance(text, Duration):
             return text
-        text = _as_text(text)
         if isinstance(text, int) and not isinstance(text, bool):
             raise TypeError(
                 f"a duration of {text} has no unit: say '{text}ep' (epochs) or '{text}ba' (batches)"
@@ -139,7 +135,6 @@ def read_duration(name: str, duration: str | Duration) -> Duration:
     try:
         return Duration.parse(duration)
     except (TypeError, ValueError) as error:
-        duration = _as_text(duration)
         text = str(duration).strip()
         may_be_none = name == "interval" or name.endswith((".interval", "eval_interval"))
         never = ", or None" if may_be_none else ""
@@ -157,24 +152,11 @@ def read_duration(name: str, duration: str | Duration) -> Duration:
 
 
 def _counted_otherwise(text: str) -> str:
-    """A hint about units of others that nothing here is counted in."""
-    match = re.fullmatch(
-        r"([\d.]+)\s*(dur|[hms]|min|sec|seconds?( by the clock)?|minutes?|hours?)", text.lower()
-    )
+    """A hint about times by the clock, in which nothing here is counted."""
+    match = re.fullmatch(r"([\d.]+)\s*([hms]|min|sec|seconds?|minutes?|hours?)", text.lower())
     if match is None:
         return ""
-    if match[2] == "dur":
-        return f" (of a share of the training, {match[1]}, give the number)"
     return " (of data that is 'h', 'min' or 'sec'; a limit in time is max_time='2h30m')"
-
-
-def _as_text(duration: Any) -> Any:
-    """A time of Composer's as it is written; anything else as it is."""
-    if not comes_from(duration, "composer.Time"):
-        return duration
-    if getattr(duration.unit, "value", duration.unit) == Unit.SECONDS:  # of the clock, there
-        return f"{duration.value} seconds by the clock"
-    return f"{duration.value}{getattr(duration.unit, 'value', duration.unit)}"
 
 
 def meant_duration(text: object) -> str:

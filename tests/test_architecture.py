@@ -20,7 +20,6 @@ LAYERS = (
     (
         "errors",
         "files",
-        "migration",
         "sharding",
         "showing",
         "torch_private",

@@ -212,7 +212,7 @@ optimizer: {call: torch.optim.SGD, args: {lr: 0.1}}
 metrics:
   accuracy: {cal: torchmetrics.MeanMetric}
   mean: {call: torchmetrics.MeanMetrics}
-epochs: 3
+max_durations: 3
 seed: many
 precision: bf61
 """
@@ -231,7 +231,7 @@ def test_all_mistakes_are_told_at_once_each_with_what_brought_it_in(
         "  the override 'seed.x=1' goes below seed, which is 'many' and holds no keys: replace it "
         "as a whole with seed=VALUE",
         "  wrong.yaml:6: metrics.accuracy has an unknown key 'cal'",
-        "  wrong.yaml:8: unknown key 'epochs'",
+        "  wrong.yaml:8: unknown key 'max_durations'",
         "  also.yaml:1: unknown key 'divice'",
         "  wrong.yaml:9: seed='many' (text): expected a whole number or null",
         "  wrong.yaml:2: train_dataloader.args.batch_size refers to ${sede}, which does not exist",

@@ -44,10 +44,7 @@ WRONG_OVERRIDES = {
         "unknown key 'eval_data' (did you mean 'eval_dataloader'?): keys have the names of the "
         "Trainer's arguments: write eval_dataloader in its place"
     ),
-    "lr=0.3": (
-        "unknown key 'lr' (did you mean 'optimizer.args.lr'?): it is an argument of the optimizer: "
-        "write optimizer.args.lr=0.3"
-    ),
+    "lr=0.3": ("unknown key 'lr' (did you mean 'optimizer.args.lr'?): write optimizer.args.lr=0.3"),
     "out_features=3": (
         "unknown key 'out_features' (did you mean 'model.args.out_features'?): write "
         "model.args.out_features=3"

@@ -230,11 +230,6 @@ def fit_on_a_loader() -> object:
     return Trainer(model(), loss_fn=LOSS, device="cpu", progress=False).fit(loader)
 
 
-def evaluate_as_composer() -> object:
-    trainer: Any = Trainer(model(), loss_fn=LOSS, device="cpu", progress=False)
-    return trainer.eval(subset_num_batches=3)
-
-
 def evaluate_nothing() -> object:
     return Trainer(model(), loss_fn=LOSS, device="cpu", progress=False).eval()
 
@@ -258,18 +253,13 @@ TRAINER: dict[str, Callable[[], object]] = {
     "several loaders without names": lambda: fit(
         eval_dataloader=(DataLoader(ROWS), DataLoader(ROWS))
     ),
-    "arguments of Composer's": lambda: fit(
-        schedulers=None, save_folder="runs", device_train_microbatch_size="auto"
-    ),
     "a loader for fit": fit_on_a_loader,
-    "arguments of Composer's methods": evaluate_as_composer,
     "duration a number": lambda: fit(max_duration=5),
     "duration a word": lambda: fit(max_duration="ten"),
     "duration of nothing": lambda: fit(max_duration="0ep"),
     "duration in tokens": lambda: fit(max_duration="1e6tok"),
     "clip norm negative": lambda: fit(grad_clip_norm=-1),
     "device unknown": lambda: fit(device="gpu"),
-    "arguments of other trainers": lambda: fit(learning_rate=0.1, max_epochs=3, devices=2),
     "precision of other trainers": lambda: fit(precision="16-mixed"),
     "limit below the model": lambda: fit(memory_limit="1KiB"),
     "optimizer state does not fit": lambda: fit(memory_limit="3KiB", optimizer=torch.optim.AdamW),

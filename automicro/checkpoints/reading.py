@@ -1,6 +1,5 @@
 """Finding the newest good checkpoint, and loading one as data."""
 
-import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,10 +102,6 @@ def _first(names: Iterable[str]) -> str:
     every = list(names)
     more = f" and {len(every) - _MOST_NAMED} more" if len(every) > _MOST_NAMED else ""
     return ", ".join(every[:_MOST_NAMED]) + more
-
-
-# As Composer names its checkpoints, unless it is told otherwise.
-_OF_COMPOSER = re.compile(r"(ep\d+-ba\d+|latest)(-rank\d+)?(\.pt)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,35 +326,10 @@ def _find(checkpoint: FoundCheckpoint | Path | str, peers: Peers) -> FoundCheckp
         return FoundCheckpoint.at(path, peers=peers)
     newest = find_newest(path, peers=peers)
     if newest is None:
-        if (hint := hint_at_composer(path)) is not None:
-            raise CheckpointError(hint)
         there = "has no checkpoint in it" if path.is_dir() else "does not exist"
         there = "is a file" if path.is_file() else there
         raise CheckpointError(f"{path} {there}; give the folder of one, or the folder of several")
     return newest
-
-
-def hint_at_composer(path: Path) -> str | None:
-    """How to go on from a file of Composer's, or from a folder with some; else None.
-
-    Args:
-        path: of either. Files are known by the names that Composer gives them.
-
-    >>> print(hint_at_composer(Path("no-such-folder")))
-    None
-    """
-    files = [path] if path.is_file() else [each for each in path.glob("*.pt") if each.is_file()]
-    known = [each for each in files if _OF_COMPOSER.fullmatch(each.name)]
-    if not known:
-        return None
-    newest = max(known, key=lambda each: each.stat().st_mtime)
-    return (
-        f"{newest} is a checkpoint of Composer's, from which a run cannot be resumed here: its "
-        "parts are others. To begin with its weights, load them into the model before the Trainer "
-        f"is made: model.load_state_dict(torch.load({str(newest)!r}, map_location='cpu', "
-        "weights_only=False)['state']['model']), which runs code that is in the file, so only of "
-        "one that you trust; and give the checkpoints a folder of their own"
-    )
 
 
 def _structure_of(path: Path) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from automicro.cli.commands import COMMANDS
 from automicro.cli.config.keys import KEYS, RENAMED, did_you_mean
 from automicro.cli.errors import warnings_in_one_line
 from automicro.cli.output import one_rank_speaks
-from automicro.migration import synonym_of
 from automicro.version import __version__
 
 DESCRIPTION = """\
@@ -99,8 +98,7 @@ def _key_meant(option: str) -> str:
     key = key.replace("-", "_")
     key = RENAMED.get(key, key)
     if key.partition(".")[0] not in KEYS:
-        meant = synonym_of(key)
-        return "" if meant is None else f" (did you mean '{meant.with_value(value).example}'?)"
+        return ""
     return f" (did you mean '{key}={value if equals else 'VALUE'}'?)"
 
 

@@ -25,7 +25,6 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from automicro.errors import add_note, describe_error
 from automicro.memory.oom import Failure, classify
-from automicro.migration import comes_from
 from automicro.nested.slices import Calls, num_shrunk
 from automicro.ranks.interface import StrayedError
 from automicro.reach import OF_EVERY_MODULE, Variable, reached_variables
@@ -49,6 +48,7 @@ from automicro.torch_private import (
 )
 from automicro.transaction.rng import RandomState
 from automicro.transaction.surroundings import Watched
+from automicro.values import comes_from
 
 logger = logging.getLogger(__name__)
 

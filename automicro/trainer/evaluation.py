@@ -17,7 +17,6 @@ from automicro.loss.weights import LossMean
 from automicro.microbatcher import Microbatcher
 from automicro.ranks.interface import Ranks
 from automicro.step.results import EvalResult
-from automicro.trainer.composer import MatchingMetrics, read_evaluations
 from automicro.trainer.context import RunContext
 from automicro.trainer.data.loading import (
     check_loader,
@@ -357,7 +356,6 @@ class EvaluationFactory:
         Raises:
             DesyncError: ranks were given different things, or some do not evaluate now.
         """
-        dataloader = read_evaluations("dataloader", dataloader)
         given = read_evaluators("dataloader", dataloader)
         self._microbatcher.ranks.ready("evaluating on a loader of its own")
         require_same(self._device, partial(outline_evaluations, "dataloader", dataloader))
@@ -389,8 +387,6 @@ class EvaluationFactory:
             given = evaluator.interval
             interval = None if given is None else read_duration("interval", given)
         metrics = self._metrics if _is_inherited(evaluator.metrics) else evaluator.metrics
-        if isinstance(metrics, MatchingMetrics):
-            metrics = metrics.among(self._metrics)
         loader = self._share(evaluator.dataloader, loader_name, is_evaluated=True)
         return Evaluation(
             name,

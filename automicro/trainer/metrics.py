@@ -73,6 +73,41 @@ def _take_on(metric: "Metric", forms: dict[str, _Form | None]) -> None:
     metric._update_count = 1  # none at all would be warned of, and others have some
 
 
+def model_metrics(model: Any, *, is_train: bool) -> dict[str, Any] | None:
+    """The metrics by name that a model with Composer's interface has.
+
+    Args:
+        model: any; one with ``loss``, ``eval_forward`` and ``get_metrics`` is asked.
+        is_train: whether those of training are wanted, or those of evaluation.
+
+    Returns:
+        None where it is another model, or has no metrics.
+
+    Raises:
+        TypeError: ``get_metrics`` gave something else than metrics.
+
+    Example:
+        >>> model_metrics(nn.Linear(2, 1), is_train=True) is None
+        True
+    """
+    interface = ("loss", "eval_forward", "get_metrics")
+    if not all(callable(getattr(model, name, None)) for name in interface):
+        return None
+    metrics = model.get_metrics(is_train=is_train)
+    if metrics is None:
+        return None
+    if isinstance(metrics, Mapping | nn.ModuleDict):  # a MetricCollection is one, too
+        return dict(metrics.items()) or None
+    if isinstance(metrics, list | tuple):
+        return {type(metric).__name__: metric for metric in metrics} or None
+    if hasattr(metrics, "update"):
+        return {type(metrics).__name__: metrics}
+    raise TypeError(
+        f"{type(model).__name__}.get_metrics(is_train={is_train}) returned {metrics!r}; return a "
+        "mapping from names to metrics"
+    )
+
+
 class MetricSet:
     """Clones of metrics, on the device.
 

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from automicro.errors import SchedulerWarning, suggestion, warn
 from automicro.events.run import LoopState
-from automicro.migration import comes_from
 from automicro.optimizer.scaling import GradientScaler
 from automicro.optimizer.step import clip_gradients, step_optimizer
 from automicro.options import check_modules, check_optimizer, innermost_optimizer, read_flag
@@ -22,7 +21,7 @@ from automicro.ranks.interface import Ranks
 from automicro.trainer.resume.fits import INNER
 from automicro.trainer.surroundings import to_channels_last
 from automicro.units import Duration, Unit
-from automicro.values import read_scalars
+from automicro.values import comes_from, read_scalars
 
 ParameterGroups: TypeAlias = Sequence[Mapping[str, Any]]
 
@@ -281,20 +280,6 @@ def _warn_of_untrained(loss_fn: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-def _make_scheduler(make: Callable[[Optimizer], Any], optimizer: Optimizer) -> Any:
-    try:
-        return make(optimizer)
-    except AttributeError as error:
-        if error.obj is optimizer and error.name in ("timestamp", "max_duration"):
-            raise TypeError(
-                f"scheduler={make!r} reads {error.name!r}, as a function of Composer's state does, "
-                "and was given the optimizer; let it be a subclass of "
-                "composer.optim.ComposerScheduler, or write it as "
-                "lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor_of_step)"
-            ) from error
-        raise
-
-
 def build_scheduler(scheduler: SchedulerOrFactory | None, optimizer: Optimizer | None) -> Any:
     """The scheduler, built from the optimizer where a callable was given.
 
@@ -317,7 +302,7 @@ def build_scheduler(scheduler: SchedulerOrFactory | None, optimizer: Optimizer |
                 "torch.optim.lr_scheduler.StepLR(optimizer, 30), or a callable that makes one of "
                 "the optimizer"
             )
-        scheduler = _make_scheduler(scheduler, optimizer)
+        scheduler = scheduler(optimizer)
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise TypeError(
             "ReduceLROnPlateau steps on a measured value, and the scheduler is stepped after each "

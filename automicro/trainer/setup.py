@@ -30,14 +30,11 @@ from automicro.options import (
 from automicro.policy.choose import make_policy
 from automicro.policy.policy import Policy
 from automicro.step.unit import unit_name
-from automicro.trainer.composer import read_schedule
 from automicro.trainer.context import RunContext
 from automicro.trainer.data.feed import Feed
 from automicro.trainer.data.loading import (
     average_batch,
     choose_accumulation,
-    count_steps,
-    num_batches,
 )
 from automicro.trainer.data.sharing import LoaderSharing, SharedAlready, shared_sampler
 from automicro.trainer.device import choose_device, seed_everything
@@ -341,14 +338,7 @@ def assemble_fit(
     scheduler_interval = check_choice(
         "scheduler_interval", options.scheduler_interval, SCHEDULER_INTERVALS
     )
-    scheduler = read_schedule(
-        options.scheduler,
-        scheduler_interval,
-        state=context.state,
-        run=run,
-        count_batches=lambda: count_steps(num_batches(loader), accumulate_batches),
-    )
-    schedule = build_scheduler(scheduler, optimizer)
+    schedule = build_scheduler(options.scheduler, optimizer)
     require_same(run.device, partial(outline_given, optimizer, schedule), what="optimizers")
     grad_clip_norm = read_norm("grad_clip_norm", options.grad_clip_norm)
     guard = FinitenessGuard(check_choice("non_finite", options.non_finite, NON_FINITE_MODES))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,23 +22,13 @@ from automicro.policy.explore import Explore
 from automicro.policy.policy import Policy
 from automicro.rungs.levels import WhenTooLarge
 from automicro.step.unit import Cost
-from automicro.trainer.composer import (
-    missing_attribute,
-    model_metrics,
-    read_evaluations,
-    read_loader,
-    read_more,
-    read_token_counter,
-    refusing_unknown,
-    refusing_unknown_arguments,
-)
 from automicro.trainer.context import Recorder, RunContext
 from automicro.trainer.data.loading import check_loader, check_passes
 from automicro.trainer.device import seed_everything
 from automicro.trainer.evaluation import EvaluationFactory, expected_values, predict_all
 from automicro.trainer.evaluators import read_evaluators
 from automicro.trainer.failed_batch import Failures
-from automicro.trainer.metrics import MetricSet
+from automicro.trainer.metrics import MetricSet, model_metrics
 from automicro.trainer.optimizer import (
     OptimizerMode,
     OptimizerOrFactory,
@@ -58,7 +48,6 @@ from automicro.trainer.surroundings import RunSurroundings, noting, prepare_cubl
 from automicro.units import Duration, read_duration
 
 
-@refusing_unknown
 class Trainer:
     """Trains a model on full optimization batches, whatever the memory.
 
@@ -254,10 +243,7 @@ class Trainer:
         if seed is not None:
             seed_everything(seed)
         check_model(model)
-        count_tokens = count_tokens or read_token_counter(train_dataloader)
-        train_dataloader = read_loader("train_dataloader", train_dataloader)
         check_loader("train_dataloader", train_dataloader)
-        eval_dataloader = read_evaluations("eval_dataloader", eval_dataloader)
         evaluators = read_evaluators("eval_dataloader", eval_dataloader)
         duration = read_duration("max_duration", max_duration)
         check_passes(train_dataloader, duration)
@@ -407,11 +393,6 @@ class Trainer:
         )
         placed.seed_apart(seed)
 
-    if not TYPE_CHECKING:  # to whom a name is there or not
-
-        def __getattr__(self, name: str) -> Any:
-            raise missing_attribute(type(self), name)
-
     def __repr__(self) -> str:
         run, batches = self._run, self._run.state.batch
         return (
@@ -425,7 +406,6 @@ class Trainer:
         """Where training stands. Setting anything in it is an error."""
         return self._run.state
 
-    @refusing_unknown_arguments
     def fit(self, duration: str | Duration | None = None) -> FitSummary:
         """Train until ``max_duration``.
 
@@ -472,7 +452,12 @@ class Trainer:
 
         Every exception carries a note that says in which epoch and batch it was raised.
         """
-        more = None if duration is None else read_more(duration)
+        if isinstance(duration, Iterable) and not isinstance(duration, str):
+            raise TypeError(
+                f"fit() takes how much more to train, such as '1ep', and was given a "
+                f"{type(duration).__name__}; give a loader to the Trainer as train_dataloader=…"
+            )
+        more = None if duration is None else read_duration("duration", duration)
         if self._fit is None:
             raise ValueError(
                 "there is nothing to train on; pass train_dataloader=… and optimizer=… to the "
@@ -505,7 +490,6 @@ class Trainer:
         """
         self._context.failures.folder = Path(folder)
 
-    @refusing_unknown_arguments
     def eval(self, dataloader: Any = None, *, max_batches: int | None = None) -> dict[str, float]:
         """Evaluate, and return ``"loss"`` and the metrics by name.
 
@@ -543,7 +527,6 @@ class Trainer:
                 evaluation.run(phase, progress, self._context, max_batches=max_batches)
         return phase.metrics
 
-    @refusing_unknown_arguments
     def predict(self, dataloader: Iterable[Any]) -> list[Any]:
         """The model's outputs, one entry for each batch of a loader, in the order of the data.
 

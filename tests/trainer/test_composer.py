@@ -1,11 +1,6 @@
-"""Models written for Composer, and its Trainer's arguments."""
+"""Models written for Composer."""
 
-import importlib
-import inspect
 import json
-import pydoc
-import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +12,11 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from automicro import LossError, Microbatcher, Trainer
-from automicro.trainer.composer import (
-    COUNTERPARTS,
-    OBJECTS,
-    VALUES,
-    model_metrics,
-    refuse_unknown,
-    refusing_unknown,
-)
+from automicro.trainer.metrics import model_metrics
 from benchmarks.beside_composer import CASES, is_exact, table
-from tests.trainer.composer_classes import of_composer
 from tests.trainer.runs import CLASSES, FEATURES, adam, assert_same, make_loader
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "composer.md"
-PARAMETERS = inspect.signature(Trainer.__init__).parameters
-ROW = re.compile(r"^\| `(\w+)` \| (?:`(\w+)`|–) \| (.*) \|$", re.MULTILINE)
 
 
 class Classifier(nn.Module):
@@ -296,164 +281,6 @@ def test_the_trainer_takes_the_metrics_of_the_model_unless_it_is_given_others() 
     assert set(values) == {"mine"}
 
 
-@pytest.mark.parametrize("name", sorted(set(COUNTERPARTS) - set(PARAMETERS)))
-def test_an_argument_of_composers_is_refused_with_what_stands_for_it(name: str) -> None:
-    with pytest.raises(TypeError) as caught:
-        refuse_unknown({name: None}, kind=Trainer)
-    message = str(caught.value)
-    counterpart = COUNTERPARTS[name]
-    assert message.startswith(f"Trainer has no argument {name!r}: Composer's")
-    assert counterpart.hint.replace("`", "") in message
-    assert counterpart.ours is None or f"here it is {counterpart.ours} (" in message
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("max_durations", "did you mean 'max_duration'"),
-        ("Callbacks", "did you mean 'callbacks'"),
-        ("save_foldr", "'save_folder' was meant\\? Composer's; here it is checkpoint"),
-        ("zebra", "has no argument 'zebra'; it has model, train_dataloader, eval_"),
-    ],
-)
-def test_a_mistyped_argument_is_refused_with_what_was_meant(name: str, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        refuse_unknown({name: None}, kind=Trainer)
-
-
-def test_several_are_named_together() -> None:
-    with pytest.raises(TypeError) as caught:
-        refuse_unknown({"optimizers": 1, "progress": True, "schedulers": 2}, kind=Trainer)
-    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
-        "Trainer has no arguments",
-        "  'optimizers'",
-        "  'schedulers'",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("name", "given", "ours"),
-    [(name, given, ours) for name, values in VALUES.items() for given, ours in values.items()],
-)
-def test_a_value_of_composers_is_refused_with_ours(name: str, given: str, ours: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}='{given}' is Composer's .* pass {name}='{ours}'"):
-        refuse_unknown({name: given}, kind=Trainer)
-    refuse_unknown({name: ours}, kind=Trainer)
-
-
-def test_a_precision_of_composers_is_one_of_its_names() -> None:
-    precision = of_composer(type("Precision", (), {"value": "amp_bf16"}))()
-    with pytest.raises(ValueError, match=r"precision='amp_bf16' is Composer's .* precision='bf16'"):
-        refuse_unknown({"precision": precision}, kind=Trainer)
-
-
-def test_the_trainer_itself_refuses_them() -> None:
-    with pytest.raises(TypeError, match="here it is microbatch_size"):
-        train_on(Classifier(), device_train_microbatch_size="auto")
-    with pytest.raises(ValueError, match="pass precision='bf16'"):
-        train_on(Classifier(), precision="amp_bf16")
-    assert list(inspect.signature(Trainer).parameters) == list(PARAMETERS)[1:]
-
-
-def an_object(kind: str, name: str) -> object:
-    base = of_composer(type(kind, (), {}))
-    return type(name, (base,), {})()
-
-
-@pytest.mark.parametrize("kind", OBJECTS)
-def test_objects_of_composers_are_refused_with_what_stands_for_them(kind: str) -> None:
-    argument = {"Algorithm": "algorithms", "Callback": "callbacks"}.get(kind, "loggers")
-    for name, hint in OBJECTS[kind].items():
-        called = name or "SomethingElse"
-        for given in (an_object(kind, called), [object(), an_object(kind, called)]):
-            with pytest.raises(TypeError) as caught:
-                refuse_unknown({argument: given}, kind=Trainer)
-            assert str(caught.value) == f"{called} of {argument} is Composer's: {hint}"
-
-
-def test_what_stands_for_them_exists() -> None:
-    hints = "\n".join(hint for hints in OBJECTS.values() for hint in hints.values())
-    names = re.findall(r"automicro\.(callbacks|loggers)\.(\w+)", hints)
-    assert len(names) >= 9
-    for module, name in names:
-        assert hasattr(importlib.import_module(f"automicro.{module}"), name), name
-    for argument in re.findall(r"(\w+)=", hints):
-        assert argument in PARAMETERS or argument in ("label_smoothing", "folder", "interval")
-
-
-def test_the_trainer_names_all_objects_at_once() -> None:
-    with pytest.raises(TypeError, match=r"(?s)EMA of algorithms.*\n  SpeedMonitor of callbacks"):
-        train_on(
-            Classifier(),
-            algorithms=[an_object("Algorithm", "EMA")],
-            callbacks=[an_object("Callback", "SpeedMonitor")],
-        )
-
-
-@refusing_unknown
-class Small:
-    def __init__(self, first: int, *, second: int = 2) -> None:
-        self.values = (first, second)
-
-
-class Wider(Small):
-    def __init__(self, first: int, *, third: int) -> None:
-        super().__init__(first)
-        self.third = third
-
-
-class Open(Small):
-    def __init__(self, first: int, **options: Any) -> None:
-        super().__init__(first, **options)
-
-
-def test_a_decorated_class_is_as_before() -> None:
-    assert Small(1, second=3).values == (1, 3)
-    assert Small(first=1).values == (1, 2)
-    assert str(inspect.signature(Small)) == "(first: int, *, second: int = 2) -> None"
-    with pytest.raises(TypeError, match="required positional argument"):
-        Small(second=1)  # type: ignore[call-arg]
-
-
-def test_help_shows_the_arguments_where_python_does_and_not_once_more() -> None:
-    class Plain:
-        def __init__(self, first: int, *, second: int = 2) -> None:
-            pass
-
-    shown, expected = (pydoc.render_doc(kind).count("second: int") for kind in (Small, Plain))
-    assert shown == expected
-    assert str(inspect.signature(Wider)) == "(first: int, *, third: int) -> None"
-
-
-def test_a_subclass_may_take_other_arguments() -> None:
-    assert Wider(1, third=3).third == 3
-    assert Open(1, second=3).values == (1, 3)
-    with pytest.raises(TypeError, match="Wider has no argument 'thrid': did you mean 'third'"):
-        Wider(1, thrid=3)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="unexpected keyword argument 'optimizers'"):
-        Open(1, optimizers=3)
-
-
-def rows_of_the_page() -> Iterator[tuple[str, str | None, str]]:
-    for name, ours, hint in ROW.findall(PAGE.read_text(encoding="utf-8")):
-        yield name, ours or None, hint
-
-
-def test_the_page_has_every_argument_as_the_errors_have_it() -> None:
-    expected = [(name, each.ours, each.hint) for name, each in COUNTERPARTS.items()]
-    assert list(rows_of_the_page()) == expected
-
-
-@pytest.mark.parametrize("name", sorted({each.ours for each in COUNTERPARTS.values() if each.ours}))
-def test_what_stands_for_an_argument_exists(name: str) -> None:
-    assert name in PARAMETERS
-
-
-@pytest.mark.parametrize("name", sorted(VALUES))
-def test_values_are_of_arguments_that_exist(name: str) -> None:
-    assert name in PARAMETERS
-
-
 def test_the_page_has_the_table_that_was_measured() -> None:
     """Composer's own Trainer runs in an environment of its own: `benchmarks/beside_composer.py`."""
     page = PAGE.read_text(encoding="utf-8")
@@ -461,6 +288,6 @@ def test_the_page_has_the_table_that_was_measured() -> None:
     report = json.loads(results[-1].read_text(encoding="utf-8"))
     assert table(report) in page
     assert f"results/{results[-1].name}" in page
-    assert list(report["cases"]) == list(CASES)
-    for name, row in report["cases"].items():
+    for name in CASES:
+        row = report["cases"][name]
         assert is_exact(row) != ("named" in row), name

@@ -184,3 +184,28 @@ def test_a_loader_without_a_batch_is_refused_before_training() -> None:
     assert trainer.state.batch == 0
     never = Evaluator(dataloader=empty, interval=None)
     assert make_trainer(make_model(), eval_dataloader=never).fit().steps == 4
+
+
+@pytest.mark.parametrize("kind", [DataLoader, lambda data: Evaluator(dataloader=data)])
+def test_several_loaders_without_names_are_refused_at_once(kind: Any) -> None:
+    loaders = (kind(make_data()), kind(make_data()))
+    with pytest.raises(TypeError, match=r"eval_dataloader is a tuple of 2, and not of batches: .*"
+                       "; name them in a mapping"):  # fmt: skip
+        make_trainer(make_model(), eval_dataloader=loaders)
+    with pytest.raises(TypeError, match=r"dataloader is a list of 2, .*; name them in a mapping"):
+        make_trainer(make_model()).eval(list(loaders))
+    with pytest.raises(TypeError, match=r"train_dataloader is a tuple of 2, .*ConcatDataset"):
+        make_trainer(make_model(), loaders)
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("60sec", "a limit in time is max_time="),
+        ("1h", "a limit in time is max_time="),
+        (1, "has no unit; say '1ep'"),
+    ],
+)
+def test_an_interval_that_counts_otherwise_is_answered(given: Any, hint: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"eval_interval=.*{hint}"):
+        make_trainer(make_model(), eval_interval=given)

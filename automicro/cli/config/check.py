@@ -45,13 +45,12 @@ from automicro.compilation import check_compile
 from automicro.data.plan import MODES
 from automicro.errors import ConfigError
 from automicro.memory.oom import first_line
-from automicro.migration import synonym_of
 from automicro.nested.parts import check_nested
 from automicro.options import (
     GRADIENT_SUMS,
+    PRECISIONS,
     SYNCS,
     check_choice,
-    check_precision_name,
     read_accumulation,
     read_count,
     read_norm,
@@ -140,10 +139,6 @@ def _unknown_key(key: str, tree: Mapping[str, Any]) -> str:
             f"unknown key {key!r} (did you mean {RENAMED[key]!r}?): keys have the names of the "
             f"Trainer's arguments: write {RENAMED[key]} in its place"
         )
-    meant = synonym_of(key)
-    if meant is not None:
-        meant = meant.with_value(value)
-        return f"unknown key {key!r} (did you mean {meant.key!r}?): {meant.config}"
     below = [f"{each}.{key}" for each in OF_SECTIONS if key in keys_inside(each)]
     below = below or _places_of(key, tree)
     if below:
@@ -577,7 +572,7 @@ _READERS: Mapping[str, Callable[[Any], object]] = {
     "memory_limit": _check_limit,
     "loss_average": _check_loss_average,
     "batchnorm": lambda value: check_choice("batchnorm", value, BATCHNORM_MODES),
-    "precision": check_precision_name,
+    "precision": lambda value: check_choice("precision", value, PRECISIONS),
     "gradient_sums": lambda value: check_choice("gradient_sums", value, GRADIENT_SUMS),
     "sync": lambda value: check_choice("sync", value, SYNCS),
     "grad_clip_norm": partial(read_norm, "grad_clip_norm"),

@@ -19,7 +19,6 @@ from typing import Any
 from automicro.cli.config.keys import about, as_override, did_you_mean, mistake
 from automicro.cli.errors import is_users
 from automicro.errors import ConfigError, add_note
-from automicro.migration import synonym_of
 
 NODE_KEYS = ("call", "args")
 FORM = "write {call: dotted.path, args: {name: value}}"
@@ -486,7 +485,7 @@ def check_arguments(
             )
     unknown = [name for name in args if name not in names]
     if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
-        said = ", ".join(f"{name!r}{_meant(name, names)}" for name in unknown)
+        said = ", ".join(f"{name!r}{did_you_mean(name, names)}" for name in unknown)
         arguments = "argument" if len(unknown) == 1 else "arguments"
         given = [f"{key}.args.{name}" for name in unknown]
         raise mistake(f"{key}: {call} takes no {arguments} {said}: {known}", *given)
@@ -510,12 +509,6 @@ def check_arguments(
         needs = f"{key}: {call} needs {', '.join(map(repr, [*nameless, *missing]))}"
         remedy = _remedy(target, call, key, missing, nameless, known)
         raise mistake(f"{needs}: {remedy}", f"{key}.call")
-
-
-def _meant(name: str, names: Sequence[str]) -> str:
-    synonym = synonym_of(name)
-    ours = "" if synonym is None else synonym.key.rpartition(".")[2]
-    return f" (did you mean {ours!r}?)" if ours in names else did_you_mean(name, names)
 
 
 def _remedy(

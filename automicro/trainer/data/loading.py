@@ -23,10 +23,9 @@ from automicro.checkpoints.rng import (
 from automicro.data import LengthBatchSampler
 from automicro.data.sampler import AverageBatch
 from automicro.errors import DataLoaderError
-from automicro.migration import comes_from
 from automicro.reach import Reach, is_generator, unused_name
 from automicro.units import Duration, Unit
-from automicro.values import same_values
+from automicro.values import comes_from, same_values
 
 Generator: TypeAlias = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 
@@ -525,8 +524,7 @@ def announce_epoch(loader: object, epoch: int) -> None:
 
 def _is_loader(value: object) -> bool:
     """Whether it gives batches, where a batch was expected."""
-    others = ("automicro.Evaluator", "composer.Evaluator", "composer.DataSpec")
-    return isinstance(value, DataLoader | Iterator) or comes_from(value, *others)
+    return isinstance(value, DataLoader | Iterator) or comes_from(value, "automicro.Evaluator")
 
 
 def _why_empty(loader: object, name: str) -> str:

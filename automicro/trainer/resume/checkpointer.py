@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from automicro.batch.device import on_host
-from automicro.checkpoints.peers import Peers, from_first
-from automicro.checkpoints.reading import FoundCheckpoint, OpenedCheckpoint, hint_at_composer
+from automicro.checkpoints.peers import Peers
+from automicro.checkpoints.reading import FoundCheckpoint, OpenedCheckpoint
 from automicro.checkpoints.store import CheckpointConfig, CheckpointStore
 from automicro.errors import CheckpointError, CheckpointWarning, RankError, suggestion, warn
 from automicro.events.run import IN_EVALUATION, NO_EVALUATION, ExpectedValues, LoopState
@@ -158,11 +158,7 @@ class Checkpointer:
         of its own folder that is asked for by its path is taken as asked.
         """
         if self._config.resume == "auto":
-            newest = self._store.newest()
-            hint = from_first(self._peers, lambda: hint_at_composer(self._store.folder))
-            if newest is None and hint is not None:  # and not begin anew without a word
-                raise CheckpointError(hint)
-            return newest
+            return self._store.newest()
         path = Path(self._config.resume)
         return path if self._is_here(path) else self._store.newest() or path
 

@@ -1,0 +1,80 @@
+"""What `fit` and `eval` take: how much longer, and on how many batches."""
+
+from typing import Any
+
+import pytest
+from torchmetrics.classification import MulticlassAccuracy
+
+from automicro import CheckpointConfig
+from tests.trainer.runs import CLASSES, assert_same, make_loader, make_model, make_trainer
+
+BATCHES = 4  # of make_loader()
+
+
+def test_fit_trains_for_that_much_more() -> None:
+    model, other = make_model(), make_model()
+    trainer = make_trainer(model, max_duration="1ep", eval_dataloader=make_loader())
+    trainer.fit()
+    summary = trainer.fit(duration="1ep")
+    assert (summary.epochs, summary.steps) == (2, 2 * BATCHES)
+    trainer.fit("3ba")
+    assert trainer.state.batch == 2 * BATCHES + 3
+    trainer.fit(duration="1ba")
+    make_trainer(other, max_duration="3ep").fit()
+    assert_same(model, other)
+    assert trainer.state.evaluated_at[""] == 3 * BATCHES
+
+
+def test_the_first_fit_may_have_another_duration() -> None:
+    trainer = make_trainer(make_model(), max_duration="1ep")
+    assert trainer.fit(duration="2ep").epochs == 2
+
+
+def test_tokens_are_counted_from_there_on() -> None:
+    trainer = make_trainer(make_model(), count_tokens=lambda batch: 10)
+    trainer.fit()
+    trainer.fit(duration="15tok")
+    assert trainer.state.tokens == 10 * (BATCHES + 2)
+    unknown = make_trainer(make_model())
+    unknown.fit()
+    with pytest.raises(ValueError, match="pass count_tokens="):
+        unknown.fit(duration="15tok")
+
+
+def test_after_the_end_the_way_to_go_on_is_named() -> None:
+    trainer = make_trainer(make_model())
+    trainer.fit()
+    with pytest.raises(ValueError, match=r"call fit\(duration='1ep'\) with what is to come"):
+        trainer.fit()
+
+
+def test_a_saved_run_has_its_duration_from_the_start(tmp_path: Any) -> None:
+    trainer = make_trainer(make_model(), checkpoint=CheckpointConfig(folder=tmp_path))
+    with pytest.raises(ValueError, match=r"taken up again .* give the Trainer the max_duration"):
+        trainer.fit(duration="1ep")
+
+
+@pytest.mark.parametrize(
+    ("duration", "error", "message"),
+    [
+        (make_loader(), TypeError, "was given a DataLoader; give a loader to the Trainer"),
+        (2, TypeError, "duration=2 has no unit; say '2ep'"),
+        ("0.5dur", ValueError, "'0.5dur' is not a whole number of epochs"),
+    ],
+)
+def test_what_is_no_duration_is_answered(
+    duration: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make_trainer(make_model()).fit(duration)
+
+
+def test_eval_may_see_fewer_batches() -> None:
+    metrics = {"accuracy": MulticlassAccuracy(CLASSES)}
+    trainer = make_trainer(make_model(), eval_dataloader=make_loader(), metrics=metrics)
+    first = list(make_loader())[:2]
+    assert trainer.eval(max_batches=2) == trainer.eval(first)
+    assert trainer.eval(make_loader(), max_batches=2) == trainer.eval(first)
+    assert trainer.eval(max_batches=99) == trainer.eval()
+    with pytest.raises(ValueError, match="max_batches=-1 must be at least 1"):
+        trainer.eval(max_batches=-1)
