@@ -29,7 +29,6 @@
     │                                           size, or a metric is added to the losses
     ├── LossAverageWarning                      the loss is not the average it was taken for
     ├── PaddingWarning                          padding stays, or labels count in it
-    ├── SchedulerWarning                        a schedule for another number of steps
     ├── DeterminismWarning                      runs may differ although they should not
     ├── CheckpointWarning                       a checkpoint skipped, not written or not removed
     ├── LoggerWarning                           a logger failed; the run goes on
@@ -313,10 +312,6 @@ class LossAverageWarning(AutomicroWarning):
 
 class PaddingWarning(AutomicroWarning):
     """Padding is not cut, because rows would compute something else, or labels count in it."""
-
-
-class SchedulerWarning(AutomicroWarning):
-    """A schedule that counts epochs is stepped after every batch, or one ends before the run."""
 
 
 class DeterminismWarning(AutomicroWarning):

@@ -17,7 +17,18 @@ from automicro.units import Duration, Unit
 Steps: TypeAlias = int | str | Duration
 
 
-def constant_with_warmup(optimizer: Optimizer, *, warmup: Steps) -> LambdaLR:
+class WarmupLR(LambdaLR):
+    """Learning rates by a function of the optimizer steps done.
+
+    >>> WarmupLR.scheduler_interval
+    'batch'
+    """
+
+    scheduler_interval = "batch"
+    """Read by the `Trainer`: torch's schedulers do not say what they count."""
+
+
+def constant_with_warmup(optimizer: Optimizer, *, warmup: Steps) -> WarmupLR:
     """Rise to the base rate, and stay there.
 
     Args:
@@ -33,12 +44,12 @@ def constant_with_warmup(optimizer: Optimizer, *, warmup: Steps) -> LambdaLR:
     [0.025]
     """
     rise = read_steps("warmup", warmup, at_least=0)
-    return LambdaLR(optimizer, _after_warmup(rise, lambda step: 1.0))
+    return WarmupLR(optimizer, _after_warmup(rise, lambda step: 1.0))
 
 
 def linear_with_warmup(
     optimizer: Optimizer, *, warmup: Steps | float, total: Steps, final: float = 0.0
-) -> LambdaLR:
+) -> WarmupLR:
     """Rise to the base rate, and fall in a straight line.
 
     Args:
@@ -68,7 +79,7 @@ def linear_with_warmup(
 
 def cosine_with_warmup(
     optimizer: Optimizer, *, warmup: Steps | float, total: Steps, final: float = 0.0
-) -> LambdaLR:
+) -> WarmupLR:
     """Rise to the base rate, and fall along half a cosine wave (Loshchilov and Hutter, 2017).
 
     Args:
@@ -98,7 +109,7 @@ def cosine_with_warmup(
     )
 
 
-def inverse_sqrt_with_warmup(optimizer: Optimizer, *, warmup: Steps) -> LambdaLR:
+def inverse_sqrt_with_warmup(optimizer: Optimizer, *, warmup: Steps) -> WarmupLR:
     """Rise to the base rate, and fall as one over the square root of the step.
 
     The schedule of Vaswani et al. (2017), which needs no total.
@@ -116,7 +127,7 @@ def inverse_sqrt_with_warmup(optimizer: Optimizer, *, warmup: Steps) -> LambdaLR
     [0.02]
     """
     rise = read_steps("warmup", warmup, at_least=1)
-    return LambdaLR(optimizer, _after_warmup(rise, lambda step: math.sqrt(rise / (step + 1))))
+    return WarmupLR(optimizer, _after_warmup(rise, lambda step: math.sqrt(rise / (step + 1))))
 
 
 def read_steps(name: str, value: Steps, *, at_least: int) -> int:
@@ -161,7 +172,7 @@ def _falling(
     total: Steps,
     final: float,
     shape: Callable[[float], float],
-) -> LambdaLR:
+) -> WarmupLR:
     end = read_steps("total", total, at_least=1)
     if isinstance(warmup, float):
         if not 0 <= warmup < 1:
@@ -189,7 +200,7 @@ def _falling(
             return final
         return final + (1 - final) * shape((step - rise) / (end - rise))
 
-    return LambdaLR(optimizer, _after_warmup(rise, fall))
+    return WarmupLR(optimizer, _after_warmup(rise, fall))
 
 
 def _after_warmup(rise: int, then: Callable[[int], float]) -> Callable[[int], float]:

@@ -100,6 +100,7 @@ def run(recipe: Recipe, batches: list[Any], folder: str, *, counts: bool) -> Int
         loader,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
         scheduler=schedule,
+        scheduler_interval="batch",
         grad_clip_norm=1.0,
         microbatch_size=SIZE,
         probe=False,

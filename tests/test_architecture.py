@@ -109,7 +109,6 @@ PUBLIC_NAMES = [
     "RollbackError",
     "Run",
     "SampleTooLargeError",
-    "SchedulerWarning",
     "SizeCacheWarning",
     "StepResult",
     "Trainer",

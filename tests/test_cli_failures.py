@@ -146,6 +146,7 @@ FAILED = {
     (
         "train",
         "scheduler={call: torch.optim.lr_scheduler.OneCycleLR, args: {max_lr: 1, total_steps: 2}}",
+        "scheduler_interval=batch",
         "max_duration=1000sp",
     ): (
         "the run failed: ValueError: Tried to step 3 times. The specified number of total steps "

@@ -408,14 +408,9 @@ class Fit:
         state, context = self._state, self._context
         reset_peak(self._run.device)
         self._run.resume()
-        if state.batch == 0 and self._run.rank == 0 and self.loop.num_batches:
-            self._step.update.warn_of_haste(self.loop.num_batches, self._run.max_duration)
         self._step.update.clear()  # an interrupted fit leaves those of its last batch
         progress.line(self._settings.line(self.loop.num_batches))
         resume_step = self._resume(progress)
-        if self._run.rank == 0:
-            end = self._run.max_duration
-            self._step.update.warn_of_early_end(self.loop.num_batches, state, end)
         if not self._run.model.training:
             self._run.model.train()
         context.mode.train()

@@ -42,12 +42,12 @@ from automicro.trainer.evaluation import Evaluation, EvaluationPlan
 from automicro.trainer.fit import Fit, FitLoop
 from automicro.trainer.metrics import MetricSet
 from automicro.trainer.optimizer import (
-    SCHEDULER_INTERVALS,
     SchedulerOrFactory,
     Update,
     build_scheduler,
     gather_modules,
     place_modules,
+    read_scheduler_interval,
 )
 from automicro.trainer.parallel import check_parallel, read_parallel, splits_layers, wrap
 from automicro.trainer.processes import Process, meet, own_device, process_here, said_by_first
@@ -267,7 +267,7 @@ class FitOptions:
     """What a `Trainer` is told about training, as it was told; see there."""
 
     scheduler: SchedulerOrFactory | None
-    scheduler_interval: str
+    scheduler_interval: str | None
     grad_clip_norm: float | None
     non_finite: str
     count_tokens: Callable[[Any], int] | None
@@ -335,10 +335,8 @@ def assemble_fit(
         accumulate_batches = choose_accumulation(size, loader, ranks.world_size)
         chosen = f"accumulate_batches {accumulate_batches} (reaches '{size}')"
         settings = replace(settings, accumulation=chosen)
-    scheduler_interval = check_choice(
-        "scheduler_interval", options.scheduler_interval, SCHEDULER_INTERVALS
-    )
     schedule = build_scheduler(options.scheduler, optimizer)
+    scheduler_interval = read_scheduler_interval(schedule, options.scheduler_interval)
     require_same(run.device, partial(outline_given, optimizer, schedule), what="optimizers")
     grad_clip_norm = read_norm("grad_clip_norm", options.grad_clip_norm)
     guard = FinitenessGuard(check_choice("non_finite", options.non_finite, NON_FINITE_MODES))

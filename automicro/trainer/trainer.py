@@ -93,9 +93,11 @@ class Trainer:
             such as ``{"params": ["*.bias", "*norm*"], "weight_decay": 0.0}``, with ``*``, ``?``
             and ``[…]`` as in `fnmatch`. The first that matches counts. The optimizer is given as
             a callable then.
-        scheduler: a learning rate scheduler, or a callable that makes one of the optimizer.
+        scheduler: a learning rate scheduler, or a callable that makes one of the optimizer. One
+            that steps on a measured value (ReduceLROnPlateau) is stepped by a callback of yours.
         scheduler_interval: after what it is stepped: ``"batch"`` for each optimizer step, or
-            ``"epoch"`` for each pass over the data.
+            ``"epoch"`` for each pass over the data. Schedulers of torch do not say what they
+            count, so it must be given with one; those of `automicro.schedules` know.
         metrics: a torchmetrics Metric, a MetricCollection, or a mapping from names to these.
             Training and evaluation update clones of their own.
         max_duration: ``"2ep"`` (epochs), ``"500ba"`` (optimization batches), ``"10000sp"``
@@ -198,7 +200,7 @@ class Trainer:
         optimizer: OptimizerOrFactory | None = None,
         parameter_groups: ParameterGroups = (),
         scheduler: SchedulerOrFactory | None = None,
-        scheduler_interval: str = "batch",
+        scheduler_interval: str | None = None,
         metrics: Any = None,
         max_duration: str | Duration = "1ep",
         accumulate_batches: int | str | Duration = 1,

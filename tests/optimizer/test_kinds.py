@@ -637,6 +637,7 @@ def test_the_trainer_trains_with_wrappers_of_other_trainers(wrap: Any, late: boo
             loss_fn=nn.CrossEntropyLoss(),
             optimizer=make if late else make(list(model.parameters())),
             scheduler=torch.optim.lr_scheduler.ConstantLR,
+            scheduler_interval="batch",
             progress=False,
             device="cpu",
         ).fit()
@@ -652,6 +653,7 @@ def test_a_scheduler_of_the_optimizer_inside_belongs_to_the_wrapper() -> None:
     scheduler = torch.optim.lr_scheduler.ConstantLR(inner)
     outer, wrapped = accelerator.prepare(inner, scheduler)
     options: dict[str, Any] = {"loss_fn": nn.MSELoss(), "progress": False, "device": "cpu"}
+    options["scheduler_interval"] = "batch"
     data = DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 3)), 4)
     for each in (scheduler, wrapped):
         Trainer(model, data, optimizer=outer, scheduler=each, **options)

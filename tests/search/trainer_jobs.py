@@ -146,6 +146,7 @@ def by_trainer(job: TrainerJob) -> Ended:
         loss_fn=setting.loss,
         optimizer=OPTIMIZERS[job.optimizer],
         scheduler=SCHEDULERS.get(job.scheduler or ""),
+        scheduler_interval="batch",
         metrics={"accuracy": setting.metric()} if job.has_metric else None,
         max_duration=job.duration,
         eval_interval=job.interval,

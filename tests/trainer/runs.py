@@ -54,6 +54,7 @@ def make_trainer(model: nn.Module, loader: Any = None, **options: Any) -> Traine
         "optimizer": adam,
         "device": "cpu",
         "progress": False,
+        "scheduler_interval": "batch",
     }
     return Trainer(
         model, loader if loader is not None else make_loader(), **{**settings, **options}

@@ -162,7 +162,11 @@ def test_an_iterator_for_several_epochs_is_refused_before_anything_trains() -> N
             ValueError,
             "write it like '2ep', '500ba', '10000sp', '1e6tok' or '100h'$",
         ),
-        ({"precision": "half"}, ValueError, "precision='half' is not known; use 'fp16'"),
+        (
+            {"precision": "half"},
+            ValueError,
+            "precision='half' is not known; use one of fp32, bf16, fp16",
+        ),
         ({"grad_clip_norm": 0}, ValueError, "grad_clip_norm=0 must be above 0"),
         ({"grad_clip_norm": "1"}, TypeError, "grad_clip_norm is '1', not a number"),
         ({"device": "nowhere"}, ValueError, "device='nowhere' cannot be used here"),

@@ -15,7 +15,6 @@ from automicro import (
     Evaluator,
     FitSummary,
     Microbatcher,
-    SchedulerWarning,
     Trainer,
 )
 from automicro.callbacks import EarlyStopping
@@ -67,10 +66,7 @@ def test_a_scheduler_that_fails_does_so_after_the_batch_is_counted() -> None:
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=3)
 
     trainer = make_trainer(make_model(), max_duration="9ba", scheduler=schedule)
-    with (
-        pytest.warns(SchedulerWarning, match="total_steps=9"),
-        pytest.raises(ValueError, match="Tried to step 4 times"),
-    ):
+    with pytest.raises(ValueError, match="Tried to step 4 times"):
         trainer.fit()
     optimizer = trainer._run.optimizer
     assert optimizer is not None

@@ -45,6 +45,7 @@ optimizer:                   # is handed the model's parameters first
 
 eval_dataloader: null        # as train_dataloader
 scheduler: null              # {call: torch.optim.lr_scheduler.StepLR, args: {step_size: 100}}
+scheduler_interval: null     # batch (optimizer steps) or epoch, for a scheduler of torch's
 metrics: {}                  # {name: {call: torchmetrics.…, args: {…}}}
 
 max_duration: 1ep            # ep (epochs), ba (batches), sp (samples), tok (tokens)

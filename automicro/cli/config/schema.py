@@ -135,7 +135,7 @@ class TrainerConfig:
     max_duration: str = "1ep"
     max_time: str | None = None
     eval_interval: str | None = "1ep"
-    scheduler_interval: str = "batch"
+    scheduler_interval: str | None = None
     accumulate_batches: int | str = 1
     batch_layout: Any = 0
     microbatch_size: Any = "auto"
@@ -191,8 +191,8 @@ class RunConfig(TrainerConfig):
             loss.
         forward: makes a function ``(model, microbatch) -> loss``, in place of ``loss_fn``.
         optimizer: makes the optimizer; is handed the model's parameters first.
-        scheduler: makes the learning rate scheduler; is handed the optimizer first. It is stepped
-            once per optimizer step, unless ``scheduler_interval`` says otherwise.
+        scheduler: makes the learning rate scheduler; is handed the optimizer first. With one of
+            torch's, ``scheduler_interval`` says after what it is stepped.
         metrics: names, and nodes that each make a torchmetrics metric. Training and evaluation
             count apart. A name with null is dropped.
         update_metric: makes a function ``(metric, outputs, microbatch) -> None``, in place of
@@ -282,7 +282,7 @@ _IN_WORDS = {
     "gradient_sums": one_of(GRADIENT_SUMS),
     "sync": one_of(SYNCS),
     "non_finite": one_of(NON_FINITE_MODES),
-    "scheduler_interval": one_of(SCHEDULER_INTERVALS),
+    "scheduler_interval": f"{one_of(SCHEDULER_INTERVALS)}, or null",
     "parallel": "ddp, fsdp or null",
     "batch_layout": "a whole number or a mapping",
     "compile": "true, false or a mapping",

@@ -206,6 +206,7 @@ class Job:
             loss_fn=nn.CrossEntropyLoss(),
             optimizer=self.optimizer,
             scheduler=self.scheduler,
+            scheduler_interval="batch",
             metrics={"accuracy": MulticlassAccuracy(CLASSES), "confidence": Confidence()},
             max_duration=subject.max_duration,
             accumulate_batches=subject.accumulate_batches,
