@@ -113,24 +113,6 @@ def test_an_interrupted_run_leaves_its_config_and_can_be_started_again(
     assert train("run_dir=a") == 0
 
 
-def test_a_run_whose_config_has_the_names_of_before_goes_on_in_its_folder(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert train("run_dir=a", "checkpoint={}") == 0
-    config = Path("a/config.yaml")
-    text = config.read_text(encoding="utf-8")
-    for now, before in {"loss_fn": "loss", "train_dataloader": "train_data"}.items():
-        assert f"\n{now}:" in text
-        text = text.replace(f"\n{now}:", f"\n{before}:")
-    config.write_text(text, encoding="utf-8")
-    assert train("run_dir=a", "checkpoint={}") == 0
-    assert "trained to its end" in capsys.readouterr().out
-    assert train("run_dir=a", "checkpoint={}", "loss_fn={call: torch.nn.MultiMarginLoss}") == 2
-    assert "loss_fn.call: torch.nn.CrossEntropyLoss → torch.nn.MultiMarginLoss" in (
-        capsys.readouterr().err
-    )
-
-
 def test_a_model_that_cannot_be_made_leaves_no_folder() -> None:
     assert train("run_dir=a", "model={call: cli_job.bug}") == 2
     assert not Path("a").exists()

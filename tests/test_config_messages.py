@@ -32,18 +32,6 @@ WRONG_OVERRIDES = {
         "that there are; refer to a value where it stands, as ${model.args.width}, or take it from "
         "the environment with ${oc.env:NAME}"
     ),
-    "loss={call: torch.nn.MSELoss}": (
-        "unknown key 'loss' (did you mean 'loss_fn'?): keys have the names of the Trainer's "
-        "arguments: write loss_fn in its place"
-    ),
-    "train_data.args.batch_size=3": (
-        "unknown key 'train_data' (did you mean 'train_dataloader'?): keys have the names of the "
-        "Trainer's arguments: write train_dataloader in its place"
-    ),
-    "eval_data=null": (
-        "unknown key 'eval_data' (did you mean 'eval_dataloader'?): keys have the names of the "
-        "Trainer's arguments: write eval_dataloader in its place"
-    ),
     "lr=0.3": ("unknown key 'lr' (did you mean 'optimizer.args.lr'?): write optimizer.args.lr=0.3"),
     "out_features=3": (
         "unknown key 'out_features' (did you mean 'model.args.out_features'?): write "
@@ -524,10 +512,6 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         "model: {call: a.b}\ntrain_dataloader: {call: a.b}": (
             "job.yaml: optimizer is missing: write at the top level optimizer: {call: "
             "torch.optim.AdamW, args: {lr: 0.001}}"
-        ),
-        "model: {call: a.b}\ntrain_data: {call: a.b}\noptimizer: {call: a.b}": (
-            "job.yaml:2: unknown key 'train_data' (did you mean 'train_dataloader'?): keys have "
-            "the names of the Trainer's arguments: write train_dataloader in its place"
         ),
         "model: [1\nseed: 2": (
             "job.yaml:2:5: not valid YAML: did not find expected ',' or ']'; correct this line or "

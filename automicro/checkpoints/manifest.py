@@ -127,7 +127,7 @@ class NewFolder:
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-"""Raised by one where an older automicro could not load what this one writes."""
+"""Raised by one where what is written, or what it means, changes."""
 
 _ALL = slice(None)
 _REMEDY = "it was cut short or changed; load another checkpoint, and delete this one"
@@ -185,7 +185,7 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         DamagedCheckpointError: there is none, or it is incomplete or was changed.
-        CheckpointError: it was written by a newer automicro.
+        CheckpointError: it has another format.
     """
     path = folder / MANIFEST
     try:
@@ -212,7 +212,7 @@ def verify(folder: Path, *, contents: bool = True, share: slice = _ALL) -> Manif
 
     Raises:
         DamagedCheckpointError: a file is missing, incomplete or was changed; the message names it.
-        CheckpointError: it was written by a newer automicro.
+        CheckpointError: it has another format.
     """
     manifest = read_manifest(folder)
     read = set(list(manifest.files)[share]) if contents else ()
@@ -236,10 +236,10 @@ def verify(folder: Path, *, contents: bool = True, share: slice = _ALL) -> Manif
 def _of(content: Mapping[str, Any], path: Path) -> Manifest:
     try:
         version = content["format"]
-        if version > FORMAT:
+        if version != FORMAT:
             raise CheckpointError(
-                f"{path} has the format {version}, and this automicro reads up to {FORMAT}: "
-                "install the newer automicro that wrote it"
+                f"{path} has the format {version}, and this automicro reads {FORMAT}: go on with "
+                "the version that wrote it"
             )
         files = {}
         for name, each in content["files"].items():
@@ -250,7 +250,7 @@ def _of(content: Mapping[str, Any], path: Path) -> Manifest:
             step=content["step"],
             metrics=content["metrics"],
             files=files,
-            world_size=content.get("world_size", 1),  # one was not told at first
+            world_size=content["world_size"],
         )
     except (AttributeError, KeyError, TypeError) as error:
         raise DamagedCheckpointError(f"{path} is no manifest: {_REMEDY}") from error

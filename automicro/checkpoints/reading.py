@@ -129,7 +129,7 @@ class FoundCheckpoint:
             peers: all ranks, each of which calls this and reads some of the files.
 
         Raises:
-            CheckpointError: it is damaged, or from a newer automicro.
+            CheckpointError: it is damaged, or has another format.
         """
         share = slice(peers.rank, None, peers.world_size)
         manifest = together(peers, lambda: verify(path, share=share))
@@ -245,7 +245,7 @@ def find_newest(folder: Path | str, *, peers: Peers = ALONE) -> FoundCheckpoint 
         peers: all ranks, each of which calls this.
 
     Raises:
-        CheckpointError: all are damaged, or the newest is from a newer automicro.
+        CheckpointError: all are damaged, or the newest has another format.
 
     Example:
         >>> find_newest("no-such-folder") is None
@@ -286,8 +286,8 @@ def load_checkpoint(
         peers: all ranks, each of which calls this, and reads its part of sharded tensors.
 
     Raises:
-        CheckpointError: there is none, it is damaged, it holds something else than data, it is
-            from a newer automicro, or it does not fit ``into``. Nothing was overwritten then,
+        CheckpointError: there is none, it is damaged, it holds something else than data, it has
+            another format, or it does not fit ``into``. Nothing was overwritten then,
             unless the disk failed after the files had been verified.
     """
     opened = open_checkpoint(checkpoint, peers=peers)

@@ -378,7 +378,7 @@ class CheckpointStore:
         """The newest checkpoint that is good; None where there is none at all.
 
         Raises:
-            CheckpointError: all are damaged, or the newest is from a newer automicro.
+            CheckpointError: all are damaged, or the newest has another format.
         """
         self._before_exchange()
         return find_newest(self.folder, peers=self._peers)
@@ -480,7 +480,7 @@ class CheckpointStore:
     def _survey(self) -> tuple[dict[Path, Manifest], list[Path]]:
         """The manifests of those that look good, the newest first, and the damaged ones.
 
-        Those of a newer automicro are neither.
+        Those of another format are neither.
         """
         good: dict[Path, Manifest] = {}
         damaged = []

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from automicro.cli.arguments import FORM, exit_code_lines
 from automicro.cli.commands import COMMANDS
-from automicro.cli.config.keys import KEYS, RENAMED, did_you_mean
+from automicro.cli.config.keys import KEYS, did_you_mean
 from automicro.cli.errors import warnings_in_one_line
 from automicro.cli.output import one_rank_speaks
 from automicro.version import __version__
@@ -96,7 +96,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _key_meant(option: str) -> str:
     key, equals, value = option.lstrip("-").partition("=")
     key = key.replace("-", "_")
-    key = RENAMED.get(key, key)
     if key.partition(".")[0] not in KEYS:
         return ""
     return f" (did you mean '{key}={value if equals else 'VALUE'}'?)"

@@ -17,7 +17,6 @@ import torch
 
 from automicro.checkpoints.store import CheckpointConfig
 from automicro.checkpoints.writing import list_checkpoints
-from automicro.cli.config.keys import RENAMED
 from automicro.cli.config.load import to_yaml
 from automicro.cli.config.nodes import leaves
 from automicro.cli.config.sources import read_file
@@ -137,7 +136,6 @@ def _is_in_nobodys_way(path: Path) -> bool:
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    old = {RENAMED.get(key, key): value for key, value in old.items()}
     before, after = leaves(old), leaves(new)
     return [
         f"{key}: {_show(before.get(key, UNSET))} → {_show(after.get(key, UNSET))}"

@@ -580,7 +580,7 @@ class Explore(Policy):
                 f"the state of an {type(self).__name__} policy is damaged ({error!r}): give what "
                 "its state_dict() returned, or leave it out"
             ) from error
-        is_same = state.get("among", [["plain"], []]) == self._among()
+        is_same = state["among"] == self._among()
         self._progress = progress if is_same else _Progress()
         self.level, self.exploration = self._fitting.level, None
 
@@ -854,21 +854,14 @@ class _Progress:
             progress.search = Search.from_state(state["search"])
         progress.settled = [
             (int(level), int(rows), float(cost), bool(is_whole))
-            for level, rows, cost, is_whole in state.get("settled", ())
+            for level, rows, cost, is_whole in state["settled"]
         ]
-        progress.sizes = dict(state.get("sizes", {}))
+        progress.sizes = dict(state["sizes"])
         progress.current = _candidate_of(state["current"])
         progress.seen = [_candidate_of(each) or Candidate(()) for each in state["seen"]]
-        progress.failures = [_failure_of(each) for each in state["failures"]]
+        progress.failures = [(int(level), float(cost)) for level, cost in state["failures"]]
         return progress
 
 
 def _candidate_of(state: Any) -> Candidate | None:
-    if isinstance(state, int):  # of an older automicro, which knew sizes only
-        return Candidate.of(**{SIZE: state})
     return None if state is None else Candidate.of(**state)
-
-
-def _failure_of(state: Any) -> tuple[int, float]:
-    level, elements = state if isinstance(state, list) else (0, state)
-    return int(level), float(elements)

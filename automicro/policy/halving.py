@@ -458,30 +458,21 @@ class Halving(Policy):
         return None if self._start is None else self._start[0]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what was learned; of an older state, the limit as a size to start from.
+        """Take over what was learned.
 
         Raises:
-            TypeError: if the limit is not an int or None.
-            ValueError: if another kind of policy wrote the state, the limit is missing or below
-                1, or what was learned is damaged. Nothing has changed then.
+            ValueError: if another kind of policy wrote the state, or it is damaged. Nothing has
+                changed then.
         """
         require_kind(state, self)
-        if "limit" not in state:
-            raise ValueError(
-                f"the state {state!r} of a Halving policy has no 'limit': give what its "
-                f"state_dict() returned"
-            )
-        limit = None if state["limit"] is None else require_size(state["limit"], name="limit")
         fresh = Halving()
-        fresh._start = None if limit is None else (limit, None)
-        if "learned" in state:
-            try:
-                fresh._load(state["learned"])
-            except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-                raise ValueError(
-                    f"the state of a Halving policy is damaged ({error!r}): give what its "
-                    f"state_dict() returned, or leave it out"
-                ) from error
+        try:
+            fresh._load(state["learned"])
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f"the state of a Halving policy is damaged ({error!r}): give what its "
+                f"state_dict() returned, or leave it out"
+            ) from error
         for name in LEARNED:
             setattr(self, name, getattr(fresh, name))
         self._decided = None
@@ -492,9 +483,8 @@ class Halving(Policy):
         self._frontier = Frontier.from_state(learned["frontier"])
         self._peaks = Peaks.from_state(learned["peaks"])
         self._patience = Patience.from_state(learned["patience"])
-        if "outlier" in learned:  # not of an older automicro
-            *outlier, is_outlier = learned["outlier"]
-            self._outlier, self._is_outlier = Outlier.from_state(outlier), bool(is_outlier)
+        *outlier, is_outlier = learned["outlier"]
+        self._outlier, self._is_outlier = Outlier.from_state(outlier), bool(is_outlier)
         self._thrash = Thrash.from_state(learned["thrash"])
         self._ceiling, self._room = learned["ceiling"], learned["room"]
         for name, flag in zip(FLAGS, learned["flags"], strict=True):

@@ -351,13 +351,12 @@ class Thrash:
         thrash = cls()
         thrash.most_elements, thrash._kept = state["most_elements"], state["kept"]
         thrash._elements, thrash._before = state["elements"], list(state["before"])
-        thrash._signs = list(state.get("signs", ()))  # not of an older automicro
+        thrash._signs = list(state["signs"])
         thrash._trial = None if state["trial"] is None else list(state["trial"])
         thrash._pause, thrash._ignored = int(state["pause"]), int(state["ignored"])
-        thrash.is_pressed = bool(state.get("pressed", False))
-        passing = state.get("passing", ())  # not of an older automicro, as the next
-        thrash._passing = {float(elements): list(timed) for elements, timed in passing}
-        thrash._is_watching = bool(state.get("watching", False))
+        thrash.is_pressed = bool(state["pressed"])
+        thrash._passing = {float(elements): list(timed) for elements, timed in state["passing"]}
+        thrash._is_watching = bool(state["watching"])
         return thrash
 
 

@@ -134,7 +134,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 FORMAT = 1
-"""Raised by one where an older automicro would misread what this one writes."""
+"""Raised by one where what is written, or what it means, changes."""
 
 
 class UnreadableEntryError(ValueError):
@@ -207,13 +207,10 @@ class Entry:
 
     def content(self) -> dict[str, Any]:
         """What its file holds."""
-        size = dataclasses.asdict(self.size)
-        if self.size.level == "plain":
-            del size["level"]  # which an older automicro does not know
         return {
             "format": FORMAT,
             "written_at": self.written_at,
-            "size": size,
+            "size": dataclasses.asdict(self.size),
             "key": self.key.content(),
         }
 

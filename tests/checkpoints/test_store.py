@@ -18,14 +18,14 @@ def names(store: CheckpointStore) -> list[str]:
     return sorted(path.name for path in store.folder.iterdir())
 
 
-def test_a_newer_format_is_refused_and_not_skipped_or_removed(
+def test_another_format_is_refused_and_not_skipped_or_removed(
     store: CheckpointStore, mocker
 ) -> None:
     store.save({"x": 1}, step=1)
     mocker.patch("automicro.checkpoints.manifest.FORMAT", FORMAT + 1)
     store.save({"x": 2}, step=2)
     mocker.stopall()
-    with pytest.raises(CheckpointError, match=f"format {FORMAT + 1}.*install the newer"):
+    with pytest.raises(CheckpointError, match=f"format {FORMAT + 1}.*go on with the version"):
         store.newest()
     assert load_checkpoint(store.folder / "00001-step-1").state == {"x": 1}
 

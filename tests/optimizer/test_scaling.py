@@ -348,5 +348,5 @@ def test_an_optimizer_without_any_gradient_steps_to_no_effect() -> None:
 def test_the_microbatcher_wants_a_scaled_backward_for_half_precision() -> None:
     with pytest.raises(ValueError, match=r"backward=lambda loss: scaler\.scale\(loss\)\.backward"):
         Microbatcher(network(), loss_fn=LOSS, precision="fp16")
-    with pytest.raises(ValueError, match="precision='half' is not known; use one of fp32, bf16, fp16"):
+    with pytest.raises(ValueError, match="precision='half' is not known; use one of fp32"):
         Microbatcher(network(), loss_fn=LOSS, precision="half")

@@ -493,39 +493,6 @@ def test_a_damaged_state_changes_nothing() -> None:
     assert policy.state_dict() == before
 
 
-def test_a_state_from_before_there_were_levels_goes_on() -> None:
-    policy = Explore()
-    old = {
-        "kind": "Explore",
-        "fitting": Halving().state_dict(),
-        "progress": {
-            "rows": 32,
-            "cost": 1.0,
-            "search": {
-                "candidates": [{"microbatch_size": 32}, {"microbatch_size": 16}],
-                "base": {"microbatch_size": 32},
-                "expected": {"microbatch_size": 0.1},
-                "measurements": [[{"microbatch_size": 32}, 1.0, 1, 1.0]],
-            },
-            "current": 16,
-            "left": 2,
-            "steps": 3,
-            "seconds": 3.0,
-            "settling": 2,
-            "has_grown": False,
-            "most_rows_seen": 32,
-            "seen": [32],
-            "failures": [64.0],
-            "is_recovering": False,
-            "is_over": False,
-        },
-    }
-    policy.load_state_dict(json.loads(json.dumps(old)))
-    assert policy.propose(32) == 16
-    job = Job(policy, [0.1], overhead(1, [1])).run()
-    assert job.told[-1].microbatch_size == 32
-
-
 def test_among_other_levels_it_begins_anew_with_what_fits() -> None:
     job = Job(fastest(), [8, 0.5], overhead(4, [1, 1.3])).run()
     policy = fastest(["plain", "offload"])

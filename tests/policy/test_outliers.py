@@ -112,13 +112,3 @@ def test_it_goes_on_from_its_state(within: bool) -> None:
     assert other.propose(4) == policy.propose(4) == 2
     if not within:
         assert other.propose(16) == 16
-
-
-def test_the_state_of_an_older_automicro_is_taken_over() -> None:
-    policy = Halving()
-    sizes(policy, [16, 16])
-    state = policy.state_dict()
-    del state["learned"]["outlier"]
-    other = Halving()
-    other.load_state_dict(state)
-    assert other.propose(16) == 16

@@ -196,9 +196,8 @@ def test_the_state_of_another_policy_is_refused(
 @pytest.mark.parametrize(
     ("state", "error", "said"),
     [
-        ({"kind": "Halving"}, ValueError, "has no 'limit': give"),
-        ({"kind": "Halving", "limit": 0}, ValueError, "limit is 0, .*: give at least 1"),
-        ({"kind": "Halving", "limit": "8"}, TypeError, "limit is '8', .*: give an int"),
+        ({"kind": "Halving"}, ValueError, r"is damaged \(KeyError\('learned'\)\): give"),
+        ({"kind": "Halving", "learned": []}, ValueError, "is damaged .*: give what"),
     ],
 )
 def test_a_damaged_state_is_refused_and_changes_nothing(

@@ -314,17 +314,6 @@ def test_what_was_measured_in_passing_outlives_a_resume(stop_after: int) -> None
     assert device.run(40) == Device({24: 0.8}).run(40)
 
 
-def test_a_state_without_what_was_measured_in_passing_still_loads() -> None:
-    device = Device({24: 0.8})
-    device.run(20)
-    state = device.policy.state_dict()
-    for name in ("passing", "watching"):
-        del state["learned"]["thrash"][name]
-    policy = Halving()
-    policy.load_state_dict(state)
-    assert policy.propose(192) == 24
-
-
 def test_at_one_row_allocator_retries_change_nothing() -> None:
     policy = Halving(initial=1)
     for _ in range(5):
@@ -394,12 +383,6 @@ def test_a_suggested_size_that_is_wrong_is_recovered() -> None:
         sizes, failures = run_batches(policy, 12, 64, RESIDENT + 330)
         assert (sizes[0], sizes[-1]) == (min(rows, 32), 32)
         assert failures <= 1
-
-
-def test_the_state_of_an_older_form_is_a_size_to_start_from() -> None:
-    policy = Halving()
-    policy.load_state_dict({"kind": "Halving", "limit": 16})
-    assert policy.propose(64) == 16
 
 
 def test_a_damaged_state_is_refused_and_nothing_changes() -> None:

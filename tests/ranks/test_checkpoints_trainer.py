@@ -1,6 +1,5 @@
 """A `Trainer` of so many ranks goes on from the checkpoint of another number of them."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ from automicro import CheckpointConfig
 from tests.ranks import trainer_jobs as jobs
 from tests.ranks.test_trainer import differ
 from tests.ranks.world import World
-from tests.trainer.resume.earlier_runs import EARLIER, compare
 
 pytestmark = pytest.mark.sweep
 
@@ -27,11 +25,3 @@ def test_every_epoch_may_have_another_number_of_ranks(
     assert [result["steps"] for result in results] == [12, 12]
     assert differ(results, alone) < 1e-9
     assert [result["state"] for result in results] == [alone["state"]] * 2
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_checkpoint_of_an_earlier_version_goes_on_as_that_did(
-    world2: World, kind: str, tmp_path: Path
-) -> None:
-    shutil.copytree(EARLIER / kind / "checkpoints", tmp_path / "run")
-    assert world2.run(compare, kind, tmp_path / "run") == [[], []]

@@ -14,7 +14,6 @@ from automicro.checkpoints.store import CheckpointConfig
 from automicro.cli.config.keys import (
     KEYS,
     LISTS,
-    RENAMED,
     about,
     as_override,
     did_you_mean,
@@ -134,11 +133,6 @@ def _check_shape(value: Any, key: str) -> None:
 
 def _unknown_key(key: str, tree: Mapping[str, Any]) -> str:
     value = tree[key]
-    if key in RENAMED:
-        return (
-            f"unknown key {key!r} (did you mean {RENAMED[key]!r}?): keys have the names of the "
-            f"Trainer's arguments: write {RENAMED[key]} in its place"
-        )
     below = [f"{each}.{key}" for each in OF_SECTIONS if key in keys_inside(each)]
     below = below or _places_of(key, tree)
     if below:

@@ -75,13 +75,6 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "checkpoint",
     ),
 }
-RENAMED: Mapping[str, str] = {
-    "loss": "loss_fn",
-    "train_data": "train_dataloader",
-    "eval_data": "eval_dataloader",
-}
-"""What keys were called before they had the names of the Trainer's arguments."""
-
 # Keys that hold a list of nodes.
 LISTS = ("callbacks", "loggers")
 KEYS = tuple(key for keys in GROUPS.values() for key in keys)

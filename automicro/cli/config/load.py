@@ -25,7 +25,7 @@ from automicro.cli.config.check import (
     read_evaluations,
     read_sampling,
 )
-from automicro.cli.config.keys import KEYS, LISTS, RENAMED, about, did_you_mean, mistake
+from automicro.cli.config.keys import KEYS, LISTS, about, did_you_mean, mistake
 from automicro.cli.config.nodes import leaves
 from automicro.cli.config.schema import (
     EXAMPLES,
@@ -91,11 +91,7 @@ def _refuse(error: Exception, tree: dict[str, Any]) -> None:
         ) from error
     if isinstance(error, InterpolationKeyError):
         wanted = first_line(error).split("'")[1]
-        top, dot, below = wanted.partition(".")
-        if top in RENAMED:
-            hint = f" (did you mean '{RENAMED[top]}{dot}{below}'?)"
-        else:
-            hint = did_you_mean(wanted, [*_prefixes(leaves(tree)), *KEYS])
+        hint = did_you_mean(wanted, [*_prefixes(leaves(tree)), *KEYS])
         raise ConfigError(
             f"{key} refers to ${{{wanted}}}, which does not exist{hint}: "
             f"use a key of the config, from its top level"
@@ -284,8 +280,7 @@ def read_config(
 
     def load(tree: dict[str, Any], without: Collection[str]) -> LoadedConfig:
         typed = _typed(tree)
-        left_out = {RENAMED.get(key, key) for key in without}
-        _require(tree, [key for key in required if key not in left_out])
+        _require(tree, [key for key in required if key not in without])
         config, written = _load(tree, typed, num_devices)
         check(config)
         return LoadedConfig(config=config, written=written, sources=sources)

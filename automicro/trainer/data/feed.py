@@ -169,7 +169,7 @@ def place_in_plan(
 
 def _why_no_order(saved: Mapping[str, Any], loader: Any, name: str) -> str | None:
     """Why there is no order that both share; None where there is one."""
-    here, was = shared_sampler(loader), saved.get("order")
+    here, was = shared_sampler(loader), saved["order"]
     if saved["loader"] is not None or hasattr(loader, "load_state_dict"):
         return (
             f"{name} ({type(loader).__name__}) keeps a position of its own on each rank, which "
@@ -384,10 +384,8 @@ class Feed:
             "num_batches": num_batches(self._loader),
             "persistent": has_persistent_workers(self._loader),
             "generators": generator_states(self._loader),
-            "passes": [_without_attributes(each) for each in self._passes],
-            # Beside the passes, which an older automicro reads by their names.
+            "passes": [dict(vars(each)) for each in self._passes],
             "attributes": self._changed_attributes(),
-            "attributes_before": [dict(each.attributes) for each in self._passes],
             "loader": own,
             "order": describe_order(self._loader),
             "rows": describe_rows(self._loader),
@@ -434,7 +432,6 @@ class Feed:
             "num_batches": count,
             "persistent": has_persistent_workers(self._loader),
             "passes": [last],
-            "attributes_before": states[0].get("attributes_before", [{}])[-1:],
             "order": {**order, "seed": states[0]["order"]["seed"]},
             "rows": describe_rows(self._loader),
         }
@@ -452,11 +449,7 @@ class Feed:
             CheckpointWarning: it has become longer, its batches have other rows, or it cannot begin
                 again.
         """
-        before = dict(enumerate(state.get("attributes_before", ())))  # none of an older automicro
-        passes = [
-            _Pass(**each, attributes=before.get(number, {}))
-            for number, each in enumerate(state["passes"])
-        ]
+        passes = [_Pass(**each) for each in state["passes"]]
         if state["loader"] is not None and not _keeps_state(self._loader):
             raise DataLoaderError(
                 f"the checkpoint holds the position of a {self._name} that kept its own, and this "
@@ -478,7 +471,7 @@ class Feed:
             )
         self._passes, self._loaded = passes, state
         restore_generators(self._loader, state["generators"])
-        restore_order(self._loader, state.get("order"))
+        restore_order(self._loader, state["order"])
         if self._plans is not None and passes and not passes[-1].is_complete:
             self._go_to(passes[-1])
 
@@ -531,7 +524,7 @@ class Feed:
                 iterator = self._repeat(last, 1)
         finally:
             restore_generators(self._loader, self._loaded["generators"])
-            write_attributes(self._loader, self._loaded.get("attributes", {}))
+            write_attributes(self._loader, self._loaded["attributes"])
             restore_rng_state(here)
         return iterator if is_in_the_middle else None
 
@@ -634,7 +627,7 @@ class Feed:
         )
 
     def _check_rows(self, state: Mapping[str, Any], given: int) -> None:
-        was, here = state.get("rows", {}), describe_rows(self._loader)  # none of an older automicro
+        was, here = state["rows"], describe_rows(self._loader)
         differing = [
             f"{name}={was[name]} (here {value})"
             for name, value in here.items()
@@ -653,10 +646,6 @@ class Feed:
 
 
 _END = object()
-
-
-def _without_attributes(one: _Pass) -> dict[str, Any]:
-    return {name: value for name, value in vars(one).items() if name != "attributes"}
 
 
 def _keeps_state(loader: object) -> bool:

@@ -11,7 +11,6 @@ end of an epoch the next pass over the data begins, and metrics count from zero.
 these parts is asked for a state in which every row of the epoch counts once.
 """
 
-import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -22,10 +21,8 @@ from torch import Tensor
 from automicro.checkpoints.reading import OpenedCheckpoint
 from automicro.checkpoints.rng import derived_rng_state
 from automicro.errors import CheckpointError, CheckpointWarning, warn
-from automicro.events.run import LoopState
 from automicro.sharding import is_sharded
 from automicro.trainer.metrics import MetricSet
-from automicro.trainer.resume.model import MODEL_KEYS
 
 # Counters of a schedule, and what repeats the optimizer's own options.
 _NOT_GIVEN = ("last_epoch", "base_lrs")
@@ -135,53 +132,7 @@ def _plain(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-KEYS = (
-    *MODEL_KEYS,
-    "optimizer",
-    "parts",
-    "callbacks",
-    "given",
-    "progress",
-    "stop_reason",
-    "rng",
-)
-
-# What checkpoints of earlier versions lack: counted from where the run goes on.
-_ADDED = frozenset(
-    f"progress.{name}"
-    for name in (
-        "most_rows",
-        "most_loaded",
-        "num_smaller",
-        "data_seconds",
-        "train.nested_ooms",
-        "eval.nested_ooms",
-    )
-)
-
 _REMEDY = "Use the options of the run that saved it, or start anew with resume='never'"
-
-
-def refuse_another_version(saved: Mapping[str, Any], state: LoopState) -> None:
-    """Refuse a checkpoint with other keys than this automicro writes.
-
-    Raises:
-        CheckpointError: keys are missing, or are not known.
-    """
-    progress = saved.get("progress", {})
-    here = dataclasses.asdict(state)
-    expected = [*KEYS, *(f"progress.{name}" for name in here)]
-    found = [*saved, *(f"progress.{name}" for name in progress)]
-    for phase in ("train", "eval"):
-        expected += [f"progress.{phase}.{name}" for name in here[phase]]
-        found += [f"progress.{phase}.{name}" for name in progress.get(phase, {})]
-    lacking = [name for name in _missing(expected, found) if name not in _ADDED]
-    differing = _words(lacking, _missing(found, expected))
-    if differing:
-        raise CheckpointError(
-            f"the checkpoint is of another version of automicro: {differing}. Go on with the "
-            "version that saved it, or start anew with resume='never'"
-        )
 
 
 def refuse_other_classes(saved: Mapping[str, Any], given: GivenOptions) -> None:

@@ -27,7 +27,6 @@ from automicro.trainer.resume.fits import (
     is_own,
     like_parameters,
     overlay,
-    refuse_another_version,
     refuse_other_classes,
     refuse_other_parts,
     refuse_within_epoch,
@@ -159,7 +158,6 @@ class Snapshot:
             CheckpointError: a state of something else than is here.
         """
         saved = opened.structure
-        refuse_another_version(saved, self._state)
         refuse_other_classes(saved["given"], self._given)
         self._models.compare(opened)
         compare_groups(self._optimizer, self._modules, saved["optimizer"])
@@ -303,8 +301,6 @@ def _load(name: str, part: Any, state: Any) -> None:
 
 def _restore_progress(state: LoopState, saved: Mapping[str, Any]) -> None:
     for field in dataclasses.fields(state):
-        if field.name not in saved:  # of an older automicro
-            continue
         value = saved[field.name]
         if isinstance(getattr(state, field.name), PhaseState):
             phase = getattr(state, field.name)

@@ -14,7 +14,7 @@ from torch import nn
 from automicro import Trainer
 from automicro.callbacks import EarlyStopping
 from automicro.checkpoints.manifest import MANIFEST
-from automicro.checkpoints.store import CheckpointConfig, CheckpointStore
+from automicro.checkpoints.store import CheckpointConfig
 from automicro.checkpoints.writing import list_checkpoints
 from automicro.errors import CheckpointError, CheckpointWarning
 from automicro.events.callback import Callback
@@ -195,23 +195,7 @@ def test_another_precision_is_allowed_and_said(tmp_path: Path, precisions: tuple
     assert summary.steps == 4
 
 
-def test_a_checkpoint_of_another_version_is_refused_with_the_differing_keys(
-    tmp_path: Path,
-) -> None:
-    trainer(tmp_path / "a").fit()
-    state = CheckpointStore(tmp_path / "a").load().state
-    del state["stop_reason"], state["progress"]["train"]["ooms"]
-    state["progress"]["tasks"] = 3
-    CheckpointStore(tmp_path / "b").save(state, step=2)
-    with pytest.raises(
-        CheckpointError,
-        match=r"another version of automicro: it lacks progress\.train\.ooms, stop_reason; only it "
-        r"has progress\.tasks\. Go on with the version that saved it",
-    ):
-        trainer(tmp_path / "b", max_duration="4ba").fit()
-
-
-def test_the_format_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+def test_another_format_is_refused(tmp_path: Path) -> None:
     trainer(tmp_path).fit()
     path = list_checkpoints(tmp_path)[0] / MANIFEST
     content = json.loads(path.read_text())
@@ -219,7 +203,7 @@ def test_the_format_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     content["format"] += 1
     crc32 = zlib.crc32(json.dumps(content, sort_keys=True).encode())
     path.write_text(json.dumps({"crc32": crc32} | content))
-    with pytest.raises(CheckpointError, match="install the newer automicro that wrote it"):
+    with pytest.raises(CheckpointError, match="go on with the version that wrote it"):
         trainer(tmp_path, max_duration="4ba").fit()
 
 
