@@ -14,18 +14,16 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
-from automicro.errors import PeerFailedError, PeerLostError
+from automicro.errors import PeerLostError
 from automicro.memory.device import device_identity
 from automicro.sharding import num_ranks
-from automicro.torch_private_distributed import HashStore, PrefixStore, Store, TCPStore
+from automicro.torch_private_distributed import HashStore, PrefixStore, Store
 
 _MEETING = timedelta(minutes=10)
 _PATIENCE = timedelta(seconds=5)
 _POLL_SECONDS = 0.02
-_HEAR_SECONDS = 0.5
-_PREFIX = "automicro/meeting"
-_ABSENT = "absent: "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,16 +151,22 @@ def meet(device: torch.device, place: Process) -> None:
     has_own = own_backend != "gloo"
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
-    store = _store(place)
-    if has_own:
-        require_own_device(store, place, device_identity(device), str(device))
-    dist.init_process_group(
-        f"cpu:gloo,{device.type}:{own_backend}" if has_own else "gloo",
-        store=store,
-        rank=place.rank,
-        world_size=place.world_size,
-        device_id=device if has_own else None,
-    )
+    try:
+        store = _store(place)
+        if has_own:
+            require_own_device(store, place, device_identity(device), str(device))
+        dist.init_process_group(
+            f"cpu:gloo,{device.type}:{own_backend}" if has_own else "gloo",
+            store=store,
+            rank=place.rank,
+            world_size=place.world_size,
+            device_id=device if has_own else None,
+        )
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        raise PeerLostError(
+            f"rank {place.rank} of {place.world_size} could not meet the others ({error}); their "
+            "logs have the cause: start all processes again"
+        ) from error
     atexit.register(part)
 
 
@@ -179,34 +183,21 @@ def require_own_device(store: Store, place: Process, identity: str | None, devic
 
     Raises:
         ValueError: two processes are on one device.
-        PeerLostError: some did not come.
 
     >>> require_own_device(HashStore(), Process(), "GPU-1", "cuda:0")
     """
-    if place.world_size == 1:
-        return
-    folder = "automicro/devices"
-    if identity is not None:
-        first = store.compare_set(f"{folder}/{identity}", "", str(place.rank)).decode()
-        if first != str(place.rank):
-            ranks = f"ranks {first} and {place.rank}"
-            store.set(f"{folder}/shared", f"{ranks} are both on one device, {device} ({identity})")
-    if store.add(f"{folder}/come", 1) == place.world_size:
-        store.set(f"{folder}/all", "here")
-    try:
-        store.wait([f"{folder}/all"], _MEETING)
-    except RuntimeError as error:
-        raise PeerLostError(
-            f"rank {place.rank} of {place.world_size} waited {_MEETING} for the others to say on "
-            f"which device they are ({error}); their logs have the cause: start all processes again"
-        ) from error
-    if store.check([f"{folder}/shared"]):
-        raise ValueError(
-            f"{store.get(f'{folder}/shared').decode()}, and their communicator takes one process "
-            "on each; start as many processes on a machine as it has devices (torchrun "
-            "--nproc-per-node), let each see one of its own (CUDA_VISIBLE_DEVICES), or pass "
-            "device='cpu'"
-        )
+    keys = [f"automicro/device/{rank}" for rank in range(place.world_size)]
+    store.set(keys[place.rank], identity or "")
+    ranks: dict[str, int] = {}
+    for rank, each in enumerate(store.multi_get(keys)):
+        first = ranks.setdefault(each.decode(), rank) if each else rank
+        if first != rank:
+            raise ValueError(
+                f"ranks {first} and {rank} are both on one device ({each.decode()}; this process "
+                f"has {device}), and their communicator takes one process on each; start as many "
+                "processes on a machine as it has devices (torchrun --nproc-per-node), let each "
+                "see one of its own (CUDA_VISIBLE_DEVICES), or pass device='cpu'"
+            )
 
 
 def leave() -> None:
@@ -245,7 +236,7 @@ def is_said_by_first(text: str) -> bool | None:
     True
     """
     place = place_for_output()
-    if place.world_size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+    if place.world_size == 1 or not _has_agent_store():
         return None
     # What an earlier start said is still there.
     key = f"automicro/said in start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -301,13 +292,15 @@ def _store(place: Process) -> Store:
     if place.world_size == 1:
         return HashStore()
     store = _tcp_store(place)
+    if not _has_agent_store():
+        return store  # rank 0 has it, so it is as new as rank 0
     return PrefixStore(f"automicro/start {name_of_start(store, place)}", store)
 
 
 def name_of_start(store: Store, place: Process) -> str:
     """A name that all processes of this start know, and none of an earlier one in the same store.
 
-    torchrun's restart count is none: it starts at 0 on a node that came in for a lost one. So
+    torchrun's restart count is no such name: each agent counts the failures of its own host. So
     each process says hello with a word of its own, and rank 0 answers to that word.
 
     Args:
@@ -320,98 +313,41 @@ def name_of_start(store: Store, place: Process) -> str:
     >>> len(name_of_start(HashStore(), Process()))
     32
     """
-    own = uuid.uuid4().hex
-    prefix = _PREFIX
+    own, prefix = uuid.uuid4().hex, "automicro/meeting"
     if not place.is_first:
         store.set(f"{prefix}/hello/{place.rank}", own)
         name: str = store.get(f"{prefix}/answer/{own}").decode()
-        _require_present(name, place)
         store.set(f"{prefix}/{name}/{place.rank}", "here")
         return name
-    answered: dict[int, bytes] = {}
-    absent = set(range(1, place.world_size))
+    others = range(1, place.world_size)
     end = time.monotonic() + _MEETING.total_seconds()
-    while absent:
+    while absent := [rank for rank in others if not store.check([f"{prefix}/{own}/{rank}"])]:
         if time.monotonic() > end:
-            ranks = ", ".join(map(str, sorted(absent)))
             raise PeerLostError(
-                f"rank 0 of {place.world_size} waited {_MEETING} for ranks {ranks} to begin, in "
-                "vain; their logs have the cause: start all processes again"
+                f"rank 0 of {place.world_size} waited {_MEETING} for ranks "
+                f"{', '.join(map(str, absent))}; their logs have the cause: start all processes "
+                "again"
             )
-        for rank in sorted(absent):
-            hello = f"{prefix}/hello/{rank}"
-            # One of an earlier start may lie there until this start's rank says its own.
-            if store.check([hello]) and (word := store.get(hello)) != answered.get(rank):
-                if (said := word.decode()).startswith(_ABSENT):
-                    _answer_all(store, place, said)
-                    _require_present(said, place)
-                store.set(f"{prefix}/answer/{word.decode()}", own)
-                answered[rank] = word
-        absent = {rank for rank in absent if not store.check([f"{prefix}/{own}/{rank}"])}
-        time.sleep(_POLL_SECONDS if absent else 0)
+        for rank in absent:
+            # A hello of an earlier start may lie there, until this start's rank says its own.
+            if store.check([f"{prefix}/hello/{rank}"]):
+                word = store.get(f"{prefix}/hello/{rank}").decode()
+                store.set(f"{prefix}/answer/{word}", own)
+        time.sleep(_POLL_SECONDS)
     return own
 
 
-def say_absent(reason: str) -> None:
-    """Tell the processes of this start, before they have met, that this one will not come.
-
-    Under torchrun its agent ends the others, and what is said in its store would outlast them.
-    Rank 0 has the store, as a rule, and so it stays for a little until the others have heard.
-
-    Args:
-        reason: why.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
-        return
-    try:
-        place = process_in_environment()
-        if place.world_size == 1:
-            return
-        store = _tcp_store(place, _PATIENCE)
-        said = f"{_ABSENT}rank {place.rank}: {reason}".encode(errors="backslashreplace").decode()
-        if place.is_first:
-            _answer_all(store, place, said)
-        else:
-            store.set(f"{_PREFIX}/hello/{place.rank}", said)
-    except (RuntimeError, ValueError):  # nobody is there to be told, or nothing says where
-        return
-
-
-def _answer_all(store: Store, place: Process, said: str) -> None:
-    """Answer everybody who says hello that nobody meets, and why."""
-    end = time.monotonic() + _PATIENCE.total_seconds()
-    absent = set(range(1, place.world_size))
-    while absent and time.monotonic() < end:
-        for rank in sorted(absent):
-            hello = f"{_PREFIX}/hello/{rank}"
-            if store.check([hello]):
-                store.set(f"{_PREFIX}/answer/{store.get(hello).decode()}", said)
-                absent.discard(rank)
-        time.sleep(_POLL_SECONDS)
-    time.sleep(_HEAR_SECONDS)  # the store ends with this process
-
-
-def _require_present(said: str, place: Process) -> None:
-    if said.startswith(_ABSENT):
-        raise PeerFailedError(
-            f"rank {place.rank} of {place.world_size} stops, for another rank failed and will not "
-            "come:\n"
-            f"{said.removeprefix(_ABSENT)}\nMend the cause on that rank (its log has the "
-            "traceback), and start all processes again."
-        )
+def _has_agent_store() -> bool:
+    """Whether torchrun's agent has the store, which then outlives the processes."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
 @functools.cache
-def _tcp_store(place: Process, timeout: timedelta = _MEETING) -> TCPStore:
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if address is None or port is None:
-        raise ValueError(
-            f"WORLD_SIZE={place.world_size} says that there are several processes, and "
-            "MASTER_ADDR and MASTER_PORT do not say where they meet; start them with torchrun"
-        )
-    # Under torchrun its agent has the store, which outlives the processes.
-    is_master = place.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
-    return TCPStore(address, int(port), place.world_size, is_master, timeout)
+def _tcp_store(place: Process) -> Store:
+    meeting = rendezvous("env://", place.rank, place.world_size, timeout=_MEETING)
+    store: Store
+    store, _, _ = next(meeting)
+    return store
 
 
 def _read(name: str, default: int) -> int:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from automicro.callbacks import ExponentialMovingAverage
-from automicro.errors import DesyncError, describe_error, facts_of
+from automicro.errors import DesyncError, facts_of
 from automicro.events.callback import Callback
 from automicro.ranks.discovery import announce_failed_construction
 from automicro.ranks.interface import Ranks
@@ -23,7 +23,6 @@ from automicro.torch_private import is_uninitialized
 from automicro.trainer.data.loading import batch_order, num_batches, samplers_of
 from automicro.trainer.data.sharing import ITSELF
 from automicro.trainer.evaluators import INHERITED, Evaluator
-from automicro.trainer.processes import say_absent
 from automicro.trainer.resume.fits import GivenOptions
 from automicro.values import as_text
 
@@ -225,7 +224,7 @@ def announcing_once(ranks: Ranks) -> Iterator[None]:
 def announcing_failed_construction(
     construct: Callable[P, None],
 ) -> Callable[P, None]:
-    """Let a Trainer that cannot be made on this rank tell the others, also before they have met."""
+    """Let a Trainer that cannot be made on this rank tell the others, once they have met."""
 
     @functools.wraps(construct)
     def announcing_failure(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -236,8 +235,6 @@ def announcing_failed_construction(
             announce_failed_construction(
                 args[1] if len(args) > 1 else kwargs.get("model"), error, is_shared=is_shared
             )
-            if is_shared and not dist.is_initialized():
-                say_absent(describe_error(error))
             raise
 
     return announcing_failure

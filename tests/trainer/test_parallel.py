@@ -29,6 +29,7 @@ from automicro.trainer.device import choose_device
 from automicro.trainer.parallel import check_parallel, find_blocks
 from automicro.trainer.processes import (
     Process,
+    name_of_start,
     own_device,
     process_in_environment,
     require_own_device,
@@ -135,6 +136,20 @@ def test_processes_on_one_gpu_are_told_so_before_their_communicator_is() -> None
     assert re.match(r"ranks 1 and 2|ranks 2 and 1", text)
     assert "GPU-b" in text
     assert "CUDA_VISIBLE_DEVICES" in text
+
+
+def test_each_start_has_a_name_of_its_own_whatever_earlier_ones_left_in_the_store() -> None:
+    store = HashStore()
+
+    def begin(rank: int) -> str:
+        return name_of_start(store, Process(rank=rank, world_size=3))
+
+    # Two of a start that was killed say hello, to which nothing is answered.
+    store.set("automicro/meeting/hello/1", "killed")
+    store.set("automicro/meeting/hello/2", "killed as well")
+    starts = [in_threads(3, begin) for _ in range(3)]
+    assert [len(set(names)) for names in starts] == [1, 1, 1]
+    assert len({names[0] for names in starts}) == 3
 
 
 def test_orders_differ_from_epoch_to_epoch() -> None:
