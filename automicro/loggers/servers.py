@@ -102,13 +102,10 @@ class TensorBoardLogger:
         """
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        target = io.BytesIO()
-        picture.savefig(target, format="png")
+        picture.savefig(target := io.BytesIO(), format="png")
         png = target.getvalue()
-        width, height = (int.from_bytes(png[at : at + 4], "big") for at in (16, 20))
-        image = Summary.Image(
-            encoded_image_string=png, width=width, height=height, colorspace=_RGBA
-        )
+        size = {"width": int.from_bytes(png[16:20]), "height": int.from_bytes(png[20:24])}
+        image = Summary.Image(encoded_image_string=png, colorspace=_RGBA, **size)
         self._write(step=step, summary=Summary(value=[Summary.Value(tag=name, image=image)]))
 
     def close(self) -> None:
