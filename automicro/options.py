@@ -19,6 +19,11 @@ GRADIENT_SUMS = ("fp32", "native")
 SYNCS = ("each", "auto")
 """With which microbatch shards of gradients are reduced over ranks."""
 
+ONE_GRAPH_EACH = (
+    "compute it inside forward=…, .detach() it, or keep batches whole with microbatch_size=None"
+)
+"""What to do with a graph that several microbatches would share."""
+
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
     """The value, if it is one of the choices.
@@ -335,8 +340,7 @@ def check_history(leaves: Iterable[tuple[str, Tensor]]) -> None:
         if leaf.grad_fn is not None and leaf.requires_grad:
             raise BatchError(
                 f"the batch's tensor {path!r} hangs on a graph ({leaf.grad_fn.name()}), through "
-                "which every microbatch would have to go backward again; compute it inside "
-                "forward=…, .detach() it, or keep batches whole with microbatch_size=None"
+                f"which every microbatch would have to go backward again; {ONE_GRAPH_EACH}"
             )
 
 

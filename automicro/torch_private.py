@@ -70,6 +70,7 @@ __all__ = [
     "is_compiled",
     "is_in_checkpoint",
     "is_of_checkpoint",
+    "is_older",
     "is_traced",
     "is_transformed",
     "is_uninitialized",
@@ -1029,6 +1030,16 @@ def node_in_backward() -> int | None:
         return None
     number: int = node._sequence_nr()
     return None if number == _NO_NUMBER else number
+
+
+def is_older(node: Any, first: int) -> bool:
+    """Whether this thread made a node of a backward before the one with this number.
+
+    >>> square = torch.ones(1, requires_grad=True) ** 2
+    >>> is_older(square.grad_fn, num_nodes_made())
+    True
+    """
+    return bool(node._sequence_nr() < first)  # nodes that gather gradients have the last number
 
 
 def num_nodes_made() -> int:

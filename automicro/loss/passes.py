@@ -13,18 +13,26 @@ from torch.nn.parallel import DistributedDataParallel
 
 from automicro.batch.device import on_device
 from automicro.batch.layout import BatchLayout
+from automicro.batch.tensors import map_tensors
 from automicro.compilation import uncompiled
+from automicro.errors import LossError
 from automicro.loss.averages import Average
 from automicro.loss.conventions import Convention, Output
 from automicro.loss.silence import Silence
 from automicro.loss.weights import BatchWeights
 from automicro.memory.oom import Failure, classify
 from automicro.modules import ModuleIndex
-from automicro.options import check_loss
+from automicro.options import ONE_GRAPH_EACH, check_loss
 from automicro.reach import Reach, Variable, reached_objects, reached_variables
-from automicro.torch_private import AnyBatchNorm, forward_of_class, with_hooks
+from automicro.torch_private import (
+    AnyBatchNorm,
+    forward_of_class,
+    is_older,
+    num_nodes_made,
+    with_hooks,
+)
 from automicro.transaction.buffers import BufferHistory, Buffers
-from automicro.transaction.leaves import HeldHooks, leaves_of
+from automicro.transaction.leaves import HeldHooks, leaves_of, nodes_of
 from automicro.transaction.parameters import ParameterWrites, refused_writes
 from automicro.transaction.rng import RandomState, devices_of, state_of
 from automicro.transaction.surroundings import Place, Surroundings, Watched, foreign_states
@@ -163,6 +171,8 @@ class ExtraPasses:
             for manager in (
                 torch.enable_grad(),
                 uncompiled(),
+                # Each thread numbers its own nodes, so all have to be made by this one.
+                torch.autograd.set_multithreading_enabled(False),
                 extra_pass(),
                 _few_rows_are_meant(),
             ):
@@ -190,7 +200,8 @@ class ExtraPasses:
         self._calls += 1
         if self._calls == 2:  # what the first call makes for all later ones is no state
             self._watched = Watched(self._modules, self._variables, self._objects)
-        moved = next(iter(on_device([rows], self.computation.device, isolate=True)))
+        apart = map_tensors(rows, _without_graph)
+        moved = next(iter(on_device([apart], self.computation.device, isolate=True)))
         convention, model = self.computation.convention, self.computation.modules[0]
         with self.silence, self._watching_writes():
             if mode == "predict":
@@ -231,8 +242,9 @@ class ExtraPasses:
             losses: takes the parts of the loss by name.
 
         Raises:
-            LossError: there is no loss.
+            LossError: there is no loss, or its graph goes on into one of the caller's.
         """
+        first_node = num_nodes_made()
         output = self.losses(rows)
         with self.silence:
             given = output.loss
@@ -244,6 +256,7 @@ class ExtraPasses:
             losses.update({name: float(part.detach()) for name, part in parts.items()})
         del parts
         if loss.requires_grad and not weights.is_nothing[index]:
+            check_own_graph(loss, first_node)
             found = leaves_of(loss)
             self._reached.append({id(leaf) for leaf in found})
             self._set_aside(found)
@@ -341,6 +354,24 @@ class ExtraPasses:
         for leaf, earlier in self._leaves.values():
             leaf.grad = earlier
         self._leaves.clear()
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_()
+
+
+def check_own_graph(loss: Tensor, first_node: int) -> None:
+    """Refuse a backward through a graph that was there before the forward: it is the caller's.
+
+    Raises:
+        LossError: the loss hangs on nodes that are older than the first of the forward.
+    """
+    older = next((node for node in nodes_of(loss) if is_older(node, first_node)), None)
+    if older is not None:
+        raise LossError(
+            f"the loss hangs on a graph that was made before the forward ({older.name()}), which "
+            f"each microbatch would go backward through again; {ONE_GRAPH_EACH}"
+        )
 
 
 def keeping_nothing() -> contextlib.AbstractContextManager[None]:

@@ -20,6 +20,7 @@ from automicro.memory.oom import (
     unquoted_shortage,
 )
 from automicro.memory.residents import ResidentMemory
+from automicro.options import ONE_GRAPH_EACH
 from automicro.ranks.interface import Ranks, Report, Status, StrayedError
 from automicro.step.events import Narrator
 from automicro.step.phase import Phase
@@ -77,6 +78,7 @@ def measured_by_all(highs: Sequence[float], own: Measured | None) -> Measured | 
 T = TypeVar("T")
 
 
+_USED_TWICE = "backward through the graph a second time"  # as torch says it
 # What messages about shapes speak of.
 _SHAPES = re.compile(r"\b(sizes?|shapes?|dims?|dimensions?|dimensional|D)\b|\dD\b", re.IGNORECASE)
 
@@ -244,6 +246,12 @@ def _leaves_one_alone(plan: Plan) -> bool:
 
 def _explain(error: BaseException, plan: Plan) -> None:
     _explain_lonely_row(error, plan)
+    if _USED_TWICE in text_of(error) and any(cut.is_split for cut in plan.cuts):
+        add_note(
+            error,
+            "automicro: each microbatch goes backward by itself, so what the forward uses of a "
+            f"graph that was made before it is gone after the first; {ONE_GRAPH_EACH}",
+        )
     shortage = unquoted_shortage(error)
     if shortage is not None:
         add_note(

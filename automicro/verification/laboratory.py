@@ -23,12 +23,14 @@ from automicro.loss.causes import Rows, measure_rows, weights_by
 from automicro.loss.conventions import Convention, choose_convention
 from automicro.loss.informative_rows import Choice, choose_rows
 from automicro.loss.look import Compared, dense
+from automicro.loss.passes import check_own_graph
 from automicro.loss.silence import Silence
 from automicro.memory.oom import ignoring_errors
 from automicro.microbatcher import Microbatcher
 from automicro.modules import ModuleIndex
 from automicro.options import check_loss
 from automicro.reach import OF_EVERY_MODULE, captured_modules, is_generator
+from automicro.torch_private import num_nodes_made
 from automicro.transaction.buffers import BufferHistory, Buffers
 from automicro.transaction.gradients import Gradients
 from automicro.transaction.rng import OwnGenerators, RandomState, devices_of, state_of
@@ -112,7 +114,14 @@ class Examined:
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
     """A batch, or anything with tensors in it, with its floating point tensors of this type."""
-    return map_tensors(value, lambda each: each.to(dtype) if each.is_floating_point() else each)
+
+    def converted(each: Tensor) -> Tensor:
+        if not each.is_floating_point():
+            return each
+        new = each.detach().to(dtype)  # a leaf stays one: what hangs on a graph cannot be split
+        return new.requires_grad_() if each.requires_grad else new
+
+    return map_tensors(value, converted)
 
 
 def _convert(root: nn.Module, dtype: torch.dtype) -> None:
@@ -356,8 +365,10 @@ class Laboratory:
         convention = choose_convention(
             stage.subject.model, forward=stage.forward, loss_fn=stage.subject.loss_fn
         )
+        first_node = num_nodes_made()
         output = convention.train(stage.subject.model, batch)
         loss = check_loss(output.loss)
+        check_own_graph(loss, first_node)
         # What splits add up may have been given as parts only.
         losses = {name: float(part.detach()) for name, part in output.losses.items()}
         torch.autograd.backward(loss)
@@ -403,6 +414,7 @@ class Laboratory:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.callback(torch.set_default_dtype, default)
             subject = self.subject if self.why_in_place else self.subject.copy(self.dtype)
             drawing = devices_of(subject.roots.values(), self._device)

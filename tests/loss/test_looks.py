@@ -17,6 +17,7 @@ from automicro import (
     BufferWarning,
     FitSummary,
     LossAverageWarning,
+    LossError,
     Microbatcher,
     RollbackError,
     Trainer,
@@ -934,3 +935,95 @@ def test_leaves_that_each_forward_makes_do_not_hide_a_wrong_average() -> None:
         microbatcher.backward((torch.randn(12, 4), torch.randint(3, (12,))))
     assert not any("failed" in str(each.message) for each in told)
     assert microbatcher.loss_average_is == "wrong"
+
+
+# Graphs of the caller's
+
+
+class Queries(nn.Module):
+    """Compares its rows with something that the caller computed, with a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.last = net(6, 6), net(6, 6)
+        self.given: Any = None
+
+
+def _in_closure(model: Any, batch: Any, given: Tensor) -> Any:
+    hidden = model.encoder(batch[0])
+    return lambda m, b: F.mse_loss(m.last(m.encoder(b[0])) @ given.T, hidden[: len(b[0])].detach())
+
+
+def _on_module(model: Any, batch: Any, given: Tensor) -> Any:
+    model.given = {"weights": [given]}
+    return lambda m, b: F.mse_loss(m.last(m.encoder(b[0])) @ m.given["weights"][0].T, b[1])
+
+
+def _by_another_loss(model: Any, batch: Any, given: Tensor) -> Any:
+    penalty = given.square().mean()
+    return lambda m, b: F.mse_loss(m.last(m.encoder(b[0])), b[1]) + penalty
+
+
+def _in_batch(model: Any, batch: Any, given: Tensor) -> Any:
+    return lambda m, b: F.mse_loss(m.last(b[0]) @ b[2].T, b[1])
+
+
+@pytest.mark.parametrize("use", [_in_closure, _on_module, _by_another_loss, _in_batch])
+def test_a_look_does_not_go_backward_through_a_graph_of_the_callers(use: Any) -> None:
+    inputs, targets, classes = rows(), rows(), rows(6)
+    weights, times = [], []
+    for is_ours in (False, True):
+        torch.manual_seed(1)
+        model, calls = Queries(), list[Tensor]()
+        given = model.encoder(classes)  # with weights that the forward uses, too
+        given.register_hook(calls.append)
+        batch: Any = (model.encoder(inputs) if use is _in_batch else inputs, targets)
+        batch += (given,) if use is _in_batch else ()
+        forward = use(model, (inputs, targets), given)
+        if is_ours:
+            layout = {"2": "shared"} if use is _in_batch else 0
+            Microbatcher(model, forward=forward, batch_layout=layout).backward(batch)
+        else:
+            forward(model, batch).backward()
+        weights.append([each.grad for each in model.parameters()])
+        times.append(len(calls))
+    assert times == [1, 1]
+    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+
+
+def test_rows_that_hang_on_a_graph_are_looked_at_without_it() -> None:
+    encoder, model = net(6, 6), net(6, 3)
+    microbatcher = Microbatcher(model, forward=lambda m, b: m(b).square().mean())
+    for _ in range(2):
+        assert microbatcher.backward(encoder(rows())).ooms == 0
+    assert microbatcher.loss_average_is == "checked"
+    assert all(each.grad is not None for each in encoder.parameters())
+
+
+def test_a_graph_that_microbatches_would_share_is_named_with_what_to_do() -> None:
+    outer, model = net(6, 6), net(6, 6)
+    given, batch = outer(rows(6)), rows()
+
+    def forward(model: Any, batch: Tensor) -> Any:
+        return (model(batch) @ given).square().mean()
+
+    with pytest.raises(RuntimeError, match="second time") as caught:
+        Microbatcher(model, forward=forward, microbatch_size=4).backward(batch)
+    assert "compute it inside forward=…, .detach() it" in "".join(caught.value.__notes__)
+    given = outer(rows(6))
+    with pytest.raises(LossError, match=r"made before the forward \(AddmmBackward0\).*\.detach"):
+        verify(model, batch, forward=forward)
+    given.sum().backward()  # its graph is still there
+
+
+def test_a_gradient_inside_of_a_forward_is_of_its_own_graph() -> None:
+    model = net(6, 8, 1)
+
+    def penalty(model: Any, batch: Tensor) -> Any:
+        inputs = batch.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+        return (slope.norm(dim=1) - 1).square().mean()
+
+    microbatcher = Microbatcher(model, forward=penalty, microbatch_size=4)
+    assert warnings_of(microbatcher, rows(), rows()) == []
+    assert microbatcher.loss_average_is == "checked"
