@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from automicro.batch.device import cost_of_row
 from automicro.batch.tensors import Contents
 from automicro.compilation import refuse_cuda_graphs
+from automicro.errors import BatchError
 from automicro.loss.averages import Average, LossAverage, is_declared, read_average
 from automicro.loss.conventions import choose_convention
 from automicro.loss.passes import Computation, Mode, accept_writes
@@ -341,6 +342,7 @@ class Microbatcher:
             modules=self._modules,
             convention=convention,
             averages=averages,
+            averages_of=averages_of,
             eval_averages=(
                 averages if eval_loss_average is None else averages_of(eval_loss_average)
             ),
@@ -881,10 +883,16 @@ class Microbatcher:
 
     def _read_once(self, batches: Sequence[Any]) -> list[ReadBatch]:
         found = []
-        for batch, num_rows in zip(batches, self._spare.rows_of(batches), strict=True):
-            contents = Contents(batch)
-            cost = cost_of_row(contents, num_rows)
-            found.append(ReadBatch(batch=batch, num_rows=num_rows, cost=cost, contents=contents))
+        try:
+            for batch, num_rows in zip(batches, self._spare.rows_of(batches), strict=True):
+                each = Contents(batch)
+                cost = cost_of_row(each, num_rows)
+                found.append(ReadBatch(batch=batch, num_rows=num_rows, cost=cost, contents=each))
+        except RecursionError as error:
+            raise BatchError(
+                "a container in the batch holds itself, so that reading the batch has no end; "
+                "leave it out, or put it into an object of a class of your own, which is not opened"
+            ) from error
         return found
 
 

@@ -149,6 +149,15 @@ class BatchLayout:
         self.holds_rows = False
         """Whether the batch that was read last is itself a list of rows, not of parts."""
 
+    def sharing(self, path: str) -> dict[str, int | str]:
+        """What to declare for this layout with one more path shared.
+
+        >>> BatchLayout(1).sharing("mask")
+        {'': 1, 'mask': 'shared'}
+        """
+        dim: dict[str, int | str] = {"": self._dim} if self._dim else {}
+        return {**dim, **self._declared, path: "shared"}
+
     def num_rows(self, batch: Any) -> int:
         """The number of rows of `batch`.
 

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from numpy import ndarray
 from torch import Tensor, nn
 
+from automicro.batch.structure import Kind, kind_of, open_container, state_of
 from automicro.batch.tensors import tensor_leaves
 from automicro.errors import LossError
-from automicro.loss.conventions import TARGET_KEYS, Convention
+from automicro.loss.conventions import TARGET_KEYS, Carried, Convention
 from automicro.torch_private import forward_of_class, version_of
 
 Weight: TypeAlias = float | Tensor
@@ -429,22 +430,23 @@ class Candidate:
 
     Attributes:
         code: the value as a user writes it.
-        value: the value.
         kind: what the loss would be, in words.
     """
 
     code: str
-    value: Any
     kind: str
+
+    @functools.cached_property
+    def value(self) -> Any:
+        """What the code stands for: what is tried is what is printed."""
+        return eval(self.code, {"torch": torch})
 
 
 def candidates(batch: Any, convention: Convention) -> Iterator[Candidate]:
     """What to try for this batch, the likeliest first."""
-    yield Candidate(code="'samples'", value="samples", kind="a mean over samples")
-    yield Candidate(code="'none'", value="none", kind="a sum")
-    yield Candidate(
-        code="'tokens'", value="tokens", kind="a mean over the targets that are not ignored"
-    )
+    yield Candidate(code="'samples'", kind="a mean over samples")
+    yield Candidate(code="'none'", kind="a sum")
+    yield Candidate(code="'tokens'", kind="a mean over the targets that are not ignored")
     counts = list(_target_counts(batch, convention))
     for path, leaf in tensor_leaves(batch):
         if not any(key.startswith("_") for key in path.split(".")):  # nobody's to write down
@@ -453,7 +455,6 @@ def candidates(batch: Any, convention: Convention) -> Iterator[Candidate]:
     for count, added in itertools.product(counts, _ADDED):
         yield Candidate(
             code=f"{count.code} + {added}",
-            value=_more(count.value, added),
             kind=f"{count.kind}, {added} added to the divisor",
         )
 
@@ -462,9 +463,7 @@ def named(choice: Mapping[str, Candidate]) -> Candidate:
     """One candidate for each loss by name, as one for all."""
     code = ", ".join(f"{name!r}: {each.code}" for name, each in choice.items())
     kinds = ", ".join(f"{name!r} {each.kind}" for name, each in choice.items())
-    return Candidate(
-        code=f"{{{code}}}", value={n: each.value for n, each in choice.items()}, kind=kinds
-    )
+    return Candidate(code=f"{{{code}}}", kind=kinds)
 
 
 def _target_counts(batch: Any, convention: Convention) -> Iterator[Candidate]:
@@ -477,30 +476,19 @@ def _target_counts(batch: Any, convention: Convention) -> Iterator[Candidate]:
     where = expression(batch, targets)
     yield Candidate(  # a model may say of itself that "tokens" are others
         code=f"lambda batch: ({where} != {IGNORED}).sum()",
-        value=_counter(convention.targets, IGNORED),
         kind="a mean over the targets that are not ignored",
     )
     if targets.dim() > 1:
         yield Candidate(
             code=f"lambda batch: ({where}[..., 1:] != {IGNORED}).sum()",
-            value=lambda part: (convention.targets(part)[..., 1:] != IGNORED).sum(),
             kind="a mean over the targets that are not ignored, the labels shifted by one",
         )
     for ignored in _OTHER_IGNORED:
         if bool((targets == ignored).any()):
             yield Candidate(
                 code=f"lambda batch: ({where} != {ignored}).sum()",
-                value=_counter(convention.targets, ignored),
                 kind=f"a mean over the targets that are not {ignored}",
             )
-
-
-def _counter(targets: Callable[[Any], Any], ignored: int) -> Callable[[Any], Any]:
-    return lambda part: (targets(part) != ignored).sum()
-
-
-def _more(count: Callable[[Any], Any], added: float) -> Callable[[Any], Any]:
-    return lambda part: count(part) + added
 
 
 def _leaf_counts(batch: Any, path: str, leaf: Tensor) -> Iterator[Candidate]:
@@ -512,30 +500,39 @@ def _leaf_counts(batch: Any, path: str, leaf: Tensor) -> Iterator[Candidate]:
     if not bool((leaf < 0).any()):
         yield Candidate(
             code=f"lambda batch: {where}.sum()",
-            value=lambda part: dict(tensor_leaves(part))[path].sum(),
             kind=f"a mean weighted by {path!r}",
         )
     if not leaf.is_floating_point():
         yield Candidate(
             code=f"lambda batch: ({where} != 0).sum()",
-            value=lambda part: (dict(tensor_leaves(part))[path] != 0).sum(),
             kind=f"a mean over what is not zero in {path!r}",
         )
 
 
 def expression(batch: Any, leaf: Tensor) -> str:
-    """How to get at a leaf of a batch, in Python."""
-    return _find(batch, leaf, "batch") or "batch"
+    """How to get at a leaf of a batch, in Python; ``batch`` where it does not lie in it.
+
+    >>> labels = torch.ones(2)
+    >>> expression({"inputs": [torch.zeros(2)], "labels": labels}, labels)
+    "batch['labels']"
+    """
+    if isinstance(batch, Carried):
+        batch = batch.batch  # the caller's functions get it alone
+    return next((code for code, each in _places(batch, "batch") if each is leaf), "batch")
 
 
-def _find(value: Any, leaf: Tensor, code: str) -> str:
-    if value is leaf:
-        return code
+def _places(value: Any, code: str) -> Iterator[tuple[str, Any]]:
+    """All that can be reached by opening containers, as `tensor_leaves` opens them."""
+    yield code, value
+    kind = kind_of(type(value))
     if isinstance(value, Mapping):
-        keys = sorted(value, key=lambda key: key not in TARGET_KEYS)
-        inner = ((value[key], f"{code}[{key!r}]") for key in keys)
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        inner = ((part, f"{code}[{index}]") for index, part in enumerate(value))
-    else:
-        inner = ((part, f"{code}.{name}") for name, part in getattr(value, "__dict__", {}).items())
-    return next((found for part, code in inner if (found := _find(part, leaf, code))), "")
+        for key in sorted(value, key=lambda key: key not in TARGET_KEYS):
+            if type(key) in (str, int):  # others need not be what their text says
+                yield from _places(value[key], f"{code}[{key!r}]")
+    elif kind in (Kind.SEQUENCE, Kind.NAMED_TUPLE):
+        for index, part in enumerate(value):
+            yield from _places(part, f"{code}[{index}]")
+    elif kind is Kind.RECORD or (kind is Kind.REGISTERED and not isinstance(value, Tensor)):
+        opened = zip(*open_container(value), strict=True)
+        for key, part in opened if kind is Kind.RECORD else state_of(value).items():
+            yield from _places(part, f"{code}.{key}")

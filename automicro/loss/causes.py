@@ -7,17 +7,18 @@ weights in the batch or by class, or no weighted sum of rows at all.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from automicro.batch.device import on_host
+from automicro.batch.layout import BatchLayout
 from automicro.errors import describe_error
-from automicro.loss.averages import Average, Candidate, Sum, candidates, named, read_average
+from automicro.loss.averages import Average, Candidate, Sum, candidates, named
 from automicro.loss.informative_rows import Choice
-from automicro.loss.look import Compared, dense, loss_error, relative_errors
+from automicro.loss.look import Compared, CutRows, dense, look, loss_error, relative_errors
 from automicro.loss.passes import Computation, ExtraPasses
 from automicro.loss.weights import BatchWeights, CutBatch, microbatch_weights
 from automicro.memory.oom import Failure, classify, ignoring_errors
@@ -153,9 +154,9 @@ def explain(
     size, taken = _size(wrong), _taken(computation)
     rows = _measured(computation, batch, sorted(choice.rows))
     if isinstance(rows, str):
-        return describe_failure(rows, choice.rows, square_paths(computation, batch))
+        return describe_failure(rows, choice.rows, sharing(computation, batch, choice))
     tolerance = max(tolerance, 1e-9)
-    found = _candidate(computation, batch, rows, tolerance)
+    found = _candidate(computation, batch, choice, rows, tolerance)
     if found is not None:
         return f"{taken} {found.kind} ({size} otherwise): pass loss_average={found.code}"
     weights = rows.solve(max(math.sqrt(tolerance) * 1e-2, 10 * tolerance))
@@ -176,17 +177,17 @@ def explain(
     if _has_constant_term(computation, batch, choice, tolerance):
         return (
             f"{taken} a sum over rows beside a term that does not come from rows, which each "
-            "microbatch would add once more (a penalty on parameters, say). Give it to the "
-            "optimizer (weight_decay), or divide it by the number of microbatches, or "
-            f"{KEEP_WHOLE} ({size})"
+            "microbatch would add once more (a penalty on parameters, say). Return both in a "
+            "mapping, {'rows': …, 'term': …}, with loss_average={'rows': 'none', 'term': 'samples'}"
+            f", or {KEEP_WHOLE} ({size})"
         )
     return (
         f"{taken} that no weighting of rows gives the gradient of the batch ({size}): it compares "
         "rows (a contrastive loss, or another computation over the batch), or divides by "
         "something that all rows have a part in (a root, loss / loss.detach()). "
-        f"{_several_parts(rows)}Splitting changes its gradient; {KEEP_WHOLE} (where whole batches "
-        "do not fit, automicro.Contrastive runs encoders in slices, and compares all rows), or ask "
-        "automicro.verify for the place"
+        f"{_several_parts(computation, batch, choice, rows)}Splitting changes its gradient; "
+        f"{KEEP_WHOLE} (where whole batches do not fit, automicro.Contrastive runs encoders in "
+        "slices, and compares all rows), or ask automicro.verify for the place"
     )
 
 
@@ -196,12 +197,18 @@ def _divides_by_itself(rows: Rows) -> bool:
     return len(losses) > 2 and max(losses) - min(losses) <= 1e-6 * abs(max(losses))
 
 
-def _several_parts(rows: Rows) -> str:
+def _several_parts(computation: Computation, batch: Any, choice: Choice, rows: Rows) -> str:
+    """The remedy for a loss of several parts, where these names are accepted."""
     names = sorted(rows.together.losses)
-    if len(names) < 2:
+    if len(names) < 2 or "" not in computation.averages:
         return ""
     shown = ", ".join(f"{name!r}: …" for name in names)
-    return f"Or its parts average over different things: pass loss_average={{{shown}}}. "
+    with ignoring_errors(), ExtraPasses(computation) as passes:
+        averages = computation.averages_of(dict.fromkeys(names, "samples"))
+        cut = CutRows(replace(computation, averages=averages), batch, choice)
+        passes.run(cut.together, cut.whole_weights)
+        return f"Or its parts average over different things: pass loss_average={{{shown}}}. "
+    return ""
 
 
 def unexplained(computation: Computation, wrong: tuple[str, float], why: str) -> str:
@@ -229,33 +236,44 @@ def _size(wrong: tuple[str, float]) -> str:
     return f"{name} is off by {error:.1g} times itself"
 
 
-def square_paths(computation: Computation, batch: Any) -> list[str]:
-    """Matrices of a batch that have as many columns as rows, as a mask over positions may."""
-    dims = computation.layout.row_dims(batch)
-    return [
-        path
-        for path, leaf in computation.layout.leaves(batch)
-        if path in dims and leaf.layout is torch.strided and leaf.dim() == 2
-        if leaf.shape[0] == leaf.shape[1]
-    ]
+def sharing(
+    computation: Computation, batch: Any, choice: Choice
+) -> dict[str, dict[str, int | str]]:
+    """What else to declare so that parts have a loss, by path: matrices that may be no rows.
+
+    They have as many columns as rows, as a mask over positions may.
+    """
+    dims, found = computation.layout.row_dims(batch), {}
+    for path, leaf in computation.layout.leaves(batch):
+        if path not in dims or leaf.layout is not torch.strided or leaf.dim() != 2:
+            continue
+        if leaf.shape[0] == leaf.shape[1]:
+            declared = computation.layout.sharing(path)
+            with ignoring_errors(), ExtraPasses(computation) as passes, torch.no_grad():
+                for rows in (choice.small, choice.large):
+                    passes.losses(BatchLayout(declared).take_rows(batch, rows))
+                found[path] = declared
+    return found
 
 
-def describe_failure(failure: str, rows: Sequence[int], square: Sequence[str] = ()) -> str:
+def describe_failure(
+    failure: str, rows: Sequence[int], shared: Mapping[str, Mapping[str, int | str]]
+) -> str:
     """What it means that a few rows, taken alone, have no loss although the whole batch has.
 
     Args:
         failure: of the forward.
         rows: that it was given.
-        square: paths of what may be no rows, for it has as many columns.
+        shared: what to declare for what may be no rows, by path; see `sharing`.
     """
     listed = " and ".join(map(str, sorted(rows)[:2]))
-    shared = "".join(
+    told = "".join(
         f"Where {path!r} is the same for all rows, as a mask over positions is, declare "
-        f"batch_layout={{{path!r}: 'shared'}}. "
-        for path in square[:2]
+        f"batch_layout={declared}. "
+        for path, declared in list(shared.items())[:2]
     )
     return (
-        f"the loss cannot be computed on rows {listed} alone ({failure}). {shared}A loss or a "
+        f"the loss cannot be computed on rows {listed} alone ({failure}). {told}A loss or a "
         "target that refers to other rows of the batch, or a forward that writes out the batch "
         f"size or drops its dimension (.squeeze()), cannot be split; {KEEP_WHOLE}. Where rows "
         "come in groups, give sizes that hold whole ones (Halving(multiple_of=4)), and probe=False "
@@ -297,27 +315,36 @@ def _thin(gradient: Tensor | None, step: int) -> Tensor | None:
 
 
 def _candidate(
-    computation: Computation, batch: Any, rows: Rows, tolerance: float
+    computation: Computation, batch: Any, choice: Choice, rows: Rows, tolerance: float
 ) -> Candidate | None:
+    if sum(one.norm > 0 for one in rows.alone) < 2:
+        return None  # of a single row a sum and any mean look alike
     indices = [row for part in rows.parts for row in part]
     with on_host():
         together = computation.layout.take_rows(batch, indices)
         sizes = [len(part) for part in rows.parts]
         parts = computation.layout.split(together, sizes)
-        configured = _configured(computation, together, parts, sizes)
+        tried = list(candidates(together, computation.convention))
 
     def weights_of(candidate: Candidate) -> list[float] | None:
-        with on_host():
-            weights = weights_by(_average(computation, candidate.value), together, parts, sizes)
-        # What it was taken for is what does not fit.
-        same = weights is None or _close(weights, configured, min(tolerance, _CLOSE))
-        return None if same else weights
+        with on_host(), ignoring_errors():  # one that does not suit this batch
+            average = computation.averages_of(candidate.value)[""]
+            return weights_by(average, together, parts, sizes)
+        return None
 
-    if sum(one.norm > 0 for one in rows.alone) < 2:
-        return None  # of a single row a sum and any mean look alike
-    with on_host():
-        tried = list(candidates(together, computation.convention))
-    return fitting_candidate(rows, tried, weights_of, tolerance)
+    def accepts(candidate: Candidate) -> bool:
+        return _adds_up(computation, batch, choice, candidate.value)
+
+    return fitting_candidate(rows, tried, weights_of, tolerance, accepts)
+
+
+def _adds_up(computation: Computation, batch: Any, choice: Choice, loss_average: Any) -> bool:
+    """Whether the same rows show nothing wrong any more with another ``loss_average``."""
+    with ignoring_errors():
+        averages = computation.averages_of(loss_average)
+        seen = look(replace(computation, averages=averages), batch, choice)
+        return seen.wrong is None and not seen.why
+    return False
 
 
 def _configured(
@@ -353,17 +380,6 @@ def weights_by(
         weights = microbatch_weights(average, together, parts, sizes)
         return [1.0 if weight is None else float(weight) for weight in weights]
     return None
-
-
-def _average(computation: Computation, value: Any) -> Average:
-    found: Mapping[str, Average] = read_average(
-        value,
-        loss_fn=None,
-        model=computation.modules[0],
-        targets=computation.convention.targets,
-        reads_model=computation.convention.computes_loss_in_model,
-    )
-    return found[""]
 
 
 def _has_constant_term(

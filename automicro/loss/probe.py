@@ -30,7 +30,7 @@ from automicro.loss.causes import (
     KEEP_WHOLE,
     describe_failure,
     explain,
-    square_paths,
+    sharing,
     taken_for,
     unexplained,
 )
@@ -479,7 +479,7 @@ class Prober:
         if all(self._has_loss(part, mode) for part in parts):
             return self._unchecked(f"a look at a few rows failed ({text})")
         evidence.is_wrong = evidence is self._train
-        return describe_failure(text, choice.rows, square_paths(self._computation, batch))
+        return describe_failure(text, choice.rows, sharing(self._computation, batch, choice))
 
     def _has_loss(self, batch: Any, mode: Mode) -> bool:
         """Whether a loss can be computed of these rows, from the state as it is."""

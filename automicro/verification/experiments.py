@@ -327,13 +327,12 @@ class Diagnosing:
         weights = torch.tensor(
             [table.get(label, 0.0) for label in range(max(table) + 1)], dtype=torch.float64
         )
-        targets = self._convention.targets
-        shown = ", ".join(f"{weight:.4g}" for weight in weights.tolist())
+        digits = max(4, round(-math.log10(self._tolerance)))
+        shown = ", ".join(f"{weight:.{digits}g}" for weight in weights.tolist())
         batch = self._laboratory.batch()
-        where = expression(batch, targets(batch))
+        where = expression(batch, self._convention.targets(batch))
         return Candidate(
             code=f"lambda batch: torch.tensor([{shown}])[{where}].sum()",
-            value=lambda part: weights[targets(part).cpu()].sum(),
             kind="a mean over the class weights of its targets",
         )
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from automicro import (
+    BatchError,
     Halving,
     LossAverageWarning,
     LossError,
@@ -315,6 +316,140 @@ def test_weights_of_a_structure_are_reached_in_the_remedy() -> None:
     batch = {"x": x(), "more": [y(), weights]}
     with pytest.warns(LossAverageWarning, match=r"batch\['more'\]\[1\]\.sum"):
         Microbatcher(Mlp(), forward=forward).backward(batch)
+
+
+def _of_rows(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+
+
+def _penalty(model: Any) -> Any:
+    return sum(each.square().sum() for each in model.parameters()) / 10
+
+
+FOLLOWED: dict[str, Callable[[Any, Any], Any]] = {
+    "a sum": lambda m, b: _of_rows(m, b).sum(),
+    "a sum beside a term without rows": lambda m, b: {
+        "rows": _of_rows(m, b).sum(),
+        "term": _penalty(m),
+    },
+    "a masked mean beside a term without rows": lambda m, b: {
+        "term": _penalty(m),
+        "rows": (_of_rows(m, b) * b["mask"]).sum() / b["mask"].sum(),
+    },
+    "a mean over other targets than -100": lambda m, b: F.cross_entropy(
+        m(b["x"]), b["y"], ignore_index=0
+    ),
+    "a mean with something added": lambda m, b: (
+        (_of_rows(m, b) * b["mask"]).sum() / (b["mask"].sum() + 1e-6)
+    ),
+    "a sum beside a mean": lambda m, b: {
+        "one": _of_rows(m, b).sum(),
+        "other": m(b["x"]).square().mean(),
+    },
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_a_remedy_to_copy_is_right_for_these_rows_and_for_others(name: str) -> None:
+    forward, model = FOLLOWED[name], nn.Linear(6, 3).double()
+
+    def batch(seed: int, targets: Tensor) -> Any:
+        numbers = torch.Generator().manual_seed(seed)
+        mask = torch.randint(2, (16,), generator=numbers).double()
+        return {"x": x().repeat(2, 1)[:16] + seed, "y": targets, "mask": mask}
+
+    targets = [torch.arange(16) % 3, torch.ones(16).long(), (torch.arange(16) < 3).long()]
+    targets += [torch.zeros(16).long()] if "targets" not in name else []
+    batches = [batch(seed, each) for seed, each in enumerate(targets, 1)]
+    message = warnings_of(Microbatcher(model, forward=forward, microbatch_size=4), batches[0])[0]
+    average = eval(message.partition("pass loss_average=")[2])
+    for each in batches:
+        model.zero_grad()
+        given = forward(model, each)
+        loss: Any = sum(given.values()) if isinstance(given, dict) else given
+        wanted = torch.autograd.grad(loss, list(model.parameters()))
+        microbatcher = Microbatcher(
+            model, forward=forward, microbatch_size=4, loss_average=average, probe="error"
+        )
+        microbatcher.backward(each)
+        for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient)
+
+
+@pytest.mark.parametrize("names", [("kl", "clipped"), ("kl",), ("policy", "kl")])
+def test_numbers_beside_a_total_are_not_named_as_losses_to_declare(names: Any) -> None:
+    def forward(model: Any, batch: Any) -> Any:
+        scores = model(batch["x"]).square().sum(1)
+        loss = ((scores - scores.mean()) / scores.std()).pow(4).mean()
+        total = {} if "policy" in names else {"loss": loss}
+        return total | {name: loss if name == "policy" else scores.mean() for name in names}
+
+    microbatcher = Microbatcher(nn.Linear(6, 3).double(), forward=forward, microbatch_size=4)
+    (message,) = warnings_of(microbatcher, {"x": x()})
+    assert ("loss_average={'kl': …, 'policy': …}" in message) == ("policy" in names)
+    assert ("average over different things" in message) == ("policy" in names)
+
+
+class Opaque:
+    """An object of the caller's that refers to others of its kind."""
+
+    def __init__(self, *others: Any) -> None:
+        self.others = list(others)
+
+
+def _child_and_parent() -> Any:
+    child = Opaque()
+    child.others.append(Opaque(child))
+    return child
+
+
+def _siblings() -> Any:
+    found = [Opaque() for _ in range(ROWS)]
+    for each in found:
+        each.others = found
+    return found
+
+
+def _itself_with_a_tensor() -> Any:
+    found = Opaque(torch.ones(3))
+    found.others += [{"up": found}]
+    return found
+
+
+@pytest.mark.parametrize("make", [_child_and_parent, _siblings, _itself_with_a_tensor])
+def test_objects_that_refer_back_do_not_hide_what_a_loss_is(make: Any) -> None:
+    layout = {} if make is _siblings else {"a": "shared"}
+    batch = {"a": make(), "x": x(), "y": y() % 3, "w": torch.linspace(1, 2, ROWS).double()}
+
+    def forward(model: Any, batch: Any) -> Any:
+        return (_of_rows(model, batch) * batch["w"]).sum() / batch["w"].sum()
+
+    model = nn.Linear(6, 3).double()
+    microbatcher = Microbatcher(model, forward=forward, microbatch_size=2, batch_layout=layout)
+    (message,) = warnings_of(microbatcher, batch)
+    assert message.endswith("pass loss_average=lambda batch: batch['w'].sum()")
+
+
+@pytest.mark.parametrize("kind", [dict, list])
+def test_a_container_that_holds_itself_is_refused_by_name(kind: Any) -> None:
+    inner: Any = kind()
+    inner.update(up=inner) if kind is dict else inner.append(inner)
+    layout = {"meta": "shared"}
+    microbatcher = Microbatcher(Mlp(), forward=lambda m, b: m(b["x"]).mean(), batch_layout=layout)
+    with pytest.raises(BatchError, match=r"holds itself.*leave it out"):
+        microbatcher.backward({"x": x(), "meta": inner})
+
+
+def test_a_matrix_is_called_shared_only_where_that_would_help() -> None:
+    def pairs(model: Any, batch: Any) -> Any:
+        scores = model(batch[0])
+        return (scores @ scores.T - batch[1]).square().mean()
+
+    batch = (x(), numbers(ROWS, ROWS))
+    microbatcher = Microbatcher(Mlp(), forward=pairs)
+    with pytest.warns(LossAverageWarning, match="cannot be computed on rows") as caught:
+        microbatcher.backward(batch)
+    assert not any("'shared'}" in str(each.message) for each in caught)
 
 
 def test_a_row_without_loss_is_no_sign_of_a_sum() -> None:
