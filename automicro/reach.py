@@ -261,7 +261,8 @@ def _code_of(function: Any) -> types.FunctionType | None:
 
 
 def _variables_of(function: types.FunctionType) -> Iterator[tuple[tuple[int, str], Variable]]:
-    code, names = function.__code__, function.__globals__
+    code = function.__code__
+    names = {*_names(code), *code.co_freevars}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
             cell.cell_contents  # noqa: B018
@@ -269,14 +270,37 @@ def _variables_of(function: types.FunctionType) -> Iterator[tuple[tuple[int, str
             continue
         write = functools.partial(setattr, cell, "cell_contents")
         yield (id(cell), name), Variable(name, functools.partial(_contents, cell), write)
-    for name in set(_names(code)) & names.keys():
-        write = functools.partial(names.__setitem__, name)
-        yield (id(names), name), Variable(name, functools.partial(names.get, name), write)
+    for table in _namespaces(function, names):
+        for name in names & table.keys():
+            write = functools.partial(table.__setitem__, name)
+            yield (id(table), name), Variable(name, functools.partial(table.get, name), write)
     table = vars(function)
     for name in table:
         write = functools.partial(table.__setitem__, name)
         read = functools.partial(table.get, name)
         yield (id(table), name), Variable(f"{function.__name__}.{name}", read, write)
+
+
+def _namespaces(function: types.FunctionType, names: set[str]) -> list[dict[str, Any]]:
+    """The global names of a function, and those of the caller's modules that its code names."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    # A function may import by itself, too.
+    waiting: list[dict[str, Any]] = [{name: _contents(cell) for name, cell in cells}, sys.modules]
+    waiting.append(function.__globals__)
+    found = {id(function.__globals__): function.__globals__}
+    while waiting:
+        table = waiting.pop()
+        for value in [table[name] for name in names & table.keys()]:
+            is_module = isinstance(value, types.ModuleType) and _is_of_caller(value.__name__)
+            if is_module and id(vars(value)) not in found:
+                found[id(vars(value))] = vars(value)
+                waiting.append(vars(value))
+    return list(found.values())
+
+
+def _is_of_caller(module: str) -> bool:
+    package = module.partition(".")[0]
+    return not (package in _LIBRARIES or package == "automicro" or _is_installed(module))
 
 
 def _is_ours_or_library(function: types.FunctionType) -> bool:

@@ -2,6 +2,8 @@
 
 import itertools
 import random
+import sys
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -468,6 +470,60 @@ def test_counters_of_modules_and_closures_count_every_row_once_after_running_out
     assert len(told) == 1
     assert ooms == 2
     assert (model.rows, sum(model.history), seen, sums["rows"]) == (48, 48, 48, 48)
+
+
+HELPERS = """
+class Meter:
+    rows = 0
+    def update(self, rows): self.rows += rows
+meter, rows = Meter(), 0
+def bump(count):
+    global rows
+    rows += count
+"""
+IMPORTS = {
+    "helpers.meter.update(n)": "import pack.helpers as helpers",
+    "helpers.bump(n)": "from pack import helpers",
+    "helpers.rows += n": "import pack.helpers as helpers",
+    "pack.helpers.meter.update(n)": "import pack.helpers",
+    "pack.helpers.bump(n)": "import pack",
+    "import pack.helpers as h; h.bump(n)": "",
+    "from pack.helpers import meter; meter.update(n)": "",
+}
+
+
+@pytest.mark.parametrize("count", IMPORTS)
+@pytest.mark.parametrize("in_closure", [False, True])
+def test_state_of_a_module_that_a_forward_imports_counts_every_row_once(
+    count: str, in_closure: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack, helpers = types.ModuleType("pack"), types.ModuleType("pack.helpers")
+    exec(HELPERS, vars(helpers))
+    vars(pack).update(helpers=helpers, __path__=[])
+    for each in (pack, helpers):
+        monkeypatch.setitem(sys.modules, each.__name__, each)
+    scope: dict[str, Any] = {"__name__": "theirs", "run_out": [3]}
+    body = f"""
+    def forward(model, batch):
+        n = len(batch)
+        {count}
+        return model(batch).square().mean()
+    return forward
+"""
+    first, rest = (IMPORTS[count], "") if not in_closure else ("", IMPORTS[count])
+    exec(f"{first}\ndef make():\n    {rest or 'pass'}{body}", scope)
+
+    def hit(*_: Any) -> None:
+        if not is_extra_pass():
+            scope["run_out"][0] -= 1
+            if scope["run_out"][0] == 0:
+                raise torch.OutOfMemoryError("out of memory")
+
+    model = net(6, 6)
+    model.register_forward_hook(hit)
+    microbatcher = Microbatcher(model, forward=scope["make"]())
+    assert sum(microbatcher.backward(rows()).ooms for _ in range(4)) == 1
+    assert vars(helpers)["rows"] + vars(helpers)["meter"].rows == 48
 
 
 # How sure it is
