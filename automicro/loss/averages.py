@@ -143,6 +143,8 @@ class Tokens:
         class_weight: shape (classes,), the loss's ``weight``.
         shift: how many leading positions of each row have no prediction (1 for a causal language
             model that shifts its labels itself).
+        reads: whether to wait for counts on a device. A zero has to be known where the gradient
+            of a mean over no target is NaN, even times zero.
     """
 
     counts_rows = False
@@ -155,8 +157,10 @@ class Tokens:
         ignore_index: int = IGNORED,
         class_weight: Tensor | None = None,
         shift: int = 0,
+        reads: bool = False,
     ) -> None:
         self._targets = targets
+        self._reads = reads
         self._ignore_index = ignore_index
         self._class_weight = class_weight
         self._shift = shift
@@ -185,13 +189,19 @@ class Tokens:
         if targets.is_floating_point() or targets.is_complex():
             return sizes  # class probabilities or regression: every row counts the same
         if targets.is_nested or not self._has_rows_first(targets, microbatches, sizes):
-            return [_number(self._count(self._targets(part)).sum()) for part in microbatches]
+            return [self._number(self._count(self._targets(part)).sum()) for part in microbatches]
         per_row = self._count(targets).reshape(targets.shape[0], -1).sum(1)
-        if per_row.device.type == "cpu":
+        if self._reads or per_row.device.type == "cpu":
             counts = per_row.tolist()
             ends = itertools.accumulate(sizes)
             return [sum(counts[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
-        return [_number(part.sum()) for part in torch.split(per_row, list(sizes))]
+        return [self._number(part.sum()) for part in torch.split(per_row, list(sizes))]
+
+    def _number(self, count: Tensor) -> Weight:
+        """As a Python number, or as a float64 tensor where reading it would synchronise."""
+        if self._reads or count.device.type == "cpu":
+            return count.item()
+        return count.to(_float64(count.device))
 
     def _has_rows_first(
         self, targets: Tensor, microbatches: Sequence[Any], sizes: Sequence[int]
@@ -221,13 +231,6 @@ class Tokens:
             copy = weight.detach().to(device, _float64(device))
             there = self._weight_there = copy, device, version
         return there[0]
-
-
-def _number(count: Tensor) -> Weight:
-    """A count as a Python number, or as a float64 tensor where reading it would synchronise."""
-    if count.device.type == "cpu":
-        return count.item()
-    return count.to(_float64(count.device))
 
 
 def _float64(device: torch.device) -> torch.dtype:
@@ -306,7 +309,7 @@ def _declared_average(
             return read
         case "tokens":
             read = _read_off(loss_fn, model, targets) if loss_fn or reads_model else None
-            return read if isinstance(read, Tokens) else Tokens(targets)
+            return read if isinstance(read, Tokens) else Tokens(targets, reads=True)
         case "auto":
             read = _read_off(loss_fn, model, targets) if loss_fn or reads_model else None
             return read or Samples(is_known=False)
@@ -337,25 +340,26 @@ def _read_loss(loss_fn: Callable[..., Any], targets: Callable[[Any], Any]) -> Av
             return None  # a forward of its own, or a scripted one, may divide by anything
         names = ("reduction", "ignore_index", "weight")
         options = {name: getattr(loss_fn, name) for name in names if hasattr(loss_fn, name)}
-        counts_targets = isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss)
     else:
         if getattr(F, getattr(loss_fn, "__name__", ""), None) is not loss_fn:
             return None
         parameters = inspect.signature(loss_fn).parameters
         if "reduction" not in parameters:
             return None
-        options = {"reduction": parameters["reduction"].default, **options}
-        counts_targets = loss_fn in (F.cross_entropy, F.nll_loss)
+        options = {name: each.default for name, each in parameters.items()} | options
     if options.get("reduction") == "sum":
         return Sum()
     if options.get("reduction") not in ("mean", "batchmean"):
         return None
-    if not counts_targets:
+    if "ignore_index" not in options:
         return Samples()
+    ignored = options["ignore_index"]
     return Tokens(
         targets,
-        ignore_index=options.get("ignore_index", IGNORED),
+        ignore_index=IGNORED if ignored is None else ignored,
         class_weight=options.get("weight"),
+        reads=not isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss)
+        and loss_fn not in (F.cross_entropy, F.nll_loss),
     )
 
 

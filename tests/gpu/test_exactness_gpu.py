@@ -1,9 +1,13 @@
 """The gradient is the whole batch's on a device too, from wherever the batch comes."""
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from automicro import Microbatcher
 from automicro.batch.tensors import map_tensors
 from tests.cases import MODELS, STRUCTURES, Case, difference, gradients
 from tests.gpu.device import DEVICE, GPU
@@ -56,3 +60,45 @@ def test_bf16_in_microbatches_is_as_near_to_fp32_as_bf16_whole() -> None:
         float((found["bf16", size] - exact).norm() / exact.norm()) for size in (ROWS, 3)
     )
     assert 0 < split < 2 * whole + 1e-4
+
+
+def own_mean(outputs: Tensor, targets: Tensor) -> Tensor:
+    each = F.cross_entropy(outputs, targets.clamp(min=0), reduction="none")
+    counted = targets != -100
+    return (each * counted).sum() / counted.sum()
+
+
+def with_layer() -> Any:
+    options = vars(nn)["LinearCrossEntropyOptions"]()  # it knows its gradient in the forward
+    return vars(nn)["LinearCrossEntropyLoss"](4, 4, options=options).to(DEVICE)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.CrossEntropyLoss(), lambda: own_mean, with_layer])
+def test_a_microbatch_whose_targets_are_all_ignored_on_the_device_adds_zero(make: Any) -> None:
+    if make is with_layer and not hasattr(nn, "LinearCrossEntropyLoss"):
+        pytest.skip("torch has no LinearCrossEntropyLoss yet")
+    targets = torch.arange(12).remainder(4).index_fill(0, torch.arange(4), -100).to(DEVICE)
+    found = []
+    for size in (None, 4, 3):
+        torch.manual_seed(1)
+        net, loss_fn = nn.Linear(6, 4).to(DEVICE), make()
+        microbatcher = Microbatcher(
+            net, loss_fn=loss_fn, loss_average="tokens", microbatch_size=size, probe=False
+        )
+        microbatcher.backward((torch.ones(12, 6, device=DEVICE).cumsum(0) / 12, targets))
+        found.append(gradients(net))
+    assert max(difference(found[0], each) for each in found[1:]) < 1e-5
+
+
+def test_a_gradient_inside_of_a_forward_is_of_its_own_graph_on_the_device_too() -> None:
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).to(DEVICE)
+
+    def penalty(model: Any, batch: Tensor) -> Any:
+        inputs = batch.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+        return (slope.norm(dim=1) - 1).square().mean()
+
+    microbatcher = Microbatcher(net, forward=penalty, microbatch_size=4)
+    for _ in range(2):
+        microbatcher.backward(torch.randn(12, 6))
+    assert microbatcher.loss_average_is == "checked"

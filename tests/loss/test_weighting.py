@@ -17,11 +17,13 @@ from automicro.loss.weights import BatchWeights, CutBatch, LossMean, microbatch_
 from tests.cases import count_targets, difference, gradients, masked_mean
 from tests.models import (
     CLASS_WEIGHT,
+    CLASSES,
     IGNORED,
     ROWS,
     Encoder,
     Mlp,
     classes,
+    numbers,
     token_targets,
     tokens,
     with_ignored,
@@ -471,3 +473,47 @@ def test_the_losses_of_microbatches_keep_nothing_alive_but_themselves(reduction:
         assert result.num_microbatches == 16
         whole = batch[1].nbytes
         assert budget.peak_bytes < whole  # 16 microbatches' losses would be as large as that
+
+
+# A loss that holds the last layer
+
+
+LINEAR = pytest.mark.skipif(
+    not hasattr(nn, "LinearCrossEntropyLoss"), reason="torch has no LinearCrossEntropyLoss yet"
+)
+
+
+def linear_loss(**options: Any) -> Any:
+    torch.manual_seed(2)
+    return vars(nn)["LinearCrossEntropyLoss"](CLASSES, CLASSES, dtype=torch.float64, **options)
+
+
+def in_chunks() -> Any:
+    return vars(nn)["LinearCrossEntropyOptions"](batch_chunk_size=2)
+
+
+LINEAR_LOSSES: dict[str, tuple[Callable[[], Any], Callable[[], Tensor], type]] = {
+    "ignored targets": (linear_loss, lambda: with_ignored(y()), Tokens),
+    "in chunks": (lambda: linear_loss(options=in_chunks()), lambda: with_ignored(y()), Tokens),
+    "another index": (lambda: linear_loss(ignore_index=CLASSES - 1), lambda: y(), Tokens),
+    "class weights": (lambda: linear_loss(weight=CLASS_WEIGHT), lambda: with_ignored(y()), Tokens),
+    "a sum": (lambda: linear_loss(reduction="sum"), lambda: with_ignored(y()), Sum),
+    "probabilities": (linear_loss, lambda: numbers(ROWS, CLASSES).softmax(1), Tokens),
+}
+
+
+@LINEAR
+@pytest.mark.parametrize("name", LINEAR_LOSSES)
+def test_a_cross_entropy_that_holds_its_layer_is_read_as_any_other(name: str) -> None:
+    make, targets, kind = LINEAR_LOSSES[name]
+    found = []
+    for size in (None, 1, 5):
+        loss, model = make(), Mlp()
+        assert type(read(loss)) is kind
+        microbatcher = Microbatcher(
+            model, loss_fn=loss, modules=[loss], microbatch_size=size, probe="error"
+        )
+        microbatcher.backward((x(), targets()))
+        found.append(gradients(model, loss))
+    assert microbatcher.loss_average_is == "read"
+    assert max(difference(found[0], each) for each in found[1:]) < 1e-12
