@@ -5,7 +5,7 @@ of indices.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -32,7 +32,9 @@ from automicro.batch.structure import (
     open_container,
 )
 from automicro.errors import BatchError
+from automicro.memory.oom import ignoring_errors
 from automicro.torch_private import is_wrapper
+from automicro.values import same_values
 
 Selections = Sequence[Sequence[int]]
 # Offsets of the pieces, by the identity of the offsets of the whole.
@@ -152,6 +154,9 @@ def concat_sparse(values: Sequence[torch.Tensor]) -> torch.Tensor:
     return joined.to_sparse(layout=values[0].layout)
 
 
+_DEEPEST = 8  # mapping within a mapping that a tensor carries
+
+
 class Cutter(Protocol):
     """Gives the pieces of each kind of leaf, `count` of them."""
 
@@ -200,7 +205,11 @@ class ConsecutivePieces:
         if value.layout is not torch.strided:
             return cut_sparse(value, self._ranges, dim)
         pieces: Sequence[Any] = value.split_with_sizes(self.sizes, dim)
-        return pieces if type(value) is torch.Tensor else like_subclass(pieces, value)
+        return (
+            pieces
+            if type(value) is torch.Tensor
+            else _cut_subclass(value, pieces, dim, self._ranges)
+        )
 
     def array(self, value: np.ndarray[Any, Any], dim: int) -> Sequence[Any]:
         """Pieces of a numpy array along `dim`."""
@@ -237,7 +246,9 @@ class ChosenRows:
         if value.layout is not torch.strided:
             return cut_sparse(value, self._selections, dim)
         chosen = _select(value, dim, torch.as_tensor(self.indices, device=value.device))
-        return [chosen] if type(value) is torch.Tensor else like_subclass([chosen], value)
+        if type(value) is torch.Tensor:
+            return [chosen]
+        return _cut_subclass(value, [chosen], dim, self._selections)
 
     def array(self, value: np.ndarray[Any, Any], dim: int) -> Sequence[Any]:
         """Pieces of a numpy array along `dim`."""
@@ -283,30 +294,68 @@ def _select(value: torch.Tensor, dim: int, rows: torch.Tensor) -> torch.Tensor:
     return chosen.permute([order.index(each) for each in range(value.dim())])
 
 
-def like_subclass(pieces: Sequence[torch.Tensor], value: torch.Tensor) -> list[torch.Tensor]:
-    """`pieces` of `value`, of its class and with its attributes, where torch has dropped them.
+def _cut_subclass(
+    value: torch.Tensor, pieces: Sequence[torch.Tensor], dim: int, selections: Selections
+) -> list[torch.Tensor]:
+    """Pieces of a tensor of a class of its own, as its own indexing gives them if that has to be.
 
     Raises:
-        BatchError: an attribute holds rows, too.
+        BatchError: an attribute holds rows, too, and its own indexing does not cut them.
     """
+    rows, kind = value.shape[dim], type(value)
+    held = dict(_attributes_with_rows(getattr(value, "__dict__", {}), rows))
+    if not held or issubclass(kind, torch.nn.Parameter) or is_wrapper(kind):
+        return like_subclass(pieces, value)
+    own = [_own_piece(value, chosen, dim, held) for chosen in selections]
+    found = [piece for piece in own if piece is not None]
+    if len(found) < len(own):
+        raise BatchError(
+            f"A {kind.__name__} in the batch has {rows} rows, and so has its attribute "
+            f"{next(iter(held))!r}, which a slice of the tensor does not cut. Use "
+            f"register_batch_type({kind.__name__}, num_rows=len, take=lambda value, start, stop: "
+            "…), or put the attribute into the batch beside it."
+        )
+    return like_subclass(found, value)
+
+
+def _own_piece(
+    value: torch.Tensor, chosen: Sequence[int], dim: int, held: Mapping[str, Any]
+) -> Any | None:
+    """What its own indexing gives for some rows, if that cuts its attributes with rows as well."""
+    before = (slice(None),) * (dim % value.dim())
+    is_slice = isinstance(chosen, range)
+    index = slice(chosen[0], chosen[-1] + 1) if is_slice else torch.as_tensor(list(chosen))
+    with ignoring_errors():  # of a class that knows fewer ways to index
+        piece = value[(*before, index)] if before else value[index]
+        cut = dict(_attributes_with_rows(vars(piece), len(chosen)))
+        wanted = {
+            path: [each[row] for row in chosen] if isinstance(each, list) else each[list(chosen)]
+            for path, each in held.items()
+        }
+        if all(same_values(cut.get(path), each) for path, each in wanted.items()):
+            return piece
+    return None
+
+
+def _attributes_with_rows(table: Any, rows: int, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Attributes, and what lies in mappings among them, that have as many entries as rows."""
+    for name, each in table.items():
+        inner = join_path(path, name)
+        if isinstance(each, Mapping) and inner.count(".") < _DEEPEST:
+            yield from _attributes_with_rows(each, rows, inner)
+        elif (getattr(each, "ndim", 0) or isinstance(each, list)) and len(each) == rows:
+            yield inner, each
+
+
+def like_subclass(pieces: Sequence[torch.Tensor], value: torch.Tensor) -> list[torch.Tensor]:
+    """`pieces` of `value`, of its class and with its attributes, where torch has dropped them."""
     cls = type(value)
     if issubclass(cls, torch.nn.Parameter) or is_wrapper(cls):
         return list(pieces)
-    attributes = getattr(value, "__dict__", {})
-    rows = len(value) if value.dim() else 0
-    for name, attribute in attributes.items():
-        has_rows = getattr(attribute, "ndim", 0) or isinstance(attribute, list)
-        if has_rows and not name.startswith("_") and len(attribute) == rows:
-            raise BatchError(
-                f"A {cls.__name__} in the batch has {rows} rows, and so has its attribute "
-                f"{name!r}, which a slice of the tensor does not cut. Use register_batch_type("
-                f"{cls.__name__}, num_rows=len, take=lambda value, start, stop: …), or put the "
-                "attribute into the batch beside it."
-            )
     found = []
     for piece in pieces:
         new = piece if isinstance(piece, cls) else piece.as_subclass(cls)
-        for name, attribute in attributes.items():
+        for name, attribute in getattr(value, "__dict__", {}).items():
             if name not in vars(new):
                 setattr(new, name, attribute)
         found.append(new)

@@ -111,7 +111,7 @@ def fitting_candidate(
     tried: Sequence[Candidate],
     weights_of: Callable[[Candidate], Sequence[float] | None],
     tolerance: float,
-    accepts: Callable[[Candidate], bool] = lambda _: True,
+    accepts: Callable[[Candidate], bool],
 ) -> Candidate | None:
     """The first average that explains the gradient of the rows; or one for each loss by name."""
     weights: dict[str, Sequence[float]] = {}
@@ -347,29 +347,22 @@ def _adds_up(computation: Computation, batch: Any, choice: Choice, loss_average:
     return False
 
 
-def _configured(
-    computation: Computation, together: Any, parts: Sequence[Any], sizes: Sequence[int]
-) -> list[float] | None:
-    """The weights that were taken for right, where one average holds for all losses."""
-    average = computation.averages.get("")
-    return None if average is None else weights_by(average, together, parts, sizes)
-
-
 def _are_configured(
     computation: Computation, batch: Any, rows: Rows, weights: Sequence[float]
 ) -> bool:
+    """Whether rows weigh as they were taken to, where one average holds for all losses."""
+    average = computation.averages.get("")
+    if average is None:
+        return False
     indices = [row for part in rows.parts for row in part]
     with on_host():
         together = computation.layout.take_rows(batch, indices)
         sizes = [len(part) for part in rows.parts]
         parts = computation.layout.split(together, sizes)
-        return _close(weights, _configured(computation, together, parts, sizes))
-
-
-def _close(one: Sequence[float], other: Sequence[float] | None, tolerance: float = _CLOSE) -> bool:
-    if other is None:
-        return False
-    return all(abs(a - b) <= tolerance * max(abs(b), 1e-3) for a, b in zip(one, other, strict=True))
+        taken = weights_by(average, together, parts, sizes)
+    return taken is not None and all(
+        abs(a - b) <= _CLOSE * max(abs(b), 1e-3) for a, b in zip(weights, taken, strict=True)
+    )
 
 
 def weights_by(

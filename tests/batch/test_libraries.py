@@ -27,6 +27,8 @@ from transformers import (
 )
 
 from automicro import BatchError, Microbatcher, num_rows, register_batch_type
+from automicro.batch.layout import split_batch
+from tests.batch.structures import Image
 from tests.batch.training import Waves
 from tests.cases import difference, gradients
 
@@ -398,6 +400,106 @@ def test_an_attribute_with_rows_of_a_tensor_is_not_lost_without_a_word() -> None
         Microbatcher(Waves(), forward=lambda m, b: m(b.flatten()), microbatch_size=3).backward(
             value
         )
+
+
+class Scanned(Tensor):
+    """Images with what is known of each; only its own slices know which of it is whose."""
+
+    scales: list[float]
+
+    def __getitem__(self, index: Any) -> Any:
+        found: Any = super().__getitem__(index)
+        if isinstance(index, slice):
+            found.scales = self.scales[index]
+        return found
+
+    def per_row(self) -> list[float]:
+        return self.scales
+
+
+class Located(Tensor):
+    """As a library does it that wraps all functions: they hand on metadata, indexing cuts it."""
+
+    _meta: dict[str, Any]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found: Any = super().__torch_function__(func, types, args, kwargs or {})
+        source: Any = next((each for each in args if isinstance(each, cls) and vars(each)), None)
+        if source is None or not isinstance(found, cls):
+            return found
+        vars(found).update(vars(source))
+        if func is Tensor.__getitem__ and isinstance(args[1], slice | Tensor):
+            meta, rows = source._meta, torch.arange(len(source))[args[1]].tolist()
+            paths = [meta["paths"][row] for row in rows]
+            found._meta = {"paths": paths, "of": {"affine": meta["of"]["affine"][rows]}, "n": 3}
+        return found
+
+    def per_row(self) -> list[float]:
+        return [float(each) for each in self._meta["of"]["affine"]]
+
+
+class Forgetful(Located):
+    """Its slices have what is known of the first rows, whichever they are of."""
+
+    def __getitem__(self, index: Any) -> Any:
+        found: Any = super().__getitem__(slice(0, len(range(*index.indices(8)))))
+        return torch.Tensor(self)[index].as_subclass(Forgetful).with_meta(found._meta)
+
+    def with_meta(self, meta: Any) -> Any:
+        self._meta = meta
+        return self
+
+
+def scanned(kind: type[Scanned | Located]) -> Any:
+    value: Any = torch.arange(16.0).reshape(8, 2).as_subclass(kind)
+    if kind is Scanned:
+        value.scales = [float(row) for row in range(1, 9)]
+    else:
+        affine = torch.arange(1.0, 9)
+        value._meta = {
+            "paths": [f"{row}.nii" for row in range(8)],
+            "of": {"affine": affine},
+            "n": 3,
+        }
+    return value
+
+
+def by_metadata(model: Any, batch: Any) -> Any:
+    per_row = torch.tensor(batch["image"].per_row())
+    image = batch["image"].as_subclass(Tensor)
+    return ((model(image).squeeze(1) - batch["y"]) * per_row).square().mean()
+
+
+@pytest.mark.parametrize("kind", [Scanned, Located])
+@pytest.mark.parametrize("size", [8, 3, 1])
+def test_metadata_of_a_tensor_is_cut_by_the_indexing_of_its_class(kind: Any, size: int) -> None:
+    batch = {"image": scanned(kind), "y": torch.arange(8.0)}
+    model = nn.Linear(2, 1)
+    by_metadata(model, batch).backward()
+    wanted = [each.grad for each in model.parameters()]
+    model.zero_grad()
+    # Rows that are no neighbours, which a look takes, only one of them can give.
+    probe = kind is Located
+    microbatcher = Microbatcher(model, forward=by_metadata, microbatch_size=size, probe=probe)
+    microbatcher.backward(batch)
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    assert batch["image"].per_row() == [float(row) for row in range(1, 9)]
+    assert microbatcher.loss_average_is == ("checked" if probe and size < 8 else "unchecked")
+
+
+def test_metadata_that_no_slice_cuts_is_refused_with_what_to_write() -> None:
+    with pytest.raises(BatchError, match=r"Forgetful.*8 rows.*'_meta\.paths'.*register_batch_type"):
+        split_batch({"image": scanned(Forgetful)}, 4)
+    value: Any = torch.zeros(8, 2).as_subclass(Image)  # without an indexing of its own
+    value.meta = {"spacing": [1.0, 2.0], "paths": [str(row) for row in range(8)]}
+    with pytest.raises(BatchError, match=r"Image.*'meta\.paths'.*register_batch_type"):
+        split_batch([value, torch.zeros(8)], 4)
+    del value.meta["paths"]
+    assert [vars(part)["meta"] for part, _ in split_batch([value, torch.zeros(8)], 4)] == [
+        {"spacing": [1.0, 2.0]}
+    ] * 2
 
 
 def test_torchs_collate_of_texts_is_read_as_columns() -> None:
