@@ -238,10 +238,10 @@ class ConfigError(AutomicroError, ValueError):
 
 
 class OptimizerStepError(AutomicroError, RuntimeError):
-    """Memory ran out inside ``optimizer.step()`` or gradient clipping.
+    """Memory ran out inside ``optimizer.step()`` or gradient clipping, which may be half applied.
 
-    The message says whether nothing was applied, or the step may be half applied: parameters or
-    optimizer state may have changed, so continue from a checkpoint.
+    The message says what may have changed. Of parameters or optimizer state, continue from a
+    checkpoint.
     """
 
 

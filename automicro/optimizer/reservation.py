@@ -23,7 +23,7 @@ import random
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -34,12 +34,13 @@ from torch import Tensor, nn
 from automicro.errors import describe_error
 from automicro.memory.budget import active_budget
 from automicro.memory.ledger import CountingMode
-from automicro.optimizer.once import WriteWatch
 from automicro.sharding import local
 from automicro.torch_private import (
     STEP_HOOKS,
     FakeTensorMode,
+    OperationMode,
     calls_step_hooks,
+    schema_of,
     without_global_step_hooks,
 )
 
@@ -456,12 +457,53 @@ def _dry_run(
     return StepMemory(state, max(counter.peak_bytes - resident_bytes - kept_bytes, 0))
 
 
-class _OwnTensorsOnly(WriteWatch):
+class _OwnTensorsOnly(OperationMode):
     """Lets nothing be written that was not made inside: whatever was overlooked cannot move."""
 
-    def on_first_write(self, func: Any) -> None:
-        self.has_written = False
-        raise UncopyableError(f"its step writes ({func}) to a tensor that it does not hold itself")
+    def __init__(self) -> None:
+        super().__init__()
+        self._made_inside: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        written = _tensors(_written(func, args, kwargs))
+        if not all(self._is_from_inside(each.untyped_storage()) for each in written):
+            raise UncopyableError(
+                f"its step writes ({func}) to a tensor that it does not hold itself"
+            )
+        output = func(*args, **kwargs)
+        given = set()
+        if func is not torch.ops.aten.lift_fresh.default:  # torch.tensor(…): a new tensor, too
+            given = {id(each.untyped_storage()) for each in _tensors((args, kwargs))}
+        for each in _tensors(output):
+            storage = each.untyped_storage()
+            if id(storage) not in given:
+                self._made_inside[id(storage)] = weakref.ref(storage)
+        return output
+
+    def _is_from_inside(self, storage: torch.UntypedStorage) -> bool:
+        known = self._made_inside.get(id(storage))
+        return known is not None and known() is storage
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """The arguments that an operation writes into."""
+    schema = schema_of(func)
+    if schema is None:  # a higher-order operator: any of them
+        yield from (args, kwargs)
+        return
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield args[position] if position < len(args) else kwargs.get(argument.name)
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(value.values())
+    elif isinstance(value, Iterable) and not isinstance(value, str):
+        for each in value:
+            yield from _tensors(each)
 
 
 def _zeros(tensor: Tensor) -> Tensor:

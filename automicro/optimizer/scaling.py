@@ -2,20 +2,52 @@
 
 The scale belongs to no attempt: it is made before the first, read by each backward, and changes
 only after a step, so an attempt that is undone leaves it as it was. Dividing the gradients by it
-writes in place, which is done once or reported as half done.
+writes in place, which is done once or reported as half done (`write_in_place`).
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from automicro.optimizer.once import run_once
+from automicro.errors import OptimizerStepError, text_of
+from automicro.memory.oom import Failure, classify, release
 from automicro.ranks.interface import OneRank, Ranks
 from automicro.sharding import has_shards
 from automicro.torch_private import overflows
 from automicro.values import read_scalars
+
+T = TypeVar("T")
+
+
+def write_in_place(action: Callable[[], T], device: torch.device, half_applied: str) -> T:
+    """Run something that writes in place, once.
+
+    Args:
+        action: writes to gradients, parameters or state.
+        device: whose memory is given back where it runs out.
+        half_applied: the error's text then.
+
+    Raises:
+        OptimizerStepError: memory ran out. Other exceptions pass through.
+
+    >>> write_in_place(lambda: 3, torch.device("cpu"), "may be half applied")
+    3
+    """
+    failure: BaseException | None = None
+    try:
+        return action()
+    except Exception as error:
+        if classify(error) is not Failure.RETRYABLE:
+            raise
+        failure = error
+    # Outside "except": inside it the traceback keeps what failed alive.
+    try:
+        release(failure, device)
+        raise OptimizerStepError(f"{half_applied} It said: {text_of(failure)}") from failure
+    finally:
+        failure = None  # it holds this frame: a cycle
 
 
 class GradientScaler:
@@ -74,8 +106,7 @@ class GradientScaler:
         """Divide the gradients by the scale, if that is not done yet. Call it before clipping.
 
         Raises:
-            OptimizerStepError: memory ran out and gradients may be half divided, or memory ran
-                out twice with nothing divided; the message says which.
+            OptimizerStepError: memory ran out and gradients may be half divided.
             ValueError: parameters in half precision.
         """
         if id(optimizer) in self._unscaled or not _has_gradient(optimizer):
@@ -83,20 +114,13 @@ class GradientScaler:
         if has_shards(p for group in optimizer.param_groups for p in group["params"]):
             self._ranks.ready("dividing the gradient by the loss scale")
         try:
-            run_once(
+            write_in_place(
                 lambda: self._scaler.unscale_(optimizer),
                 self._device,
-                refused=(
-                    "dividing the gradient by the loss scale ran out of memory twice; nothing was "
-                    "divided and the optimizer did not step. Use precision='bf16', which needs no "
-                    "scale, or a smaller model or a larger device."
-                ),
-                half_applied=(
-                    "dividing the gradient by the loss scale ran out of memory and may be half "
-                    "applied: some gradients may be divided and others not. Parameters and "
-                    "optimizer state are as before: clear the gradients and leave this batch out, "
-                    "or continue from a checkpoint."
-                ),
+                "dividing the gradient by the loss scale ran out of memory and may be half "
+                "applied: some gradients may be divided and others not. Parameters and optimizer "
+                "state are as before: clear the gradients and leave this batch out, or continue "
+                "from a checkpoint.",
             )
         except ValueError as error:
             raise ValueError(
@@ -139,12 +163,13 @@ class GradientScaler:
         """
         if not self._unscaled:
             return
-        text = (
+        write_in_place(
+            self._scaler.update,
+            self._device,
             "updating the loss scale ran out of memory and may be half applied: the optimizer is "
             "done with this batch, but the scale may be the one before it. Continue from a "
-            "checkpoint."
+            "checkpoint.",
         )
-        run_once(self._scaler.update, self._device, refused=text, half_applied=text, watched=False)
         self._clear()
 
     def forget(self) -> None:

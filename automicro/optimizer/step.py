@@ -1,11 +1,7 @@
 """From a gradient that is complete to one optimizer step: clipped once, applied once.
 
-Clipping computes a norm and a factor, which changes nothing and can be tried again, and then
-multiplies every gradient in place, which cannot: nobody could tell which ones have been multiplied.
-
-Memory runs out most in the first step, because the state is built then. That one is tried again
-where it is of a class of `torch.optim`, whose state can be dropped and built anew, and only before
-its first write to anything that existed.
+Both write in place. Where memory runs out in between, no one can tell what was written, so neither
+is tried again: an `OptimizerStepError` says so.
 """
 
 import functools
@@ -13,17 +9,10 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from automicro.errors import OptimizerStepError, text_of
-from automicro.memory.oom import Failure, classify, release
-from automicro.optimizer.once import run_once
-from automicro.optimizer.scaling import GradientScaler
+from automicro.optimizer.scaling import GradientScaler, write_in_place
 from automicro.ranks.interface import OneRank, Ranks
 from automicro.sharding import has_shards, local, norm_of_all, squares_by_layout
 
-_REFUSED = (
-    "clipping the gradient ran out of memory twice; nothing was scaled and the optimizer did not "
-    "step. Leave grad_clip_norm out, or use a smaller model or a larger device."
-)
 _HALF_APPLIED = (
     "clipping the gradient ran out of memory and may be half applied: some gradients may be scaled "
     "and others not. Parameters and optimizer state are as before: clear the gradients and leave "
@@ -52,17 +41,14 @@ def clip_gradients(
         5.0
 
     Raises:
-        OptimizerStepError: memory ran out and gradients may be half scaled, or memory ran out
-            twice with nothing scaled; the message says which. The optimizer has not stepped.
+        OptimizerStepError: memory ran out and gradients may be half scaled. The optimizer has not
+            stepped.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if has_shards(parameters):
         return _clip_shards(parameters, max_norm, device, ranks or OneRank())
-    return run_once(
-        lambda: nn.utils.clip_grad_norm_(parameters, max_norm),
-        device,
-        refused=_REFUSED,
-        half_applied=_HALF_APPLIED,
+    return write_in_place(
+        lambda: nn.utils.clip_grad_norm_(parameters, max_norm), device, _HALF_APPLIED
     )
 
 
@@ -70,16 +56,10 @@ def _clip_shards(
     parameters: list[nn.Parameter], max_norm: float, device: torch.device, ranks: Ranks
 ) -> Tensor:
     gradients = [p.grad for p in parameters if p.grad is not None]
-    # Tried again by one rank alone, a collective would find no peer: only what precedes it is.
-    own = run_once(
-        lambda: squares_by_layout(gradients),
-        device,
-        refused=_REFUSED,
-        half_applied=_HALF_APPLIED,
-    )
-    ranks.ready("clipping the gradient")
-    failure: BaseException | None = None
-    try:
+
+    def clip() -> Tensor:
+        own = squares_by_layout(gradients)
+        ranks.ready("clipping the gradient")
         with ranks.voted():
             norm = norm_of_all(own)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch has it
@@ -87,15 +67,8 @@ def _clip_shards(
             part = local(gradient)
             part.mul_(factor.to(part.dtype))
         return norm
-    except Exception as error:
-        if classify(error) is not Failure.RETRYABLE:
-            raise
-        failure = error
-    try:
-        release(failure, device)
-        raise OptimizerStepError(f"{_HALF_APPLIED} It said: {text_of(failure)}") from failure
-    finally:
-        failure = None  # it holds this frame: a cycle
+
+    return write_in_place(clip, device, _HALF_APPLIED)
 
 
 def step_optimizer(
@@ -117,28 +90,16 @@ def step_optimizer(
         [0.5, 0.5]
 
     Raises:
-        OptimizerStepError: memory ran out and the step may be half applied, or memory ran out
-            twice with nothing applied; the message says which.
+        OptimizerStepError: memory ran out and the step may be half applied.
     """
     if scaler is not None:
         scaler.unscale(optimizer)
-    name = type(optimizer).__name__
-    has_stepped = run_once(
+    has_stepped = write_in_place(
         functools.partial(_step, optimizer, scaler),
         device,
-        refused=(
-            f"{name}.step() ran out of memory twice; nothing was applied. It needs more than "
-            "parameters and gradients leave: use foreach=False, an optimizer with less state, or "
-            "a larger device."
-        ),
-        half_applied=(
-            f"{name}.step() ran out of memory and may be half applied: some parameters or states "
-            "may have changed. Continue from a checkpoint, with foreach=False or an optimizer "
-            "with less state."
-        ),
-        undo=optimizer.state.clear,  # half-built state breaks every later step
-        # Later steps write from their first operation on, so there is nothing to watch for.
-        watched=not optimizer.state and type(optimizer).__module__.startswith("torch.optim."),
+        f"{type(optimizer).__name__}.step() ran out of memory and may be half applied: some "
+        "parameters or states may have changed. Continue from a checkpoint, with foreach=False or "
+        "an optimizer with less state.",
     )
     if scaler is not None:
         scaler.update()

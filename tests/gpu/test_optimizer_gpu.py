@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -128,19 +129,11 @@ def test_an_optimizer_that_runs_out_of_memory_says_so(name: str, is_first: bool)
     optimizer = OPTIMIZERS[name](net.parameters())
     if not is_first:
         optimizer.step()
-    before = snapshot(net, optimizer)
-    error = None
-    with room(8 * MIB):
-        try:
-            step_optimizer(optimizer, DEVICE)
-        except OptimizerStepError as raised:
-            error = str(raised)
-    if is_first:
-        assert error is not None
-    if error is not None and "nothing was applied" in error:
-        assert differences(before, snapshot(net, optimizer)) == []
-    if error is None:  # a fused step of state that exists needs no memory
-        assert name == "AdamW, fused"
+    # A fused step of state that exists needs no memory.
+    fits = name == "AdamW, fused" and not is_first
+    named = pytest.raises(OptimizerStepError, match="half applied")
+    with nullcontext() if fits else named, room(8 * MIB):
+        step_optimizer(optimizer, DEVICE)
 
 
 @pytest.mark.usefixtures("deterministic")

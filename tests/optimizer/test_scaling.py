@@ -167,24 +167,16 @@ def test_out_of_memory_in_the_first_backward_leaves_a_scaler_that_steps() -> Non
         assert run([fault])[0] == expected
 
 
-def test_unscaling_is_tried_again_before_its_first_write_and_named_after_it() -> None:
-    model, optimizer, scaler = with_gradients()
+def test_unscaling_that_runs_out_of_memory_is_named() -> None:
+    _, optimizer, scaler = with_gradients()
     with FaultMode() as mode:
         scaler.unscale(optimizer)
-    expected = freeze([p.grad for p in model.parameters()])
-    outcomes = []
     for fault in faults(mode.num_operations):
         model, optimizer, scaler = with_gradients()
         before = state_of(model, optimizer, scaler)
-        outcome = "named"
-        with FaultMode([fault]), contextlib.suppress(OptimizerStepError):
+        with FaultMode([fault]), pytest.raises(OptimizerStepError, match="half applied"):
             scaler.unscale(optimizer)
-            outcome = "recovered"
-            assert freeze([p.grad for p in model.parameters()]) == expected
-        outcomes.append(outcome)
         assert state_of(model, optimizer, scaler) == before
-    # Only its last operation writes.
-    assert outcomes == ["recovered"] * (len(outcomes) - 2) + ["named"] * 2
 
 
 def test_after_a_half_unscaled_batch_is_left_out_the_next_one_trains() -> None:
@@ -204,21 +196,14 @@ def test_after_a_half_unscaled_batch_is_left_out_the_next_one_trains() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-def test_a_scaled_step_is_applied_once_or_said_to_be_half_applied(steps: int) -> None:
-    model, optimizer, scaler = with_gradients(steps=steps)
+def test_a_scaled_step_that_runs_out_of_memory_is_named(steps: int) -> None:
+    _, optimizer, scaler = with_gradients(steps=steps)
     with FaultMode() as mode:
         step_optimizer(optimizer, CPU, scaler=scaler)
-    expected = state_of(model, optimizer, scaler)
-    recovered = 0
     for fault in faults(mode.num_operations):
-        model, optimizer, scaler = with_gradients(steps=steps)
-        with FaultMode([fault]), contextlib.suppress(OptimizerStepError):
-            assert step_optimizer(optimizer, CPU, scaler=scaler)
-            recovered += 1
-            assert state_of(model, optimizer, scaler) == expected, fault
-    # Operations before the first write: those of unscaling, and of building the state.
-    assert (recovered > 2 * 8) == (steps == 0)
-    assert recovered > 0
+        _, optimizer, scaler = with_gradients(steps=steps)
+        with FaultMode([fault]), pytest.raises(OptimizerStepError, match="half applied"):
+            step_optimizer(optimizer, CPU, scaler=scaler)
 
 
 def test_out_of_memory_while_the_scale_is_updated_is_named() -> None:

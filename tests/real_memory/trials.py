@@ -174,10 +174,7 @@ class Refusal:
         allowed = is_out_of_memory(error) or isinstance(
             error, torch.OutOfMemoryError | OptimizerStepError
         )
-        name = type(error).__name__
-        if isinstance(error, OptimizerStepError):
-            name += ", half applied" if HALF_APPLIED in str(error) else ", nothing applied"
-        return cls(name, repr(error), allowed)
+        return cls(type(error).__name__, repr(error), allowed)
 
     def judge(self, before: dict[str, Any], run: TortureRun, kept_bytes: int) -> list[str]:
         if not self.is_allowed:
