@@ -4,9 +4,8 @@ Compared are the gradients, the parameters and what hooks took down, over severa
 in between or not, of every size, and with an out-of-memory error in between.
 """
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,11 +20,12 @@ from automicro import (
     LossError,
     MemoryBudget,
     Microbatcher,
+    Policy,
     RollbackError,
 )
 from automicro.torch_private import gradient_hooks
 from tests.models import Mlp, numbers, x, y
-from tests.wiring_cases import WIRINGS, Wired, copied, loss_of
+from tests.wiring_cases import REFUSED_WHEN_SPLIT, WIRINGS, Wired, copied, loss_of
 
 SIZES = [1, 3, 4, 20]
 
@@ -52,7 +52,7 @@ def train(wired: Wired, step: Callable[[Any], Any]) -> list[dict[str, Tensor | N
 
 def made(name: str) -> Wired:
     torch.manual_seed(1)
-    return WIRINGS[name]()
+    return {**WIRINGS, **REFUSED_WHEN_SPLIT}[name]()
 
 
 def expected(name: str) -> tuple[list[dict[str, Tensor | None]], list[Any]]:
@@ -82,16 +82,6 @@ def rounded(log: Any) -> Any:
     return [rounded(each) for each in log] if isinstance(log, list) else log
 
 
-@contextlib.contextmanager
-def warned(text: str | None) -> Iterator[None]:
-    if text is None:
-        yield
-        return
-    with pytest.warns(GradientWarning, match=text) as caught:
-        yield
-    assert len(caught) == 1
-
-
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", WIRINGS)
 @pytest.mark.filterwarnings("ignore:Using backward.*create_graph:UserWarning")
@@ -101,8 +91,7 @@ def test_every_step_leaves_what_plain_torch_leaves(name: str, size: int) -> None
     wired = made(name)
     options = {"forward": wired.forward, **wired.options}
     microbatcher = Microbatcher(wired.model, microbatch_size=size, probe=False, **options)
-    with warned(wired.warns if size < 11 else None):
-        found = train(wired, microbatcher.backward)
+    found = train(wired, microbatcher.backward)
     assert_same(found, wanted)
     assert_same_log(wired, log)
 
@@ -147,8 +136,7 @@ def test_an_out_of_memory_error_changes_nothing(name: str, call: int, when: str)
     microbatcher = Microbatcher(
         wired.model, microbatch_size=Halving(initial=4), probe=False, **options
     )
-    with warned(wired.warns):
-        found = train(wired, microbatcher.backward)
+    found = train(wired, microbatcher.backward)
     assert forward.calls > call
     assert_same(found, wanted)
     assert_same_log(wired, log)
@@ -294,6 +282,64 @@ def test_hooks_that_the_forward_registers_are_named() -> None:
 
 # What cannot be made exact
 
+STAY = ("a backward that stays", "an attack that zeroes")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.float64) for name in REFUSED_WHEN_SPLIT), (STAY[0], torch.bfloat16)],
+)
+def test_a_forward_that_changes_gradients_is_refused_at_the_first_batch_that_is_split(
+    name: str, dtype: torch.dtype
+) -> None:
+    wired = made(name)
+    for leaf in wired.all_leaves.values():
+        leaf.data = leaf.data.to(dtype)
+    wired.model.to(dtype)
+    before = snapshot(wired)
+    microbatcher = Microbatcher(
+        wired.model, forward=wired.forward, microbatch_size=4, probe=False, loss_average="samples"
+    )
+    inputs, targets = wired.batches[0]
+    for _ in range(2):
+        with pytest.raises(LossError, match=r"changes \.grad of .* by itself|has gone backward"):
+            microbatcher.backward((inputs.to(dtype), targets))
+        after = snapshot(wired)
+        assert all(_are_equal(after[name], before[name]) for name in before)
+
+
+def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or bool(one is not None and other is not None and one.equal(other))
+
+
+@pytest.mark.parametrize("name", REFUSED_WHEN_SPLIT)
+def test_of_a_whole_batch_it_is_right_or_refused(name: str) -> None:
+    wanted, log = expected(name)
+    wired = made(name)
+    microbatcher = Microbatcher(wired.model, forward=wired.forward, microbatch_size=None)
+    if name in STAY:
+        with pytest.raises(LossError, match=r"torch\.autograd\.grad"):
+            microbatcher.backward(wired.batches[0])
+        return
+    assert_same(train(wired, microbatcher.backward), wanted)
+    assert_same_log(wired, log)
+
+
+def test_a_first_batch_that_is_split_late_is_looked_at() -> None:
+    class ThenSplit(Policy):
+        def propose(self, num_rows: int, cost: Any = None) -> int:
+            return size
+
+    wired, size = made("a cached loss"), len(y())
+    microbatcher = Microbatcher(
+        wired.model, forward=wired.forward, microbatch_size=ThenSplit(), probe=False
+    )
+    for _ in range(2):
+        microbatcher.backward(wired.batches[0])
+    size = 4
+    with pytest.raises(LossError, match="has gone backward itself"):
+        microbatcher.backward(wired.batches[0])
+
 
 def test_a_backward_that_clears_gradients_is_refused() -> None:
     model: Any = Mlp()
@@ -303,7 +349,7 @@ def test_a_backward_that_clears_gradients_is_refused() -> None:
         loss.backward()
 
     microbatcher = Microbatcher(model, forward=loss_of, backward=backward, microbatch_size=4)
-    with pytest.raises(LossError, match="backward= clears gradients"):
+    with pytest.raises(LossError, match=r"backward=\) changes \.grad of '0\.weight'"):
         microbatcher.backward((x(), y()))
     assert all(parameter.grad is None for parameter in model.parameters())
 

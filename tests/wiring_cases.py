@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.models import ROWS, Mlp, numbers, x, y
 
-__all__ = ["WIRINGS", "Wired"]
+__all__ = ["REFUSED_WHEN_SPLIT", "WIRINGS", "Wired"]
 
 Batch = tuple[Tensor, Tensor]
 
@@ -33,7 +33,6 @@ class Wired:
         log: what hooks took down.
         batches: of the training.
         clears: before which batches the gradients are cleared.
-        warns: the warning that splitting gives.
         is_ordered: whether hooks come in one order: not where microbatches reach other leaves.
     """
 
@@ -44,7 +43,6 @@ class Wired:
     log: list[Any] = dataclasses.field(default_factory=list)
     batches: Sequence[Any] = dataclasses.field(default_factory=lambda: batches())
     clears: Sequence[int] = (2,)
-    warns: str | None = None
     is_ordered: bool = True
 
     @property
@@ -213,26 +211,33 @@ def one_parameter_cleared() -> Wired:
 
 
 def backward_that_stays() -> Wired:
-    """The mean of the same rows, so it weighs what the loss weighs."""
-
     def forward(model: nn.Module, batch: Batch) -> Tensor:
         (0.1 * model(batch[0]).pow(2).sum(1).mean()).backward()
         return loss_of(model, batch)
 
-    return Wired(model=Mlp(), forward=forward, warns="leaves its gradient in .grad")
+    return Wired(model=Mlp(), forward=forward)
 
 
-def backward_of_a_sum_that_stays() -> Wired:
+def cached_loss() -> Wired:
+    """Goes backward itself, in a hook of a loss that has no graph."""
+
     def forward(model: nn.Module, batch: Batch) -> Tensor:
-        (0.1 * model(batch[0]).pow(2).sum()).backward()
-        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+        with torch.no_grad():
+            outputs = model(batch[0])
+        outputs.requires_grad_()
+        inner = F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+        inner.backward()
 
-    return Wired(
-        model=Mlp(),
-        forward=forward,
-        options={"loss_average": "none"},
-        warns="leaves its gradient in .grad",
-    )
+        @torch.enable_grad()
+        def again(gradient: Tensor) -> None:
+            assert outputs.grad is not None
+            (model(batch[0]) * outputs.grad * gradient).sum().backward()
+
+        loss = inner.detach().requires_grad_()
+        loss.register_hook(again)
+        return loss
+
+    return Wired(model=Mlp(), forward=forward)
 
 
 def attack_under_hooks() -> Wired:
@@ -415,6 +420,20 @@ WIRINGS: dict[str, Callable[[], Wired]] = {
     "a hook on any": hooks_on_all_together("any"),
     "optimizers in hooks": optimizers_in_hooks,
     "hooks on a shared parameter": hooks_on_a_shared_parameter,
+    "a gradient in the forward": gradient_in_the_forward,
+    "a graph of the backward": graph_of_the_backward,
+    "overlapping modules": shared_modules,
+    "a loss that owns the model": loss_with_the_model,
+    "one leaf twice in a batch": one_leaf_twice,
+    "parameters in a closure": closure_parameters,
+    "parameters in a closure with hooks": closure_parameters_with_hooks,
+    "reentrant checkpoints": reentrant_checkpoints,
+    "parameters of some rows, with hooks": parameters_of_some_rows,
+    "sparse gradients": sparse_gradients,
+    "a constant zero": zero_where_nothing_counts,
+}
+
+REFUSED_WHEN_SPLIT: dict[str, Callable[[], Wired]] = {
     "an attack that clears": attack(lambda model: model.zero_grad()),
     "an attack that zeroes": attack(lambda model: model.zero_grad(set_to_none=False)),
     "an attack in three steps": attack_in_three_steps,
@@ -423,19 +442,8 @@ WIRINGS: dict[str, Callable[[], Wired]] = {
     "zeroed without a backward": cleared_in_place_without_a_backward,
     "one parameter cleared": one_parameter_cleared,
     "a backward that stays": backward_that_stays,
-    "a backward of a sum that stays": backward_of_a_sum_that_stays,
-    "a gradient in the forward": gradient_in_the_forward,
-    "a graph of the backward": graph_of_the_backward,
-    "overlapping modules": shared_modules,
-    "a loss that owns the model": loss_with_the_model,
-    "one leaf twice in a batch": one_leaf_twice,
-    "parameters in a closure": closure_parameters,
-    "parameters in a closure with hooks": closure_parameters_with_hooks,
     "parameters in a closure, attacked": closure_parameters_and_an_attack,
-    "reentrant checkpoints": reentrant_checkpoints,
-    "parameters of some rows, with hooks": parameters_of_some_rows,
-    "sparse gradients": sparse_gradients,
-    "a constant zero": zero_where_nothing_counts,
+    "a cached loss": cached_loss,
 }
 
 

@@ -276,15 +276,15 @@ class Passes:
             tell("loss_end", told)
             tell("backward_start", told)
         if not loss.requires_grad:
-            gradients.skip(weight=weight)
+            gradients.skip()
         elif not self._is_alone:
             # Undone where wrappers average gradients over ranks.
             with self.zeroing_gradients() if is_nothing else _NOTHING:
                 gradients.run(self._run_backward, loss * self._scale if self._scale > 1 else loss)
         elif is_nothing:
-            gradients.run_for_nothing(self._run_backward, loss, weight=weight)
+            gradients.run_for_nothing(self._run_backward, loss)
         else:
-            gradients.run(self._run_backward, loss, *begun, weight=weight)
+            gradients.run(self._run_backward, loss, *begun)
         if tell is not None:
             tell("backward_end", told)
         if metrics is not None:

@@ -4,19 +4,18 @@ Between the two they are the attempt's own. Microbatches add theirs up in ``.gra
 place there is, where the user's forward could see and clear them and hooks would see parts. So
 
 - hooks are kept from running, and run once at the commit, with the whole gradient;
-- one look at the end tells whether only our own backwards have added to ``.grad``. If somebody
-  else has, the batch is run again *isolated*: what there is is put away while the user's forward
-  runs, and what a backward in there leaves behind is added as one loss among others;
-- parameters in bf16 or fp16 add up in float32, isolated as well: nobody sees it.
+- one look at the end tells whether only our own backwards have added to ``.grad``. A forward that
+  clears gradients or goes backward itself is an error where a batch is split;
+- parameters in bf16 or fp16 add up in float32, which is put away while a forward runs.
 
 On several ranks wrappers have hooks and ways of their own, so there all of it is left to them.
 """
 
 import logging
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +24,20 @@ from torch.utils.weak import TensorWeakRef
 from automicro.errors import GradientWarning, LossError, RollbackError, warn
 from automicro.memory.oom import Failure, classify
 from automicro.torch_private import node_hooks, version_of, versions_of, with_hooks
-from automicro.transaction.leaves import HeldHooks, OutsideLeaves, deliver, refuse_unknown_part
+from automicro.transaction.leaves import (
+    HeldHooks,
+    OutsideLeaves,
+    deliver,
+    leaves_of,
+    refuse_unknown_part,
+)
 
 _LOOKED_BATCHES = (1, 2, 4, 8)
 _LOOKED_MICROBATCHES = 4
 
 
 class TouchedGradientsError(Exception):
-    """The same attempt has to be made again, more carefully. It reaches nobody outside a step."""
+    """The same attempt has to be made again, with leaves that it has found. It leaves no step."""
 
 
 class GradientHistory:
@@ -45,9 +50,9 @@ class GradientHistory:
         can_look: whether the leaves of a loss can be told: not where a model is sharded.
 
     Attributes:
-        is_touched: whether the forward sees or clears gradients, so that they are kept from it.
         writes_to_gradients: whether the forward writes into the gradients of earlier batches;
             None where that is not known yet.
+        is_watched: whether gradients are compared before and after each forward.
         are_released: whether the forward clears the gradients of earlier batches, and nobody wants
             them back where it fails after that.
     """
@@ -62,7 +67,7 @@ class GradientHistory:
     ) -> None:
         self.sums_in_float32 = sums_in_float32
         self.is_alone = is_alone
-        self.is_touched = False
+        self.is_watched = False
         self.writes_to_gradients: bool | None = None
         self.are_released = False
         self._modules = modules
@@ -71,7 +76,7 @@ class GradientHistory:
         self._known: list[int] = []
         self._last: Mapping[int, Tensor] = {}
         self._num_batches = 0
-        self._has_looked_at_nodes = False
+        self._has_split = self._has_looked_at_nodes = False
         self._told: set[str] = set()
 
     def next_batch(self, parameters: Mapping[int, Tensor]) -> None:
@@ -86,9 +91,10 @@ class GradientHistory:
             self._num_batches = 1
             self._has_looked_at_nodes = False
 
-    def num_looks(self, *, is_retry: bool) -> int:
+    def num_looks(self, *, is_retry: bool, splits: bool) -> int:
         """Of how many microbatches to look which leaves their losses reach."""
-        looks = is_retry or self._num_batches in _LOOKED_BATCHES
+        looks = is_retry or self._num_batches in _LOOKED_BATCHES or self._has_split < splits
+        self._has_split |= splits
         return _LOOKED_MICROBATCHES if looks and self._can_look else 0
 
     def outside(self) -> list[Tensor]:
@@ -154,28 +160,21 @@ class GradientHistory:
                 "and they see parts of the gradient; register them once, before training"
             )
 
-    @property
-    def could_warn_of_backward(self) -> bool:
-        """Whether nobody has been told yet."""
-        return "backward" not in self._told
-
-    def warn_of_backward(self, leaves: Iterable[Tensor]) -> None:
-        """Warn, once, of a backward inside the forward whose gradients stay.
-
-        Warns:
-            GradientWarning
-        """
-        self._told.add("backward")
-        self._tell(
-            f"the forward runs a backward of its own and leaves its gradient in .grad, for "
-            f"{self._names(leaves)}. Each microbatch adds its own, weighted as "
-            "its loss is, which is right only if that backward averages over the same as the "
-            "loss. Return its loss as a part of the loss; or, where the gradient is not meant to "
-            "count, use torch.autograd.grad or clear it (model.zero_grad())"
-        )
-
     def _tell(self, text: str) -> None:
         warn(text, GradientWarning)
+
+    def refuse_touching(self, leaves: Iterable[Tensor]) -> NoReturn:
+        """Name whose gradients something else than our backwards has changed.
+
+        Raises:
+            LossError: always.
+        """
+        raise LossError(
+            f"the forward (or backward=) changes .grad of {self._names(leaves)} by itself, where "
+            "microbatches add up: it goes backward or clears gradients. Take gradients that the "
+            "forward needs with torch.autograd.grad, return what it went backward from as a part "
+            "of the loss, and clear gradients after the optimizer's step"
+        )
 
     def _names(self, leaves: Iterable[Tensor]) -> str:
         named = {id(p): name for module in self._modules for name, p in module.named_parameters()}
@@ -189,7 +188,6 @@ logger = logging.getLogger(__name__)
 _NO_HOOKS = HeldHooks()
 NARROW = frozenset({torch.bfloat16, torch.float16})
 Backward = Callable[..., Any]
-Weight = float | Tensor | None
 
 
 @dataclass(slots=True)
@@ -263,10 +261,11 @@ class Gradients:
         self._hooks = _NO_HOOKS
         self._outside: OutsideLeaves | None = None  # until a look finds some
         self._narrow: list[tuple[Tensor, torch.dtype]] = []
-        self._sums: list[Tensor | None] = []  # put away while a forward runs, or to compare with
-        self._versions: list[int] = []  # of the same after the first backward
+        self._sums: list[Tensor | None] = []  # after the first or last backward, to compare with
+        self._versions: list[int] = []  # of the same
+        self._sums_away: list[Tensor | None] = []  # while a forward runs
         self._num_forwards = self._num_backwards = 0
-        self._splits = self._is_isolated = self.is_steady = False
+        self._splits = self.is_steady = False
         self._looks = 0
         self._finals = []
 
@@ -300,7 +299,7 @@ class Gradients:
         """Say how many microbatches the attempt has, before the first."""
         memory = self._memory
         self._splits = num_microbatches > 1
-        self._looks = memory.num_looks(is_retry=self._attempts > 1)
+        self._looks = memory.num_looks(is_retry=self._attempts > 1, splits=self._splits)
         if memory.is_alone:
             hooked = with_hooks(self._leaves)
             if hooked:
@@ -316,7 +315,6 @@ class Gradients:
                         # It may be somebody's who adds up in float32 already.
                         and leaf.grad_dtype is leaf.dtype
                     ]
-            self._is_isolated = self._splits and (memory.is_touched or bool(self._narrow))
         elif self._splits:
             memory.warn_of_hooks(self._leaves)
 
@@ -327,29 +325,28 @@ class Gradients:
         self._num_forwards += 1
         if not self._memory.is_alone:
             return
-        if self._num_forwards > 1 and self._is_isolated:
-            self._put_away()
-        if self._earlier and (self._num_forwards == 1 or self._is_isolated):
+        if self._num_forwards == 1:
             self._show_earlier()
+        elif self._narrow:
+            self._put_away()
 
-    def run(self, backward: Backward, loss: Tensor, *begun: Tensor, weight: Weight = None) -> None:
+    def run(self, backward: Backward, loss: Tensor, *begun: Tensor) -> None:
         """Run the backward of a microbatch.
 
         Args:
             backward: of a loss, weighted already.
             loss: that it is given.
             begun: what it begins with, where that is not one: the weight.
-            weight: of the microbatch in the whole, for what the forward added to ``.grad``.
 
         Raises:
             TouchedGradientsError: the same attempt again, please.
-            LossError: ``backward`` clears gradients.
+            LossError: the forward changes gradients, or has gone backward from this loss itself.
         """
         if self.is_steady:
             backward(loss, *begun)
             self._num_backwards += 1
             return
-        self._bring_back(weight)
+        self.skip()
         if self._num_backwards < self._looks:
             self._notice(loss)
         else:
@@ -363,7 +360,7 @@ class Gradients:
         if self._memory.is_alone:
             self._after_backward()
 
-    def run_for_nothing(self, backward: Backward, loss: Tensor, *, weight: Weight = None) -> None:
+    def run_for_nothing(self, backward: Backward, loss: Tensor) -> None:
         """Run a backward whose gradients are known to be zero, although they may compute as NaN.
 
         A mean over no target divides by zero. The backward still runs, because hooks and
@@ -381,11 +378,22 @@ class Gradients:
                 elif leaf.grad is not None:
                     leaf.grad = torch.zeros_like(leaf.grad)
 
-        self.run(backward_aside, loss, weight=weight)
+        self.run(backward_aside, loss)
 
-    def skip(self, *, weight: Weight = None) -> None:
-        """Call it in place of `run` where a loss has nothing to go backward through."""
-        self._bring_back(weight)
+    def skip(self) -> None:
+        """Call it in place of `run` where a loss has nothing to go backward through.
+
+        Raises:
+            LossError: the forward changes gradients.
+        """
+        if self.is_steady or not self._memory.is_alone:
+            return
+        if self._num_forwards == 1:
+            self._end_of_showing()
+        if self._narrow:
+            self._bring_back()
+        elif self._sums and self._memory.is_watched:
+            self._require_kept()
 
     @property
     def is_reached(self) -> bool:
@@ -397,165 +405,134 @@ class Gradients:
 
         Raises:
             TouchedGradientsError: the same attempt again, please.
+            LossError: the forward changes gradients.
         """
         if self._outside:
             self._take_in()
         if not (self._memory.is_alone and self._splits):
             return
-        now = [leaf.grad for leaf in self._leaves]
-        if self._is_isolated:
-            self._require_kept(now)
-        else:
-            self._require_unseen(now)
+        if not self._memory.is_watched:
+            self._require_as_many()
         if self._looks:
             self._memory.warn_of_late_hooks(self._leaves, self._hooks.leaves)
 
-    def _require_unseen(self, now: list[Tensor | None]) -> None:
-        """Show that each gradient is the first backward's, with one addition for each other one."""
+    def _require_as_many(self) -> None:
+        """Show that each gradient is the first backward's, with one addition for each other one.
+
+        There may be more where a backward has others inside of it: then the attempt is watched.
+        """
+        now = [leaf.grad for leaf in self._leaves]
         most = self._num_backwards - 1
         additions = list(map(operator.sub, versions_of(now), self._versions))
         if all(map(operator.is_, now, self._sums)) and max(additions, default=0) <= most:
             return
         for each, first, added in zip(now, self._sums, additions, strict=True):
             if first is not None and (each is not first or added > most):
-                self._touched()
+                self._memory.is_watched = True
+                raise TouchedGradientsError("gradients have changed otherwise than by backwards")
 
-    def _touched(self) -> None:
-        self._memory.is_touched = True
-        raise TouchedGradientsError("the forward touches gradients: they are kept from it")
+    def _require_kept(self) -> None:
+        """Show that nothing has changed since the last backward."""
+        now = [leaf.grad for leaf in self._leaves]
+        pairs = zip(now, self._sums, versions_of(now), self._versions, strict=True)
+        touched = [
+            leaf
+            for leaf, (each, last, version, known) in zip(self._leaves, pairs, strict=True)
+            if each is not last or version != known
+        ]
+        if touched:
+            self._memory.refuse_touching(touched)
 
     # Around the user's forward
 
     def _show_earlier(self) -> None:
-        """Let the forward see the gradients of earlier batches, as for a whole batch."""
+        """Let the first forward see the gradients of earlier batches, which it may clear."""
         for each in self._earlier:
-            if each.is_gone:
-                continue
             may_write = self._memory.writes_to_gradients is not False
             if each.copy is None and may_write and not self._memory.are_released:
                 each.copy = each.gradient.clone()
             each.version = version_of(each.gradient)
             each.leaf.grad = each.gradient
 
+    def _end_of_showing(self) -> None:
+        """Take them away again. Of a whole batch they may have been cleared, and no more."""
+        shown = {id(each.leaf): each for each in self._earlier}
+        touched = [
+            leaf for leaf in self._leaves if not self._is_as_shown(leaf, shown.get(id(leaf)))
+        ]
+        if touched:
+            self._memory.refuse_touching(touched)
+        for each in self._earlier:
+            each.leaf.grad = None
+        if self._memory.are_released:  # nobody wants back what the forward has let go of
+            self._earlier = [each for each in self._earlier if not each.is_gone]
+
+    def _is_as_shown(self, leaf: Tensor, each: "_Earlier | None") -> bool:
+        """Whether a forward left a gradient alone, or cleared it where it may; and note that."""
+        now = leaf.grad
+        if each is None:
+            return now is None
+        if now is None:
+            each.is_cleared = each.is_gone = True
+            return not self._splits
+        if now is not each.gradient:
+            return False
+        if version_of(now) == each.version:
+            return True
+        is_zero = not bool(now.to_dense().any())
+        if each.copy is not None:
+            now.copy_(each.copy)
+        elif is_zero and self._memory.are_released:
+            each.version = version_of(now)  # this is what to go back to
+        else:
+            raise _cannot_undo()
+        each.is_cleared = self._memory.writes_to_gradients = True
+        return is_zero and not self._splits
+
     def _put_away(self) -> None:
-        sums = [leaf.grad for leaf in self._leaves]
-        self._require_kept(sums)
-        self._sums = sums
+        """Keep sums in float32 from a forward, which sees gradients of its parameters' type."""
+        self._sums_away = [leaf.grad for leaf in self._leaves]
         for leaf in self._leaves:
             leaf.grad = None
         self._narrow_again()
 
-    def _require_kept(self, sums: list[Tensor | None]) -> None:
-        """Show that the last backward added to the gradients that there were."""
-        for before, now in zip(self._sums, sums, strict=False):
-            if now is not before and before is not None and _is_lost(before, now):
-                raise LossError(
-                    "backward= clears gradients or replaces them, so that those of earlier "
-                    "microbatches are lost; clear them after the optimizer's step"
-                )
-
-    def _bring_back(self, weight: Weight) -> None:
-        """Put the attempt's own gradients back, with what the forward has left in ``.grad``."""
-        if not self._memory.is_alone:
-            return
-        if not self._is_isolated:
-            if self._num_forwards == 1 and self._earlier:
-                self._end_of_showing()
-                self._let_go()
-            return
-        left = self._what_is_left()
-        self._let_go()
-        for leaf, _ in left:
-            leaf.grad = None
-        for each in self._earlier:
-            each.leaf.grad = None
+    def _bring_back(self) -> None:
+        touched = [leaf for leaf in self._leaves if leaf.grad is not None]
+        if touched:
+            self._memory.refuse_touching(touched)
         for leaf, _ in self._narrow:
             leaf.grad_dtype = torch.float32
-        for leaf, total in zip(self._leaves, self._sums, strict=False):
+        for leaf, total in zip(self._leaves, self._sums_away, strict=False):
             leaf.grad = total
-        if left and self._memory.could_warn_of_backward and _any_counts(left):
-            self._memory.warn_of_backward([leaf for leaf, _ in left])
-        for leaf, gradient in left:
-            self._add(leaf, gradient if weight is None else gradient * weight)
-
-    def _end_of_showing(self) -> None:
-        """Take earlier gradients away again, where the forward is not isolated."""
-        left = [
-            (each.leaf, gradient)
-            for each in self._earlier
-            if (gradient := self._left_in(each)) is not None
-        ]
-        if left and self._splits:
-            self._touched()
-        for each in self._earlier:
-            each.leaf.grad = None
-        for leaf, gradient in left:
-            leaf.grad = gradient
-
-    def _let_go(self) -> None:
-        """Forget gradients that the forward has let go of, where nobody wants them back."""
-        if self._memory.are_released:
-            self._earlier = [each for each in self._earlier if not each.is_gone]
-
-    def _what_is_left(self) -> list[tuple[Tensor, Tensor]]:
-        """Gradients that a backward inside the forward left behind, by leaf."""
-        if not self._earlier:
-            return [(leaf, left) for leaf in self._leaves if (left := leaf.grad) is not None]
-        shown = {id(each.leaf): each for each in self._earlier}
-        found = []
-        for leaf in self._leaves:
-            each = shown.get(id(leaf))
-            gradient = leaf.grad if each is None else self._left_in(each)
-            if gradient is not None:
-                found.append((leaf, gradient))
-        return found
-
-    def _left_in(self, each: _Earlier) -> Tensor | None:
-        """What a forward added to a gradient that it was shown; and note whether it cleared it."""
-        now = each.leaf.grad
-        if each.is_gone:
-            return now
-        if now is not each.gradient:
-            if now is not None and now.requires_grad:  # a backward that can be differentiated
-                return now - each.gradient
-            each.is_cleared = each.is_gone = True
-            return now
-        if version_of(now) == each.version:
-            return None
-        is_zero = not bool(now.to_dense().any())
-        if each.copy is None:
-            if not (is_zero and self._memory.are_released):
-                raise _cannot_undo()
-            each.is_cleared, each.version = True, version_of(now)  # this is what to go back to
-            return None
-        added = None if is_zero else now - each.copy
-        now.copy_(each.copy)
-        each.is_cleared |= is_zero
-        self._memory.writes_to_gradients = True
-        return added
-
-    def _add(self, leaf: Tensor, gradient: Tensor) -> None:
-        if leaf.grad is None:
-            leaf.grad = gradient.to(leaf.grad_dtype or gradient.dtype)
-        elif leaf.grad.layout is gradient.layout:
-            leaf.grad.add_(gradient)
-        else:
-            leaf.grad = leaf.grad + gradient
+        self._sums_away = []
 
     def _after_backward(self) -> None:
-        if not self._splits or self._is_isolated:
+        if not self._splits:
             return
-        if self._num_backwards == 1:
-            self._sums = [leaf.grad for leaf in self._leaves]
+        is_watched = self._memory.is_watched
+        if is_watched or self._num_backwards == 1:
+            before, self._sums = self._sums, [leaf.grad for leaf in self._leaves]
             self._versions = versions_of(self._sums)
-        self.is_steady = not self._hooks and self._num_backwards > self._looks
+            pairs = zip(self._leaves, before, self._sums, strict=False)
+            lost = [leaf for leaf, last, now in pairs if last is not None and _is_lost(last, now)]
+            if lost:
+                self._memory.refuse_touching(lost)
+        is_held = bool(self._hooks or self._narrow or is_watched)
+        self.is_steady = not is_held and self._num_backwards > self._looks
 
     # Leaves that nobody listed
 
     def _notice(self, loss: Tensor) -> None:
+        leaves, known = leaves_of(loss), self._parameters.keys() | self._further.keys()
+        if self._splits and _has_gone_backward(leaves, known):
+            raise LossError(
+                "the loss reaches no parameter, but a number with a hook: the forward has gone "
+                "backward itself, as cached losses do, for rows of one microbatch. Let it have "
+                "the whole batch, which it cuts by itself: microbatch_size=None"
+            )
         if self._outside is None:
             self._outside = OutsideLeaves()
-        self._outside.notice(loss, self._parameters.keys() | self._further.keys())
+        self._outside.notice(leaves, known)
         if self._outside and self._memory.is_alone and not self._has_restarted:
             hooked = self._outside.with_hooks()
             if hooked:  # they must not run yet
@@ -579,10 +556,9 @@ class Gradients:
             self._leaves.append(leaf)
             if gradient is not None:
                 self._earlier.append(_Earlier(leaf, gradient, None, version_of(gradient)))
-            if not self._is_isolated:
-                self._sums.append(leaf.grad)
-                self._versions += versions_of([leaf.grad])
-            needs_restart |= leaf.dtype in NARROW or self._is_isolated
+            self._sums.append(leaf.grad)
+            self._versions += versions_of([leaf.grad])
+            needs_restart |= leaf.dtype in NARROW
         if needs_restart and self._memory.is_alone and not self._has_restarted:
             self._restart()
 
@@ -717,10 +693,10 @@ class Gradients:
                 leaf.grad = total.to(dtype)
 
 
-def _any_counts(left: list[tuple[Tensor, Tensor]]) -> bool:
-    """Tell whether a gradient is anything but zeros, with one look at the device."""
-    highest = [gradient.detach().to_dense().abs().max() for _, gradient in left if gradient.numel()]
-    return bool(torch.stack([each.double().cpu() for each in highest]).any())
+def _has_gone_backward(leaves: Sequence[Tensor], known: Container[int]) -> bool:
+    """Whether a loss has been cut off from its graph, and a hook on it does the rest."""
+    is_cut_off = all(leaf.dim() == 0 and id(leaf) not in known for leaf in leaves)
+    return is_cut_off and bool(with_hooks(leaves))
 
 
 def _is_lost(sum_of_earlier: Tensor, now: Tensor | None) -> bool:

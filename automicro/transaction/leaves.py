@@ -167,15 +167,15 @@ class OutsideLeaves:
     def __bool__(self) -> bool:
         return bool(self._found)
 
-    def notice(self, loss: Tensor, known: Container[int]) -> None:
-        """Put aside the gradients of those that a loss reaches, before its backward.
+    def notice(self, leaves: Sequence[Tensor], known: Container[int]) -> None:
+        """Put aside the gradients of those that are not known, before a backward.
 
         Args:
-            loss: of a microbatch.
+            leaves: that the loss of a microbatch reaches.
             known: the ids of leaves that are none.
         """
         mine = {id(leaf) for reference, _ in self._found if (leaf := reference()) is not None}
-        for leaf in leaves_of(loss):
+        for leaf in leaves:
             if id(leaf) not in known and id(leaf) not in mine:
                 self._found.append((TensorWeakRef(leaf), leaf.grad))
                 leaf.grad = None

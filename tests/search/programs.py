@@ -55,11 +55,6 @@ def _inner_backward(model: nn.Module, d: Rows) -> Any:
     return F.mse_loss(model(d["x"]), d["t"])
 
 
-def _inner_backward_of_sum(model: nn.Module, d: Rows) -> Any:
-    (0.1 * (model(d["x"]) ** 2).sum()).backward()
-    return F.mse_loss(model(d["x"]), d["t"])
-
-
 def _one_inner_step(model: nn.Module, d: Rows) -> Any:
     """MAML: a step on the first half of the rows, the loss of the second."""
     half = (len(d["w"]) + 1) // 2
@@ -161,9 +156,8 @@ PROGRAMS = {
     ),
     "forces with a mask": _program(_forces, shape="vectors", true=per_mask),
     "an attack": _program(_attack, shape="vectors"),
-    "an attack that clears": _program(_attack_with_backward, shape="vectors"),
-    "an inner backward": _program(_inner_backward),
-    "an inner backward of a sum": _program(_inner_backward_of_sum, true=None),
+    "an attack that clears": _program(_attack_with_backward, shape="vectors", true=None),
+    "an inner backward": _program(_inner_backward, true=None),
     "one inner step": _program(_one_inner_step, shape="vectors", true=None),
     "weights by gradient norms": _program(_gradient_norm_weights, true=None),
     "consistency": _program(_consistency),
