@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,8 +36,6 @@ BACKWARD = "temporaries of the backward"
 _OUTSIDE = "outside of modules"
 _IN_PICTURES = {OPTIMIZER: "optimizer", BACKWARD: "backward"}
 _MOST_SAMPLES = 1000
-
-T = TypeVar("T")
 
 
 class Owner(NamedTuple):
@@ -113,17 +111,6 @@ class Trace:
             done = event + 1
             held = zip(places, sums.tolist(), strict=True)
             yield {owner: num_bytes for owner, num_bytes in held if num_bytes}
-
-    def highest(self, part: Callable[[Owner], T]) -> dict[T, int]:
-        """The most bytes that each part held at any moment, which need not be the peak's."""
-        known = {owner: part(owner) for owner in dict.fromkeys(self.owners)}
-        codes = {each: code for code, each in enumerate(dict.fromkeys(known.values()))}
-        of_storage = np.array([codes[known[owner]] for owner in self.owners], dtype=np.int64)
-        of_event = of_storage[self.numbers]
-        return {
-            each: int(np.cumsum(self._rounded[of_event == code]).max(initial=0))
-            for each, code in codes.items()
-        }
 
     def scaled(self, share: Callable[[Owner], float]) -> "Trace":
         """The same with every owner's storages at a share of their size."""

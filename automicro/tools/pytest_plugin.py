@@ -1,31 +1,25 @@
 """pytest: does the model still fit? Peaks are planned on tensors without data, on any machine.
 
-Three ways, for anybody's model: `assert_fits` in any test; ``@pytest.mark.fits("80GiB")`` on a test
-that returns a model and a batch; the fixture ``fits_baseline``, which keeps peaks by module in a
-file beside the tests and names the module that a change made larger. Loaded by pytest itself once
-``automicro[pytest]`` is installed; torch is imported only in tests that use it.
+Two ways, for any model: `assert_fits` in any test, and ``@pytest.mark.fits("80GiB")`` on a test
+that returns a model and a batch. Loaded by pytest itself once ``automicro[pytest]`` is installed;
+torch is imported only in tests that use it.
 """
 
 import functools
 import inspect
-import json
 import sys
 import unittest
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from automicro.errors import AutomicroWarning, suggestion, warn
+from automicro.errors import suggestion
 
 if TYPE_CHECKING:
-    from automicro.tools.plan.baseline import Peaks
     from automicro.tools.plan.report import PlanReport
 
-FILE = "fits_baseline.json"
-_WRITTEN = pytest.StashKey[dict[Path, int]]()  # models by file, in this run
-SHARE = 0.05  # that a module may grow by
 _WHOLE = sys.maxsize  # rows of a microbatch that is never cut
 _OURS = str(Path(__file__).parents[1])
 _HOW = (
@@ -130,145 +124,6 @@ def _refuse_unknown(who: str, given: Iterable[str], *, also: Iterable[str] = ())
             )
 
 
-class FitsBaseline:
-    """Peaks by module of one test's models, compared with those that were written down.
-
-    Args:
-        path: of the file.
-        test: whose they are.
-        updates: whether to write them down in place of comparing.
-
-    Attributes:
-        written: how many were written down.
-    """
-
-    def __init__(self, path: Path, test: str, *, updates: bool) -> None:
-        self._path, self._test, self._updates = path, test, updates
-        self.written = 0
-        self._names: set[str] = set()
-
-    def check(
-        self,
-        model: Any,
-        batch: Any,
-        *,
-        name: str = "model",
-        share: float = SHARE,
-        **options: Any,
-    ) -> "PlanReport":
-        """Fail where the peak, or a part's own peak, is larger than was written down.
-
-        The step is that of the whole batch, unless there is a ``microbatch_size``. A module that
-        has another name than in the file and holds no more passes with a warning.
-
-        Args:
-            model: as in `automicro.plan`, and so ``batch`` and ``options``.
-            batch: see there.
-            name: of this model in the test, where it has several.
-            share: that each may have grown by; 0.05 is 5 %, and at least a MiB.
-            options: see there.
-
-        Raises:
-            AssertionError: one has grown by more, or nothing is written down yet.
-            TypeError, ValueError: arguments that make no sense, or a file that cannot be read.
-        """
-        from automicro.tools.plan.baseline import Peaks, compare
-
-        __tracebackhide__ = True
-        self._look_at(name, share, options)
-        options = {"remedies": False, "microbatch_size": _WHOLE, **options}
-        report = _planned(model, batch, options)
-        known = self._read()
-        key = f"{self._test}::{name}"
-        if self._updates:
-            known[key] = Peaks.of(report).entry()
-            text = json.dumps(known, indent=1, sort_keys=True) + "\n"
-            self._path.write_text(text, encoding="utf-8")
-            self.written += 1
-            return report
-        if key not in known:
-            raise AssertionError(
-                f"{self._path.name} has no peaks of {key}; write them down with "
-                "pytest --update-fits, and commit the file"
-            )
-        before = self._peaks(known, key)
-        found = compare(before, Peaks.of(report, at_peak=before.is_at_peak), share)
-        if found.grown:
-            raise AssertionError(
-                f"{report.model} holds more than {self._path.name} says, by more than "
-                f"{share:.0%}:\n{found}\nIf that is meant: pytest --update-fits"
-            )
-        if found.renamed:
-            warn(
-                f"{self._path.name} has other names for modules of {key}, which hold no more than "
-                f"before (renamed? {found.shown_renames}); write the new ones down with "
-                "pytest --update-fits",
-                AutomicroWarning,
-            )
-        if before.is_at_peak:
-            warn(
-                f"{self._path.name} was written by an older version: of {key} it knows the fullest "
-                "moment alone, and what grows at another one is not seen; write it anew with "
-                "pytest --update-fits",
-                AutomicroWarning,
-            )
-        return report
-
-    def _look_at(self, name: str, share: float, options: Mapping[str, Any]) -> None:
-        """Refuse arguments that make no sense."""
-        __tracebackhide__ = True
-        known = ("name", "share")
-        _refuse_unknown("fits_baseline.check() has no argument", options, also=known)
-        if options.get("memory") is not None:
-            raise TypeError(
-                f"fits_baseline.check() compares peaks, whatever the memory: leave memory="
-                f"{options['memory']!r} out, or ask assert_fits whether they fit"
-            )
-        if not 0 <= share <= 1:
-            raise ValueError(f"share={share!r}: give a share from 0 to 1, such as 0.05 for 5 %")
-        if name in self._names:
-            raise ValueError(
-                f"fits_baseline.check() has seen name={name!r} in this test before: give each "
-                "model a name of its own, as in check(…, name='small')"
-            )
-        self._names.add(name)
-
-    def _read(self) -> dict[str, Any]:
-        __tracebackhide__ = True
-        if not self._path.exists():
-            return {}
-        try:
-            return dict(json.loads(self._path.read_text("utf-8")))
-        except (TypeError, ValueError) as error:
-            self._refuse(error)
-
-    def _peaks(self, known: Mapping[str, Any], key: str) -> "Peaks":
-        from automicro.tools.plan.baseline import Peaks
-
-        __tracebackhide__ = True
-        try:
-            return Peaks.read(known[key])
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            self._refuse(error, key)
-
-    def _refuse(self, error: Exception, key: str = "") -> NoReturn:
-        __tracebackhide__ = True
-        what = f"of {key} in {self._path}" if key else f"in {self._path}"
-        raise ValueError(
-            f"what stands {what} is no baseline ({type(error).__name__}: {error}); take the file "
-            "back from version control, or remove it and write it anew with pytest --update-fits"
-        ) from None
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--update-fits``."""
-    parser.getgroup("automicro").addoption(
-        "--update-fits",
-        action="store_true",
-        help=f"write the peaks of fits_baseline into {FILE} in place of comparing with it",
-    )
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Tell of the marker."""
     config.addinivalue_line(
@@ -276,34 +131,6 @@ def pytest_configure(config: pytest.Config) -> None:
         "fits(memory=None, **options): the test returns a model and a batch, of which a training "
         "step has to fit, planned without a GPU; options are those of automicro.plan",
     )
-
-
-@pytest.fixture
-def fits_baseline(request: pytest.FixtureRequest) -> Iterator[FitsBaseline]:
-    """Compare peaks by module with those in a file beside the test: ``.check(model, batch)``."""
-    updates = request.config.getoption("--update-fits")
-    if updates and hasattr(request.config, "workerinput"):
-        raise pytest.UsageError(
-            "--update-fits writes one file, which several processes would overwrite for each "
-            "other: run it without -n of pytest-xdist"
-        )
-    _, _, inside = request.node.nodeid.partition("::")
-    test = f"{request.path.name}::{inside}"
-    path = request.path.with_name(FILE)
-    baseline = FitsBaseline(path, test, updates=updates)
-    yield baseline
-    if baseline.written:
-        written = request.config.stash.setdefault(_WRITTEN, {})
-        written[path] = written.get(path, 0) + baseline.written
-
-
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    """Say what ``--update-fits`` has written."""
-    for path, number in config.stash.get(_WRITTEN, {}).items():
-        models = "a model" if number == 1 else f"{number} models"
-        terminalreporter.write_line(f"{path}: peaks of {models} written; commit it")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -80,10 +80,10 @@ class StepRecorder(Recorder):
     def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run one operation, and write down what its kernel keeps and takes, too."""
         output = super().run(func, types, args, kwargs)
-        if func in _LSTM:
-            output = _with_kept(func, output)
+        if func is _LSTM:
+            output = _with_kept(output)
             self.ledger.see(output, [])
-        workspace_bytes = _workspace_bytes(func, args, output, on_accelerator=self._on_accelerator)
+        workspace_bytes = _workspace_bytes(func, args)
         if workspace_bytes:
             number = self.ledger.new(Owner(WORKSPACE, self.ledger.owner.module))
             self.ledger.write(number, workspace_bytes)
@@ -235,31 +235,13 @@ _DEVICE = torch.ops.prim.device.default
 _CAST = torch.ops.aten._to_copy.default
 _CONVOLUTION = torch.ops.aten.convolution.default
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
-_LSTM = frozenset((torch.ops.aten.mkldnn_rnn_layer.default,))
-_LSTM_BACKWARD = frozenset((torch.ops.aten.mkldnn_rnn_layer_backward.default,))
-_PRODUCTS = {  # and which arguments are multiplied
-    torch.ops.aten.mm.default: slice(0, 2),
-    torch.ops.aten.addmm.default: slice(1, 3),
-}
-_MEAN = torch.ops.aten.mean.dim
-_WITH_COPY = {  # and which argument is copied
-    torch.ops.aten.native_batch_norm_backward.default: 1,
-    torch.ops.aten.mse_loss.default: 0,
-    torch.ops.aten.roll.default: 0,
-}
-_IN_ORDER = frozenset(  # copy what does not lie in order
-    (
-        torch.ops.aten.native_layer_norm.default,
-        torch.ops.aten.native_layer_norm_backward.default,
-    )
-)
-# Of an LSTM's states over all times: what oneDNN keeps for the backward, and takes meanwhile.
-_KEPT_STATES, _KEPT_STATES_OF_HALF, _SCRATCH_STATES = 16, 22, 5
+_LSTM = torch.ops.aten.mkldnn_rnn_layer.default
+_KEPT_STATES, _KEPT_STATES_OF_HALF = 16, 22  # over all times, that an LSTM keeps for its backward
 
 
-def _with_kept(func: Any, output: Any) -> Any:
-    """The output, with what a kernel keeps for its backward, where fake tensors do not tell."""
-    if func not in _LSTM or output[3].numel():
+def _with_kept(output: Any) -> Any:
+    """An LSTM's output, with what its kernel keeps, where fake tensors do not tell."""
+    if output[3].numel():
         return output
     states = output[0]
     times = _KEPT_STATES_OF_HALF if states.itemsize == 2 else _KEPT_STATES
@@ -268,15 +250,13 @@ def _with_kept(func: Any, output: Any) -> Any:
     return (*output[:3], kept)
 
 
-def _workspace_bytes(func: Any, args: tuple[Any, ...], output: Any, *, on_accelerator: bool) -> int:
+def _workspace_bytes(func: Any, args: tuple[Any, ...]) -> int:
     """What a kernel takes for itself while it runs, beside its arguments and results.
 
-    On an accelerator products and attention take next to nothing, but for the queries' gradient,
-    which fused attention sums up in float32. A convolution may copy its inputs and its weight in
-    another order, and sums up the gradient of a weight in half precision in another one.
+    A convolution may copy its inputs and its weight in another order, and sums up the gradient of a
+    weight in half precision in another one. Fused attention sums up the queries' gradient in
+    float32. What others take is left to the margin.
     """
-    if not on_accelerator:
-        return _workspace_bytes_on_cpu(func, args, output)
     if func in BACKWARD_OF_FUSED_ATTENTION:
         query: Tensor = args[1]
         return 4 * query.numel()
@@ -287,72 +267,3 @@ def _workspace_bytes(func: Any, args: tuple[Any, ...], output: Any, *, on_accele
         copies = 2 if weight.itemsize == 2 else 1
         return int(of_y.nbytes + x.nbytes + copies * weight.nbytes)
     return 0
-
-
-def _workspace_bytes_on_cpu(func: Any, args: tuple[Any, ...], output: Any) -> int:
-    """The same of a CPU's kernels; all of it was measured."""
-    if func is _CONVOLUTION:
-        return _forward_of_onednn(args[0], args[1], output, transposed=args[6])
-    if func is _CONVOLUTION_BACKWARD:
-        of_y, x, weight = args[:3]
-        return _backward_of_onednn(of_y, x, weight, output[0], strided=max(args[4]) > 1)
-    if func in _PRODUCTS:  # factors in half precision are copied in another order
-        return sum(each.nbytes for each in args[_PRODUCTS[func]] if each.itemsize == 2)
-    if func in _LSTM or func in _LSTM_BACKWARD:
-        sequence, *weights = args[:3]
-        states = sequence.nbytes // sequence.shape[-1] * weights[1].shape[-1]
-        copies = 3 if sequence.itemsize == 2 else 2
-        return int(_SCRATCH_STATES * states + copies * sum(each.nbytes for each in weights))
-    if func in _WITH_COPY:
-        copied: Tensor = args[_WITH_COPY[func]]
-        return copied.nbytes
-    if func in _IN_ORDER:
-        return _put_in_order(*args[:2])
-    if func is _MEAN:  # in float32
-        return 4 * args[0].numel() if args[0].itemsize == 2 else 0
-    if torch.Tag.pointwise in func.tags and isinstance(output, Tensor):  # all of one type
-        given = [each for each in args if isinstance(each, Tensor) and each.dim()]
-        widest = max((each.itemsize for each in given), default=0)
-        return sum(each.numel() * widest for each in given if each.itemsize < widest)
-    return 0
-
-
-def _forward_of_onednn(x: Tensor, weight: Tensor, y: Tensor, *, transposed: bool) -> int:
-    """Beside its result: first all copied in its order, then the result in both orders.
-
-    In half precision, and transposed, the result is copied once more.
-    """
-    copies = 2 if transposed or y.itemsize == 2 else 1
-    first = _reordered(x) + weight.nbytes + _reordered(y) - y.nbytes
-    return max(first, copies * _reordered(y)) + _put_in_order(x, with_it=weight)
-
-
-def _backward_of_onednn(
-    of_y: Tensor, x: Tensor, weight: Tensor, of_x: Tensor | None, *, strided: bool
-) -> int:
-    """Beside its results: for the weight's gradient its inputs, then that gradient, in both orders.
-
-    Before that the input's gradient, which is copied twice in half precision and with strides. The
-    gradient of a weight in half precision is summed up in float32. A large depthwise weight's has
-    blocks of 16 × 16 for each channel, where channels lie last.
-    """
-    is_half = x.itemsize == 2
-    most = _reordered(x) + _reordered(of_y) + 2 * is_half * weight.nbytes
-    if of_x is not None and (strided or is_half):
-        most = max(most, 3 * _reordered(x) - of_x.nbytes - weight.nbytes)
-    is_depthwise = weight.shape[1] == 1 and x.shape[1] > 1
-    if is_depthwise and max(weight.shape[2:]) > 3 and not x.is_contiguous():
-        most += 256 * weight.nbytes * (3 if is_half else 1)
-    return max(most, weight.nbytes) + _put_in_order(of_y, x, with_it=weight)
-
-
-def _reordered(tensor: Tensor) -> int:
-    """Its bytes in oneDNN's order, which has channels by sixteen."""
-    channels = tensor.shape[1]
-    return tensor.nbytes // channels * -(-channels // 16) * 16
-
-
-def _put_in_order(*tensors: Any, with_it: Tensor | None = None) -> int:
-    """Bytes of the copies of those that do not lie in order; then of another one, too."""
-    copied = sum(x.nbytes for x in tensors if isinstance(x, Tensor) and not x.is_contiguous())
-    return copied + with_it.nbytes if copied and with_it is not None else copied

@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from automicro.batch.layout import describe_cut
-from automicro.memory.timeline import ACTIVATIONS, BACKWARD, Owner, Trace
+from automicro.memory.timeline import ACTIVATIONS, Owner, Trace
 from automicro.policy.halving import Halving
 from automicro.rungs.levels import PLAIN
 from automicro.tools.pictures import new_figure, speed_and_memory, timeline
@@ -81,24 +79,6 @@ class LevelPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """The most that one part of a step held, at its own fullest moment.
-
-    Attributes:
-        kind: what it is, as in the breakdown.
-        module: whose, of activations and of temporaries of the backward; those of repeated blocks
-            are one. Empty for all others.
-        made_of: the classes of these modules.
-        peak_bytes: the most that it held at once.
-    """
-
-    kind: str
-    module: str
-    made_of: str
-    peak_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class PlanReport:
     """What `plan` found. ``print(report)`` tells it, `to_dict` is for JSON.
 
@@ -117,7 +97,6 @@ class PlanReport:
         breakdown: bytes at the peak, by what they are.
         modules: bytes of activations at the peak, by the module that made them; those of repeated
             blocks are added up.
-        parts: the most that each part held at any moment of the step.
         points: sizes that were looked at, and their peaks.
         remedies: what would help, the most helpful first.
         num_parameters: of the model.
@@ -148,7 +127,6 @@ class PlanReport:
     margin_bytes: int
     breakdown: Mapping[str, int]
     modules: Mapping[str, int]
-    parts: Sequence[Part]
     points: Sequence[tuple[int, int]]
     remedies: Sequence[Remedy]
     num_parameters: int
@@ -340,29 +318,6 @@ def by_module(held: Mapping[Owner, int]) -> dict[str, int]:
             name = grouped(owner.module)
             found[name] = found.get(name, 0) + num_bytes
     return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-
-def parts_of(trace: Trace, model: nn.Module) -> list[Part]:
-    """What each part held at its own fullest moment, in the order of `KINDS`."""
-    classes: dict[str, dict[str, None]] = {}
-    for name, module in model.named_modules():
-        classes.setdefault(grouped(name), {})[type(module).__name__] = None
-
-    def of(owner: Owner) -> Owner:
-        is_told_by_module = owner.kind in (ACTIVATIONS, BACKWARD)
-        return Owner(owner.kind, grouped(owner.module) if is_told_by_module else "")
-
-    held = trace.highest(of)
-    return [
-        Part(
-            kind=part.kind,
-            module=part.module,
-            made_of=", ".join(classes.get(part.module, ())),
-            peak_bytes=held[part],
-        )
-        for part in sorted(held, key=lambda each: KINDS.index(each.kind))
-        if held[part]
-    ]
 
 
 def samples_of(trace: Trace) -> list[tuple[float, Mapping[str, int]]]:

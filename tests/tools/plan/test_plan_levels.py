@@ -221,7 +221,7 @@ def test_levels_are_in_the_json() -> None:
 
 
 def test_gradients_that_wait_for_the_last_microbatch_are_whole() -> None:
-    options: dict[str, Any] = {"ranks": 4, "microbatch_size": 16}
+    options: dict[str, Any] = {"ranks": 4, "microbatch_size": 16, "device": "cuda"}
     model = Model()
     report = plan(model, batch(), sync="auto", **options)
     gradients = sum(parameter.nbytes for parameter in model.parameters())
