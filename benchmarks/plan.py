@@ -7,9 +7,9 @@ Twelve models, three sizes each, in fp32, under autocast in bf16, and with block
 the backward, with four optimizers. Each case is planned on tensors without data, then trained for
 real: two batches of two microbatches in a `Microbatcher`, where a c10 allocator counts every byte
 that torch's CPU kernels ask for, those inside of kernels included. *Unsafe* is a plan whose peak
-with its margin is below the real one. ``--unseen`` takes twelve other models. With ``--ranks`` the models are sharded over so many
-processes, blocks and the rest by ``fully_shard``, and the first one's allocator counts. It needs a
-C++ compiler, transformers, torchvision.
+with its margin is below the real one. ``--unseen`` takes twelve other models. With
+``--ranks`` the models are sharded over so many processes, blocks and the rest by ``fully_shard``,
+and the first one's allocator counts. It needs a C++ compiler, transformers, torchvision.
 """
 
 import argparse

@@ -145,10 +145,14 @@ class Tokens:
             model that shifts its labels itself).
         reads: whether to wait for counts on a device. A zero has to be known where the gradient
             of a mean over no target is NaN, even times zero.
+
+    Attributes:
+        is_claimed: whether it was read off a model's loss type, which its forward may not use.
     """
 
     counts_rows = False
     is_known = True
+    is_claimed = False
 
     def __init__(
         self,
@@ -364,39 +368,25 @@ def _read_loss(loss_fn: Callable[..., Any], targets: Callable[[Any], Any]) -> Av
 
 
 def _read_transformers(model: nn.Module, targets: Callable[[Any], Any]) -> Average | None:
-    """Read the loss type that a Hugging Face model declares.
+    """Read the loss type that a Hugging Face model declares; looks find where its loss differs.
 
+    A language model without one has the default, a causal loss, as transformers documents it.
     Causal models shift their labels by one, encoder-decoder models and token classifiers do not.
-    A model whose forward does without the declared loss (BART's decoder, Marian) takes its labels
-    as they are, unless it shifts them itself.
     """
     # Asked of the class first, because a model without a loss type logs when it is asked itself.
     if not (hasattr(type(model), "loss_function") or hasattr(model, "loss_function")):
         return None
     config = getattr(model, "config", None)
-    owner = next((each for each in model.modules() if hasattr(type(each), "loss_function")), model)
-    names = _names_in_forward(owner)
-    is_own = (
-        bool(names & _OWN_CROSS_ENTROPY)
-        and "loss_function" not in names
-        and "labels" in names  # else it is not over what is counted here
-    )
     loss_type = getattr(model, "loss_type", None)
-    if loss_type is None and type(owner).__name__.endswith("ForCTC"):
-        loss_type = "ForCTC"
-    elif loss_type is None and type(model).__name__.endswith("WithLMHeadModel"):
-        loss_type = "ForMaskedLM"  # XLM's and FlauBERT's: a layer has the loss, and shifts nothing
-    elif loss_type is None and (
-        is_own or "loss_function" in names or type(model).__name__.endswith("LMHeadModel")
-    ):
-        loss_type = "ForCausalLM"  # as transformers takes it
-    if loss_type == "ForConditionalGeneration":
-        is_encoder_decoder = getattr(config, "is_encoder_decoder", False)
-        loss_type = "ForMaskedLM" if is_encoder_decoder else "ForCausalLM"
+    get_head: Any = getattr(model, "get_output_embeddings", None)
+    if loss_type is None and isinstance(get_head and get_head(), nn.Module):
+        loss_type = "ForConditionalGeneration"
     match loss_type:
         case "ForCausalLM":
-            shifts = not is_own or any("shift" in name for name in names - {"shift_tokens_right"})
-            return Tokens(targets, shift=1 if shifts else 0)
+            return _claimed(Tokens(targets, shift=1))
+        case "ForConditionalGeneration":
+            is_encoder_decoder = getattr(config, "is_encoder_decoder", False)
+            return _claimed(Tokens(targets, shift=0 if is_encoder_decoder else 1))
         case (
             "ForMaskedLM"
             | "ForTokenClassification"
@@ -414,14 +404,9 @@ def _read_transformers(model: nn.Module, targets: Callable[[Any], Any]) -> Avera
     return None
 
 
-_OWN_CROSS_ENTROPY = frozenset({"CrossEntropyLoss", "cross_entropy"})
-
-
-def _names_in_forward(model: nn.Module) -> frozenset[str]:
-    """What the forward of a module's class calls its variables and what it uses by name."""
-    forward = forward_of_class(model)
-    code = forward and getattr(inspect.unwrap(forward), "__code__", None)
-    return frozenset(code.co_names + code.co_varnames) if code else frozenset()
+def _claimed(average: Tokens) -> Tokens:
+    average.is_claimed = True
+    return average
 
 
 _OTHER_IGNORED = (-1, 0, 255)

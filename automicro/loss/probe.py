@@ -26,6 +26,7 @@ from automicro.errors import (
     describe_error,
     warn,
 )
+from automicro.loss.averages import Tokens
 from automicro.loss.causes import (
     KEEP_WHOLE,
     describe_failure,
@@ -136,6 +137,10 @@ class Prober:
         self._computation = computation
         self._is_known = all(average.is_known for average in computation.averages.values())
         self._declared = declared
+        self._is_claimed = not declared and any(
+            isinstance(average, Tokens) and average.is_claimed
+            for average in computation.averages.values()
+        )
         self._off = off
         self._refuses = refuses
         self._why_not = "" if is_alone else needs_other_ranks()
@@ -188,7 +193,7 @@ class Prober:
             return False
         if self._why_not:
             self._train.is_done = True
-            message = self._unchecked(self._why_not)
+            message = self._unchecked(self._why_not, may_be_claimed=True)
             if message is not None:
                 warn(message, LossAverageWarning)
             return False
@@ -425,7 +430,7 @@ class Prober:
             message = self._failed(evidence, first_line(error))  # the step itself may not say it
         except CollectiveError as error:
             evidence.is_done = True
-            message = self._unchecked(needs_other_ranks(str(error)))
+            message = self._unchecked(needs_other_ranks(str(error)), may_be_claimed=True)
         except Exception as error:
             failure = error
         again = False
@@ -602,12 +607,16 @@ class Prober:
             return None
         return self._unchecked(f"looks at a few rows failed ({why.rstrip('.')})")
 
-    def _unchecked(self, why: str) -> str | None:
-        """What to say, once, where nothing could be seen; nothing where nothing was assumed."""
+    def _unchecked(self, why: str, *, may_be_claimed: bool = False) -> str | None:
+        """What to say, once, where nothing could be seen; nothing where nothing was assumed.
+
+        With ``may_be_claimed`` also of what a model's loss type claims, which its forward may not
+        keep to: transformers' own have some.
+        """
         if self._has_said_unchecked:
             return None
         self._has_said_unchecked = True
-        if self._is_known:
+        if self._is_known and not (may_be_claimed and self._is_claimed):
             logger.info("splitting was not checked: %s", why)
             return None
         return (

@@ -3,6 +3,7 @@
 import functools
 import math
 import operator
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from automicro import LossAverageWarning, LossError, MemoryBudget, Microbatcher
 from automicro.loss.averages import Counted, Samples, Sum, Tokens, read_average
 from automicro.loss.weights import BatchWeights, CutBatch, LossMean, microbatch_weights
+from automicro.ranks.interface import OneRank
 from tests.cases import count_targets, difference, gradients, masked_mean
 from tests.models import (
     CLASS_WEIGHT,
@@ -120,6 +122,35 @@ def test_a_hugging_face_model_says_whether_it_shifts_its_labels(
     labels = torch.tensor([[1, 2, IGNORED], [IGNORED, 2, 3]])
     counts = average.denominators((None, labels), [(None, labels[:1]), (None, labels[1:])], [1, 1])
     assert counts == ([1, 2] if shift else [2, 2])
+
+
+@pytest.mark.parametrize("declares", [False, True])
+def test_a_claimed_loss_type_is_said_to_be_unchecked_where_nothing_can_be_looked_at(
+    declares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Model(nn.Module):
+        loss_type = "ForCausalLM"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(5, 5)
+
+        def loss_function(self) -> None: ...
+
+        def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            logits = self.embedding(input_ids)[:, :-1]
+            return {"loss": F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())}
+
+    monkeypatch.setattr(OneRank, "communicates_in_forward", True)
+    average = "model" if declares else "auto"
+    microbatcher = Microbatcher(Model(), microbatch_size=2, loss_average=average)
+    ids = torch.randint(5, (4, 6))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        microbatcher.backward({"input_ids": ids, "labels": ids})
+    said = [str(each.message) for each in caught if each.category is LossAverageWarning]
+    assert len(said) == (0 if declares else 1)
+    assert all(each.startswith("could not check that the loss is a mean over the") for each in said)
 
 
 def test_a_model_of_unknown_loss_type_is_taken_for_a_mean_over_samples_and_probed() -> None:

@@ -1,5 +1,6 @@
 """Families of transformers from tiny configurations, whose own losses split exactly."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -253,32 +254,8 @@ TRANSFORMERS: dict[str, ExactJob] = {
         bos_token_id=0,
         eos_token_id=2,
     ),
-    "BART's decoder, which does not shift": _family(
-        "BartForCausalLM",
-        "BartConfig",
-        language,
-        vocab_size=VOCABULARY,
-        d_model=16,
-        decoder_layers=1,
-        decoder_attention_heads=2,
-        decoder_ffn_dim=24,
-        max_position_embeddings=32,
-        pad_token_id=1,
-        bos_token_id=0,
-        eos_token_id=2,
-    ),
     "a decoder without a declared loss type": _family(
         "BertGenerationDecoder", "BertGenerationConfig", language, **TINY, is_decoder=True, **ENDS
-    ),
-    "XLM, whose loss is in a layer": _family(
-        "XLMWithLMHeadModel",
-        "XLMConfig",
-        language,
-        vocab_size=VOCABULARY,
-        emb_dim=16,
-        n_layers=1,
-        n_heads=2,
-        pad_index=0,
     ),
     "PatchTST, whose classes are no labels": _family(
         "PatchTSTForClassification",
@@ -318,4 +295,53 @@ TRANSFORMERS: dict[str, ExactJob] = {
     ),
     "ViT": _family("ViTForImageClassification", "ViTConfig", pictures, **VISION, num_labels=3),
     "DeiT": _family("DeiTForImageClassification", "DeiTConfig", pictures, **VISION, num_labels=3),
+}
+
+# They declare a causal loss, or none, and take their labels as they are.
+UNSHIFTED: dict[str, ExactJob] = {
+    "BART's decoder": _family(
+        "BartForCausalLM",
+        "BartConfig",
+        language,
+        vocab_size=VOCABULARY,
+        d_model=16,
+        decoder_layers=1,
+        decoder_attention_heads=2,
+        decoder_ffn_dim=24,
+        max_position_embeddings=32,
+        pad_token_id=1,
+        bos_token_id=0,
+        eos_token_id=2,
+    ),
+    "XLM": _family(
+        "XLMWithLMHeadModel",
+        "XLMConfig",
+        language,
+        vocab_size=VOCABULARY,
+        emb_dim=16,
+        n_layers=1,
+        n_heads=2,
+        pad_index=0,
+    ),
+    "XLNet": _family(
+        "XLNetLMHeadModel",
+        "XLNetConfig",
+        language,
+        vocab_size=VOCABULARY,
+        d_model=16,
+        n_layer=1,
+        n_head=2,
+        d_inner=24,
+    ),
+}
+
+
+def labels_that_count(batch: Any) -> Tensor:
+    found: Tensor = (batch["labels"] != -100).sum()
+    return found
+
+
+TRANSFORMERS |= {
+    f"{name}, declared": dataclasses.replace(job, options={"loss_average": labels_that_count})
+    for name, job in UNSHIFTED.items()
 }

@@ -21,7 +21,7 @@ from torchmetrics.classification import (
 from automicro import Microbatcher
 from automicro.errors import AutomicroWarning
 from tests.search.exact_jobs import CLASSES, LAYERS, LOSSES, ExactJob, in_precision
-from tests.search.exact_transformers import TRANSFORMERS
+from tests.search.exact_transformers import TRANSFORMERS, UNSHIFTED
 from tests.search.oracle import relative_error
 
 pytestmark = pytest.mark.sweep
@@ -173,3 +173,14 @@ def test_there_are_enough_exact_jobs() -> None:
     assert len(JOBS) >= 60
     assert {name for name, _ in CASES[::3]} == set(JOBS)
     assert {precision for _, precision in CASES[::3]} == set(PRECISIONS)
+
+
+@pytest.mark.parametrize("name", UNSHIFTED)
+def test_a_model_whose_loss_is_not_of_its_declared_type_is_named_with_the_remedy(name: str) -> None:
+    torch.manual_seed(0)
+    batch = in_precision(UNSHIFTED[name].batch(torch.Generator().manual_seed(1)), torch.float64)
+    microbatcher = Microbatcher(UNSHIFTED[name].model().double(), microbatch_size=3)
+    with heard() as said:
+        microbatcher.backward(batch)
+    assert said[0].endswith("pass loss_average=lambda batch: (batch['labels'] != -100).sum()")
+    assert microbatcher.loss_average_is == "wrong"
