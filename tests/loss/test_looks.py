@@ -50,142 +50,6 @@ def rows(count: int = 12, width: int = 6) -> Tensor:
     return torch.randn(count, width, dtype=torch.float64)
 
 
-# What a look finds that the values of losses do not show
-
-
-class Centred(nn.Module):
-    """Compares rows, in training mode only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = net(6, 8), net(8, 3)
-
-    def forward(self, inputs: Tensor) -> Any:
-        hidden = self.first(inputs)
-        if self.training:
-            hidden = hidden - hidden.mean(0)
-        return self.second(hidden)
-
-
-class Autoencoder(nn.Module):
-    """A summed loss that always draws."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode, self.decode = net(6, 8), net(4, 6)
-
-    def forward(self, inputs: Tensor) -> Any:
-        mean, log_variance = self.encode(inputs).chunk(2, 1)
-        code = mean + torch.randn_like(mean) * (log_variance / 2).exp()
-        divergence = mean.square() + log_variance.exp() - 1 - log_variance
-        return F.mse_loss(self.decode(code), inputs, reduction="sum") + divergence.sum() / 2
-
-
-def scale_free(model: Any, batch: Any) -> Any:
-    loss = F.mse_loss(model(batch[0]), batch[1])
-    return loss / loss.detach()
-
-
-def forces(model: Any, batch: Any) -> Any:
-    """An inner gradient, averaged over the rows that a mask leaves."""
-    places = batch[0].detach().requires_grad_()
-    (force,) = torch.autograd.grad(model(places).sum(), places, create_graph=True)
-    each = (force - batch[1]).square().mean(1) * batch[2]
-    return each.sum() / batch[2].sum()
-
-
-def balanced(model: Any, batch: Any) -> Any:
-    """A routing term over the batch with a small coefficient."""
-    shares = model(batch[0]).softmax(1)
-    return F.cross_entropy(model(batch[0]), batch[1]) + 1e-3 * shares.mean(0).square().sum()
-
-
-def dropped(model: Any, batch: Any) -> Any:
-    return F.mse_loss(model(F.dropout(batch[0], 0.4)), batch[1], reduction="sum")
-
-
-FOUND: dict[str, tuple[Callable[[], nn.Module], Any, Any, str]] = {
-    "rows compared in training mode only": (
-        Centred,
-        lambda m, b: F.cross_entropy(m(b[0]), b[1]),
-        lambda: (rows(), torch.arange(12) % 3),
-        "no weighting of rows",
-    ),
-    "a sum that draws": (Autoencoder, lambda m, b: m(b), rows, "a sum .*'none'"),
-    "functional dropout in a sum": (
-        lambda: net(6, 6),
-        dropped,
-        lambda: (rows(), rows()),
-        "a sum .*'none'",
-    ),
-    "divided by itself": (
-        lambda: net(6, 6),
-        scale_free,
-        lambda: (rows(), rows() * torch.rand(12, 1)),
-        "loss / loss.detach",
-    ),
-    "an inner gradient under a mask": (
-        lambda: net(6, 8, 1),
-        forces,
-        lambda: (rows(), rows(), (torch.arange(12) % 3 > 0).double()),
-        "weighted by '2'",
-    ),
-    "a small term over the batch": (
-        lambda: net(6, 3),
-        balanced,
-        lambda: (rows(), torch.arange(12) % 3),
-        "no weighting of rows",
-    ),
-    "a loss near 1e-7": (
-        lambda: net(6, 6),
-        lambda m, b: 1e-7 * ((m(b[0]) - b[1]).square() * b[2]).sum() / b[2].sum(),
-        lambda: (rows(), rows(), (torch.rand(12, 6) > 0.4).double()),
-        "weighted by '2'",
-    ),
-    "a decay beside a sum": (
-        lambda: net(6, 6),
-        lambda m, b: (
-            F.mse_loss(m(b[0]), b[1], reduction="sum")
-            + sum(p.square().sum() for p in m.parameters())
-        ),
-        lambda: (rows(), rows()),
-        "a term that does not come from rows",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", FOUND)
-def test_what_values_in_evaluation_mode_do_not_show_is_named(name: str) -> None:
-    make, forward, batch, message = FOUND[name]
-    microbatcher = Microbatcher(
-        make(),
-        forward=forward,
-        microbatch_size=3,
-        loss_average="none" if "decay" in name else "auto",
-    )
-    with pytest.warns(LossAverageWarning, match=message):
-        result = microbatcher.backward(batch())
-    assert result.loss_average_is == "wrong"
-
-
-@pytest.mark.parametrize("first_padded", [2, 10, 25])
-def test_padding_that_comes_late_is_looked_at(first_padded: int) -> None:
-    model = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20)).double()
-    microbatcher = Microbatcher(
-        model,
-        forward=lambda m, b: F.cross_entropy(m(b[0]).flatten(0, 1), b[1].flatten()),
-        microbatch_size=2,
-    )
-    batches = []
-    for index in range(30):
-        ids = torch.randint(1, 20, (8, 6))
-        lengths = torch.randint(1, 7, (8, 1)) if index >= first_padded else torch.tensor([[6]])
-        batches.append((ids, torch.where(torch.arange(6) < lengths, ids, -100)))
-    assert warnings_of(microbatcher, *batches[:first_padded]) == []
-    (message,) = warnings_of(microbatcher, *batches[first_padded:])
-    assert "loss_average='tokens'" in message
-
-
 def test_padding_is_looked_at_between_looks_that_could_not_tell_yet() -> None:
     def forward(m: Any, batch: Any) -> Any:
         return F.cross_entropy(m(batch[0]).flatten(0, 1), batch[1].flatten())
@@ -198,36 +62,6 @@ def test_padding_is_looked_at_between_looks_that_could_not_tell_yet() -> None:
     assert warnings_of(microbatcher, whole, equal) == []
     (message,) = warnings_of(microbatcher, padded)  # the third batch, when no look is due
     assert "loss_average='tokens'" in message
-
-
-def test_a_class_that_comes_late_is_looked_at() -> None:
-    weight = torch.tensor([1.0, 1.0, 1.0, 9.0], dtype=torch.float64)
-    microbatcher = Microbatcher(
-        net(6, 4), forward=lambda m, b: F.cross_entropy(m(b[0]), b[1], weight), microbatch_size=4
-    )
-    common = [(rows(), torch.arange(12) % 3) for _ in range(20)]
-    assert warnings_of(microbatcher, *common) == []
-    rare = (rows(), (torch.arange(12) % 3).index_fill(0, torch.tensor([5]), 3))
-    assert "class weights" in warnings_of(microbatcher, rare)[0]
-
-
-def test_a_head_of_zeros_is_looked_past_once_it_has_learned() -> None:
-    model = net(6, 8, 8, 3)
-    nn.init.zeros_(model[4].weight)
-    optimizer = torch.optim.SGD(model.parameters(), 0.5)
-
-    def forward(m: Any, batch: Any) -> Any:
-        # Rows are compared in the layers that get no gradient at first.
-        return F.cross_entropy(m[4](m[:4](batch[0]).sub(m[:4](batch[0]).mean(0))), batch[1])
-
-    microbatcher = Microbatcher(model, forward=forward, microbatch_size=4)
-    batch = (rows(), torch.arange(12) % 3)
-    messages = []
-    for _ in range(4):
-        messages += warnings_of(microbatcher, batch)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert len(messages) == 1
 
 
 def test_an_evaluation_loss_that_depends_on_the_cut_is_named_once() -> None:
@@ -941,21 +775,6 @@ def test_what_rounding_does_on_an_edge_is_no_wrong_weight(is_trained: bool, num_
     found = warnings_of(microbatcher, (x, y))
     # As many other rows are needed for a second look.
     assert bool(found) == (not is_trained and num_rows < 2 * 16)
-
-
-@pytest.mark.parametrize("share", [1e-3, 1e-2, 1e-1])
-def test_a_small_term_over_the_batch_is_named_in_float32_as_well(share: float) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
-
-    def forward(model: nn.Module, batch: Any) -> Any:
-        logits = model(batch[0])
-        spread = logits.softmax(-1).mean(0).square().sum()
-        return F.cross_entropy(logits, batch[1]) + share * spread
-
-    microbatcher = Microbatcher(model, forward=forward, microbatch_size=3)
-    batches = [(torch.randn(40, 6), torch.arange(40) % 3) for _ in range(2)]
-    assert warnings_of(microbatcher, *batches)
 
 
 def test_what_one_row_makes_torch_say_is_not_said() -> None:

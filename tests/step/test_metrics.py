@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib
 import itertools
 import warnings
 from array import array
@@ -35,6 +34,7 @@ from automicro import Evaluator, Halving, MetricWarning, Microbatcher, Trainer
 from automicro.step.metrics import Asking, Readings
 from automicro.transaction.metrics import Metrics, flatten_metrics
 from automicro.transaction.remembering import Growth
+from tests.acceptance.torchmetrics_families import INPUTS, NAMED, N, numbers
 from tests.sweeps import mostly_in_sweeps
 
 ROWS = 12
@@ -503,156 +503,6 @@ def split_value(metric: Any, batch: Any, size: int = 7) -> tuple[Any, list[str]]
         value = metric.compute()
     named = [str(each.message) for each in caught if each.category is MetricWarning]
     return value, named
-
-
-def numbers(value: Any) -> Tensor:
-    if isinstance(value, dict):
-        value = [value[key] for key in sorted(value)]
-    if isinstance(value, list | tuple):
-        return torch.cat([numbers(each) for each in value])
-    return torch.as_tensor(value, dtype=torch.float64).flatten()
-
-
-N = 30
-SCALE = torch.linspace(0.2, 1, N)
-INPUTS: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
-    "classes": lambda: (torch.rand(N, 4).softmax(1), torch.randint(4, (N,))),
-    "binary": lambda: (torch.rand(N) * SCALE, torch.randint(2, (N,))),
-    "labels": lambda: (torch.rand(N, 3), torch.randint(2, (N, 3))),
-    # All of the first slice lie between 0 and 1.
-    "logits": lambda: (torch.linspace(0.1, 3, N), torch.arange(N) % 2),
-    "logits of classes": lambda: (torch.linspace(0.1, 3, 4 * N).view(N, 4), torch.arange(N) % 4),
-    "numbers": lambda: (torch.rand(N) * SCALE + 0.1, torch.rand(N) + 0.1),
-    "columns": lambda: (torch.rand(N, 3) * SCALE[:, None] + 0.1, torch.rand(N, 3) + 0.1),
-    "shares": lambda: (torch.rand(N, 3).softmax(1), torch.rand(N, 3).softmax(1)),
-    "images": lambda: (
-        torch.rand(N, 1, 16, 16) * SCALE.view(-1, 1, 1, 1),
-        torch.rand(N, 1, 16, 16) * SCALE.view(-1, 1, 1, 1),
-    ),
-    "masks": lambda: (torch.randint(2, (N, 3, 6, 6)), torch.randint(2, (N, 3, 6, 6))),
-    "sounds": lambda: (torch.randn(N, 200) * SCALE[:, None], torch.randn(N, 200)),
-    "clusters": lambda: (torch.randint(3, (N,)), torch.randint(3, (N,))),
-}
-# Metrics by the input that they take; what they are made with, where that is not nothing.
-EXACT: list[tuple[str, str, dict[str, Any]]] = [
-    *[("classes", f"classification.Multiclass{name}", {"num_classes": 4}) for name in (
-        "AUROC", "Accuracy", "AveragePrecision", "CalibrationError", "CohenKappa",
-        "ConfusionMatrix", "F1Score", "HammingDistance", "HingeLoss", "JaccardIndex",
-        "MatthewsCorrCoef", "NegativePredictiveValue", "Precision", "PrecisionRecallCurve", "ROC",
-        "Recall", "Specificity", "StatScores",
-    )],
-    *[("binary", f"classification.Binary{name}", {}) for name in (
-        "AUROC", "Accuracy", "AveragePrecision", "CalibrationError", "CohenKappa",
-        "ConfusionMatrix", "EER", "F1Score", "HammingDistance", "HingeLoss", "JaccardIndex",
-        "LogAUC", "MatthewsCorrCoef", "Precision", "PrecisionRecallCurve", "ROC", "Recall",
-        "Specificity", "StatScores",
-    )],
-    *[("labels", f"classification.Multilabel{name}", {"num_labels": 3}) for name in (
-        "AUROC", "Accuracy", "AveragePrecision", "ConfusionMatrix", "CoverageError", "ExactMatch",
-        "F1Score", "HammingDistance", "JaccardIndex", "MatthewsCorrCoef", "Precision",
-        "RankingAveragePrecision", "RankingLoss", "Recall", "Specificity", "StatScores",
-    )],
-    *[("numbers", f"regression.{name}", {}) for name in (
-        "ConcordanceCorrCoef", "ContinuousRankedProbabilityScore", "ExplainedVariance",
-        "KendallRankCorrCoef", "LogCoshError", "MeanAbsoluteError", "MeanAbsolutePercentageError",
-        "MeanSquaredError", "MeanSquaredLogError", "NormalizedRootMeanSquaredError",
-        "PearsonCorrCoef", "R2Score", "RelativeSquaredError", "SpearmanCorrCoef",
-        "SymmetricMeanAbsolutePercentageError", "TweedieDevianceScore",
-        "WeightedMeanAbsolutePercentageError",
-    ) if name != "ContinuousRankedProbabilityScore"],
-    ("numbers", "regression.MinkowskiDistance", {"p": 3}),
-    ("numbers", "regression.CriticalSuccessIndex", {"threshold": 0.5}),
-    *[("numbers", "regression.NormalizedRootMeanSquaredError", {"normalization": how})
-      for how in ("range", "std", "l2")],
-    ("columns", "regression.CosineSimilarity", {"reduction": "mean"}),
-    ("columns", "regression.R2Score", {"multioutput": "raw_values"}),
-    ("shares", "regression.KLDivergence", {}),
-    ("shares", "regression.JensenShannonDivergence", {}),
-    ("images", "image.PeakSignalNoiseRatio", {"data_range": 1.0}),
-    ("images", "image.PeakSignalNoiseRatioWithBlockedEffect", {"data_range": 1.0}),
-    ("images", "image.StructuralSimilarityIndexMeasure", {"data_range": 1.0}),
-    ("images", "image.UniversalImageQualityIndex", {}),
-    ("images", "image.SpatialCorrelationCoefficient", {}),
-    ("images", "image.RootMeanSquaredErrorUsingSlidingWindow", {}),
-    ("masks", "segmentation.DiceScore", {"num_classes": 3}),
-    ("masks", "segmentation.GeneralizedDiceScore", {"num_classes": 3}),
-    ("masks", "segmentation.MeanIoU", {"num_classes": 3}),
-    ("masks", "segmentation.HausdorffDistance", {"num_classes": 3}),
-    ("sounds", "audio.SignalNoiseRatio", {}),
-    ("sounds", "audio.ScaleInvariantSignalNoiseRatio", {}),
-    ("sounds", "audio.ScaleInvariantSignalDistortionRatio", {}),
-    *[("clusters", f"clustering.{name}", {}) for name in (
-        "AdjustedMutualInfoScore", "AdjustedRandScore", "CompletenessScore", "FowlkesMallowsIndex",
-        "HomogeneityScore", "MutualInfoScore", "NormalizedMutualInfoScore", "RandScore",
-        "VMeasureScore",
-    )],
-    *[("clusters", f"nominal.{name}", {"num_classes": 3}) for name in (
-        "CramersV", "PearsonsContingencyCoefficient", "TheilsU", "TschuprowsT",
-    )],
-]  # fmt: skip
-
-
-class Flat(Given):
-    """Clusters and masks stay whole numbers."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-@pytest.mark.filterwarnings("ignore:Metric `.*` will save all:UserWarning")
-@pytest.mark.parametrize(
-    ("given", "name", "options"), EXACT, ids=[f"{name}-{o}" for _, name, o in EXACT]
-)
-def test_metrics_of_torchmetrics_are_those_of_whole_batches(
-    given: str, name: str, options: dict[str, Any]
-) -> None:
-    package, _, kind = name.partition(".")
-    make = getattr(importlib.import_module(f"torchmetrics.{package}"), kind)
-    batch = INPUTS[given]()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        whole, split, failed = make(**options), make(**options), make(**options)
-        whole.update(*batch)
-        Microbatcher(Flat(), loss_fn=mean, eval_microbatch_size=7, probe=False).evaluate(
-            batch, split
-        )
-        policy = Halving(initial=16, refine=False, grow=False)
-        again = Microbatcher(_FailsOnce(), loss_fn=mean, eval_microbatch_size=policy, probe=False)
-        again.evaluate(batch, failed)
-        expected = torch.nan_to_num(numbers(whole.compute()))
-        for metric in (split, failed):
-            found = torch.nan_to_num(numbers(metric.compute()))
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-class _FailsOnce(Given):
-    def __init__(self) -> None:
-        super().__init__(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        super().forward(torch.zeros(()))
-        return x
-
-
-NAMED: dict[str, tuple[Callable[[], Any], str, str]] = {
-    "Running": (lambda: wrappers.Running(MeanSquaredError(), 3), "numbers", "last 3 updates"),
-    "Running in a collection": (
-        lambda: MetricCollection({"it": wrappers.Running(MeanSquaredError(), 2)}),
-        "numbers",
-        "last 2 updates",
-    ),
-    "BootStrapper": (lambda: wrappers.BootStrapper(MeanSquaredError(), 4), "numbers", "draws anew"),
-    "SSIM": (of_images.StructuralSimilarityIndexMeasure, "images", "data_range"),
-    "logits": (of_classes.BinaryAccuracy, "logits", "BinaryAccuracy takes its numbers for prob"),
-    "logits of classes": (
-        lambda: of_classes.MulticlassAUROC(4), "logits of classes", "softmax",
-    ),
-    "logits in a collection": (
-        lambda: MetricCollection([of_classes.BinaryF1Score(), of_classes.BinaryAccuracy()]),
-        "logits",
-        "for logits elsewhere",
-    ),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMED)

@@ -1,0 +1,68 @@
+"""Rows of the ingredients of the search, each alone in the simplest combination."""
+
+import dataclasses
+from typing import Any
+
+from tests.acceptance.rows import ALL, WIDE, Job, Row
+from tests.search.averages import per_row, per_target
+from tests.search.contents import make_contents
+from tests.search.drawing import SIMPLE, draw, makes_sense
+from tests.search.jobs import DTYPES, Combination
+from tests.search.jobs import Job as SearchJob
+from tests.search.losses import LOSSES
+from tests.search.models import MODELS
+
+SIZE, ROWS, STEPS = 5, (16, 13, 16), 3
+
+
+def combination(**changes: Any) -> Combination:
+    sizes = {"size": SIZE, "second_size": SIZE, "num_rows": ROWS}
+    return dataclasses.replace(draw(0), **{**SIMPLE, **sizes, **changes})
+
+
+def made(one: Combination, seed: int, precision: str) -> Job:
+    dtype = "float32" if precision == "autocast" else precision
+    found = SearchJob(dataclasses.replace(one, seed=seed, dtype=dtype))
+    more = {"precision": "bf16"} if precision == "autocast" else {}
+    kind = one.parts[0]
+
+    def batch(step: int) -> Any:
+        contents = make_contents(seed, kind.shape, [*ROWS], "nothing", DTYPES[dtype])
+        return found.make_batch(contents[step], step)
+
+    return Job(
+        model=found.model, batch=batch, options={**found.options, **more}, size=SIZE, steps=STEPS
+    )
+
+
+def row(one: Combination) -> Row:
+    """Wrong where the ingredient says so, of the loss or of the model."""
+    model, loss = one.parts
+    counts_rows = loss.true is per_target and model.shape == "vectors"  # none of them is ignored
+    kind = f"the search's {'models' if one.loss == SIMPLE['loss'] else 'losses'}"
+    # An `index_add_` of its own does not know autocast.
+    dtypes = WIDE if one.model == "router" else ALL
+    return Row(
+        kind=kind,
+        is_wrong=not model.splits or (one.has_wrong_average and not counts_rows),
+        make=lambda seed, precision: made(one, seed, precision),
+        is_measured=not one.draws,
+        dtypes=("float64",) if model.only_float64 or loss.only_float64 else dtypes,
+    )
+
+
+def rows() -> dict[str, Row]:
+    found: dict[str, Combination] = {}
+    for name, loss in LOSSES.items():
+        model = "router" if name == "router's balance" else SIMPLE["model"]
+        model = "lstm" if loss.shape == "tokens" else model
+        one = combination(model=model, loss=name)
+        found[f"loss: {name}"] = one
+        if loss.true not in (None, per_row):
+            found[f"loss: {name}, declared"] = dataclasses.replace(one, declares=True)
+    for name in [name for name in MODELS if name != "an unused layer"]:  # torch cannot run it
+        found[f"model: {name}"] = combination(model=name)
+    return {name: row(one) for name, one in found.items() if makes_sense(one)}
+
+
+SEARCHED = rows()
