@@ -7,7 +7,7 @@ INSTALLED := .venv/.installed
 SCRIPTS := $(wildcard benchmarks/*.py configs/*.py docs/*.py) hatch_build.py
 
 .DEFAULT_GOAL := help
-.PHONY: job help train test test-quick sweeps hosts hosts-oldest test-published dist check nightly format-check lint types format bench shape torture torture-resume torture-ranks search standin gpu gpu-rehearsal mutants clean
+.PHONY: job acceptance help train test test-quick sweeps hosts hosts-oldest test-published dist check nightly format-check lint types format bench shape torture torture-resume torture-ranks search standin gpu gpu-rehearsal mutants clean
 # One pip at a time, and pytest's closing line stays the last one of `make check`.
 .NOTPARALLEL:
 
@@ -27,7 +27,7 @@ HOSTS := tests/integrations automicro/integrations
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 $(if $(AUTOMICRO_SEED),--hypothesis-seed=$(AUTOMICRO_SEED))
 
 test: $(INSTALLED)  ## run the tests and the doctests
-	@echo "about 8,900 tests, in three to six minutes on two idle cores (make test-quick: the core of them)"
+	@echo "about 8,700 tests, in three to four minutes on two idle cores (make test-quick: the core of them)"
 	$(PYTEST) --dist loadfile $(addprefix --ignore ,$(HOSTS))
 
 # What most changes would break, of what is fast: no processes, no compiler, no libraries of others.
@@ -88,10 +88,13 @@ bench: $(INSTALLED)  ## measure the overhead against loops written by hand
 	$(BIN)/python -m benchmarks.start_up
 
 # Their slow tests have targets of their own, below.
-OWN_TARGETS := packaging torture real_memory trainer/resume ranks search standin gpu
+OWN_TARGETS := packaging acceptance torture real_memory trainer/resume ranks search standin gpu
 
 job: $(INSTALLED)  ## run the jobs in configs/ to their ends, and all else in tests/ that is slow
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests $(addprefix --ignore tests/,$(OWN_TARGETS))
+
+acceptance: $(INSTALLED)  ## judge the whole tables of checks and families, with counts
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/acceptance -q -s -m 'slow or sweep'
 
 torture: $(INSTALLED)  ## run out of memory at every operation of a step, slow ones included
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/torture tests/real_memory -q -s -m 'not gpu'

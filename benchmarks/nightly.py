@@ -25,6 +25,7 @@ STAGES = (
     "hosts-oldest",
     "test-published",
     "job",
+    "acceptance",
     "search",
     "torture",
     "torture-ranks",

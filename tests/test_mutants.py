@@ -90,7 +90,7 @@ def test_a_mistake_that_a_test_sees_is_killed_and_others_survive(tree: Path) -> 
     assert table(verdicts).endswith("2 killed, 2 survived")
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_what_hangs_or_ends_the_process_is_killed(
     tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,7 +108,7 @@ def test_what_hangs_or_ends_the_process_is_killed(
         assert (verdict.outcome, verdict.by) == ("killed", f"test_limits.py::{test}")
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_a_compiler_sees_through_what_sleeps(tree: Path) -> None:
     (tree / "test_limits.py").write_text(
         "import pytest, torch\n"
@@ -122,7 +122,7 @@ def test_a_compiler_sees_through_what_sleeps(tree: Path) -> None:
     assert found["return rows == 0"].outcome == "killed"
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_until_something_changes(
     tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,7 +140,7 @@ def test_an_interrupted_run_goes_on_until_something_changes(
     assert "beginning anew" in capsys.readouterr().err
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_fewer_tests_may_kill_by_others_but_not_less(
     tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,8 +125,10 @@ def require_tail_in_slices(family: Family) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in FEW else pytest.param(name, marks=pytest.mark.sweep)
-        for name in LANGUAGE | OTHERS
+        name
+        if name in FEW
+        else pytest.param(name, marks=pytest.mark.slow if number % 8 else pytest.mark.sweep)
+        for number, name in enumerate(LANGUAGE | OTHERS)
     ]
     + [pytest.param(name, marks=pytest.mark.slow) for name in OF_TORCHVISION],
 )
