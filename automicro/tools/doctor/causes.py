@@ -94,10 +94,7 @@ def find_causes(holders: Sequence[Holder], device: Device) -> list[Cause]:
         device: that ran out of it.
     """
     held = max(sum(holder.num_bytes for holder in holders), device.allocated_bytes or 0, 1)
-    causes = [
-        *_of_growth(holders),
-        *_of_models(holders),
-    ]
+    causes = [*_of_growth(holders), *_of_models(holders)]
     causes += [_of_holder(each) for each in holders if each.kind not in _MODELS]
     causes = [cause for cause in causes if cause.num_bytes >= _LEAST_SHARE * held]
     return sorted([*causes, *_of_device(device)], key=lambda cause: -cause.weight)
@@ -117,7 +114,7 @@ def choose_remedies(
     >>> [(remedy.text, remedy.saved_bytes) for remedy in choose_remedies([], [mlp])]
     [('halve the microbatch', 2048)]
     """
-    moving, saved = (kinds.ACTIVATIONS, kinds.BACKWARD), attrgetter("saved_bytes")
+    moving, saved = (kinds.ACTIVATIONS, kinds.BACKWARD, kinds.STEP), attrgetter("saved_bytes")
     of_rows = sum(each.total_bytes - each.growth for each in holders if each.kind in moving)
     halving = Remedy(text="halve the microbatch", saved_bytes=of_rows // 2 * can_halve)
     others = [halving, *(remedy for cause in causes[1:] for remedy in cause.remedies)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from automicro.tools.doctor.causes import Cause, Device, Remedy, choose_remedies, find_causes
-from automicro.tools.doctor.holders import ACTIVATIONS, Holder, find_holders
+from automicro.tools.doctor.holders import STEP, Holder, find_holders
 from automicro.tools.doctor.snapshot import read_snapshot
 from automicro.units import format_bytes, parse_bytes
 
@@ -170,9 +170,11 @@ def _holders_of(report: Mapping[str, Any], device: Device) -> list[Holder]:
             each.failed_bytes = device.requested_bytes or 0
             each.num_bytes = max(each.num_bytes - each.failed_bytes, 0)  # it did not get that
     allocated = device.allocated_bytes or report["peak_bytes"] or 0
-    rest = allocated - sum(each.num_bytes for each in holders)
-    holders += [Holder(kind=ACTIVATIONS, owner="the rest of the step", num_bytes=rest)] * (rest > 0)
-    return sorted(holders, key=lambda each: -each.num_bytes)
+    rest = max(allocated - sum(each.num_bytes for each in holders), 0)
+    # In a first attempt no module is known yet that asked.
+    asked = 0 if any(each.failed_bytes for each in holders) else device.requested_bytes or 0
+    step = Holder(kind=STEP, owner="the rest of the step", num_bytes=rest, failed_bytes=asked)
+    return sorted([*holders, *[step] * (rest + asked > 0)], key=lambda each: -each.num_bytes)
 
 
 def _device_of(report: Mapping[str, Any], capacity: int | None) -> Device:

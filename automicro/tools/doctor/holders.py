@@ -18,6 +18,7 @@ from automicro.tools.doctor.snapshot import Frame, Snapshot, Stack
 PARAMETERS, COPY, GRADIENTS = "parameters", "copy of a model", "gradients"
 OPTIMIZER, ACTIVATIONS, BACKWARD = "optimizer state", "activations", "made in the backward"
 BATCH, TENSORS, UNKNOWN = "batch", "other tensors", "not recorded"
+STEP = "of no known module"  # its activations, for one
 
 # Of a stack's lines "file:function", the innermost first.
 _OPTIMIZER = re.compile(r"/optim(?:izers?)?/(?:.*/)?(?!lr_sched|swa_)(\w+)\.py:(?!zero_grad\n)")

@@ -381,7 +381,8 @@ def test_our_report_tells_what_stays_and_what_is_left_of_the_peak(tmp_path: Path
     path.write_text(json.dumps(REPORT))
     diagnosis = diagnose(path)
     assert diagnosis.causes[0].text == "the state of the optimizer took 14.00 GiB"
-    assert diagnosis.causes[1].text == "the rest of the step took 5.00 GiB"
+    step = "the rest of the step took 5.00 GiB; asked for 2.00 GiB more"
+    assert diagnosis.causes[1].text == step
     assert diagnosis.where == "train, batch 7, 8 rows"
     assert diagnosis.device.capacity_bytes == 24 << 30
     assert "halve the microbatch" in str(diagnosis)
@@ -391,6 +392,20 @@ def test_our_report_tells_what_stays_and_what_is_left_of_the_peak(tmp_path: Path
     assert "6.00 GiB  hold the model in bfloat16\n" in page
     path.write_text(json.dumps(REPORT | {"microbatch_size": {"before": 1, "after": None}}))
     assert "halve the microbatch" not in str(diagnose(path))
+
+
+def test_a_request_of_no_known_module_is_one_of_the_step(tmp_path: Path) -> None:
+    path = tmp_path / "oom-0001.json"
+    message = (
+        "Simulated device out of memory. Tried to allocate 4.00 GiB. Live tensors hold 2.00 GiB"
+    )
+    held_by = [held("parameters", "the model", 1 << 30)]
+    path.write_text(json.dumps(REPORT | {"message": message, "held": held_by}))
+    diagnosis = diagnose(path)
+    text = "the rest of the step took 1.00 GiB; asked for 4.00 GiB more"
+    assert diagnosis.causes[0].text == text
+    assert diagnosis.remedies[0].text == "halve the microbatch"
+    assert diagnosis.remedies[0].saved_bytes == 5 << 29  # half of both
 
 
 def test_a_module_that_did_not_get_its_memory_is_not_counted_with_it(tmp_path: Path) -> None:
