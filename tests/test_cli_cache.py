@@ -164,6 +164,7 @@ def test_json_has_everything(cache: SizeCache, capsys: pytest.CaptureFixture[str
             "cost_per_row": None,
             "peak_bytes": None,
             "seconds": None,
+            "level": "plain",
             "num_microbatches": 22,
             "written_at": NOW - 40 * DAY,
             "file": str(cache.folder / f"{GPT2.digest}.json"),
