@@ -68,7 +68,7 @@ def run(stage: str, seed: int) -> tuple[int, float, str]:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)
-            last = line.strip() or last
+            last = line.strip().replace(f"{ROOT}/", "") or last
     return process.returncode, (time.monotonic() - started) / 60, last
 
 
