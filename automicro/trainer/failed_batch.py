@@ -60,7 +60,7 @@ class FailedBatch:
         message: of the error.
         where: it happened, in words.
         device: that was too small.
-        limit_bytes: of it; None where nobody knew.
+        limit_bytes: of it; None where it is not known.
     """
 
     batches: list[Any]

@@ -464,7 +464,7 @@ class Gradients:
             self._memory.refuse_touching(touched)
         for each in self._earlier:
             each.leaf.grad = None
-        if self._memory.are_released:  # nobody wants back what the forward has let go of
+        if self._memory.are_released:  # the forward has let go of them
             self._earlier = [each for each in self._earlier if not each.is_gone]
 
     def _is_as_shown(self, leaf: Tensor, each: "_Earlier | None") -> bool:
