@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tree import MODULES, PACKAGE, ROOT, imports, nodes, own_module, parsed, unit
+from tests.tree import MODULES, PACKAGE, ROOT, imports, nodes, own_module, parameters, parsed, unit
 
 # From the ground up. A folder, or a file beside them, imports only from layers below its own, and
 # nothing of its own layer but itself. Within a folder all is free, as long as there is no circle.
@@ -282,9 +282,7 @@ def test_functions_take_a_few_parameters() -> None:
             for function in scope.body:
                 if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
                     continue
-                taken = function.args
-                names = [each.arg for each in taken.posonlyargs + taken.args + taken.kwonlyargs]
-                count = len([name for name in names if name not in ("self", "cls")])
+                count = parameters(function)
                 if count > MOST_PARAMETERS and (owner or function.name) not in (
                     *PUBLIC_NAMES,
                     *PUBLIC_IN_DATA,

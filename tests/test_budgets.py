@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.tree import MODULES, ROOT, SOURCES, loaded_by, nodes, parsed, unit
+from tests.tree import MODULES, ROOT, SOURCES, loaded_by, nodes, parameters, parsed, unit
 
 TABLE = Path(__file__).with_name("budgets.toml")
 GOALS = "goals"
@@ -64,12 +64,6 @@ def lines_of(path: Path) -> Lines:
         if token.type not in NO_CODE:
             code |= {*range(token.start[0], token.end[0] + 1)}
     return Lines(len(code - docstring), len(docstring), comments)
-
-
-def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    taken = function.args
-    names = [each.arg for each in taken.posonlyargs + taken.args + taken.kwonlyargs]
-    return len([name for name in names if name not in ("self", "cls")])
 
 
 def constructor(module: str, name: str) -> ast.FunctionDef:

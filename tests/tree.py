@@ -87,3 +87,9 @@ def loaded_by(module: str) -> set[str]:
         found = (own_module(each) for each in imports(MODULES[name], top_only=True))
         waiting += [each for each in found if each is not None]
     return loaded
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    taken = function.args
+    names = [each.arg for each in taken.posonlyargs + taken.args + taken.kwonlyargs]
+    return len([name for name in names if name not in ("self", "cls")])
