@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         RollbackError,
         SampleTooLargeError,
         SizeCacheWarning,
+        StateWarning,
         UnsplittableModelError,
         UntraceableModelError,
     )
@@ -105,6 +106,7 @@ _HOMES = {
     "Run": "automicro.events.run",
     "SampleTooLargeError": "automicro.errors",
     "SizeCacheWarning": "automicro.errors",
+    "StateWarning": "automicro.errors",
     "StepResult": "automicro.step.results",
     "Trainer": "automicro.trainer.trainer",
     "UnsplittableModelError": "automicro.errors",
@@ -163,6 +165,7 @@ __all__ = [
     "Run",
     "SampleTooLargeError",
     "SizeCacheWarning",
+    "StateWarning",
     "StepResult",
     "Trainer",
     "UnsplittableModelError",

@@ -24,6 +24,7 @@
     AutomicroWarning (UserWarning)
     ├── BatchNormWarning                        statistics over the batch see fewer rows
     ├── BufferWarning                           other buffers depend on the microbatch size
+    ├── StateWarning                            something a forward reaches cannot be put back
     ├── GradientWarning                         something sees the parts of a gradient
     ├── MetricWarning                           a metric or an output depends on the microbatch
     │                                           size, or a metric is added to the losses
@@ -293,6 +294,10 @@ class BatchNormWarning(AutomicroWarning):
 
 class BufferWarning(AutomicroWarning):
     """A forward changes buffers or sets parameters, which then depend on the microbatch size."""
+
+
+class StateWarning(AutomicroWarning):
+    """A forward reaches something that cannot be put back after a failed attempt."""
 
 
 class GradientWarning(AutomicroWarning):

@@ -62,7 +62,7 @@ from automicro.step.split_guard import BATCHNORM_MODES, SplitGuard
 from automicro.step.unit import Cost, MicrobatchUnit, order_of, with_padding
 from automicro.step.work import EvaluationWork, Setup, TrainingWork
 from automicro.transaction.gradients import GradientHistory
-from automicro.transaction.remembering import read_state
+from automicro.state.part import read_state
 
 
 class Microbatcher:
@@ -223,15 +223,24 @@ class Microbatcher:
         self._device = resolve_device(device, model)
         self._carrying = carrying = Carrying(batch_layout, carry_layout)
         self._layout = carrying.layout
+        functions = {
+            "forward": forward,
+            "loss_fn": loss_fn,
+            "backward": backward,
+            "update_metric": update_metric,
+        }
         self._reach = reach = Reach(
             {
                 **{f"modules[{index}]": each for index, each in enumerate(self._modules)},
-                "forward": forward,
-                "loss_fn": loss_fn,
-                "backward": backward,
-                "update_metric": update_metric,
+                **functions,
             }
         )
+        own_parts, declared = read_state(state)
+        roots = {
+            **{f"modules[{index}]" if index else "": e for index, e in enumerate(self._modules)},
+            **functions,
+            **declared,
+        }
         self._nested = NestedSizes(nested, model=unwrapped(model), modules=self._modules)
         if check_choice("batchnorm", batchnorm, BATCHNORM_MODES) == "exact":
             self._nested.attach_model(unwrapped(model), microbatch_size)
@@ -251,7 +260,8 @@ class Microbatcher:
             spare=self._spare,
             observer=carrying.hiding(observer),
             repeatable=repeatable,
-            state=read_state(state),
+            roots=roots,
+            own_parts=own_parts,
             nested=self._nested.parts,
         )
 

@@ -6,7 +6,6 @@ same keys and values, the last walk still holds. Comparing them takes a tenth of
 """
 
 import contextlib
-import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -18,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from automicro.sharding import is_sharded
 from automicro.torch_private import (
     AnyBatchNorm,
-    added_tables,
     are_tables_of,
     buffer_table,
     is_uninitialized,
@@ -59,11 +57,6 @@ class ModuleIndex:
         roots: what a walk begins with, by what the names in it begin with.
         owners: every module by name, with those that are reached.
         buffer_tables: name, module, and its table of buffers, where there are any; as it was.
-        without_buffers: name and module of all others.
-        with_own_buffers: modules of classes that are not torch's, which have buffers, may get some,
-            or hold such modules.
-        added_tables: where hooks and children of modules lie, where there are modules with own
-            buffers.
         batchnorms: name and module of those that may average over the batch.
         is_lazy: whether a parameter or a buffer waits for the first input to get its shape.
     """
@@ -95,6 +88,22 @@ class ModuleIndex:
             if id(parameter) in wanted
         ]
 
+    def changed_buffers(self, is_changed: Callable[[Tensor], bool]) -> list[str]:
+        """Names of the buffers that came, went, were replaced or are said to be changed.
+
+        Args:
+            is_changed: whether a buffer that is still there holds something else than it did.
+        """
+        names = []
+        before = {id(module): table for _, module, table in self.buffer_tables}
+        for owner, module in self.owners:
+            now, then = buffer_table(module), before.get(id(module), {})
+            for name in {**then, **now} if now or then else ():
+                buffer = now.get(name)
+                if buffer is not then.get(name) or (buffer is not None and is_changed(buffer)):
+                    names.append(f"{owner}.{name}".lstrip("."))
+        return names
+
     def _walk(self, reached: Mapping[str, nn.Module]) -> None:
         self._last_reached = list(reached.items())
         self.roots = {
@@ -113,26 +122,14 @@ class ModuleIndex:
             dict.fromkeys(p for root in self._modules for p in root.parameters())
         )
         self.known: dict[int, Tensor] = {id(each): each for each in self.parameters}
+        self.without_buffers = [each for each in self.owners if not buffer_table(each[1])]
+        self.with_own_buffers: list[nn.Module] = []
+        self.added_tables: list[dict[Any, Any]] = []
         self.buffer_tables = [
             (name, module, dict(table))
             for name, module in self.owners
             if (table := buffer_table(module))
         ]
-        self.without_buffers = [each for each in self.owners if not buffer_table(each[1])]
-        own = [module for _, module in self.owners if not is_of_torch(type(module))]
-        keeping = {
-            id(module)
-            for module in own
-            if buffer_table(module) or _registers_buffers(type(module))  # type: ignore[arg-type]
-        }
-        self.with_own_buffers = [
-            module
-            for module in own
-            if keeping and any(id(each) in keeping for each in module.modules())
-        ]
-        self.added_tables: list[dict[Any, Any]] = []
-        for _, module in self.owners if keeping else ():
-            self.added_tables += added_tables(module)
         self.batchnorms = [
             (name or type(module).__name__, module)
             for name, module in self.owners
@@ -177,20 +174,6 @@ def is_of_torch(kind: type) -> bool:
     (True, False)
     """
     return kind.__module__.partition(".")[0] == "torch"
-
-
-@functools.cache
-def _registers_buffers(kind: type) -> bool:
-    """Whether a method of a class, or of one that it is made of, registers buffers later on."""
-    methods = [
-        method
-        for each in kind.__mro__
-        if not is_of_torch(each)
-        for name, method in vars(each).items()
-        if name != "__init__"
-    ]
-    names = [getattr(getattr(each, "__code__", None), "co_names", ()) for each in methods]
-    return "register_buffer" in chain.from_iterable(names)
 
 
 @contextlib.contextmanager

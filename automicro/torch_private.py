@@ -189,6 +189,8 @@ def is_collective(func: Any) -> bool:
 
 _BUFFERS = operator.attrgetter("_buffers")
 _VERSION = operator.attrgetter("_version")
+_HOOKS_BEFORE = operator.attrgetter("_backward_hooks")
+_HOOKS_AFTER = operator.attrgetter("_post_accumulate_grad_hooks")
 _TABLE_NAMES = ("_parameters", "_buffers", "_modules")
 _EACH_TABLE = tuple(map(operator.itemgetter, _TABLE_NAMES))
 _WALKS = ("named_modules", "modules", "named_parameters", "parameters", "_named_members")
@@ -367,6 +369,15 @@ def gradient_hooks(leaf: Tensor) -> tuple[Hooks | None, Hooks | None]:
     (None, None)
     """
     return leaf._backward_hooks, leaf._post_accumulate_grad_hooks
+
+
+def all_hooks(leaves: Sequence[Tensor]) -> list[Hooks | None]:
+    """The hooks of many tensors that run before their gradients are added, then those after.
+
+    >>> all_hooks([nn.Parameter(torch.ones(2))])
+    [None, None]
+    """
+    return [*map(_HOOKS_BEFORE, leaves), *map(_HOOKS_AFTER, leaves)]
 
 
 def with_hooks(leaves: Iterable[Tensor]) -> list[Tensor]:
@@ -826,6 +837,17 @@ def copy_all(tensors: Sequence[Tensor]) -> list[Tensor]:
     copies = [torch.empty_like(tensor) for tensor in tensors]
     torch._foreach_copy_(copies, list(tensors))
     return copies
+
+
+def copy_into(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors of one type on one device into others, with few launches.
+
+    >>> target = torch.zeros(1)
+    >>> copy_into([target], [torch.ones(1)])
+    >>> target
+    tensor([1.])
+    """
+    torch._foreach_copy_(list(targets), list(sources))
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -24,15 +24,14 @@ from automicro.reach import Reach
 from automicro.remembered.cache import RememberedSizes, SizeCache
 from automicro.remembered.entry import RememberedSize, RunKey
 from automicro.rungs.levels import Level
+from automicro.state.capture import capture
+from automicro.state.part import State
 from automicro.step.events import Narrator, Observer
 from automicro.step.plan import CutRule, Finished, ReadBatch, Step
 from automicro.step.unit import ROWS
 from automicro.torch_private import is_uninitialized
-from automicro.transaction.buffers import BufferHistory, Buffers
 from automicro.transaction.metrics import Metrics, flatten_metrics
-from automicro.transaction.parameters import TensorCopy
-from automicro.transaction.remembering import Growth
-from automicro.transaction.rng import OwnGenerators, RandomState, devices_of
+from automicro.transaction.rng import RandomState, devices_of
 from automicro.transaction.transaction import Part, Transaction
 
 logger = logging.getLogger(__name__)
@@ -239,7 +238,8 @@ class Shared:
         spare: rows for the fillers of a rank that has none; None where there are no ranks.
         observer: told of every attempt; None for nobody.
         repeatable: whether sizes may not depend on how long attempts took.
-        state: further state of the caller's, as parts of a transaction.
+        roots: modules, functions and further values, by name, whose state an attempt may change.
+        own_parts: further state that the caller puts back.
         nested: parts of the modules that have a size of their own.
     """
 
@@ -250,7 +250,8 @@ class Shared:
     spare: Spare | None = None
     observer: Observer | None = None
     repeatable: bool = False
-    state: Sequence[Part] = ()
+    roots: Mapping[str, Any] = field(default_factory=dict)
+    own_parts: Sequence[Part] = ()
     nested: Callable[[], Collection[NestedSplit]] = tuple
 
     @functools.cached_property
@@ -259,14 +260,12 @@ class Shared:
         return ModuleIndex(self.modules, self.reach.modules)
 
     @functools.cached_property
-    def buffers(self) -> BufferHistory:
-        """What is known of the modules' buffers."""
-        return BufferHistory(self.index)
-
-    @functools.cached_property
     def devices(self) -> tuple[torch.device, ...]:
         """All that draw and compute, the main one first."""
         return devices_of([*self.modules, *self.reach.modules().values()], self.device)
+
+
+_DECLARED = ("state", "metrics")
 
 
 class Phase:
@@ -325,7 +324,9 @@ class Phase:
         self._has_run = False
         self._nested_ooms = 0  # inside of parts, before the step that runs
         self.is_rehearsing = False
-        self._growth = Growth()
+        self._updated: Mapping[str, Any] = {}
+        self._state = State(lambda: {**shared.roots, **self._updated}, declared=_DECLARED)
+        self._beside = State(lambda: shared.roots)
         self._inputs = InputGuard()
 
     def __repr__(self) -> str:
@@ -400,8 +401,8 @@ class Phase:
         return InputWatch(self._inputs, batches, self.device)
 
     def undoing(self) -> Transaction:
-        """Undoes what a forward outside of the step's own changes: buffers, random numbers."""
-        return Transaction([Buffers(self._shared.buffers), self.random_state()])
+        """Undoes what a forward outside of the step's own changes."""
+        return Transaction([self._beside, self.random_state()])
 
     @contextlib.contextmanager
     def initializing(self) -> Iterator[None]:
@@ -410,27 +411,21 @@ class Phase:
         Torch's own generator is left where it is: weights were drawn from it.
         """
         ready = [
-            TensorCopy(buffer)
+            buffer
             for _, module in self._shared.index.owners
             for buffer in module.buffers(recurse=False)
             if not is_uninitialized(buffer)
         ]
-        generators = OwnGenerators(self.reach.generators())
-        generators.begin()
+        there = [*ready, *self.reach.generators()]
+        captured = capture({str(index): each for index, each in enumerate(there)})
         try:
             yield
         finally:
-            generators.roll_back()
-            for copy in ready:
-                copy.put_back()
-
-    def buffers(self) -> Buffers:
-        """The buffers of the modules, for a step that begins with an index of them."""
-        return Buffers(self._shared.buffers, is_fresh=True)
+            captured.put_back()
 
     def random_state(self) -> RandomState:
-        """Every generator that a step may draw from."""
-        return RandomState(self._shared.devices, self.reach.generators)
+        """The generators of the process and of its devices."""
+        return RandomState(self._shared.devices)
 
     def arrange(self, settings: Mapping[str, float | str]) -> None:
         """Let the next attempt run as a policy says beside size and level; see `choices`."""
@@ -486,11 +481,17 @@ class Phase:
     def metrics(self, metrics: Any) -> Metrics:
         """What is updated with the rows of one step."""
         with announcing_failure(self.ranks):
-            return Metrics(flatten_metrics(metrics), self._growth)
+            return Metrics(flatten_metrics(metrics))
 
-    def state(self) -> list[Part]:
-        """Further state of the caller's."""
-        return list(self._shared.state)
+    def state(self, metrics: Any = None) -> State:
+        """Everything that a step can reach, with what the metrics count."""
+        found = flatten_metrics(metrics)
+        self._updated = {f"metrics[{index}]": each for index, each in enumerate(found)}
+        return self._state
+
+    def own_parts(self) -> list[Part]:
+        """Further state that the caller puts back."""
+        return list(self._shared.own_parts)
 
     def begin(self, step: Step) -> int | None:
         """A step is about to be attempted; the rows that it starts from, if an earlier run says."""

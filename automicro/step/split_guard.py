@@ -1,6 +1,7 @@
 """What splitting a batch changes in a model: forbidding it, or warning of it once."""
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -21,7 +22,7 @@ from automicro.errors import (
 from automicro.loss.probe import Occasions
 from automicro.modules import ModuleIndex
 from automicro.policy.policy import Fixed, Policy
-from automicro.transaction.buffers import Buffers
+from automicro.state.part import State
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 BATCHNORM_MODES = ("warn", "error", "disable", "ignore", "exact")
@@ -131,14 +132,14 @@ class SplitGuard:
         """Take note of state of Python's that needs no warning."""
         self._named_state.update(names)
 
-    def warn(self, sizes: Sequence[int], buffers: Buffers, counting: Sequence[str] = ()) -> None:
+    def warn(self, sizes: Sequence[int], state: State, counting: Sequence[str] = ()) -> None:
         """Warn, the first time that a batch is really split, and of state that changes later.
 
         Called inside the attempt: where warnings are errors, it is rolled back.
 
         Args:
             sizes: of the microbatches.
-            buffers: of the model.
+            state: as captured before the attempt.
             counting: names of state of Python's that counts calls.
 
         Warns:
@@ -146,22 +147,23 @@ class SplitGuard:
         """
         if self._mode == "ignore":
             return
-        state = [name for name in counting if name not in self._named_state]
-        if state:
-            self._named_state.update(state)
-            warn(_state_message("attributes or variables", state, len(sizes)), BufferWarning)
+        new = [name for name in counting if name not in self._named_state]
+        if new:
+            self._named_state.update(new)
+            warn(_state_message("attributes or variables", new, len(sizes)), BufferWarning)
         if not self._has_warned:
             names = self._batchnorm_names()
             if names:
                 warn(batchnorm_message(names, max(sizes), sum(sizes)), BatchNormWarning)
-            self._warn_of_buffers(buffers.changed_names(), len(sizes))
+            self._warn_of_buffers(self._index.changed_buffers(state.is_changed), len(sizes))
             self._has_warned = True
             return
-        moved = [name for name in buffers.moved_names() if name not in self._named_buffers]
+        written = self._index.changed_buffers(functools.partial(state.is_changed, by_content=False))
+        moved = [name for name in written if name not in self._named_buffers]
         if moved:
             self._warn_of_buffers(moved, len(sizes))
 
-    def warn_of_evaluation(self, sizes: Sequence[int], buffers: Buffers) -> None:
+    def warn_of_evaluation(self, sizes: Sequence[int], state: State) -> None:
         """Warn, the first time that a batch is split, of layers without running statistics.
 
         And of buffers that the forward changes in evaluation, which the first splits show. Called
@@ -169,7 +171,7 @@ class SplitGuard:
 
         Args:
             sizes: of the microbatches.
-            buffers: of the model.
+            state: as captured before the attempt.
 
         Warns:
             BatchNormWarning, BufferWarning
@@ -182,7 +184,8 @@ class SplitGuard:
                 self._has_warned_of_evaluation = True
                 warn(evaluation_message(names, max(sizes), sum(sizes)), BatchNormWarning)
         if self._evaluations.is_next():
-            self._warn_of_buffers(buffers.changed_names(), len(sizes), evaluates=True)
+            changed = self._index.changed_buffers(state.is_changed)
+            self._warn_of_buffers(changed, len(sizes), evaluates=True)
 
     def _warn_of_buffers(
         self, changed: Sequence[str], num_microbatches: int, *, evaluates: bool = False
@@ -198,7 +201,7 @@ class SplitGuard:
         return [name for name, layer in self._index.batchnorms if sees_the_batch(layer)]
 
     def _batchnorm_buffers(self) -> list[str]:
-        """By every name of layers that are shared, told apart as `Buffers` does."""
+        """By every name of layers that are shared."""
         return [
             prefix + name
             for prefix, root in self._index.roots.items()

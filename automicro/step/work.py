@@ -32,7 +32,6 @@ from automicro.step.unit import ROWS, order_of
 from automicro.transaction.gradients import GradientHistory, Gradients
 from automicro.transaction.metrics import Metrics
 from automicro.transaction.parameters import Parameters
-from automicro.transaction.surroundings import ChangingState
 from automicro.transaction.transaction import Part
 from automicro.values import read_scalars, stack_scalars
 
@@ -173,12 +172,12 @@ class _Work:
         self._ranks = phase.ranks
         self._metrics, self._kept = metrics, kept
         self._counted = None if metrics is None else phase.metrics(metrics)
+        self._state = phase.state(metrics)
         self._updated: list[Part] = [] if self._counted is None else [self._counted]
-        self._updated += phase.state()
+        self._updated += phase.own_parts()
         self._cuts: Sequence[Cut] = ()
         self._keeps = [] if kept.is_nothing else [kept]
         self._watch = phase.watch([each.contents for each in step.batches])
-        self._buffers = phase.buffers()
         self.narrator = phase.narrator()
         self._gives_outputs = kept.has_outputs
         self._has_looked = self._has_looked_at_outputs = False
@@ -210,11 +209,6 @@ class _Work:
     def _sorted_metrics(self) -> Metrics | None:
         """The metrics, where rows reach them in another order than the batch's."""
         return None if self._phase.rule.unit == ROWS else self._counted
-
-    def _changing(self) -> list[Part]:
-        """What looks have shown that forwards change beside tensors; nothing, as a rule."""
-        changing = self._setup.prober.changing
-        return [ChangingState(changing)] if changing else []
 
     def _cut(self, plan: Plan) -> list[CutBatch]:
         self._cuts = plan.cuts
@@ -321,10 +315,9 @@ class TrainingWork(_Work):
         return [
             self._parameters,
             self._watch,
-            *self._changing(),
             *([self._setup.reservation] if self._setup.reservation.is_used else ()),
             *self._keeps,
-            self._buffers,
+            self._state,
             self._gradients,  # hooks at its commit may change all others before it
             self._phase.random_state(),
             *self._updated,
@@ -386,7 +379,7 @@ class TrainingWork(_Work):
         most = max(plan.cuts, key=lambda cut: len(cut.sizes), default=None)
         if most is not None and most.is_split:
             counting = self._setup.prober.counting
-            self._setup.split_guard.warn(most.sizes, self._buffers, counting)
+            self._setup.split_guard.warn(most.sizes, self._state, counting)
 
     @property
     def rank_loss(self) -> Tensor | None:
@@ -457,9 +450,8 @@ class EvaluationWork(_Work):
     def parts(self) -> list[Part]:
         return [
             self._watch,
-            *self._changing(),
             *self._keeps,
-            self._buffers,
+            self._state,
             self._phase.random_state(),
             *self._updated,
         ]
@@ -488,7 +480,7 @@ class EvaluationWork(_Work):
             del output  # before the next forward
         for cut in plan.cuts:
             if cut.is_split:
-                self._setup.split_guard.warn_of_evaluation(cut.sizes, self._buffers)
+                self._setup.split_guard.warn_of_evaluation(cut.sizes, self._state)
         total, parts = add_up(losses) if losses else (None, {})
         return total, parts, {} if weights is None else weights.totals
 

@@ -1,4 +1,4 @@
-"""Metrics: what a failed attempt counted is uncounted."""
+"""Metrics: updated with the rows of many microbatches as with those of one batch."""
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,59 +8,26 @@ import torch
 from torch import Tensor, nn
 
 from automicro.torch_private import children_of
-from automicro.transaction.remembering import CannotRememberError, Growth, Remembered
-
-# Of torchmetrics: what a metric is reset to, and how it is reduced. They grow, and do not change.
-_CONSTANT_ATTRIBUTES = ("_defaults", "_reductions", "_persistent")
-
 
 class Metrics:
     """Metrics of torchmetrics, collections and wrappers of them, or anything with ``update``.
-
-    Everything that they hold comes back, see `Remembered`. List states of torchmetrics, which only
-    grow, are remembered by their elements. The containers and tensors themselves stay the same
-    objects: members of a collection's compute group share them.
 
     Compute groups are formed by all rows of a batch: torchmetrics forms them by the first update,
     where unlike metrics may look alike on one row, and stay merged.
 
     Args:
         metrics: flat, see `flatten_metrics`.
-        growth: what is known of their lists from earlier batches; None for nothing.
     """
 
-    def __init__(self, metrics: Iterable[Any], growth: Growth | None = None) -> None:
+    def __init__(self, metrics: Iterable[Any]) -> None:
         self._metrics = list(metrics)
-        self._growth = growth or Growth()
-        self._remembered: Remembered | None = None
         self._ungrouped: list[tuple[Any, Any]] = []
         self._grown: list[tuple[list[Any], int]] = []  # each with its elements before the batch
 
     def begin(self) -> None:
-        """Remember them.
-
-        Raises:
-            TypeError: one holds what can neither be copied nor is known not to change.
-        """
-        if not self._metrics:
-            return
-        remembered = self._remembered = Remembered(self._growth)
-        self._grown = []
-        for metric in self._metrics:
-            try:
-                for values in _growing_states(metric):
-                    remembered.add_growing(values)
-                    self._grown.append((values, len(values)))
-                remembered.add_attributes(metric, apart_from=_CONSTANT_ATTRIBUTES)
-            except CannotRememberError as error:
-                name = metric.__name__ if isinstance(metric, type) else type(metric).__name__
-                raise TypeError(
-                    f"the metric {name} keeps {'.'.join(error.path)} "
-                    f"(of type {type(error.value).__name__}), which cannot be copied "
-                    f"({error}), so what a failed attempt counts there could not be uncounted; "
-                    "keep what update changes in tensors, arrays, numbers or containers, or give "
-                    f"{type(error.value).__name__} state_dict and load_state_dict"
-                ) from error
+        """Take note of the lengths of lists, and form no compute groups meanwhile."""
+        states = [values for metric in self._metrics for values in _growing_states(metric)]
+        self._grown = [(values, len(values)) for values in states]
         self._ungrouped = [
             (metric, enabled)
             for metric in self._metrics
@@ -101,13 +68,11 @@ class Metrics:
         self._ungrouped = []
 
     def commit(self) -> None:
-        self._remembered = None
+        """Nothing is left to do."""
 
     def roll_back(self) -> None:
+        """Capture puts back what they count."""
         self._ungrouped = []
-        if self._remembered is not None:
-            self._remembered.put_back()
-        self._remembered = None
 
 
 def _has_rows(values: Sequence[Any], sizes: Sequence[int]) -> bool:
