@@ -48,6 +48,7 @@ from automicro.ranks.interface import Ranks, announcing_failure
 from automicro.reach import Reach
 from automicro.remembered.describing import describe_run, describe_shapes
 from automicro.rungs.levels import Level, WhenTooLarge, chooses_by_time, make_levels
+from automicro.state.part import read_state
 from automicro.step.events import Observer
 from automicro.step.fillers import SpareRows
 from automicro.step.metrics import MetricGuard, naming_metrics
@@ -62,7 +63,6 @@ from automicro.step.split_guard import BATCHNORM_MODES, SplitGuard
 from automicro.step.unit import Cost, MicrobatchUnit, order_of, with_padding
 from automicro.step.work import EvaluationWork, Setup, TrainingWork
 from automicro.transaction.gradients import GradientHistory
-from automicro.state.part import read_state
 
 
 class Microbatcher:

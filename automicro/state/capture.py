@@ -13,8 +13,8 @@ import operator
 import types
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, compress
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, compress, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,15 +30,16 @@ from automicro.state.values import (
     ITERATOR,
     LIST,
     OBJECT,
+    PARALLEL,
     REGISTERED,
     TENSOR,
     Kind,
     cells_of,
-    children,
     differs,
     is_filled,
     is_installed,
     is_owned,
+    is_plain,
     kinds_of,
     namespaces_of,
     put_table,
@@ -46,7 +47,7 @@ from automicro.state.values import (
     table_of,
     walk,
 )
-from automicro.torch_private import is_uninitialized
+from automicro.torch_private import gradient_hooks, is_uninitialized
 
 MOST_VALUES = 200_000  # in all containers together
 LONG = 10_000  # elements of a list that is expected only to grow
@@ -93,9 +94,8 @@ class _Holder(NamedTuple):
 
     def strangers(self) -> list[Any]:
         """Keys that have come."""
-        if self.used is not None:
-            return [key for key in self.used & self.table.keys() if key not in self.keys]
-        return [key for key in self.table if key not in self.keys and key not in self.apart]
+        come = self.table.keys() if self.used is None else self.used & self.table.keys()
+        return list(come - set(self.keys) - self.apart)
 
     def put_back(self, saved: dict[Any, Any]) -> None:
         """Let the table hold this again."""
@@ -165,6 +165,7 @@ class _Cells(_Group):
 
 
 _GONE = object()
+_MODE = ("training",)
 _CONTENTS = operator.attrgetter("cell_contents")
 _OF_MODULE = tuple(vars(nn.Module()))
 # What says how hooks are called changes with the tables of hooks alone.
@@ -192,7 +193,10 @@ class _Modes:
             torch.get_default_dtype(),
             torch.is_autocast_cache_enabled(),
             nesting,
-            *((torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in self._types),
+            *(
+                (torch.is_autocast_enabled(each), torch.get_autocast_dtype(each))
+                for each in self._types
+            ),
         ]
 
     def put_back(self, saved: list[Any]) -> None:
@@ -226,7 +230,7 @@ class Captured:
     ) -> None:
         self._roots, self._skip = roots, skip
         self.left_out: list[tuple[Any, str]] = []
-        self.walks = 1 if earlier is None else earlier.walks + 1
+        self.walks: int = 1 if earlier is None else earlier.walks + 1
         self._holders: dict[int, _Holder] = {}
         self._empty: list[Any] = []  # tables of modules and tensors: most are
         self._objects: list[Any] = []
@@ -256,9 +260,8 @@ class Captured:
         self._moving_lists: set[int] = set()  # where tensors come and go
         self._passing: Copies | None = None  # of tensors there
         self._let_graphs_go(self._content)
-        self._copies = Copies(
-            list(self._content.values()), self._buffers, earlier and earlier._copies
-        )
+        reused = None if earlier is None else earlier._copies
+        self._copies: Copies = Copies(list(self._content.values()), self._buffers, reused)
         self._global = self._modes.read()
 
     # The walk
@@ -299,11 +302,18 @@ class Captured:
             table = vars(value)
             self._holders[id(value)] = _Holder(value, table, tuple(table))
             return [*table.values(), *value.__mro__[1:]]
+        if kind in (DICT, LIST) and _is_long(value):
+            self.left_out.append((value, "of a long list or dict only growth is undone"))
+            self._others.append((value, _LONG, _ends(value)))
+            return _ends(value)[1:]
         if kind is DICT and type(value) is dict and all(type(key) is str for key in value):
             return self._hold_table(value)
-        if kind is LIST and type(value) is list and not _is_long(value):
+        if kind is LIST and type(value) is list:
             self._lists.append(value)
             return list(value)
+        if kind is PARALLEL:
+            table = table_of(value)
+            self._holders[id(table)] = _Holder(table, table, _MODE, frozenset(_MODE))
         return self._hold_other(value, kind)
 
     def _hold_table(self, table: dict[Any, Any]) -> Iterable[Any]:
@@ -320,8 +330,8 @@ class Captured:
             self._content[id(value)] = value
         if type(value).__module__.startswith("torch.distributed"):
             return ()
-        hooks = [value._backward_hooks] if value.requires_grad else []
-        found = [hook for table in hooks if table for hook in table.values()]
+        tables = filter(None, gradient_hooks(value))
+        found = [hook for table in tables for hook in table.values()]
         return [*found, *self._hold_table(table_of(value))]
 
     def _hold_object(self, value: Any) -> Iterable[Any]:
@@ -364,10 +374,6 @@ class Captured:
         return found
 
     def _hold_other(self, value: Any, kind: Kind) -> Iterable[Any]:
-        if kind is LIST and _is_long(value):
-            self.left_out.append((value, "of a long list only growth is undone"))
-            self._others.append((value, _LONG_LIST, _ends(value)))
-            return _ends(value)[1:]
         if kind is ITERATOR:
             self.left_out.append((value, "the place of an iterator cannot be set"))
             return ()
@@ -443,9 +449,9 @@ class Captured:
     def _take_others(self) -> bool:
         for place, (value, kind, held) in enumerate(self._others):
             now = kind.read(value)
-            if not kind.is_leaf and not _same_parts(now, held):
-                if not all(kinds_of(type(each)) == () for each in (*_parts(now), *_parts(held))):
-                    return False
+            is_same = kind.is_leaf or _same_parts(now, held)
+            if not (is_same or all(map(is_plain, chain(_parts(now), _parts(held))))):
+                return False
             self._others[place] = value, kind, now
         return True
 
@@ -496,9 +502,9 @@ class Captured:
         """
         failures: list[tuple[Any, str]] = []
         self._modes.put_back(self._global)
-        for value, kind in zip(self._objects, self._classes, strict=True):
-            if type(value) is not kind:
-                object.__setattr__(value, "__class__", kind)
+        for value, its_class in zip(self._objects, self._classes, strict=True):
+            if type(value) is not its_class:
+                object.__setattr__(value, "__class__", its_class)
         for table, flags in self._flags:
             table.update(flags)
         for table in filter(None, self._empty):
@@ -520,14 +526,16 @@ class Captured:
         self._leaves.put_back()
         if failures:
             names = self.names()
-            told = [f"{names.get(id(value), '?')}: {why}" for value, why in failures]
+            told = [f"{names.get(id(value), '?')[0]}: {why}" for value, why in failures]
             raise RollbackError("; ".join(told))
 
     def changed(self) -> Iterator[str]:
         """Where something is not as it was, by path. Waits for the device."""
         names = self.names()
         for holder, saved in chain.from_iterable(group.each() for group in self._groups):
-            gone = [key for key, value in saved.items() if _is_gone(value, holder.table.get(key, _GONE))]
+            gone = [
+                key for key, value in saved.items() if _is_gone(value, holder.table.get(key, _GONE))
+            ]
             if id(holder.owner) in names:
                 path, form = names[id(holder.owner)]
                 each = (f"{path}{form.format(key)}" for key in (*holder.strangers(), *gone))
@@ -537,7 +545,9 @@ class Captured:
         for value, kind, held in self._others:
             now = kind.read(value)
             if kind.is_leaf:
-                yield from (names[id(value)][0] for _ in range(differs(held, now)) if id(value) in names)
+                yield from (
+                    names[id(value)][0] for _ in range(differs(held, now)) if id(value) in names
+                )
             else:
                 yield from _changes(names, value, _as_dict(held), _as_dict(now))
         tensors = chain(self._copies.changed(), self._passing.changed() if self._passing else ())
@@ -564,7 +574,9 @@ class Captured:
             found.setdefault(id(value), (path, kind.name))
             if type(value) is types.FunctionType:
                 for names in namespaces_of(value):
-                    start = "" if names.table is value.__globals__ else names.table.get("__name__", "")
+                    start = (
+                        "" if names.table is value.__globals__ else names.table.get("__name__", "")
+                    )
                     found.setdefault(id(names.owner), (start, ".{}"))
                 for name, cell in cells_of(value):
                     found.setdefault(id(cell), (name, ""))
@@ -606,7 +618,7 @@ def _meant(saved: dict[Any, Any]) -> dict[Any, Any]:
 
 def _may_pass(value: Any) -> bool:
     """Whether a value can come and go without a walk."""
-    return kinds_of(type(value)) == () or (type(value) is Tensor and not is_owned(value))
+    return is_plain(value) or (type(value) is Tensor and not is_owned(value))
 
 
 def _is_gone(held: Any, now: Any) -> bool:
@@ -620,22 +632,29 @@ def _is_sharded(table: Mapping[str, Any]) -> bool:
     return any(type(each).__module__.startswith("torch.distributed.") for each in table.values())
 
 
-def _is_long(value: list[Any]) -> bool:
+def _is_long(value: Any) -> bool:
+    if isinstance(value, dict):
+        return dict.__len__(value) > LONG
     length = list.__len__(value)
     return length > LONG or (length > MANY and set(map(type, list.__iter__(value))) == {Tensor})
 
 
-def _ends(value: list[Any], length: int | None = None) -> tuple[Any, ...]:
-    """How long a list is, and what is at both of its ends."""
-    length = list.__len__(value) if length is None else length
-    ends = slice(min(ENDS, length)), slice(max(length - ENDS, 0), length)
-    return length, *chain.from_iterable(list.__getitem__(value, end) for end in ends)
+def _ends(value: Any, length: int | None = None) -> tuple[Any, ...]:
+    """How many elements there are, and which at both ends of the first so many."""
+    base: Any = dict if isinstance(value, dict) else list
+    more = 0 if length is None else base.__len__(value) - length
+    first, last = base.__iter__(value), islice(base.__reversed__(value), max(more, 0), None)
+    return base.__len__(value) - more, *islice(first, ENDS), *islice(last, ENDS)
 
 
-def _cut(value: list[Any], saved: tuple[Any, ...]) -> None:
+def _cut(value: Any, saved: tuple[Any, ...]) -> None:
     if not same_objects(_ends(value, saved[0])[1:], saved[1:]):
-        raise RollbackError("of this long list more than growth was to be undone")
-    list.__delitem__(value, slice(saved[0], None))
+        raise RollbackError("more than growth was to be undone of so many elements")
+    if isinstance(value, dict):
+        while dict.__len__(value) > saved[0]:
+            dict.popitem(value)
+    else:
+        list.__delitem__(value, slice(saved[0], None))
 
 
 def _empty_cell(cell: Any, _: Any) -> None:
@@ -643,7 +662,7 @@ def _empty_cell(cell: Any, _: Any) -> None:
         del cell.cell_contents
 
 
-_LONG_LIST = Kind(_ends, _cut, is_leaf=True)
+_LONG = Kind(_ends, _cut, is_leaf=True)
 _EMPTY_CELL = Kind(lambda cell: [is_filled(cell)], _empty_cell)
 
 
@@ -683,7 +702,7 @@ def _changes(
 def _put_other_back(value: Any, kind: Kind, held: Any) -> None:
     now = kind.read(value)
     if kind.is_leaf:
-        is_changed = differs(now, held) if kind is not _LONG_LIST else not same_objects(now, held)
+        is_changed = differs(now, held) if kind is not _LONG else not same_objects(now, held)
     else:
         held = _meant(held) if type(held) is dict else list(map(_again, held))
         is_changed = not _same_parts(now, held)

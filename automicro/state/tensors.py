@@ -195,7 +195,7 @@ def _where(tensor: Tensor) -> tuple[Any, ...]:
 
 def _large(tensor: Tensor, alias: Tensor, memory: Tensor, *, is_buffer: bool) -> _Place:
     version = seen_version(tensor)
-    known, copy = _kept.get(tensor, (None, None))
+    known, copy = _kept.get(tensor, (None, None))  # type: ignore[no-untyped-call]
     is_kept = version is not None and version == known
     if not is_kept:
         is_copied = is_buffer or memory.nbytes <= LARGE_BYTES or version is None

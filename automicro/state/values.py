@@ -140,7 +140,7 @@ def _attributes(value: Any, names: Iterable[str]) -> dict[str, Any]:
 
 
 @functools.cache
-def _slots(kind: type) -> list[str]:
+def _slots(kind: Any) -> list[str]:
     tables = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
     each = [item for table in tables for item in table.items()]
     return [name for name, slot in each if type(slot) is types.MemberDescriptorType]
@@ -193,6 +193,10 @@ def _put_array(value: Any, saved: Any) -> None:
 
 
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_WRAPPING = (
+    *(types.MethodType, types.BuiltinMethodType, functools.partial),
+    *(staticmethod, classmethod, property, functools.cached_property),
+)
 _PARTS = ("__func__", "__self__", "fget", "fset", "fdel", "func", "args", "keywords")
 TENSOR = Kind(lambda value: value, is_leaf=True)
 OBJECT = Kind(table_of, name=".{}")
@@ -222,15 +226,12 @@ _KINDS: tuple[tuple[Any, Kind], ...] = (
     (type, CLASS),
     (types.FunctionType, FUNCTION),
     (
-        (types.MethodType, types.BuiltinMethodType, functools.partial, staticmethod, classmethod)
-        + (property, functools.cached_property),
+        _WRAPPING,
         Kind(lambda value: _attributes(value, _PARTS), name=""),
     ),
 )
-_SLOTS = _named(
-    lambda v: _attributes(v, _slots(type(v))), object.__setattr__, object.__delattr__
-)
-_PARALLEL = Kind(lambda value: dict(value._modules), name=".{}")
+_SLOTS = _named(lambda v: _attributes(v, _slots(type(v))), object.__setattr__, object.__delattr__)
+PARALLEL = Kind(lambda value: dict(value._modules), name=".{}")
 ITERATOR = Kind(lambda value: None, is_leaf=True)  # its place can be neither read nor set
 _WITH_ATTRIBUTES = (dict, list, set, deque, tuple)
 _known: dict[type, tuple[Kind, ...]] = {}
@@ -254,7 +255,7 @@ def kinds_of(kind: type) -> tuple[Kind, ...]:
 def _find_kinds(kind: type) -> Iterator[Kind]:
     found = next((how for base, how in _KINDS if issubclass(kind, base)), None)
     if found is OBJECT and any(base.__module__.startswith(_WRAPPERS) for base in kind.__mro__):
-        found = _PARALLEL
+        found = PARALLEL
     if found is not None:
         yield found
     elif is_opaque(kind.__module__):
@@ -326,7 +327,9 @@ def namespaces_of(function: types.FunctionType) -> Iterator[Names]:
         for name in each.used & each.table.keys():
             value = each.table[name]
             is_module = type(value) is types.ModuleType
-            if id(value) in seen or not (is_module or (each.owner is not None and isinstance(value, type))):
+            if id(value) in seen or not (
+                is_module or (each.owner is not None and isinstance(value, type))
+            ):
                 continue
             seen.add(id(value))
             if is_module:
@@ -367,11 +370,10 @@ def differs(one: Any, other: Any) -> bool:
         if one.shape == other.shape and one.dtype == other.dtype and one.dtype.hasobject:
             return any(map(operator.is_not, one.flat, other.flat))
         return one.shape != other.shape or one.tobytes() != other.tobytes()
-    if type(one) in (tuple, list, dict):
-        keys = one if type(one) is dict else range(len(one))
-        return len(one) != len(other) or any(
-            key not in other if type(one) is dict else False for key in keys
-        ) or any(differs(one[key], other[key]) for key in keys)
+    if type(one) in (tuple, list):
+        return len(one) != len(other) or any(map(differs, one, other))
+    if type(one) is dict:
+        return one.keys() != other.keys() or any(differs(one[key], other[key]) for key in one)
     is_constant = type(one) in (int, float, complex, str, bytes, bytearray, array.array, torch.Size)
     return not (is_constant and (one == other or (one != one and other != other)))
 
@@ -446,7 +448,7 @@ def _inside_function(value: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 def is_owned(tensor: Tensor) -> bool:
     """Whether a tensor may have attributes of a forward's: a parameter, or one that is trained."""
-    return tensor.requires_grad and tensor.is_leaf or isinstance(tensor, nn.Parameter)
+    return (tensor.requires_grad and tensor.is_leaf) or isinstance(tensor, nn.Parameter)
 
 
 def walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
