@@ -281,7 +281,11 @@ class Captured:
                 kinds = (OBJECT,)  # given by name, it is meant
             for kind in kinds:
                 if left < 0:
-                    self.left_out.append((value, f"it is one of over {MOST_VALUES} values"))
+                    rest = {
+                        id(v): v for v in waiting[number:] if not is_plain(v) and id(v) not in seen
+                    }
+                    why = f"it is one of over {MOST_VALUES} values"
+                    self.left_out += [(each, why) for each in (value, *rest.values())]
                     return
                 before = len(waiting)
                 waiting += self._hold(value, kind)
@@ -523,7 +527,7 @@ class Captured:
                 failures.append((value, str(error)))
         for copies in filter(None, (self._copies, self._passing)):
             failures += copies.put_back()
-        self._leaves.put_back()
+        failures += self._leaves.put_back()
         if failures:
             names = self.names()
             told = [f"{names.get(id(value), '?')[0]}: {why}" for value, why in failures]
@@ -695,7 +699,7 @@ def _changes(
     path, form = names[id(owner)]
     places = [key for key in {**held, **now} if _is_gone(held.get(key, _GONE), now.get(key, _GONE))]
     yield from (f"{path}{form.format(key)}" for key in places)
-    if not places and not same_objects(held, now):
+    if not places and isinstance(owner, dict) and not same_objects(held, now):
         yield path
 
 

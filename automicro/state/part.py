@@ -85,31 +85,38 @@ class State:
         return captured is not None and captured.is_changed(tensor, by_content=by_content)
 
     def _name(self, captured: Captured) -> None:
-        names = captured.names()
-        for value, why in captured.left_out:
-            path = names.get(id(value), ("?", ""))[0]
-            if path in self._named:
+        for why, paths in _left_out(captured).items():
+            new = [path for path in paths if path not in self._named]
+            if not new:
                 continue
-            self._named.add(path)
+            self._named |= set(new)
+            more = f" and {len(new) - 3} more" if len(new) > 3 else ""
             warn(
-                f"{path} (of type {type(value).__name__}) stays as a failed attempt has left it, "
-                f"because {why}. Keep what a step changes in numbers, lists, tensors or objects, "
-                "or pass state=[...] with an object that has begin, prepare, commit and roll_back",
+                f"{', '.join(new[:3])}{more}: left as a failed attempt has made it, because {why}. "
+                f"{_REMEDY}",
                 StateWarning,
             )
 
     def _refuse(self, captured: Captured) -> None:
-        names = captured.names()
-        for value, why in captured.left_out:
-            path = names.get(id(value), ("?", ""))[0]
-            root = path.partition(".")[0].partition("[")[0]
-            if root in self._declared:
-                raise TypeError(
-                    f"{path} is of type {type(value).__name__}, which cannot be put back after a "
-                    f"failed attempt, because {why}. Keep what a step changes in numbers, lists, "
-                    "tensors or objects, or give an object with begin, prepare, commit and "
-                    "roll_back"
-                )
+        for why, paths in _left_out(captured).items():
+            for path in paths:
+                if path.startswith(tuple(f"{each}[" for each in self._declared)):
+                    raise TypeError(f"{path} cannot be put back, because {why}. {_REMEDY}")
+
+
+_REMEDY = (
+    "Keep what a step changes in numbers, lists, tensors or objects, or pass state=[...] with an "
+    "object that has begin, prepare, commit and roll_back"
+)
+
+
+def _left_out(captured: Captured) -> dict[str, list[str]]:
+    """Paths with their types, by why they are left out."""
+    names, found = captured.names(), dict[str, list[str]]()
+    for value, why in captured.left_out:
+        path = names.get(id(value), ("?", ""))[0]
+        found.setdefault(why, []).append(f"{path} (of type {type(value).__name__})")
+    return found
 
 
 _PART = ("begin", "prepare", "commit", "roll_back")

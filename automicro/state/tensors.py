@@ -3,6 +3,7 @@
 import contextlib
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from automicro.memory.device import copies_overlap
 from automicro.state.values import dense_parts, differs, put_table, same_objects
 from automicro.torch_private import (
     all_hooks,
+    all_versions,
     copy_into,
     gradient_hooks,
     is_uninitialized,
@@ -171,6 +173,7 @@ class Copies:
         return by_content and _has_changed(place)
 
 
+_NOT_COPIED = "and parameters are not copied; move it after the step"
 # Of tensors that were seen not to change: their version, and a copy.
 _kept = WeakTensorKeyDictionary()
 _FLAG = operator.attrgetter("requires_grad")
@@ -229,7 +232,8 @@ def _has_changed(place: _Place) -> bool:
 def _put_large_back(place: _Place) -> str | None:
     has_moved = place.version is None or place.version != seen_version(place.tensor)
     if place.copy is None:
-        return "its bytes are not copied, and were written to" if has_moved else None
+        why = f"its {place.memory.nbytes} bytes are not copied, and were written to"
+        return why if has_moved else None
     if has_moved or not place.is_kept:
         with torch.inference_mode():
             place.memory.copy_(place.copy)
@@ -239,7 +243,9 @@ def _put_large_back(place: _Place) -> str | None:
 
 
 class Leaves:
-    """Parameters: their flags, hooks, attributes and, of lazy ones, class; not what they hold.
+    """Parameters: their flags, hooks and, of lazy ones, class; not what they hold.
+
+    Frozen ones are watched: a teacher that a forward moves is no parameter of the optimizer's.
 
     Args:
         leaves: the parameters, and other tensors that are trained.
@@ -253,8 +259,15 @@ class Leaves:
     def read(self) -> None:
         """Take note of how they are now."""
         self._flags = list(map(_FLAG, self._leaves))
+        self._find_frozen()
         self._hooks = all_hooks(self._leaves)
         self._held = [(table, dict(table)) for table in self._hooks if table]
+
+    def _find_frozen(self) -> None:
+        flagged = zip(self._leaves, self._flags, strict=True)
+        frozen = [leaf for leaf, is_trained in flagged if not is_trained]
+        self._frozen = [e for e in frozen if not (e.is_inference() or is_uninitialized(e))]
+        self._versions = all_versions(self._frozen)
 
     def refresh(self) -> bool:
         """Take note of flags; not done where hooks were registered or removed since `read`."""
@@ -263,11 +276,17 @@ class Leaves:
             not same_objects(table, saved) for table, saved in self._held
         ):
             return False
-        self._flags = list(map(_FLAG, self._leaves))
+        before, self._flags = self._flags, list(map(_FLAG, self._leaves))
+        if self._flags != before:
+            self._find_frozen()
+        self._versions = all_versions(self._frozen)
         return True
 
-    def put_back(self) -> None:
-        """Put back all but content."""
+    def put_back(self) -> Iterator[tuple[Tensor, str]]:
+        """Put back all but content; gives what was written to."""
+        is_moved = map(operator.ne, self._versions, all_versions(self._frozen))
+        for leaf in compress(self._frozen, is_moved):
+            yield leaf, f"this frozen parameter was written to, {_NOT_COPIED}"
         for leaf, kind in self._lazy:
             if type(leaf) is not kind:  # it was given its shape
                 leaf.data = torch.empty(0, dtype=leaf.dtype, device=leaf.device)

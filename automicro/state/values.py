@@ -79,7 +79,7 @@ def same_objects(one: Collection[Any], other: Collection[Any]) -> bool:
 
 def put_table(table: dict[Any, Any], saved: Mapping[Any, Any]) -> None:
     """Let a dict have these entries in this order; writes no more than what differs."""
-    if not same_objects(table, saved):
+    if not same_objects(list(dict.__iter__(table)), saved):
         dict.clear(table)
         dict.update(table, saved)
         return
@@ -283,7 +283,8 @@ def is_opaque(module: str | None) -> bool:
 def is_installed(module: str | None) -> bool:
     """Whether a module of Python belongs to a library, whose code keeps nothing of the caller's."""
     path = str(getattr(sys.modules.get(str(module)), "__file__", None))
-    return is_opaque(module) or "site-packages" in path or "dist-packages" in path
+    is_pythons = str(module).partition(".")[0] in sys.stdlib_module_names
+    return is_pythons or is_opaque(module) or "site-packages" in path or "dist-packages" in path
 
 
 def is_plain(value: Any) -> bool:
