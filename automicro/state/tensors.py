@@ -266,7 +266,7 @@ class Leaves:
     def _find_frozen(self) -> None:
         flagged = zip(self._leaves, self._flags, strict=True)
         frozen = [leaf for leaf, is_trained in flagged if not is_trained]
-        self._frozen = [e for e in frozen if not (e.is_inference() or is_uninitialized(e))]
+        self._frozen = [e for e in frozen if not (is_uninitialized(e) or e.is_inference())]
         self._versions = all_versions(self._frozen)
 
     def refresh(self) -> bool:
