@@ -381,11 +381,11 @@ class Captured:
         if kind is ITERATOR:
             self.left_out.append((value, "the place of an iterator cannot be set"))
             return ()
-        if isinstance(value, np.ndarray) and (
-            value.dtype.hasobject or value.nbytes > MOST_ARRAY_BYTES
-        ):
-            self.left_out.append((value, f"it holds objects, or over {MOST_ARRAY_BYTES} bytes"))
+        if isinstance(value, np.ndarray) and value.nbytes > MOST_ARRAY_BYTES:
+            self.left_out.append((value, f"it is an array of over {MOST_ARRAY_BYTES} bytes"))
             return ()
+        if isinstance(value, np.ndarray) and value.dtype == object:
+            kind = _OBJECT_ARRAY
         held = kind.read(value)
         if kind.write is not None:
             self._others.append((value, kind, held))
@@ -666,6 +666,12 @@ def _empty_cell(cell: Any, _: Any) -> None:
         del cell.cell_contents
 
 
+def _write_objects(value: Any, saved: list[Any]) -> None:
+    for place, each in enumerate(saved):
+        value.flat[place] = each
+
+
+_OBJECT_ARRAY = Kind(lambda value: list(value.flat), _write_objects)
 _LONG = Kind(_ends, _cut, is_leaf=True)
 _EMPTY_CELL = Kind(lambda cell: [is_filled(cell)], _empty_cell)
 
