@@ -229,18 +229,11 @@ class Microbatcher:
             "backward": backward,
             "update_metric": update_metric,
         }
-        self._reach = reach = Reach(
-            {
-                **{f"modules[{index}]": each for index, each in enumerate(self._modules)},
-                **functions,
-            }
-        )
+        numbered = enumerate(self._modules)
+        roots = {f"modules[{i}]" if i else "": each for i, each in numbered} | functions
+        self._reach = reach = Reach(roots)
         own_parts, declared = read_state(state)
-        roots = {
-            **{f"modules[{index}]" if index else "": e for index, e in enumerate(self._modules)},
-            **functions,
-            **declared,
-        }
+        roots |= declared
         self._nested = NestedSizes(nested, model=unwrapped(model), modules=self._modules)
         if check_choice("batchnorm", batchnorm, BATCHNORM_MODES) == "exact":
             self._nested.attach_model(unwrapped(model), microbatch_size)

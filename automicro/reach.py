@@ -11,68 +11,51 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from automicro.torch_private import call_hooks, gradient_hooks
+from automicro.options import unwrapped
+from automicro.state.values import (
+    OBJECT,
+    Kind,
+    Kinds,
+    children,
+    is_generator,
+    kinds_of,
+    places,
+    table_of,
+    walk,
+)
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """The attributes that a module has without any of its own."""
 
-Read: TypeAlias = Callable[[], Any]
-_Place: TypeAlias = tuple[str, Read]
-
-# What their code gets at is no state of the caller's.
-_LIBRARIES = frozenset(
-    (
-        *("numpy", "torch", "torchmetrics", "torchvision", "transformers"),
-        *("lightning", "lightning_fabric", "pytorch_lightning"),
-    )
-) | frozenset(sys.stdlib_module_names)
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_MOST_ELEMENTS = 100  # of a container; longer ones of a loader hold data
+# Attributes of loaders and samplers: a pass that is under way, and the data by another name.
 _NOTHING_OF_ITS_OWN = frozenset(("_iterator", "data_source"))
-"""Attributes of loaders and samplers: a pass that is under way, and the data by another name."""
-
-_OPAQUE = (str, bytes, int, float, complex, Tensor, np.ndarray, type(None))
-_MOST_ELEMENTS = 100
-_MOST_PLACES = 5000
-_DEPTH = 6
-_DEPTH_IN_DATA = 12  # data sets and transforms lie within one another
 
 
 class Reach:
     """Modules and generators that some functions and modules get at, wherever these lie.
 
-    Looked through are closures, defaults, the global names that code uses, arguments of
-    ``functools.partial``, what a method is bound to, attributes, containers, and the hooks of
-    modules and of their parameters. Remembered are the places, so that what stands there later is
-    found, too.
+    Looked through is what `walk` looks through. Remembered are the places, so that what stands
+    there later is found, too.
 
     Args:
         roots: functions and modules, by their names.
-        past_copies: whether also what is copied with a function is looked through.
-        past_libraries: whether also attributes of objects of libraries are, as loaders,
-            samplers and transforms have them, and the code of the caller's classes, but no
-            large containers, which hold data.
 
     Example:
         >>> teacher = nn.Linear(2, 2)
-        >>> teachers, noise = [teacher], np.random.default_rng(0)
-        >>> def loss(outputs, targets):
-        ...     return (outputs - teachers[0](targets)).sum() * noise.random()
-        >>> reach = Reach({"loss": loss})
+        >>> def make(teachers, noise):
+        ...     return lambda x, targets: (x - teachers[0](targets)).sum() * noise.random()
+        >>> noise = np.random.default_rng(0)
+        >>> reach = Reach({"loss": make([teacher], noise)})
         >>> list(reach.modules()), reach.generators() == [noise]
         (['teachers[0]'], True)
     """
 
-    def __init__(
-        self,
-        roots: Mapping[str, Any],
-        *,
-        past_copies: bool = True,
-        past_libraries: bool = False,
-    ) -> None:
+    def __init__(self, roots: Mapping[str, Any]) -> None:
         self._roots = dict(roots)
-        self._past_copies = past_copies
-        self._past_libraries = past_libraries
         self._steps = 0
         self._walk()
 
@@ -84,98 +67,130 @@ class Reach:
 
     def modules(self) -> dict[str, nn.Module]:
         """The modules by where they were found, each once, without the roots and their parts."""
-        if not self._modules:
-            return {}
         found: dict[str, nn.Module] = {}
         known = set(self._known)
-        for name, read in self._modules:
-            module = read()
+        for path, module in self._read():
             if isinstance(module, nn.Module) and id(module) not in known:
-                known |= {id(each) for each in module.modules()}
-                found[name] = module
+                known |= set(map(id, module.modules()))
+                found[unused_name(path, found)] = module
         return found
 
     def generators(self) -> list[Any]:
         """The generators of random numbers, each once."""
-        if not self._generators:
-            return []
-        found = (read() for _, read in self._generators)
-        return list({id(each): each for each in found if is_generator(each)}.values())
+        return list({id(each): each for _, each in self._read() if is_generator(each)}.values())
 
     def named_generators(self) -> dict[str, Any]:
-        """The same without that of the process, by names that are the same in each run."""
-        found: dict[str, Any] = {}
-        known = {id(random._inst)}
-        for name, read in self._generators:
-            generator = read()
-            if is_generator(generator) and id(generator) not in known:
-                known.add(id(generator))
-                found[unused_name(name, found)] = generator
-        return found
+        """The same without those of the process, by names that are the same in each run."""
+        return generators_in({name: unwrapped(each) for name, each in self._roots.items()})
+
+    def _read(self) -> Iterator[tuple[str, Any]]:
+        """What stands where modules and generators were found."""
+        for place in self._places:
+            held = {place.name: place.value} if place.owner is None else children(place.owner)
+            yield place.path, dict(held).get(place.name)
 
     def _walk(self) -> None:
-        self._modules: list[_Place] = []
-        self._generators: list[_Place] = []
-        self._seen: set[int] = set()
-        self._known = {
-            id(each)
-            for root in self._roots.values()
-            if isinstance(root, nn.Module)
-            for each in root.modules()
-        }
-        depth = _DEPTH_IN_DATA if self._past_libraries else _DEPTH
-        waiting: deque[tuple[str, Read, int]] = deque(
-            (name, functools.partial(_same, root), depth) for name, root in self._roots.items()
-        )
-        for _ in range(_MOST_PLACES):
-            if not waiting:
-                break
-            name, read, depth = waiting.popleft()
-            for found, place in self._look(name, read):
-                value = place()
-                if depth and not isinstance(value, _OPAQUE) and id(value) not in self._seen:
-                    waiting.append((found, place, depth - 1))
-        self._seen.clear()  # ids of what may be gone tomorrow
+        roots = [each for each in self._roots.values() if isinstance(each, nn.Module)]
+        self._known = {id(each) for root in roots for each in root.modules()}
+        self._places = [
+            each._replace(value=each.value if each.owner is None else None)
+            for each in places(self._roots)
+            if is_generator(each.value)
+            or (isinstance(each.value, nn.Module) and id(each.value) not in self._known)
+        ]
 
-    def _look(self, name: str, read: Read) -> Iterator[_Place]:
-        value = read()
-        if id(value) in self._seen or (self._past_libraries and _is_data(value)):
-            return
-        self._seen.add(id(value))
-        if is_generator(value):
-            self._generators.append((name, read))
-        elif isinstance(value, nn.Module):
-            is_root = any(value is root for root in self._roots.values())
-            if id(value) not in self._known:
-                self._modules.append((name, read))
-            if self._past_copies:
-                yield from _inside_module("" if is_root else name, value)
-        elif isinstance(value, types.FunctionType):
-            installed = self._past_libraries and _is_installed(value.__module__)
-            yield from _inside_function(value, has_globals=not installed)
-        elif isinstance(value, functools.partial):
-            yield from self._inside_partial(name, value)
-        elif isinstance(value, types.MethodType):
-            yield name, functools.partial(_same, value.__func__)
-            if self._past_copies:
-                yield "self", functools.partial(_same, value.__self__)
-        elif self._past_libraries and _is_of_data_library(value):
-            table = vars(value)
-            for key in sorted(table.keys() - _NOTHING_OF_ITS_OWN):
-                yield f"{name}.{key}".lstrip("."), functools.partial(table.get, key)
-        else:
-            yield from _inside_object(name, value, has_attributes=self._past_copies)
-            for owner in type(value).__mro__ if self._past_libraries else ():
-                if not (_is_of_library(owner) or _is_installed(owner.__module__)):
-                    yield from _inside_class(owner)
 
-    def _inside_partial(self, name: str, value: Any) -> Iterator[_Place]:
-        yield name, functools.partial(_same, value.func)
-        for place in itertools.chain(
-            _elements(f"{name}.args", value.args), _entries(f"{name}.keywords", value.keywords)
-        ):
-            if self._past_copies or not isinstance(place[1](), nn.Module):
-                yield place
+def generators_in(roots: Mapping[str, Any], kinds: Kinds = kinds_of) -> dict[str, Any]:
+    """Generators that some values get at, but those of the process, by where they are.
+
+    >>> noise = random.Random(0)
+    >>> generators_in({"loss": {"noises": [noise, random.random]}}) == {"loss['noises'][0]": noise}
+    True
+    """
+    found: dict[str, Any] = {}
+    for path, value in walk(roots, kinds):
+        if is_generator(value) and not any(value is each for each in _OF_THE_PROCESS):
+            found[unused_name(path, found)] = value
+    return found
+
+
+_OF_THE_PROCESS = (random._inst, np.random.mtrand._rand, torch.default_generator)
+
+
+@functools.lru_cache(5_000)
+def kinds_of_loading(kind: type) -> tuple[Kind, ...]:
+    """What a walk through a loader looks into: also samplers and data sets, but not into data."""
+    found = kinds_of(kind)
+    if issubclass(kind, _CONTAINERS):
+        return tuple(each._replace(read=functools.partial(_read_short, each)) for each in found)
+    is_a_pass = issubclass(kind, Iterator | type | types.ModuleType)
+    is_of_python = kind.__module__.partition(".")[0] in sys.stdlib_module_names
+    if found or is_a_pass or is_of_python or not kind.__dictoffset__:
+        return found
+    return (_LOADING,)
+
+
+def _read_short(kind: Kind, value: Any) -> Any:
+    return kind.read(value) if len(value) <= _MOST_ELEMENTS else ()
+
+
+def _read_loading(value: Any) -> dict[str, Any]:
+    table = table_of(value)
+    return {name: table[name] for name in sorted(table.keys() - _NOTHING_OF_ITS_OWN)}
+
+
+def captured_modules(function: Any) -> list[nn.Module]:
+    """Modules with a state that a function holds in its closure, defaults or global names.
+
+    A copy of the model does not replace these: the function would go on using the originals.
+
+    Example:
+        >>> teacher = nn.Linear(2, 2)
+        >>> captured_modules(lambda model, batch, by=teacher: model(batch) - by(batch)) == [teacher]
+        True
+        >>> captured_modules(lambda model, batch: model(batch).mean())
+        []
+    """
+    found: list[nn.Module] = []
+    for _, value in walk({"": function}, _kinds_of_code):
+        is_part = any(value is part for each in found for part in each.modules())
+        if isinstance(value, nn.Module) and not is_part and any(value.state_dict(keep_vars=True)):
+            found.append(value)
+    return found
+
+
+def _kinds_of_code(kind: type) -> tuple[Kind, ...]:
+    """What a function reads by name: nothing within what is copied along with it."""
+    if issubclass(kind, functools.partial | types.MethodType):
+        return (_CODE,)
+    is_walked = issubclass(kind, (types.FunctionType, *_CONTAINERS))
+    return kinds_of(kind) if is_walked or not kinds_of(kind) else (_CLOSED,)
+
+
+_LOADING = OBJECT._replace(read=_read_loading)
+_CODE = Kind(lambda value: [getattr(value, "func", None) or value.__func__], name="")
+_CLOSED = Kind(lambda value: None, is_leaf=True)
+
+
+def unused_name(name: str, used: Container[str]) -> str:
+    """The name, or the name with a number, where it is used.
+
+    >>> unused_name("noise", {"noise"})
+    'noise (2)'
+    """
+    names = itertools.chain([name], (f"{name} ({number})" for number in itertools.count(2)))
+    return next(each for each in names if each not in used)
+
+
+# ---- the objects' half, until its last users are ported
+
+Read: TypeAlias = Callable[[], Any]
+_LIBRARIES = frozenset(
+    (
+        *("numpy", "torch", "torchmetrics", "torchvision", "transformers"),
+        *("lightning", "lightning_fabric", "pytorch_lightning"),
+    )
+) | frozenset(sys.stdlib_module_names)
 
 
 class Variable:
@@ -308,141 +323,9 @@ def _is_ours_or_library(function: types.FunctionType) -> bool:
     return ours or _is_of_library(function)
 
 
-def captured_modules(function: Any) -> list[nn.Module]:
-    """Modules with a state that a function holds in its closure, defaults or global names.
-
-    A copy of the model does not replace these: the function would go on using the originals.
-
-    Example:
-        >>> teacher = nn.Linear(2, 2)
-        >>> captured_modules(lambda model, batch: model(batch) - teacher(batch)) == [teacher]
-        True
-        >>> captured_modules(lambda model, batch: model(batch).mean())
-        []
-    """
-    found = Reach({"": function}, past_copies=False).modules().values()
-    return [module for module in found if _has_state(module)]
-
-
-def unused_name(name: str, used: Container[str]) -> str:
-    """The name, or the name with a number, where it is used.
-
-    >>> unused_name("noise", {"noise"})
-    'noise (2)'
-    """
-    names = itertools.chain([name], (f"{name} ({number})" for number in itertools.count(2)))
-    return next(each for each in names if each not in used)
-
-
-def is_generator(value: Any) -> bool:
-    """Whether a value draws random numbers of its own."""
-    kinds = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
-    return isinstance(value, kinds) and not isinstance(value, random.SystemRandom)
-
-
-def _inside_module(name: str, root: nn.Module) -> Iterator[_Place]:
-    """Attributes that torch does not know of, and what the code of its classes names."""
-    classes: dict[type, None] = {}
-    for place, module in root.named_modules():
-        path = ".".join(filter(None, (name, place)))
-        classes |= dict.fromkeys(type(module).__mro__)
-        table = vars(module)
-        for key in [key for key in table if key not in OF_EVERY_MODULE]:
-            yield f"{path}.{key}".lstrip("."), functools.partial(table.get, key)
-        for hook in _hooks_of(module):
-            yield f"{path}.hook".lstrip("."), functools.partial(_same, hook)
-    for each in classes:
-        if not _is_of_library(each):
-            yield from _inside_class(each)
-
-
-def _hooks_of(module: nn.Module) -> Iterator[Any]:
-    """The caller's hooks of a module, and of its parameters' gradients."""
-    tables = [gradient_hooks(each) for each in module.parameters(recurse=False)]
-    hooks = [hook for pair in tables for table in pair for hook in (table or {}).values()]
-    for hook in [*call_hooks(module), *hooks]:
-        function = _code_of(hook)
-        if function is None or not _is_ours_or_library(function):
-            yield hook
-
-
-def _inside_class(owner: type) -> Iterator[_Place]:
-    for key, value in list(vars(owner).items()):
-        if isinstance(value, staticmethod | classmethod):
-            value = value.__func__
-        if isinstance(value, property):
-            value = value.fget
-        yield f"{owner.__name__}.{key}", functools.partial(_same, value)
-
-
-def _inside_function(function: Any, *, has_globals: bool) -> Iterator[_Place]:
-    if _is_of_library(function):
-        return
-    code = function.__code__
-    names = set(_names(code)) | set(code.co_freevars)
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        yield from _named(name, functools.partial(_contents, cell), names)
-    yield from _elements("default", function.__defaults__ or ())
-    yield from _entries("default", function.__kwdefaults__ or {})
-    for name in sorted(names & function.__globals__.keys()) if has_globals else ():
-        yield from _named(name, functools.partial(function.__globals__.get, name), names)
-
-
-def _named(name: str, read: Read, names: set[str]) -> Iterator[_Place]:
-    """What a name stands for; of a module of Python, what is named of it."""
-    value = read()
-    if not isinstance(value, types.ModuleType):
-        yield name, read
-    elif not _is_of_library(value, value.__name__):
-        for inner in sorted(names & vars(value).keys()):
-            yield f"{name}.{inner}", functools.partial(vars(value).get, inner)
-
-
-def _inside_object(name: str, value: Any, *, has_attributes: bool) -> Iterator[_Place]:
-    if isinstance(value, list | tuple):
-        yield from _elements(name, value)
-    elif isinstance(value, dict):
-        yield from _entries(name, value)
-    elif isinstance(value, set | frozenset | deque):
-        yield from _elements(name, list(itertools.islice(value, _MOST_ELEMENTS)))
-    elif not has_attributes or isinstance(value, types.ModuleType):
-        return
-    elif isinstance(value, type):
-        if not _is_of_library(value):
-            yield from _inside_class(value)
-    elif not _is_of_library(type(value)) or isinstance(value, types.SimpleNamespace):
-        yield from _entries(name, getattr(value, "__dict__", {}), dotted=True)
-        yield from _elements(name, [call] if (call := _call_of(value)) is not None else [])
-        for owner in type(value).__mro__:
-            for slot in vars(owner).get("__slots__", ()):
-                yield f"{name}.{slot}".lstrip("."), functools.partial(getattr, value, slot, None)
-
-
 def _call_of(value: Any) -> Any:
     """What runs when an object is called."""
     return type(value).__call__ if callable(value) else None
-
-
-def _elements(name: str, values: Any) -> Iterator[_Place]:
-    kind = tuple if isinstance(values, tuple) else list
-    for index in range(min(kind.__len__(values), _MOST_ELEMENTS)):
-        yield f"{name}[{index}]", functools.partial(_element, kind, values, index)
-
-
-def _entries(name: str, table: Any, *, dotted: bool = False) -> Iterator[_Place]:
-    for key in list(itertools.islice(dict.__iter__(table), _MOST_ELEMENTS)):
-        shown = repr(key) if isinstance(key, str | int) else type(key).__name__
-        place = f"{name}.{key}".lstrip(".") if dotted else f"{name}[{shown}]"
-        yield place, functools.partial(dict.get, table, key)
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def _element(kind: Any, values: Any, index: int) -> Any:
-    """Of a list or tuple itself: a data set that is one may draw when it is asked."""
-    return kind.__getitem__(values, index) if index < kind.__len__(values) else None
 
 
 def _contents(cell: Any) -> Any:
@@ -470,24 +353,3 @@ def _is_installed(module: str | None) -> bool:
     """Whether it is a module of an installed package, whose code draws as the process does."""
     path = getattr(sys.modules.get(module or ""), "__file__", None) or ""
     return "site-packages" in path or "dist-packages" in path
-
-
-def _is_data(value: Any) -> bool:
-    is_container = isinstance(value, (list, tuple, dict, set, frozenset, deque))
-    return is_container and len(value) > _MOST_ELEMENTS
-
-
-def _is_of_data_library(value: Any) -> bool:
-    """Whether it is an object of a library, or of ours, that may hold what the caller gave it."""
-    package = type(value).__module__.partition(".")[0]
-    return (
-        (package in _LIBRARIES or package == "automicro")
-        and package not in sys.stdlib_module_names
-        and not isinstance(value, Iterator | type | types.ModuleType)
-        and isinstance(getattr(value, "__dict__", None), dict)
-    )
-
-
-def _has_state(module: nn.Module) -> bool:
-    tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
-    return bool(tensors)

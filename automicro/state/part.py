@@ -7,7 +7,7 @@ from torch import Tensor
 
 from automicro.errors import StateWarning, warn
 from automicro.state.capture import Captured, capture
-from automicro.state.values import is_plain
+from automicro.state.values import is_plain, walk
 from automicro.transaction.transaction import Part
 
 Roots = Mapping[str, Any]
@@ -98,10 +98,13 @@ class State:
             )
 
     def _refuse(self, captured: Captured) -> None:
-        for why, paths in _left_out(captured).items():
-            for path in paths:
-                if path.startswith(tuple(f"{each}[" for each in self._declared)):
-                    raise TypeError(f"{path} cannot be put back, because {why}. {_REMEDY}")
+        declared = tuple(f"{each}[" for each in self._declared)
+        roots = {name: each for name, each in self._of.items() if name.startswith(declared)}
+        names = {id(value): path for path, value in walk(roots)}
+        for value, why in captured.left_out:
+            if id(value) in names:
+                path = f"{names[id(value)]} (of type {type(value).__name__})"
+                raise TypeError(f"{path} cannot be put back, because {why}. {_REMEDY}")
 
 
 _REMEDY = (

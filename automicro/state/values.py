@@ -14,13 +14,13 @@ import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from automicro.torch_private import sparse_parts
+from automicro.torch_private import gradient_hooks, sparse_parts
 
 # Objects of these keep no state of a forward, or must not be touched while others use them.
 _OPAQUE_KINDS: tuple[type, ...] = (
@@ -56,6 +56,9 @@ class Kind(NamedTuple):
     write: Callable[[Any, Any], Any] | None = None
     name: str = "[{!r}]"
     is_leaf: bool = False
+
+
+Kinds: TypeAlias = Callable[[type], tuple[Kind, ...]]
 
 
 def table_of(value: Any) -> dict[str, Any]:
@@ -325,7 +328,7 @@ def namespaces_of(function: types.FunctionType) -> Iterator[Names]:
     for each in waiting:  # which grows meanwhile
         if each.owner is not None:
             yield each
-        for name in each.used & each.table.keys():
+        for name in sorted(each.used & each.table.keys()):
             value = each.table[name]
             is_module = type(value) is types.ModuleType
             if id(value) in seen or not (
@@ -415,9 +418,13 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*(each.view(torch.uint8) for each in bits))
 
 
-def children(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a value holds, each with its name behind that of the value."""
-    for kind in kinds_of(type(value)):
+def children(value: Any, kinds: Kinds = kinds_of) -> Iterator[tuple[str, Any]]:
+    """What a value holds, each with its name behind that of the value.
+
+    A name that begins with neither a dot nor a bracket stands by itself.
+    """
+    found = kinds(type(value))
+    for kind in found:
         if kind is FUNCTION:
             yield from _inside_function(value)
         elif kind is CLASS:
@@ -430,10 +437,12 @@ def children(value: Any) -> Iterator[tuple[str, Any]]:
                 if name in REGISTERED and issubclass(type(value), nn.Module):
                     yield from ((f".{key}", part) for key, part in dict.items(each))
                 yield kind.name.format(name), each
-            if kind is OBJECT and not is_installed(type(value).__module__):
-                yield "", type(value)
         elif kind is TENSOR and is_owned(value):
             yield from ((f".{name}", each) for name, each in table_of(value).items())
+            hooks = (table for table in gradient_hooks(value) if table)
+            yield from ((".hook", hook) for table in hooks for hook in table.values())
+    if found and not is_installed(type(value).__module__):
+        yield type(value).__name__, type(value)
 
 
 def _inside_function(value: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -444,7 +453,8 @@ def _inside_function(value: types.FunctionType) -> Iterator[tuple[str, Any]]:
     for names in namespaces_of(value):
         if names.is_walked:
             start = "" if names.table is value.__globals__ else f"{names.table['__name__']}."
-            yield from ((f"{start}{n}", names.table[n]) for n in names.used & names.table.keys())
+            used = sorted(names.used & names.table.keys())  # of a set each run has another order
+            yield from ((f"{start}{name}", names.table[name]) for name in used)
 
 
 def is_owned(tensor: Tensor) -> bool:
@@ -452,19 +462,42 @@ def is_owned(tensor: Tensor) -> bool:
     return (tensor.requires_grad and tensor.is_leaf) or isinstance(tensor, nn.Parameter)
 
 
-def walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def walk(roots: Mapping[str, Any], kinds: Kinds = kinds_of) -> Iterator[tuple[str, Any]]:
     """All values within some that may change, each once, with the shortest path to it.
+
+    Args:
+        roots: the values, by name.
+        kinds: the ways in which values of a type hold others.
 
     >>> [path for path, _ in walk({"model": nn.Sequential(nn.ReLU())}) if path.endswith("0")]
     ['model.0']
     """
-    waiting, seen = deque(roots.items()), dict[int, Any]()
+    return ((each.path, each.value) for each in places(roots, kinds))
+
+
+class Place(NamedTuple):
+    """Where a walk has found a value: `children` of the owner give it by this name."""
+
+    path: str
+    value: Any
+    owner: Any = None
+    name: str = ""
+
+
+def places(roots: Mapping[str, Any], kinds: Kinds = kinds_of) -> Iterator[Place]:
+    """The same with what holds each."""
+    waiting = deque(Place(path, value) for path, value in roots.items())
+    seen = dict[int, Any]()
     while waiting:
-        path, value = waiting.popleft()
-        if id(value) not in seen and kinds_of(type(value)):
+        place = waiting.popleft()
+        path, value = place.path, place.value
+        if id(value) not in seen and kinds(type(value)):
             seen[id(value)] = value
-            yield path, value
-            waiting += [(f"{path}{name}".lstrip("."), each) for name, each in children(value)]
+            yield place
+            for name, each in children(value, kinds):
+                if id(each) not in seen and kinds(type(each)):
+                    start = path if name[:1] in ("", ".", "[") else ""
+                    waiting.append(Place(f"{start}{name}".lstrip("."), each, value, name))
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

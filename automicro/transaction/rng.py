@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from automicro.reach import Reach
+from automicro.state.values import set_state, state_of
 from automicro.values import same_values
 
 
@@ -229,37 +229,3 @@ def _find_numpys() -> tuple[tuple[object, ...], object]:
 _IS_CPYTHON = sys.implementation.name == "cpython"
 _PYTHON = _Global(random.getstate, _find_pythons)
 _NUMPY = _Global(lambda: np.random.get_state(legacy=False), _find_numpys)
-
-
-def state_of(generator: Any) -> Any:
-    """What a generator is at, to be set again.
-
-    Example:
-        >>> own = np.random.default_rng(1)
-        >>> before = state_of(own)
-        >>> drawn = own.random()
-        >>> set_state(own, before)
-        >>> own.random() == drawn
-        True
-    """
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    state = generator.get_state()
-    return state.clone() if isinstance(state, Tensor) else state
-
-
-def set_state(generator: Any, state: Any) -> None:
-    """Put a generator where it was."""
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
-
-
-def find_generators(modules: Iterable[nn.Module]) -> list[Any]:
-    """The generators that modules keep, of torch, NumPy or Python, each once; see `Reach`."""
-    return Reach({f"modules[{index}]": each for index, each in enumerate(modules)}).generators()

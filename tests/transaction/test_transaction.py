@@ -13,9 +13,10 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from automicro import RollbackError
 from automicro.modules import ModuleIndex
 from automicro.transaction.buffers import BufferHistory, Buffers
+from automicro.reach import Reach
 from automicro.transaction.metrics import Metrics, flatten_metrics
 from automicro.transaction.parameters import Parameters
-from automicro.transaction.rng import RandomState, find_generators
+from automicro.transaction.rng import RandomState
 from automicro.transaction.transaction import Transaction
 
 
@@ -253,7 +254,7 @@ def test_every_generator_draws_again_what_it_drew() -> None:
         numbers = [torch.rand(()), torch.rand((), generator=own)]
         return [random.random(), float(np.random.rand()), *map(float, numbers)]
 
-    state = RandomState([torch.device("cpu")], find_generators([model]))
+    state = RandomState([torch.device("cpu")], Reach({"model": model}).generators())
     state.begin()
     first = draw()
     state.roll_back()

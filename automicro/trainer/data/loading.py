@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from automicro.batch.device import on_host
@@ -23,7 +23,8 @@ from automicro.checkpoints.rng import (
 from automicro.data import LengthBatchSampler
 from automicro.data.sampler import AverageBatch
 from automicro.errors import DataLoaderError
-from automicro.reach import Reach, is_generator, unused_name
+from automicro.reach import generators_in, kinds_of_loading
+from automicro.state.values import is_generator
 from automicro.units import Duration, Unit
 from automicro.values import comes_from, same_values
 
@@ -36,7 +37,7 @@ def find_generators(loader: object) -> dict[str, Generator]:
     """Those that a loader may draw from in a pass, by their place, each once.
 
     They are its own and those of its dataset and samplers, and whatever else these get at:
-    transforms, a ``collate_fn``, a loader inside of it, samplers inside of samplers; see `Reach`.
+    transforms, a ``collate_fn``, a loader inside of it, samplers inside of samplers.
 
     Args:
         loader: anything that gives batches.
@@ -49,7 +50,7 @@ def find_generators(loader: object) -> dict[str, Generator]:
         >>> list(find_generators(DataLoader(rows, generator=mine, collate_fn=collate)))
         ['generator', 'noise']
     """
-    return _with_reached(attached_generators(loader), Reach({"": loader}, past_libraries=True))
+    return generators_in({"": loader}, kinds_of_loading)
 
 
 def attached_generators(loader: object) -> dict[str, Generator]:
@@ -165,42 +166,11 @@ def _unpacked(value: Any) -> Any:
     return value["list"].tolist() if isinstance(value, Mapping) else copy.deepcopy(value)
 
 
-def module_generators(module: nn.Module, reach: Reach | None = None) -> dict[str, Generator]:
-    """Those that a model and its submodules keep as attributes, by their place, each once.
-
-    Args:
-        module: the model.
-        reach: of its step, which finds more: in objects, hooks, the loss.
-
-    Example:
-        >>> noisy = nn.Sequential(nn.Linear(2, 2))
-        >>> noisy[0].noise = torch.Generator()
-        >>> list(module_generators(noisy))
-        ['0.noise']
-    """
-    found: dict[int, tuple[str, Generator]] = {}
-    for owner, each in module.named_modules():
-        for name, value in vars(each).items():
-            if is_generator(value) and id(value) not in found:
-                found[id(value)] = (f"{owner}.{name}".lstrip("."), value)
-    own = dict(found.values())
-    return own if reach is None else _with_reached(own, reach)
-
-
-def _with_reached(own: dict[str, Generator], reach: Reach) -> dict[str, Generator]:
-    """These, under the names that they have always had, and whatever else is reached."""
-    known = {id(each) for each in own.values()}
-    for name, generator in reach.named_generators().items():
-        if id(generator) not in known:
-            own[unused_name(name, own)] = generator
-    return own
-
-
 def read_generators(generators: Mapping[str, Generator]) -> dict[str, Any]:
     """Where they stand, as tensors and plain values.
 
     Args:
-        generators: what `find_generators` or `module_generators` gave.
+        generators: what `find_generators` gave.
 
     Example:
         >>> generators = {"order": random.Random(3)}

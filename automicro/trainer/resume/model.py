@@ -24,7 +24,6 @@ from automicro.sharding import is_sharded, local_part
 from automicro.torch_private import buffer_table, is_uninitialized
 from automicro.trainer.data.loading import (
     Generator,
-    module_generators,
     read_generators,
     write_generators,
 )
@@ -50,7 +49,8 @@ class ModuleState:
 
     def __init__(self, modules: Sequence[nn.Module], reach: Reach | None = None) -> None:
         self._modules = [unwrapped(each) for each in modules]
-        self._reach = reach
+        named = {f"modules[{i}]" if i else "": each for i, each in enumerate(self._modules)}
+        self._reach = reach or Reach(named)
 
     def gather(self) -> dict[str, Any]:
         """The state as it is now. Its tensors are the models' own where they can be."""
@@ -61,7 +61,7 @@ class ModuleState:
                 _unlisted_buffers(module, state)
                 for module, state in zip(self._modules, states, strict=True)
             ],
-            "generators": [read_generators(each) for each in self._generators()],
+            "generators": read_generators(self._generators()),
         }
 
     def own(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class ModuleState:
                 }
                 for module in self._modules
             ],
-            "generators": [read_generators(each) for each in self._generators()],
+            "generators": read_generators(self._generators()),
         }
 
     def restore_own(self, saved: Mapping[str, Any]) -> None:
@@ -84,33 +84,27 @@ class ModuleState:
             _load_buffers(module, buffers)
         self.restore_generators(saved["generators"])
 
-    def restore_generators(self, saved: Sequence[Mapping[str, Any]]) -> None:
+    def restore_generators(self, saved: Mapping[str, Any]) -> None:
         """Put back the generators that the models keep."""
-        for here, states in zip(self._generators(), saved, strict=True):
-            missing = sorted(states.keys() - here.keys())
-            if missing:
-                warn(
-                    f"the checkpoint has generators of random numbers that the model or its loss "
-                    f"keeps ({', '.join(missing)}), and there are none now, so other numbers are "
-                    "drawn; make them before training begins, and keep them in the same place",
-                    CheckpointWarning,
-                )
-            write_generators(here, states)
+        here = self._generators()
+        missing = sorted(saved.keys() - here.keys())
+        if missing:
+            warn(
+                f"the checkpoint has generators of random numbers that the model or its loss "
+                f"keeps ({', '.join(missing)}), and there are none now, so other numbers are "
+                "drawn; make them before training begins, and keep them in the same place",
+                CheckpointWarning,
+            )
+        write_generators(here, saved)
 
     def reseed_generators(self, *, rank: int, world_size: int) -> None:
         """Let generators draw others on each rank, where all were put back as those of rank 0."""
-        for here in self._generators():
-            for generator in here.values():
-                _reseed(generator, rank, world_size)
+        for generator in self._generators().values():
+            _reseed(generator, rank, world_size)
 
-    def _generators(self) -> list[dict[str, Generator]]:
-        """Those of each module; what none has as its attribute stands with the first."""
-        first, *others = [module_generators(each) for each in self._modules]
-        if self._reach is not None:
-            elsewhere = {id(each) for found in others for each in found.values()}
-            reached = module_generators(self._modules[0], self._reach)
-            first = {name: each for name, each in reached.items() if id(each) not in elsewhere}
-        return [first, *others]
+    def _generators(self) -> dict[str, Generator]:
+        """Those that the models, or the functions of a step with them, get at."""
+        return self._reach.named_generators()
 
     def sharded_parameters(self) -> dict[str, Tensor]:
         """The parameters of which each rank has a part, by the names of `optimizer_state`."""
