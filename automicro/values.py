@@ -1,6 +1,8 @@
 """Values of any kind: whether two are the same, as text, and as numbers read from a device."""
 
+import array
 import functools
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,7 +33,7 @@ def comes_from(value: object, *names: str) -> bool:
 
 
 def same_content(one: Tensor, other: Tensor) -> bool:
-    """Whether shape, dtype and every value agree; NaN agrees with NaN. Waits for the device.
+    """Whether shape, dtype and every bit agree, so that NaN agrees with NaN. Waits for the device.
 
     Example:
         >>> import torch
@@ -42,48 +44,85 @@ def same_content(one: Tensor, other: Tensor) -> bool:
         return False
     if not one.is_nested and one.shape != other.shape:  # ragged sizes are symbols
         return False
-    one, other = one.detach(), other.detach().to(one.device)
-    if one.is_nested or one.layout is not torch.strided:
-        parts, others = _dense_parts(one), _dense_parts(other)
-        return len(parts) == len(others) and all(map(same_content, parts, others))
-    same = one == other
-    if one.is_floating_point() or one.is_complex():
-        same |= (one != one) & (other != other)
-    return bool(same.all())
+    if one.is_meta or other.is_meta:
+        return one.is_meta and other.is_meta
+    parts = dense_parts(one.detach())
+    others = dense_parts(other.detach().to(one.device))
+    return len(parts) == len(others) and all(map(_same_bits, parts, others))
 
 
-def _dense_parts(value: Tensor) -> list[Tensor]:
-    """What a nested or sparse tensor is made of."""
+def dense_parts(value: Tensor) -> list[Tensor]:
+    """The dense tensors that a sparse, quantized, nested or sharded one is made of.
+
+    >>> import torch
+    >>> len(dense_parts(torch.eye(2).to_sparse()))
+    2
+    """
+    if hasattr(value, "__tensor_flatten__"):
+        inner = (getattr(value, name) for name in value.__tensor_flatten__()[0])
+        return [part for each in inner for part in dense_parts(each)]
     if value.is_nested:
         return list(value.unbind())
+    if value.is_quantized:
+        return [value.int_repr()]
     if value.layout is torch.sparse_coo:
         return sparse_parts(value)
     if value.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [value.crow_indices(), value.col_indices(), value.values()]
-    return [value.ccol_indices(), value.row_indices(), value.values()]
+    if value.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [value.ccol_indices(), value.row_indices(), value.values()]
+    return [value]
 
 
-def same_values(one: Any, other: Any) -> bool:
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    bits = _BITS[min(one.itemsize, 8)]
+    lines = [each.resolve_conj().resolve_neg().reshape(-1) for each in (one, other)]
+    return torch.equal(*(each.view(bits) for each in lines))
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_VALUES = (dict, list, tuple, int, float, complex, str, bytes, bytearray, array.array, torch.Size)
+
+
+def same_values(one: Any, other: Any, *, by_identity: bool = False) -> bool:
     """Whether two values are alike: plain ones, tensors and arrays, nested as they may be.
+
+    Args:
+        one: a value.
+        other: another.
+        by_identity: whether objects must be the same; if not, their classes say whether they are.
 
     Example:
         >>> import torch
         >>> same_values({"a": [torch.ones(2), 1]}, {"a": [torch.ones(2), 1]})
         True
     """
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor):
+    kind = type(one)
+    if one is other or kind is not type(other):
+        return one is other
+    if issubclass(kind, Tensor):
         return same_content(one, other)
-    if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and np.array_equal(one, other)
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(same_values(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same_values, one, other))
-    return bool(one == other)
+    if issubclass(kind, np.ndarray):
+        return _same_arrays(one, other)
+    if by_identity and kind not in _VALUES:
+        return False
+    same = functools.partial(same_values, by_identity=by_identity)
+    if issubclass(kind, Mapping):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if issubclass(kind, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    is_nan = kind in (float, complex) and one != one and other != other
+    return is_nan or bool(one == other)
+
+
+def _same_arrays(one: Any, other: Any) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.dtype.hasobject:
+        return all(map(operator.is_, one.flat, other.flat))
+    return bool(one.tobytes() == other.tobytes())
 
 
 def stack_scalars(scalars: Sequence[Tensor]) -> Tensor:

@@ -60,7 +60,8 @@ def capture(roots: Mapping[str, Any], *, skip: Iterable[Any] = ()) -> "Captured"
     """Hold all that is reached from some values, as it is now.
 
     Args:
-        roots: modules, functions and other values that a forward may get at, by name.
+        roots: modules, functions and other values that a forward may get at, by name. These are
+            meant: a long list, or a large array or tensor, that is one comes back whole.
         skip: objects, or classes of objects, that stay as they become.
 
     Example:
@@ -229,6 +230,7 @@ class Captured:
         self, roots: Mapping[str, Any], skip: tuple[Any, ...], earlier: "Captured | None" = None
     ) -> None:
         self._roots, self._skip = roots, skip
+        self._given = set(map(id, roots.values()))
         self.left_out: list[tuple[Any, str]] = []
         self.walks: int = 1 if earlier is None else earlier.walks + 1
         self._holders: dict[int, _Holder] = {}
@@ -289,7 +291,7 @@ class Captured:
                     return
                 before = len(waiting)
                 waiting += self._hold(value, kind)
-                left -= len(waiting) - before
+                left -= 0 if id(value) in self._given else len(waiting) - before
 
     def _hold(self, value: Any, kind: Kind) -> Iterable[Any]:
         """Hold what a value holds in one way; gives what of it may hold something itself."""
@@ -306,7 +308,7 @@ class Captured:
             table = vars(value)
             self._holders[id(value)] = _Holder(value, table, tuple(table))
             return [*table.values(), *value.__mro__[1:]]
-        if kind in (DICT, LIST) and _is_long(value):
+        if kind in (DICT, LIST) and self._is_long(value):
             self.left_out.append((value, "of a long list or dict only growth is undone"))
             self._others.append((value, _LONG, _ends(value)))
             return _ends(value)[1:]
@@ -332,6 +334,8 @@ class Captured:
             self._trained.append(value)
         else:
             self._content[id(value)] = value
+            if id(value) in self._given:  # however large
+                self._buffers[id(value)] = None
         if type(value).__module__.startswith("torch.distributed"):
             return ()
         tables = filter(None, gradient_hooks(value))
@@ -381,7 +385,8 @@ class Captured:
         if kind is ITERATOR:
             self.left_out.append((value, "the place of an iterator cannot be set"))
             return ()
-        if isinstance(value, np.ndarray) and value.nbytes > MOST_ARRAY_BYTES:
+        is_large = isinstance(value, np.ndarray) and value.nbytes > MOST_ARRAY_BYTES
+        if is_large and id(value) not in self._given:
             self.left_out.append((value, f"it is an array of over {MOST_ARRAY_BYTES} bytes"))
             return ()
         if isinstance(value, np.ndarray) and value.dtype == object:
@@ -393,6 +398,9 @@ class Captured:
             return ()
         parts = list(held.values()) if type(held) is dict else held
         return [type(value), *parts]
+
+    def _is_long(self, value: Any) -> bool:
+        return id(value) not in self._given and _is_long(value)
 
     # Later captures
 
@@ -442,7 +450,7 @@ class Captured:
         lists = list(map(list.copy, self._lists))
         for place, (now, held) in enumerate(zip(lists, self._held_lists, strict=True)):
             if not same_objects(now, held):
-                if not all(map(_may_pass, chain(now, held))) or _is_long(now):
+                if not all(map(_may_pass, chain(now, held))) or self._is_long(self._lists[place]):
                     return False
                 self._take_out(held)
                 if any(issubclass(type(each), Tensor) for each in now):

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from automicro.memory.budget import active_budget
 from automicro.memory.device import copies_overlap
-from automicro.state.values import dense_parts, differs, put_table, same_objects
+from automicro.state.values import differs, put_table, same_objects
 from automicro.torch_private import (
     all_hooks,
     all_versions,
@@ -22,6 +22,7 @@ from automicro.torch_private import (
     keeping_versions,
     version_of,
 )
+from automicro.values import dense_parts
 
 SMALL_BYTES = 2**16  # of a tensor that is copied each time where it lies; of a buffer, LARGE_BYTES
 LARGE_BYTES = 2**24  # larger copies lie on the host, and only those of buffers are taken

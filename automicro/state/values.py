@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from automicro.torch_private import gradient_hooks, sparse_parts
+from automicro.torch_private import gradient_hooks
+from automicro.values import same_values
 
 # Objects of these keep no state of a forward, or must not be touched while others use them.
 _OPAQUE_KINDS: tuple[type, ...] = (
@@ -366,56 +367,7 @@ def differs(one: Any, other: Any) -> bool:
     >>> differs(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan])), differs(1, 1.0)
     (False, True)
     """
-    if one is other or type(one) is not type(other):
-        return one is not other
-    if issubclass(type(one), Tensor):
-        return _tensors_differ(one, other)
-    if issubclass(type(one), np.ndarray):
-        if one.shape == other.shape and one.dtype == other.dtype and one.dtype.hasobject:
-            return any(map(operator.is_not, one.flat, other.flat))
-        return one.shape != other.shape or one.tobytes() != other.tobytes()
-    if type(one) in (tuple, list):
-        return len(one) != len(other) or any(map(differs, one, other))
-    if type(one) is dict:
-        return one.keys() != other.keys() or any(differs(one[key], other[key]) for key in one)
-    is_constant = type(one) in (int, float, complex, str, bytes, bytearray, array.array, torch.Size)
-    return not (is_constant and (one == other or (one != one and other != other)))
-
-
-def _tensors_differ(one: Tensor, other: Tensor) -> bool:
-    if one.is_meta or other.is_meta or one.dtype != other.dtype or one.is_nested != other.is_nested:
-        return not (one.is_meta and other.is_meta and one.shape == other.shape)
-    parts, others = dense_parts(one.detach()), dense_parts(other.detach())
-    return len(parts) != len(others) or not all(map(_same_bits, parts, others))
-
-
-def dense_parts(value: Tensor) -> list[Tensor]:
-    """The dense tensors that a sparse, quantized, nested or sharded one is made of.
-
-    >>> len(dense_parts(torch.eye(2).to_sparse()))
-    2
-    """
-    if hasattr(value, "__tensor_flatten__"):
-        inner = (getattr(value, name) for name in value.__tensor_flatten__()[0])
-        return [part for each in inner for part in dense_parts(each)]
-    if value.is_nested:
-        return list(value.unbind())
-    if value.is_quantized:
-        return [value.int_repr()]
-    if value.layout is torch.sparse_coo:
-        return sparse_parts(value)
-    if value.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [value.crow_indices(), value.col_indices(), value.values()]
-    if value.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [value.ccol_indices(), value.row_indices(), value.values()]
-    return [value]
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape:
-        return False
-    bits = [each.resolve_conj().resolve_neg().reshape(-1).cpu() for each in (one, other)]
-    return torch.equal(*(each.view(torch.uint8) for each in bits))
+    return not same_values(one, other, by_identity=True)
 
 
 def children(value: Any, kinds: Kinds = kinds_of) -> Iterator[tuple[str, Any]]:

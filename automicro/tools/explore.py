@@ -12,20 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from automicro.batch.cutting import concat_rows
 from automicro.batch.layout import BatchLayout
 from automicro.batchnorm import find_batchnorm
-from automicro.checkpoints.rng import restore_rng_state, rng_state
 from automicro.errors import AutomicroError, SampleTooLargeError
 from automicro.microbatcher import Microbatcher
 from automicro.options import read_count
 from automicro.policy.explore import EXPECTED, ROUND, SIZE, SURE
 from automicro.policy.policy import Outcome, Policy
 from automicro.policy.search import Candidate, Measurement, Search
+from automicro.state.capture import capture
 from automicro.tools.pictures import speed_and_memory
-from automicro.transaction.parameters import TensorCopy
+from automicro.trainer.rehearsal import undisturbed
 from automicro.units import format_bytes
 
 if TYPE_CHECKING:
@@ -229,7 +228,7 @@ def explore(
     )
     layout = BatchLayout(options.get("batch_layout", 0))
     modules = [model, *options.get("modules", ())]
-    with leaving_no_trace(modules, batches):
+    with undone(modules, batches):
         pool = _Pool(batches, layout, max_rows=max_rows)
         trials = _Trials(microbatcher, policy, pool, evaluates=evaluate)
         try:
@@ -247,40 +246,18 @@ def explore(
 
 
 @contextlib.contextmanager
-def leaving_no_trace(modules: Sequence[nn.Module], data: Any) -> Iterator[None]:
-    """Put back random numbers, those of a data loader, buffers, gradients and modes."""
-    state = rng_state()
-    generators = _generators(data)
-    before = [each.get_state() for each in generators]
-    buffers = [TensorCopy(each) for module in modules for each in module.buffers()]
+def undone(modules: Sequence[nn.Module], data: Any) -> Iterator[None]:
+    """Put back random numbers, what modules and a data loader hold, and gradients."""
+    captured = capture({f"modules[{index}]": each for index, each in enumerate(modules)})
     parameters = [each for module in modules for each in module.parameters()]
     gradients = [(each, each.grad) for each in parameters]
-    modes = [(each, each.training) for module in modules for each in module.modules()]
     try:
-        yield
+        with undisturbed(data):
+            yield
     finally:
-        for copy in buffers:
-            if copy.has_moved or not copy.holds():
-                copy.put_back()
+        captured.put_back()
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        for module, mode in modes:
-            module.training = mode
-        for generator, there in zip(generators, before, strict=True):
-            generator.set_state(there)
-        restore_rng_state(state)
-
-
-def _generators(data: Any) -> list[torch.Generator]:
-    """Those that the order of the data depends on."""
-    if not isinstance(data, DataLoader):
-        return []
-    sampler = getattr(data.batch_sampler, "sampler", None)
-    found = [
-        data.generator,
-        *(getattr(each, "generator", None) for each in (data.sampler, sampler)),
-    ]
-    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
 
 class _Pool:

@@ -15,8 +15,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from automicro.batch.device import on_host
 from automicro.batch.layout import describe_cut
@@ -27,6 +27,9 @@ from automicro.events.run import LoopState
 from automicro.memory.device import capacity_bytes, reset_peak
 from automicro.microbatcher import Microbatcher
 from automicro.options import check_choice
+from automicro.reach import generators_in, kinds_of_loading
+from automicro.state.capture import capture
+from automicro.state.values import walk
 from automicro.step.results import EvalResult, StepResult
 from automicro.torch_private import forget_workers, is_uninitialized
 from automicro.trainer.context import RunContext
@@ -34,10 +37,8 @@ from automicro.trainer.data.loading import (
     announce_epoch,
     batch_order,
     begin,
-    generator_states,
     num_batches,
     rest,
-    restore_generators,
     samplers_of,
 )
 from automicro.trainer.data.sharing import SharedSampler
@@ -235,10 +236,8 @@ def begins_again(loader: Any) -> bool:
     if _known_order(loader) is not None:
         return True
     source = loader.dataset if isinstance(loader, DataLoader) else loader
-    before = _Attributes(source)
-    is_new = iter(source) is not iter(source)
-    before.put_back()
-    return is_new
+    with undisturbed(source):
+        return iter(source) is not iter(source)
 
 
 def _kind_of(loader: Any) -> str:
@@ -351,60 +350,36 @@ def undisturbed(loader: Any, *others: object) -> Iterator[None]:
     (['calm'], False)
     """
     state = rng_state()
-    generators = [(each, generator_states(each)) for each in (loader, *others)]
+    dataset = getattr(loader, "dataset", None)
     sampler, batch_sampler, _ = samplers_of(loader)
-    samplers = (sampler, batch_sampler)
-    inner = [getattr(each, "sampler", None) for each in samplers]
-    kept = [_Attributes(each, inside=True) for each in (*samplers, *inner, *others)]
-    kept += [_Attributes(each) for each in (getattr(loader, "dataset", None), loader)]
+    owners = {"sampler": sampler, "batch_sampler": batch_sampler}
+    order = walk(owners, kinds_of_loading)
+    owners |= {name: each for name, each in order if isinstance(each, Sampler)}
+    named = {f"others[{index}]": each for index, each in enumerate(others)}
+    owners |= named
+    attributes = {
+        f"{name}.{key}": value
+        for name, owner in owners.items()
+        for key, value in getattr(owner, "__dict__", {}).items()
+    }
+    arrays = {name: each for name, each in attributes.items() if isinstance(each, _ARRAYS)}
+    generators = generators_in({"loader": loader, **named}, kinds_of_loading)
+    kept = [
+        capture(arrays),
+        capture(owners | attributes, skip=(*_ARRAYS, nn.Module, Dataset, dataset)),
+        capture({"loader": loader, "dataset": dataset, **generators}, skip=_DATA),
+    ]
     try:
         yield
     finally:
         for each in kept:
             each.put_back()
-        for owner, states in generators:
-            restore_generators(owner, states)
         restore_rng_state(state)
 
 
-class _Attributes:
-    """The attributes of an object, as they are now.
-
-    Args:
-        owner: the object; None for none.
-        inside: whether to remember what lists, arrays and tables hold, too.
-    """
-
-    def __init__(self, owner: object, *, inside: bool = False) -> None:
-        self._table: dict[str, Any] | None = getattr(owner, "__dict__", None)
-        self._before = dict(self._table or {})
-        self._held: list[tuple[Any, Any]] = []
-        if inside:
-            for value in self._before.values():
-                if type(value) in (list, dict, set, deque) or isinstance(value, np.ndarray):
-                    self._held.append((value, copy.copy(value)))
-                elif isinstance(value, Tensor) and value.device.type == "cpu":
-                    self._held.append((value, value.detach().clone()))
-
-    def put_back(self) -> None:
-        if self._table is None:
-            return
-        for name in [name for name in self._table if name not in self._before]:
-            del self._table[name]
-        for name, value in self._before.items():
-            if name not in self._table or self._table[name] is not value:
-                self._table[name] = value
-        for value, then in self._held:
-            if isinstance(value, np.ndarray):
-                value[...] = then
-            elif isinstance(value, Tensor):
-                if not torch.equal(value, then):
-                    value.detach().copy_(then)
-            elif isinstance(value, list):
-                value[:] = then
-            else:
-                value.clear()
-                (value.extend if isinstance(value, deque) else value.update)(then)
+# A data set is not copied, nor is a model that a callback holds.
+_ARRAYS = (Tensor, np.ndarray)
+_DATA = (*_ARRAYS, nn.Module, list, tuple, dict, set, frozenset, deque)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from automicro.errors import RollbackError
 from automicro.memory.budget import active_budget
 from automicro.memory.device import copies_overlap
+from automicro.state.tensors import Copies, seen_version, size_in_bytes
 from automicro.torch_private import (
     OperationMode,
     all_versions,
     copy_all,
     schema_of,
-    sparse_parts,
-    version_of,
 )
 from automicro.values import same_content
 
@@ -103,26 +102,6 @@ def small_copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
         for group in groups.values()
         for tensor, copy in zip(group, copy_all([each.detach() for each in group]), strict=True)
     }
-
-
-def seen_version(tensor: Tensor) -> int | None:
-    """How often a tensor was written to; None where torch does not count it."""
-    return None if tensor.is_inference() else version_of(tensor)
-
-
-def size_in_bytes(tensor: Tensor) -> int:
-    """What the elements of a tensor take, those of sparse ones and their places, too.
-
-    >>> size_in_bytes(torch.eye(3).to_sparse()), size_in_bytes(torch.eye(3))
-    (60, 36)
-    """
-    if tensor.layout in _DENSE:
-        return tensor.nbytes
-    if tensor.layout is torch.sparse_coo:
-        return sum(part.nbytes for part in sparse_parts(tensor))
-    # The rows' or columns' ends are fewer than the places of the values.
-    values = tensor.values()
-    return values.nbytes + 2 * values.numel() * torch.int64.itemsize
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -257,7 +236,7 @@ class ParameterWrites(OperationMode):
         self._in: dict[int, list[int]] = collections.defaultdict(list)
         for key, memory in self._memory.items():
             self._in[memory.untyped_storage().data_ptr()].append(key)
-        self._copies: dict[int, TensorCopy] = {}
+        self._copies: dict[int, Copies] = {}
         self._before: dict[int, Tensor] = {}  # this forward
         self._calls: collections.Counter[int] = collections.Counter()
 
@@ -284,7 +263,7 @@ class ParameterWrites(OperationMode):
                 for key in self._in.get(tensor.untyped_storage().data_ptr(), ()):
                     parameter = self._parameters[key]
                     if key not in self._copies:
-                        self._copies[key] = TensorCopy(parameter)
+                        self._copies[key] = Copies([parameter], self._parameters)
                     if key not in self._before:
                         self._before[key] = parameter.detach().clone()
         return func(*args, **kwargs)
@@ -309,8 +288,8 @@ class ParameterWrites(OperationMode):
         for key, parameter in self._parameters.items():
             if parameter.data_ptr() != self._memory[key].data_ptr():
                 parameter.data = self._memory[key]
-        for copy in self._copies.values():
-            copy.put_back()
+        for copies in self._copies.values():
+            list(copies.put_back())  # as buffers, however large, all are copied
 
 
 def _written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from automicro.state.values import set_state, state_of
 from automicro.values import same_values

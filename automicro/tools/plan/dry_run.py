@@ -42,10 +42,10 @@ from automicro.rungs.levels import (
     make_levels,
 )
 from automicro.rungs.offload import offloading
+from automicro.state.tensors import LARGE_BYTES
 from automicro.tools.plan.kernels import STEP, TAIL, StepRecorder
 from automicro.torch_private import FakeTensorMode, is_uninitialized, is_wrapper
 from automicro.transaction.gradients import NARROW
-from automicro.transaction.parameters import LARGE_BYTES
 from automicro.transaction.rng import NothingDrawn
 
 logger = logging.getLogger(__name__)
