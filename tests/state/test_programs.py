@@ -1,0 +1,685 @@
+"""Random programs that change anything anywhere, fail somewhere and run again: no trace is left.
+
+A program has a model, and a forward that changes some places (an attribute, a closure, a buffer, a
+mode of torch …) at some times, and whose loss depends on what it finds there. It is run twice: with
+failures, and without, in microbatches of the same sizes. Losses, gradients and places must be equal
+to the bit, or a warning or an error names the place.
+
+``python -m tests.state.test_programs --examples 2000`` prints how many were equal.
+"""
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import functools
+import gc
+import itertools
+import logging
+import random
+import sys
+import types
+import warnings
+import weakref
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from automicro import Microbatcher
+from automicro.errors import StateWarning
+from automicro.policy.policy import Policy
+from tests.outside import Outside
+from tests.state.picture import picture
+
+BATCHES, ROWS = 3, 6
+CLOCK = Outside(batch=0, ticks={}, failures=[])
+
+
+class UserError(Exception):
+    """An error of the program's own."""
+
+
+def tick(where):
+    """An operation that may fail."""
+    CLOCK.ticks[where] = number = CLOCK.ticks.get(where, 0) + 1
+    for each in CLOCK.failures:
+        if (each.batch, each.where, each.at) == (CLOCK.batch, where, number):
+            CLOCK.failures = [other for other in CLOCK.failures if other is not each]
+            CLOCK.fired = True
+            raise torch.OutOfMemoryError("CUDA out of memory.") if each.is_memory else UserError()
+
+
+# ---------------------------------------------------------------- places
+
+
+class Box:
+    pass
+
+
+class Other(Box):
+    pass
+
+
+class Slotted:
+    __slots__ = ("n",)
+
+
+@dataclasses.dataclass
+class Data:
+    n: int = 0
+
+
+class Caching(Box):
+    @functools.cached_property
+    def table(self):
+        return [1]
+
+
+class Theirs(nn.Linear):
+    def forward(self, x):
+        return super().forward(x)
+
+
+class At:
+    """A place: an attribute ``v`` of an owner, named as the kind; and a module that it may be of."""
+
+    def __init__(self, owner, module, name):
+        self.owner, self.module, self.name = owner, module, name
+
+    v = property(
+        lambda self: getattr(self.owner, self.name, None),
+        lambda self, value: setattr(self.owner, self.name, value),
+        lambda self: delattr(self.owner, self.name),
+    )
+
+    def buffer(self, value):
+        self.owner = self.module
+        self.module.register_buffer(self.name, value)
+        return value
+
+    def of(self, owner):
+        self.owner = owner
+        return 0
+
+    def named(self, name):
+        self.name = name
+        return self.v
+
+
+def add(held, key, number=1):
+    held[key] = held[key] + number
+
+
+def count(owner, number=1, name="n"):
+    setattr(owner, name, getattr(owner, name, 0) + number)
+
+
+def up(at):
+    at.v = at.v + 1
+
+
+def down(at):
+    at.v = at.v - 1
+
+
+def put(at, value):
+    at.v = value
+
+
+def turn(table):
+    table[first] = table.pop(first := next(iter(table)))
+
+
+def weight(at):
+    return next(at.module.parameters())
+
+
+def modes(_=None):
+    torch.autocast_increment_nesting()
+    found = torch.is_autocast_enabled("cpu"), torch.is_grad_enabled(), torch.get_default_dtype()
+    return *map(str, found), torch.autocast_decrement_nesting()
+
+
+KEY = Box()
+SDPA, LINEAR, OWN = F.scaled_dot_product_attention, nn.Linear.forward, Theirs.forward
+ANY = ("before", "after", "around", "first", "turn", "backward", "through")
+DRAWN = ("before", "after", "backward")  # what cannot be undone by the program
+AROUND = ("around", "turn", "pulse", "first")
+PULSE = ("pulse",)
+# By name: the value at first, what changes it, what undoes that; then what reads it, and phases.
+# fmt: off
+KINDS: dict[str, tuple[Any, ...]] = {
+    "number_counts": (lambda a: 0, up, down),
+    "attribute_comes": (lambda a: a, lambda a: count(a.owner, 1, a.name), lambda a: vars(a.owner).pop(a.name, 0)),
+    "attribute_goes": (lambda a: 1, lambda a: delattr(a.owner, a.name), lambda a: put(a, 1), None, ("around", "turn", "through")),
+    "list_grows": (lambda a: [], lambda a: a.v.append(1), lambda a: a.v.pop()),
+    "list_is_replaced": (lambda a: [], lambda a: put(a, [*a.v, 1]), lambda a: put(a, a.v[1:])),
+    "list_is_turned": (lambda a: [1, 2, 3], lambda a: a.v.reverse(), lambda a: a.v.reverse()),
+    "list_in_dicts_grows": (lambda a: {"a": {"b": ([],)}}, lambda a: a.v["a"]["b"][0].append(1), lambda a: a.v["a"]["b"][0].pop()),
+    "list_of_300_counts": (lambda a: [0] * 300, lambda a: add(a.v, 7), lambda a: add(a.v, 7, -1)),
+    "list_of_20000_counts": (lambda a: [0] * 20_000, lambda a: add(a.v, 9000), lambda a: add(a.v, 9000, -1), lambda a: a.v[9000]),
+    "list_of_20000_grows": (lambda a: [0] * 20_000, lambda a: a.v.append(1), lambda a: a.v.pop(), lambda a: len(a.v)),
+    "dict_counts": (lambda a: {"a": 0}, lambda a: add(a.v, "a"), lambda a: add(a.v, "a", -1)),
+    "dict_grows": (lambda a: {}, lambda a: a.v.update({len(a.v): Box()}), lambda a: a.v.popitem()),
+    "dict_is_turned": (lambda a: dict.fromkeys("abc"), lambda a: turn(a.v), None, None, DRAWN),
+    "set_grows": (lambda a: set(), lambda a: a.v.add(len(a.v)), lambda a: a.v.pop()),
+    "deque_turns": (lambda a: collections.deque([1, 2, 3], 3), lambda a: a.v.append(a.v[-1] + 1), lambda a: a.v.rotate()),
+    "ordered_dict_turns": (lambda a: collections.OrderedDict(a=1, b=2), lambda a: a.v.move_to_end("a"), lambda a: a.v.move_to_end("b")),
+    "counter_counts": (lambda a: collections.Counter(), lambda a: add(a.v, "a"), lambda a: add(a.v, "a", -1)),
+    "default_dict_grows": (lambda a: collections.defaultdict(list), lambda a: a.v["a"].append(1), lambda a: a.v.clear()),
+    "weak_dict_counts": (lambda a: weakref.WeakKeyDictionary({KEY: 0}), lambda a: add(a.v, KEY), lambda a: add(a.v, KEY, -1), lambda a: [*a.v.values()]),
+    "bytearray_counts": (lambda a: bytearray([9]), lambda a: add(a.v, 0), lambda a: add(a.v, 0, -1)),
+    "array_counts": (lambda a: np.zeros(3), lambda a: add(a.v, 1), lambda a: add(a.v, 1, -1)),
+    "array_is_replaced": (lambda a: np.zeros(3), up, down),
+    "numpy_number_counts": (lambda a: np.int64(0), up, down),
+    "object_counts": (lambda a: Box(), lambda a: count(a.v), lambda a: count(a.v, -1)),
+    "slot_counts": (lambda a: Slotted(), lambda a: count(a.v), lambda a: count(a.v, -1)),
+    "dataclass_counts": (lambda a: [Data()], lambda a: count(a.v[0]), lambda a: count(a.v[0], -1)),
+    "namespace_counts": (lambda a: types.SimpleNamespace(), lambda a: count(a.v), lambda a: count(a.v, -1)),
+    "class_of_an_object": (lambda a: Box(), lambda a: setattr(a.v, "__class__", Other), lambda a: setattr(a.v, "__class__", Box)),
+    "cached_property": (lambda a: Caching(), lambda a: a.v.table.append(1), lambda a: vars(a.v).clear()),
+    "partial_grows": (lambda a: functools.partial(list.append, [], 1), lambda a: a.v(), lambda a: a.v.args[0].pop()),
+    "method_counts": (lambda a: types.MethodType(count, Box()), lambda a: a.v(), lambda a: a.v(-1)),
+    "class_counts": (lambda a: a.of(type("Registry", (), {})), up, down),
+    "class_list_grows": (lambda a: a.of(type("Registry", (), {})) or [], lambda a: a.v.append(1), lambda a: a.v.pop()),
+    "module_of_python_counts": (lambda a: a.of(types.ModuleType(USERS)), up, down),
+    # Tensors and modules.
+    "tensor_in_place": (lambda a: torch.zeros(2), lambda a: a.v.add_(1), lambda a: a.v.sub_(1)),
+    "tensor_past_its_version": (lambda a: torch.zeros(2), lambda a: a.v.data.add_(1), lambda a: a.v.data.sub_(1)),
+    "tensor_is_replaced": (lambda a: torch.zeros(2), up, down),
+    "tensor_of_a_megabyte": (lambda a: torch.zeros(2**18), lambda a: a.v[:1].add_(1), lambda a: a.v[:1].sub_(1), lambda a: a.v[0].item()),
+    "tensor_of_20_megabytes": (lambda a: torch.zeros(5 * 2**20), lambda a: a.v[:1].add_(1), lambda a: a.v[:1].sub_(1), lambda a: a.v[0].item()),
+    "tensors_with_a_graph": (lambda a: [], lambda a: a.v.append(weight(a).sum()), lambda a: a.v.clear(), lambda a: len(a.v)),
+    "tensor_with_a_graph": (lambda a: None, lambda a: put(a, weight(a).sum() + (a.v is None)), lambda a: put(a, None), lambda a: str(a.v)[:12]),
+    "buffer_in_place": (lambda a: a.buffer(torch.zeros(2)), lambda a: a.v.add_(1), lambda a: a.v.sub_(1)),
+    "buffer_is_replaced": (lambda a: a.buffer(torch.zeros(2)), up, down),
+    "buffer_is_resized": (lambda a: a.buffer(torch.zeros(1)), lambda a: a.v.resize_(len(a.v) + 1).fill_(1), lambda a: a.v.resize_(1).fill_(0)),
+    "buffer_of_other_memory": (lambda a: a.buffer(torch.zeros(2)), lambda a: setattr(a.v, "data", a.v + 1), lambda a: setattr(a.v, "data", a.v - 1)),
+    "buffer_is_registered": (lambda a: a, lambda a: a.module.register_buffer("late", torch.ones(1)), lambda a: a.module._buffers.pop("late", 0), lambda a: sorted(a.module.state_dict())),
+    "attribute_of_a_parameter": (lambda a: a.of(weight(a)), up, down),
+    "attribute_of_a_buffer": (lambda a: a.of(a.buffer(torch.zeros(2))), up, down),
+    "training_flag": (lambda a: a.named("training"), lambda a: a.module.eval(), lambda a: a.module.train(), lambda a: a.module.training, AROUND),
+    "requires_grad_flag": (lambda a: nn.Parameter(torch.ones(1)), lambda a: a.v.requires_grad_(False), lambda a: a.v.requires_grad_(True)),
+    "hook_is_registered": (lambda a: [], lambda a: a.v.append(a.module.register_forward_hook(lambda m, i, o: o * 2)), lambda a: a.v.pop().remove(), lambda a: len(a.module._forward_hooks)),
+    "hook_of_a_parameter": (lambda a: [], lambda a: a.v.append(weight(a).register_hook(lambda g: g * 2)), lambda a: a.v.pop().remove(), lambda a: len(weight(a)._backward_hooks or ()), ("before", "pulse", "turn")),
+    "module_is_swapped": (lambda a: nn.Identity(), lambda a: put(a, nn.ReLU()), lambda a: put(a, nn.Identity())),
+    "module_is_added": (lambda a: a, lambda a: a.module.add_module("late", nn.BatchNorm1d(1)), lambda a: a.module._modules.pop("late", 0), lambda a: sorted(a.module.state_dict()), AROUND),
+    "method_on_the_instance": (lambda a: [Theirs(2, 2)], lambda a: setattr(a.v[0], "forward", len), lambda a: vars(a.v[0]).pop("forward", 0)),
+    "method_on_the_class": (lambda a: [Theirs(2, 2)], lambda a: setattr(Theirs, "forward", len), lambda a: setattr(Theirs, "forward", OWN), lambda a: Theirs.forward is len, AROUND),
+    "function_of_a_library": (lambda a: a.named(SDPA.__name__), lambda a: setattr(F, "scaled_dot_product_attention", len), lambda a: setattr(F, "scaled_dot_product_attention", SDPA), lambda a: F.scaled_dot_product_attention is len, AROUND),
+    "class_of_a_library": (lambda a: a.named("forward"), lambda a: setattr(nn.Linear, "forward", len), lambda a: setattr(nn.Linear, "forward", LINEAR), lambda a: nn.Linear.forward is len, PULSE),
+    # Modes, generators, and what can only be named.
+    "grad_mode": (lambda a: a, lambda a: torch.set_grad_enabled(False), lambda a: torch.set_grad_enabled(True), modes, PULSE),
+    "autocast": (lambda a: torch.autocast("cpu", torch.bfloat16), lambda a: a.v.__enter__(), lambda a: a.v.__exit__(None, None, None), modes, PULSE),
+    "default_dtype": (lambda a: a, lambda a: torch.set_default_dtype(torch.float64), lambda a: torch.set_default_dtype(torch.float32), modes, ("pulse", "around")),
+    "generator_of_torch": (lambda a: torch.Generator().manual_seed(1), lambda a: torch.rand(1, generator=a.v), None, None, DRAWN),
+    "generator_of_numpy": (lambda a: np.random.default_rng(1), lambda a: a.v.random(), None, None, DRAWN),
+    "random_state_of_numpy": (lambda a: np.random.RandomState(1), lambda a: a.v.normal(), None, None, DRAWN),
+    "generator_of_python": (lambda a: random.Random(1), lambda a: a.v.gauss(0, 1), None, None, DRAWN),
+    "global_generators": (lambda a: a, lambda a: (random.random(), np.random.random(), torch.rand(1)), None, lambda a: (random.getstate(), str(np.random.get_state()), picture(torch.get_rng_state())), DRAWN),
+    "iterator": (lambda a: itertools.count(), lambda a: next(a.v), None, lambda a: repr(a.v), DRAWN),
+    "lru_cache": (lambda a: functools.lru_cache(str), lambda a: a.v(a.v.cache_info().currsize), None, lambda a: a.v.cache_info().currsize, DRAWN),
+}
+# fmt: on
+GLOBAL_COUNT = 0
+GLOBAL_LIST: list[int] = []
+USERS = "automicro_tests_of_a_user"
+
+
+def in_a_variable(make):
+    """A kind that has functions of its own: what changes the variable, undoes that, and reads it."""
+
+    def first(at):
+        at.functions = make()
+        return at.named(make.__name__.upper() if "global" in make.__name__ else make.__name__)
+
+    KINDS[make.__name__] = (first, *(lambda a, i=i: a.functions[i]() for i in range(3)))
+
+
+@in_a_variable
+def closure_counts():
+    def step(number):
+        nonlocal closure_counts
+        closure_counts += number
+
+    closure_counts = 0
+    return lambda: step(1), lambda: step(-1), lambda: closure_counts
+
+
+@in_a_variable
+def closure_is_filled():
+    def do():
+        nonlocal closure_is_filled
+        closure_is_filled = [1]
+
+    def undo():
+        nonlocal closure_is_filled
+        do()
+        del closure_is_filled
+
+    def read():
+        try:
+            return closure_is_filled
+        except NameError:
+            return None
+
+    closure_is_filled = None
+    undo()
+    return do, undo, read
+
+
+@in_a_variable
+def global_count():
+    def step(number):
+        global GLOBAL_COUNT
+        GLOBAL_COUNT += number
+
+    step(-GLOBAL_COUNT)
+    return lambda: step(1), lambda: step(-1), lambda: GLOBAL_COUNT
+
+
+@in_a_variable
+def global_list():
+    GLOBAL_LIST.clear()
+    return lambda: GLOBAL_LIST.append(1), lambda: GLOBAL_LIST.pop(), lambda: GLOBAL_LIST
+
+
+@in_a_variable
+def global_late():
+    def do():
+        global GLOBAL_LATE
+        GLOBAL_LATE = 1
+
+    def undo():
+        globals().pop("GLOBAL_LATE", None)
+
+    undo()
+    return do, undo, lambda: globals().get("GLOBAL_LATE")
+
+
+@in_a_variable
+def function_counts():
+    def function_counts(number=1):
+        function_counts.n += number
+
+    function_counts.n = 0
+    return function_counts, lambda: function_counts(-1), lambda: function_counts.n
+
+
+@in_a_variable
+def default_grows():
+    def do(default_grows=[]):  # noqa: B006
+        default_grows.append(1)
+
+    return do, lambda: do.__defaults__[0].pop(), lambda: do.__defaults__
+
+
+@in_a_variable
+def keyword_default_changes():
+    def do(*, keyword_default_changes=0):
+        do.__kwdefaults__["keyword_default_changes"] = keyword_default_changes + 1
+
+    def undo():
+        do.__kwdefaults__["keyword_default_changes"] = 0
+
+    return do, undo, lambda: do.__kwdefaults__
+
+
+@in_a_variable
+def imported_module_counts():
+    def step(number):
+        import automicro_tests_of_a_user  # type: ignore[import-not-found]
+
+        automicro_tests_of_a_user.imported_module_counts += number
+
+    sys.modules[USERS] = types.ModuleType(USERS)
+    vars(sys.modules[USERS])["imported_module_counts"] = 0
+    return lambda: step(1), lambda: step(-1), lambda: sys.modules[USERS].imported_module_counts
+
+
+# ---------------------------------------------------------------- programs
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    kind: str
+    phase: str
+    owner: int
+    module: int
+    since: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    batch: int
+    where: str
+    at: int
+    is_memory: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    uses: tuple[Use, ...]
+    failures: tuple[Failure, ...]
+    size: Any
+    probe: bool
+    has_norm: bool
+
+
+def fully(name):
+    """A row of the table, with what it leaves out."""
+    row = KINDS[name]
+    return (*row, *(None, ANY)[len(row) - 3 :])
+
+
+def phases_of(name):
+    return fully(name)[-1]
+
+
+@st.composite
+def uses(draw, name):
+    number = st.integers(0, 3)
+    phase = draw(st.sampled_from(phases_of(name)))
+    return Use(name, phase, draw(number), draw(number), draw(st.integers(0, BATCHES - 1)))
+
+
+@st.composite
+def failures(draw):
+    where = draw(st.sampled_from(["forward", "backward", "after", "hook"]))
+    at = draw(st.integers(1, 7) if where == "forward" else st.sampled_from([1, 1, 1, 2, 3]))
+    return Failure(draw(st.integers(0, BATCHES - 1)), where, at, draw(st.booleans()))
+
+
+@st.composite
+def programs(draw):
+    names = draw(st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=3, unique=True))
+    return Program(
+        uses=tuple(draw(uses(name)) for name in names),
+        failures=tuple(draw(st.lists(failures(), min_size=1, max_size=3))),
+        size=draw(st.sampled_from(["auto", None, 2, 3, 4])),
+        probe=draw(st.booleans()),
+        has_norm=draw(st.booleans()),
+    )
+
+
+class Mutation:
+    """A change of a place, at its time."""
+
+    def __init__(self, use, row, owner, module):
+        self.at, self.phase, self.since = At(owner, module, use.kind), use.phase, use.since
+        first, self._do, self._undo, self._look, _ = row
+        value = first(self.at)
+        if value is not self.at:
+            self.at.v = value
+        self.first = self.read()
+
+    def do(self):
+        self._do(self.at)
+
+    def undo(self):
+        self._undo(self.at)
+
+    def read(self):
+        return picture(self.at.v if self._look is None else self._look(self.at))
+
+    def enter(self):
+        if self.phase in ("before", "around", "through", "pulse") or (self.phase in ("first", "turn") and self.read() == self.first):
+            self.do()
+        elif self.phase == "turn":
+            self.undo()
+        if self.phase == "pulse":
+            tick("forward")
+            self.undo()
+
+    def leave(self):
+        if self.phase == "after":
+            self.do()
+        elif self.phase == "around":
+            self.undo()
+
+    def go_back(self):
+        if self.phase == "backward":
+            self.do()
+        elif self.phase == "through":
+            self.undo()
+
+
+class InTheBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, mutations):
+        ctx.mutations = mutations
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        for each in ctx.mutations:
+            tick("backward")
+            each.go_back()
+        tick("backward")
+        return grad, None
+
+
+class Net(nn.Module):
+    def __init__(self, has_norm):
+        super().__init__()
+        norm = nn.BatchNorm1d(4) if has_norm else nn.Identity()
+        self.layers = nn.Sequential(nn.Linear(3, 4), norm, nn.Dropout(0.2))
+        self.head = nn.Linear(4, 1)
+        self.helper, self.held = Box(), {"a": [Box()]}
+
+    def forward(self, x):
+        x = self.layers(x)
+        tick("forward")
+        return self.head(x)
+
+
+def make(program):
+    """The model and the forward of a program."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    model, teacher = Net(program.has_norm), nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1))
+    owners = [model, model.helper, model.held["a"][0], teacher]
+    modules = [model, model.head, model.layers[0], teacher]
+    mutations = [
+        Mutation(use, fully(use.kind), owners[use.owner], modules[use.module])
+        for use in program.uses
+    ]
+    model.head.weight.register_post_accumulate_grad_hook(lambda _: tick("hook"))
+
+    def forward(model, batch):
+        active = [each for each in mutations if each.since <= CLOCK.batch]
+        for each in active:
+            tick("forward")
+            each.enter()
+        with torch.no_grad():
+            goal = teacher(batch["x"])
+        found = [zlib.crc32(repr(each.read()).encode()) % 97 for each in active]
+        output = InTheBackward.apply(model(batch["x"]) - goal, active)
+        loss = (output - batch["y"]).square().mean() * (1 + sum(found) / 97)
+        for each in active:
+            each.leave()
+            tick("forward")
+        return loss
+
+    return model, forward, mutations
+
+
+def backward(loss):
+    loss.backward()
+    tick("after")
+
+
+class Recorded(Policy):
+    """The sizes that another run had."""
+
+    adapts = False
+
+    def __init__(self, sizes):
+        self.sizes = sizes
+
+    def propose(self, num_rows, cost=None):
+        return self.sizes[CLOCK.batch]
+
+
+@contextlib.contextmanager
+def everything_global():
+    """As it was."""
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention, nn.Linear.forward, Theirs.forward = SDPA, LINEAR, OWN
+        torch.set_grad_enabled(True)
+        torch.set_default_dtype(torch.float32)
+        torch.set_autocast_enabled("cpu", False)
+        while modes()[-1]:
+            torch.autocast_decrement_nesting()
+        sys.modules.pop(USERS, None)
+
+
+@dataclasses.dataclass
+class Trace:
+    """What a run has left after each batch."""
+
+    sizes: list[int] = dataclasses.field(default_factory=list)
+    numbers: list[Any] = dataclasses.field(default_factory=list)
+    places: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    told: str = ""
+    fired: bool = False
+
+
+def run(program, failures=(), sizes=()):
+    """Train, in the sizes of another run where they are given."""
+    trace = Trace()
+    CLOCK.failures, CLOCK.fired = list(failures), False
+    with everything_global(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, forward, mutations = make(program)
+        microbatcher = Microbatcher(
+            model,
+            forward=forward,
+            backward=backward,
+            microbatch_size=Recorded(sizes) if sizes else program.size,
+            loss_average="samples",
+            batchnorm="ignore",
+            probe=program.probe and not sizes,
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = torch.Generator().manual_seed(1)
+        for CLOCK.batch in range(BATCHES):
+            CLOCK.ticks = {}
+            batch = {name: torch.randn(ROWS, n, generator=data) for name, n in (("x", 3), ("y", 1))}
+            result, errors = train(microbatcher, batch, attempts=1 + len(failures))
+            trace.told += " ".join(map(str, errors))
+            if result is None:
+                trace.numbers.append(errors[-1])
+                break
+            trace.sizes.append(result.microbatch_size)
+            leaves = model.parameters()
+            trace.numbers.append(picture([result.loss, *(each.grad for each in leaves)]))
+            trace.places.append({each.at.name: each.read() for each in mutations})
+            trace.places[-1] |= {"modes": modes(), "model": picture(model.state_dict())}
+            optimizer.step()
+            optimizer.zero_grad()
+    trace.told += " ".join(str(each.message) for each in caught if each.category is StateWarning)
+    trace.fired = CLOCK.fired
+    return trace
+
+
+def train(microbatcher, batch, attempts):
+    """One batch, given again where it fails; a result, and errors."""
+    errors = []
+    for _ in range(attempts):
+        try:
+            return microbatcher.backward(batch), errors
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return None, errors
+
+
+def judge(program):
+    """``equal``, ``named`` or ``silent``, and what differs."""
+    failed = run(program, program.failures)
+    is_whole = len(failed.sizes) == BATCHES
+    clean = run(program, sizes=failed.sizes if is_whole else ())
+    if len(clean.sizes) < BATCHES:
+        return "invalid", [clean.told]
+    pairs = zip(failed.places, clean.places, strict=False)
+    differing = sorted({n for one, other in pairs for n in one if one[n] != other[n]})
+    if not is_whole:
+        differing.append(f"batch {len(failed.sizes)} is never trained: {failed.numbers[-1]}")
+    elif not differing and failed.numbers != clean.numbers:
+        differing.append("gradients")
+    if not differing:
+        return "equal" if failed.fired else "unfired", []
+    names = {each.at.name for each in make(program)[2]}
+    places = names.intersection(differing) or names
+    is_named = any(name in failed.told for name in places)
+    return "named" if is_named else "silent", [*differing, failed.told]
+
+
+@given(programs())
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+def test_no_failure_leaves_a_trace(program):
+    verdict, differing = judge(program)
+    assert verdict != "silent", f"{differing} after {program}"
+
+
+@pytest.mark.slow
+@given(programs())
+@settings(max_examples=2_000, suppress_health_check=[HealthCheck.too_slow])
+def test_no_failure_of_many_leaves_a_trace(program):
+    verdict, differing = judge(program)
+    assert verdict != "silent", f"{differing} after {program}"
+
+
+@pytest.mark.parametrize("phase", ANY)
+def test_without_failures_programs_are_the_same_twice(phase):
+    names = [name for name in sorted(KINDS) if phase in phases_of(name)]
+    for number in range(4):
+        some = tuple(Use(name, phase, number, number, 0) for name in names[number::4])
+        assert judge(Program(some, (), 4, False, False)) == ("unfired", [])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--examples", type=int, default=2_000)
+    parser.add_argument("--seed", type=int, default=0)
+    given_by_hand = parser.parse_args()
+    logging.disable()
+    gc.freeze()
+    verdicts: collections.Counter[str] = collections.Counter()
+    silent: dict[str, list[Any]] = {}
+
+    @seed(given_by_hand.seed)
+    @settings(
+        max_examples=given_by_hand.examples,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(programs())
+    def count(program):
+        verdict, differing = judge(program)
+        verdicts[verdict] += 1
+        if verdict in ("silent", "invalid"):
+            for each in program.uses:
+                silent.setdefault(each.kind, []).append((len(program.uses), program, differing))
+
+    count()
+    print(dict(verdicts))
+    for name, found in sorted(silent.items(), key=lambda item: -len(item[1])):
+        _, program, differing = min(found, key=lambda each: each[0])
+        print(f"{len(found):5} {name}: {str(differing)[:300]}\n      {program}")
+
+
+if __name__ == "__main__":
+    main()
