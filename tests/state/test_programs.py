@@ -430,7 +430,9 @@ class Mutation:
         return picture(self.at.v if self._look is None else self._look(self.at))
 
     def enter(self):
-        if self.phase in ("before", "around", "through", "pulse") or (self.phase in ("first", "turn") and self.read() == self.first):
+        if self.phase in ("before", "around", "through", "pulse") or (
+            self.phase in ("first", "turn") and self.read() == self.first
+        ):
             self.do()
         elif self.phase == "turn":
             self.undo()

@@ -1,0 +1,136 @@
+"""What capture cannot put back is named, and what it meets is survived."""
+
+import contextvars
+import enum
+import functools
+import itertools
+import random
+import threading
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from automicro.errors import RollbackError
+from automicro.state import capture as module
+from automicro.state.capture import capture
+from tests.state.undone import Box
+
+Colour = enum.Enum("Colour", {"RED": [1]})
+
+
+def numbers():
+    yield 1
+
+
+# fmt: off
+STRANGE = {
+    "thread": lambda: threading.Thread(target=numbers),
+    "generator": numbers,
+    "iterator": lambda: iter([1]),
+    "enum": lambda: Colour.RED,
+    "library": lambda: torch,
+    "class": lambda: Box,
+    "torch's class": lambda: nn.Linear,
+    "optimizer": lambda: torch.optim.Adam([nn.Parameter(torch.ones(1))]),
+    "error": lambda: ValueError(1),
+    "weak reference": lambda: weakref.ref(Box),
+    "function of C": lambda: torch.relu,
+    "meta tensor": lambda: torch.ones(2, device="meta"),
+    "uninitialized": lambda: nn.parameter.UninitializedBuffer(),
+    "unfinished module": lambda: nn.Linear.__new__(nn.Linear),
+    "object array": lambda: np.array([Box(), None], dtype=object),
+    "5000 lists": lambda: functools.reduce(lambda inner, _: [inner], range(5000), 0),
+    "ParameterList": lambda: nn.ParameterList([nn.Parameter(torch.ones(1))]),
+    "lru_cache": lambda: functools.lru_cache(numbers),
+    "ContextVar": lambda: contextvars.ContextVar("a"),
+    "thread-local": threading.local,
+    "SystemRandom": random.SystemRandom,
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_strange_values_are_survived(kind):
+    model = nn.Linear(1, 1)
+    model.strange, model.n = strange, _ = STRANGE[kind](), 0
+    captured = capture({"model": model})
+    for _ in range(3):
+        model.strange, model.n = None, 1
+        assert len(list(captured.changed())) == 2
+        captured.put_back()
+        assert (model.strange is strange, model.n) == (True, 0)
+        captured = captured.again()
+
+
+def left_out(captured):
+    return [value for value, why in captured.left_out if why]
+
+
+NAMED = {
+    "iterator": lambda: iter([1, 2]),
+    "generator": numbers,
+    "count": itertools.count,
+    "lru_cache": lambda: functools.lru_cache(numbers),
+    "object array": lambda: np.array([Box(), None], dtype=object),
+    "large array": lambda: np.zeros(3_000_000),
+    "list of 20,000": lambda: [0] * 20_000,
+    "list of 20,000 tensors": lambda: [torch.ones(1)] * 20_000,
+}
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_what_cannot_be_put_back_is_named(kind):
+    model = nn.Linear(1, 1)
+    model.kept = kept = NAMED[kind]()
+    captured = capture({"model": model})
+    assert any(each is kept for each in left_out(captured))
+    assert any(each is kept for each in left_out(captured.again()))
+
+
+@pytest.mark.parametrize("make", [lambda: 0.5, lambda: torch.ones(1), lambda: {"loss": 1.0}])
+def test_a_long_list_that_has_only_grown_comes_back(make):
+    model = nn.Linear(1, 1)
+    model.history = [make()] * 20_000
+    captured = capture({"model": model})
+    for length in (20_000, 20_001):
+        model.history.append(make())
+        assert any(path.startswith("model.history") for path in captured.changed())
+        captured.put_back()
+        assert len(model.history) == length
+        model.history.append(make())
+        captured = captured.again()
+    model.history[3] = None
+    with pytest.raises(RollbackError, match=r"model\.history"):
+        captured.put_back()
+
+
+def test_what_exceeds_the_budget_is_named_and_left_alone(monkeypatch):
+    monkeypatch.setattr(module, "MOST_VALUES", 50)
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(20)))
+    model.first = [1]
+    for each in model:
+        each.seen = [1]
+        each.register_forward_hook(len)
+    captured = capture({"model": model})
+    assert captured.left_out
+    model.first.append(1)
+    captured.put_back()
+    assert model.first == [1]
+    assert all(each.seen == [1] and len(each._forward_hooks) == 1 for each in model)
+    assert all(each.weight is not None for each in model)
+
+
+def test_skipped_objects_and_classes_stay_as_they_become():
+    model = nn.Linear(1, 1)
+    model.mine, model.box, model.other = [], Box(n=0), []
+    captured = capture({"model": model}, skip=[model.mine, Box])
+    for length in (1, 2):
+        model.mine.append(1)
+        model.other.append(1)
+        model.box.n = length
+        captured.put_back()
+        assert (len(model.mine), model.other, model.box.n) == (length, [], length)
+        captured = captured.again()

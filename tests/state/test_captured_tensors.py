@@ -1,0 +1,243 @@
+"""Tensors and their memory: what is captured comes back into the same memory, and nothing is kept alive."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from automicro.errors import RollbackError
+from automicro.state.capture import capture
+from tests.state.undone import Box, quantized, undone
+
+# ---------------------------------------------------------------- buffers
+
+
+def dense(*shape):
+    return torch.zeros(*shape).double()
+
+
+def eye(layout):
+    return lambda: dense(4, 4).fill_diagonal_(1).to_sparse(layout=layout)
+
+
+def uncoalesced():
+    return torch.sparse_coo_tensor([[0, 0], [1, 1]], [1.0, 2.0], (4, 4))
+
+
+# A buffer, and a change to it.
+# fmt: off
+BUFFERS = {
+    "dense": (lambda: dense(3, 3), lambda b: b.add_(1)),
+    "scalar": (lambda: torch.tensor(0), lambda b: b.add_(1)),
+    "empty": (lambda: dense(0), lambda b: b.resize_(len(b) + 1).fill_(len(b))),
+    "column": (lambda: dense(5, 3)[:, 1], lambda b: b.add_(1)),
+    "transposed": (lambda: dense(5, 3).T, lambda b: b.add_(1)),
+    "expanded": (lambda: dense(1).expand(4), lambda b: b[:1].add_(1)),
+    "overlapping": (lambda: dense(6).as_strided((4, 3), (1, 1)), lambda b: b[0].add_(1)),
+    "conjugated": (lambda: dense(3).to(torch.cdouble).conj(), lambda b: b.add_(1j)),
+    "channels last": (lambda: dense(2, 3, 2, 2).to(memory_format=torch.channels_last), lambda b: b.add_(1)),
+    "past its version": (lambda: dense(3), lambda b: b.data.add_(1)),
+    "given other memory": (lambda: dense(3), lambda b: setattr(b, "data", b.data + 1)),
+    "given another type": (lambda: dense(3), lambda b: setattr(b, "data", b.data.float() if b.dtype == torch.half else b.data.half())),
+    "turned in place": (lambda: dense(4, 3), lambda b: b.add_(1).t_()),
+    "coo": (eye(torch.sparse_coo), lambda b: b.mul_(2)),
+    "coo that grows": (eye(torch.sparse_coo), lambda b: b.add_(torch.ones(4, 4).to_sparse())),
+    "uncoalesced": (uncoalesced, lambda b: b.mul_(2)),
+    "csr": (eye(torch.sparse_csr), lambda b: b.values().add_(1)),
+    "csc": (eye(torch.sparse_csc), lambda b: b.values().add_(1)),
+    "quantized": (quantized, lambda b: b.copy_(b.dequantize() + 1)),
+}
+# fmt: on
+
+
+@pytest.mark.filterwarnings("ignore:Sparse ")
+@pytest.mark.filterwarnings("ignore:.*quantize")
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_buffers_of_every_layout_come_back(kind, is_tied):
+    make, change = BUFFERS[kind]
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    model[0].register_buffer("kept", kept := make())
+    if is_tied:
+        model[1].register_buffer("tied", kept, persistent=False)
+    times = 1 if kind == "coo that grows" else 3
+    shown = undone({"model": model}, lambda: change(model[0].kept), lambda: kept, times=times)
+    assert "model.0.kept" in shown
+    assert model[0].kept is kept
+    assert not is_tied or model[1].tied is kept
+
+
+def test_views_of_one_memory_stay_views():
+    model, base = nn.Linear(1, 1), torch.zeros(5, 2)
+    model.register_buffer("base", base)
+    model.register_buffer("column", base[:, 1])
+    model.turned = base.T
+    undone({"model": model}, lambda: model.base.add_(1), lambda: [model.column, model.turned])
+    model.base.fill_(7)
+    assert model.column.tolist() == [7] * 5
+    assert model.turned[0, 0] == 7
+
+
+def test_versions_and_addresses_of_buffers_stay():
+    model = nn.BatchNorm1d(3)
+    captured = capture({"model": model})
+    for _ in range(3):
+        model(torch.randn(4, 3))
+        before = [(each.data_ptr(), each._version) for each in model.buffers()]
+        captured.put_back()
+        assert [(each.data_ptr(), each._version) for each in model.buffers()] == before
+        captured = captured.again()
+        assert [(each.data_ptr(), each._version) for each in model.buffers()] == before
+
+
+def test_inference_tensors_come_back():
+    with torch.inference_mode():
+        model = nn.BatchNorm1d(3)
+        undone({"model": model}, lambda: model(torch.randn(4, 3)), lambda: list(model.buffers()))
+
+
+@pytest.mark.parametrize("name", ["buffer", "tensor"])
+def test_a_large_tensor_is_put_back_or_named(name):
+    model = nn.Linear(1, 1)
+    large = torch.zeros(5 * 2**20)
+    model.register_buffer("kept", large) if name == "buffer" else setattr(model, "kept", large)
+    captured = capture({"model": model})
+    model.kept[3] = 1
+    model.n = 1
+    assert "model.kept" in list(captured.changed())
+    if name == "buffer":
+        captured.put_back()
+        assert not large.any()
+    else:
+        with pytest.raises(RollbackError, match=r"model\.kept"):
+            captured.put_back()
+    assert not hasattr(model, "n")  # all else is back
+
+
+def test_what_parameters_hold_is_left_to_another_part():
+    model = nn.Sequential(nn.Linear(2, 2))
+    captured = capture({"model": model})
+    with torch.no_grad():
+        model[0].weight.fill_(2)
+    model[0].weight.grad = torch.ones(2, 2)
+    assert list(captured.changed()) == []
+    captured.put_back()
+    assert model[0].weight.tolist() == [[2, 2], [2, 2]]
+    assert model[0].weight.grad is not None
+
+
+# ---------------------------------------------------------------- memory
+
+GRAPHS = {
+    "attribute": lambda h: h,
+    "list": lambda h: [h, 1],
+    "dict": lambda h: {"h": h, "n": 1},
+    "tuple": lambda h: (h, 1),
+    "nested": lambda h: {"all": [(h, 1)]},
+    "object": lambda h: Box(h=h),
+}
+
+
+class Keeping(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.net, self.how, self.kept = nn.Linear(4, 4), how, None
+
+    def forward(self, x):
+        self.kept = self.how(self.net(x))
+
+
+def tensor_in(value):
+    while not isinstance(value, Tensor):
+        value = vars(value) if isinstance(value, Box) else value
+        value = next(iter(value.values() if isinstance(value, dict) else value))
+    return value
+
+
+@pytest.mark.parametrize("settled", [0, 2])
+@pytest.mark.parametrize("how", GRAPHS)
+def test_a_capture_keeps_no_graph_alive(how, settled):
+    model = Keeping(GRAPHS[how])
+    captured = capture({"model": model})
+    for _ in range(settled + 1):
+        model(torch.ones(1, 4))
+        captured = captured.again()
+    old, content = weakref.ref(tensor_in(model.kept)), tensor_in(model.kept).detach().clone()
+    tensor_in(model.kept).grad_fn.metadata["mark"] = mark = Box()
+    graph = weakref.ref(mark)
+    del mark
+    model(torch.ones(1, 4) * 2)
+    gc.collect()
+    assert (old(), graph()) == (None, None)
+    failed = weakref.ref(tensor_in(model.kept))
+    captured.put_back()
+    gc.collect()
+    assert failed() is None
+    assert torch.equal(tensor_in(model.kept), content)
+    assert type(model.kept) is type(GRAPHS[how](content))
+
+
+@pytest.mark.parametrize("how", GRAPHS)
+def test_a_graph_that_stays_is_the_same_again(how):
+    model = Keeping(GRAPHS[how])
+    model(torch.ones(1, 4))
+    kept, tensor = model.kept, tensor_in(model.kept)
+    captured = capture({"model": model})
+    assert list(captured.changed()) == []
+    model.kept = None
+    captured.put_back()
+    assert tensor_in(model.kept) is tensor
+    assert type(model.kept) is type(kept)
+
+
+@pytest.mark.parametrize("settled", [0, 2])
+def test_what_a_failed_attempt_made_is_gone(settled):
+    model = nn.Linear(4, 4)
+    model.seen, model.box = [], Box()
+    captured = capture({"model": model})
+    for _ in range(settled):
+        captured = captured.again()
+    made = [torch.ones(1000), Box(), nn.Linear(1, 1)]
+    model.seen += made
+    model.late, model.box.late, model.layer = made
+    gone = list(map(weakref.ref, made))
+    del made
+    captured.put_back()
+    gc.collect()
+    assert [each() for each in gone] == [None] * 3
+
+
+def test_nothing_that_was_captured_is_alive_after_the_capture():
+    model = nn.Linear(4, 4)
+    model.box, model.mean, model.inner = Box(), torch.ones(3), nn.Linear(1, 1)
+    gone = [weakref.ref(each) for each in (model.box, model.mean, model.inner)]
+    captured = capture({"model": model})
+    del model.box, model.mean, model.inner
+    assert all(each() is not None for each in gone)
+    gone.append(weakref.ref(captured))
+    del captured
+    assert [each() for each in gone] == [None] * 4  # without a collection: there is no cycle
+
+
+def test_captures_one_after_another_leave_nothing():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Keeping(GRAPHS["nested"]))
+    captured = capture({"model": model})
+
+    def attempt(captured):
+        captured = captured.again()
+        model(torch.randn(5, 4))
+        model.late, model[0].mean = Box(n=[1]), torch.ones(2)
+        model.register_forward_hook(lambda *_: None)
+        captured.put_back()
+        return captured
+
+    for _ in range(3):
+        captured = attempt(captured)
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(20):
+        captured = attempt(captured)
+    gc.collect()
+    assert len(gc.get_objects()) <= before + 10
