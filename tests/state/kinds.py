@@ -5,7 +5,6 @@ a function that gives the state as values to compare.
 """
 
 import contextlib
-import contextvars
 import dataclasses
 import random
 import weakref
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from automicro import is_extra_pass
+from tests.outside import Outside
 from tests.state import meters
 
 # Of a batch's first microbatch, or the forward of its second: then a backward has run.
@@ -327,11 +327,7 @@ KINDS: dict[str, Callable[[Net], Kind]] = {
 
 
 class Watch:
-    """Fails once, and keeps weak references to what each attempt makes.
-
-    It lies in a context variable, where no capture gets: what a failed attempt counts is put back,
-    and a trigger's count, too.
-    """
+    """Fails once, and keeps weak references to what each attempt makes."""
 
     def __init__(self, phase: str = "", at: int = -1) -> None:
         self.due = (at, *PHASES[phase]) if phase in PHASES else None
@@ -354,15 +350,15 @@ class Watch:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
 
 
-WATCH: contextvars.ContextVar[Watch] = contextvars.ContextVar("WATCH")
+OUTSIDE = Outside(watch=Watch())
 
 
 def pass_through(kinds: Sequence[Kind], where: str, value: Tensor, inner: Callable[[], Any]) -> Any:
     """Set all kinds, compute, and unset them, if nothing fails between."""
-    WATCH.get().made.append(weakref.ref(value))
+    OUTSIDE.watch.made.append(weakref.ref(value))
     running = [around(value) for around, _ in kinds]
     extra = sum(next(each) for each in running)
-    WATCH.get().reach(where)
+    OUTSIDE.watch.reach(where)
     result = inner() + extra
     for each in reversed(running):
         next(each, None)
@@ -388,9 +384,9 @@ def step_of(kinds: Sequence[Kind]) -> Callable[[Net, Any], Tensor]:
 
     def step(net: Net, batch: Any) -> Tensor:
         x, y = batch
-        WATCH.get().begin()
+        OUTSIDE.watch.begin()
         hidden = net.encode(x)
-        WATCH.get().made.append(weakref.ref(hidden))
+        OUTSIDE.watch.made.append(weakref.ref(hidden))
         loss = F.cross_entropy(net.decode(Backward.apply(hidden, kinds)), y)
         within = pass_through(
             kinds,
