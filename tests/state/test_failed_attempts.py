@@ -11,7 +11,7 @@ import logging
 import random
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from automicro import BufferWarning, Halving, Microbatcher, Trainer
+from tests.ranks.steps import local
 from tests.state.kinds import KINDS, OUTSIDE, PHASES, Net, Watch, modes, modes_put_back, step_of
 from tests.sweeps import mostly_in_sweeps
 
@@ -80,24 +81,27 @@ def batch(index: int) -> tuple[Tensor, Tensor]:
 class Run:
     """A model, what it computes, its optimizer, and what is seen of it."""
 
-    def __init__(self, names: Sequence[str], watch: Watch) -> None:
+    def __init__(
+        self, names: Sequence[str], watch: Watch, wrap: Callable[[Net], Any] = lambda net: net
+    ) -> None:
         OUTSIDE.watch = watch
         torch.manual_seed(0)
         self.watch, self.net = watch, Net()
         self.kinds = [KINDS[name](self.net) for name in names]
+        self.model = wrap(self.net)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
         self.trace: Trace = {}
         step = step_of(self.kinds)
         self.forward = lambda model, batch: model(batch, step)
 
-    def begin(self, index: int) -> tuple[Tensor, Tensor]:
+    def begin(self, index: int, seed: int = 0) -> tuple[Tensor, Tensor]:
         self.watch.batch, self.watch.calls = index, 0
         self.optimizer.zero_grad()
-        return batch(index)
+        return batch(index + 100 * seed)
 
     def end(self, index: int, loss: Tensor) -> None:
         seen = {name: p.grad for name, p in self.net.named_parameters()}
-        copies = {name: None if g is None else g.clone() for name, g in seen.items()}
+        copies = {name: None if g is None else local(g).clone() for name, g in seen.items()}
         places = {f"place {n}": place() for n, (_, place) in enumerate(self.kinds)}
         found = {**copies, "loss": loss.detach(), **places, **modes(), "alive": self.watch.alive()}
         self.trace |= {f"batch {index}: {name}": value for name, value in found.items()}
