@@ -1,12 +1,13 @@
 """Blocks keep their input alone, and compute again in the backward what they did in the forward.
 
-The second time a block finds all as it was the first time: generators of random numbers, buffers,
-parameters that were in place for a while, modes and attributes of its modules, autocast. What the
-second time changes is put back. So the gradients are the same to the last bit.
+The second time a block finds all that it reaches as it was the first time: generators of random
+numbers, buffers, parameters that were in place for a while, modes and attributes of its modules,
+objects and variables that it shares with others, autocast. What the second time changes is put
+back. So the gradients are the same to the last bit.
 
-What lies further away, such as an object that several blocks share, may be another by then. So in
-the first attempts what is saved for the backward the second time is compared with the first time,
-and a block that saves something else, fails, or leaves a trace is left out by name.
+An argument may hold something else by then. So in the first attempts what is saved for the
+backward the second time is compared with the first time, and a block that saves something else, or
+fails, is left out by name.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import functools
 import itertools
 import logging
 import types
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,42 +24,36 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from automicro.errors import add_note, describe_error
+from automicro.errors import RollbackError, add_note, describe_error
 from automicro.memory.oom import Failure, classify
 from automicro.nested.slices import Calls, num_shrunk
 from automicro.ranks.interface import StrayedError
-from automicro.reach import OF_EVERY_MODULE, Variable, reached_variables
+from automicro.state.capture import Captured
+from automicro.state.replay import Replay
+from automicro.state.values import is_owned
 from automicro.torch_private import (
     all_versions,
-    buffer_table,
     call_of,
     counter_of,
     ends_checkpoint,
-    forward_hooks,
-    forward_of_class,
     is_in_checkpoint,
     is_of_checkpoint,
-    is_uninitialized,
-    keeping_versions,
-    parameter_table,
     refuses_hooks,
     showing_saved,
     tells_of_writing,
     version_of,
 )
 from automicro.transaction.rng import RandomState
-from automicro.transaction.surroundings import Watched
 from automicro.values import comes_from
 
 logger = logging.getLogger(__name__)
 
-_COPIED_BYTES = 1 << 16  # of a buffer that is copied for each call, whether it changes or not
 _COMPARED = frozenset((0, *(16**power for power in range(1, 9))))  # attempts by their number
 _SAMPLES = 64  # elements of a tensor that are compared beside its sum
 _ROUNDING = 1e-3  # where operations may round otherwise the second time
 _OTHERWISE = (
-    "does something else when that is done: it goes by what changed since, such as an object or a "
-    "variable that it shares with others; hand such things to it as arguments that nobody changes"
+    "does something else when that is done: it goes by what changed since, such as an object among "
+    "its arguments; hand it arguments that stay as they are"
 )
 _CACHES = ("transformers.Cache", "transformers.EncoderDecoderCache")
 
@@ -113,11 +108,9 @@ class Block:
         return self.num_done in _COMPARED
 
     @functools.cached_property
-    def variables(self) -> list[Variable]:
-        """Of the functions that it runs."""
-        modules = list(self.module.modules())
-        inside = [hook for each in modules[1:] for hook in forward_hooks(each)]
-        return reached_variables([*map(forward_of_class, modules), *inside])
+    def replay(self) -> Replay:
+        """Of all that its forward finds beside its arguments, and may change."""
+        return Replay({self.name: self.module}, large=self.changing)
 
     @property
     def is_undone(self) -> bool:
@@ -131,118 +124,8 @@ class Block:
         return LeftOutError(f"{self.name} {why}")
 
 
-class _Surroundings:
-    """What a forward of a block finds beside its arguments, and may change.
-
-    Args:
-        block: whose.
-        modules: of the block.
-        random: the generators, as they are now.
-    """
-
-    def __init__(self, block: Block, modules: Sequence[nn.Module], random: RandomState) -> None:
-        self._random = random
-        self._tables = [(buffer_table(module), dict(buffer_table(module))) for module in modules]
-        self._modes = [(module, module.training) for module in modules]
-        self._parameters: list[tuple[MutableMapping[str, Any], dict[str, tuple[Any, bool]]]] = [
-            (parameter_table(module), _flagged(parameter_table(module))) for module in modules
-        ]
-        self._attributes = [(vars(module), _own(module)) for module in modules]
-        self._copies: list[tuple[Tensor, Tensor]] = []
-        self._uncopied: list[tuple[Tensor, int]] = []
-        found = {id(each): each for _, table in self._tables for each in table.values()}
-        for _, own in self._attributes:
-            found |= {id(each): each for each, _ in own.values() if type(each) is Tensor}
-        for number, tensor in found.items():
-            if tensor is None or is_uninitialized(tensor) or tensor.is_inference():
-                continue
-            is_small = tensor.layout is torch.strided and tensor.nbytes <= _COPIED_BYTES
-            if is_small or number in block.changing:
-                self._copies.append((tensor, tensor.detach().clone()))
-            else:
-                self._uncopied.append((tensor, version_of(tensor)))
-
-    def written(self) -> list[Tensor]:
-        """Large tensors that were written to, and were not copied."""
-        return [tensor for tensor, version in self._uncopied if version_of(tensor) != version]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Those that were copied."""
-        return [tensor for tensor, _ in self._copies]
-
-    @contextlib.contextmanager
-    def parameters(self) -> Iterator[None]:
-        """Those that were there, and frozen or not as they were, for a while.
-
-        ``functional_call`` gives others for a forward alone. Wrappers that shard free what they
-        gathered, and have put it back in place themselves.
-        """
-        with contextlib.ExitStack() as stack:
-            for table, earlier in self._parameters:
-                for name, (value, is_trained) in earlier.items():
-                    if name in table and table[name] is not value and not _is_freed(value):
-                        stack.callback(table.__setitem__, name, table[name])
-                        table[name] = value
-                    now = table.get(name)
-                    if now is not None and now.is_leaf and now.requires_grad != is_trained:
-                        stack.callback(now.requires_grad_, not is_trained)
-                        now.requires_grad_(is_trained)
-            yield
-
-    def put_back(self) -> None:
-        """As they were, but for parameters. It may be called more than once."""
-        self._random.put_back()
-        for module, mode in self._modes:
-            if module.training != mode:
-                module.training = mode
-        for now, before in self._tables:
-            _refill(now, before)
-        for own, earlier in self._attributes:
-            for key in [key for key in own if key not in earlier and key not in OF_EVERY_MODULE]:
-                if key != "forward":
-                    del own[key]
-            for key, (value, content) in earlier.items():
-                own[key] = value
-                if content is not None:
-                    _refill(value, content)
-        with torch.no_grad():
-            for tensor, content in self._copies:
-                tensor.copy_(content)
-
-
 def _size(tensor: Tensor) -> str:
     return f"{tensor.nbytes} bytes" if tensor.layout is torch.strided else str(list(tensor.shape))
-
-
-def _flagged(table: Mapping[str, Tensor | None]) -> dict[str, tuple[Any, bool]]:
-    """Parameters by name, each with whether it is trained."""
-    return {
-        name: (value, value is not None and value.requires_grad) for name, value in table.items()
-    }
-
-
-def _is_freed(tensor: Tensor | None) -> bool:
-    if tensor is None or is_uninitialized(tensor) or type(tensor) not in (Tensor, nn.Parameter):
-        return False
-    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
-
-
-def _own(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """A module's attributes, and of containers what they hold."""
-    return {
-        key: (value, copy.copy(value) if type(value) in (list, dict, set) else None)
-        for key, value in vars(module).items()
-        if key not in OF_EVERY_MODULE and key != "forward"
-    }
-
-
-def _refill(container: Any, content: Any) -> None:
-    if type(container) is list:
-        container[:] = content
-    else:
-        container.clear()
-        container.update(content)
 
 
 class _Saved:
@@ -334,7 +217,6 @@ class _Call:
 
     Args:
         block: that is called.
-        modules: of it.
         forward: its own.
         random: takes the generators as they are.
     """
@@ -342,13 +224,11 @@ class _Call:
     def __init__(
         self,
         block: Block,
-        modules: Sequence[nn.Module],
         forward: Callable[..., Any],
         random: Callable[[], RandomState],
     ) -> None:
-        self._block, self._modules = block, modules
-        self._forward, self._random = forward, random
-        self._before: _Surroundings | None = None
+        self._block, self._forward, self._random = block, forward, random
+        self._before: tuple[Captured, RandomState] | None = None
         self._given: tuple[Any, Any] | None = None  # the first time alone
         self._structure: Any = None
         self._parts = Calls()
@@ -381,40 +261,34 @@ class _Call:
         if earlier is None:
             with self._naming_failures():
                 return self._again(before, tensors)
-        watched, saved = Watched([block.module], block.variables), _Saved()
-        shrunk = num_shrunk()
+        saved, shrunk = _Saved(), num_shrunk()
         try:
             with self._naming_failures(), showing_saved(saved.add):
                 output = self._again(before, tensors)
         except Exception as error:
             if ends_checkpoint(error):
-                self._compare(watched, saved, earlier, is_cut_alike=num_shrunk() == shrunk)
+                self._compare(saved, earlier, is_cut_alike=num_shrunk() == shrunk)
             raise
-        self._compare(watched, saved, earlier, is_cut_alike=num_shrunk() == shrunk)
+        self._compare(saved, earlier, is_cut_alike=num_shrunk() == shrunk)
         return output
 
-    def _compare(
-        self, watched: Watched, saved: _Saved, earlier: _Saved, *, is_cut_alike: bool
-    ) -> None:
-        changed = [place.name for place in watched.changed()]
-        if changed:
-            why = f"changes {', '.join(changed)}, which would be done twice"
-            raise self._block.leave_out(why) from None
+    def _compare(self, saved: _Saved, earlier: _Saved, *, is_cut_alike: bool) -> None:
         # Where memory ran out in a slice of a part, smaller ones round otherwise.
         if is_cut_alike and not saved.is_like(earlier):
             raise self._block.leave_out(_OTHERWISE) from None
 
-    def _again(self, before: _Surroundings, tensors: Sequence[Tensor]) -> Any:
-        now = self._surroundings()
-        # What is put back is as it was, so nobody who saved it need be told.
-        with keeping_versions(list({id(t): t for t in [*now.tensors, *before.tensors]}.values())):
-            try:
-                before.put_back()
+    def _again(self, before: tuple[Captured, RandomState], tensors: Sequence[Tensor]) -> Any:
+        state, random = before
+        now = self._random()
+        try:
+            with self._block.replay.as_it_stood(state), self._parts.repeating():
+                random.put_back()
                 args, kwargs = _filled(self._structure, tensors)
-                with before.parameters(), self._parts.repeating():
-                    return _with_copies(self._block.module, self._forward, args, kwargs)
-            finally:
-                now.put_back()
+                return _with_copies(self._block.module, self._forward, args, kwargs)
+        except RollbackError as error:
+            raise self._block.leave_out(f"changes what cannot be put back ({error})") from error
+        finally:
+            now.put_back()
 
     @contextlib.contextmanager
     def _naming_failures(self) -> Iterator[None]:
@@ -438,18 +312,20 @@ class _Call:
             raise
 
     def _first(self, tensors: Sequence[Tensor]) -> Any:
-        before = self._surroundings()
+        block, random = self._block, self._random()
+        before = block.replay.take(self)
         assert self._given is not None
         (args, kwargs), self._given = self._given, None
         watched = [tensor for tensor in tensors if not tensor.is_inference()]
         versions = all_versions(watched)
         attributes = _attributes_of(args, kwargs)
-        block = self._block
         saved = _Saved() if block.is_compared else None
         comparing = contextlib.nullcontext() if saved is None else showing_saved(saved.add)
         with self._parts.noting(), comparing:
             output = _with_copies(block.module, self._forward, args, kwargs)
         written = before.written()
+        if any(map(is_owned, written)):
+            raise block.leave_out("writes into a frozen parameter")
         if written:
             block.changing.update({id(tensor): tensor for tensor in written})
             raise LeftOutError(f"{block.name} writes into a buffer of {_size(written[0])}")
@@ -460,11 +336,8 @@ class _Call:
         for name, (value, known) in attributes.items():
             if not _is_same(vars(value), known):
                 raise block.leave_out(f"changes an object that it is called with: {name}")
-        self._before, self._saved = before, saved
+        self._before, self._saved = (before, random), saved
         return output
-
-    def _surroundings(self) -> _Surroundings:
-        return _Surroundings(self._block, self._modules, self._random())
 
 
 def _taken_out(value: Any, tensors: list[Tensor]) -> Any:
@@ -682,7 +555,6 @@ def _replaced(block: Block, random: Callable[[], RandomState]) -> Iterator[None]
     name = call_of(block.module)  # what is compiled runs twice as a whole
     before: Mapping[str, Any] = {name: table[name]} if name in table else {}
     forward = getattr(block.module, name)
-    modules = list(block.module.modules())
 
     def run(*args: Any, **kwargs: Any) -> Any:
         is_done = block.left_out or recomputes_already(block.module)
@@ -698,7 +570,7 @@ def _replaced(block: Block, random: Callable[[], RandomState]) -> Iterator[None]
             )
             return forward(*args, **kwargs)
         block.is_used = True
-        return _Call(block, modules, forward, random).run(args, kwargs)
+        return _Call(block, forward, random).run(args, kwargs)
 
     table[name] = _Plain(run, block.module, table.get(name))
     try:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro.errors import RollbackError
-from automicro.state.tensors import SMALL_BYTES, Copies, Leaves
+from automicro.state.tensors import SMALL_BYTES, Copies, Leaves, is_freed
 from automicro.state.values import (
     CLASS,
     DICT,
@@ -56,13 +56,20 @@ ENDS = 16  # elements at both ends of a long list that show that it has
 MOST_ARRAY_BYTES = 2**20  # arrays have no versions: each is copied each time
 
 
-def capture(roots: Mapping[str, Any], *, skip: Iterable[Any] = ()) -> "Captured":
+def capture(
+    roots: Mapping[str, Any],
+    *,
+    skip: Iterable[Any] = (),
+    large: Mapping[int, Tensor] | None = None,
+) -> "Captured":
     """Hold all that is reached from some values, as it is now.
 
     Args:
         roots: modules, functions and other values that a forward may get at, by name. These are
             meant: a long list, or a large array or tensor, that is one comes back whole.
         skip: objects, or classes of objects, that stay as they become.
+        large: where a computation waits to be run again: the only large tensors that are copied,
+            by their ids. Tensors with a graph are kept meanwhile, as they are part of its input.
 
     Example:
         >>> model = nn.Linear(2, 2)
@@ -76,7 +83,7 @@ def capture(roots: Mapping[str, Any], *, skip: Iterable[Any] = ()) -> "Captured"
         >>> model.seen is seen, seen, hasattr(model, "late")
         (True, [1], False)
     """
-    return Captured(roots, tuple(skip))
+    return Captured(roots, tuple(skip), large=large)
 
 
 class _Holder(NamedTuple):
@@ -135,12 +142,11 @@ class _Group:
         return chain.from_iterable(each) if self._num_keys > 1 else each
 
     def is_as_held(self) -> bool:
-        """Whether each value is the one that is held.
-
-        Raises:
-            KeyError: a key is gone.
-        """
-        return all(map(operator.is_, self._now(), self.held))
+        """Whether each value is the one that is held; no key or cell that is gone holds any."""
+        try:
+            return all(map(operator.is_, self._now(), self.held))
+        except (KeyError, ValueError):
+            return False
 
     def differences(self) -> tuple[list[Any], list[int]]:
         """What is there now, and at which places it is another."""
@@ -211,10 +217,11 @@ class _Modes:
         for each, (enabled, its_dtype) in zip(self._types, autocast, strict=True):
             torch.set_autocast_enabled(each, enabled)
             torch.set_autocast_dtype(each, its_dtype)
-        while torch.autocast_increment_nesting() - 1 > nesting:
+        now = torch.autocast_increment_nesting()
+        for _ in range(now - nesting):
             torch.autocast_decrement_nesting()
-            torch.autocast_decrement_nesting()
-        torch.autocast_decrement_nesting()
+        for _ in range(nesting - now):
+            torch.autocast_increment_nesting()
         torch.clear_autocast_cache()
 
 
@@ -227,9 +234,14 @@ class Captured:
     """
 
     def __init__(
-        self, roots: Mapping[str, Any], skip: tuple[Any, ...], earlier: "Captured | None" = None
+        self,
+        roots: Mapping[str, Any],
+        skip: tuple[Any, ...],
+        earlier: "Captured | None" = None,
+        *,
+        large: Mapping[int, Tensor] | None = None,
     ) -> None:
-        self._roots, self._skip = roots, skip
+        self._roots, self._skip, self._large = roots, skip, large
         self._given = set(map(id, roots.values()))
         self.left_out: list[tuple[Any, str]] = []
         self.walks: int = 1 if earlier is None else earlier.walks + 1
@@ -263,8 +275,14 @@ class Captured:
         self._passing: Copies | None = None  # of tensors there
         self._let_graphs_go(self._content)
         reused = None if earlier is None else earlier._copies
-        self._copies: Copies = Copies(list(self._content.values()), self._buffers, reused)
+        self._copies: Copies = self._copy(self._content, reused)
         self._global = self._modes.read()
+
+    def _copy(self, tensors: Mapping[int, Tensor], earlier: Copies | None = None) -> Copies:
+        found = list(tensors.values())
+        if self._large is None:
+            return Copies(found, self._buffers, earlier)
+        return Copies(found, self._large, earlier, watches_others=True)
 
     # The walk
 
@@ -410,7 +428,7 @@ class Captured:
         This one is used up.
         """
         if not self._is_refreshed():
-            return Captured(self._roots, self._skip, self)
+            return Captured(self._roots, self._skip, self, large=self._large)
         self._copies = self._copies.again(list(self._content.values()))
         passing = {
             id(each): each
@@ -421,30 +439,34 @@ class Captured:
             if issubclass(type(each), Tensor) and id(each) not in self._content
         }
         self._let_graphs_go(passing)
-        self._passing = Copies(list(passing.values()), {}) if passing else None
+        self._passing = self._copy(passing) if passing else None
         self._global = self._modes.read()
         return self
 
     def _is_refreshed(self) -> bool:
         """Take note of what is there now; not done where that takes a walk."""
-        if any(self._empty) or list(map(len, self._sized)) != self._sizes:
-            return False
-        if list(chain.from_iterable(self._in_order)) != self._keys or not self._leaves.refresh():
+        if any(self._empty) or not self._has_same_keys() or not self._leaves.refresh():
             return False
         if list(map(type, self._objects)) != self._classes or not self._take_others():
             return False
-        try:
-            others = [group for group in self._groups if not group.is_as_held()]
-        except (KeyError, ValueError):  # gone
-            return False
-        for group in others:
-            now, places = group.differences()
+        for group in self._groups:
+            if group.is_as_held():
+                continue
+            try:
+                now, places = group.differences()
+            except (KeyError, ValueError):  # gone
+                return False
             if not all(_may_pass(group.held[i]) and _may_pass(now[i]) for i in places):
                 return False
             self._take_out(group.held[i] for i in places)
             group.moving |= {i for i in places if issubclass(type(now[i]), Tensor)}
             group.held = now
         return self._take_lists()
+
+    def _has_same_keys(self) -> bool:
+        if list(map(len, self._sized)) != self._sizes:
+            return False
+        return list(chain.from_iterable(self._in_order)) == self._keys
 
     def _take_lists(self) -> bool:
         lists = list(map(list.copy, self._lists))
@@ -496,6 +518,8 @@ class Captured:
             return
         for key in stands:
             del tensors[key]
+        if self._large is not None:
+            return
         for values in (*(group.held for group in self._groups), *self._held_lists):
             for place, each in enumerate(values):
                 if id(each) in stands:
@@ -521,8 +545,11 @@ class Captured:
             table.update(flags)
         for table in filter(None, self._empty):
             table.clear()
-        for holder, saved in chain.from_iterable(group.each() for group in self._groups):
-            holder.put_back(_meant(saved))
+        others = self._groups
+        if self._has_same_keys():
+            others = [group for group in self._groups if not group.is_as_held()]
+        for holder, saved in chain.from_iterable(group.each() for group in others):
+            holder.put_back(_meant(saved, holder.table))
         for cell, value in zip(self._cells, self._of_cells.held, strict=True):
             cell.cell_contents = _again(value)
         for values, held in zip(self._lists, self._held_lists, strict=True):
@@ -533,13 +560,27 @@ class Captured:
                 _put_other_back(value, kind, held)
             except Exception as error:  # the rest comes back all the same
                 failures.append((value, str(error)))
-        for copies in filter(None, (self._copies, self._passing)):
+        for copies in self._all_copies():
             failures += copies.put_back()
-        failures += self._leaves.put_back()
+        moved = list(self._leaves.put_back())
+        failures += moved if self._large is None else ()
         if failures:
             names = self.names()
             told = [f"{names.get(id(value), '?')[0]}: {why}" for value, why in failures]
             raise RollbackError("; ".join(told))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that are copied or watched, and whose writes are counted."""
+        return [each for copies in self._all_copies() for each in copies.counted]
+
+    def written(self) -> list[Tensor]:
+        """Large tensors and frozen parameters that were written to, and not copied."""
+        large = (each for copies in self._all_copies() for each in copies.written())
+        return [*large, *self._leaves.written()]
+
+    def _all_copies(self) -> list[Copies]:
+        return [each for each in (self._copies, self._passing) if each is not None]
 
     def changed(self) -> Iterator[str]:
         """Where something is not as it was, by path. Waits for the device."""
@@ -562,7 +603,7 @@ class Captured:
                 )
             else:
                 yield from _changes(names, value, _as_dict(held), _as_dict(now))
-        tensors = chain(self._copies.changed(), self._passing.changed() if self._passing else ())
+        tensors = chain.from_iterable(copies.changed() for copies in self._all_copies())
         kinds = zip(self._objects, self._classes, strict=True)
         others = (value for value, kind in kinds if type(value) is not kind)
         for each in chain(tensors, self._leaves.changed(), filter(None, self._empty), others):
@@ -624,8 +665,12 @@ def _again(value: Any) -> Any:
     return value.value() if type(value) is _Standing else value
 
 
-def _meant(saved: dict[Any, Any]) -> dict[Any, Any]:
-    return {key: _again(value) for key, value in saved.items()}
+def _meant(saved: dict[Any, Any], now: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What a table is to hold; what a wrapper has freed, it has replaced by itself."""
+    return {
+        key: now[key] if is_freed(value) and key in now else _again(value)
+        for key, value in saved.items()
+    }
 
 
 def _may_pass(value: Any) -> bool:
@@ -722,7 +767,7 @@ def _put_other_back(value: Any, kind: Kind, held: Any) -> None:
     if kind.is_leaf:
         is_changed = differs(now, held) if kind is not _LONG else not same_objects(now, held)
     else:
-        held = _meant(held) if type(held) is dict else list(map(_again, held))
+        held = _meant(held, now) if type(held) is dict else list(map(_again, held))
         is_changed = not _same_parts(now, held)
     if is_changed:
         assert kind.write is not None

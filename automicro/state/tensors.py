@@ -7,7 +7,7 @@ from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from automicro.memory.budget import active_budget
@@ -64,12 +64,20 @@ class Copies:
         tensors: to copy, none of them trained.
         buffers: ids of those that are buffers of modules, which kernels write past their versions.
         earlier: copies whose memory can be used again.
+        watches_others: whether large ones that are no such buffers are only watched, and stay as
+            they become; `written` has those that were written to.
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], buffers: Mapping[int, Any], earlier: "Copies | None" = None
+        self,
+        tensors: Sequence[Tensor],
+        buffers: Mapping[int, Any],
+        earlier: "Copies | None" = None,
+        *,
+        watches_others: bool = False,
     ) -> None:
-        self.tensors, self._buffers = tensors, buffers
+        self.tensors, self._buffers, self._watches_others = tensors, buffers, watches_others
+        self._watched: list[Tensor] = []
         self._odd: list[tuple[Tensor, Tensor]] = []  # sparse, quantized, nested, sharded
         self._small: list[_Place] = []
         self._large: list[_Place] = []
@@ -85,6 +93,10 @@ class Copies:
                     self._odd.append((tensor, alias.clone()))
                 continue
             memory = _in_a_line(alias)
+            if watches_others and memory.nbytes > SMALL_BYTES and id(tensor) not in buffers:
+                if not tensor.is_inference():
+                    self._watched.append(tensor)
+                continue
             most = LARGE_BYTES if id(tensor) in buffers else SMALL_BYTES
             if memory.nbytes > most or memory.nbytes > bytes_left:
                 self._large.append(_large(tensor, alias, memory, is_buffer=id(tensor) in buffers))
@@ -107,6 +119,7 @@ class Copies:
 
     def _read(self) -> None:
         self._seen = [seen_version(each.tensor) for each in (*self._small, *self._large)]
+        self._versions_watched = all_versions(self._watched)
         self._versions: dict[int, tuple[_Place, int | None]] = {}
         with torch.inference_mode():
             for memories, copies in self._groups.values():
@@ -114,12 +127,21 @@ class Copies:
 
     def again(self, tensors: Sequence[Tensor]) -> "Copies":
         """Copies of what tensors hold now, in memory that is there already; these are used up."""
-        if self._odd or self._large or not same_objects(tensors, self.tensors):
-            return Copies(tensors, self._buffers, self)
-        if [_where(each.tensor) for each in self._small] != self._where:
-            return Copies(tensors, self._buffers, self)
+        is_new = self._odd or self._large or not same_objects(tensors, self.tensors)
+        if is_new or [_where(each.tensor) for each in self._small] != self._where:
+            return Copies(tensors, self._buffers, self, watches_others=self._watches_others)
         self._read()
         return self
+
+    @property
+    def counted(self) -> list[Tensor]:
+        """Tensors whose writes torch counts."""
+        return [each for each in self.tensors if not each.is_inference()]
+
+    def written(self) -> list[Tensor]:
+        """Those that are only watched, and were written to."""
+        pairs = zip(self._watched, self._versions_watched, strict=True)
+        return [each for each, version in pairs if version_of(each) != version]
 
     def settle(self) -> None:
         """Keep the copies of large tensors that have not changed; call it before a commit."""
@@ -135,8 +157,7 @@ class Copies:
         What was written past a version is put back past it: that part of an attempt was undone is
         no change to those who ask the version.
         """
-        counted = [each for each in self.tensors if not each.is_inference()]
-        with keeping_versions(counted):
+        with keeping_versions(self.counted):
             with torch.inference_mode():
                 for memories, copies in self._groups.values():
                     copy_into(memories, copies)
@@ -175,6 +196,19 @@ class Copies:
 
 
 _NOT_COPIED = "and parameters are not copied; move it after the step"
+
+
+def is_freed(value: Any) -> bool:
+    """Whether a wrapper that shards has freed what it had gathered.
+
+    >>> is_freed(torch.ones(2)), is_freed(torch.ones(0)), is_freed(2)
+    (False, False, False)
+    """
+    if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
+        return False
+    return value.numel() > 0 and value.untyped_storage().nbytes() == 0
+
+
 # Of tensors that were seen not to change: their version, and a copy.
 _kept = WeakTensorKeyDictionary()
 _FLAG = operator.attrgetter("requires_grad")
@@ -285,8 +319,7 @@ class Leaves:
 
     def put_back(self) -> Iterator[tuple[Tensor, str]]:
         """Put back all but content; gives what was written to."""
-        is_moved = map(operator.ne, self._versions, all_versions(self._frozen))
-        for leaf in compress(self._frozen, is_moved):
+        for leaf in self.written():
             yield leaf, f"this frozen parameter was written to, {_NOT_COPIED}"
         for leaf, kind in self._lazy:
             if type(leaf) is not kind:  # it was given its shape
@@ -309,3 +342,9 @@ class Leaves:
             if leaf.requires_grad != is_trained or has_others:
                 yield leaf
         yield from (leaf for leaf, kind in self._lazy if type(leaf) is not kind)
+
+    def written(self) -> Iterator[Tensor]:
+        """Frozen ones that were written to."""
+        yield from compress(
+            self._frozen, map(operator.ne, self._versions, all_versions(self._frozen))
+        )

@@ -6,7 +6,7 @@ import pickle
 import re
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from automicro.rungs.levels import Level
 from automicro.rungs.recompute import Block as Recomputed
 from automicro.rungs.recompute import LeftOutError, _Saved, recomputing
 from automicro.transaction.rng import RandomState
+from tests.outside import Outside
 from tests.rungs.models import MODELS, ROWS, WIDTH, Block, Codebook, batch_for, stack
 from tests.rungs.steps import LEVELS, differences, level_of, steps_at, take_step
 from tests.sweeps import mostly_in_sweeps
@@ -275,14 +276,14 @@ def test_memory_that_runs_out_in_the_second_forward_is_told() -> None:
 def step_whose_second_forward_raises(error: Exception) -> tuple[Level, Callable[[], None]]:
     """A level, and a step at it."""
 
+    now = Outside(fails=False)
+
     class Failing(Block):
         """Fails in its second forwards, when some of it is saved already."""
 
-        fails = False
-
         def forward(self, rows: Tensor) -> Tensor:
             found = self.up(rows).sin()
-            if Failing.fails:
+            if now.fails:
                 raise error
             output: Tensor = super().forward(rows) + found.mean()
             return output
@@ -293,7 +294,7 @@ def step_whose_second_forward_raises(error: Exception) -> tuple[Level, Callable[
     def step() -> None:
         with level.applied():
             loss = mean_square(batch_for("plain"))(model)
-            Failing.fails = True
+            now.fails = True
             loss.backward()
 
     return level, step
@@ -521,7 +522,7 @@ NOTES = Notes()
 
 
 class Steps(Block):
-    """Goes by an object that whoever calls it changes in between."""
+    """Goes by an object that its caller changes in between."""
 
     def forward(self, rows: Tensor) -> Tensor:
         return super().forward(rows * (1 + NOTES.step))
@@ -537,12 +538,26 @@ class Remembers(Block):
 
 
 class Counts(Block):
+    """Goes by how often it was called, as an object of its own counts it."""
+
     def __init__(self) -> None:
         super().__init__()
         self.notes = Notes()
 
     def forward(self, rows: Tensor) -> Tensor:
         self.notes.calls += 1
+        return super().forward(rows * self.notes.calls)
+
+
+class Forgets(Block):
+    """Takes from the front of a list that is too long to be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = list(range(20_000))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        del self.left[0]
         return super().forward(rows)
 
 
@@ -611,10 +626,8 @@ class Holding(Noting):
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda: Noting(Steps), "blocks.0 .* does something else when that is done"),
-        (lambda: Noting(Remembers), "blocks.0 .* does something else when that is done"),
         (Holding, "blocks.0 .* does something else when that is done"),
-        (lambda: Noting(Counts), "blocks.2 .* changes notes, which would be done twice"),
+        (lambda: Noting(Forgets), r"blocks.2 .* cannot be put back \(blocks.2.left: "),
         (lambda: Noting(AsksTwice), "blocks.2 .* x, y = ctx.saved_tensors"),
     ],
 )
@@ -628,6 +641,18 @@ def test_what_comes_out_otherwise_the_second_time_is_left_out_by_name(
         other = copy.deepcopy(model)
         assert differences(plain, retrying(other, loss_of, level_of(level, other))) == []
         assert re.search(why, caplog.text)
+
+
+@pytest.mark.parametrize("make", [Steps, Remembers, Counts])
+def test_what_blocks_share_and_change_is_the_second_time_as_it_was_the_first(
+    make: type[Block], caplog: pytest.LogCaptureFixture
+) -> None:
+    for level in LEVELS:
+        NOTES.step = 0
+        plain, left = steps_at(level, Noting(make), mean_square(batch_for("plain")))
+        assert differences(plain, left) == []
+        assert NOTES.step == 2
+    assert not any("not computed again" in each for each in caplog.messages)
 
 
 def test_what_fails_the_second_time_is_left_out_by_name(caplog: pytest.LogCaptureFixture) -> None:
@@ -719,10 +744,11 @@ def test_transforms_cannot_be_offloaded() -> None:
         take_step(model, mean_square(batch_for("plain")), level_of("offload", model))
 
 
+CACHED = Outside(seen=[])
+
+
 class CachingLayer(nn.Module):
     """As those of transformers': what attention multiplies has been in a cache."""
-
-    seen: ClassVar[list[tuple[int, tuple[int, ...], int]]] = []  # an own one would be put back
 
     def __init__(self) -> None:
         super().__init__()
@@ -733,20 +759,20 @@ class CachingLayer(nn.Module):
         keys = self.linear(x).view(len(x), 3, 2, 3).transpose(1, 2)
         keys, _ = past_key_values.update(keys, keys, self.layer_idx)
         num_cached = past_key_values.get_seq_length(self.layer_idx)
-        self.seen.append((id(past_key_values), keys.stride(), num_cached))
+        CACHED.seen.append((id(past_key_values), keys.stride(), num_cached))
         return x + keys.exp().transpose(1, 2).reshape(x.shape), past_key_values
 
 
 def test_a_layer_finds_an_empty_cache_each_time_and_leaves_the_callers_empty() -> None:
     transformers = pytest.importorskip("transformers")
     layer = CachingLayer()
-    layer.seen.clear()
+    CACHED.seen.clear()
     x = torch.randn(4, 3, 6)
     cache = transformers.DynamicCache()
     layer(x, past_key_values=cache)
-    [(_, stride, num_cached)] = layer.seen
+    [(_, stride, num_cached)] = CACHED.seen
     assert num_cached == 3
-    layer.seen.clear()
+    CACHED.seen.clear()
     cache = transformers.DynamicCache()
 
     def random_state() -> RandomState:
@@ -759,5 +785,5 @@ def test_a_layer_finds_an_empty_cache_each_time_and_leaves_the_callers_empty() -
         out.sum().backward()
     assert given_back is cache
     assert cache.get_seq_length(1) == 0
-    assert [each[1:] for each in layer.seen] == [(stride, 3), (stride, 3)]
-    assert id(cache) not in {each[0] for each in layer.seen}
+    assert [each[1:] for each in CACHED.seen] == [(stride, 3), (stride, 3)]
+    assert id(cache) not in {each[0] for each in CACHED.seen}
