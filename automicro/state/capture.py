@@ -217,11 +217,10 @@ class _Modes:
         for each, (enabled, its_dtype) in zip(self._types, autocast, strict=True):
             torch.set_autocast_enabled(each, enabled)
             torch.set_autocast_dtype(each, its_dtype)
-        now = torch.autocast_increment_nesting()
-        for _ in range(now - nesting):
+        while torch.autocast_increment_nesting() - 1 > nesting:
             torch.autocast_decrement_nesting()
-        for _ in range(nesting - now):
-            torch.autocast_increment_nesting()
+            torch.autocast_decrement_nesting()
+        torch.autocast_decrement_nesting()
         torch.clear_autocast_cache()
 
 
@@ -537,7 +536,8 @@ class Captured:
             RollbackError: something was changed that is watched, and not copied. All else is back.
         """
         failures: list[tuple[Any, str]] = []
-        self._modes.put_back(self._global)
+        if self._large is None:  # else what runs again sets its modes itself
+            self._modes.put_back(self._global)
         for value, its_class in zip(self._objects, self._classes, strict=True):
             if type(value) is not its_class:
                 object.__setattr__(value, "__class__", its_class)
