@@ -27,12 +27,12 @@ from automicro.state.values import (
     CLASS,
     DICT,
     FUNCTION,
-    ITERATOR,
     LIST,
     OBJECT,
     PARALLEL,
     REGISTERED,
     TENSOR,
+    UNREADABLE,
     Kind,
     cells_of,
     differs,
@@ -248,6 +248,7 @@ class Captured:
         self._empty: list[Any] = []  # tables of modules and tensors: most are
         self._objects: list[Any] = []
         self._flags: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._defaults: list[tuple[types.FunctionType, Any, Any]] = []
         self._cells: list[Any] = []
         self._lists: list[list[Any]] = []
         self._others: list[tuple[Any, Kind, Any]] = []
@@ -260,7 +261,8 @@ class Captured:
         groups: dict[tuple[Any, ...], list[_Holder]] = {}
         for each in self._holders.values():
             groups.setdefault(each.keys, []).append(each)
-        self._groups = [_Group(keys, group) for keys, group in groups.items() if keys]
+        self._bare = groups.pop((), [])
+        self._groups = [_Group(keys, group) for keys, group in groups.items()]
         self._of_cells = _Cells(self._cells)
         self._groups.append(self._of_cells)
         self._sized = [each.table for each in self._holders.values()]
@@ -382,7 +384,9 @@ class Captured:
         return found
 
     def _hold_function(self, value: types.FunctionType) -> Iterable[Any]:
-        found = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        defaults = value.__defaults__, value.__kwdefaults__
+        self._defaults.append((value, *defaults))
+        found: list[Any] = list(defaults)
         found += self._hold_table(value.__dict__)
         cells = [cell for _, cell in cells_of(value)]
         self._cells += filter(is_filled, cells)
@@ -399,8 +403,8 @@ class Captured:
         return found
 
     def _hold_other(self, value: Any, kind: Kind) -> Iterable[Any]:
-        if kind is ITERATOR:
-            self.left_out.append((value, "the place of an iterator cannot be set"))
+        if kind is UNREADABLE:
+            self.left_out.append((value, "its state can be neither read nor set"))
             return ()
         is_large = isinstance(value, np.ndarray) and value.nbytes > MOST_ARRAY_BYTES
         if is_large and id(value) not in self._given:
@@ -446,7 +450,9 @@ class Captured:
         """Take note of what is there now; not done where that takes a walk."""
         if any(self._empty) or not self._has_same_keys() or not self._leaves.refresh():
             return False
-        if list(map(type, self._objects)) != self._classes or not self._take_others():
+        if list(map(type, self._objects)) != self._classes or self._changed_defaults():
+            return False
+        if not self._take_others():
             return False
         for group in self._groups:
             if group.is_as_held():
@@ -461,6 +467,13 @@ class Captured:
             group.moving |= {i for i in places if issubclass(type(now[i]), Tensor)}
             group.held = now
         return self._take_lists()
+
+    def _changed_defaults(self) -> list[str]:
+        return [
+            f"{function.__name__}.__defaults__"
+            for function, defaults, named in self._defaults
+            if function.__defaults__ is not defaults or function.__kwdefaults__ is not named
+        ]
 
     def _has_same_keys(self) -> bool:
         if list(map(len, self._sized)) != self._sizes:
@@ -543,8 +556,12 @@ class Captured:
                 object.__setattr__(value, "__class__", its_class)
         for table, flags in self._flags:
             table.update(flags)
+        for function, *defaults in self._defaults:
+            function.__defaults__, function.__kwdefaults__ = defaults
         for table in filter(None, self._empty):
             table.clear()
+        for holder in self._bare:
+            holder.put_back({})
         others = self._groups
         if self._has_same_keys():
             others = [group for group in self._groups if not group.is_as_held()]
@@ -585,14 +602,16 @@ class Captured:
     def changed(self) -> Iterator[str]:
         """Where something is not as it was, by path. Waits for the device."""
         names = self.names()
-        for holder, saved in chain.from_iterable(group.each() for group in self._groups):
-            gone = [
-                key for key, value in saved.items() if _is_gone(value, holder.table.get(key, _GONE))
-            ]
+        named = chain.from_iterable(group.each() for group in self._groups)
+        for holder, saved in chain(named, ((each, {}) for each in self._bare)):
+            now = holder.table
+            keys = [key for key, value in saved.items() if _is_gone(value, now.get(key, _GONE))]
+            keys += holder.strangers()
             if id(holder.owner) in names:
                 path, form = names[id(holder.owner)]
-                each = (f"{path}{form.format(key)}" for key in (*holder.strangers(), *gone))
-                yield from (name.lstrip(".") for name in each)
+                yield from (f"{path}{form.format(key)}".lstrip(".") for key in keys)
+                if not keys and holder.is_ordered and not same_objects(now, saved):
+                    yield path
         for values, held in zip(self._lists, self._held_lists, strict=True):
             yield from _changes(names, values, dict(enumerate(held)), dict(enumerate(values)))
         for value, kind, held in self._others:
@@ -612,6 +631,7 @@ class Captured:
         for cell, value in zip(self._cells, self._of_cells.held, strict=True):
             if _is_gone(value, cell.cell_contents):
                 yield names.get(id(cell), names.get(id(cell.cell_contents), ("a closure",)))[0]
+        yield from self._changed_defaults()
         if self._modes.read() != self._global:
             yield "torch"
 

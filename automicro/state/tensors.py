@@ -88,7 +88,8 @@ class Copies:
                 continue
             alias = tensor.detach()
             is_dense = alias.layout is torch.strided and not alias.is_quantized
-            if not is_dense or type(alias) is not Tensor or alias.is_nested or alias.is_meta:
+            is_plain = type(alias) is Tensor and not (alias.is_nested or alias.is_conj())
+            if not is_dense or not is_plain or alias.is_meta:
                 if not alias.is_meta:
                     self._odd.append((tensor, alias.clone()))
                 continue
@@ -206,7 +207,7 @@ def is_freed(value: Any) -> bool:
     """
     if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
         return False
-    return value.numel() > 0 and value.untyped_storage().nbytes() == 0
+    return bool(value.numel() > 0 and value.untyped_storage().nbytes() == 0)
 
 
 # Of tensors that were seen not to change: their version, and a copy.

@@ -32,7 +32,9 @@ _OPAQUE_KINDS: tuple[type, ...] = (
 )  # fmt: skip
 # Objects of these packages lead a life of their own, or lead to everything: trainers, loggers,
 # tokenizers, tables of data.
-_OPAQUE_PACKAGES = sys.stdlib_module_names - {"collections", "weakref", "_weakrefset", "argparse"}
+# Classes that are made at run time count as those of "types".
+_OPEN = {"argparse", "collections", "types", "weakref", "_weakrefset"}
+_OPAQUE_PACKAGES = sys.stdlib_module_names - _OPEN
 _OPAQUE_PACKAGES |= {
     *("torch", "numpy", "automicro", "keras", "lightning", "lightning_fabric", "pytorch_lightning"),
     *("accelerate", "deepspeed", "ray", "transformers.trainer", "tokenizers", "datasets", "tqdm"),
@@ -234,9 +236,13 @@ _KINDS: tuple[tuple[Any, Kind], ...] = (
         Kind(lambda value: _attributes(value, _PARTS), name=""),
     ),
 )
-_SLOTS = _named(lambda v: _attributes(v, _slots(type(v))), object.__setattr__, object.__delattr__)
+_SLOTS = _named(
+    lambda v: _attributes(v, _slots(type(v))),  # type: ignore[arg-type]
+    object.__setattr__,
+    object.__delattr__,
+)
 PARALLEL = Kind(lambda value: dict(value._modules), name=".{}")
-ITERATOR = Kind(lambda value: None, is_leaf=True)  # its place can be neither read nor set
+UNREADABLE = Kind(lambda value: None, is_leaf=True)
 _WITH_ATTRIBUTES = (dict, list, set, deque, tuple)
 _known: dict[type, tuple[Kind, ...]] = {}
 
@@ -264,10 +270,12 @@ def _find_kinds(kind: type) -> Iterator[Kind]:
         yield found
     elif is_opaque(kind.__module__):
         if kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__"):
-            yield ITERATOR
+            yield UNREADABLE
         return
     if kind.__dictoffset__ and (found is None or issubclass(kind, _WITH_ATTRIBUTES)):
         yield OBJECT
+    elif found is None and not any("__slots__" in vars(base) for base in kind.__mro__):
+        yield UNREADABLE  # written in C
     if found is not TENSOR and _slots(kind):
         yield _SLOTS
 
@@ -383,13 +391,14 @@ def children(value: Any, kinds: Kinds = kinds_of) -> Iterator[tuple[str, Any]]:
             own = [each for each in value.__mro__ if not is_installed(each.__module__)]
             for each in own:
                 yield from ((f".{name}", part) for name, part in vars(each).items())
+            yield from (("", each) for each in own[1:])
         elif not kind.is_leaf:
             held = kind.read(value)
             for name, each in held.items() if type(held) is dict else enumerate(held):
                 if name in REGISTERED and issubclass(type(value), nn.Module):
                     yield from ((f".{key}", part) for key, part in dict.items(each))
                 yield kind.name.format(name), each
-        elif kind is TENSOR and is_owned(value):
+        elif kind is TENSOR:
             yield from ((f".{name}", each) for name, each in table_of(value).items())
             hooks = (table for table in gradient_hooks(value) if table)
             yield from ((".hook", hook) for table in hooks for hook in table.values())

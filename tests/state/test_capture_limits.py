@@ -73,8 +73,6 @@ NAMED = {
     "iterator": lambda: iter([1, 2]),
     "generator": numbers,
     "count": itertools.count,
-    "lru_cache": lambda: functools.lru_cache(numbers),
-    "object array": lambda: np.array([Box(), None], dtype=object),
     "large array": lambda: np.zeros(3_000_000),
     "list of 20,000": lambda: [0] * 20_000,
     "list of 20,000 tensors": lambda: [torch.ones(1)] * 20_000,

@@ -157,9 +157,8 @@ def tensor_in(value):
 
 
 @pytest.mark.parametrize("settled", [0, 2])
-@pytest.mark.parametrize("how", GRAPHS)
-def test_a_capture_keeps_no_graph_alive(how, settled):
-    model = Keeping(GRAPHS[how])
+def test_a_capture_keeps_no_graph_alive(settled):
+    model = Keeping(GRAPHS["attribute"])
     captured = capture({"model": model})
     for _ in range(settled + 1):
         model(torch.ones(1, 4))
@@ -176,7 +175,7 @@ def test_a_capture_keeps_no_graph_alive(how, settled):
     gc.collect()
     assert failed() is None
     assert torch.equal(tensor_in(model.kept), content)
-    assert type(model.kept) is type(GRAPHS[how](content))
+    assert type(model.kept) is Tensor
 
 
 @pytest.mark.parametrize("how", GRAPHS)
