@@ -41,6 +41,7 @@ from automicro.state.values import (
     is_owned,
     is_plain,
     kinds_of,
+    kinds_within,
     namespaces_of,
     put_table,
     same_objects,
@@ -291,15 +292,14 @@ class Captured:
         skipped = tuple(each for each in self._skip if isinstance(each, type))
         seen, left = set(map(id, self._skip)), MOST_VALUES
         waiting = list(self._roots.values())
-        for number, value in enumerate(waiting):  # which grows meanwhile
-            kinds = kinds_of(type(value))
+        kinds_here = kinds_within(self._roots)
+        for value in waiting:  # which grows meanwhile
+            kinds = kinds_here(type(value))
             if TENSOR in kinds:
                 self._places[id(value)] += 1
             if id(value) in seen or (skipped and issubclass(type(value), skipped)):
                 continue
             seen.add(id(value))
-            if not kinds and number < len(self._roots) and hasattr(value, "__dict__"):
-                kinds = (OBJECT,)  # given by name, it is meant
             for kind in kinds:
                 if left < 0:
                     rest = {
@@ -642,8 +642,9 @@ class Captured:
     def names(self) -> dict[int, tuple[str, str]]:
         """By the id of a value, or of its table, its path, and how parts are named behind it."""
         found: dict[int, tuple[str, str]] = {}
-        for path, value in walk(self._roots):
-            kind = kinds_of(type(value))[0]
+        kinds = kinds_within(self._roots)
+        for path, value in walk(self._roots, kinds):
+            kind = kinds(type(value))[0]
             found.setdefault(id(value), (path, kind.name))
             if type(value) is types.FunctionType:
                 for names in namespaces_of(value):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from automicro.errors import StateWarning, warn
 from automicro.state.capture import Captured, capture
-from automicro.state.values import is_plain, walk
+from automicro.state.values import is_plain, kinds_within, walk
 from automicro.transaction.transaction import Part
 
 Roots = Mapping[str, Any]
@@ -19,6 +19,9 @@ class State:
     Args:
         roots: gives modules, functions and further values by name, when an attempt begins.
         declared: names of roots all of whose values must come back.
+        skip: gives objects that stay as they become.
+        is_held: whether the roots, which rarely change, are held from one attempt to the next, so
+            that these need no walk; not where what has this part is reached from them.
 
     Example:
         >>> told = ["before"]
@@ -30,9 +33,17 @@ class State:
         ['before']
     """
 
-    def __init__(self, roots: Callable[[], Roots], *, declared: Iterable[str] = ()) -> None:
-        self._roots = roots
+    def __init__(
+        self,
+        roots: Callable[[], Roots],
+        *,
+        declared: Iterable[str] = (),
+        skip: Callable[[], Iterable[Any]] = tuple,
+        is_held: bool = True,
+    ) -> None:
+        self._roots, self._skip = roots, skip
         self._declared = tuple(declared)
+        self._is_held = is_held
         self._captured: Captured | None = None
         self._of: Roots = {}
         self._is_new = True
@@ -47,7 +58,10 @@ class State:
         roots = self._roots()
         captured = None if not _are_same(roots, self._of) else self._captured
         self._of, self._captured = roots, None
-        self._captured = capture(roots) if captured is None else captured.again()
+        if captured is None:
+            self._captured = capture(roots, skip=self._skip())
+        else:
+            self._captured = captured.again()
         self._is_new = self._captured is not captured
         if self._is_new and self._declared and self._captured.left_out:
             self._refuse(self._captured)
@@ -59,8 +73,8 @@ class State:
         captured = self._captured
         if captured is None:
             return
-        if self._is_new and not captured.is_settled():
-            self._captured = None  # what the attempt has replaced is not kept alive
+        if not self._is_held or (self._is_new and not captured.is_settled()):
+            self._let_go()  # what the attempt has replaced is not kept alive
             return
         captured.let_go()
 
@@ -78,6 +92,11 @@ class State:
         self._captured.put_back()
         if self._captured.left_out:
             self._name(self._captured)
+        if not self._is_held:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._captured, self._of = None, {}
 
     def is_changed(self, tensor: Tensor, *, by_content: bool = True) -> bool:
         """Whether a tensor is another than at `begin`; see `Captured.is_changed`."""
@@ -100,7 +119,7 @@ class State:
     def _refuse(self, captured: Captured) -> None:
         declared = tuple(f"{each}[" for each in self._declared)
         roots = {name: each for name, each in self._of.items() if name.startswith(declared)}
-        names = {id(value): path for path, value in walk(roots)}
+        names = {id(value): path for path, value in walk(roots, kinds_within(roots))}
         for value, why in captured.left_out:
             if id(value) in names:
                 path = f"{names[id(value)]} (of type {type(value).__name__})"

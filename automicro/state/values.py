@@ -436,6 +436,17 @@ def walk(roots: Mapping[str, Any], kinds: Kinds = kinds_of) -> Iterator[tuple[st
     return ((each.path, each.value) for each in places(roots, kinds))
 
 
+def kinds_within(roots: Mapping[str, Any]) -> Kinds:
+    """`kinds_of`, but that what is given by name is walked, even where its class is a host's.
+
+    >>> kinds = kinds_within({"started": threading.Thread()})
+    >>> len(kinds(threading.Thread)), len(kinds(threading.Timer))
+    (1, 0)
+    """
+    given = {type(each) for each in roots.values() if hasattr(each, "__dict__")}
+    return lambda kind: kinds_of(kind) or ((OBJECT,) if kind in given else ())
+
+
 class Place(NamedTuple):
     """Where a walk has found a value: `children` of the owner give it by this name."""
 

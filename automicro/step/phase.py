@@ -324,8 +324,8 @@ class Phase:
         self._has_run = False
         self._nested_ooms = 0  # inside of parts, before the step that runs
         self.is_rehearsing = False
-        self._updated: Mapping[str, Any] = {}
-        self._state = State(lambda: {**shared.roots, **self._updated}, declared=_DECLARED)
+        self._updated = updated = dict[str, Any]()  # shared, for holding the phase would be a cycle
+        self._state = State(lambda: {**shared.roots, **updated}, declared=_DECLARED)
         self._beside = State(lambda: shared.roots)
         self._inputs = InputGuard()
 
@@ -486,7 +486,8 @@ class Phase:
     def state(self, metrics: Any = None) -> State:
         """Everything that a step can reach, with what the metrics count."""
         found = flatten_metrics(metrics)
-        self._updated = {f"metrics[{index}]": each for index, each in enumerate(found)}
+        self._updated.clear()
+        self._updated |= {f"metrics[{index}]": each for index, each in enumerate(found)}
         return self._state
 
     def own_parts(self) -> list[Part]:
