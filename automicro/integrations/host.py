@@ -288,7 +288,7 @@ class Replacements:
         own = getattr(owner, name)
         earlier = vars(owner).get(name, _MISSING)
         self._undo.append(functools.partial(_put_back, owner, name, earlier))
-        setattr(owner, name, function)
+        setattr(owner, name, _StandIn(function))
         return own
 
     def undo(self) -> None:
@@ -301,6 +301,17 @@ class Replacements:
 
     def __exit__(self, *error: object) -> None:
         self.undo()
+
+
+class _StandIn:
+    """A function, of which another for each batch is no news to what captures its owner."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
 
 
 def _put_back(owner: Any, name: str, earlier: Any) -> None:

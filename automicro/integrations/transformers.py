@@ -16,12 +16,9 @@ great number of them. A sum that was divided is gone then, and a mean is what it
 import collections
 import contextlib
 import copy
-import enum
 import functools
 import inspect
 import itertools
-import sys
-import sysconfig
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,12 +58,12 @@ from automicro.loss.look import Compared
 from automicro.loss.passes import extra_pass, is_extra_pass
 from automicro.memory.oom import is_out_of_memory
 from automicro.microbatcher import Microbatcher
-from automicro.modules import ModuleIndex, evaluation_mode
+from automicro.modules import evaluation_mode
+from automicro.state.part import State
+from automicro.state.values import OBJECT, differs, kinds_of
 from automicro.step.results import EvalResult, StepResult
-from automicro.transaction.buffers import BufferHistory, Buffers
-from automicro.transaction.remembering import State
 from automicro.transaction.rng import RandomState, devices_of
-from automicro.transaction.transaction import Part, Transaction
+from automicro.transaction.transaction import Transaction
 
 import_host("transformers", extra="transformers")
 from transformers import Trainer  # noqa: E402
@@ -166,13 +163,7 @@ def verify(trainer: Any) -> AccumulationReport:
             "microbatches"
         )
     model = trainer.model
-    state = Transaction(
-        [
-            Buffers(BufferHistory(ModuleIndex([model]))),
-            RandomState(devices_of([model], args.device)),
-            HostState(trainer),
-        ]
-    )
+    state = _everything_of(lambda: trainer, model)
     groups = []
     state.begin()  # rows may be drawn at random, too
     try:
@@ -339,9 +330,9 @@ class Enabled:
             put(self._trainer, "prediction_step", self.prediction_step)
         )
         trainer.add_callback(Sizes(self))
+        self._itself = weakref.ref(trainer)
         trainer = self._trainer
-        self._host_state = HostState(trainer)
-        self._series = Series(trainer, self._host_state)
+        self._series = Series(trainer)
         self._logs = Logs(trainer)
         self._layout = BatchLayout(self._options.get("batch_layout", 0))
         self._made: dict[str, _Made] = {}  # for "train" and "eval"
@@ -354,6 +345,10 @@ class Enabled:
         self._caught: list[tuple[Tensor, dict[str, Any]]] = []
         self._held: HeldBack | None = None
         self._collected: list[tuple[Any, Any]] = []
+        self._noted = Noted(
+            [self._series.rows, self._series.changed, self._logs.told, self._collected]
+        )
+        self._beside = beside_the_model(self._itself)
         self._warns = True
         self._is_asking = False  # what an evaluation would refuse
 
@@ -485,7 +480,7 @@ class Enabled:
         microbatcher = Microbatcher(
             model,
             loss_average="none" if divides else self._mean(model) if splits else declared or "auto",
-            state=[self._host_state, *self._kept(), *self._of_loss(model)],
+            state=[self._noted, self._beside],
             scales_for_ranks=False,
             **own,
             **{name: value for name, value in self._options.items() if name != "loss_average"},
@@ -538,12 +533,7 @@ class Enabled:
         finally:
             self._is_asking = False
             self._num_items, self._arguments = num_items, arguments
-            for noted in self._kept():
-                noted.clear()
-
-    def _kept(self) -> list[Any]:
-        """What is noted of a batch's microbatches."""
-        return [self._series.rows, self._series.changed, self._logs.told, self._collected]
+            self._noted.roll_back()
 
     def _further_modules(self, model: nn.Module) -> list[nn.Module]:
         """What else the optimizer steps: parameters of a loss, that are not the model's."""
@@ -551,24 +541,6 @@ class Enabled:
         groups = getattr(self._trainer.optimizer, "param_groups", [])
         others = [each for group in groups for each in group["params"] if id(each) not in own]
         return [nn.ParameterList(others)] if others else []
-
-    def _of_loss(self, model: nn.Module) -> list[Any]:
-        """Objects that a loss may change: a loss function's own, and modules of the trainer's."""
-        trainer, models = self._trainer, {id(each) for each in model.modules()}
-        found = [
-            each
-            for name, each in vars(trainer).items()
-            if isinstance(each, nn.Module)
-            and name not in (*_MODELS, "compute_loss_func")
-            and id(each) not in models
-            and (next(each.buffers(), None) is not None or hasattr(each, "update"))  # a metric
-        ]
-        function = trainer.compute_loss_func
-        if function is not None and not inspect.isroutine(function):
-            with contextlib.suppress(TypeError):  # it holds what cannot be put back
-                _begun([function])
-                found.append(function)
-        return found
 
     def _say_what_is_done_often(self, times: int) -> None:
         """Tell of what a subclass does for each microbatch, and did for each batch."""
@@ -862,12 +834,10 @@ class Enabled:
     @contextlib.contextmanager
     def _undone(self, model: nn.Module) -> Iterator[None]:
         """Whatever is computed meanwhile counts for nothing, also in what the trainer keeps."""
-        index = ModuleIndex([model])
-        devices = devices_of([model], self._trainer.args.device)
-        parts: list[Part] = [HostState(self._trainer), State(self._of_loss(model))]
-        if not is_extra_pass():
-            parts += [Buffers(BufferHistory(index)), RandomState(devices)]
-        extra = Transaction(parts)
+        if is_extra_pass():  # which undoes the rest
+            extra = Transaction([beside_the_model(self._itself)])
+        else:
+            extra = _everything_of(self._itself, model)
         extra.begin()
         try:
             yield
@@ -928,184 +898,80 @@ class Sizes(TrainerCallback, ExportableState):
 # What a trainer keeps
 
 
-_MODELS = ("model", "model_wrapped", "ref_model")
 _ADDED_UP = ("_total_train_tokens",)  # TRL counts tokens, each once
+# Of these a step changes nothing, and some lead to everything.
 _NOT_OF_A_STEP = (
-    "train_dataset", "eval_dataset", "label_names", "automicro", "data_collator",
-    "processing_class", "compute_metrics", "compute_loss_func", "model_init", "callback_handler",
+    "train_dataset", "eval_dataset", "automicro", "data_collator", "processing_class",
+    "compute_metrics", "model_init", "callback_handler",
 )  # fmt: skip
-_CONTAINERS = (list, dict, set, collections.deque, Tensor)
-_PLAIN = (bool, int, float, str, type(None), tuple, *_CONTAINERS)
+_MODELS = ("model", "model_wrapped", "ref_model")  # the first two are a Microbatcher's
 _HOSTS = ("transformers", "trl")
-_WITH_A_STATE_OF_THEIR_OWN = (
-    nn.Module, type, enum.Enum, BaseException, torch.optim.Optimizer, TrainerCallback,
-    torch.optim.lr_scheduler.LRScheduler, torch.utils.data.Dataset, torch.utils.data.DataLoader,
-)  # fmt: skip
-_INSTALLED = ("site-packages", "dist-packages")
 _Path = tuple[str, ...]
+_DEEPEST = 3  # of mappings in mappings
 
 
-class Places:
-    """Where a trainer keeps plain values: its attributes, and those of its author's objects there.
+def beside_the_model(trainer: Callable[[], Any]) -> State:
+    """What a step may change of a trainer beside its model, as a part of a transaction.
 
-    An author's objects are those of a class that lies in no installed package, or in the same one
-    as the trainer's own class: ``trainer.meter.count``, but nothing of torch, datasets or wandb.
-    What such objects refer to in turn is not looked into.
-
-    >>> class Meter:
-    ...     __module__ = "project.meters"
-    ...     def __init__(self):
-    ...         self.count = 3
-    >>> class Trainer:
-    ...     __module__ = "project.training"
-    ...     def __init__(self):
-    ...         self.meter, self.size, self.model = Meter(), 8, nn.Linear(1, 1)
-    >>> [(path, sorted(values)) for path, _, values, _ in Places(Trainer()).look()]
-    [((), ['size']), (('meter',), ['count'])]
+    Args:
+        trainer: gives it, and may not hold it.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._kinds: dict[type, str] = {}  # asked once: each batch looks
-        self._not_own = (*_INSTALLED, sysconfig.get_path("stdlib"))
+    def apart() -> list[Any]:
+        table = vars(trainer())
+        # The history grows with a run, and what a loss logs is held back.
+        return [*map(table.get, (*_NOT_OF_A_STEP, *_MODELS)), trainer().state.log_history]
 
-    def look(self) -> list[tuple[_Path, dict[str, Any], dict[str, Any], list[str]]]:
-        """Each place's path, its table, the plain values in it, and which hold others."""
-        found = []
-        waiting: list[tuple[_Path, dict[str, Any]]] = [((), vars(self._trainer))]
-        kinds = self._kinds
-        for path, table in waiting:  # grows by the objects at the trainer
-            plain: dict[str, Any] = {}
-            containers: list[str] = []
-            for name, value in table.items():
-                kind = kinds.get(type(value)) or self._ask(value)
-                if kind == "other" or name in _NOT_OF_A_STEP:
-                    continue
-                if kind != "own":
-                    plain[name] = value
-                    if kind == "container":
-                        containers.append(name)
-                elif not path:
-                    waiting.append(((name,), vars(value)))
-            found.append((path, table, plain, containers))
-        return found
-
-    def is_plain(self, value: Any) -> bool:
-        return (self._kinds.get(type(value)) or self._ask(value)) in ("value", "container")
-
-    def _ask(self, value: Any) -> str:
-        kind = type(value)
-        if isinstance(value, _CONTAINERS):
-            found = "container"
-        elif isinstance(value, _PLAIN):
-            found = "value"
-        elif self._is_own(kind) and isinstance(getattr(value, "__dict__", None), dict):
-            found = "own"
-        else:
-            found = "other"
-        self._kinds[kind] = found
-        return found
-
-    def _is_own(self, kind: type) -> bool:
-        if issubclass(kind, _WITH_A_STATE_OF_THEIR_OWN) or kind.__module__ == "builtins":
-            return False
-        package = _package_of(kind)
-        if package in (*_HOSTS, "automicro"):
-            return False
-        if package in map(_package_of, self._trainer.__class__.__mro__[:-1]):
-            return True
-        file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-        if file is None:  # __main__ of a notebook, or written in another language
-            return kind.__module__ == "__main__"
-        return not any(each in file for each in self._not_own)
+    return State(lambda: {type(trainer()).__name__: trainer()}, skip=apart, is_held=False)
 
 
-def _package_of(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
+def _everything_of(trainer: Callable[[], Any], model: nn.Module) -> Transaction:
+    """All that a step may change."""
+    devices = devices_of([model], trainer().args.device)
+    beside, inside = beside_the_model(trainer), State(lambda: {"model": model})
+    return Transaction([beside, inside, RandomState(devices)])
 
 
-class HostState:
-    """Plain values that a trainer keeps: numbers, lists, tensors. A transaction's part.
+class Noted:
+    """Lists of what the microbatches of one batch gave; those of a failed attempt gave nothing.
 
-    Attributes:
-        lengths: of its lists at the last `begin`, by path.
+    Args:
+        lists: each empty before a batch.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._places = Places(trainer)
-        self._tables: list[tuple[_Path, dict[str, Any], dict[str, Any]]] = []
-        self._numbers: list[tuple[_Path, dict[str, Any]]] | None = None
-        self._left: set[_Path] = set()
-        self._state: State | None = None
-        self.lengths: dict[_Path, int] = {}
+    def __init__(self, lists: Sequence[list[Any]]) -> None:
+        self._lists = lists
 
     def begin(self) -> None:
-        self._tables, self._numbers = [], None
-        held: dict[_Path, Any] = {}
-        for path, table, plain, containers in self._places.look():
-            self._tables.append((path, table, plain))
-            for name in containers:
-                held[*path, name] = plain[name]
-        try:
-            self._state = _begun([each for path, each in held.items() if path not in self._left])
-        except TypeError:
-            for path, value in held.items():
-                self._leave_out(path, value)
-            self._state = _begun([each for path, each in held.items() if path not in self._left])
-        self.lengths = {path: len(values) for path, values in _lists_in(held)}
-
-    def lists(self) -> Iterator[tuple[_Path, list[Any]]]:
-        """Lists that a trainer keeps, by where: among its values, or in mappings there."""
-        return _lists_in(
-            {
-                (*path, name): table[name]
-                for path, table, _, containers in self._places.look()
-                for name in containers
-            }
-        )
-
-    def numbers(self) -> list[tuple[_Path, dict[str, Any]]]:
-        """Where there were numbers at `begin`, each with the table that has it."""
-        if self._numbers is None:
-            self._numbers = [
-                ((*path, name), table)
-                for path, table, plain in self._tables
-                for name, value in plain.items()
-                if type(value) in (int, float) and name not in _ADDED_UP
-            ]
-        return self._numbers
-
-    def _leave_out(self, path: _Path, value: Any) -> None:
-        """Do without what cannot be put back, and say so."""
-        try:
-            _begun([value])
-        except TypeError as error:
-            self._left.add(path)
-            warn(
-                f"{self._trainer.__class__.__name__}.{'.'.join(path)} stays as a failed attempt "
-                f"has left it, because it cannot be put back ({error.__cause__}); keep what a step "
-                "changes in an attribute of its own; said once",
-                MetricWarning,
-            )
+        """They are empty."""
 
     def prepare(self) -> None:
         """Nothing can fail."""
 
     def commit(self) -> None:
-        self._state, self._tables, self._numbers = None, [], None
+        """All is kept."""
 
     def roll_back(self) -> None:
-        if self._state is None:
-            return
-        self._state.roll_back()
-        for _, table, plain in self._tables:
-            for name in list(table):
-                is_new = name not in plain and name not in _NOT_OF_A_STEP
-                if is_new and self._places.is_plain(table[name]):
-                    del table[name]
-            table.update(plain)
-        self._state, self._tables, self._numbers = None, [], None
+        for each in self._lists:
+            each.clear()
+
+
+def _places_in(trainer: Any) -> dict[_Path, Any]:
+    """Attributes of a trainer by path, with those of objects there that are not the host's."""
+    found: dict[_Path, Any] = {}
+    for name, value in vars(trainer).items():
+        if name in _NOT_OF_A_STEP:
+            continue
+        found[(name,)] = value
+        is_own = OBJECT in kinds_of(type(value)) and not isinstance(value, nn.Module)
+        if is_own and type(value).__module__.partition(".")[0] not in _HOSTS:
+            found |= {(name, inner): each for inner, each in vars(value).items()}
+    return found
+
+
+def _numbers_in(trainer: Any) -> dict[_Path, Any]:
+    places = _places_in(trainer).items()
+    return {p: n for p, n in places if type(n) in (int, float) and p[-1] not in _ADDED_UP}
 
 
 def _lists_in(held: Mapping[_Path, Any]) -> Iterator[tuple[_Path, list[Any]]]:
@@ -1122,17 +988,8 @@ def _no_backward(loss: Tensor, **options: Any) -> None:
     raise LossError("a backward was asked for outside of a batch's step; call it inside of one")
 
 
-def _begun(values: Sequence[Any]) -> State:
-    state = State(values)
-    state.begin()
-    return state
-
-
 def _label_tokens(targets: Tensor) -> float:
     return float((targets[..., 1:] != IGNORED).sum())
-
-
-_DEEPEST = 3  # of mappings in mappings
 
 
 class Series:
@@ -1141,9 +998,8 @@ class Series:
     A batch has one entry, however it was cut: the mean, weighted by what each was a mean over.
     """
 
-    def __init__(self, trainer: Any, kept: HostState) -> None:
+    def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._kept = kept
         self._virtual: int | None = None
         self._warned: set[_Path] = set()
         self.changed: list[list[str]] = []
@@ -1177,15 +1033,10 @@ class Series:
     @contextlib.contextmanager
     def watching_numbers(self) -> Iterator[None]:
         """Note which numbers that a trainer keeps a microbatch changes."""
-        places = self._kept.numbers()
-        before = [table.get(path[-1]) for path, table in places]
+        before = _numbers_in(self._trainer)
         yield
-        changed = []
-        for (path, table), was in zip(places, before, strict=True):
-            now = table.get(path[-1])
-            if now is not was and type(now) in (int, float) and now != was:
-                changed.append(".".join(path))
-        self.changed.append(changed)
+        now = _numbers_in(self._trainer).items()
+        self.changed.append([".".join(p) for p, n in now if differs(before.get(p, n), n)])
 
     @contextlib.contextmanager
     def of_one_batch(self) -> Iterator[None]:
@@ -1197,15 +1048,16 @@ class Series:
         self.rows.clear()
         self.changed.clear()
         self._virtual = None
+        lengths = {path: len(each) for path, each in _lists_in(_places_in(self._trainer))}
         yield
         many = len(self.rows)
         if many < 2:
             return
-        for path, values in self._kept.lists():
-            new = values[self._kept.lengths.get(path, 0) :]
+        for path, values in _lists_in(_places_in(self._trainer)):
+            new = values[lengths.get(path, 0) :]
             if len(new) != many:
                 continue
-            is_own = not isinstance(vars(self._trainer).get(path[0]), _CONTAINERS)
+            is_own = not isinstance(vars(self._trainer).get(path[0]), list | dict)
             where = path[: 2 if is_own else 1]  # of an object, or the trainer's
             if path[0] == "_metrics":
                 values[-many:] = [self._together(path[-1], new)]

@@ -47,6 +47,7 @@ from automicro import (
     MetricWarning,
     Microbatcher,
     SampleTooLargeError,
+    StateWarning,
     is_extra_pass,
 )
 from automicro.integrations.transformers import Sequences, enable, verify
@@ -1086,11 +1087,12 @@ def test_logged_numbers_that_are_no_means_are_named(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_put_back_is_told_and_left(tmp_path: Path) -> None:
-    ours = make(CASES["classifier"], tmp_path, with_us=True)
-    with (tmp_path / "told.txt").open("w") as opened:
-        ours.files = {"told": opened}
-        with pytest.warns(MetricWarning, match=r"Trainer.files stays as a failed attempt has left"):
-            ours.train()
+    held = peak_of(CASES["causal"], tmp_path) // 2
+    ours = make(CASES["causal"], tmp_path, with_us=True)
+    ours.places = {"next": iter(range(9))}
+    said = r"Trainer.places\['next'\] .*: left as a failed attempt has made it"
+    with MemoryBudget(held), pytest.warns(StateWarning, match=said):
+        ours.train()
 
 
 @pytest.mark.parametrize("train", [True, False])
