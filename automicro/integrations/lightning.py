@@ -41,14 +41,13 @@ from automicro.loss.look import Compared
 from automicro.loss.passes import is_extra_pass
 from automicro.loss.silence import Silence
 from automicro.microbatcher import Microbatcher
-from automicro.modules import is_of_torch
 from automicro.reach import OF_EVERY_MODULE
+from automicro.state.part import State
 from automicro.step.events import Subject
 from automicro.step.metrics import TAKES_EITHER, Asking, Readings, warn_of_metric
 from automicro.step.results import EvalResult, StepResult
 from automicro.transaction.metrics import Metrics
 from automicro.transaction.parameters import seen_version
-from automicro.transaction.remembering import CannotRememberError, Growth, Remembered
 
 _PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 _SUPPORTED = "2.5 or 2.6"
@@ -72,7 +71,6 @@ else:
 
 logger = logging.getLogger(__name__)
 
-_MOST_BYTES = 2**18  # of an attribute that is copied before each batch
 _EVALUATIONS = ("validation_step", "test_step", "predict_step")
 _CLEARING = ("on_before_zero_grad", "optimizer_zero_grad")
 _AROUND_BACKWARD = ("on_before_backward", "on_after_backward")
@@ -254,6 +252,7 @@ class _Run:
         self._trains = self._has_warned = False
         self._was_split = False  # the training batch before
         self._hooks_write = False  # to parameters
+        self._hooked: Sequence[Any] = ()  # callbacks whose hooks run in attempts
         self.microbatcher: Microbatcher | None = None
         self.places = Replacements()
 
@@ -369,7 +368,7 @@ class _Run:
             for each in group["params"]
             if each.requires_grad
         }
-        modules = [self._module, *(m for each in self._told.kept.others for m in _modules_in(each))]
+        modules = [self._module, *(m for each in self._hooked for m in _modules_in(each))]
         return any(id(each) not in trained for module in modules for each in module.parameters())
 
     def _watch(self, zero_grad: Callable[[], None]) -> None:
@@ -506,17 +505,20 @@ class _Run:
                     "AutoMicrobatch: LBFGS runs a batch several times in one step and compares "
                     "the losses, which must not differ by how it was cut; use another optimizer"
                 )
+            state: list[Any] = [told]
             if trainer.world_size == 1:
                 hooks = (*_CLEARING, "on_before_backward")
-                told.kept.others = [
+                self._hooked = hooked = [
                     c for c in _callbacks_of(trainer) if any(_is_own(c, n) for n in hooks)
                 ]
+                roots = {f"callbacks[{index}]": each for index, each in enumerate(hooked)}
+                state.append(State(lambda: roots))
             own: dict[str, Any] = {
                 "model": trainer.strategy.model,
                 "forward": self._forward,
                 "backward": self._backward,
                 "optimizer": optimizers[0] if optimizers else None,
-                "state": [told],
+                "state": state,
                 "scales_for_ranks": False,  # the mean of each rank's mean, as the host has it
             }
             if trainer.world_size > 1:  # fillers of other ranks run the step as well
@@ -942,33 +944,25 @@ def detached(value: Any) -> Any:
 
 
 class Kept:
-    """What a step changes on its module beside tensors: attributes, lists, metrics.
+    """What a step appends to lists of its module, and what its metrics return.
 
-    A failed attempt leaves all as it was. Of a batch in several microbatches a list gets one entry
-    where each of them appended one, and a metric's value of the last step is that of the batch.
+    Of a batch in several microbatches a list gets one entry where each of them appended one, and a
+    metric's value of the last step is that of the batch.
 
     Args:
         module: whose step it is.
         apart_from: attributes that are the host's own.
-
-    Attributes:
-        others: further objects whose attributes a step may change: callbacks whose hooks run in
-            attempts.
     """
 
     def __init__(self, module: nn.Module, *, apart_from: Iterable[str] = ()) -> None:
         self._module = module
-        self.others: Sequence[Any] = ()
         self._hosts = OF_EVERY_MODULE | frozenset(apart_from)
-        self._growth = Growth()
-        self._forgotten: set[tuple[int, str]] = set()
         self._warned: set[str] = set()
         self._asking = Asking()
         self._clear()
 
     def _clear(self) -> None:
-        self._remembered = Remembered(self._growth)
-        self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._counts: dict[str, int] = {}
         self._counted: Metrics | None = None
         self._lists: list[tuple[str, list[Any], int, list[int]]] = []
         self._shadows: list[tuple[Any, Any]] = []
@@ -979,45 +973,28 @@ class Kept:
 
     def begin(self) -> None:
         self._clear()
-        modules = list(self._module.modules())
-        self._metrics = [each for each in modules if _is_metric(each)]
-        inside = {id(each) for metric in self._metrics for each in metric.modules()}
-        for module in modules:
-            if id(module) not in inside and not is_of_torch(type(module)):
-                self._begin_table(module)
-        for other in self.others:
-            self._begin_table(other)
-        self._counted = Metrics(self._metrics, self._growth)
+        self._metrics = [each for each in self._module.modules() if _is_metric(each)]
+        self._counted = Metrics(self._metrics)
         self._counted.begin()
-        for name, value in self._of_its_own(self._module):
+        for name, value in self._of_its_own():
+            if type(value) is int:
+                self._counts[name] = value
             for key, each in value.items() if isinstance(value, dict) else [("", value)]:
                 if type(each) is list:
                     label = f"{name}[{key!r}]" if key != "" else name
                     self._lists.append((label, each, len(each), []))
 
-    def _begin_table(self, owner: Any) -> None:
-        table = dict(self._of_its_own(owner))
-        self._tables.append((vars(owner), table))
-        for name, value in table.items():
-            if (id(owner), name) in self._forgotten or isinstance(value, nn.Module):
-                continue
-            try:
-                if _is_light(value):
-                    self._remembered.add(value)
-                elif type(value) is list:
-                    self._remembered.add_growing(value)
-            except CannotRememberError:  # what is large or foreign is no count
-                self._forgotten.add((id(owner), name))
-
-    def _of_its_own(self, owner: Any) -> list[tuple[str, Any]]:
-        """The attributes that are the caller's, and neither torch's nor the host's."""
-        return [(name, value) for name, value in vars(owner).items() if name not in self._hosts]
+    def _of_its_own(self) -> list[tuple[str, Any]]:
+        """The module's attributes that are the caller's, and neither torch's nor the host's."""
+        return [
+            (name, each) for name, each in vars(self._module).items() if name not in self._hosts
+        ]
 
     def mended(self) -> list[str]:
         """Attributes of the module that hold lists, which get one entry for a batch."""
         return [
             name
-            for name, value in self._of_its_own(self._module)
+            for name, value in self._of_its_own()
             if type(value) is list
             or (type(value) is dict and value and all(type(v) is list for v in value.values()))
         ]
@@ -1129,10 +1106,9 @@ class Kept:
         values[lengths[0] :] = [joined.join(what, list(each)) for each in zip(*pieces, strict=True)]
 
     def _warn_of_counters(self, joined: Joined) -> None:
-        table, saved = next((now, then) for now, then in self._tables if now is vars(self._module))
-        for name, then in saved.items():
-            now = table.get(name)
-            if type(then) is int and type(now) is int and joined.counts_microbatches(now - then):
+        for name, then in self._counts.items():
+            now = vars(self._module).get(name)
+            if type(now) is int and joined.counts_microbatches(now - then):
                 self._warn(name, "was counted up by each microbatch of one batch")
 
     def _warn(self, name: str, did: str) -> None:
@@ -1153,11 +1129,6 @@ class Kept:
         self._places.undo()
         if self._counted is not None:
             self._counted.roll_back()
-        self._remembered.put_back()
-        for table, saved in self._tables:
-            for name in [each for each in table if each not in saved and each not in self._hosts]:
-                del table[name]
-            table.update(saved)
         self._clear()
 
 
@@ -1165,16 +1136,6 @@ def _is_metric(module: nn.Module) -> bool:
     torchmetrics = sys.modules.get("torchmetrics")  # whoever made one has imported it
     kinds = () if torchmetrics is None else (torchmetrics.Metric, torchmetrics.MetricCollection)
     return isinstance(module, kinds)
-
-
-def _is_light(value: Any) -> bool:
-    """Whether a copy of a value costs next to nothing: what is large is data, and no count.
-
-    >>> _is_light([torch.zeros(3)]), _is_light(torch.zeros(2**20))
-    (True, False)
-    """
-    parts = value if type(value) in (list, tuple) else [value]
-    return sum(getattr(each, "nbytes", 0) for each in parts) <= _MOST_BYTES
 
 
 def _emptied(metric: Any) -> Any:
@@ -1192,11 +1153,11 @@ class _Told:
     """What the step of one batch logged, gave back and appended: a part of its transaction.
 
     Args:
-        module: whose attributes and metrics a failed attempt must leave as they were.
+        module: whose step it is.
         layout: where batches have their rows; see `split_batch`.
 
     Attributes:
-        kept: what the step changes beside tensors.
+        kept: what the step appends to lists, and what metrics return.
         host_log: the host's own ``log``.
         is_announced: whether an observer says which forwards are of the batch, and no fillers.
         is_next_real: it has said so of the next.

@@ -44,8 +44,8 @@ from automicro import (
 )
 from automicro.integrations.lightning import AutoMicrobatch, microbatcher, verify
 from automicro.reach import Reach
+from automicro.state.capture import capture
 from automicro.step.results import StepResult
-from automicro.transaction.remembering import Remembered
 from tests.integrations import lightning_runs as runs
 from tests.integrations.lightning_runs import fit, furthest, furthest_row
 from tests.ranks.world import world_of
@@ -1171,10 +1171,9 @@ def test_neither_a_walk_nor_a_copy_goes_into_the_trainer(tmp_path: Path) -> None
     trainer.callbacks[0].teacher = teacher
     module.trainer = trainer
     assert all(each is not teacher for each in Reach({"module": module}).modules().values())
-    remembered = Remembered()
-    remembered.add(trainer)
+    captured = capture({"module": module})
     trainer.callbacks.append(None)
-    remembered.put_back()
+    captured.put_back()
     assert trainer.callbacks.pop() is None
 
 
