@@ -292,14 +292,15 @@ class Captured:
         skipped = tuple(each for each in self._skip if isinstance(each, type))
         seen, left = set(map(id, self._skip)), MOST_VALUES
         waiting = list(self._roots.values())
-        kinds_here = kinds_within(self._roots)
-        for value in waiting:  # which grows meanwhile
-            kinds = kinds_here(type(value))
+        for number, value in enumerate(waiting):  # which grows meanwhile
+            kinds = kinds_of(type(value))
             if TENSOR in kinds:
                 self._places[id(value)] += 1
             if id(value) in seen or (skipped and issubclass(type(value), skipped)):
                 continue
             seen.add(id(value))
+            if not kinds and number < len(self._roots) and hasattr(value, "__dict__"):
+                kinds = (OBJECT,)  # given by name, it is meant
             for kind in kinds:
                 if left < 0:
                     rest = {

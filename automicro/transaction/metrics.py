@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from automicro.torch_private import children_of
 
+
 class Metrics:
     """Metrics of torchmetrics, collections and wrappers of them, or anything with ``update``.
 
