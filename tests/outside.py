@@ -1,11 +1,15 @@
-"""Where a test keeps what a failed attempt must not undo: its own triggers and counts."""
+"""Where a test keeps what a failed attempt must not undo: its own triggers and counts.
 
+All of it lies in defaults of context variables, which no capture reaches.
+"""
+
+from collections import UserList
 from contextvars import ContextVar
 from typing import Any
 
 
 class Outside:
-    """Attributes in the default of a context variable, which no capture reaches.
+    """Attributes that no capture reaches.
 
     >>> trigger = Outside(left=1)
     >>> trigger.left -= 1
@@ -18,9 +22,54 @@ class Outside:
 
     def __getattr__(self, name: str) -> Any:
         try:
-            return self._held.get()[name]
+            return object.__getattribute__(self, "_held").get()[name]
         except KeyError:
             raise AttributeError(name) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._held.get()[name] = value
+
+    def __reduce__(self) -> Any:
+        return _of, (self._held.get(),)
+
+
+def _of(values: dict[str, Any]) -> Outside:
+    return Outside(**values)
+
+
+class Unreached:
+    """One such attribute, of an object whose other attributes are reached.
+
+    >>> class Model:
+    ...     calls = Unreached()
+    ...     def __init__(self):
+    ...         self.calls = 0
+    >>> model = Model()
+    >>> model.calls += 1
+    >>> model.calls
+    1
+    """
+
+    def __set_name__(self, kind: type, name: str) -> None:
+        self._name = f"_{name}_outside"
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        return self if owner is None else vars(owner)[self._name].value
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        if self._name in vars(owner):
+            vars(owner)[self._name].value = value
+        else:
+            vars(owner)[self._name] = Outside(value=value)
+
+
+class OutsideList(UserList[Any]):
+    """A list that no capture reaches.
+
+    >>> seen = OutsideList()
+    >>> seen.append(1)
+    >>> seen == [1]
+    True
+    """
+
+    data: Any = Unreached()

@@ -25,6 +25,7 @@ from automicro import (
 )
 from automicro.torch_private import gradient_hooks
 from tests.models import Mlp, numbers, x, y
+from tests.outside import Unreached
 from tests.wiring_cases import REFUSED_WHEN_SPLIT, WIRINGS, Wired, copied, loss_of
 
 SIZES = [1, 3, 4, 20]
@@ -98,6 +99,8 @@ def test_every_step_leaves_what_plain_torch_leaves(name: str, size: int) -> None
 
 class FailingOnce:
     """A forward that runs out of memory in one of its calls, before or after its work."""
+
+    calls = Unreached()
 
     def __init__(self, forward: Callable[[Any, Any], Any], call: int, when: str) -> None:
         self.forward, self.call, self.when, self.calls = forward, call, when, 0

@@ -31,6 +31,7 @@ from automicro.batch.layout import split_batch
 from tests.batch.structures import Image
 from tests.batch.training import Waves
 from tests.cases import difference, gradients
+from tests.outside import Outside
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, on import
@@ -50,13 +51,12 @@ def compare(
     loss(whole, copy.deepcopy(batch())).backward()  # plain torch may change it
     for size in (1, 3, "auto"):
         torch.manual_seed(0)
-        model, failing = make(), size == "auto"
+        model, trigger = make(), Outside(failing=size == "auto")
 
         def forward(model: nn.Module, microbatch: Any) -> Any:
-            nonlocal failing
             found = loss(model, microbatch)
-            if failing:
-                failing = False
+            if trigger.failing:
+                trigger.failing = False
                 raise torch.OutOfMemoryError("CUDA out of memory.")
             return found
 

@@ -10,10 +10,13 @@ from transformers.utils.generic import ModelOutput
 
 from automicro import Microbatcher
 from tests.batch.structures import Text, numbers_of
+from tests.outside import Unreached
 
 
 class Waves(nn.Module):
     """Two parameters, one number for everything in a batch."""
+
+    most = Unreached()
 
     def __init__(self, most: int | None = None) -> None:
         super().__init__()
