@@ -181,7 +181,8 @@ class MetricGuard:
         cut = len(indices) - len(indices) // 3  # unevenly: alike pieces hide a mean of means
 
         def value_of(pieces: Iterable[Sequence[int]]) -> list[Any]:
-            undo = Transaction([Metrics(flatten_metrics(metric)), self._random_state()])
+            parts = [Metrics(flatten_metrics(metric)), self._random_state()]
+            undo = Transaction([State(lambda: {"metric": metric}), *parts])
             try:
                 undo.begin()
                 metric.reset()

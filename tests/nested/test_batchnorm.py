@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.outside import Outside
 from automicro import Halving, MemoryBudget, Microbatcher, Trainer, split
 from automicro.errors import UnsplittableModelError
 from automicro.transaction.surroundings import foreign_states
@@ -727,11 +728,11 @@ def test_memory_that_runs_out_anywhere_leaves_the_whole_batch_or_nothing(nested:
 
 def test_memory_that_runs_out_while_the_forward_is_traced_is_no_refusal() -> None:
     class Scaled(Normalized):
-        has_failed = False
+        trigger = Outside(has_failed=False)
 
         def forward(self, x: Tensor) -> Tensor:
-            if isinstance(x, torch.fx.Proxy) and not self.has_failed:
-                self.has_failed = True
+            if isinstance(x, torch.fx.Proxy) and not self.trigger.has_failed:
+                self.trigger.has_failed = True
                 raise torch.OutOfMemoryError("CUDA out of memory.")
             return super().forward(x)
 
@@ -748,7 +749,7 @@ def test_memory_that_runs_out_while_the_forward_is_traced_is_no_refusal() -> Non
         when_too_large={"recompute": ["1"]},
     )
     microbatcher.backward((rows, torch.zeros(7)))
-    assert cast(Scaled, model[1]).has_failed
+    assert Scaled.trigger.has_failed
     assert_equal(everything(model), everything(twin))
 
 

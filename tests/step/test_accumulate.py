@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
+from tests.outside import Unreached
 from automicro import LossAverageWarning, MemoryBudget, Microbatcher
 from tests.cases import masked_mean
 
@@ -64,6 +65,8 @@ def test_a_batch_in_which_nothing_counts_does_not_change_the_others() -> None:
 
 class FailsOnce:
     """A loss that runs out of memory at its n-th call."""
+
+    calls = Unreached()
 
     def __init__(self, at: int) -> None:
         self.calls = 0

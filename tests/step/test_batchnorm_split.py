@@ -302,8 +302,7 @@ def test_lazy_modules_take_their_shapes_before_the_first_attempt() -> None:
     lazy = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.LazyLinear(CLASSES)).double()
     model = Memory(lazy, most=4)
     found = caught(on(model, microbatch_size="auto"), pair())
-    assert [each.category for each in found] == [BufferWarning, BatchNormWarning]
-    assert "attributes or variables: seen" in str(found[0].message)  # what `Memory` notes
+    assert [each.category for each in found] == [BatchNormWarning]
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert model.training
     assert int(dict(model.named_buffers())["net.1.num_batches_tracked"]) == 4
