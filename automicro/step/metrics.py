@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from automicro.batch.layout import BatchLayout
 from automicro.errors import MetricWarning, warn
 from automicro.memory.oom import Failure, classify
+from automicro.state.part import State
 from automicro.step.plan import Cut
 from automicro.transaction.metrics import Metrics, flatten_metrics
 from automicro.transaction.transaction import Part, Transaction

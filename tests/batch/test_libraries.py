@@ -53,7 +53,7 @@ def compare(
         torch.manual_seed(0)
         model, trigger = make(), Outside(failing=size == "auto")
 
-        def forward(model: nn.Module, microbatch: Any) -> Any:
+        def forward(model: nn.Module, microbatch: Any, trigger: Any = trigger) -> Any:
             found = loss(model, microbatch)
             if trigger.failing:
                 trigger.failing = False

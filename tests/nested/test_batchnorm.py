@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.outside import Outside
 from automicro import Halving, MemoryBudget, Microbatcher, Trainer, split
 from automicro.errors import UnsplittableModelError
 from automicro.transaction.surroundings import foreign_states
+from tests.outside import Outside
 from tests.torture.engine.faults import Fault, FaultMode
 from tests.torture.engine.subject import climb_to
 

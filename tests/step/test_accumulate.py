@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from tests.outside import Unreached
 from automicro import LossAverageWarning, MemoryBudget, Microbatcher
 from tests.cases import masked_mean
+from tests.outside import Unreached
 
 ROWS = (7, 4, 1)
 

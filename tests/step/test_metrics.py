@@ -30,12 +30,12 @@ from torchmetrics import image as of_images
 from torchmetrics import regression as of_numbers
 from torchmetrics.functional.classification import binary_accuracy
 
-from tests.outside import Unreached
 from automicro import Evaluator, Halving, MetricWarning, Microbatcher, Trainer
 from automicro.step.metrics import Asking, Readings
 from automicro.transaction.metrics import Metrics, flatten_metrics
 from automicro.transaction.remembering import Growth
 from tests.acceptance.torchmetrics_families import INPUTS, NAMED, N, numbers
+from tests.outside import Unreached
 from tests.sweeps import mostly_in_sweeps
 
 ROWS = 12

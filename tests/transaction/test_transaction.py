@@ -12,8 +12,8 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from automicro import RollbackError
 from automicro.modules import ModuleIndex
-from automicro.transaction.buffers import BufferHistory, Buffers
 from automicro.reach import Reach
+from automicro.transaction.buffers import BufferHistory, Buffers
 from automicro.transaction.metrics import Metrics, flatten_metrics
 from automicro.transaction.parameters import Parameters
 from automicro.transaction.rng import RandomState
