@@ -274,8 +274,9 @@ def _find_kinds(kind: type) -> Iterator[Kind]:
         return
     if kind.__dictoffset__ and (found is None or issubclass(kind, _WITH_ATTRIBUTES)):
         yield OBJECT
-    elif found is None and not any("__slots__" in vars(base) for base in kind.__mro__):
-        yield UNREADABLE  # written in C
+    elif found is None and kind.__module__.partition(".")[0] not in sys.stdlib_module_names:
+        if not any("__slots__" in vars(base) for base in kind.__mro__):
+            yield UNREADABLE  # written in C
     if found is not TENSOR and _slots(kind):
         yield _SLOTS
 
