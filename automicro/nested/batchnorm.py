@@ -33,6 +33,7 @@ from automicro.nested.slices import (
     Gradients,
     Joined,
     Slice,
+    Standing,
     aliases_of,
     keep_for_backward,
     kept_for_backward,
@@ -514,7 +515,7 @@ class _InStages(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         inputs = dict(zip(paths, tensors, strict=False))
         batch = with_inputs(call.batch, {path: each.detach() for path, each in inputs.items()})
-        ctx.standing = call.standing()
+        ctx.standing = Standing(call)
         done.joined = joined = done.forward(batch)
         ctx.standing.settle()
         keep_for_backward(ctx, call, paths, tensors)

@@ -41,9 +41,8 @@ from automicro.loss.weights import BatchWeights, CutBatch
 from automicro.memory.oom import Failure, classify, ignoring_errors, release
 from automicro.modules import evaluation_mode, runs_collectives
 from automicro.nested.slices import Call, Unwritten, aliases_of, marked, tolerance_of
-from automicro.reach import OF_EVERY_MODULE
 from automicro.sharding import num_ranks
-from automicro.torch_private import AnyBatchNorm, all_versions, uncheckpointed
+from automicro.torch_private import AnyBatchNorm, uncheckpointed
 from automicro.transaction.leaves import nodes_of
 from automicro.values import same_values
 
@@ -246,38 +245,23 @@ class _Look:
         Raises:
             UnsplittableModelError: it does, as that of spectral norm.
         """
-        modules = {name: each for root in self._modules for name, each in root.named_modules()}
-        buffers = {
-            f"{name}.{key}".lstrip("."): each
-            for name, module in modules.items()
-            if not isinstance(module, AnyBatchNorm)  # which reads them in evaluation alone
-            for key, each in module.named_buffers(recurse=False)
-        }
-        numbers = {name: _numbers_of(module) for name, module in modules.items()}
-        versions = all_versions(buffers.values())
         random = self._call.random()
         random.begin()
-        with self._call.leaving_no_trace(), _numbers_put_back(numbers, modules):
+        with self._call.leaving_no_trace():
+            before = self._call.state.take()
             first = self._compute(self._rows)
-            now = all_versions(buffers.values())
-            changed = [name for name, a, b in zip(buffers, versions, now, strict=True) if a != b]
-            changed += [
-                f"{name}.{key}".lstrip(".")
-                for name, module in modules.items()
-                for key, value in _numbers_of(module).items()
-                if numbers[name].get(key, value) != value
-            ]
+            changed = [path.partition(".")[2] for path in before.changed()]
             if not changed:
                 return
             random.put_back()
             if _is_same(first, self._compute(self._rows), tolerance=0.0):
                 return
-        with self._call.leaving_no_trace(), _numbers_put_back(numbers, modules):
+        with self._call.leaving_no_trace():
             again = self._compute(self._rows)
         if not _is_same(first, again, tolerance=0.0):
             return  # other values each time, whatever stands there
         raise UnsplittableModelError(
-            "a part with a size of its own reads buffers or numbers that its own forward changes "
+            "a part with a size of its own reads what its own forward changes "
             f"({', '.join(changed[:4])}): each slice would change them once more; put layers with "
             "spectral norm into evaluation mode (.eval()), change such things outside of the "
             "part, or let it begin behind them"
@@ -707,26 +691,6 @@ def look_at_positions(
             "a sum over dimension 1, their number); leave the unit out, which cuts rows, or let "
             "what sees positions happen outside of the part"
         )
-
-
-def _numbers_of(module: nn.Module) -> dict[str, Any]:
-    """Its attributes that are plain numbers, such as a count of its calls."""
-    return {
-        key: value
-        for key, value in vars(module).items()
-        if type(value) in (int, float) and key not in OF_EVERY_MODULE
-    }
-
-
-@contextlib.contextmanager
-def _numbers_put_back(
-    numbers: Mapping[str, Mapping[str, Any]], modules: Mapping[str, nn.Module]
-) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for name, module in modules.items():
-            vars(module).update(numbers[name])
 
 
 def _is_proportional(loss: Tensor, wanted: Sequence[Tensor]) -> bool:

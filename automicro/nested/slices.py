@@ -14,6 +14,7 @@ memory runs out in a slice, that slice is undone and cut smaller, and nothing el
 """
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -29,8 +30,8 @@ from automicro.loss.averages import Average
 from automicro.loss.passes import is_extra_pass
 from automicro.loss.weights import BatchWeights, CutBatch
 from automicro.memory.oom import Failure, classify, release
+from automicro.state.replay import Replay
 from automicro.torch_private import FakeTensor, all_versions, uncheckpointed
-from automicro.transaction.buffers import Buffers
 from automicro.transaction.rng import RandomState
 from automicro.transaction.transaction import Transaction
 from automicro.values import same_values
@@ -62,16 +63,6 @@ class Sizer(Protocol):
 
     def end(self, sizes: Sequence[int]) -> None:
         """All slices went through."""
-
-
-class Standing(Protocol):
-    """What a part computes with besides its inputs and trained parameters, as it stood."""
-
-    def settle(self) -> None:
-        """Leave out what the part itself has changed since."""
-
-    def again(self) -> contextlib.AbstractContextManager[None]:
-        """As it stood, for a while."""
 
 
 class Calls:
@@ -174,9 +165,9 @@ class Call:
         averages: what the loss averages over; None where the part gives no loss.
         sizer: of the slices.
         device: that it computes on.
-        buffers: gives what puts buffers of the part back.
+        state: all that the part reaches.
+        standing: the same for its backward, with copies of nothing that is large.
         random: gives what remembers where random numbers stand.
-        standing: gives what remembers modes, buffers and frozen parameters.
         min_rows: that a slice needs, where there are as many.
         is_exact: whether BatchNorm sees the rows of all slices.
         is_dry: whether tensors are without data. Then two slices stand for all.
@@ -193,9 +184,9 @@ class Call:
     averages: Mapping[str, Average] | None
     sizer: Sizer
     device: torch.device
-    buffers: Callable[[], Buffers]
+    state: Replay
+    standing: Replay
     random: Callable[[], RandomState]
-    standing: Callable[[], Standing]
     min_rows: int = 1
     is_exact: bool = False
     is_dry: bool = False
@@ -233,17 +224,18 @@ class Call:
 
     def undoing(self) -> Transaction:
         """What undoes all that a slice changes."""
-        return Transaction([self.buffers(), self.random()])
+        return Transaction([self.state.undone(), self.random()])
 
     @contextlib.contextmanager
     def leaving_no_trace(self) -> Iterator[None]:
         """Put back afterwards what is changed meanwhile."""
-        undo = self.undoing()
-        undo.begin()
-        try:
-            yield
-        finally:
-            undo.roll_back()
+        random = self.random()
+        random.begin()
+        with self.state.leaving_no_trace():
+            try:
+                yield
+            finally:
+                random.roll_back()
 
     def split(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
         """Slices of a batch, those that are computed."""
@@ -382,7 +374,7 @@ def run_slices(
         failure: BaseException | None = None
         for each in walk.slices():
             random = call.random()
-            undo = Transaction([call.buffers(), random])
+            undo = Transaction([call.state.undone(), random])
             undo.begin()
             inputs = Unwritten(each.batch)
             try:
@@ -395,10 +387,10 @@ def run_slices(
                 break
             inputs.check()
             has_drawn = done is not None and random.has_moved
-            if not has_drawn:
-                undo.commit()
             if done is not None:
-                done.append(Earlier(each.num_rows, random if has_drawn else None, each.calls))
+                drawn = copy.copy(random) if has_drawn else None
+                done.append(Earlier(each.num_rows, drawn, each.calls))
+            undo.commit()
             yield each, found
             del found
         if failure is None:
@@ -411,6 +403,44 @@ def run_slices(
             walk.shrink(failure)
         finally:
             failure = None  # it holds this frame: a cycle
+
+
+class Standing:
+    """What a part computes with besides its inputs and trained parameters, as it stands now.
+
+    It is computed again in the backward, and its mode may be another one by then, or what
+    ``torch.func.functional_call`` put there may be gone.
+
+    Args:
+        call: of the part.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self._state = call.state
+        self._before = call.standing.take(self)
+        self._own: set[int] = set()
+
+    def settle(self) -> None:
+        """The part itself may have changed what is another than at first."""
+        self._own = set(map(id, self._before.written()))
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """As it stood, for a while.
+
+        Raises:
+            UnsplittableModelError: the values of a tensor are others by now.
+        """
+        for each in self._before.written():
+            if id(each) not in self._own and each.is_floating_point():
+                path, _ = self._before.names().get(id(each), ("?", ""))
+                raise UnsplittableModelError(
+                    f"{path.partition('.')[2]!r} of a part with a size of its own was written into "
+                    "between its forward and its backward, which computes the part again; call "
+                    "backward before, or put a new tensor in its place"
+                )
+        with self._state.as_it_stood(self._before):
+            yield
 
 
 class Unwritten:
@@ -718,7 +748,7 @@ class _Recomputed(torch.autograd.Function):
     ) -> Any:
         inputs = dict(zip(paths, tensors, strict=False))
         batch = with_inputs(call.batch, {path: each.detach() for path, each in inputs.items()})
-        ctx.standing = call.standing()
+        ctx.standing = Standing(call)
         walk = Walk(call, batch, call.earlier)
         ran: list[Earlier] = [] if call.ran is None else call.ran
         total: tuple[Tensor, torch.dtype] | None = None
@@ -769,7 +799,7 @@ class _Recomputed(torch.autograd.Function):
             return torch.autograd.grad(outputs, wanted, weights, allow_unused=True)
 
         # The first time has changed the buffers already.
-        with ctx.standing.again(), call.leaving_no_trace():
+        with call.leaving_no_trace(), ctx.standing.again():
             for each, gradients in run_slices(call, walk, gradients_of):
                 sums.add(each, gradients)
                 del gradients

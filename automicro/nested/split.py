@@ -25,7 +25,7 @@ from automicro.errors import (
     warn,
 )
 from automicro.loss.averages import LossAverage
-from automicro.loss.passes import is_extra_pass
+from automicro.loss.passes import extra_pass, is_extra_pass
 from automicro.memory.oom import Failure, classify, release
 from automicro.modules import ModuleIndex
 from automicro.nested.batchnorm import split_at_norms
@@ -43,10 +43,10 @@ from automicro.policy.choose import make_policy
 from automicro.policy.policy import Outcome, Policy, require_rows, require_size
 from automicro.reach import OF_EVERY_MODULE, Reach, captured_modules
 from automicro.sharding import is_sharded
+from automicro.state.replay import Replay, taking_shapes
+from automicro.state.values import children, walk
 from automicro.torch_private import (
     FakeTensor,
-    all_versions,
-    buffer_table,
     forward_of_class,
     has_forward_hooks,
     in_backward,
@@ -57,10 +57,8 @@ from automicro.torch_private import (
     uncompiled,
     without_parametrization_cache,
 )
-from automicro.transaction.buffers import BufferHistory, Buffers
 from automicro.transaction.leaves import leaves_of
 from automicro.transaction.rng import NothingDrawn, RandomState, devices_of
-from automicro.transaction.surroundings import plain_marks
 
 logger = logging.getLogger("automicro.attempts")
 
@@ -73,6 +71,7 @@ BATCHNORM = ("warn", "exact")
 _MOST_RAN = 1024  # calls that somebody may make again
 _DRAWN = NothingDrawn(())  # of slices that stay as they are, as if they had drawn
 
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes)
 _WITHOUT_BATCHNORM = "Or let the part begin behind these layers, or end before them."
 
 
@@ -498,9 +497,9 @@ class NestedSplit:
             averages={},
             sizer=sizer,
             device=next((leaf.device for leaf in leaves), torch.device("cpu")),
-            buffers=lambda: Buffers(known.history),
+            state=known.state,
+            standing=known.standing,
             random=functools.partial(NothingDrawn, ()) if is_dry else known.random,
-            standing=functools.partial(Standing, known.index),
             min_rows=2 if sizer.batchnorms() and not self._is_exact else 1,
             is_exact=self._is_exact,
             is_dry=is_dry,
@@ -516,6 +515,8 @@ class NestedSplit:
         # In evaluation a part may do something else, and without gradients less is seen.
         how = torch.is_grad_enabled(), *(each.training for each in self._modules)
         looked = self._looked.get(how)
+        if looked is None:
+            self._known.take_shapes(call)
         if looked is None and self.unit == "tokens" and not call.is_dry:
             look_at_positions(
                 call, self._modules, given, lambda batch: _flattened({"": batch})[0][""]
@@ -561,7 +562,9 @@ class NestedSplit:
         inputs = Unwritten(call.batch)
         failure: BaseException | None = None
         try:
-            return (self._in_one_piece(call),)
+            found = (self._in_one_piece(call),)
+            undo.commit()
+            return found
         except Exception as error:
             if classify(error) is not Failure.RETRYABLE:
                 raise
@@ -705,11 +708,20 @@ class _Known:
 
     def __init__(self, modules: Sequence[nn.Module], functions: Sequence[Any]) -> None:
         self.index = ModuleIndex(modules)
-        self.history = BufferHistory(self.index)
         self._devices = devices_of(modules, torch.device("cpu"))
         roots = {f"part {number}": each for number, each in enumerate([*modules, *functions])}
+        self.state, self.standing = Replay(roots), Replay(roots, large={})
         self._reach = Reach(roots)
         self._stages: tuple[Any, Stages] | None = None
+
+    def take_shapes(self, call: Call) -> None:
+        """Let lazy modules take their shapes from a row of a call."""
+        if not self.index.is_lazy:
+            return
+        modules = [each for _, each in self.index.owners]
+        with extra_pass(), torch.no_grad(), taking_shapes(modules, self._reach.generators()):
+            call.compute(call.layout.take_rows(call.batch, [0, 1]), None)
+        self.index.refresh()
 
     def random(self) -> RandomState:
         """Every generator that a slice may draw from."""
@@ -728,10 +740,19 @@ class _Known:
         """Of a part with BatchNorm; found anew where what a forward may go by has changed."""
         modes = [each.training for each in part.modules()]
         others = {name: each for name, each in batch.items() if not isinstance(each, Tensor)}
-        key = modes, list(batch), others, num_attachments(), plain_marks(part)
+        key = modes, list(batch), others, num_attachments(), list(_constants_in(part))
         if self._stages is None or self._stages[0] != key:
             self._stages = key, Stages(part, batch, lambda each: attached_to(each) is not None)
         return self._stages[1]
+
+
+def _constants_in(part: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Numbers, flags and texts that a part reaches, each by its path."""
+    for path, value in walk({"": part}):
+        if not isinstance(value, Tensor):
+            for name, each in children(value):
+                if type(each) in _CONSTANTS:
+                    yield f"{path}{name}", each
 
 
 class Places:
@@ -791,73 +812,6 @@ class Places:
                     "slice would communicate; apply fully_shard to the part itself, and to nothing "
                     "inside of it, or leave its size out"
                 )
-
-
-class Standing:
-    """Modes, buffers and frozen parameters of modules as they stand now.
-
-    A part is computed again in the backward, and its mode may be another one by then, or what
-    ``torch.func.functional_call`` put there may be gone.
-
-    Args:
-        index: of the modules.
-    """
-
-    def __init__(self, index: ModuleIndex) -> None:
-        self._modes = [(module, module.training) for _, module in index.owners]
-        self._found: list[tuple[MutableMapping[str, Any], str, Tensor]] = [
-            (table, name, tensor)
-            for _, module in index.owners
-            for table in (parameter_table(module), buffer_table(module))
-            for name, tensor in table.items()
-            if tensor is not None and not (tensor.requires_grad or tensor.is_inference())
-        ]
-        self._versions = self._versions_now()
-
-    def _versions_now(self) -> list[int]:
-        return all_versions(tensor for _, _, tensor in self._found)
-
-    def settle(self) -> None:
-        """Leave out what the part itself has changed since."""
-        kept = [
-            (each, was)
-            for each, was, now in zip(
-                self._found, self._versions, self._versions_now(), strict=True
-            )
-            if was == now and each[0].get(each[1]) is each[2]
-        ]
-        self._found, self._versions = [each for each, _ in kept], [was for _, was in kept]
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """As it stood, for a while.
-
-        Raises:
-            UnsplittableModelError: the values of a tensor are others by now.
-        """
-        for (_, name, tensor), was, now in zip(
-            self._found, self._versions, self._versions_now(), strict=True
-        ):
-            if was != now and tensor.is_floating_point():
-                raise UnsplittableModelError(
-                    f"the buffer or frozen parameter {name!r} of a part with a size of its own was "
-                    "written into between its forward and its backward, which computes the part "
-                    "again; call backward before, or put a new tensor in its place"
-                )
-        modes = [(module, module.training) for module, was in self._modes]
-        places = [each for each in self._found if each[0].get(each[1]) is not each[2]]
-        before = [table.get(name) for table, name, _ in places]
-        try:
-            for module, was in self._modes:
-                module.training = was
-            for table, name, tensor in places:
-                table[name] = tensor
-            yield
-        finally:
-            for module, was in modes:
-                module.training = was
-            for (table, name, _), there in zip(places, before, strict=True):
-                table[name] = there
 
 
 @contextlib.contextmanager

@@ -21,9 +21,9 @@ from automicro.batch.tensors import tensor_leaves
 from automicro.batchnorm import sees_the_batch
 from automicro.errors import UnsplittableModelError, text_of
 from automicro.memory.oom import Failure, classify
-from automicro.torch_private import AnyBatchNorm, all_versions, buffer_table, call_hooks
+from automicro.state.capture import capture
+from automicro.torch_private import AnyBatchNorm, all_versions, call_hooks
 from automicro.transaction.rng import RandomState
-from automicro.transaction.surroundings import foreign_states
 
 PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 """BatchNorms that normalise, scale and shift, and do nothing else."""
@@ -158,42 +158,23 @@ class Stages:
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
         """What does not go by the input is computed while it is traced, and never again."""
-        tables = [
-            (name, buffer_table(each), dict(buffer_table(each)))
-            for name, each in self._module.named_modules()
-        ]
-        buffers = [(name, each, each.clone()) for name, each in self._module.named_buffers()]
-        versions = all_versions(each for _, each, _ in buffers)
-        drawn, others = torch.get_rng_state(), foreign_states()
-        random = RandomState([])
+        before = capture({"": self._module})
+        names = {name for name, _ in self._module.named_buffers()}
+        drawn, random = torch.get_rng_state(), RandomState([])
         random.begin()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 yield
-            finally:
                 # The trace puts what stands for a tensor where a forward replaces a buffer.
-                replaced = [
-                    f"{name}.{key}".lstrip(".")
-                    for name, table, earlier in tables
-                    for key, each in table.items()
-                    if each is not earlier.get(key)
-                ]
-                for _, table, earlier in tables:
-                    table.clear()
-                    table.update(earlier)
+                replaced = [path for path in before.changed() if path in names]
+                has_drawn = not torch.equal(drawn, torch.get_rng_state())
+                draws_foreign = random.has_moved
+            finally:
+                before.put_back()
+                random.roll_back()
         if replaced:
             self._refuse(f"its forward changes the buffer {replaced[0]!r}")
-        for (name, buffer, before), was, now in zip(
-            buffers, versions, all_versions(each for _, each, _ in buffers), strict=True
-        ):
-            if was != now:
-                with torch.no_grad():
-                    buffer.copy_(before)
-                self._refuse(f"its forward changes the buffer {name!r}")
-        has_drawn = not torch.equal(drawn, torch.get_rng_state())
-        draws_foreign = others != foreign_states()
-        random.roll_back()
         if has_drawn:
             self._refuse("its forward draws random numbers that do not go by its input")
         if draws_foreign:

@@ -2,13 +2,13 @@
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from automicro.state.capture import Captured, capture
-from automicro.torch_private import keeping_versions
+from automicro.torch_private import is_uninitialized, keeping_versions
 
 
 class Replay:
@@ -55,6 +55,10 @@ class Replay:
             captured.let_go()
             self._free.append(captured)
 
+    def undone(self) -> "Undone":
+        """What an attempt does to it, as a part of a transaction."""
+        return Undone(self)
+
     @contextlib.contextmanager
     def leaving_no_trace(self) -> Iterator[None]:
         """Put back afterwards what is changed meanwhile, so that no one need be told of it."""
@@ -72,3 +76,52 @@ class Replay:
         with self.leaving_no_trace(), keeping_versions(before.tensors):
             before.put_back()
             yield
+
+
+class Undone:
+    """What happens to what a computation reaches, undone where that fails.
+
+    Args:
+        replay: of the computation.
+    """
+
+    def __init__(self, replay: Replay) -> None:
+        self._replay = replay
+        self._captured: Captured | None = None
+
+    def begin(self) -> None:
+        """Capture it."""
+        self._captured = self._replay.take()
+
+    def prepare(self) -> None:
+        """Nothing can fail."""
+
+    def commit(self) -> None:
+        if self._captured is not None:
+            self._replay.give_back(self._captured)
+        self._captured = None
+
+    def roll_back(self) -> None:
+        """Put it back.
+
+        Raises:
+            RollbackError: something was changed that is watched, and not copied.
+        """
+        if self._captured is not None:
+            self._captured.put_back()
+        self.commit()
+
+
+@contextlib.contextmanager
+def taking_shapes(modules: Iterable[nn.Module], generators: Iterable[Any]) -> Iterator[None]:
+    """Let lazy modules take their shapes meanwhile, and nothing else change that is there already.
+
+    Torch's own generator is left where it is: weights were drawn from it.
+    """
+    buffers = [each for module in modules for each in module.buffers(recurse=False)]
+    there = [*(each for each in buffers if not is_uninitialized(each)), *generators]
+    captured = capture({str(index): each for index, each in enumerate(there)})
+    try:
+        yield
+    finally:
+        captured.put_back()

@@ -24,12 +24,11 @@ from automicro.reach import Reach
 from automicro.remembered.cache import RememberedSizes, SizeCache
 from automicro.remembered.entry import RememberedSize, RunKey
 from automicro.rungs.levels import Level
-from automicro.state.capture import capture
 from automicro.state.part import State
+from automicro.state.replay import taking_shapes
 from automicro.step.events import Narrator, Observer
 from automicro.step.plan import CutRule, Finished, ReadBatch, Step
 from automicro.step.unit import ROWS
-from automicro.torch_private import is_uninitialized
 from automicro.transaction.metrics import Metrics, flatten_metrics
 from automicro.transaction.rng import RandomState, devices_of
 from automicro.transaction.transaction import Part, Transaction
@@ -404,24 +403,10 @@ class Phase:
         """Undoes what a forward outside of the step's own changes."""
         return Transaction([self._beside, self.random_state()])
 
-    @contextlib.contextmanager
-    def initializing(self) -> Iterator[None]:
-        """Let modules take their shapes meanwhile, and nothing else change that is there already.
-
-        Torch's own generator is left where it is: weights were drawn from it.
-        """
-        ready = [
-            buffer
-            for _, module in self._shared.index.owners
-            for buffer in module.buffers(recurse=False)
-            if not is_uninitialized(buffer)
-        ]
-        there = [*ready, *self.reach.generators()]
-        captured = capture({str(index): each for index, each in enumerate(there)})
-        try:
-            yield
-        finally:
-            captured.put_back()
+    def initializing(self) -> contextlib.AbstractContextManager[None]:
+        """Let modules take their shapes meanwhile, and nothing else change that is there."""
+        modules = (module for _, module in self._shared.index.owners)
+        return taking_shapes(modules, self.reach.generators())
 
     def random_state(self) -> RandomState:
         """The generators of the process and of its devices."""

@@ -313,14 +313,14 @@ class Remembering(nn.Module):
         ("list", r"leaves a tensor with a gradient behind, in the attribute 'losses'"),
         (
             "spectral norm",
-            r"reads buffers or numbers that its own forward changes \(layer\.param.*\.eval\(\)",
+            r"reads what its own forward changes \(layer\.param.*\.eval\(\)",
         ),
         (
             "old spectral norm",
-            r"reads buffers or numbers that its own forward changes \(layer\.weight_u",
+            r"reads what its own forward changes \(layer\.weight, layer\.weight_u",
         ),
-        ("count", r"reads buffers or numbers that its own forward changes \(calls\)"),
-        ("codebook", r"reads buffers or numbers that its own forward changes \(total\)"),
+        ("count", r"reads what its own forward changes \(calls\)"),
+        ("codebook", r"reads what its own forward changes \(total\)"),
     ],
 )
 def test_what_a_part_leaves_behind_is_refused(kind: str, message: str) -> None:
