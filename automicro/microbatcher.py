@@ -351,7 +351,7 @@ class Microbatcher:
             ),
             layout=self._layout,
             device=self._device,
-            functions=[each for each in (loss_fn, forward) if each is not None],
+            roots=roots,
             reach=reach,
         )
         self._passes = Passes(
@@ -798,14 +798,11 @@ class Microbatcher:
             self._ranks.settle(self._index.parameters)
         step = self._read(batches, self._split_guard.allowed_policy(self._train.policy))
         self._split_guard.allow_measuring(step.policy)
-        if not self._prober.is_done and batches:
-            looks = [self._prober.look] if self._could_split(step) else []
-            looks += [self._prober.note_changes] if len(step.policy.levels) > 1 else []
-            if looks:
-                with self._ranks.looking_alone():
-                    has_run = any(each(batches[0], step.rows[0]) for each in looks)
-                if has_run:
-                    self._index.refresh()  # a forward may have made layers
+        if not self._prober.is_done and batches and self._could_split(step):
+            with self._ranks.looking_alone():
+                has_run = self._prober.look(batches[0], step.rows[0])
+            if has_run:
+                self._index.refresh()  # a forward may have made layers
         return step
 
     def _could_split(self, step: Step) -> bool:

@@ -6,23 +6,25 @@ microbatches would be, must add up to the whole. Where they do not, in float32, 
 what rounding may do on an edge, as of a ReLU: kernels round otherwise for other numbers of rows.
 """
 
+import array
 import dataclasses
 import functools
 import math
+import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from automicro.batch.device import on_device, on_host
 from automicro.errors import LossError
 from automicro.loss.informative_rows import Choice
-from automicro.loss.passes import Computation, ExtraPasses, keeping_nothing
+from automicro.loss.passes import Computation, ExtraPasses, Place, keeping_nothing
 from automicro.loss.weights import BatchWeights, CutBatch
-from automicro.transaction.remembering import Snapshot
-from automicro.transaction.surroundings import Place
+from automicro.state.values import children, is_plain
 
 T = TypeVar("T")
 
@@ -108,6 +110,7 @@ def look(computation: Computation, batch: Any, choice: Choice) -> Seen:
     cut = CutRows(computation, batch, choice)
     with ExtraPasses(computation) as passes:
         value = passes.run(cut.together, cut.whole_weights)
+        passes.watch()
         whole = _wide(passes.take_gradients())
         totals = _norms(whole)
         passes.run(cut.reversed, cut.reversed_weights)
@@ -169,18 +172,6 @@ def look(computation: Computation, batch: Any, choice: Choice) -> Seen:
     )
 
 
-def changing_state(computation: Computation, batch: Any) -> list[Place]:
-    """State of Python's that each forward of these rows changes; nothing is kept for a backward.
-
-    Raises:
-        BaseException: whatever the forward raises on these rows.
-    """
-    with ExtraPasses(computation) as passes, keeping_nothing():
-        for _ in range(3):
-            passes.losses(batch)
-        return passes.changed()
-
-
 def lasting_state(computation: Computation, batch: Any) -> list[Place]:
     """State of Python's that goes on from forward to forward of these rows, and may matter.
 
@@ -190,7 +181,12 @@ def lasting_state(computation: Computation, batch: Any) -> list[Place]:
     Raises:
         BaseException: whatever the forward raises on these rows.
     """
-    places = changing_state(computation, batch)
+    with ExtraPasses(computation) as passes, keeping_nothing():
+        passes.losses(batch)
+        passes.watch()
+        for _ in range(2):
+            passes.losses(batch)
+        places = passes.changed()
     if not places:
         return []
 
@@ -247,6 +243,86 @@ def counting(
         # What a clock says is another each time.
         and all(map(Snapshot.repeats, (apart, alone), repeated))
     ]
+
+
+_MOST_VALUES, _MOST_BYTES, _DEPTH = 10_000, 2**24, 12
+_ROUNDING = 1e-5  # of the state of a forward in float32, added up in another order
+
+
+class Snapshot:
+    """What a value is at one moment, to be compared with what it is at another.
+
+    Tensors and arrays are copied. What is too deep or too much, and what says nothing of itself,
+    counts as the same.
+
+    Args:
+        value: any.
+
+    Example:
+        >>> before = Snapshot({"step": 1, "mean": torch.zeros(2)})
+        >>> before.is_like(Snapshot({"step": 1, "mean": torch.full((2,), 1e-9)}))
+        True
+        >>> before.is_like(Snapshot({"step": 2, "mean": torch.zeros(2)}))
+        False
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._left = _MOST_VALUES
+        self._frozen = self._freeze(value, _DEPTH)
+
+    def is_like(self, other: "Snapshot") -> bool:
+        """Whether both are the same but for rounding."""
+        return _are_alike(self._frozen, other._frozen, near_zero=True)
+
+    def repeats(self, other: "Snapshot") -> bool:
+        """Whether both are the same to the digits that count, however small they are.
+
+        As the same computation leaves them: two durations do not, though both are near zero.
+        """
+        return _are_alike(self._frozen, other._frozen, near_zero=False)
+
+    def _freeze(self, value: Any, depth: int) -> Any:
+        self._left -= 1
+        if isinstance(value, bool | int | float | complex | str | bytes | type(None)):
+            return value
+        if isinstance(value, Tensor | np.ndarray | np.generic):
+            return _numbers(value)
+        if isinstance(value, bytearray | array.array):
+            return bytes(value)
+        is_apart = isinstance(value, nn.Module | types.FunctionType | type) or is_plain(value)
+        if is_apart or depth == 0 or self._left <= 0:
+            return type(value)
+        held = [(name, self._freeze(each, depth - 1)) for name, each in children(value)]
+        # The order of a set is none.
+        return sorted(held, key=repr) if isinstance(value, set | frozenset) else dict(held)
+
+
+def _numbers(value: Any) -> Any:
+    """A copy of a tensor or an array in double precision; the shape of what has no such numbers."""
+    is_tensor = isinstance(value, Tensor)
+    is_read = value.layout is torch.strided if is_tensor else value.dtype.kind in "biufc"
+    if not is_read or value.nbytes > _MOST_BYTES:
+        return tuple(value.shape)
+    copy = value.detach() if is_tensor else torch.from_numpy(np.array(value))
+    return copy.cpu().to(torch.complex128 if copy.is_complex() else torch.float64, copy=True)
+
+
+def _are_alike(one: Any, other: Any, *, near_zero: bool) -> bool:
+    """Whether they are, to ``_ROUNDING`` of them, or, near zero, of one."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.shape != other.shape or not one.numel():
+            return one.shape == other.shape
+        scale = 1.0 if near_zero else float(one.nan_to_num().abs().max())
+        rounding = _ROUNDING * scale
+        return torch.allclose(one, other, rtol=_ROUNDING, atol=rounding, equal_nan=True)
+    if isinstance(one, float) and isinstance(other, float):
+        rounding = _ROUNDING if near_zero else 0.0
+        return one == other or math.isclose(one, other, rel_tol=_ROUNDING, abs_tol=rounding)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(
+            _are_alike(one[key], other[key], near_zero=near_zero) for key in one
+        )
+    return type(one) is type(other) and bool(one == other)
 
 
 def _moved_by_rounding(passes: ExtraPasses, cut: "CutRows", bits: int) -> list[float]:

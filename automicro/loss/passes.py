@@ -1,8 +1,11 @@
 """Passes over a few rows that leave no trace."""
 
 import contextlib
+import itertools
+import re
+import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -15,7 +18,7 @@ from automicro.batch.device import on_device
 from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import map_tensors
 from automicro.compilation import uncompiled
-from automicro.errors import LossError
+from automicro.errors import LossError, RollbackError, StateWarning, warn
 from automicro.loss.averages import Average
 from automicro.loss.conventions import Convention, Output
 from automicro.loss.silence import Silence
@@ -23,20 +26,19 @@ from automicro.loss.weights import BatchWeights
 from automicro.memory.oom import Failure, classify
 from automicro.modules import ModuleIndex
 from automicro.options import ONE_GRAPH_EACH, check_loss
-from automicro.reach import Reach, Variable, reached_objects, reached_variables
+from automicro.reach import OF_EVERY_MODULE, Reach
+from automicro.state.capture import Captured, capture
+from automicro.state.values import children, state_of, walk
 from automicro.torch_private import (
     AnyBatchNorm,
-    forward_of_class,
+    buffer_table,
     is_older,
     num_nodes_made,
     with_hooks,
 )
-from automicro.transaction.buffers import BufferHistory, Buffers
 from automicro.transaction.leaves import HeldHooks, leaves_of, nodes_of
 from automicro.transaction.parameters import ParameterWrites, refused_writes
-from automicro.transaction.rng import RandomState, devices_of, state_of
-from automicro.transaction.surroundings import Place, Surroundings, Watched, foreign_states
-from automicro.transaction.transaction import Transaction
+from automicro.transaction.rng import RandomState, devices_of, foreign_states
 
 Mode: TypeAlias = Literal["train", "eval", "predict"]
 """Which forward: with a loss, with one perhaps, without."""
@@ -90,7 +92,7 @@ class Computation:
         eval_averages: the same in evaluation.
         layout: of batches.
         device: where the model computes.
-        functions: of the caller: ``loss_fn``, ``forward``.
+        roots: modules, functions and further values, by name, whose state a forward may change.
         reach: what modules and functions get at by themselves.
     """
 
@@ -101,7 +103,7 @@ class Computation:
     eval_averages: Mapping[str, Average]
     layout: BatchLayout
     device: torch.device
-    functions: Sequence[Callable[..., Any]] = ()
+    roots: Mapping[str, Any]
     reach: Reach
 
     @property
@@ -120,11 +122,77 @@ class Computation:
         return found
 
 
+MISSING = object()
+"""Stands for an attribute that is not there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a value lies that forwards change: an attribute, or a variable of a function.
+
+    Attributes:
+        name: for people.
+        owner: the module, object or function that has it.
+        key: its name in there, as `children` has it.
+    """
+
+    name: str
+    owner: Any
+    key: str
+
+    def read(self) -> Any:
+        """The value; `MISSING` where there is none."""
+        parts = _parts_of(self.owner)
+        # A function may be named for a variable that others share with it.
+        others = getattr(self.owner, "__globals__", {}).get(self.key, MISSING)
+        return next((value for key, value in parts if key == self.key), others)
+
+    @property
+    def is_of_metric(self) -> bool:
+        """Whether it is an attribute of a metric, which counts updates by itself."""
+        return all(hasattr(self.owner, each) for each in ("update", "compute", "reset"))
+
+
+def changed_places(roots: Mapping[str, Any], captured: Captured) -> list[Place]:
+    """The attributes and variables in which something is not as it was captured.
+
+    Args:
+        roots: that were captured.
+        captured: what they held.
+    """
+    known: dict[str, list[Place]] = {}
+    for path, value in walk(roots):
+        is_function = isinstance(value, types.FunctionType)
+        is_module = isinstance(value, nn.Module)
+        if not (is_function or is_module or path in roots):
+            continue
+        start = "" if is_function else path
+        shown = start if path not in roots else "" if is_module else type(value).__name__
+        for key, _ in _parts_of(value):
+            if is_function or key[:1] in (".", "["):
+                name = key if is_function else f"{shown}{key}".lstrip(".")
+                place = Place(name=name, owner=value, key=key)
+                known.setdefault(f"{start}{key}".lstrip("."), []).append(place)
+    found: dict[tuple[int, str], Place] = {}
+    for path in captured.changed():
+        ends = [len(path), *(each.start() for each in re.finditer(r"[.\[]", path))]
+        starts = (path[:end] for end in sorted(ends, reverse=True))
+        for place in next((known[start] for start in starts if start in known), []):
+            found.setdefault((id(place.owner), place.key), place)
+    return [each for each in found.values() if each.key.lstrip(".") not in OF_EVERY_MODULE]
+
+
+def _parts_of(owner: Any) -> Iterator[tuple[str, Any]]:
+    return itertools.chain(children(owner), children(type(owner)))
+
+
 class ExtraPasses:
     """Forward and backward of a few rows, without a trace.
 
-    A context: entered, it has opened a transaction around all that the passes change; left, it
-    has rolled it back.
+    A context: entered, it has captured all that the passes may change; left, it has put it back.
+
+    Warns:
+        StateWarning: something was changed that cannot be put back.
     """
 
     def __init__(self, computation: Computation) -> None:
@@ -133,14 +201,14 @@ class ExtraPasses:
         self._stack = contextlib.ExitStack()
         self._leaves: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._reached: list[set[int]] = []
-        self._again: Transaction | None = None
-        self._calls = 0
-        self._variables: Sequence[Variable] = ()
-        self._objects: Sequence[Any] = ()
-        self._watched: Watched | None = None
+        self._buffers: Captured | None = None
+        self._watched: Captured | None = None
         self._foreign = self._foreign_states()
         modules = computation.reached
         self._modules = modules
+        self._random = RandomState(
+            devices_of(modules, computation.device), computation.reach.generators
+        )
         every = {id(p): p for m in modules for p in m.parameters()}
         self._parameters = {key: p for key, p in every.items() if p.requires_grad}
         self._index = ModuleIndex(modules)
@@ -149,24 +217,10 @@ class ExtraPasses:
     def __enter__(self) -> "ExtraPasses":
         with self._stack as stack:
             modules = self._modules
-            self._again = Transaction(
-                [
-                    Buffers(BufferHistory(self._index), tensors_only=True),
-                    RandomState(
-                        devices_of(modules, self.computation.device),
-                        self.computation.reach.generators,
-                    ),
-                ]
-            )
-            functions = self.computation.functions
-            forwards = {forward_of_class(each) for root in modules for each in root.modules()}
-            self._variables = reached_variables([*functions, *forwards])
-            self._objects = reached_objects(functions)
-            around = Transaction(
-                [Surroundings(modules, self._variables, self._objects), self._again]
-            )
-            stack.callback(_roll_back, around)
-            around.begin()
+            stack.callback(_put_back, capture(self.computation.roots))
+            stack.callback(self._random.roll_back)
+            self._random.begin()
+            self._buffers = capture(self._buffer_tables())
             stack.callback(self._writes.put_back)
             stack.callback(self._put_gradients_back)
             self._set_aside(self._parameters.values())
@@ -194,14 +248,12 @@ class ExtraPasses:
             rows: a batch of them.
             mode: which forward it is.
         """
-        assert self._again is not None
-        self._again.roll_back()
-        self._again.begin()
+        assert self._buffers is not None
+        self._buffers.put_back()
+        self._random.roll_back()
+        self._random.begin()
         self._foreign = self._foreign_states()
         self.begin_draws()
-        self._calls += 1
-        if self._calls == 2:  # what the first call makes for all later ones is no state
-            self._watched = Watched(self._modules, self._variables, self._objects)
         apart = map_tensors(rows, _without_graph)
         moved = next(iter(on_device([apart], self.computation.device, isolate=True)))
         convention, model = self.computation.convention, self.computation.modules[0]
@@ -278,9 +330,20 @@ class ExtraPasses:
         every = set.intersection(*self._reached) if self._reached else set()
         return [id(leaf) in self._parameters or id(leaf) in every for leaf in self.leaves]
 
+    def watch(self) -> None:
+        """Let `changed` tell of later calls. What the first makes for all others is no state."""
+        tables = self._buffer_tables().values()
+        buffers = (buffer for table in tables for buffer in table.values())
+        self._watched = capture(self.computation.roots, skip=[*tables, *buffers])
+
     def changed(self) -> list[Place]:
-        """Attributes and variables that each call changes, where there were three at least."""
-        return [] if self._watched is None or self._calls < 3 else self._watched.changed()
+        """Attributes and variables that calls have changed since `watch`."""
+        assert self._watched is not None
+        return changed_places(self.computation.roots, self._watched)
+
+    def _buffer_tables(self) -> dict[str, MutableMapping[str, Tensor | None]]:
+        every = {id(each): each for root in self._modules for each in root.modules()}
+        return {str(number): buffer_table(each) for number, each in every.items()}
 
     def initialised(self) -> list[str]:
         """Parameters that one forward has set, as layers do that learn from their first batch.
@@ -389,16 +452,22 @@ def _refuse_backward(_: None) -> Tensor:
     raise RuntimeError("a forward goes backward by itself, and nothing was kept for that")
 
 
-def _roll_back(transaction: Transaction) -> None:
+def _put_back(captured: Captured) -> None:
     """Put the state back, in a second try if memory runs out in the first."""
-    failure: BaseException | None = None
+    failure: Exception | None = None
     try:
-        transaction.roll_back()
-    except BaseException as error:
+        captured.put_back()
+    except Exception as error:
         failure = error
     try:
-        if failure is not None:
-            transaction.roll_back()
+        if isinstance(failure, RollbackError):
+            warn(
+                f"a look at a few rows has left traces ({failure}). Keep what a forward writes to "
+                "in buffers, or pass probe=False",
+                StateWarning,
+            )
+        elif failure is not None:
+            captured.put_back()
             if classify(failure) is not Failure.RETRYABLE:
                 raise failure
     finally:

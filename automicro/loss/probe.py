@@ -39,14 +39,13 @@ from automicro.loss.informative_rows import Choice, choose_rows, other_rows, rea
 from automicro.loss.look import (
     Seen,
     Values,
-    changing_state,
     counting,
     evaluation_values,
     lasting_state,
     look,
 )
 from automicro.loss.outputs_look import OutputsSeen, look_at_outputs
-from automicro.loss.passes import Computation, ExtraPasses, Mode
+from automicro.loss.passes import Computation, ExtraPasses, Mode, Place
 from automicro.loss.silence import CollectiveError, needs_other_ranks
 from automicro.loss.whole_look import (
     compare_whole,
@@ -57,7 +56,6 @@ from automicro.loss.whole_look import (
 )
 from automicro.memory.oom import Failure, classify, first_line, release
 from automicro.torch_private import writes_own_state
-from automicro.transaction.surroundings import Place
 
 logger = logging.getLogger(__name__)
 
@@ -121,8 +119,8 @@ class Prober:
         is_alone: whether a forward needs no other rank. Where it does, nothing can be looked at.
 
     Attributes:
-        changing: state of Python's that each forward changes, as looks have shown.
-        counting: names of that which depends on how many forwards there are for a batch.
+        counting: names of state of Python's that depends on how many forwards there are for a
+            batch, as looks have shown.
     """
 
     def __init__(
@@ -152,9 +150,8 @@ class Prober:
         for splits in (*self._train.splits, *self._eval.splits, self._output_splits):
             splits.are_over = bool(off or self._why_not)
         self._has_said_unchecked = off  # who switches it off knows
-        self._num_notes = _PATIENCE  # that may still be made
         self._odd_numbers: set[str] = set()
-        self.changing: list[Place] = []
+        self._changing: set[str] = set()
         self.counting: list[str] = []
 
     @property
@@ -199,22 +196,6 @@ class Prober:
             return False
         return self._glance(self._train, batch, num_rows, self._look_at)
 
-    def note_changes(self, batch: Any, num_rows: int) -> bool:
-        """Find state of Python's that each forward changes, for a batch that is tried again whole.
-
-        Nothing else is looked at, as nothing is split. Once; where that fails, at later batches.
-        Return whether the forward has run.
-        """
-        if self._train.looks or self._why_not or not self._num_notes:
-            return False
-        self._num_notes -= 1
-
-        found = self._find_state(changing_state, batch, num_rows)
-        if found is not None:
-            self.changing += found
-            self._num_notes = 0
-        return True
-
     def unsaved_state(self, batch: Any, num_rows: int) -> list[str]:
         """Names of what forwards go on changing and no ``state_dict`` of a module holds.
 
@@ -224,7 +205,16 @@ class Prober:
         if self._off or self._why_not:
             return []
 
-        places = self._find_state(lasting_state, batch, num_rows)
+        def look_at_few() -> list[Place]:
+            with on_host():
+                rows = self._computation.layout.take_rows(batch, range(min(2, num_rows)))
+            return lasting_state(self._computation, rows)
+
+        def say(why: str) -> list[Place]:
+            logger.info("what state the forward changes is not known: %s", why)
+            return []
+
+        places = self._try(look_at_few, otherwise=say)
         if not places:
             return []
         every = [module for root in self._computation.reached for module in root.modules()]
@@ -234,19 +224,6 @@ class Prober:
             for place in places
             if not place.is_of_metric and id(place.owner) not in saved
         ]
-
-    def _find_state(
-        self, find: Callable[[Computation, Any], list[Place]], batch: Any, num_rows: int
-    ) -> list[Place] | None:
-        """What a look at two rows finds; None where it fails."""
-
-        def look_at_few() -> list[Place]:
-            with on_host():
-                rows = self._computation.layout.take_rows(batch, range(min(2, num_rows)))
-            return find(self._computation, rows)
-
-        why_not = "what state the forward changes is not known: %s"
-        return self._try(look_at_few, otherwise=functools.partial(logger.info, why_not))
 
     def look_at_evaluation(self, batch: Any, num_rows: int) -> bool:
         """The same of a batch that is evaluated: whether its loss adds up.
@@ -526,9 +503,8 @@ class Prober:
                     seen, choice = again, others
         if seen.initialised and not evidence.looks:
             warn(_initialises(seen.initialised), BufferWarning)
-        known = {place.name for place in self.changing}
-        new = [place for place in seen.changing if place.name not in known]
-        self.changing += new
+        new = [place for place in seen.changing if place.name not in self._changing]
+        self._changing.update(place.name for place in new)
         asked = [place for place in new if not place.is_of_metric]
         if asked:
             self.counting += self._try(

@@ -648,6 +648,7 @@ class Captured:
             kind = kinds(type(value))[0]
             found.setdefault(id(value), (path, kind.name))
             if type(value) is types.FunctionType:
+                found.setdefault(id(table_of(value)), (value.__name__, ".{}"))
                 for names in namespaces_of(value):
                     start = (
                         "" if names.table is value.__globals__ else names.table.get("__name__", "")

@@ -170,6 +170,12 @@ class OwnGenerators:
         self._states = []
 
 
+def foreign_states() -> tuple[Any, Any]:
+    """Where Python's and numpy's generators stand, to be compared."""
+    name, numbers, *rest = np.random.get_state()
+    return random.getstate(), (name, np.asarray(numbers).tobytes(), *rest)
+
+
 class _Global:
     """A generator of the whole process. Asking for its state is slow: its memory is compared first.
 

@@ -4,7 +4,6 @@ Put back afterwards, so that nobody counts rows twice and no state runs ahead.
 """
 
 import contextlib
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,12 +22,6 @@ MISSING = object()
 _MOST_BYTES = 2**24  # in a variable that is remembered with all that it holds
 _MOST_VALUES = 10_000
 _DEPTH = 5
-
-
-def foreign_states() -> tuple[Any, Any]:
-    """What Python's and numpy's generators are at, to be compared."""
-    name, numbers, *rest = np.random.get_state()
-    return random.getstate(), (name, np.asarray(numbers).tobytes(), *rest)
 
 
 class Added:

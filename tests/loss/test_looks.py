@@ -22,6 +22,7 @@ from automicro import (
     LossError,
     Microbatcher,
     RollbackError,
+    StateWarning,
     Trainer,
     is_extra_pass,
     register_batch_type,
@@ -29,6 +30,7 @@ from automicro import (
 )
 from automicro.loss.informative_rows import choose_rows
 from automicro.loss.silence import CollectiveError, Silence
+from tests.outside import Outside
 
 
 def warnings_of(microbatcher: Microbatcher, *batches: Any) -> list[str]:
@@ -279,17 +281,17 @@ class Counts(nn.Module):
         self.rows += len(inputs)
         self.history.append(len(inputs))
         if not is_extra_pass():
-            CALLS.append(len(inputs))
-            if len(CALLS) in (3, 5):
+            CALLS.number += 1
+            if CALLS.number in (3, 5):
                 raise torch.OutOfMemoryError("out of memory")
         return self.net(inputs)
 
 
-CALLS: list[int] = []
+CALLS = Outside(number=0)
 
 
 def test_counters_of_modules_and_closures_count_every_row_once_after_running_out() -> None:
-    CALLS.clear()
+    CALLS.number = 0
     model, seen, sums = Counts(), 0, {"rows": 0}
 
     def forward(m: Any, batch: Any) -> Any:
@@ -336,7 +338,7 @@ def test_state_of_a_module_that_a_forward_imports_counts_every_row_once(
     vars(pack).update(helpers=helpers, __path__=[])
     for each in (pack, helpers):
         monkeypatch.setitem(sys.modules, each.__name__, each)
-    scope: dict[str, Any] = {"__name__": "theirs", "run_out": [3]}
+    scope: dict[str, Any] = {"__name__": "theirs"}
     body = f"""
     def forward(model, batch):
         n = len(batch)
@@ -347,10 +349,12 @@ def test_state_of_a_module_that_a_forward_imports_counts_every_row_once(
     first, rest = (IMPORTS[count], "") if not in_closure else ("", IMPORTS[count])
     exec(f"{first}\ndef make():\n    {rest or 'pass'}{body}", scope)
 
+    left = Outside(calls=3)
+
     def hit(*_: Any) -> None:
         if not is_extra_pass():
-            scope["run_out"][0] -= 1
-            if scope["run_out"][0] == 0:
+            left.calls -= 1
+            if left.calls == 0:
                 raise torch.OutOfMemoryError("out of memory")
 
     model = net(6, 6)
@@ -358,6 +362,38 @@ def test_state_of_a_module_that_a_forward_imports_counts_every_row_once(
     microbatcher = Microbatcher(model, forward=scope["make"]())
     assert sum(microbatcher.backward(rows()).ooms for _ in range(4)) == 1
     assert vars(helpers)["rows"] + vars(helpers)["meter"].rows == 48
+
+
+def test_looks_count_nothing_in_the_attribute_of_a_parameter() -> None:
+    model = nn.Linear(6, 6).double()
+    seen: Any = model.weight
+    seen.rows = 0
+
+    def forward(m: Any, batch: Any) -> Any:
+        m.weight.rows += len(batch)
+        return m(batch).square().mean()
+
+    microbatcher = Microbatcher(model, forward=forward, microbatch_size=5)
+    for _ in range(3):
+        microbatcher.backward(rows(12))
+    assert seen.rows == 36
+
+
+def test_what_a_look_cannot_put_back_is_a_warning_and_stops_nothing() -> None:
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.bank = net(6, 6), torch.zeros(2**22 + 1)  # over 16 MiB, and no buffer
+
+        def forward(self, inputs: Tensor) -> Any:
+            self.bank[0] += 1
+            return self.net(inputs)
+
+    microbatcher = Microbatcher(Remembers(), loss_fn=nn.MSELoss(), microbatch_size=None)
+    microbatcher.backward((rows(), rows()))
+    microbatcher = Microbatcher(Remembers(), loss_fn=nn.MSELoss(), microbatch_size=6)
+    with pytest.warns(StateWarning, match="a look at a few rows has left traces .bank: its "):
+        microbatcher.backward((rows(), rows()))
 
 
 # How sure it is

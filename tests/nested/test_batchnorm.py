@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from automicro import Halving, MemoryBudget, Microbatcher, Trainer, split
 from automicro.errors import UnsplittableModelError
-from automicro.transaction.surroundings import foreign_states
+from automicro.transaction.rng import foreign_states
 from tests.outside import Outside
 from tests.torture.engine.faults import Fault, FaultMode
 from tests.torture.engine.subject import climb_to

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from automicro.transaction.rng import _NUMPY, _PYTHON, RandomState
+from automicro.transaction.rng import _NUMPY, _PYTHON, RandomState, foreign_states
 
 Draw = Callable[[], Any]
 
@@ -106,3 +106,13 @@ def test_a_state_is_asked_for_once_as_long_as_nothing_is_drawn() -> None:
         random.random()
         np.random.rand()
         assert generator.state() is not before
+
+
+def test_states_of_generators_differ_by_one_number_however_few_are_printed() -> None:
+    with np.printoptions(threshold=4):
+        state: dict[str, Any] = np.random.get_state(legacy=False)
+        before = foreign_states()
+        assert foreign_states() == before
+        state["state"]["key"][300] += 1
+        np.random.set_state(state)
+        assert foreign_states() != before

@@ -13,6 +13,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from automicro import RollbackError
 from automicro.modules import ModuleIndex
 from automicro.reach import Reach
+from automicro.state.part import State
 from automicro.transaction.buffers import BufferHistory, Buffers
 from automicro.transaction.metrics import Metrics, flatten_metrics
 from automicro.transaction.parameters import Parameters
@@ -271,10 +272,12 @@ def test_metrics_are_uncounted_and_stay_a_compute_group() -> None:
     disturbed, clean = scores(), scores()
     for metric in (disturbed, clean):
         metric.update(outputs, targets)
-    metrics = Metrics(flatten_metrics(disturbed))
-    metrics.begin()
+    attempt = Transaction(
+        [State(lambda: {"metrics": disturbed}), Metrics(flatten_metrics(disturbed))]
+    )
+    attempt.begin()
     disturbed.update(outputs.flip(0), targets)
-    metrics.roll_back()
+    attempt.roll_back()
     for metric in (disturbed, clean):
         metric.update(outputs * 2, targets.roll(1))
     assert disturbed.compute() == clean.compute()
@@ -283,10 +286,12 @@ def test_metrics_are_uncounted_and_stay_a_compute_group() -> None:
 
 def test_the_first_update_of_a_collection_is_uncounted_too() -> None:
     collection = MetricCollection([CatMetric()])
-    metrics = Metrics(flatten_metrics({"values": [collection]}))
-    metrics.begin()
+    attempt = Transaction(
+        [State(lambda: {"metrics": collection}), Metrics(flatten_metrics({"values": [collection]}))]
+    )
+    attempt.begin()
     collection.update(torch.tensor([1.0]))
-    metrics.roll_back()
+    attempt.roll_back()
     collection.update(torch.tensor([2.0, 3.0]))
     assert collection.compute()["CatMetric"].tolist() == [2.0, 3.0]
 
