@@ -237,7 +237,7 @@ class Diagnosing:
             return [finding for _, finding in suspects]
         return proven
 
-    def _guilty_attributes(self, exact: Conditions) -> tuple[tuple[str, str], ...]:
+    def _guilty_attributes(self, exact: Conditions) -> tuple[str, ...]:
         """Those attributes that matter, of many that may only be caches."""
         attributes = exact.attributes
         if len(attributes) > 16:

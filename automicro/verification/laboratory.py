@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,20 +22,19 @@ from automicro.loss.causes import Rows, measure_rows, weights_by
 from automicro.loss.conventions import Convention, choose_convention
 from automicro.loss.informative_rows import Choice, choose_rows
 from automicro.loss.look import Compared, dense
-from automicro.loss.passes import check_own_graph
+from automicro.loss.passes import MISSING, check_own_graph
 from automicro.loss.silence import Silence
 from automicro.memory.oom import ignoring_errors
 from automicro.microbatcher import Microbatcher
 from automicro.modules import ModuleIndex
 from automicro.options import check_loss
-from automicro.reach import OF_EVERY_MODULE, captured_modules, is_generator
-from automicro.torch_private import num_nodes_made
-from automicro.transaction.buffers import BufferHistory, Buffers
+from automicro.reach import captured_modules
+from automicro.state.capture import capture
+from automicro.state.values import is_generator
+from automicro.torch_private import buffer_table, forward_of_class, num_nodes_made
 from automicro.transaction.gradients import Gradients
-from automicro.transaction.rng import OwnGenerators, RandomState, devices_of, state_of
-from automicro.transaction.surroundings import Surroundings
+from automicro.transaction.rng import RandomState, devices_of
 from automicro.transaction.transaction import Part, Transaction
-from automicro.values import same_content
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +54,22 @@ class Examined:
         if isinstance(self.loss_fn, nn.Module) and self.loss_fn not in roots.values():
             roots["loss_fn."] = self.loss_fn
         return roots
+
+    @property
+    def tops(self) -> dict[str, nn.Module]:
+        """The same by what paths begin with."""
+        return {prefix.rstrip("."): root for prefix, root in self.roots.items()}
+
+    def functions(self) -> dict[str, Any]:
+        """What is called: of the caller, and of the classes of modules."""
+        named = named_modules(self.roots)
+        found = {f"{name}.forward": forward_of_class(module) for name, module in named}
+        return {**found, "forward": self.forward, "loss_fn": self.loss_fn}
+
+    def tensors(self) -> list[Tensor]:
+        """Parameters and buffers."""
+        roots = self.roots.values()
+        return [each for root in roots for each in (*root.parameters(), *root.buffers())]
 
     @property
     def loss_name(self) -> str:
@@ -105,10 +119,7 @@ class Examined:
 
     def lowest_dtype(self) -> torch.dtype:
         """The least precise floating point type of its parameters and buffers."""
-        tensors: list[Tensor] = []
-        for root in self.roots.values():
-            tensors += [*root.parameters(), *root.buffers()]
-        found = {tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point}
+        found = {each.dtype for each in self.tensors() if each.dtype.is_floating_point}
         return min(found, key=lambda dtype: dtype.itemsize, default=torch.get_default_dtype())
 
 
@@ -146,108 +157,22 @@ def _converted(function: Any, dtype: torch.dtype) -> Any:
     return function
 
 
-_DEPTH = 4
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-
-
-class Frozen:
-    """A value as it was: compared by content, whatever happens to the value.
-
-    Example:
-        >>> counts = {"steps": [1, 2]}
-        >>> before = Frozen(counts)
-        >>> counts["steps"].append(3)
-        >>> list(before.changes(Frozen(counts), "counts"))
-        ['counts.steps']
-    """
-
-    def __init__(self, value: Any, depth: int = _DEPTH) -> None:
-        self.type = type(value)
-        self.parts: dict[Any, Frozen] = {}
-        self.content: Any = None
-        if isinstance(value, Tensor):
-            self.content = value.detach().clone()
-        elif isinstance(value, _PLAIN):
-            self.content = value
-        elif is_generator(value):
-            state = state_of(value)
-            self.content = state.tolist() if isinstance(state, Tensor) else repr(state)
-        elif isinstance(value, np.ndarray):
-            self.content = value.tobytes(), value.shape
-        elif isinstance(value, nn.Module | type) or callable(value) or depth == 0:
-            self.content = id(value)
-        else:
-            self.parts = {name: Frozen(part, depth - 1) for name, part in _parts(value)}
-
-    def changes(self, other: "Frozen", path: str) -> Iterator[str]:
-        """Paths of what differs, containers that grew or shrank as a whole."""
-        if self.type is not other.type or self.parts.keys() != other.parts.keys():
-            yield path
-        elif self.parts:
-            for name, part in self.parts.items():
-                yield from part.changes(other.parts[name], f"{path}.{name}" if path else str(name))
-        elif isinstance(self.content, Tensor):
-            if not same_content(self.content, other.content):
-                yield path
-        elif self.content != other.content and self.content == self.content:
-            yield path
-
-
-def freeze_attributes(roots: Mapping[str, nn.Module]) -> dict[tuple[str, str], Frozen]:
-    """The plain attributes of all modules, by the module's name and the attribute's."""
-    return {
-        (owner, name): Frozen(value)
-        for owner, module in named_modules(roots)
-        for name, value in vars(module).items()
-        if name not in OF_EVERY_MODULE
-    }
-
-
-def changed_attributes(
-    before: Mapping[tuple[str, str], Frozen], after: Mapping[tuple[str, str], Frozen]
-) -> list[tuple[str, str]]:
-    """Attributes that were changed, added or removed."""
-    return [
-        key
-        for key in {**before, **after}
-        if key not in before
-        or key not in after
-        or next(before[key].changes(after[key], ""), None) is not None
-    ]
-
-
 def named_modules(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Every module in these, each once, by its name behind the root's prefix."""
     memo: set[nn.Module] = set()
     for prefix, root in roots.items():
         for name, module in root.named_modules(memo):
-            yield f"{prefix}{name}", module
-
-
-def describe(owner: str, name: str) -> str:
-    """An attribute's path."""
-    return f"{owner}.{name}".lstrip(".")
+            yield f"{prefix}{name}".rstrip("."), module
 
 
 def own_generators(roots: Mapping[str, nn.Module]) -> list[tuple[str, Any]]:
     """Generators that modules keep as attributes, by their paths."""
     return [
-        (describe(owner, name), value)
+        (f"{owner}.{name}".lstrip("."), value)
         for owner, module in named_modules(roots)
         for name, value in vars(module).items()
         if is_generator(value)
     ]
-
-
-def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
-    if isinstance(value, Mapping):
-        yield from value.items()
-    elif isinstance(value, set | frozenset):
-        yield from ((repr(part), None) for part in sorted(value, key=repr))
-    elif isinstance(value, Sequence) or hasattr(value, "popleft"):
-        yield from enumerate(value)
-    else:
-        yield from getattr(value, "__dict__", {"": id(value)}).items()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,13 +183,14 @@ class Conditions:
         loss_average: as in `Microbatcher`.
         batchnorm: let no layer normalise over the rows.
         buffers: let every forward begin with the same buffers.
-        attributes: plain attributes, by module and name, with which every forward begins anew.
+        attributes: with which every forward begins anew: paths of plain attributes, and variables
+            of functions, behind an arrow, which are held all together.
     """
 
     loss_average: Any = "auto"
     batchnorm: bool = False
     buffers: bool = False
-    attributes: tuple[tuple[str, str], ...] = ()
+    attributes: tuple[str, ...] = ()
 
     def but(self, **changes: Any) -> "Conditions":
         """The same with something changed."""
@@ -418,7 +344,10 @@ class Laboratory:
             stack.callback(torch.set_default_dtype, default)
             subject = self.subject if self.why_in_place else self.subject.copy(self.dtype)
             drawing = devices_of(subject.roots.values(), self._device)
-            undo = Transaction([RandomState(drawing), *self._parts_in_place()])
+            own = () if self.why_in_place else subject.tensors()  # of a copy, they may change
+            captured = capture({**subject.tops, **subject.functions()}, skip=own)
+            stack.callback(captured.put_back)
+            undo = Transaction([RandomState(drawing), *self._gradients_in_place()])
             stack.callback(undo.roll_back)
             undo.begin()
             if self.dtype is not None:
@@ -438,18 +367,12 @@ class Laboratory:
             stack.enter_context(stage.silence)
             yield stage
 
-    def _parts_in_place(self) -> list[Part]:
-        """What puts the caller's own modules back."""
+    def _gradients_in_place(self) -> list[Part]:
+        """What puts back the gradients of the caller's own modules."""
         if not self.why_in_place:
             return []
-        modules = [module for _, module in named_modules(self.subject.roots)]
-        modules += [each for root in self.subject.captured() for each in root.modules()]
-        return [
-            Gradients(p for module in modules for p in module.parameters(recurse=False)),
-            Buffers(BufferHistory(ModuleIndex(modules)), tensors_only=True),
-            Surroundings(modules),
-            OwnGenerators([each for _, each in own_generators(self.subject.roots)]),
-        ]
+        roots = [*self.subject.roots.values(), *self.subject.captured()]
+        return [Gradients({id(p): p for root in roots for p in root.parameters()}.values())]
 
     def _resets(self, subject: Examined, conditions: Conditions) -> list[Callable[[], None]]:
         """What puts back, before each forward, what the one before it changed."""
@@ -457,16 +380,29 @@ class Laboratory:
         random_state = RandomState(devices_of(roots.values(), self._device))
         random_state.begin()
         resets = [random_state.roll_back, random_state.begin]
-        generators = OwnGenerators([each for _, each in own_generators(roots)])
-        generators.begin()
-        resets += [generators.roll_back, generators.begin]
+        modules = dict(named_modules(roots))
+        held = dict(own_generators(roots))
         if conditions.buffers:
-            buffers = Buffers(BufferHistory(ModuleIndex(roots.values())), tensors_only=True)
-            buffers.begin()
-            resets += [buffers.roll_back, buffers.begin]
-        if conditions.attributes:
-            resets.append(_attributes_reset(roots, conditions.attributes))
-        return resets
+            held |= {f"{name}._buffers": buffer_table(each) for name, each in modules.items()}
+        places = []
+        variables = [path for path in conditions.attributes if path.startswith("→")]
+        held |= subject.functions() if variables else {}
+        for path in sorted({*conditions.attributes} - {*variables}):
+            owner, _, name = path.rpartition(".")
+            table = vars(modules[owner])
+            held[path] = table.get(name, MISSING)
+            places.append((table, name, held[path]))
+        captured = capture(held, skip=roots.values())
+
+        def put_back() -> None:
+            captured.put_back()
+            for table, name, value in places:
+                if value is MISSING:
+                    table.pop(name, None)
+                else:
+                    table[name] = value
+
+        return [*resets, put_back]
 
     def _materialize(self) -> None:
         """Let a copy's lazy modules take their shapes, and examine that copy from now on."""
@@ -522,26 +458,6 @@ def _hold_batchnorm(roots: Any) -> None:
         for layer in layers:
             if find_batchnorm(layer):  # without running statistics there are no others to use
                 layer.forward = nn.Identity().forward
-
-
-def _attributes_reset(
-    roots: dict[str, nn.Module], attributes: Sequence[tuple[str, str]]
-) -> Callable[[], None]:
-    modules = dict(named_modules(roots))
-    kept = {}
-    for owner, name in attributes:
-        table = vars(modules[owner])
-        with contextlib.suppress(Exception):  # what cannot be copied stays as it is
-            kept[owner, name] = (name in table, copy.deepcopy(table.get(name)))
-
-    def reset() -> None:
-        for (owner, name), (was_there, value) in kept.items():
-            if was_there:
-                vars(modules[owner])[name] = copy.deepcopy(value)
-            else:
-                vars(modules[owner]).pop(name, None)
-
-    return reset
 
 
 _MAX_ROWS = 12

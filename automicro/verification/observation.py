@@ -1,24 +1,25 @@
 """What one forward and backward of the whole batch changes beside the gradients."""
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from automicro.batch.tensors import tensor_leaves
 from automicro.batchnorm import batchnorm_buffers, find_batchnorm
 from automicro.loss.look import Compared
-from automicro.modules import ModuleIndex
-from automicro.transaction.buffers import BufferHistory, Buffers
-from automicro.transaction.surroundings import foreign_states
+from automicro.loss.passes import changed_places
+from automicro.state.capture import Captured, capture
+from automicro.state.values import differs
+from automicro.torch_private import buffer_table
+from automicro.transaction.rng import foreign_states
 from automicro.verification.laboratory import (
     Conditions,
-    Frozen,
     Laboratory,
-    Stage,
-    changed_attributes,
-    describe,
-    freeze_attributes,
+    named_modules,
     own_generators,
 )
 
@@ -35,7 +36,7 @@ class Observation:
         is_training: whether the model was in training mode.
         inputs: leaves of the batch that the forward wrote into.
         buffers: buffers that it changed, but for those of BatchNorm.
-        attributes: plain attributes that it changed, by module and name.
+        attributes: plain attributes that it changed, and, behind an arrow, variables of functions.
         generators: those that are not torch's and that it drew from.
         drawn: torch's functions that would have drawn.
         unsilenced: those that did.
@@ -48,7 +49,7 @@ class Observation:
     is_training: bool
     inputs: tuple[str, ...]
     buffers: tuple[str, ...]
-    attributes: tuple[tuple[str, str], ...]
+    attributes: tuple[str, ...]
     generators: tuple[str, ...]
     drawn: tuple[str, ...]
     unsilenced: tuple[str, ...]
@@ -61,35 +62,37 @@ def observe(laboratory: Laboratory, conditions: Conditions) -> Observation:
     with laboratory.stage(conditions) as stage:
         roots = stage.roots
         batch = laboratory.on_device(laboratory.batch())
-        buffers = Buffers(BufferHistory(ModuleIndex(roots.values())), tensors_only=True)
-        buffers.begin()
-        frozen = Frozen(batch)
-        leaves = {path: Frozen(leaf) for path, leaf in tensor_leaves(batch)}
-        attributes = freeze_attributes(roots)
+        leaves = {path: leaf.detach().clone() for path, leaf in tensor_leaves(batch)}
+        of_batch = capture({"": batch})
+        examined = {**stage.subject.tops, **stage.subject.functions()}
+        of_model = capture(examined)
+        tables = [(name, dict(buffer_table(each))) for name, each in named_modules(roots)]
+        own = dict(own_generators(roots))
         foreign = foreign_states()
-        own = {path: Frozen(each) for path, each in own_generators(roots)}
         measured = laboratory.run_whole(stage, batch)
-        drawn_from = [
-            name
-            for name, before, after in zip(_FOREIGN, foreign, foreign_states(), strict=True)
-            if before != after
+        states = zip(_FOREIGN, foreign, foreign_states(), strict=True)
+        drawn_from = [name for name, before, after in states if before != after]
+        names = {id(module): name for name, module in named_modules(roots)}
+        changed = [
+            f"{names[id(each.owner)]}{each.key}".lstrip(".")
+            if id(each.owner) in names
+            else f"→{each.name}"
+            for each in changed_places(examined, of_model)
         ]
-        for path, each in own_generators(roots):
-            if isinstance(each, torch.Generator) or path not in own:
-                continue
-            if next(own[path].changes(Frozen(each), path), None) is not None:
-                drawn_from.append(path)
-        changed = changed_attributes(attributes, freeze_attributes(roots))
-        own_paths = {path for path, _ in own_generators(roots)}
+        drawn_from += [
+            path for path in changed if path in own and not isinstance(own[path], torch.Generator)
+        ]
+        tables += [(name, dict(buffer_table(each))) for name, each in named_modules(roots)]
+        buffers = {f"{name}.{key}".lstrip(".") for name, table in tables for key in table}
         seen = Observation(
             measured=measured,
             batchnorm=tuple(
                 f"{p}{name}" for p, root in roots.items() for name in find_batchnorm(root)
             ),
             is_training=stage.subject.model.training,
-            inputs=_changed_leaves(batch, frozen, leaves),
-            buffers=_changed_buffers(stage, buffers),
-            attributes=tuple(key for key in changed if describe(*key) not in own_paths),
+            inputs=_changed_leaves(batch, leaves, of_batch),
+            buffers=tuple(path for path in changed if path in buffers - _of_batchnorm(roots)),
+            attributes=tuple(path for path in changed if path not in buffers | own.keys()),
             generators=tuple(drawn_from),
             drawn=tuple(sorted(stage.silence.drawn)),
             unsilenced=tuple(sorted(stage.silence.unsilenced)),
@@ -101,22 +104,19 @@ def observe(laboratory: Laboratory, conditions: Conditions) -> Observation:
         return replace(seen, repeats=laboratory.draws_repeat(stage, batch))
 
 
-def _changed_leaves(batch: Any, frozen: Frozen, leaves: dict[str, Frozen]) -> tuple[str, ...]:
+def _changed_leaves(
+    batch: Any, leaves: Mapping[str, Tensor], captured: Captured
+) -> tuple[str, ...]:
     now = dict(tensor_leaves(batch))
     changed = [
-        path or "the batch"
+        path
         for path, before in leaves.items()
-        if path not in now or next(before.changes(Frozen(now[path]), path), None) is not None
+        if path not in now or differs(before, now[path].detach())
     ]
     if not changed:  # arrays, lists and whatever else is no tensor
-        changed = [path or "the batch" for path in frozen.changes(Frozen(batch), "")]
-    return tuple(changed)
+        changed = [".".join(re.findall(r"\w+", path)) for path in captured.changed()]
+    return tuple(path or "the batch" for path in changed)
 
 
-def _changed_buffers(stage: Stage, buffers: Buffers) -> tuple[str, ...]:
-    of_batchnorm = {
-        f"{prefix}{name}"
-        for prefix, root in stage.roots.items()
-        for name in batchnorm_buffers(root)
-    }
-    return tuple(name for name in buffers.changed_names() if name not in of_batchnorm)
+def _of_batchnorm(roots: Mapping[str, nn.Module]) -> set[str]:
+    return {f"{prefix}{name}" for prefix, root in roots.items() for name in batchnorm_buffers(root)}

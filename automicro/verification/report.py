@@ -9,7 +9,6 @@ from typing import Any
 
 from automicro.loss.averages import Candidate
 from automicro.showing import html_text, short
-from automicro.verification.laboratory import describe
 from automicro.verification.observation import Observation
 
 EXACT, NOT_EXACT, UNVERIFIABLE = "exact", "not exact", "cannot be verified"
@@ -201,16 +200,15 @@ def buffers(names: Sequence[str]) -> Finding:
     )
 
 
-def attributes(keys: Sequence[tuple[str, str]]) -> Finding:
+def attributes(names: Sequence[str]) -> Finding:
     """State that is no buffer, which a forward changes and a later one reads."""
-    names = tuple(describe(*key) for key in keys)
+    names = tuple(name.removeprefix("→") for name in names)
     return Finding(
         kind="attributes",
         names=names,
         text=f"each forward changes state that is not a buffer and the next one computes with it: "
         f"{listed(names)}",
-        remedy="update it once per step, outside the forward, and register it as a buffer so that "
-        f"a failed attempt can be rolled back; or {KEEP_WHOLE}",
+        remedy=f"update it once per step, outside the forward; or {KEEP_WHOLE}",
     )
 
 
@@ -406,14 +404,13 @@ def state_notes(seen: Observation, causes: Sequence[Finding]) -> list[Finding]:
             )
         )
     if seen.attributes and "attributes" not in kinds:
-        names = tuple(describe(*key) for key in seen.attributes)
         found.append(
             Finding(
                 kind="attributes",
-                names=names,
-                text=f"each forward changes state that is not a buffer: {listed(names)}",
+                names=seen.attributes,
+                text=f"each forward changes state that is not a buffer: {listed(seen.attributes)}",
                 remedy="nothing, if it is a cache; what counts steps or keeps averages belongs "
-                "into a buffer, because a failed attempt puts back nothing else",
+                "into a buffer, so that checkpoints hold it",
             )
         )
     return found

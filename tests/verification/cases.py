@@ -52,6 +52,7 @@ from tests.verification.models import (
     bert,
     by_class,
     contrastive,
+    counting_in_a_closure,
     distillation,
     dropping_encoder,
     gpt2,
@@ -184,6 +185,9 @@ PLANTED = {
     "a codebook": Planted(kind="buffers", names="middle.mean", model=layered(MyNorm)),
     "non-determinism": Planted(
         kind="non-deterministic", names="", options={"forward": state_outside()}, exit_code=3
+    ),
+    "a counter in a closure": Planted(
+        kind="attributes", names="calls", options={"forward": counting_in_a_closure()}
     ),
     "numpy's generator": Planted(
         kind="random", names="numpy", model=layered(NumpyNoise), exit_code=3

@@ -19,6 +19,7 @@ from tests.models import (
     token_targets,
     tokens,
 )
+from tests.outside import Outside
 
 WEIGHT = torch.tensor([0.2, 3.0, 1.0, 0.5, 2.0])
 
@@ -232,7 +233,19 @@ class Single(nn.Module):
 
 
 def state_outside() -> Callable[[nn.Module, Any], Tensor]:
-    """A forward that counts its calls in a closure."""
+    """A forward that counts its calls where nothing reaches them."""
+    outside = Outside(calls=0)
+
+    def forward(model: nn.Module, batch: Any) -> Tensor:
+        outside.calls += 1
+        loss: Tensor = F.cross_entropy(model(batch[0]), batch[1]) * outside.calls
+        return loss
+
+    return forward
+
+
+def counting_in_a_closure() -> Callable[[nn.Module, Any], Tensor]:
+    """A forward that goes by how often it was called."""
     calls: list[int] = []
 
     def forward(model: nn.Module, batch: Any) -> Tensor:
