@@ -122,9 +122,6 @@ class ModuleIndex:
             dict.fromkeys(p for root in self._modules for p in root.parameters())
         )
         self.known: dict[int, Tensor] = {id(each): each for each in self.parameters}
-        self.without_buffers = [each for each in self.owners if not buffer_table(each[1])]
-        self.with_own_buffers: list[nn.Module] = []
-        self.added_tables: list[dict[Any, Any]] = []
         self.buffer_tables = [
             (name, module, dict(table))
             for name, module in self.owners

@@ -38,7 +38,6 @@ __all__ = [
     "FakeTensorMode",
     "Hooks",
     "OperationMode",
-    "added_tables",
     "all_versions",
     "are_tables_of",
     "buffer_table",
@@ -54,7 +53,6 @@ __all__ = [
     "compiler_is_loaded",
     "compiler_is_used",
     "computing_attention",
-    "copy_all",
     "dump_memory_snapshot",
     "ends_checkpoint",
     "forget_workers",
@@ -62,7 +60,6 @@ __all__ = [
     "forward_of_class",
     "gradient_hooks",
     "has_forward_hooks",
-    "have_buffers",
     "in_backward",
     "inductor_is_deterministic",
     "is_accumulation",
@@ -297,27 +294,6 @@ def keeping_versions(tensors: Sequence[Tensor]) -> contextlib.AbstractContextMan
 Hooks = dict[int, Any]
 
 
-def added_tables(module: nn.Module) -> list[dict[Any, Any]]:
-    """Where a module has what a forward may add: hooks, how these are called, and children.
-
-    A scripted one never gets other children.
-
-    >>> [len(table) for table in added_tables(nn.Sequential(nn.ReLU()))]
-    [0, 0, 0, 0, 0, 0, 0, 1]
-    """
-    children: Any = module._modules
-    return [
-        module._forward_hooks,
-        module._forward_hooks_with_kwargs,
-        module._forward_hooks_always_called,
-        module._forward_pre_hooks,
-        module._forward_pre_hooks_with_kwargs,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-        children if isinstance(children, dict) else {},
-    ]
-
-
 def call_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     """A module's hooks of its own that run when it is called, or in its backward.
 
@@ -439,15 +415,6 @@ def sparse_parts(tensor: Tensor) -> list[Tensor]:
     2
     """
     return [tensor._indices(), tensor._values()]
-
-
-def have_buffers(modules: Iterable[nn.Module]) -> bool:
-    """Whether any of them holds a buffer itself, asked quickly.
-
-    >>> have_buffers([nn.Linear(2, 2)]), have_buffers([nn.BatchNorm1d(2)])
-    (False, True)
-    """
-    return any(map(_BUFFERS, modules))
 
 
 def buffer_table(module: nn.Module) -> MutableMapping[str, Tensor | None]:
@@ -830,13 +797,6 @@ def overflows(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) ->
     torch's own `GradScaler.step` reads them one by one, and for a fused optimizer not at all.
     """
     return list(scaler._found_inf_per_device(optimizer).values())
-
-
-def copy_all(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of tensors of one type on one device, with few launches."""
-    copies = [torch.empty_like(tensor) for tensor in tensors]
-    torch._foreach_copy_(copies, list(tensors))
-    return copies
 
 
 def copy_into(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

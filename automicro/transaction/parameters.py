@@ -1,7 +1,6 @@
 """Parameters and other tensors as they were: watched, or copied and put back."""
 
 import collections
-import contextlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,136 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from automicro.errors import RollbackError
-from automicro.memory.budget import active_budget
-from automicro.memory.device import copies_overlap
-from automicro.state.tensors import Copies, seen_version, size_in_bytes
+from automicro.state.tensors import Copies
 from automicro.torch_private import (
     OperationMode,
     all_versions,
-    copy_all,
     schema_of,
 )
 from automicro.values import same_content
-
-LARGE_BYTES = 16 * 2**20
-_DENSE = (torch.strided, torch.jagged)
-
-
-class TensorCopy:
-    """A tensor's content, and where its memory lay: views of one memory stay views of it.
-
-    Example:
-        >>> rows = torch.zeros(2, 2)
-        >>> first = rows[:, 0]
-        >>> copies = [TensorCopy(rows), TensorCopy(first)]
-        >>> first += 1
-        >>> for copy in copies:
-        ...     copy.put_back()
-        >>> rows.tolist(), first.data_ptr() == rows.data_ptr()
-        ([[0.0, 0.0], [0.0, 0.0]], True)
-
-    Args:
-        tensor: to remember.
-        kept: an earlier copy that still holds; None to take one.
-        large_on_host: whether a copy of more than 16 MiB lies on the host.
-    """
-
-    __slots__ = ("_alias", "copy", "tensor", "version")
-
-    def __init__(
-        self, tensor: Tensor, kept: Tensor | None = None, *, large_on_host: bool = False
-    ) -> None:
-        self.tensor = tensor
-        self._alias = tensor.detach()  # has the memory, shape and strides that there are now
-        self.version = seen_version(tensor)
-        if kept is None:
-            kept = _copied(self._alias) if large_on_host else self._alias.clone()
-        self.copy = kept
-
-    @property
-    def has_moved(self) -> bool:
-        """Whether the tensor was written to since, as far as its version tells."""
-        return self.version is not None and seen_version(self.tensor) != self.version
-
-    def holds(self) -> bool:
-        """Whether the tensor's content is still that of the copy. Waits for the device."""
-        if self.copy.device == self.tensor.device and active_budget() is None:
-            return same_content(self.copy, self.tensor)
-        with _on_host():  # where a large copy lies: the device may have no room for another
-            return same_content(self.copy, self.tensor)
-
-    def put_back(self) -> None:
-        """Into the same tensor and the same memory. Right also when called twice."""
-        tensor, alias = self.tensor, self._alias
-        # Only there may tensors be written to that were made there.
-        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-            if tensor.layout not in _DENSE:
-                tensor.copy_(self.copy)
-                return
-            _write(alias, self.copy)
-            if (
-                tensor.shape != alias.shape
-                or tensor.dtype != alias.dtype
-                or tensor.stride() != alias.stride()
-                or tensor.data_ptr() != alias.data_ptr()
-            ):
-                tensor.data = alias  # it was resized, or given other memory
-
-
-def small_copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
-    """Copies of those on an accelerator, by id: few launches in place of one for each.
-
-    >>> small_copies([torch.ones(2)])
-    {}
-    """
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        is_plain = type(tensor) in (Tensor, nn.Parameter) and (tensor.layout is torch.strided)
-        if tensor.device.type != "cpu" and is_plain and tensor.nbytes <= LARGE_BYTES:
-            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return {
-        id(tensor): copy
-        for group in groups.values()
-        for tensor, copy in zip(group, copy_all([each.detach() for each in group]), strict=True)
-    }
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    """A copy, on the host where it is large."""
-    if size_in_bytes(tensor) <= LARGE_BYTES:
-        return tensor.clone()
-    with _on_host():
-        if tensor.layout is torch.strided and copies_overlap(tensor.device):
-            with contextlib.suppress(RuntimeError):  # there may be no more memory to be pinned
-                copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
-                # Nobody waits for it: it is read behind it on the same stream.
-                return copy.copy_(tensor, non_blocking=True)
-        return tensor.to("cpu", copy=True)
-
-
-def _on_host() -> contextlib.AbstractContextManager[None]:
-    budget = active_budget()
-    return contextlib.nullcontext() if budget is None else budget.host()
-
-
-def _write(target: Tensor, copy: Tensor) -> None:
-    if target.is_contiguous():
-        target.copy_(copy)
-        return
-    steps = [(step, size) for step, size in zip(target.stride(), target.shape, strict=True)]
-    reach = 1
-    for step, size in sorted(each for each in steps if each[1] > 1):
-        if step == 0:
-            continue
-        if step < reach:  # elements overlap: each is written on its own, to the same effect
-            for row, of_copy in zip(target.unbind(), copy.unbind(), strict=True):
-                _write(row, of_copy)
-            return
-        reach = step * (size - 1) + reach
-    for dim, (step, size) in enumerate(steps):  # expanded: one element stands for all
-        if step == 0 and size > 1:
-            target, copy = target.narrow(dim, 0, 1), copy.narrow(dim, 0, 1)
-    target.copy_(copy)
 
 
 class Parameters:

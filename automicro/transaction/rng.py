@@ -5,7 +5,7 @@ import ctypes
 import operator
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -146,28 +146,6 @@ class NothingDrawn(RandomState):
     def replaying(self) -> Iterator[None]:
         """Nothing is drawn meanwhile, either."""
         yield
-
-
-class OwnGenerators:
-    """Generators of the caller's alone. A part of a transaction."""
-
-    def __init__(self, generators: Sequence[Any]) -> None:
-        self._generators = generators
-        self._states: list[Any] = []
-
-    def begin(self) -> None:
-        self._states = [state_of(generator) for generator in self._generators]
-
-    def prepare(self) -> None:
-        """Nothing here can fail."""
-
-    def commit(self) -> None:
-        self._states = []
-
-    def roll_back(self) -> None:
-        for generator, state in zip(self._generators, self._states, strict=False):
-            set_state(generator, state)
-        self._states = []
 
 
 def foreign_states() -> tuple[Any, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from automicro import LossAverageWarning, Microbatcher
-from automicro.transaction.buffers import Buffers
+from automicro.state.part import State
 from automicro.transaction.gradients import Gradients
 from tests.search.drawing import SIMPLE, draw, makes_sense
 from tests.search.jobs import Combination
@@ -77,7 +77,7 @@ def test_a_fault_leaves_a_mean_exact(fault: str, place: float) -> None:
 
 
 @pytest.mark.parametrize("fault", ["oom at an operation", "error at an operation"])
-@pytest.mark.parametrize("part", [Gradients, Buffers])
+@pytest.mark.parametrize("part", [Gradients, State])
 def test_what_is_not_rolled_back_is_seen(
     monkeypatch: pytest.MonkeyPatch, part: type, fault: str
 ) -> None:

@@ -58,7 +58,5 @@ def test_the_sweep_sees_on_a_device_what_is_left_wrong(monkeypatch: pytest.Monke
     trials = trials_of("BatchNorm and dropout", "backward", 1)
     plans = sample(trials, single_faults(trials, ["oom"]), 6, "one")
     assert isinstance(trials.scene.make().model, nn.Module)
-    monkeypatch.setattr(
-        "automicro.transaction.buffers.Buffers.roll_back", lambda self: self._forget()
-    )
+    monkeypatch.setattr("automicro.state.capture.Captured.put_back", lambda self: None)
     assert any("running_mean" in each for each in sweep(trials, "faults", plans).wrong)

@@ -32,8 +32,7 @@ from torchmetrics.functional.classification import binary_accuracy
 
 from automicro import Evaluator, Halving, MetricWarning, Microbatcher, Trainer
 from automicro.step.metrics import Asking, Readings
-from automicro.transaction.metrics import Metrics, flatten_metrics
-from automicro.transaction.remembering import Growth
+from automicro.transaction.metrics import flatten_metrics
 from tests.acceptance.torchmetrics_families import INPUTS, NAMED, N, numbers
 from tests.outside import Unreached
 from tests.sweeps import mostly_in_sweeps
@@ -340,49 +339,6 @@ def test_a_network_in_a_metric_is_watched_and_not_copied() -> None:
     evaluated(metric, batch, 2)
     clean.update(*batch)
     assert metric.compute().item() == pytest.approx(clean.compute().item(), rel=1e-5)
-
-
-def test_list_states_are_neither_copied_nor_looked_through_batch_by_batch() -> None:
-    metric = of_classes.BinaryAUROC()
-    growth = Growth()
-    looked_at = []
-    for _ in range(200):
-        part = Metrics(flatten_metrics(metric), growth)
-        part.begin()
-        assert part._remembered is not None
-        looked_at.append(len(part._remembered._undo))
-        metric.update(torch.rand(3), torch.tensor([0, 1, 1]))
-        part.prepare()
-        part.commit()
-    assert max(looked_at[1:]) == min(looked_at[1:])
-
-
-@pytest.mark.parametrize("appended", ["tensors", "pairs"])
-def test_own_lists_that_grow_are_looked_at_only_where_they_are_new(appended: str) -> None:
-    class Keeps:
-        def __init__(self) -> None:
-            self.rows: list[Any] = []
-
-        def update(self) -> None:
-            value = torch.ones(2)
-            self.rows.append(value if appended == "tensors" else (value, 1))
-
-    metric, growth, looked_at = Keeps(), Growth(), []
-    for _ in range(100):
-        part = Metrics([metric], growth)
-        part.begin()
-        assert part._remembered is not None
-        looked_at.append(len(part._remembered._seen))
-        metric.update()
-        part.commit()
-    assert looked_at[-1] == looked_at[5]
-    part = Metrics([metric], growth)
-    part.begin()
-    before = list(metric.rows)
-    metric.rows.reverse()
-    metric.rows.append(3)
-    part.roll_back()
-    assert all(one is other for one, other in zip(metric.rows, before, strict=True))
 
 
 # ---------------------------------------------------------------- compute groups

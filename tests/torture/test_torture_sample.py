@@ -108,9 +108,7 @@ def test_metrics_of_an_evaluation_count_once_whatever_fails(name: str) -> None:
 
 def test_the_harness_sees_what_is_left_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     # A part that forgets to roll back must not pass.
-    monkeypatch.setattr(
-        "automicro.transaction.buffers.Buffers.roll_back", lambda self: self._forget()
-    )
+    monkeypatch.setattr("automicro.state.capture.Captured.put_back", lambda self: None)
     verdict = attempt(Trials(scene("BatchNorm and dropout")), [Fault(140)])
     assert any("body.1.running_mean" in fault for fault in verdict.faults)
 

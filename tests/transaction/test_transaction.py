@@ -1,5 +1,6 @@
 """What a transaction promises, and each of its parts but the gradients."""
 
+import functools
 import random
 from collections.abc import Callable
 
@@ -14,7 +15,6 @@ from automicro import RollbackError
 from automicro.modules import ModuleIndex
 from automicro.reach import Reach
 from automicro.state.part import State
-from automicro.transaction.buffers import BufferHistory, Buffers
 from automicro.transaction.metrics import Metrics, flatten_metrics
 from automicro.transaction.parameters import Parameters
 from automicro.transaction.rng import RandomState
@@ -138,12 +138,12 @@ def fill(module: nn.Module) -> None:
 @pytest.mark.parametrize("change", [replace, register, remove, write, resize, fill])
 def test_whatever_happens_to_buffers_is_undone(change: Callable[[nn.Module], None]) -> None:
     module = Buffered()
-    before = dict(module._buffers)
-    buffers = Buffers(BufferHistory(ModuleIndex([module])))
-    buffers.begin()
+    before, index = dict(module._buffers), ModuleIndex([module])
+    state = State(lambda: {"": module})
+    state.begin()
     change(module)
-    assert buffers.changed_names() != []
-    buffers.roll_back()
+    assert index.changed_buffers(state.is_changed) != []
+    state.roll_back()
     assert list(module._buffers) == list(before)
     assert all(module._buffers[name] is buffer for name, buffer in before.items())
     assert torch.equal(module.get_buffer("in_place"), torch.zeros(3))
@@ -155,85 +155,52 @@ def test_putting_a_buffer_back_is_no_change_of_it(
 ) -> None:
     """A part of an attempt may be undone on its own, and the attempt asks what has moved."""
     module = Buffered()
-    memory = BufferHistory(ModuleIndex([module]))
-    attempt, part = Buffers(memory), Buffers(memory)
+    index = ModuleIndex([module])
+    attempt, part = State(lambda: {"": module}), State(lambda: {"": module})
+    has_moved = functools.partial(attempt.is_changed, by_content=False)
     attempt.begin()
     part.begin()
     if change is not None:
         change(module)
     part.roll_back()
-    assert attempt.moved_names() == []
+    assert index.changed_buffers(has_moved) == []
     module.get_buffer("in_place").add_(1)
-    assert attempt.moved_names() == ["in_place"]
+    assert index.changed_buffers(has_moved) == ["in_place"]
 
 
-def committed(module: nn.Module) -> BufferHistory:
-    memory = BufferHistory(ModuleIndex([module]))
-    buffers = Buffers(memory)
-    buffers.begin()
-    buffers.prepare()
-    buffers.commit()
-    return memory
-
-
-def test_a_large_buffer_that_does_not_change_is_copied_once() -> None:
-    module = Buffered()
-    memory = committed(module)
-    kept = memory.kept(module.get_buffer("large"))
-    assert kept is not None
-    assert memory.kept(module.get_buffer("in_place")) is None
-    buffers = Buffers(memory)
-    buffers.begin()
-    assert any(each.copy is kept for each in buffers._copies.values())
+def committed(module: nn.Module) -> State:
+    state = State(lambda: {"": module})
+    state.begin()
+    state.prepare()
+    state.commit()
+    return state
 
 
 @pytest.mark.parametrize("committed_first", [False, True])
 def test_a_large_buffer_that_changes_late_comes_back(committed_first: bool) -> None:
     module = Buffered()
-    memory = committed(module)
+    state = committed(module)
     large = module.get_buffer("large")
     for _ in range(2):
         if committed_first:
-            buffers = Buffers(memory)
-            buffers.begin()
+            state.begin()
             large.add_(1)
-            buffers.prepare()
-            buffers.commit()
+            state.prepare()
+            state.commit()
         before = large.clone()
-        buffers = Buffers(memory)
-        buffers.begin()
+        state.begin()
         large[::2].add_(1)
-        buffers.roll_back()
+        state.roll_back()
         assert torch.equal(large, before)
 
 
 def test_a_large_buffer_that_changes_late_past_its_version_is_named() -> None:
     module = Buffered()
-    memory = committed(module)
-    buffers = Buffers(memory)
-    buffers.begin()
+    state = committed(module)
+    state.begin()
     module.get_buffer("large").data.add_(1)
-    with pytest.raises(RollbackError, match=r"'large'.*past its version"):
-        buffers.roll_back()
-
-
-def test_a_new_large_buffer_is_not_taken_for_one_that_is_gone() -> None:
-    module = Buffered()
-    memory = committed(module)
-    known = memory._stable[id(module.get_buffer("large"))]
-    module.large = torch.ones(5 * 2**20)
-    # As if the allocator of Python had given the new tensor the old one's id.
-    memory._stable[id(module.get_buffer("large"))] = known
-    assert memory.kept(module.get_buffer("large")) is None
-
-
-def test_the_copy_of_a_large_buffer_goes_with_it() -> None:
-    module = Buffered()
-    memory = committed(module)
-    assert len(memory._stable) == 1
-    module.register_buffer("large", None)
-    memory.index.refresh()  # as the next step does
-    assert len(memory._stable) == 0
+    with pytest.raises(RollbackError, match=r"large.*past its version"):
+        state.roll_back()
 
 
 def test_parameters_that_changed_are_an_error_and_not_a_silent_retry() -> None:
@@ -299,15 +266,3 @@ def test_the_first_update_of_a_collection_is_uncounted_too() -> None:
 def test_what_has_no_update_is_no_metric() -> None:
     with pytest.raises(TypeError, match="no update method"):
         flatten_metrics([3])
-
-
-def test_buffers_that_were_committed_are_not_put_back_later() -> None:
-    module = Buffered()
-    buffers = Buffers(BufferHistory(ModuleIndex([module])))
-    buffers.begin()
-    module.get_buffer("in_place").add_(1)
-    module.in_place = module.get_buffer("in_place") + 1
-    buffers.prepare()
-    buffers.commit()
-    buffers.roll_back()
-    assert module.get_buffer("in_place").tolist() == [2.0, 2.0, 2.0]
