@@ -18,6 +18,7 @@ from automicro.state.values import (
     OBJECT,
     Kind,
     Kinds,
+    Place,
     children,
     is_generator,
     kinds_of,
@@ -92,12 +93,13 @@ class Reach:
     def _walk(self) -> None:
         roots = [each for each in self._roots.values() if isinstance(each, nn.Module)]
         self._known = {id(each) for root in roots for each in root.modules()}
-        self._places = [
-            each._replace(value=each.value if each.owner is None else None)
-            for each in places(self._roots)
-            if is_generator(each.value)
-            or (isinstance(each.value, nn.Module) and id(each.value) not in self._known)
-        ]
+        seen, self._places = set(self._known), list[Place]()
+        for place in places(self._roots):
+            is_new = isinstance(place.value, nn.Module) and id(place.value) not in seen
+            if is_new:
+                seen |= set(map(id, place.value.modules()))
+            if is_new or is_generator(place.value):
+                self._places.append(place if place.owner is None else place._replace(value=None))
 
 
 def generators_in(roots: Mapping[str, Any], kinds: Kinds = kinds_of) -> dict[str, Any]:
