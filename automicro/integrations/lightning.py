@@ -43,11 +43,11 @@ from automicro.loss.silence import Silence
 from automicro.microbatcher import Microbatcher
 from automicro.reach import OF_EVERY_MODULE
 from automicro.state.part import State
+from automicro.state.tensors import seen_version
 from automicro.step.events import Subject
 from automicro.step.metrics import TAKES_EITHER, Asking, Readings, warn_of_metric
 from automicro.step.results import EvalResult, StepResult
 from automicro.transaction.metrics import Metrics
-from automicro.transaction.parameters import seen_version
 
 _PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 _SUPPORTED = "2.5 or 2.6"

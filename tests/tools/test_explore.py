@@ -17,6 +17,7 @@ from automicro import ExploreReport, SampleTooLargeError, explore
 from automicro.cli import main
 from automicro.tools.explore import MeasuredSize
 from tests.cli_jobs import enter_folder_with_job
+from tests.outside import Outside
 
 ROWS, FEATURES = 16, 12
 LOSS = nn.CrossEntropyLoss()
@@ -64,7 +65,12 @@ class Takes(nn.Module):
         self.linear = nn.Linear(FEATURES, 3)
         self.clock = clock
         self.seconds = seconds
-        self.rows: list[int] = []
+        self.outside = Outside(rows=[])
+
+    @property
+    def rows(self) -> list[int]:
+        found: list[int] = self.outside.rows
+        return found
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.rows.append(len(inputs))
@@ -185,10 +191,10 @@ def test_where_not_one_row_fits_it_says_so() -> None:
 
 def test_mappings_are_pooled_and_shared_parts_stay_one() -> None:
     model = nn.Linear(FEATURES, 3)
-    rows = []
+    outside = Outside(rows=[])
 
     def forward(model: nn.Module, batch: Any) -> Tensor:
-        rows.append(len(batch["x"]))
+        outside.rows.append(len(batch["x"]))
         assert batch["scale"].shape == ()
         loss: Tensor = (model(batch["x"]) * batch["scale"]).square().mean()
         return loss
@@ -202,7 +208,7 @@ def test_mappings_are_pooled_and_shared_parts_stay_one() -> None:
         batch_layout={"scale": "shared"},
         max_steps=40,
     )
-    assert max(rows) == 16
+    assert max(outside.rows) == 16
     assert not report.notes
 
 
