@@ -27,6 +27,7 @@ from automicro.values import same_values
 _OPAQUE_KINDS: tuple[type, ...] = (
     BaseException, enum.Enum, io.IOBase, logging.Handler, threading.Thread, weakref.ref,
     np.memmap, np.generic, np.dtype, random.SystemRandom, torch.Size,
+    types.GenericAlias, types.UnionType,
     torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.utils.data.Dataset,
     torch.utils.data.DataLoader, torch.utils.data.Sampler,
 )  # fmt: skip
