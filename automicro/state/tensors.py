@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from automicro.memory.budget import active_budget
 from automicro.memory.device import copies_overlap
 from automicro.state.values import differs, put_table, same_objects
 from automicro.torch_private import (
@@ -21,6 +20,7 @@ from automicro.torch_private import (
     is_uninitialized,
     keeping_versions,
     version_of,
+    without_modes,
 )
 from automicro.values import dense_parts
 
@@ -83,10 +83,10 @@ class Copies:
         self._large: list[_Place] = []
         into = {} if earlier is None else {id(each.tensor): each.copy for each in earlier._small}
         bytes_left = MOST_BYTES
-        for tensor in tensors:
-            if is_uninitialized(tensor):
-                continue
-            alias = tensor.detach()
+        there = [each for each in tensors if not is_uninitialized(each)]
+        with without_modes():  # data that no forward uses lie on no device of a budget's
+            aliases = [each.detach() for each in there]
+        for tensor, alias in zip(there, aliases, strict=True):
             is_dense = alias.layout is torch.strided and not alias.is_quantized
             is_plain = type(alias) is Tensor and not (alias.is_nested or alias.is_conj())
             if not is_dense or not is_plain or alias.is_meta:
@@ -244,7 +244,7 @@ def _large(tensor: Tensor, alias: Tensor, memory: Tensor, *, is_buffer: bool) ->
 
 def _copied(memory: Tensor) -> Tensor:
     """A copy on the host, for the device may have no room for another."""
-    with _on_host():
+    with without_modes():
         if copies_overlap(memory.device):
             with contextlib.suppress(RuntimeError):  # there may be no more memory to be pinned
                 copy = torch.empty_like(memory, device="cpu", pin_memory=True)
@@ -253,15 +253,10 @@ def _copied(memory: Tensor) -> Tensor:
         return memory.to("cpu", copy=True)
 
 
-def _on_host() -> contextlib.AbstractContextManager[None]:
-    budget = active_budget()
-    return contextlib.nullcontext() if budget is None else budget.host()
-
-
 def _has_changed(place: _Place) -> bool:
     if place.copy is None:
         return place.version != seen_version(place.tensor)
-    with _on_host():
+    with without_modes():
         return differs(place.copy, place.memory.to(place.copy.device))
 
 
@@ -271,7 +266,7 @@ def _put_large_back(place: _Place) -> str | None:
         why = f"its {place.memory.nbytes} bytes are not copied, and were written to"
         return why if has_moved else None
     if has_moved or not place.is_kept:
-        with torch.inference_mode():
+        with torch.inference_mode(), without_modes():
             place.memory.copy_(place.copy)
     elif _has_changed(place):
         return "it was written to past its version (through .data, say), as no earlier batch has"
