@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ def eye(layout):
 
 
 def uncoalesced():
-    return torch.sparse_coo_tensor([[0, 0], [1, 1]], [1.0, 2.0], (4, 4))
+    return torch.sparse_coo_tensor(torch.ones(2, 2).long(), torch.ones(2), (4, 4))
 
 
 # A buffer, and a change to it.
@@ -58,7 +59,7 @@ BUFFERS = {
 @pytest.mark.parametrize("kind", BUFFERS)
 def test_buffers_of_every_layout_come_back(kind, is_tied):
     make, change = BUFFERS[kind]
-    model = nn.Sequential(nn.Identity(), nn.Identity())
+    model: Any = nn.Sequential(nn.Identity(), nn.Identity())
     model[0].register_buffer("kept", kept := make())
     if is_tied:
         model[1].register_buffer("tied", kept, persistent=False)
@@ -70,7 +71,8 @@ def test_buffers_of_every_layout_come_back(kind, is_tied):
 
 
 def test_views_of_one_memory_stay_views():
-    model, base = nn.Linear(1, 1), torch.zeros(5, 2)
+    model: Any = nn.Linear(1, 1)
+    base = torch.zeros(5, 2)
     model.register_buffer("base", base)
     model.register_buffer("column", base[:, 1])
     model.turned = base.T
@@ -81,7 +83,7 @@ def test_views_of_one_memory_stay_views():
 
 
 def test_versions_and_addresses_of_buffers_stay():
-    model = nn.BatchNorm1d(3)
+    model: Any = nn.BatchNorm1d(3)
     captured = capture({"model": model})
     for _ in range(3):
         model(torch.randn(4, 3))
@@ -94,13 +96,13 @@ def test_versions_and_addresses_of_buffers_stay():
 
 def test_inference_tensors_come_back():
     with torch.inference_mode():
-        model = nn.BatchNorm1d(3)
+        model: Any = nn.BatchNorm1d(3)
         undone({"model": model}, lambda: model(torch.randn(4, 3)), lambda: list(model.buffers()))
 
 
 @pytest.mark.parametrize("name", ["buffer", "tensor"])
 def test_a_large_tensor_is_put_back_or_named(name):
-    model = nn.Linear(1, 1)
+    model: Any = nn.Linear(1, 1)
     large = torch.zeros(5 * 2**20)
     model.register_buffer("kept", large) if name == "buffer" else setattr(model, "kept", large)
     captured = capture({"model": model})
@@ -117,7 +119,7 @@ def test_a_large_tensor_is_put_back_or_named(name):
 
 
 def test_what_parameters_hold_is_left_to_another_part():
-    model = nn.Sequential(nn.Linear(2, 2))
+    model: Any = nn.Sequential(nn.Linear(2, 2))
     captured = capture({"model": model})
     with torch.no_grad():
         model[0].weight.fill_(2)
@@ -193,7 +195,7 @@ def test_a_graph_that_stays_is_the_same_again(how):
 
 @pytest.mark.parametrize("settled", [0, 2])
 def test_what_a_failed_attempt_made_is_gone(settled):
-    model = nn.Linear(4, 4)
+    model: Any = nn.Linear(4, 4)
     model.seen, model.box = [], Box()
     captured = capture({"model": model})
     for _ in range(settled):
@@ -209,7 +211,7 @@ def test_what_a_failed_attempt_made_is_gone(settled):
 
 
 def test_nothing_that_was_captured_is_alive_after_the_capture():
-    model = nn.Linear(4, 4)
+    model: Any = nn.Linear(4, 4)
     model.box, model.mean, model.inner = Box(), torch.ones(3), nn.Linear(1, 1)
     gone = [weakref.ref(each) for each in (model.box, model.mean, model.inner)]
     captured = capture({"model": model})
@@ -221,7 +223,7 @@ def test_nothing_that_was_captured_is_alive_after_the_capture():
 
 
 def test_captures_one_after_another_leave_nothing():
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Keeping(GRAPHS["nested"]))
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Keeping(GRAPHS["nested"]))
     captured = capture({"model": model})
 
     def attempt(captured):

@@ -134,7 +134,8 @@ def put(at, value):
 
 
 def turn(table):
-    table[first] = table.pop(first := next(iter(table)))
+    first = next(iter(table))
+    table[first] = table.pop(first)
 
 
 def weight(at):
@@ -148,7 +149,9 @@ def modes(_=None):
 
 
 KEY = Box()
-SDPA, LINEAR, OWN = F.scaled_dot_product_attention, nn.Linear.forward, Theirs.forward
+SDPA: Any = F.scaled_dot_product_attention
+LINEAR: Any = nn.Linear.forward
+OWN: Any = Theirs.forward
 ANY = ("before", "after", "around", "first", "turn", "backward", "through")
 DRAWN = ("before", "after", "backward")  # what cannot be undone by the program
 AROUND = ("around", "turn", "pulse", "first")
@@ -212,9 +215,9 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "module_is_swapped": (lambda a: nn.Identity(), lambda a: put(a, nn.ReLU()), lambda a: put(a, nn.Identity())),
     "module_is_added": (lambda a: a, lambda a: a.module.add_module("late", nn.BatchNorm1d(1)), lambda a: a.module._modules.pop("late", 0), lambda a: sorted(a.module.state_dict()), AROUND),
     "method_on_the_instance": (lambda a: [Theirs(2, 2)], lambda a: setattr(a.v[0], "forward", len), lambda a: vars(a.v[0]).pop("forward", 0)),
-    "method_on_the_class": (lambda a: [Theirs(2, 2)], lambda a: setattr(Theirs, "forward", len), lambda a: setattr(Theirs, "forward", OWN), lambda a: Theirs.forward is len, AROUND),
-    "function_of_a_library": (lambda a: a.named(SDPA.__name__), lambda a: setattr(F, "scaled_dot_product_attention", len), lambda a: setattr(F, "scaled_dot_product_attention", SDPA), lambda a: F.scaled_dot_product_attention is len, AROUND),
-    "class_of_a_library": (lambda a: a.named("forward"), lambda a: setattr(nn.Linear, "forward", len), lambda a: setattr(nn.Linear, "forward", LINEAR), lambda a: nn.Linear.forward is len, PULSE),
+    "method_on_the_class": (lambda a: [Theirs(2, 2)], lambda a: setattr(Theirs, "forward", len), lambda a: setattr(Theirs, "forward", OWN), lambda a: vars(Theirs)["forward"] is len, AROUND),
+    "function_of_a_library": (lambda a: a.named(SDPA.__name__), lambda a: setattr(F, "scaled_dot_product_attention", len), lambda a: setattr(F, "scaled_dot_product_attention", SDPA), lambda a: vars(F)["scaled_dot_product_attention"] is len, AROUND),
+    "class_of_a_library": (lambda a: a.named("forward"), lambda a: setattr(nn.Linear, "forward", len), lambda a: setattr(nn.Linear, "forward", LINEAR), lambda a: vars(nn.Linear)["forward"] is len, PULSE),
     # Modes, generators, and what can only be named.
     "grad_mode": (lambda a: a, lambda a: torch.set_grad_enabled(False), lambda a: torch.set_grad_enabled(True), modes, PULSE),
     "autocast": (lambda a: torch.autocast("cpu", torch.bfloat16), lambda a: a.v.__enter__(), lambda a: a.v.__exit__(None, None, None), modes, PULSE),
@@ -229,6 +232,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
 }
 # fmt: on
 GLOBAL_COUNT = 0
+GLOBAL_LATE: int
 GLOBAL_LIST: list[int] = []
 USERS = "automicro_tests_of_a_user"
 
@@ -245,16 +249,19 @@ def in_a_variable(make):
 
 @in_a_variable
 def closure_counts():
+    closure_counts = 0
+
     def step(number):
         nonlocal closure_counts
         closure_counts += number
 
-    closure_counts = 0
     return lambda: step(1), lambda: step(-1), lambda: closure_counts
 
 
 @in_a_variable
 def closure_is_filled():
+    closure_is_filled: Any = None
+
     def do():
         nonlocal closure_is_filled
         closure_is_filled = [1]
@@ -270,7 +277,6 @@ def closure_is_filled():
         except NameError:
             return None
 
-    closure_is_filled = None
     undo()
     return do, undo, read
 
@@ -307,29 +313,29 @@ def global_late():
 @in_a_variable
 def function_counts():
     def function_counts(number=1):
-        function_counts.n += number
+        count(function_counts, number)
 
-    function_counts.n = 0
-    return function_counts, lambda: function_counts(-1), lambda: function_counts.n
+    return function_counts, lambda: function_counts(-1), lambda: vars(function_counts)
 
 
 @in_a_variable
 def default_grows():
-    def do(default_grows=[]):  # noqa: B006
-        default_grows.append(1)
+    def do(step=1, default_grows=[]):  # noqa: B006
+        default_grows.append(1) if step > 0 else default_grows.pop()
+        return default_grows
 
-    return do, lambda: do.__defaults__[0].pop(), lambda: do.__defaults__
+    return do, lambda: do(-1), lambda: do.__defaults__
 
 
 @in_a_variable
 def keyword_default_changes():
-    def do(*, keyword_default_changes=0):
-        do.__kwdefaults__["keyword_default_changes"] = keyword_default_changes + 1
+    def function(*, keyword_default_changes=0):
+        return keyword_default_changes
 
-    def undo():
-        do.__kwdefaults__["keyword_default_changes"] = 0
+    def step(number):
+        function.__kwdefaults__ = {"keyword_default_changes": function() + number}
 
-    return do, undo, lambda: do.__kwdefaults__
+    return lambda: step(1), lambda: step(-1), function
 
 
 @in_a_variable
@@ -537,7 +543,9 @@ def everything_global():
     try:
         yield
     finally:
-        F.scaled_dot_product_attention, nn.Linear.forward, Theirs.forward = SDPA, LINEAR, OWN
+        F.scaled_dot_product_attention = SDPA
+        setattr(nn.Linear, "forward", LINEAR)  # noqa: B010
+        setattr(Theirs, "forward", OWN)  # noqa: B010
         torch.set_grad_enabled(True)
         torch.set_default_dtype(torch.float32)
         torch.set_autocast_enabled("cpu", False)
@@ -597,7 +605,7 @@ def run(program, failures=(), sizes=()):
 
 def train(microbatcher, batch, attempts):
     """One batch, given again where it fails; a result, and errors."""
-    errors = []
+    errors: list[str] = []
     for _ in range(attempts):
         try:
             return microbatcher.backward(batch), errors
@@ -673,14 +681,14 @@ def main():
         verdict, differing = judge(program)
         verdicts[verdict] += 1
         if verdict in ("silent", "invalid"):
-            for each in program.uses:
-                silent.setdefault(each.kind, []).append((len(program.uses), program, differing))
+            key = f"{str(differing[:-1])[:80]} probe={program.probe}"
+            silent.setdefault(key, []).append(program)
 
     count()
     print(dict(verdicts))
-    for name, found in sorted(silent.items(), key=lambda item: -len(item[1])):
-        _, program, differing = min(found, key=lambda each: each[0])
-        print(f"{len(found):5} {name}: {str(differing)[:300]}\n      {program}")
+    for differing, found in sorted(silent.items(), key=lambda item: -len(item[1])):
+        shortest = min(found, key=lambda each: (len(each.uses), len(each.failures)))
+        print(f"{len(found):5} {differing}\n      {shortest}")
 
 
 if __name__ == "__main__":
