@@ -192,7 +192,6 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "method_counts": (lambda a: types.MethodType(count, Box()), lambda a: a.v(), lambda a: a.v(-1)),
     "class_counts": (lambda a: a.of(type("Registry", (), {})), up, down),
     "class_list_grows": (lambda a: a.of(type("Registry", (), {})) or [], lambda a: a.v.append(1), lambda a: a.v.pop()),
-    "module_of_python_counts": (lambda a: a.of(types.ModuleType(USERS)), up, down),
     # Tensors and modules.
     "tensor_in_place": (lambda a: torch.zeros(2), lambda a: a.v.add_(1), lambda a: a.v.sub_(1)),
     "tensor_past_its_version": (lambda a: torch.zeros(2), lambda a: a.v.data.add_(1), lambda a: a.v.data.sub_(1)),
@@ -216,8 +215,6 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "module_is_added": (lambda a: a, lambda a: a.module.add_module("late", nn.BatchNorm1d(1)), lambda a: a.module._modules.pop("late", 0), lambda a: sorted(a.module.state_dict()), AROUND),
     "method_on_the_instance": (lambda a: [Theirs(2, 2)], lambda a: setattr(a.v[0], "forward", len), lambda a: vars(a.v[0]).pop("forward", 0)),
     "method_on_the_class": (lambda a: [Theirs(2, 2)], lambda a: setattr(Theirs, "forward", len), lambda a: setattr(Theirs, "forward", OWN), lambda a: vars(Theirs)["forward"] is len, AROUND),
-    "function_of_a_library": (lambda a: a.named(SDPA.__name__), lambda a: setattr(F, "scaled_dot_product_attention", len), lambda a: setattr(F, "scaled_dot_product_attention", SDPA), lambda a: vars(F)["scaled_dot_product_attention"] is len, AROUND),
-    "class_of_a_library": (lambda a: a.named("forward"), lambda a: setattr(nn.Linear, "forward", len), lambda a: setattr(nn.Linear, "forward", LINEAR), lambda a: vars(nn.Linear)["forward"] is len, PULSE),
     # Modes, generators, and what can only be named.
     "grad_mode": (lambda a: a, lambda a: torch.set_grad_enabled(False), lambda a: torch.set_grad_enabled(True), modes, PULSE),
     "autocast": (lambda a: torch.autocast("cpu", torch.bfloat16), lambda a: a.v.__enter__(), lambda a: a.v.__exit__(None, None, None), modes, PULSE),
@@ -237,14 +234,23 @@ GLOBAL_LIST: list[int] = []
 USERS = "automicro_tests_of_a_user"
 
 
-def in_a_variable(make):
+def in_a_variable(make, name="", *phases):
     """A kind that has functions of its own: what changes the variable, undoes that, and reads it."""
 
     def first(at):
         at.functions = make()
-        return at.named(make.__name__.upper() if "global" in make.__name__ else make.__name__)
+        return at.named(name or make.__name__)
 
-    KINDS[make.__name__] = (first, *(lambda a, i=i: a.functions[i]() for i in range(3)))
+    KINDS[make.__name__] = (
+        first,
+        *(lambda a, i=i: a.functions[i]() for i in range(3)),
+        phases or ANY,
+    )
+
+
+def called(name, *phases):
+    """The same, of a place that has another name than the kind."""
+    return lambda make: in_a_variable(make, name, *phases)
 
 
 @in_a_variable
@@ -281,7 +287,7 @@ def closure_is_filled():
     return do, undo, read
 
 
-@in_a_variable
+@called("GLOBAL_COUNT")
 def global_count():
     def step(number):
         global GLOBAL_COUNT
@@ -291,13 +297,13 @@ def global_count():
     return lambda: step(1), lambda: step(-1), lambda: GLOBAL_COUNT
 
 
-@in_a_variable
+@called("GLOBAL_LIST")
 def global_list():
     GLOBAL_LIST.clear()
     return lambda: GLOBAL_LIST.append(1), lambda: GLOBAL_LIST.pop(), lambda: GLOBAL_LIST
 
 
-@in_a_variable
+@called("GLOBAL_LATE")
 def global_late():
     def do():
         global GLOBAL_LATE
@@ -336,6 +342,39 @@ def keyword_default_changes():
         function.__kwdefaults__ = {"keyword_default_changes": function() + number}
 
     return lambda: step(1), lambda: step(-1), function
+
+
+@called("scaled_dot_product_attention", *AROUND)
+def function_of_a_library():
+    def do():
+        F.scaled_dot_product_attention = len  # type: ignore[assignment]
+
+    def undo():
+        F.scaled_dot_product_attention = SDPA
+
+    return do, undo, lambda: F.scaled_dot_product_attention is SDPA
+
+
+@called("forward", "pulse")
+def class_of_a_library():
+    def do():
+        nn.Linear.forward = len  # type: ignore[assignment, method-assign]
+
+    def undo():
+        nn.Linear.forward = LINEAR  # type: ignore[method-assign]
+
+    return do, undo, lambda: nn.Linear.forward is LINEAR
+
+
+@in_a_variable
+def module_of_python_counts():
+    theirs: Any = types.ModuleType(USERS)
+    theirs.module_of_python_counts = 0
+
+    def step(number):
+        theirs.module_of_python_counts += number
+
+    return lambda: step(1), lambda: step(-1), lambda: theirs.module_of_python_counts
 
 
 @in_a_variable
@@ -635,19 +674,40 @@ def judge(program):
     return "named" if is_named else "silent", [*differing, failed.told]
 
 
-@given(programs())
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-def test_no_failure_leaves_a_trace(program):
+def smaller(program):
+    """A program without anything that does not matter to what it is judged to be."""
+    verdict = judge(program)[0]
+    for name in ("uses", "failures"):
+        for each in getattr(program, name):
+            rest = tuple(other for other in getattr(program, name) if other is not each)
+            if rest or name == "failures":
+                less = dataclasses.replace(program, **{name: rest})
+                program = less if judge(less)[0] == verdict else program
+    less = dataclasses.replace(program, probe=False, has_norm=False)
+    return less if judge(less)[0] == verdict else program
+
+
+def check(program):
     verdict, differing = judge(program)
-    assert verdict != "silent", f"{differing} after {program}"
+    if verdict in ("silent", "invalid"):
+        pytest.fail(f"{verdict}: {differing} after {smaller(program)}", pytrace=False)
+
+
+# Programs are made smaller above, in a few runs.
+DRAWN_ONLY: Any = {"phases": [Phase.generate], "suppress_health_check": list(HealthCheck)}
+
+
+@given(programs())
+@settings(max_examples=40, **DRAWN_ONLY)
+def test_no_failure_leaves_a_trace(program):
+    check(program)
 
 
 @pytest.mark.slow
 @given(programs())
-@settings(max_examples=2_000, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=2_000, **DRAWN_ONLY)
 def test_no_failure_of_many_leaves_a_trace(program):
-    verdict, differing = judge(program)
-    assert verdict != "silent", f"{differing} after {program}"
+    check(program)
 
 
 @pytest.mark.parametrize("phase", ANY)
@@ -669,13 +729,7 @@ def main():
     silent: dict[str, list[Any]] = {}
 
     @seed(given_by_hand.seed)
-    @settings(
-        max_examples=given_by_hand.examples,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(max_examples=given_by_hand.examples, database=None, deadline=None, **DRAWN_ONLY)
     @given(programs())
     def count(program):
         verdict, differing = judge(program)
@@ -687,8 +741,7 @@ def main():
     count()
     print(dict(verdicts))
     for differing, found in sorted(silent.items(), key=lambda item: -len(item[1])):
-        shortest = min(found, key=lambda each: (len(each.uses), len(each.failures)))
-        print(f"{len(found):5} {differing}\n      {shortest}")
+        print(f"{len(found):5} {differing}\n      {smaller(found[0])}", flush=True)
 
 
 if __name__ == "__main__":
