@@ -604,7 +604,7 @@ class Trace:
     fired: bool = False
 
 
-def run(program, failures=(), sizes=()):
+def run(program, failures=(), sizes=(), *, probe=False):
     """Train, in the sizes of another run where they are given."""
     trace = Trace()
     CLOCK.failures, CLOCK.fired = list(failures), False
@@ -618,7 +618,7 @@ def run(program, failures=(), sizes=()):
             microbatch_size=Recorded(sizes) if sizes else program.size,
             loss_average="samples",
             batchnorm="ignore",
-            probe=program.probe and not sizes,
+            probe=probe,
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         data = torch.Generator().manual_seed(1)
@@ -655,7 +655,7 @@ def train(microbatcher, batch, attempts):
 
 def judge(program):
     """``equal``, ``named`` or ``silent``, and what differs."""
-    failed = run(program, program.failures)
+    failed = run(program, program.failures, probe=program.probe)
     is_whole = len(failed.sizes) == BATCHES
     clean = run(program, sizes=failed.sizes if is_whole else ())
     if len(clean.sizes) < BATCHES:
