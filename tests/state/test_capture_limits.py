@@ -17,7 +17,7 @@ from torch import nn
 from automicro.errors import RollbackError
 from automicro.state import capture as module
 from automicro.state.capture import capture
-from tests.state.undone import Box
+from tests.state.undone import Box, count
 
 Colour = enum.Enum("Colour", {"RED": [1]})
 
@@ -93,6 +93,17 @@ def test_what_cannot_be_put_back_is_named(kind):
     captured = capture({"model": model})
     assert any(each is kept for each in left_out(captured))
     assert any(each is kept for each in left_out(captured.again()))
+
+
+def test_what_no_capture_sees_stays_as_it_becomes():
+    model: Any = nn.Linear(1, 1)
+    model.local, model.context = threading.local(), contextvars.ContextVar("n", default=Box(n=0))
+    model.cached = functools.lru_cache(str)
+    captured = capture({"model": model})
+    model.local.n = model.cached(1)
+    count(model.context.get())
+    captured.put_back()
+    assert (model.local.n, model.context.get().n, model.cached.cache_info().currsize) == ("1", 1, 1)
 
 
 @pytest.mark.parametrize("make", [lambda: 0.5, lambda: torch.ones(1), lambda: {"loss": 1.0}])

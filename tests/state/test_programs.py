@@ -225,7 +225,6 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "generator_of_python": (lambda a: random.Random(1), lambda a: a.v.gauss(0, 1), None, None, DRAWN),
     "global_generators": (lambda a: a, lambda a: (random.random(), np.random.random(), torch.rand(1)), None, lambda a: (random.getstate(), str(np.random.get_state()), picture(torch.get_rng_state())), DRAWN),
     "iterator": (lambda a: itertools.count(), lambda a: next(a.v), None, lambda a: repr(a.v), DRAWN),
-    "lru_cache": (lambda a: functools.lru_cache(str), lambda a: a.v(a.v.cache_info().currsize), None, lambda a: a.v.cache_info().currsize, DRAWN),
 }
 # fmt: on
 GLOBAL_COUNT = 0
