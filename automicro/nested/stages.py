@@ -23,7 +23,7 @@ from automicro.errors import UnsplittableModelError, text_of
 from automicro.memory.oom import Failure, classify
 from automicro.state.capture import capture
 from automicro.torch_private import AnyBatchNorm, all_versions, call_hooks
-from automicro.transaction.rng import RandomState, foreign_states
+from automicro.transaction.rng import RandomState
 
 PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 """BatchNorms that normalise, scale and shift, and do nothing else."""
