@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from automicro.options import unwrapped
-from automicro.state.values import (
+from automicro.values import (
     OBJECT,
     Kind,
     Kinds,

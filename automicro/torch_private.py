@@ -27,10 +27,12 @@ from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
 __all__ = [
     "BACKWARD_OF_FUSED_ATTENTION",
+    "BUFFERS",
     "DIRICHLET_DRAW",
     "EFFICIENT_ATTENTION",
     "FLASH_ATTENTION",
     "GAMMA_DRAW",
+    "REGISTERED",
     "STEP_HOOKS",
     "WHOLE_ATTENTION",
     "AnyBatchNorm",
@@ -38,6 +40,7 @@ __all__ = [
     "FakeTensorMode",
     "Hooks",
     "OperationMode",
+    "all_hooks",
     "all_versions",
     "are_tables_of",
     "buffer_table",
@@ -53,6 +56,7 @@ __all__ = [
     "compiler_is_loaded",
     "compiler_is_used",
     "computing_attention",
+    "copy_into",
     "dump_memory_snapshot",
     "ends_checkpoint",
     "forget_workers",
@@ -83,8 +87,10 @@ __all__ = [
     "record_memory_history",
     "run_backward",
     "schema_of",
+    "scripted_attributes",
     "set_gradient_hooks",
     "set_inductor_deterministic",
+    "set_scripted",
     "showing_saved",
     "sparse_parts",
     "tell_no_more",
@@ -188,8 +194,10 @@ _BUFFERS = operator.attrgetter("_buffers")
 _VERSION = operator.attrgetter("_version")
 _HOOKS_BEFORE = operator.attrgetter("_backward_hooks")
 _HOOKS_AFTER = operator.attrgetter("_post_accumulate_grad_hooks")
-_TABLE_NAMES = ("_parameters", "_buffers", "_modules")
-_EACH_TABLE = tuple(map(operator.itemgetter, _TABLE_NAMES))
+BUFFERS = "_buffers"
+REGISTERED = ("_parameters", BUFFERS, "_modules")
+"""Names of the tables in which a module has its parameters, buffers and children."""
+_EACH_TABLE = tuple(map(operator.itemgetter, REGISTERED))
 _WALKS = ("named_modules", "modules", "named_parameters", "parameters", "_named_members")
 
 
@@ -202,9 +210,9 @@ def module_tables(module: nn.Module) -> tuple[dict[str, Any], ...] | None:
     kind, space = type(module), vars(module)
     if any(getattr(kind, name) is not getattr(nn.Module, name) for name in _WALKS):
         return None
-    found = map(space.get, _TABLE_NAMES)  # a traced module has none of its own
+    found = map(space.get, REGISTERED)  # a traced module has none of its own
     tables = tuple(table for table in found if isinstance(table, dict))
-    return tables if len(tables) == len(_TABLE_NAMES) else None
+    return tables if len(tables) == len(REGISTERED) else None
 
 
 def are_tables_of(
@@ -462,6 +470,17 @@ class _ScriptedTable(MutableMapping[str, Any]):
 
     def clear(self) -> None:
         """Nothing: what is written next takes the place of each."""
+
+
+def scripted_attributes(module: Any) -> dict[str, Any]:
+    """What a scripted module keeps beside its children, by name."""
+    names = map(sys.intern, module._concrete_type.get_attributes())
+    return {name: module._c.getattr(name) for name in names}
+
+
+def set_scripted(module: Any, name: str, value: Any) -> None:
+    """Let a scripted module keep something else by this name."""
+    module._c.setattr(name, value)
 
 
 def children_of(module: nn.Module) -> list[nn.Module]:

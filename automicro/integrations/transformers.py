@@ -60,10 +60,10 @@ from automicro.memory.oom import is_out_of_memory
 from automicro.microbatcher import Microbatcher
 from automicro.modules import evaluation_mode
 from automicro.state.part import State
-from automicro.state.values import OBJECT, differs, kinds_of
 from automicro.step.results import EvalResult, StepResult
 from automicro.transaction.rng import RandomState, devices_of
 from automicro.transaction.transaction import Transaction
+from automicro.values import OBJECT, differs, kinds_of
 
 import_host("transformers", extra="transformers")
 from transformers import Trainer  # noqa: E402

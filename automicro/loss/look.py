@@ -24,7 +24,7 @@ from automicro.errors import LossError
 from automicro.loss.informative_rows import Choice
 from automicro.loss.passes import Computation, ExtraPasses, Place, keeping_nothing
 from automicro.loss.weights import BatchWeights, CutBatch
-from automicro.state.values import children, is_plain
+from automicro.values import children, is_plain
 
 T = TypeVar("T")
 

@@ -28,7 +28,6 @@ from automicro.modules import ModuleIndex
 from automicro.options import ONE_GRAPH_EACH, check_loss
 from automicro.reach import OF_EVERY_MODULE, Reach
 from automicro.state.capture import Captured, capture
-from automicro.state.values import children, state_of, walk
 from automicro.torch_private import (
     AnyBatchNorm,
     buffer_table,
@@ -39,6 +38,7 @@ from automicro.torch_private import (
 from automicro.transaction.leaves import HeldHooks, leaves_of, nodes_of
 from automicro.transaction.parameters import ParameterWrites, refused_writes
 from automicro.transaction.rng import RandomState, devices_of, foreign_states
+from automicro.values import children, state_of, walk
 
 Mode: TypeAlias = Literal["train", "eval", "predict"]
 """Which forward: with a loss, with one perhaps, without."""

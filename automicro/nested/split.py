@@ -44,7 +44,6 @@ from automicro.policy.policy import Outcome, Policy, require_rows, require_size
 from automicro.reach import OF_EVERY_MODULE, Reach, captured_modules
 from automicro.sharding import is_sharded
 from automicro.state.replay import Replay, taking_shapes
-from automicro.state.values import children, walk
 from automicro.torch_private import (
     FakeTensor,
     forward_of_class,
@@ -59,6 +58,7 @@ from automicro.torch_private import (
 )
 from automicro.transaction.leaves import leaves_of
 from automicro.transaction.rng import NothingDrawn, RandomState, devices_of
+from automicro.values import children, walk
 
 logger = logging.getLogger("automicro.attempts")
 

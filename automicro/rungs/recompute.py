@@ -30,7 +30,6 @@ from automicro.nested.slices import Calls, num_shrunk
 from automicro.ranks.interface import StrayedError
 from automicro.state.capture import Captured
 from automicro.state.replay import Replay
-from automicro.state.values import is_owned
 from automicro.torch_private import (
     all_versions,
     call_of,
@@ -44,7 +43,7 @@ from automicro.torch_private import (
     version_of,
 )
 from automicro.transaction.rng import RandomState
-from automicro.values import comes_from
+from automicro.values import comes_from, is_owned
 
 logger = logging.getLogger(__name__)
 

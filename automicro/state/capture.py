@@ -23,14 +23,14 @@ from torch import Tensor, nn
 
 from automicro.errors import RollbackError
 from automicro.state.tensors import SMALL_BYTES, Copies, Leaves, is_freed
-from automicro.state.values import (
+from automicro.torch_private import BUFFERS, REGISTERED, gradient_hooks, is_uninitialized
+from automicro.values import (
     CLASS,
     DICT,
     FUNCTION,
     LIST,
     OBJECT,
     PARALLEL,
-    REGISTERED,
     TENSOR,
     UNREADABLE,
     Kind,
@@ -48,7 +48,6 @@ from automicro.state.values import (
     table_of,
     walk,
 )
-from automicro.torch_private import gradient_hooks, is_uninitialized
 
 MOST_VALUES = 200_000  # in all containers together
 LONG = 10_000  # elements of a list that is expected only to grow
@@ -377,7 +376,7 @@ class Captured:
             if not inner:
                 self._empty.append(inner)
             elif name not in REGISTERED or not _is_sharded(inner):
-                if name == "_buffers":
+                if name == BUFFERS:
                     self._buffers |= dict.fromkeys(map(id, inner.values()))
                 found.append(inner)
             else:

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from automicro.errors import StateWarning, warn
 from automicro.state.capture import Captured, capture
-from automicro.state.values import is_plain, kinds_within, walk
-from automicro.transaction.transaction import Part
+from automicro.values import is_plain, kinds_within, walk
 
 Roots = Mapping[str, Any]
 
@@ -144,13 +143,13 @@ def _left_out(captured: Captured) -> dict[str, list[str]]:
 _PART = ("begin", "prepare", "commit", "roll_back")
 
 
-def read_state(values: Iterable[Any]) -> tuple[list[Part], dict[str, Any]]:
+def read_state(values: Iterable[Any]) -> tuple[list[Any], dict[str, Any]]:
     """What a caller gave as further state: parts of a transaction, and roots by name.
 
     Raises:
         TypeError: a value that nothing can change, so that another must have been meant.
     """
-    parts: list[Part] = []
+    parts: list[Any] = []
     roots: dict[str, Any] = {}
     for index, value in enumerate(values):
         if is_plain(value) and not hasattr(value, "__dict__"):

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from automicro.memory.device import copies_overlap
-from automicro.state.values import differs, put_table, same_objects
 from automicro.torch_private import (
     all_hooks,
     all_versions,
@@ -22,7 +21,7 @@ from automicro.torch_private import (
     version_of,
     without_modes,
 )
-from automicro.values import dense_parts
+from automicro.values import dense_parts, differs, put_table, same_objects
 
 SMALL_BYTES = 2**16  # of a tensor that is copied each time where it lies; of a buffer, LARGE_BYTES
 LARGE_BYTES = 2**24  # larger copies lie on the host, and only those of buffers are taken

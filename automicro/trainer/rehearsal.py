@@ -29,7 +29,6 @@ from automicro.microbatcher import Microbatcher
 from automicro.options import check_choice
 from automicro.reach import generators_in, kinds_of_loading
 from automicro.state.capture import capture
-from automicro.state.values import walk
 from automicro.step.results import EvalResult, StepResult
 from automicro.torch_private import forget_workers, is_uninitialized
 from automicro.trainer.context import RunContext
@@ -46,6 +45,7 @@ from automicro.trainer.evaluation import Evaluation
 from automicro.trainer.metrics import MetricSet
 from automicro.trainer.progress import Progress, count_of
 from automicro.units import Unit, format_bytes
+from automicro.values import walk
 
 MODES = ("worst",)
 COSTLIEST = 3

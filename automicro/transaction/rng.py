@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from automicro.state.values import set_state, state_of
-from automicro.values import same_values
+from automicro.values import same_values, set_state, state_of
 
 
 def devices_of(modules: Iterable[nn.Module], device: torch.device) -> tuple[torch.device, ...]:

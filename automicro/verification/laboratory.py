@@ -30,11 +30,11 @@ from automicro.modules import ModuleIndex
 from automicro.options import check_loss
 from automicro.reach import captured_modules
 from automicro.state.capture import capture
-from automicro.state.values import is_generator
 from automicro.torch_private import buffer_table, forward_of_class, num_nodes_made
 from automicro.transaction.gradients import Gradients
 from automicro.transaction.rng import RandomState, devices_of
 from automicro.transaction.transaction import Part, Transaction
+from automicro.values import is_generator
 
 
 @dataclass(frozen=True, kw_only=True)

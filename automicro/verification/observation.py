@@ -13,9 +13,9 @@ from automicro.batchnorm import batchnorm_buffers, find_batchnorm
 from automicro.loss.look import Compared
 from automicro.loss.passes import changed_places
 from automicro.state.capture import Captured, capture
-from automicro.state.values import differs
 from automicro.torch_private import buffer_table
 from automicro.transaction.rng import foreign_states
+from automicro.values import differs
 from automicro.verification.laboratory import (
     Conditions,
     Laboratory,

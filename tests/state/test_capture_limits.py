@@ -97,7 +97,7 @@ def test_what_cannot_be_put_back_is_named(kind):
 
 def test_what_no_capture_sees_stays_as_it_becomes():
     model: Any = nn.Linear(1, 1)
-    model.local, model.context = threading.local(), contextvars.ContextVar("n", default=Box(n=0))
+    model.local, model.context = threading.local(), contextvars.ContextVar("n", default=Box(n=0))  # noqa: B039
     model.cached = functools.lru_cache(str)
     captured = capture({"model": model})
     model.local.n = model.cached(1)

@@ -24,9 +24,8 @@ from automicro.data import LengthBatchSampler
 from automicro.data.sampler import AverageBatch
 from automicro.errors import DataLoaderError
 from automicro.reach import generators_in, kinds_of_loading
-from automicro.state.values import is_generator
 from automicro.units import Duration, Unit
-from automicro.values import comes_from, same_values
+from automicro.values import comes_from, is_generator, same_values
 
 Generator: TypeAlias = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 

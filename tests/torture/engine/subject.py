@@ -19,8 +19,8 @@ from automicro.optimizer.scaling import GradientScaler
 from automicro.optimizer.step import step_optimizer
 from automicro.policy.policy import Policy
 from automicro.reach import Reach
-from automicro.state.values import is_generator, state_of
 from automicro.transaction.metrics import flatten_metrics
+from automicro.values import is_generator, state_of
 
 
 @dataclass(frozen=True, kw_only=True)
