@@ -416,8 +416,7 @@ def children(value: Any, kinds: Kinds = kinds_of) -> Iterator[tuple[str, Any]]:
 
 def _inside_function(value: types.FunctionType) -> Iterator[tuple[str, Any]]:
     yield from ((name, cell.cell_contents) for name, cell in cells_of(value) if is_filled(cell))
-    yield from ((f"default[{i}]", each) for i, each in enumerate(value.__defaults__ or ()))
-    yield from ((f"default.{name}", each) for name, each in (value.__kwdefaults__ or {}).items())
+    yield from (("default", each) for each in (value.__defaults__, value.__kwdefaults__))
     yield from ((f"{value.__name__}.{name}", each) for name, each in vars(value).items())
     for names in namespaces_of(value):
         if names.is_walked:
