@@ -6,8 +6,8 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Container, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,7 +73,7 @@ class Reach:
         for path, module in self._read():
             if isinstance(module, nn.Module) and id(module) not in known:
                 known |= set(map(id, module.modules()))
-                found[unused_name(path, found)] = module
+                found[_unused(path, found)] = module
         return found
 
     def generators(self) -> list[Any]:
@@ -112,7 +112,7 @@ def generators_in(roots: Mapping[str, Any], kinds: Kinds = kinds_of) -> dict[str
     found: dict[str, Any] = {}
     for path, value in walk(roots, kinds):
         if is_generator(value) and not any(value is each for each in _OF_THE_PROCESS):
-            found[unused_name(path, found)] = value
+            found[_unused(path, found)] = value
     return found
 
 
@@ -174,16 +174,11 @@ _CODE = Kind(lambda value: [getattr(value, "func", None) or value.__func__], nam
 _CLOSED = Kind(lambda value: None, is_leaf=True)
 
 
-def unused_name(name: str, used: Container[str]) -> str:
+def _unused(name: str, used: Container[str]) -> str:
     """The name, or the name with a number, where it is used.
 
-    >>> unused_name("noise", {"noise"})
+    >>> _unused("noise", {"noise"})
     'noise (2)'
     """
     names = itertools.chain([name], (f"{name} ({number})" for number in itertools.count(2)))
     return next(each for each in names if each not in used)
-
-
-# ---- the objects' half, until its last users are ported
-
-Read: TypeAlias = Callable[[], Any]

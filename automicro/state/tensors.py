@@ -33,15 +33,6 @@ def seen_version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else version_of(tensor)
 
 
-def size_in_bytes(tensor: Tensor) -> int:
-    """The bytes of a tensor's elements; of a sparse one, those of their places too.
-
-    >>> size_in_bytes(torch.eye(3).to_sparse()), size_in_bytes(torch.eye(3))
-    (60, 36)
-    """
-    return sum(part.nbytes for part in dense_parts(tensor.detach()))
-
-
 class _Place(NamedTuple):
     """A tensor, its memory as it was, the same in a line, and what was there at a version."""
 
