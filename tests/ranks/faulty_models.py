@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from automicro.ranks.guards.ddp import VotingHook
 from automicro.torch_private_distributed import collectives_of
+from tests.outside import Unreached
 
 WIDTH = 8
 RARE = 1.0  # rows that begin with more than this: one of six
@@ -41,6 +42,8 @@ class Fault:
 
 
 class Faults:
+    waiting, fired = Unreached(), Unreached()
+
     def __init__(self, plan: Sequence[Fault] = ()) -> None:
         self.waiting = [fault for fault in plan if fault.rank == dist.get_rank()]
         self.fired = 0

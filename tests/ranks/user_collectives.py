@@ -17,6 +17,7 @@ from torchmetrics import Metric
 
 from automicro import Callback, Trainer
 from automicro.ranks.guards import guard
+from tests.outside import Outside
 
 Operation = Callable[[Tensor], object]
 
@@ -167,14 +168,11 @@ class Where:
     def __init__(self, name: str, place: str, ranks: Sequence[int], oom: tuple[int, int] | None):
         self._operation, self.place, self._ranks = OPERATIONS[name], place, ranks
         self.is_in_microbatch = False
-        calls = 0
+        self._count, self._oom = Outside(calls=0), oom
 
-        def is_due() -> bool:  # a rollback of the metric that holds this must not forget calls
-            nonlocal calls
-            calls += 1
-            return oom == (dist.get_rank(), calls)
-
-        self._is_due = is_due
+    def _is_due(self) -> bool:
+        self._count.calls += 1
+        return self._oom == (dist.get_rank(), self._count.calls)
 
     def come(self, place: str, *, rows: Tensor | None = None) -> None:
         if place == self.place and dist.get_rank() in self._ranks:
