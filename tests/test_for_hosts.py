@@ -19,6 +19,7 @@ from automicro import (
 )
 from tests import models
 from tests.models import ROWS, Mlp
+from tests.outside import OutsideList
 
 x, y = models.x(), models.y()
 
@@ -123,7 +124,7 @@ def test_a_part_of_the_callers_own_is_begun_committed_and_rolled_back() -> None:
 def test_state_that_only_another_object_could_replace_is_named() -> None:
     state = [itertools.count()]
     step = Microbatcher(Mlp(), loss_fn=nn.CrossEntropyLoss(), state=state, probe=False)
-    with pytest.raises(TypeError, match=r"holds a count of type count, .* begin, prepare, commit"):
+    with pytest.raises(TypeError, match=r"state\[0\] \(of type count\) .* begin, prepare, commit"):
         step.backward((x, y))
 
 
@@ -136,7 +137,9 @@ def test_state_that_nothing_can_change_is_refused(value: Any) -> None:
 def test_state_that_cannot_be_copied_is_named() -> None:
     held = {"rows": (each for each in range(3))}
     step = Microbatcher(Mlp(), loss_fn=nn.CrossEntropyLoss(), state=[held], probe=False)
-    with pytest.raises(TypeError, match=r"holds a dict → rows of type generator, .*undone; pass"):
+    with pytest.raises(
+        TypeError, match=r"state\[0\]\['rows'\] \(of type generator\) cannot be put back.*pass"
+    ):
         step.backward((x, y))
 
 
@@ -265,7 +268,7 @@ def test_gradients_that_a_forward_clears_are_let_go_where_nobody_wants_them_back
 ) -> None:
     model = nn.Linear(4, 2)
     kept = nn.Parameter(torch.ones(2))
-    attempts: list[int] = []
+    attempts = OutsideList()
 
     def forward(model: nn.Module, batch: Tensor) -> Tensor:
         loss: Tensor = (model(batch) * kept).square().mean()

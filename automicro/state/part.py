@@ -122,6 +122,7 @@ class State:
         for value, why in captured.left_out:
             if id(value) in names:
                 path = f"{names[id(value)]} (of type {type(value).__name__})"
+                self._captured = None  # nothing ran that a rollback could undo or tell of
                 raise TypeError(f"{path} cannot be put back, because {why}. {_REMEDY}")
 
 
