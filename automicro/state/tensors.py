@@ -21,7 +21,7 @@ from automicro.torch_private import (
     version_of,
     without_modes,
 )
-from automicro.values import dense_parts, differs, put_table, same_objects
+from automicro.values import differs, put_table, same_objects
 
 SMALL_BYTES = 2**16  # of a tensor that is copied each time where it lies; of a buffer, LARGE_BYTES
 LARGE_BYTES = 2**24  # larger copies lie on the host, and only those of buffers are taken
