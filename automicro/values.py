@@ -276,7 +276,7 @@ def _find_kinds(kind: type) -> Iterator[Kind]:
         found = PARALLEL
     if found is not None:
         yield found
-    elif is_opaque(kind.__module__):
+    elif _is_opaque(kind.__module__):
         if kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__"):
             yield UNREADABLE
         return
@@ -289,10 +289,10 @@ def _find_kinds(kind: type) -> Iterator[Kind]:
 
 
 @functools.cache
-def is_opaque(module: str | None) -> bool:
+def _is_opaque(module: str | None) -> bool:
     """Whether objects that a module of Python defines keep nothing of a forward's.
 
-    >>> is_opaque("threading"), is_opaque("collections"), is_opaque("theirs")
+    >>> _is_opaque("threading"), _is_opaque("collections"), _is_opaque("theirs")
     (True, False, False)
     """
     parts = str(module).split(".")
@@ -304,7 +304,7 @@ def is_installed(module: str | None) -> bool:
     """Whether a module of Python belongs to a library, whose code keeps nothing of the caller's."""
     path = str(getattr(sys.modules.get(str(module)), "__file__", None))
     is_pythons = str(module).partition(".")[0] in sys.stdlib_module_names
-    return is_pythons or is_opaque(module) or "site-packages" in path or "dist-packages" in path
+    return is_pythons or _is_opaque(module) or "site-packages" in path or "dist-packages" in path
 
 
 def is_plain(value: Any) -> bool:
@@ -317,13 +317,13 @@ def is_plain(value: Any) -> bool:
 
 
 @functools.cache
-def names_in(code: types.CodeType) -> frozenset[str]:
+def _names_in(code: types.CodeType) -> frozenset[str]:
     """The names that code uses for globals, attributes and imports, with those of code inside."""
     inner = [each for each in code.co_consts if type(each) is types.CodeType]
-    return frozenset(code.co_names).union(*map(names_in, inner))
+    return frozenset(code.co_names).union(*map(_names_in, inner))
 
 
-class Names(NamedTuple):
+class _Names(NamedTuple):
     """Some names of a namespace: a module's of Python, or a class's of a library."""
 
     owner: Any
@@ -332,16 +332,16 @@ class Names(NamedTuple):
     is_walked: bool
 
 
-def namespaces_of(function: types.FunctionType) -> Iterator[Names]:
+def namespaces_of(function: types.FunctionType) -> Iterator[_Names]:
     """Where the caller's code looks up names; of a library's modules, what stands there alone."""
-    used, home = names_in(function.__code__), function.__globals__
+    used, home = _names_in(function.__code__), function.__globals__
     if is_installed(home.get("__name__")):
         return
     seen = {id(home)}
-    waiting: list[Names] = [Names(home, home, used, True)]
+    waiting: list[_Names] = [_Names(home, home, used, True)]
     cells = {name: cell.cell_contents for name, cell in cells_of(function) if is_filled(cell)}
-    waiting.append(Names(None, cells, frozenset(cells), False))
-    waiting.append(Names(None, sys.modules, used - home.keys(), False))  # it imports by itself
+    waiting.append(_Names(None, cells, frozenset(cells), False))
+    waiting.append(_Names(None, sys.modules, used - home.keys(), False))  # it imports by itself
     for each in waiting:  # which grows meanwhile
         if each.owner is not None:
             yield each
@@ -356,9 +356,9 @@ def namespaces_of(function: types.FunctionType) -> Iterator[Names]:
             if is_module:
                 is_theirs = not is_installed(value.__name__)
                 if is_theirs or each.table is not sys.modules:
-                    waiting.append(Names(vars(value), vars(value), used, is_theirs))
+                    waiting.append(_Names(vars(value), vars(value), used, is_theirs))
             elif is_installed(value.__module__):
-                found = Names(value, vars(value), used & vars(value).keys(), False)
+                found = _Names(value, vars(value), used & vars(value).keys(), False)
                 if found.used:
                     yield found
 

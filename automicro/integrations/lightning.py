@@ -45,9 +45,8 @@ from automicro.reach import OF_EVERY_MODULE
 from automicro.state.part import State
 from automicro.state.tensors import seen_version
 from automicro.step.events import Subject
-from automicro.step.metrics import TAKES_EITHER, Asking, Readings, warn_of_metric
+from automicro.step.metrics import TAKES_EITHER, Asking, Metrics, Readings, warn_of_metric
 from automicro.step.results import EvalResult, StepResult
-from automicro.transaction.metrics import Metrics
 
 _PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 _SUPPORTED = "2.5 or 2.6"

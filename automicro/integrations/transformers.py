@@ -345,10 +345,10 @@ class Enabled:
         self._caught: list[tuple[Tensor, dict[str, Any]]] = []
         self._held: HeldBack | None = None
         self._collected: list[tuple[Any, Any]] = []
-        self._noted = Noted(
+        self._noted = _Noted(
             [self._series.rows, self._series.changed, self._logs.told, self._collected]
         )
-        self._beside = beside_the_model(self._itself)
+        self._beside = _beside_the_model(self._itself)
         self._warns = True
         self._is_asking = False  # what an evaluation would refuse
 
@@ -835,7 +835,7 @@ class Enabled:
     def _undone(self, model: nn.Module) -> Iterator[None]:
         """Whatever is computed meanwhile counts for nothing, also in what the trainer keeps."""
         if is_extra_pass():  # which undoes the rest
-            extra = Transaction([beside_the_model(self._itself)])
+            extra = Transaction([_beside_the_model(self._itself)])
         else:
             extra = _everything_of(self._itself, model)
         extra.begin()
@@ -910,7 +910,7 @@ _Path = tuple[str, ...]
 _DEEPEST = 3  # of mappings in mappings
 
 
-def beside_the_model(trainer: Callable[[], Any]) -> State:
+def _beside_the_model(trainer: Callable[[], Any]) -> State:
     """What a step may change of a trainer beside its model, as a part of a transaction.
 
     Args:
@@ -928,11 +928,11 @@ def beside_the_model(trainer: Callable[[], Any]) -> State:
 def _everything_of(trainer: Callable[[], Any], model: nn.Module) -> Transaction:
     """All that a step may change."""
     devices = devices_of([model], trainer().args.device)
-    beside, inside = beside_the_model(trainer), State(lambda: {"model": model})
+    beside, inside = _beside_the_model(trainer), State(lambda: {"model": model})
     return Transaction([beside, inside, RandomState(devices)])
 
 
-class Noted:
+class _Noted:
     """Lists of what the microbatches of one batch gave; those of a failed attempt gave nothing.
 
     Args:

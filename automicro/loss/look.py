@@ -190,10 +190,10 @@ def lasting_state(computation: Computation, batch: Any) -> list[Place]:
     if not places:
         return []
 
-    def after(calls: int) -> tuple[list[Snapshot], Snapshot]:
+    def after(calls: int) -> tuple[list[_Snapshot], _Snapshot]:
         with ExtraPasses(computation) as passes, keeping_nothing():
             losses = [passes.losses(batch).loss for _ in range(calls)]
-            return [Snapshot(place.read()) for place in places], Snapshot(losses[-1])
+            return [_Snapshot(place.read()) for place in places], _Snapshot(losses[-1])
 
     (one, loss), (two, next_loss), (one_again, _), (two_again, _) = map(after, (1, 2, 1, 2))
     is_used = not next_loss.is_like(loss)
@@ -202,7 +202,7 @@ def lasting_state(computation: Computation, batch: Any) -> list[Place]:
         for place, first, second, *again in zip(places, one, two, one_again, two_again, strict=True)
         if (is_used or isinstance(place.read(), int | float))
         and not second.is_like(first)
-        and all(map(Snapshot.repeats, (first, second), again))
+        and all(map(_Snapshot.repeats, (first, second), again))
     ]
 
 
@@ -224,11 +224,11 @@ def counting(
     """
     cut = CutRows(computation, batch, choice)
 
-    def after(*calls: Any) -> list[Snapshot]:
+    def after(*calls: Any) -> list[_Snapshot]:
         with ExtraPasses(computation) as passes:
             for rows in calls:
                 passes.losses(rows)
-            return [Snapshot(place.read()) for place in places]
+            return [_Snapshot(place.read()) for place in places]
 
     calls = (cut.together,), (cut.small, cut.large), (cut.large,)
     whole, parts, last = (after(*each) for each in calls)
@@ -241,7 +241,7 @@ def counting(
         if not apart.is_like(together)
         and not apart.is_like(alone)
         # What a clock says is another each time.
-        and all(map(Snapshot.repeats, (apart, alone), repeated))
+        and all(map(_Snapshot.repeats, (apart, alone), repeated))
     ]
 
 
@@ -249,7 +249,7 @@ _MOST_VALUES, _MOST_BYTES, _DEPTH = 10_000, 2**24, 12
 _ROUNDING = 1e-5  # of the state of a forward in float32, added up in another order
 
 
-class Snapshot:
+class _Snapshot:
     """What a value is at one moment, to be compared with what it is at another.
 
     Tensors and arrays are copied. What is too deep or too much, and what says nothing of itself,
@@ -259,10 +259,10 @@ class Snapshot:
         value: any.
 
     Example:
-        >>> before = Snapshot({"step": 1, "mean": torch.zeros(2)})
-        >>> before.is_like(Snapshot({"step": 1, "mean": torch.full((2,), 1e-9)}))
+        >>> before = _Snapshot({"step": 1, "mean": torch.zeros(2)})
+        >>> before.is_like(_Snapshot({"step": 1, "mean": torch.full((2,), 1e-9)}))
         True
-        >>> before.is_like(Snapshot({"step": 2, "mean": torch.zeros(2)}))
+        >>> before.is_like(_Snapshot({"step": 2, "mean": torch.zeros(2)}))
         False
     """
 
@@ -270,11 +270,11 @@ class Snapshot:
         self._left = _MOST_VALUES
         self._frozen = self._freeze(value, _DEPTH)
 
-    def is_like(self, other: "Snapshot") -> bool:
+    def is_like(self, other: "_Snapshot") -> bool:
         """Whether both are the same but for rounding."""
         return _are_alike(self._frozen, other._frozen, near_zero=True)
 
-    def repeats(self, other: "Snapshot") -> bool:
+    def repeats(self, other: "_Snapshot") -> bool:
         """Whether both are the same to the digits that count, however small they are.
 
         As the same computation leaves them: two durations do not, though both are near zero.

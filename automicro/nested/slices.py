@@ -30,7 +30,7 @@ from automicro.loss.averages import Average
 from automicro.loss.passes import is_extra_pass
 from automicro.loss.weights import BatchWeights, CutBatch
 from automicro.memory.oom import Failure, classify, release
-from automicro.state.replay import Replay
+from automicro.state.part import Replay
 from automicro.torch_private import FakeTensor, all_versions, uncheckpointed
 from automicro.transaction.rng import RandomState
 from automicro.transaction.transaction import Transaction

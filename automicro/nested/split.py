@@ -43,7 +43,7 @@ from automicro.policy.choose import make_policy
 from automicro.policy.policy import Outcome, Policy, require_rows, require_size
 from automicro.reach import OF_EVERY_MODULE, Reach, captured_modules
 from automicro.sharding import is_sharded
-from automicro.state.replay import Replay, taking_shapes
+from automicro.state.part import Replay, taking_shapes
 from automicro.torch_private import (
     FakeTensor,
     forward_of_class,

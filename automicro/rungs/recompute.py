@@ -29,7 +29,7 @@ from automicro.memory.oom import Failure, classify
 from automicro.nested.slices import Calls, num_shrunk
 from automicro.ranks.interface import StrayedError
 from automicro.state.capture import Captured
-from automicro.state.replay import Replay
+from automicro.state.part import Replay
 from automicro.torch_private import (
     all_versions,
     call_of,

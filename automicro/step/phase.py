@@ -24,12 +24,11 @@ from automicro.reach import Reach
 from automicro.remembered.cache import RememberedSizes, SizeCache
 from automicro.remembered.entry import RememberedSize, RunKey
 from automicro.rungs.levels import Level
-from automicro.state.part import State
-from automicro.state.replay import taking_shapes
+from automicro.state.part import State, taking_shapes
 from automicro.step.events import Narrator, Observer
+from automicro.step.metrics import Metrics, flatten_metrics
 from automicro.step.plan import CutRule, Finished, ReadBatch, Step
 from automicro.step.unit import ROWS
-from automicro.transaction.metrics import Metrics, flatten_metrics
 from automicro.transaction.rng import RandomState, devices_of
 from automicro.transaction.transaction import Part, Transaction
 

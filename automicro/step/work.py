@@ -22,7 +22,7 @@ from automicro.optimizer.reservation import OptimizerReservation
 from automicro.options import check_history, refuse_constant
 from automicro.step.events import Tell
 from automicro.step.fillers import SpareRows
-from automicro.step.metrics import MetricGuard
+from automicro.step.metrics import MetricGuard, Metrics
 from automicro.step.outputs import Kept
 from automicro.step.passes import Keep, Losses, Passes
 from automicro.step.phase import Phase
@@ -30,7 +30,6 @@ from automicro.step.plan import Cut, Plan, Step
 from automicro.step.split_guard import SplitGuard
 from automicro.step.unit import ROWS, order_of
 from automicro.transaction.gradients import GradientHistory, Gradients
-from automicro.transaction.metrics import Metrics
 from automicro.transaction.parameters import Parameters
 from automicro.transaction.transaction import Part
 from automicro.values import read_scalars, stack_scalars

@@ -228,7 +228,7 @@ def explore(
     )
     layout = BatchLayout(options.get("batch_layout", 0))
     modules = [model, *options.get("modules", ())]
-    with undone(modules, batches):
+    with _undone(modules, batches):
         pool = _Pool(batches, layout, max_rows=max_rows)
         trials = _Trials(microbatcher, policy, pool, evaluates=evaluate)
         try:
@@ -246,7 +246,7 @@ def explore(
 
 
 @contextlib.contextmanager
-def undone(modules: Sequence[nn.Module], data: Any) -> Iterator[None]:
+def _undone(modules: Sequence[nn.Module], data: Any) -> Iterator[None]:
     """Put back random numbers, what modules and a data loader hold, and gradients."""
     captured = capture({f"modules[{index}]": each for index, each in enumerate(modules)})
     parameters = [each for module in modules for each in module.parameters()]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from automicro.errors import CheckpointError, CheckpointWarning, add_note, warn
 from automicro.memory.oom import once_more
 from automicro.sharding import num_ranks
-from automicro.transaction.metrics import flatten_metrics
+from automicro.step.metrics import flatten_metrics
 from automicro.values import same_values
 
 if TYPE_CHECKING:

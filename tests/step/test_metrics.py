@@ -31,8 +31,7 @@ from torchmetrics import regression as of_numbers
 from torchmetrics.functional.classification import binary_accuracy
 
 from automicro import Evaluator, Halving, MetricWarning, Microbatcher, Trainer
-from automicro.step.metrics import Asking, Readings
-from automicro.transaction.metrics import flatten_metrics
+from automicro.step.metrics import Asking, Readings, flatten_metrics
 from tests.acceptance.torchmetrics_families import INPUTS, NAMED, N, numbers
 from tests.outside import Unreached
 from tests.sweeps import mostly_in_sweeps

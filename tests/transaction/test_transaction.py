@@ -15,7 +15,7 @@ from automicro import RollbackError
 from automicro.modules import ModuleIndex
 from automicro.reach import Reach
 from automicro.state.part import State
-from automicro.transaction.metrics import Metrics, flatten_metrics
+from automicro.step.metrics import Metrics, flatten_metrics
 from automicro.transaction.parameters import Parameters
 from automicro.transaction.rng import RandomState
 from automicro.transaction.transaction import Transaction

@@ -19,7 +19,7 @@ from automicro.optimizer.scaling import GradientScaler
 from automicro.optimizer.step import step_optimizer
 from automicro.policy.policy import Policy
 from automicro.reach import Reach
-from automicro.transaction.metrics import flatten_metrics
+from automicro.step.metrics import flatten_metrics
 from automicro.values import is_generator, state_of
 
 
