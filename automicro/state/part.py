@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from automicro.errors import StateWarning, warn
 from automicro.state.capture import Captured, capture
 from automicro.torch_private import is_uninitialized, keeping_versions
-from automicro.values import is_plain, kinds_within, walk
+from automicro.values import FUNCTION, OBJECT, children, is_plain, kinds_of, kinds_within, walk
 
 Roots = Mapping[str, Any]
 
@@ -156,7 +156,10 @@ def read_state(values: Iterable[Any]) -> tuple[list[Any], dict[str, Any]]:
     parts: list[Any] = []
     roots: dict[str, Any] = {}
     for index, value in enumerate(values):
-        if is_plain(value) and not hasattr(value, "__dict__"):
+        kinds = kinds_of(type(value))
+        is_fixed = all(each.write is None and each not in (OBJECT, FUNCTION) for each in kinds)
+        is_fixed = is_fixed and all(is_plain(each) for _, each in children(value))
+        if is_fixed and (kinds or not hasattr(value, "__dict__")):
             raise TypeError(
                 f"state=[…] holds {value!r} (of type {type(value).__name__}), which nothing can "
                 "change in place; pass the object that holds it"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from automicro import Microbatcher, SampleTooLargeError
 from automicro.errors import add_note, describe_error, text_of
 from automicro.memory.oom import Failure, classify, first_line, unquoted_shortage
+from tests.outside import Unreached
 
 NOTHING: dict[str, str] = {}
 
@@ -289,6 +290,8 @@ def raised_by(fail: Callable[[], None]) -> Exception:
 
 
 class FailsOnce(nn.Module):
+    left = Unreached()
+
     def __init__(self, fail: Callable[[], None], *, times: int = 1) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 3).double()
