@@ -33,7 +33,7 @@ from automicro.units import Duration
 
 # Objects of these keep no state of a forward, or must not be touched while others use them.
 _OPAQUE_KINDS: tuple[type, ...] = (
-    BaseException, enum.Enum, io.IOBase, logging.Handler, threading.Thread, weakref.ref,
+    BaseException, enum.Enum, logging.Handler, threading.Thread, weakref.ref,
     np.memmap, np.generic, np.dtype, random.SystemRandom, torch.Size,
     types.GenericAlias, types.UnionType,
     torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.utils.data.Dataset,
@@ -95,8 +95,10 @@ def same_objects(one: Collection[Any], other: Collection[Any]) -> bool:
 def put_table(table: dict[Any, Any], saved: Mapping[Any, Any]) -> None:
     """Let a dict have these entries in this order; writes no more than what differs."""
     if not same_objects(list(dict.__iter__(table)), saved):
-        dict.clear(table)
-        dict.update(table, saved)
+        base: Any = OrderedDict if isinstance(table, OrderedDict) else dict
+        base.clear(table)
+        for key, value in saved.items():
+            base.__setitem__(table, key, value)
         return
     for key, value in saved.items():
         if dict.__getitem__(table, key) is not value:
@@ -208,10 +210,18 @@ def _put_array(value: Any, saved: Any) -> None:
 
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _WRAPPING = (
-    *(types.MethodType, types.BuiltinMethodType, functools.partial),
+    *(types.MethodType, functools.partial),
     *(staticmethod, classmethod, property, functools.cached_property),
 )
 _PARTS = ("__func__", "__self__", "fget", "fset", "fdel", "func", "args", "keywords")
+
+
+def _owner_of(method: Any) -> dict[str, Any]:
+    """What a function that is written in C is a method of, where that can be read."""
+    owner = method.__self__
+    return {} if UNREADABLE in kinds_of(type(owner)) else {"__self__": owner}
+
+
 TENSOR = Kind(lambda value: value, is_leaf=True)
 OBJECT = Kind(table_of, name=".{}")
 DICT = Kind(lambda value: dict(dict.items(value)), _write_dict)
@@ -239,6 +249,7 @@ _KINDS: tuple[tuple[Any, Kind], ...] = (
     ),
     (type, CLASS),
     (types.FunctionType, FUNCTION),
+    (types.BuiltinMethodType, Kind(_owner_of, name="")),
     (
         _WRAPPING,
         Kind(lambda value: _attributes(value, _PARTS), name=""),
@@ -277,7 +288,8 @@ def _find_kinds(kind: type) -> Iterator[Kind]:
     if found is not None:
         yield found
     elif _is_opaque(kind.__module__):
-        if kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__"):
+        is_iterator = kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__")
+        if is_iterator or issubclass(kind, io.IOBase):
             yield UNREADABLE
         return
     if kind.__dictoffset__ and (found is None or issubclass(kind, _WITH_ATTRIBUTES)):

@@ -10,7 +10,16 @@ from torch import Tensor, nn
 from automicro.errors import StateWarning, warn
 from automicro.state.capture import Captured, capture
 from automicro.torch_private import is_uninitialized, keeping_versions
-from automicro.values import FUNCTION, OBJECT, children, is_plain, kinds_of, kinds_within, walk
+from automicro.values import (
+    FUNCTION,
+    OBJECT,
+    UNREADABLE,
+    children,
+    is_plain,
+    kinds_of,
+    kinds_within,
+    walk,
+)
 
 Roots = Mapping[str, Any]
 
@@ -91,11 +100,13 @@ class State:
         """
         if self._captured is None:
             return
-        self._captured.put_back()
-        if self._captured.left_out:
-            self._name(self._captured)
-        if not self._is_held:
-            self._let_go()
+        try:
+            self._captured.put_back()
+        finally:
+            if self._captured.left_out:
+                self._name(self._captured)
+            if not self._is_held:
+                self._let_go()
 
     def _let_go(self) -> None:
         self._captured, self._of = None, {}
@@ -157,7 +168,7 @@ def read_state(values: Iterable[Any]) -> tuple[list[Any], dict[str, Any]]:
     roots: dict[str, Any] = {}
     for index, value in enumerate(values):
         kinds = kinds_of(type(value))
-        is_fixed = all(each.write is None and each not in (OBJECT, FUNCTION) for each in kinds)
+        is_fixed = all(k.write is None and k not in (OBJECT, FUNCTION, UNREADABLE) for k in kinds)
         is_fixed = is_fixed and all(is_plain(each) for _, each in children(value))
         if is_fixed and (kinds or not hasattr(value, "__dict__")):
             raise TypeError(
