@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import itertools
 import warnings
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -102,17 +101,6 @@ class Slotted:
 
     def told(self) -> Any:
         return self.rows, self.__hidden, getattr(self, "late", None)
-
-
-class Saves:
-    """What is not written in Python keeps its content where nobody sees it, as this does."""
-
-    def __init__(self) -> None:
-        self.counts = itertools.count()
-        self.at = -1
-
-    def add(self) -> None:
-        self.at = next(self.counts)
 
 
 class Chained(Counter[str]):
