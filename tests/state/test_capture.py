@@ -54,6 +54,10 @@ class Mine(list):
     pass
 
 
+class MyCounter(collections.Counter):
+    pass
+
+
 @dataclasses.dataclass
 class Data:
     n: int = 0
@@ -108,6 +112,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "list of objects": (lambda: [Box(n=0)], lambda v: v.append(Box(n=len(v)))),
     "list of a class of its own": (Mine, lambda v: v.append(1)),
     "attribute of such a list": (Mine, count),
+    "attribute of a Counter": (MyCounter, count),
     "dict": (lambda: {"a": 0}, lambda v: increment(v, "a")),
     "dict of numbers": (lambda: {0: 1}, lambda v: v.update({len(v): 1})),
     "dict of tensors": (lambda: {"a": torch.ones(1)}, lambda v: v["a"].add_(1)),
@@ -122,10 +127,13 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "set that grows": (set, lambda v: v.add(len(v))),
     "set of one size": (lambda: {1, 2}, renew),
     "deque": (lambda: collections.deque([0], 1), lambda v: v.append(v[0] + 1)),
+    "tensor and a view of it": (lambda: (lambda t: (t, t[::2]))(torch.zeros(6)), lambda v: v[1].add_(1)),
+    "sparse tensor": (lambda: [torch.eye(3).to_sparse()], lambda v: v[0].mul_(2)),
     "tuple of lists": (lambda: ([], 1), lambda v: v[0].append(1)),
     "NamedTuple": (lambda: Pair([], 1), lambda v: v.one.append(1)),
     "frozenset": (lambda: frozenset([Called(n=0)]), lambda v: next(iter(v))()),
     "array": (lambda: np.zeros(9), increment),
+    "array of 300 KiB": (lambda: np.zeros(40_000), increment),
     "array's NumPy number": (lambda: Box(n=np.int64(0)), count),
     "bytearray": (lambda: bytearray(4), increment),
     "bytearray that grows": (bytearray, lambda v: v.append(1)),
@@ -158,6 +166,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "WeakKeyDictionary": (weakref.WeakKeyDictionary, lambda v: v.__setitem__(KEYS[0], v.get(KEYS[0], 0) + 1)),
     "torch's generator": (torch.Generator, lambda v: torch.rand(1, generator=v)),
     "NumPy's generator": (lambda: np.random.default_rng(3), lambda v: v.random()),
+    "NumPy's MT19937": (lambda: np.random.Generator(np.random.MT19937(3)), lambda v: v.random()),
     "NumPy's RandomState": (lambda: np.random.RandomState(3), lambda v: v.normal()),
     "Python's generator": (lambda: random.Random(3), lambda v: v.gauss(0, 1)),
 }

@@ -72,6 +72,15 @@ def test_strange_values_are_survived(kind):
         captured = captured.again()
 
 
+def test_objects_of_an_array_come_back():
+    model: Any = nn.Linear(1, 1)
+    model.kept = np.array([Box(n=0)])
+    captured = capture({"model": model})
+    count(model.kept[0])
+    captured.put_back()
+    assert model.kept[0].n == 0
+
+
 def left_out(captured):
     return [value for value, why in captured.left_out if why]
 
