@@ -592,22 +592,6 @@ def test_scripted_and_traced_models_and_losses_are_looked_at_as_others(
 
 
 @old_compilers
-@pytest.mark.parametrize("compiled", [traced, torch.jit.script])
-def test_buffers_of_scripted_and_traced_models_are_put_back(compiled: Any) -> None:
-    plain = Normed()
-    model = compiled(plain)
-    before = {name: value.clone() for name, value in plain.state_dict().items()}
-
-    def fails(model: Any, batch: Any) -> Tensor:
-        model(batch)
-        raise ValueError("mine")
-
-    with pytest.raises(ValueError, match="mine"):
-        Microbatcher(model, forward=fails, microbatch_size=None).backward(torch.randn(4, 6))
-    torch.testing.assert_close(dict(plain.state_dict()), before, rtol=0, atol=0)
-
-
-@old_compilers
 def test_a_traced_model_is_refused_as_a_part_by_name() -> None:
     with pytest.raises(TypeError, match="is scripted or traced"):
         Microbatcher(traced(Normed()), loss_fn=nn.CrossEntropyLoss(), batchnorm="exact")

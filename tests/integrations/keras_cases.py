@@ -451,24 +451,6 @@ class Failing:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
-def test_a_failed_attempt_leaves_moving_averages_and_seeds_as_they_were() -> None:
-    def job(**options: Any) -> list[np.ndarray]:
-        keras.utils.set_random_seed(7)
-        noise = layers.GaussianNoise(0.1)
-        model = classifier(layers.BatchNormalization(), layers.Dropout(0.2, seed=3), noise)
-        enable(model, batchnorm="ignore", **options)
-        rows = slice(0, BATCH)
-        for _ in range(3):
-            model.train_on_batch(INPUTS[rows], LABELS[rows])
-        return [variable.numpy() for variable in model.variables]
-
-    undisturbed = job(microbatch_size=16)
-    failing = Failing()
-    disturbed = job(microbatch_size=Halving(), observer=failing)
-    assert failing.failed == 2
-    assert same(disturbed, undisturbed)
-
-
 def test_modules_of_torch_inside_are_rolled_back_and_named() -> None:
     def job(**options: Any) -> Any:
         keras.utils.set_random_seed(7)

@@ -239,51 +239,6 @@ def test_hooks_of_an_attempt_that_failed_after_them_leave_no_trace(
     assert progress[0] == progress[1]
 
 
-class Averaged(Failing):
-    """Keeps an average of its weights, in the hook in which many do."""
-
-    first = 0
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.average = torch.optim.swa_utils.AveragedModel(self.net)
-
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        self.average.update_parameters(self.net)
-
-    def configure_optimizers(self) -> Any:
-        trained = self.net if self.fails_later else self
-        return torch.optim.AdamW(trained.parameters(), lr=1e-3)
-
-    fails_later = False
-
-
-class PlainAveraged(Averaged):
-    def backward(self, loss: Tensor, *given: Any, **named: Any) -> None:
-        loss.backward()
-
-
-@pytest.mark.parametrize("fails_later", [False, True])
-def test_an_average_of_weights_that_a_hook_keeps_is_updated_once_a_batch(
-    fails_later: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whether that is seen in the first batch, or known as they are not trained."""
-    monkeypatch.setattr(Averaged, "fails_later", fails_later)
-    monkeypatch.setattr(Averaged, "first", int(fails_later))
-    case: dict[str, Any] = {**PLAIN_CASES["float64"], "max_epochs": 2, "num_sanity_val_steps": 0}
-    plain = fit(
-        tmp_path / "plain", make=functools.partial(PlainAveraged, dtype=torch.float64), **case
-    )
-    ours = fit(
-        tmp_path / "ours",
-        [AutoMicrobatch()],
-        make=functools.partial(Averaged, dtype=torch.float64),
-        **case,
-    )
-    assert ours.module.average.n_averaged == plain.module.average.n_averaged == 8
-    assert furthest(ours.parameters, plain.parameters) < 1e-12
-
-
 class Wide(pl.LightningModule):
     """Gradients are most of what it takes."""
 
@@ -793,31 +748,6 @@ def test_what_is_sent_for_some_microbatches_alone_is_said_to_be(tmp_path: Path) 
     line = AutoMicrobatch(microbatch_size=4)
     with pytest.warns(MetricWarning, match="what the step sends to a logger is a dict in each"):
         fit(tmp_path, [line], make=Sometimes, max_epochs=1, num_sanity_val_steps=0)
-
-
-class Large(runs.Module):
-    """Has large data of its own, which no step changes, and small ones, which it does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.data = torch.zeros(2**18)
-        self.total = torch.zeros(2)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.total += len(batch[0])
-        return super().training_step(batch, batch_idx)
-
-
-def test_data_of_the_module_are_not_copied_and_what_it_counts_is(tmp_path: Path) -> None:
-    line = AutoMicrobatch(memory_limit="2MiB")
-    case: dict[str, Any] = {"max_epochs": 1, "num_sanity_val_steps": 0, "limit_val_batches": 0}
-    ours = fit(tmp_path, [line], make=Large, **case)
-    assert ours.module.total.tolist() == [runs.ROWS] * 2
-    line = AutoMicrobatch(memory_limit="300KiB")
-    ours = fit(tmp_path, [line], make=Large, **case)
-    assert ours.module.total.tolist() == [runs.ROWS] * 2
-    assert line.result is not None
-    assert line.result.num_microbatches > 1
 
 
 class Small(pl.LightningModule):

@@ -4,7 +4,6 @@ import gc
 import inspect
 import json
 import random
-import warnings
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,8 +26,6 @@ from transformers import (
     BertForQuestionAnswering,
     BertForSequenceClassification,
     BertForTokenClassification,
-    LlamaConfig,
-    LlamaForCausalLM,
     Seq2SeqTrainer,
     Trainer,
     TrainerCallback,
@@ -38,17 +35,14 @@ from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import logging
 
 from automicro import (
-    AutomicroWarning,
     BatchError,
     GradientWarning,
     LossAverageError,
     LossError,
     MemoryBudget,
     MetricWarning,
-    Microbatcher,
     SampleTooLargeError,
     StateWarning,
-    is_extra_pass,
 )
 from automicro.integrations.transformers import Sequences, enable, verify
 from tests.integrations import transformers_runs as runs
@@ -399,39 +393,6 @@ def test_what_a_subclass_keeps_in_lists_is_rolled_back_and_told_of(tmp_path: Pat
         ours.train()
     assert sum(ours.seen) == 2 * runs.ROWS
     assert ours.calls == len(ours.seen)
-
-
-class Meter:
-    def __init__(self) -> None:
-        self.calls, self.rows, self.history = 0, 0, {"rows": [0]}
-
-
-class Metering(Trainer):
-    """Counts in an object of its own."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.meter = Meter()
-
-    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        self.meter.calls += 1
-        self.meter.rows += len(inputs["input_ids"])
-        self.meter.history["rows"].append(len(inputs["input_ids"]))
-        return super().compute_loss(model, inputs, *args, **kwargs)
-
-
-def test_what_an_object_of_a_subclass_counts_is_rolled_back_and_told_of(tmp_path: Path) -> None:
-    held = peak_of(CASES["causal"], tmp_path) // 2
-    ours = make(CASES["causal"], tmp_path, with_us=True, kind=Metering)
-    with (
-        MemoryBudget(held),
-        pytest.warns(MetricWarning, match="Metering.meter.history got . entries"),
-        pytest.warns(MetricWarning, match=r"meter.calls, Metering.meter.rows changed in each of"),
-    ):
-        ours.train()
-    assert ours.automicro.microbatch_size < 8
-    assert ours.meter.rows == sum(ours.meter.history["rows"]) == 2 * runs.ROWS
-    assert ours.meter.calls == len(ours.meter.history["rows"]) - 1
 
 
 EVERY_BATCH_WHOLE = {"microbatch_size": None, "eval_microbatch_size": None}
@@ -865,30 +826,6 @@ def test_parameters_of_a_loss_take_part(tmp_path: Path) -> None:
         ours.train()
     assert ours.automicro.microbatch_size < 8
     assert torch.allclose(ours.scale.weight, plain.scale.weight, rtol=0, atol=1e-12)
-
-
-class Counting(nn.Module):
-    """A loss that counts its rows in a buffer."""
-
-    rows: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("rows", torch.zeros(3))
-
-    def forward(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-        self.rows.add_(torch.bincount(labels, minlength=3))
-        return F.cross_entropy(outputs["logits"], labels)
-
-
-def test_what_a_loss_function_counts_has_each_row_once(tmp_path: Path) -> None:
-    held = peak_of(CASES["own module"], tmp_path) * 6 // 10
-    counting = Counting()
-    ours = make(CASES["own module"], tmp_path, with_us=True, compute_loss_func=counting)
-    with MemoryBudget(held):
-        ours.train()
-    assert ours.automicro.microbatch_size < 8
-    assert counting.rows.sum() == 2 * runs.ROWS
 
 
 class Stepping(Trainer):
@@ -1514,39 +1451,3 @@ def test_the_tail_of_a_language_model_has_a_size_of_its_own(tmp_path: Path) -> N
     assert found[2] == plain[2]
     splits = vars(ours.model)["forward"].tail.splits
     assert max(max(part.sizes, default=0) for part in splits.values()) == 2
-
-
-def test_frequencies_of_a_failed_attempt_are_not_taken_for_those_of_its_retry() -> None:
-    """Dynamic rotary embeddings go by the longest row so far, which is a plain attribute."""
-
-    def run(*, limit: int, size: Any) -> list[Tensor]:
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=32,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            max_position_embeddings=8,
-            rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
-        )
-        model = LlamaForCausalLM(config).double()
-
-        def forward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-            loss: Tensor = model(**batch).loss
-            if not is_extra_pass() and batch["input_ids"].numel() > limit:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-            return loss
-
-        microbatcher = Microbatcher(model, forward=forward, microbatch_size=size)
-        ids = torch.randint(32, (8, 24))
-        for rows in (ids[:, :6], ids):
-            result = microbatcher.backward({"input_ids": rows, "labels": rows})
-        assert result.ooms == (size == "auto")
-        return [each.grad for each in model.parameters() if each.grad is not None]
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AutomicroWarning)  # frequencies change by microbatches
-        failed, clean = run(limit=100, size="auto"), run(limit=100, size=4)
-    for one, other in zip(failed, clean, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)

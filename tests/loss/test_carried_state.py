@@ -1,7 +1,6 @@
 """State that a closure carries from batch to batch: extra passes of ours leave it as it was."""
 
 import copy
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +24,6 @@ class Recurrent(nn.Module):
         self.embed = nn.Embedding(WORDS, 6)
         self.lstm = nn.LSTM(6, 6, batch_first=True)
         self.head = nn.Linear(6, WORDS)
-        self.carried: Hidden = None
 
     def forward(self, words: Tensor, hidden: Hidden) -> tuple[Tensor, Hidden]:
         outputs, hidden = self.lstm(self.embed(words), hidden)
@@ -34,37 +32,6 @@ class Recurrent(nn.Module):
 
 def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(outputs.flatten(0, 1), targets.flatten())
-
-
-def in_a_list() -> Forward:
-    carried: list[Hidden] = [None]
-
-    def forward(model: nn.Module, batch: Any) -> Tensor:
-        outputs, carried[0] = model(batch[0], carried[0])
-        return loss_of(outputs, batch[1])
-
-    return forward
-
-
-def in_a_dict() -> Forward:
-    carried: dict[str, Hidden] = {}
-
-    def forward(model: nn.Module, batch: Any) -> Tensor:
-        outputs, carried["hidden"] = model(batch[0], carried.get("hidden"))
-        return loss_of(outputs, batch[1])
-
-    return forward
-
-
-def in_a_deque() -> Forward:
-    carried: deque[Hidden] = deque([None], maxlen=1)
-
-    def forward(model: nn.Module, batch: Any) -> Tensor:
-        outputs, hidden = model(batch[0], carried[-1])
-        carried.append(hidden)
-        return loss_of(outputs, batch[1])
-
-    return forward
 
 
 def in_a_variable() -> Forward:
@@ -76,35 +43,6 @@ def in_a_variable() -> Forward:
         return loss_of(outputs, batch[1])
 
     return forward
-
-
-def in_an_attribute_of_the_model() -> Forward:
-    def forward(model: Any, batch: Any) -> Tensor:
-        outputs, model.carried = model(batch[0], model.carried)
-        return loss_of(outputs, batch[1])
-
-    return forward
-
-
-def in_an_attribute_of_the_function() -> Forward:
-    def forward(model: nn.Module, batch: Any) -> Tensor:
-        outputs, forward.carried = model(  # type: ignore[attr-defined]
-            batch[0], getattr(forward, "carried", None)
-        )
-        return loss_of(outputs, batch[1])
-
-    return forward
-
-
-def in_an_object() -> Forward:
-    class Carries:
-        hidden: Hidden = None
-
-        def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-            outputs, self.hidden = model(batch[0], self.hidden)
-            return loss_of(outputs, batch[1])
-
-    return Carries()
 
 
 def in_a_tensor() -> Forward:
@@ -119,16 +57,7 @@ def in_a_tensor() -> Forward:
     return forward
 
 
-PLACES = [
-    in_a_list,
-    in_a_dict,
-    in_a_deque,
-    in_a_variable,
-    in_an_attribute_of_the_model,
-    in_an_attribute_of_the_function,
-    in_an_object,
-    in_a_tensor,
-]
+PLACES = [in_a_variable, in_a_tensor]
 
 
 # What is carried in a tensor of its own is seen to change the gradient of the same rows.

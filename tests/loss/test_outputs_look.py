@@ -116,18 +116,6 @@ def test_a_batch_that_stays_whole_costs_no_pass(size: Any) -> None:
     on(noting, probe=False).predict(inputs())
 
 
-def test_a_look_leaves_no_trace() -> None:
-    looks, does_not = on(stateful), on(stateful, probe=False)
-    nets: list[Any] = [looks._model, does_not._model]
-    nets[1].load_state_dict(nets[0].state_dict())
-    x, state = inputs(), torch.get_rng_state()
-    assert len(told(looks.predict, x)) == 1
-    assert torch.equal(state, torch.get_rng_state())
-    assert told(does_not.predict, x) == []
-    assert nets[0].sum != 0
-    assert torch.equal(nets[0].sum, nets[1].sum)
-
-
 def rounded(net: Any, x: Tensor) -> Tensor:
     """As fake quantisation does: rounding on an edge moves what comes out by a step."""
     return (net.linear(x) * 8).round() / 8  # type: ignore[no-any-return]

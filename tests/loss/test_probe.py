@@ -1,12 +1,10 @@
 """The probe: what it names, what it leaves alone, when it looks again."""
 
 import contextlib
-import random
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -616,35 +614,6 @@ def test_where_warnings_are_errors_the_state_is_as_before_the_step() -> None:
         with pytest.raises(LossAverageWarning):
             on(model, contrastive).backward((x(), y()))
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-# What it leaves behind: nothing
-
-
-class Untidy(nn.Module):
-    """Draws from every stream and counts its calls, in evaluation mode too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Mlp()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, inputs: Tensor) -> Any:
-        if not self.training:
-            self.get_buffer("calls").add_(1)
-            torch.rand(3), np.random.rand(), random.random()
-        return self.net(inputs)
-
-
-def test_it_puts_random_streams_buffers_and_modes_back() -> None:
-    model = Untidy()
-    before = (random.getstate(), str(np.random.get_state()), torch.get_rng_state())
-    assert warnings_of(on(model, nn.CrossEntropyLoss()), (x(), y())) == []
-    after = (random.getstate(), str(np.random.get_state()), torch.get_rng_state())
-    assert after[:2] == before[:2]
-    assert torch.equal(after[2], before[2])
-    assert float(model.get_buffer("calls")) == 0
-    assert model.training
 
 
 # Which rows it takes

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, weight_norm
+from torch.nn.utils import parametrizations
 
 WIDTH = 64
 ROWS = 400
@@ -117,10 +117,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "other generators": lambda: stack(lambda: Block(Noise())),
     "codebook": lambda: stack(lambda: Block(Codebook())),
     "attributes": lambda: stack(lambda: Block(Counting())),
-    "old spectral norm": lambda: stack(lambda: Block(wrap=torch.nn.utils.spectral_norm)),
     "spectral norm": lambda: stack(lambda: Block(wrap=parametrizations.spectral_norm)),
-    "weight norm": lambda: stack(lambda: Block(wrap=parametrizations.weight_norm)),
-    "old weight norm": lambda: stack(lambda: Block(wrap=weight_norm)),
     "convolutions": images,
 }
 

@@ -245,18 +245,6 @@ def test_of_many_buffers_five_are_named(count: int, more: str) -> None:
     assert more in named
 
 
-@pytest.mark.parametrize("replaced", [False, True])
-def test_a_buffer_is_put_back_after_a_failed_attempt(replaced: bool) -> None:
-    def run(most: int, size: Any) -> Tensor:
-        torch.manual_seed(0)
-        net = Codebook(replaced=replaced)
-        microbatcher = on(Memory(net, most=most), microbatch_size=size, batchnorm="ignore")
-        microbatcher.backward(pair())
-        return net.get_buffer("codes")
-
-    assert torch.equal(run(most=3, size="auto"), run(most=ROWS, size=3))
-
-
 def test_batchnorm_of_a_further_module_is_one_warning_and_not_two() -> None:
     generator = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).double()
     discriminator = nn.Sequential(nn.BatchNorm1d(6), Mlp()).double()
@@ -271,28 +259,6 @@ def test_batchnorm_of_a_further_module_is_one_warning_and_not_two() -> None:
     assert [each.category for each in found] == [BatchNormWarning]
     assert "2 layers average" in str(found[0].message)
     assert "0, modules[0].1." in str(found[0].message)
-
-
-def test_buffers_of_a_loss_module_are_put_back_too() -> None:
-    class Centres(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.centre = nn.Parameter(torch.zeros(CLASSES, dtype=torch.float64))
-            self.register_buffer("calls", torch.zeros(()))
-
-        def forward(self, outputs: Tensor, targets: Tensor) -> Any:
-            if self.training:
-                self.get_buffer("calls").add_(1)
-            if len(outputs) > 3:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-            return F.cross_entropy(outputs + self.centre, targets)
-
-    loss_fn = Centres()
-    microbatcher = Microbatcher(Mlp(), loss_fn=loss_fn, batchnorm="ignore")
-    result = microbatcher.backward(pair())
-    assert result.ooms == 2
-    assert int(loss_fn.get_buffer("calls")) == result.num_microbatches == 4
-    assert loss_fn.centre.grad is not None
 
 
 # Lazy modules

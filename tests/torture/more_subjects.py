@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
-from torchmetrics import CatMetric
+from torchmetrics import CatMetric, MetricCollection
+from torchmetrics.classification import MulticlassF1Score
 
 from automicro.optimizer.scaling import GradientScaler
 from tests.step.texts import Reader, texts
-from tests.torture import smaller_subjects, state_subjects
+from tests.torture import smaller_subjects
 from tests.torture.engine.subject import MakeSubject, Subject
 from tests.torture.subjects import (
     BATCHES,
@@ -306,6 +307,11 @@ def _count_rows(metric: RowCounter, outputs: Any, microbatch: Any) -> None:
     metric.update(outputs["logits"], microbatch["labels"])
 
 
+def compute_groups() -> Subject:
+    metrics = MetricCollection([accuracy(), MulticlassF1Score(3, validate_args=False)])
+    return dataclasses.replace(classify(nn.Linear(4, 3), 4), metrics=metrics)
+
+
 def by_cost() -> Subject:
     """Rows that are sorted by tokens, and lose their padding; dropout draws in sorted order."""
     model = Reader(dropout=0.3)
@@ -353,6 +359,6 @@ SUBJECTS: dict[str, MakeSubject] = {
     "leaf outside of the model": outside_leaf,
     "bf16": bf16,
     "slices by cost": by_cost,
-    **state_subjects.SUBJECTS,
+    "compute groups": compute_groups,
     **smaller_subjects.SUBJECTS,
 }

@@ -18,8 +18,6 @@ ALL_FOUR = {
     "BatchNorm and dropout",
     "tied weights",
     "replaced buffer",
-    "own metrics",
-    "state in a closure",
     "nested tail",
 }
 # Models of four hundred operations and more, whose mechanisms smaller subjects have: one fault at

@@ -89,10 +89,7 @@ def test_every_call_is_recovered_or_refused_by_name(each: Scene) -> None:
     [
         "BatchNorm and dropout",
         "tied weights",
-        "own metrics",
         "compute groups",
-        "own generators",
-        "state in a closure",
     ],
 )
 def test_metrics_of_an_evaluation_count_once_whatever_fails(name: str) -> None:

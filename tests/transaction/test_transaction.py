@@ -1,23 +1,19 @@
 """What a transaction promises, and each of its parts but the gradients."""
 
 import functools
-import random
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
-from torchmetrics import CatMetric, MetricCollection
+from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from automicro import RollbackError
 from automicro.modules import ModuleIndex
-from automicro.reach import Reach
 from automicro.state.part import State
 from automicro.step.metrics import Metrics, flatten_metrics
 from automicro.transaction.parameters import Parameters
-from automicro.transaction.rng import RandomState
 from automicro.transaction.transaction import Transaction
 
 
@@ -111,42 +107,8 @@ class Buffered(nn.Module):
         self.register_buffer("nothing", None)
 
 
-def replace(module: nn.Module) -> None:
-    module.in_place = torch.ones(3)
-
-
-def register(module: nn.Module) -> None:
-    module.register_buffer("new", torch.ones(3))
-
-
-def remove(module: nn.Module) -> None:
-    del module.in_place
-
-
 def write(module: nn.Module) -> None:
     module.get_buffer("in_place").data.fill_(4)
-
-
-def resize(module: nn.Module) -> None:
-    module.get_buffer("in_place").resize_(7).fill_(2)
-
-
-def fill(module: nn.Module) -> None:
-    module.nothing = torch.ones(2)
-
-
-@pytest.mark.parametrize("change", [replace, register, remove, write, resize, fill])
-def test_whatever_happens_to_buffers_is_undone(change: Callable[[nn.Module], None]) -> None:
-    module = Buffered()
-    before, index = dict(module._buffers), ModuleIndex([module])
-    state = State(lambda: {"": module})
-    state.begin()
-    change(module)
-    assert index.changed_buffers(state.is_changed) != []
-    state.roll_back()
-    assert list(module._buffers) == list(before)
-    assert all(module._buffers[name] is buffer for name, buffer in before.items())
-    assert torch.equal(module.get_buffer("in_place"), torch.zeros(3))
 
 
 @pytest.mark.parametrize("change", [None, write])
@@ -176,24 +138,6 @@ def committed(module: nn.Module) -> State:
     return state
 
 
-@pytest.mark.parametrize("committed_first", [False, True])
-def test_a_large_buffer_that_changes_late_comes_back(committed_first: bool) -> None:
-    module = Buffered()
-    state = committed(module)
-    large = module.get_buffer("large")
-    for _ in range(2):
-        if committed_first:
-            state.begin()
-            large.add_(1)
-            state.prepare()
-            state.commit()
-        before = large.clone()
-        state.begin()
-        large[::2].add_(1)
-        state.roll_back()
-        assert torch.equal(large, before)
-
-
 def test_a_large_buffer_that_changes_late_past_its_version_is_named() -> None:
     module = Buffered()
     state = committed(module)
@@ -211,22 +155,6 @@ def test_parameters_that_changed_are_an_error_and_not_a_silent_retry() -> None:
         weight.add_(1)
     with pytest.raises(RollbackError, match="changed parameters"):
         parameters.roll_back()
-
-
-def test_every_generator_draws_again_what_it_drew() -> None:
-    model = nn.Dropout()
-    own = torch.Generator().manual_seed(3)
-    vars(model)["own"] = own
-
-    def draw() -> list[float]:
-        numbers = [torch.rand(()), torch.rand((), generator=own)]
-        return [random.random(), float(np.random.rand()), *map(float, numbers)]
-
-    state = RandomState([torch.device("cpu")], Reach({"model": model}).generators())
-    state.begin()
-    first = draw()
-    state.roll_back()
-    assert draw() == first
 
 
 def test_metrics_are_uncounted_and_stay_a_compute_group() -> None:
@@ -249,18 +177,6 @@ def test_metrics_are_uncounted_and_stay_a_compute_group() -> None:
         metric.update(outputs * 2, targets.roll(1))
     assert disturbed.compute() == clean.compute()
     assert disturbed.compute_groups == clean.compute_groups
-
-
-def test_the_first_update_of_a_collection_is_uncounted_too() -> None:
-    collection = MetricCollection([CatMetric()])
-    attempt = Transaction(
-        [State(lambda: {"metrics": collection}), Metrics(flatten_metrics({"values": [collection]}))]
-    )
-    attempt.begin()
-    collection.update(torch.tensor([1.0]))
-    attempt.roll_back()
-    collection.update(torch.tensor([2.0, 3.0]))
-    assert collection.compute()["CatMetric"].tolist() == [2.0, 3.0]
 
 
 def test_what_has_no_update_is_no_metric() -> None:
