@@ -1,8 +1,4 @@
-"""Kinds of state that a forward sets and unsets, or counts: without ``try``, as people write it.
-
-Each makes a generator function, which sets, yields what the loss takes from it and unsets, and
-a function that gives the state as values to compare.
-"""
+"""Kinds of state that a forward sets and unsets, or counts: without ``try``, as people write it."""
 
 import contextlib
 import dataclasses
@@ -26,6 +22,7 @@ FUSED = F.scaled_dot_product_attention
 GLOBAL_LIST: list[Tensor] = []
 Around = Callable[[Tensor], Iterator[Any]]
 Kind = tuple[Around, Callable[[], Any]]
+Row = tuple[Callable[[Tensor], Any], Callable[[], Any], Callable[[], Any]]
 
 
 class Head(nn.Linear):
@@ -60,177 +57,6 @@ class Net(nn.Module):
         return logits * (2 if Net.doubles else 1)
 
 
-def train_flag(net: Net) -> Kind:
-    def around(_: Tensor) -> Iterator[Any]:
-        net.eval()
-        yield 0
-        net.train()
-
-    return around, lambda: [module.training for module in net.modules()]
-
-
-def requires_grad(net: Net) -> Kind:
-    def around(_: Tensor) -> Iterator[Any]:
-        net.second.requires_grad_(False)
-        yield 0
-        net.second.requires_grad_(True)
-
-    return around, lambda: [p.requires_grad for p in net.second.parameters()]
-
-
-def grad_mode(net: Net) -> Kind:
-    def around(_: Tensor) -> Iterator[Any]:
-        torch._C._set_grad_enabled(False)
-        yield 0
-        torch._C._set_grad_enabled(True)
-
-    return around, torch.is_grad_enabled
-
-
-def default_dtype(net: Net) -> Kind:
-    def around(_: Tensor) -> Iterator[Any]:
-        torch.set_default_dtype(torch.float64)
-        yield 0
-        torch.set_default_dtype(torch.float32)
-
-    return around, torch.get_default_dtype
-
-
-def autocast_by_hand(net: Net) -> Kind:
-    entered: list[Any] = []
-
-    def around(_: Tensor) -> Iterator[Any]:
-        entered.append(torch.autocast("cpu", dtype=torch.bfloat16))
-        entered[-1].__enter__()
-        yield 0
-        entered.pop().__exit__(None, None, None)
-
-    return around, lambda: len(entered)
-
-
-def plain_attribute(net: Net) -> Kind:
-    def around(_: Tensor) -> Iterator[Any]:
-        net.scale = 2.0
-        yield 0
-        net.scale = 1.0
-
-    return around, lambda: net.scale
-
-
-def filled(held: list[Tensor]) -> Kind:
-    def around(value: Tensor) -> Iterator[Any]:
-        held.append(value)
-        yield sum(held)
-        held.clear()
-
-    return around, lambda: len(held)
-
-
-def list_on_the_module(net: Net) -> Kind:
-    return filled(net.auxiliary)
-
-
-def list_in_a_closure(net: Net) -> Kind:
-    return filled([])
-
-
-def global_list(net: Net) -> Kind:
-    GLOBAL_LIST.clear()
-
-    def around(value: Tensor) -> Iterator[Any]:
-        GLOBAL_LIST.append(value)
-        yield sum(GLOBAL_LIST)
-        GLOBAL_LIST.clear()
-
-    return around, lambda: len(GLOBAL_LIST)
-
-
-def dictionary(net: Net) -> Kind:
-    def around(value: Tensor) -> Iterator[Any]:
-        yield net.cache.setdefault("auxiliary", value)
-        del net.cache["auxiliary"]
-
-    return around, lambda: list(net.cache)
-
-
-def hook(net: Net) -> Kind:
-    handles: list[Any] = []
-
-    def around(_: Tensor) -> Iterator[Any]:
-        handles.append(net.first.register_forward_hook(lambda module, args, out: out * 2))
-        yield 0
-        handles.pop().remove()
-
-    return around, lambda: (len(handles), len(net.first._forward_hooks))
-
-
-def method_of_the_instance(net: Net) -> Kind:
-    def around(_: Tensor) -> Iterator[Any]:
-        second: Any = net.second
-        second.forward = lambda x: F.linear(x, second.weight)
-        yield 0
-        del second.forward
-
-    return around, lambda: "forward" in vars(net.second)
-
-
-def method_of_the_class(net: Net) -> Kind:
-    def around(_: Tensor) -> Iterator[Any]:
-        setattr(Head, "forward", lambda self, x: F.linear(x, self.weight))  # noqa: B010
-        yield 0
-        del Head.forward
-
-    return around, lambda: "forward" in vars(Head)
-
-
-def function_of_the_library(net: Net) -> Kind:
-    def around(_: Tensor) -> Iterator[Any]:
-        setattr(F, "scaled_dot_product_attention", lambda q, k, v: v * 2)  # noqa: B010
-        yield 0
-        setattr(F, "scaled_dot_product_attention", FUSED)  # noqa: B010
-
-    return around, lambda: F.scaled_dot_product_attention is FUSED
-
-
-def attribute_of_a_parameter(net: Net) -> Kind:
-    def around(_: Tensor) -> Iterator[Any]:
-        weight: Any = net.second.weight
-        weight.calls = getattr(weight, "calls", 0) + 1
-        weight.is_busy = True
-        yield 0
-        del weight.is_busy
-
-    return around, lambda: dict(vars(net.second.weight))
-
-
-def own_generators(net: Net) -> Kind:
-    of_torch, of_numpy, of_python = torch.Generator(), np.random.default_rng(0), random.Random(0)
-    of_torch.manual_seed(0)
-
-    def around(_: Tensor) -> Iterator[Any]:
-        yield torch.rand((), generator=of_torch) + of_numpy.random() + of_python.random()
-
-    def place() -> Any:
-        return of_torch.get_state().tolist(), of_numpy.bit_generator.state, of_python.getstate()
-
-    return around, place
-
-
-def adapter(net: Net) -> Kind:
-    def use(name: str) -> None:
-        net.active = name
-        for each, module in net.adapters.items():
-            module.requires_grad_(each == name)
-
-    def around(_: Tensor) -> Iterator[Any]:
-        use("b")
-        yield 0
-        use("a")
-
-    use("a")
-    return around, lambda: (net.active, [p.requires_grad for p in net.adapters.parameters()])
-
-
 class Teacher(nn.Module):
     count: Tensor
     center: Tensor
@@ -241,36 +67,10 @@ class Teacher(nn.Module):
         self.register_buffer("center", torch.zeros(8), persistent=False)
 
 
-def teacher(net: Net) -> Kind:
-    moved = Teacher()
-
-    def around(_: Tensor) -> Iterator[Any]:
-        moved.eval()
-        moved.count += 1
-        moved.center.add_(0.5)
-        yield 0
-        moved.train()
-
-    return around, lambda: (moved.training, [b.tolist() for b in moved.buffers()])
-
-
 class Meter:
     def __init__(self) -> None:
         self.count, self.parts = 0, [[0]]
         self.current: Tensor | None = None
-
-
-def object_of_a_class(net: Net) -> Kind:
-    meter = Meter()
-
-    def around(value: Tensor) -> Iterator[Any]:
-        meter.count += 1
-        meter.parts[0][0] += 1
-        meter.current = value
-        yield 0
-        meter.current = None
-
-    return around, lambda: (meter.count, meter.parts[0][0], meter.current is None)
 
 
 @dataclasses.dataclass
@@ -279,51 +79,150 @@ class Record:
     parts: tuple[list[Tensor], ...] = dataclasses.field(default_factory=lambda: ([],))
 
 
-def dataclass(net: Net) -> Kind:
-    record = Record()
-
-    def around(value: Tensor) -> Iterator[Any]:
-        record.count += 1
-        record.parts[0].append(value)
-        yield sum(record.parts[0])
-        record.parts[0].clear()
-
-    return around, lambda: (record.count, len(record.parts[0]))
+def put(owner: Any, **values: Any) -> None:
+    for name, value in values.items():
+        setattr(owner, name, value)
 
 
-def class_attribute(net: Net) -> Kind:
-    Net.seen, Net.doubles = 0, False
-
-    def around(_: Tensor) -> Iterator[Any]:
-        Net.seen += 1
-        type(net).doubles = True
-        yield 0
-        type(net).doubles = False
-
-    return around, lambda: (Net.seen, Net.doubles)
+def count(owner: Any, name: str = "count") -> None:
+    setattr(owner, name, getattr(owner, name, 0) + 1)
 
 
-def behind_an_import(net: Net) -> Kind:
+def push(held: list[Any], value: Any) -> Any:
+    held.append(value)
+    return sum(held) if isinstance(value, Tensor) else 0
+
+
+def enter(context: Any) -> Any:
+    context.__enter__()
+    return context
+
+
+def filled(held: list[Tensor]) -> Row:
+    held.clear()
+    return lambda v: push(held, v), held.clear, lambda: len(held)
+
+
+def use(net: Any, name: str) -> None:
+    net.active = name
+    for each, module in net.adapters.items():
+        module.requires_grad_(each == name)
+
+
+def autocast_by_hand(entered: list[Any]) -> Row:
+    return (
+        lambda v: push(entered, enter(torch.autocast("cpu", dtype=torch.bfloat16))),
+        lambda: entered.pop().__exit__(None, None, None),
+        lambda: len(entered),
+    )
+
+
+def hook(net: Any, handles: list[Any]) -> Row:
+    return (
+        lambda v: push(handles, net.first.register_forward_hook(lambda module, args, out: out * 2)),
+        lambda: handles.pop().remove(),
+        lambda: (len(handles), len(net.first._forward_hooks)),
+    )
+
+
+def own_generators(t: Any, n: Any, p: Any) -> Row:
+    return (
+        lambda v: torch.rand((), generator=t) + n.random() + p.random(),
+        lambda: None,
+        lambda: (t.get_state().tolist(), n.bit_generator.state, p.getstate()),
+    )
+
+
+def teacher(moved: Any) -> Row:
+    return (
+        lambda v: (moved.eval(), put(moved, count=moved.count.add_(1)), moved.center.add_(0.5)),
+        moved.train,
+        lambda: (moved.training, [b.tolist() for b in moved.buffers()]),
+    )
+
+
+def object_of_a_class(meter: Any) -> Row:
+    return (
+        lambda v: (
+            count(meter),
+            put(meter, current=v),
+            meter.parts[0].append(meter.parts[0].pop() + 1),
+        ),
+        lambda: put(meter, current=None),
+        lambda: (meter.count, meter.parts[0][0], meter.current is None),
+    )
+
+
+def dataclass(record: Any) -> Row:
+    return (
+        lambda v: (count(record), push(record.parts[0], v))[1],
+        record.parts[0].clear,
+        lambda: (record.count, len(record.parts[0])),
+    )
+
+
+def class_attribute(net: Any = None) -> Row:
+    put(Net, seen=0, doubles=False)
+    return (
+        lambda v: (count(Net, "seen"), put(type(net), doubles=True)),
+        lambda: put(type(net), doubles=False),
+        lambda: (Net.seen, Net.doubles),
+    )
+
+
+def behind_an_import(net: Any = None) -> Row:
     meters.COUNT = 0
     meters.ROWS.clear()
-
-    def around(_: Tensor) -> Iterator[Any]:
-        meters.bump(1)
-        yield 0
-
-    return around, lambda: (meters.COUNT, list(meters.ROWS))
+    return lambda v: meters.bump(1), lambda: None, lambda: (meters.COUNT, list(meters.ROWS))
 
 
-KINDS: dict[str, Callable[[Net], Kind]] = {
-    make.__name__: make
-    for make in (
-        *(train_flag, requires_grad, grad_mode, default_dtype, autocast_by_hand, plain_attribute),
-        *(list_on_the_module, list_in_a_closure, global_list, dictionary, hook),
-        *(method_of_the_instance, method_of_the_class, function_of_the_library),
-        *(attribute_of_a_parameter, own_generators, adapter, teacher, object_of_a_class),
-        *(dataclass, class_attribute, behind_an_import),
-    )
+def without_bias(net: Any) -> Any:
+    return lambda x: F.linear(x, net.second.weight)
+
+
+def global_list(net: Any = None) -> Row:
+    GLOBAL_LIST.clear()
+    return lambda v: push(GLOBAL_LIST, v), lambda: GLOBAL_LIST.clear(), lambda: len(GLOBAL_LIST)
+
+
+# What sets a kind, and gives what the loss takes from it; what unsets it; what there is to compare.
+# fmt: off
+KINDS: dict[str, Callable[[Any], Row]] = {
+    "train_flag": lambda n: (lambda v: n.eval(), lambda: n.train(), lambda: [m.training for m in n.modules()]),
+    "requires_grad": lambda n: (lambda v: n.second.requires_grad_(False), lambda: n.second.requires_grad_(True), lambda: [p.requires_grad for p in n.second.parameters()]),
+    "grad_mode": lambda n: (lambda v: torch._C._set_grad_enabled(False), lambda: torch._C._set_grad_enabled(True), torch.is_grad_enabled),
+    "default_dtype": lambda n: (lambda v: torch.set_default_dtype(torch.float64), lambda: torch.set_default_dtype(torch.float32), torch.get_default_dtype),
+    "autocast_by_hand": lambda n: autocast_by_hand([]),
+    "plain_attribute": lambda n: (lambda v: put(n, scale=2.0), lambda: put(n, scale=1.0), lambda: n.scale),
+    "list_on_the_module": lambda n: filled(n.auxiliary),
+    "list_in_a_closure": lambda n: filled([]),
+    "global_list": global_list,
+    "dictionary": lambda n: (lambda v: n.cache.setdefault("auxiliary", v), lambda: n.cache.pop("auxiliary"), lambda: list(n.cache)),
+    "hook": lambda n: hook(n, []),
+    "method_of_the_instance": lambda n: (lambda v: put(n.second, forward=without_bias(n)), lambda: delattr(n.second, "forward"), lambda: "forward" in vars(n.second)),
+    "method_of_the_class": lambda n: (lambda v: put(Head, forward=lambda self, x: F.linear(x, self.weight)), lambda: delattr(Head, "forward"), lambda: "forward" in vars(Head)),
+    "function_of_the_library": lambda n: (lambda v: put(F, scaled_dot_product_attention=lambda q, k, v: v * 2), lambda: put(F, scaled_dot_product_attention=FUSED), lambda: F.scaled_dot_product_attention is FUSED),
+    "attribute_of_a_parameter": lambda n: (lambda v: (count(n.second.weight, "calls"), put(n.second.weight, is_busy=True)), lambda: delattr(n.second.weight, "is_busy"), lambda: dict(vars(n.second.weight))),
+    "own_generators": lambda n: own_generators(torch.Generator().manual_seed(0), np.random.default_rng(0), random.Random(0)),
+    "adapter": lambda n: use(n, "a") or (lambda v: use(n, "b"), lambda: use(n, "a"), lambda: (n.active, [p.requires_grad for p in n.adapters.parameters()])),
+    "teacher": lambda n: teacher(Teacher()),
+    "object_of_a_class": lambda n: object_of_a_class(Meter()),
+    "dataclass": lambda n: dataclass(Record()),
+    "class_attribute": class_attribute,
+    "behind_an_import": behind_an_import,
 }
+# fmt: on
+
+
+def kind_of(name: str, net: Net) -> Kind:
+    change, undo, read = KINDS[name](net)
+
+    def around(value: Tensor) -> Iterator[Any]:
+        extra = change(value)
+        yield extra if isinstance(extra, Tensor) else 0
+        undo()
+
+    return around, read
 
 
 class Watch:
@@ -431,4 +330,4 @@ def modes_put_back() -> Iterator[None]:
         if "forward" in vars(Head):
             del Head.forward
         for make in (class_attribute, global_list, behind_an_import):
-            make(Net())
+            make()

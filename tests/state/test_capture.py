@@ -1,16 +1,12 @@
 """Everything that a forward may change comes back, whatever it is, into the same objects."""
 
-import array
 import collections
 import contextlib
-import dataclasses
 import functools
 import itertools
-import random
 import sys
 import types
-import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,163 +16,16 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from automicro.state.capture import capture
-from tests.state.picture import picture
-from tests.state.undone import Box, count, quantized, undone
-
-
-class Called(Box):
-    n: int
-
-    def __call__(self):
-        self.n += 1
-
-
-class Slotted:
-    __slots__ = ("__hidden", "late", "n")
-
-    def __init__(self):
-        self.n, self.__hidden = 0, [0]
-
-    def hide(self):
-        self.__hidden[0] += 1
-
-
-class SlottedMore(Slotted):
-    __slots__ = ("__dict__",)
-
-
-class Pair(NamedTuple):
-    one: list
-    other: int
-
-
-class Mine(list):
-    pass
-
-
-class MyCounter(collections.Counter):
-    pass
-
-
-@dataclasses.dataclass
-class Data:
-    n: int = 0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Frozen:
-    many: list
-
-
-class Caching:
-    @functools.cached_property
-    def table(self):
-        return []
-
-
-def increment(held, key=0):
-    held[key] = held[key] + 1
-
-
-def twice(box):
-    """It leads to itself."""
-    box.other = box
-    return box
-
-
-def renew(held):
-    """Another member in place of one, at the same length."""
-    largest = max(held)
-    held.remove(largest)
-    held.add(largest + 1)
-
-
-def turn(table):
-    """The same entries in another order."""
-    first = next(iter(table))
-    table[first] = table.pop(first)
-
+from tests.state.undone import Box, count, picture, undone
+from tests.state.values import VALUES, Called, Slotted, add
 
 # ---------------------------------------------------------------- values
-
-KEYS = [Box(), Box()]
-
-# What an attribute holds, and a change to it.
-# fmt: off
-VALUES: dict[str, tuple[Any, Any]] = {
-    "list": (list, lambda v: v.append(len(v))),
-    "list of lists": (lambda: [[[]]], lambda v: v[0][0].append(1)),
-    "list of 300": (lambda: [0] * 300, increment),
-    "list turned round": (lambda: [1, 2, 3], lambda v: v.reverse()),
-    "tensors of a list": (lambda: [torch.ones(1)], lambda v: v[0].add_(1)),
-    "list of objects": (lambda: [Box(n=0)], lambda v: v.append(Box(n=len(v)))),
-    "list of a class of its own": (Mine, lambda v: v.append(1)),
-    "attribute of such a list": (Mine, count),
-    "attribute of a Counter": (MyCounter, count),
-    "dict": (lambda: {"a": 0}, lambda v: increment(v, "a")),
-    "dict of numbers": (lambda: {0: 1}, lambda v: v.update({len(v): 1})),
-    "dict of tensors": (lambda: {"a": torch.ones(1)}, lambda v: v["a"].add_(1)),
-    "dict of other tensors": (lambda: {"a": torch.ones(1)}, lambda v: v.update(a=v["a"] + 1)),
-    "dict turned round": (lambda: {"a": 0, "b": 1, "c": 2}, turn),
-    "deleted key": (lambda: dict.fromkeys("abcdefghij"), lambda v: v.popitem()),
-    "Counter": (collections.Counter, lambda v: increment(v, "a")),
-    "defaultdict": (lambda: collections.defaultdict(list), lambda v: v["a"].append(1)),
-    "OrderedDict": (lambda: collections.OrderedDict(a=1, b=2), lambda v: v.move_to_end(next(iter(v)))),
-    "UserDict": (lambda: collections.UserDict(a=0), lambda v: increment(v, "a")),
-    "ChainMap": (lambda: collections.ChainMap({"a": 0}), lambda v: increment(v, "a")),
-    "set that grows": (set, lambda v: v.add(len(v))),
-    "set of one size": (lambda: {1, 2}, renew),
-    "deque": (lambda: collections.deque([0], 1), lambda v: v.append(v[0] + 1)),
-    "tensor and a view of it": (lambda: (lambda t: (t, t[::2]))(torch.zeros(6)), lambda v: v[1].add_(1)),
-    "sparse tensor": (lambda: [torch.eye(3).to_sparse()], lambda v: v[0].mul_(2)),
-    "tuple of lists": (lambda: ([], 1), lambda v: v[0].append(1)),
-    "NamedTuple": (lambda: Pair([], 1), lambda v: v.one.append(1)),
-    "frozenset": (lambda: frozenset([Called(n=0)]), lambda v: next(iter(v))()),
-    "array": (lambda: np.zeros(9), increment),
-    "array of 300 KiB": (lambda: np.zeros(40_000), increment),
-    "array's NumPy number": (lambda: Box(n=np.int64(0)), count),
-    "bytearray": (lambda: bytearray(4), increment),
-    "bytearray that grows": (bytearray, lambda v: v.append(1)),
-    "array.array": (lambda: array.array("i", [0]), increment),
-    "tensor": (lambda: torch.zeros(2), lambda v: v.add_(1)),
-    "tensor past its version": (lambda: torch.zeros(2), lambda v: v.data.add_(1)),
-    "tensor with NaN": (lambda: torch.tensor([0.0, torch.nan]), lambda v: v[:1].add_(1)),
-    "bfloat16": (lambda: torch.zeros(2, dtype=torch.bfloat16), lambda v: v.add_(1)),
-    "complex": (lambda: torch.zeros(2, dtype=torch.cfloat), lambda v: v.add_(1j)),
-    "quantized": (quantized, lambda v: v.copy_(v.dequantize() + 1)),
-    "resized tensor": (lambda: torch.zeros(1), lambda v: v.resize_(len(v) + 1).fill_(len(v))),
-    "tensor of a megabyte": (lambda: torch.zeros(2**18), lambda v: v[-1:].add_(1)),
-    "attribute of a tensor": (lambda: torch.zeros(2), count),
-    "object": (lambda: Box(n=0), count),
-    "object in objects": (lambda: Box(a=Box(b=[Box(n=0)])), lambda v: count(v.a.b[0])),
-    "objects in a circle": (lambda: twice(Box(n=0)), lambda v: count(v.other)),
-    "attribute that comes": (Box, lambda v: setattr(v, f"new{len(vars(v))}", 1)),
-    "attribute that goes": (lambda: Box(a=1, b=2, c=3, d=4), lambda v: v.__dict__.popitem()),
-    "class of an object": (lambda: Box(n=0), lambda v: setattr(v, "__class__", Called if type(v) is Box else Box)),
-    "namespace": (lambda: types.SimpleNamespace(n=0), count),
-    "dataclass": (Data, count),
-    "frozen dataclass": (lambda: Frozen([]), lambda v: v.many.append(1)),
-    "slot": (Slotted, count),
-    "slot that is set late": (Slotted, lambda v: count(v, "late")),
-    "slot of a private name": (Slotted, Slotted.hide),
-    "slots and a dict": (SlottedMore, lambda v: count(v, "any")),
-    "cached property": (Caching, lambda v: v.table.append(1)),
-    "bound method": (lambda: Called(n=0).__call__, lambda v: v()),
-    "partial": (lambda: functools.partial(increment, {"a": 0}, key="a"), lambda v: v()),
-    "WeakKeyDictionary": (weakref.WeakKeyDictionary, lambda v: v.__setitem__(KEYS[0], v.get(KEYS[0], 0) + 1)),
-    "torch's generator": (torch.Generator, lambda v: torch.rand(1, generator=v)),
-    "NumPy's generator": (lambda: np.random.default_rng(3), lambda v: v.random()),
-    "NumPy's MT19937": (lambda: np.random.Generator(np.random.MT19937(3)), lambda v: v.random()),
-    "NumPy's RandomState": (lambda: np.random.RandomState(3), lambda v: v.normal()),
-    "Python's generator": (lambda: random.Random(3), lambda v: v.gauss(0, 1)),
-}
-# fmt: on
 
 
 @pytest.mark.filterwarnings("ignore:.*quantize")
 @pytest.mark.parametrize("kind", VALUES)
 def test_what_an_attribute_holds_comes_back(kind):
-    make, change = VALUES[kind]
+    make, change, *_ = VALUES[kind]
     model: Any = nn.Sequential(nn.Linear(1, 1))
     model[0].kept = kept = make()
     shown = undone({"model": model}, lambda: change(model[0].kept), lambda: model[0].kept)
@@ -190,73 +39,18 @@ KEPT_GLOBALLY: Any = None
 USERS = "automicro_tests_of_a_user"
 
 
-def keeping(value, owner):
-    owner.kept = value
+def keeping(value, owner, name="kept"):
+    setattr(owner, name, value)
     return owner
 
 
-def in_an_attribute(value):
-    return (model := keeping(value, nn.Linear(1, 1))), model
+def closed(kept, wrap=lambda function: function):
+    function: Any = lambda: kept  # noqa: E731
+    return wrap(function), function.__closure__[0], "cell_contents"
 
 
-def in_an_objects_attribute(value):
-    model: Any = nn.Linear(1, 1)
-    box = keeping(value, Box())
-    model.held = [{"a": box}]
-    return model, box
-
-
-def in_a_slot(value):
-    box = Slotted()
-    box.n = value
-    return (lambda: box), box, "n"
-
-
-def in_a_closure(kept):
-    def function():
-        return kept
-
-    (cell,) = function.__closure__ or ()
-    return function, cell, "cell_contents"
-
-
-def in_a_closure_of_a_closure(kept):
-    function, cell, name = in_a_closure(kept)
-    return (lambda: function()), cell, name
-
-
-def in_a_default(value):
-    def function(kept=value):
-        return kept
-
-    return function, function, "__defaults__"
-
-
-def in_a_keyword_default(value):
-    def function(*, kept=value):
-        return kept
-
-    return function, function, "__kwdefaults__"
-
-
-def in_an_attribute_of_a_function(value):
-    def function():
-        return vars(function)["kept"]
-
-    return function, keeping(value, function)
-
-
-def in_a_partial(value):
-    return functools.partial(len, box := keeping(value, Box())), box
-
-
-def in_the_owner_of_a_method(value):
-    return (box := keeping(value, Called())).__call__, box
-
-
-def in_what_is_decorated(kept):
-    function, cell, name = in_a_closure(kept)
-    return torch.no_grad()(function), cell, name
+def named(theirs):
+    return (lambda: theirs.kept), theirs
 
 
 def in_a_global(value):
@@ -265,12 +59,7 @@ def in_a_global(value):
     return (lambda: KEPT_GLOBALLY), sys.modules[__name__], "KEPT_GLOBALLY"
 
 
-def in_a_module_of_python(value):
-    theirs = keeping(value, types.ModuleType(USERS))
-    return (lambda: theirs.kept), theirs
-
-
-def in_a_module_that_a_function_imports(value):
+def in_an_import(value):
     def function():
         import automicro_tests_of_a_user  # type: ignore[import-not-found]
 
@@ -280,50 +69,50 @@ def in_a_module_that_a_function_imports(value):
     return function, theirs
 
 
-def in_a_class(value):
-    return (owner := type("Layer", (nn.ReLU,), {"kept": value}))(), owner
+def in_a_hook(register, value):
+    function, cell, name = closed(value)
+    model: Any = nn.Sequential(nn.BatchNorm1d(1))
+    owner = model[0].weight if hasattr(Tensor, register) else model[0]
+    getattr(owner, register)(lambda *_: function() and None)
+    return model, cell, name
 
 
-def in_a_class_above(value):
-    above = type("Base", (nn.Module,), {"kept": value})
-    return nn.Sequential(type("Layer", (above,), {})()), above
+def in_an_attribute_of(name, value):
+    model: Any = nn.Sequential(nn.BatchNorm1d(1))
+    return model, keeping(value, getattr(model[0], name))
 
 
-def in_a_class_that_code_names(value):
-    registry = type("Registry", (), {"kept": value})
-    return (lambda: registry), registry
-
-
-def in_a_hook(register):
-    def place(kept):
-        function, cell, name = in_a_closure(kept)
-        model: Any = nn.Sequential(nn.BatchNorm1d(1))
-        owner = model[0].weight if hasattr(Tensor, register) else model[0]
-        getattr(owner, register)(lambda *_: function() and None)
-        return model, cell, name
-
-    place.__name__ = register
-    return place
-
-
-def in_an_attribute_of(name):
-    def place(value):
-        model: Any = nn.Sequential(nn.BatchNorm1d(1))
-        return model, keeping(value, getattr(model[0], name))
-
-    place.__name__ = f"in_an_attribute_of_{name}"
-    return place
-
-
-OF_MODULES = ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"]
-PLACES = [function for name, function in globals().items() if name.startswith("in_a_")]
-PLACES += [function for name, function in globals().items() if name.startswith("in_an_objects")]
-PLACES += [in_an_attribute, in_the_owner_of_a_method, in_what_is_decorated]
-PLACES += [in_an_attribute_of("weight"), in_an_attribute_of("running_mean")]
-PLACES += [
-    in_a_hook(f"register_{name}") for name in [*OF_MODULES, "hook", "post_accumulate_grad_hook"]
+HOOKED = [
+    "forward_hook",
+    "forward_pre_hook",
+    "full_backward_hook",
+    "full_backward_pre_hook",
+    "hook",
 ]
-PLACES = [place for place in PLACES if place is not in_a_hook]
+# By name: what is captured, the owner of the value, and its name if it is another than `kept`.
+# fmt: off
+PLACES: dict[str, Any] = {
+    "attribute": lambda v: ((o := keeping(v, nn.Linear(1, 1))), o),
+    "attribute of an object": lambda v: (keeping([{"a": (o := keeping(v, Box()))}], nn.Linear(1, 1), "held"), o),
+    "slot": lambda v: (closed(o := keeping(v, Slotted(), "n"))[0], o, "n"),
+    "closure": closed,
+    "closure of a closure": lambda v: closed(v, lambda function: lambda: function()),
+    "what is decorated": lambda v: closed(v, torch.no_grad()),
+    "default": lambda v: ((f := lambda kept=v: kept), f, "__defaults__"),
+    "keyword default": lambda v: ((f := lambda *, kept=v: kept), f, "__kwdefaults__"),
+    "attribute of a function": lambda v: ((f := keeping(v, lambda: None)), f),
+    "partial": lambda v: (functools.partial(len, o := keeping(v, Box())), o),
+    "owner of a method": lambda v: ((o := keeping(v, Called())).__call__, o),
+    "global": in_a_global,
+    "module of Python": lambda v: named(keeping(v, types.ModuleType(USERS))),
+    "module that a function imports": in_an_import,
+    "class": lambda v: ((o := type("Layer", (nn.ReLU,), {"kept": v}))(), o),
+    "class above": lambda v: (nn.Sequential(type("Layer", (o := type("Base", (nn.Module,), {"kept": v}),), {})()), o),
+    "class that code names": lambda v: (closed(o := type("Registry", (), {"kept": v}))[0], o),
+    **{each: functools.partial(in_an_attribute_of, each) for each in ("weight", "running_mean")},
+    **{each: functools.partial(in_a_hook, f"register_{each}") for each in [*HOOKED, "post_accumulate_grad_hook"]},
+}
+# fmt: on
 
 
 @pytest.fixture(autouse=True)
@@ -335,10 +124,10 @@ def nothing_imported():
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", ["list", "object", "tensor", "NumPy's generator"])
 def test_what_lies_in_a_place_comes_back(kind, place):
-    make, change = VALUES[kind]
-    root, owner, *name = place(kept := make())
+    make, change, *_ = VALUES[kind]
+    root, owner, *name = PLACES[place](kept := make())
     shown = undone({"root": root}, lambda: change(kept), lambda: kept)
-    assert "default" in place.__name__ or getattr(owner, *name or ["kept"]) is kept
+    assert "default" in place or getattr(owner, *name or ["kept"]) is kept
     assert "?" not in "".join(shown)
 
 
@@ -351,17 +140,17 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("place", [e for e in PLACES if "default" not in e.__name__])
+@pytest.mark.parametrize("place", [each for each in PLACES if "default" not in each])
 @pytest.mark.parametrize("kind", OTHERS)
 def test_what_a_place_holds_instead_goes_again(kind, place):
     number = itertools.count()
-    root, owner, *name = place(OTHERS[kind](next(number)))
+    root, owner, *name = PLACES[place](OTHERS[kind](next(number)))
     (name,) = name or ["kept"]
-
-    def see():
-        return [id(getattr(owner, name)), getattr(owner, name)]
-
-    undone({"root": root}, lambda: setattr(owner, name, OTHERS[kind](next(number))), see)
+    undone(
+        {"root": root},
+        lambda: setattr(owner, name, OTHERS[kind](next(number))),
+        lambda: [id(getattr(owner, name)), getattr(owner, name)],
+    )
 
 
 def test_defaults_of_a_function_come_back():
@@ -369,7 +158,7 @@ def test_defaults_of_a_function_come_back():
         return one, two
 
     function: Any = original
-    undone({"it": function}, lambda: increment(function.__kwdefaults__, "two"), function)
+    undone({"it": function}, lambda: add(function.__kwdefaults__, "two"), function)
     for name, value in (("__defaults__", (5,)), ("__kwdefaults__", {"two": 9})):
         undone({"it": function}, lambda n=name, v=value: setattr(function, n, v), function, times=1)
 
@@ -445,10 +234,6 @@ def enter_autocast(dtype=torch.bfloat16):
     torch.autocast("cpu", dtype).__enter__()
 
 
-def disable_cache():
-    torch.set_autocast_cache_enabled(False)
-
-
 # fmt: off
 MODES = {
     "grad mode": (lambda: torch.set_grad_enabled(False), torch.is_grad_enabled),
@@ -456,7 +241,7 @@ MODES = {
     "autocast": (enter_autocast, lambda: torch.is_autocast_enabled("cpu")),
     "dtype of autocast": (lambda: enter_autocast(torch.float16), lambda: torch.get_autocast_dtype("cpu")),
     "nesting of autocast": (lambda: (enter_autocast(), enter_autocast()), None),
-    "cache of autocast": (disable_cache, torch.is_autocast_cache_enabled),
+    "cache of autocast": (lambda: torch.set_autocast_cache_enabled(False), torch.is_autocast_cache_enabled),
 }
 # fmt: on
 
@@ -486,11 +271,8 @@ def test_modes_that_stand_before_an_attempt_stay():
         torch.set_grad_enabled(True)
         enter_autocast()
         captured.put_back()
-        assert (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), nesting()) == (
-            False,
-            True,
-            1,
-        )
+        found = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), nesting()
+        assert found == (False, True, 1)
     assert nesting() == 0
 
 
@@ -627,21 +409,6 @@ def test_each_table_of_hooks_comes_back(name):
     assert dict(table) == {-1: len}
 
 
-@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_beside_another_of_a_parameter_go_again(register):
-    model, fired = nn.Linear(1, 1), list[int]()
-    getattr(model.weight, register)(lambda _: fired.append(1))
-    captured = capture({"model": model})
-    for _ in range(2):
-        getattr(model.weight, register)(lambda _: fired.append(2))
-        captured.put_back()
-        tables = model.weight._backward_hooks, model.weight._post_accumulate_grad_hooks
-        assert sum(len(list(each.values())) for each in tables if each) == 1
-        captured = captured.again()
-    model(torch.ones(1, 1)).sum().backward()
-    assert fired == [1]
-
-
 def parametrized():
     model: Any = nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
     parametrizations.weight_norm(model[1])
@@ -716,17 +483,23 @@ def fail(*_, **__):
     raise AssertionError("code of the caller's was run")
 
 
-_METHODS = ["__iter__", "__len__", "__getitem__", "__setitem__", "__eq__", "__bool__", "clear"]
-_METHODS += ["append", "extend", "copy", "items", "keys", "values", "update", "pop"]
+_METHODS = ["iter", "len", "getitem", "setitem", "eq", "bool"]
 _OF_OBJECTS = [
-    "__getattr__",
-    "__getattribute__",
-    "__setattr__",
-    "__delattr__",
-    "__eq__",
-    "__bool__",
+    "getattr",
+    "getattribute",
+    "setattr",
+    "delattr",
+    "eq",
+    "bool",
+    "len",
+    "iter",
+    "call",
+    "contains",
+    "repr",
+    "copy",
 ]
-_OF_OBJECTS += ["__len__", "__iter__", "__call__", "__contains__", "__repr__", "__copy__"]
+_METHODS, _OF_OBJECTS = ([f"__{each}__" for each in names] for names in (_METHODS, _OF_OBJECTS))
+_METHODS += ["clear", "append", "extend", "copy", "items", "keys", "values", "update", "pop"]
 HostileList = type("HostileList", (list,), dict.fromkeys(_METHODS, fail))
 HostileDict = type("HostileDict", (dict,), dict.fromkeys(_METHODS, fail))
 HostileOrdered = type("HostileOrdered", (collections.OrderedDict,), dict.fromkeys(_METHODS, fail))
@@ -736,13 +509,8 @@ HostileModule = type("HostileModule", (nn.Module,), {"__getattr__": fail, "__len
 
 def test_no_code_of_the_callers_is_run():
     model: Any = nn.Module()
-    model.a, model.b, model.c, model.inner = (
-        HostileList(),
-        HostileDict(),
-        HostileOrdered(),
-        HostileModule(),
-    )
-    vars(model)["d"] = hostile = Hostile()
+    model.a, model.b, model.c = HostileList(), HostileDict(), HostileOrdered()
+    model.inner, vars(model)["d"] = HostileModule(), (hostile := Hostile())
     held = object.__getattribute__(hostile, "__dict__")
 
     def change():

@@ -22,7 +22,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from automicro import BufferWarning, Halving, Microbatcher, Trainer
 from tests.ranks.steps import local
-from tests.state.kinds import KINDS, OUTSIDE, PHASES, Net, Watch, modes, modes_put_back, step_of
+from tests.state.kinds import (
+    KINDS,
+    OUTSIDE,
+    PHASES,
+    Net,
+    Watch,
+    kind_of,
+    modes,
+    modes_put_back,
+    step_of,
+)
 from tests.sweeps import mostly_in_sweeps
 
 ROWS, SIZE = 8, 4
@@ -87,7 +97,7 @@ class Run:
         OUTSIDE.watch = watch
         torch.manual_seed(0)
         self.watch, self.net = watch, Net()
-        self.kinds = [KINDS[name](self.net) for name in names]
+        self.kinds = [kind_of(name, self.net) for name in names]
         self.model = wrap(self.net)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
         self.trace: Trace = {}

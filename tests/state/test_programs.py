@@ -12,15 +12,14 @@ import argparse
 import collections
 import contextlib
 import dataclasses
-import functools
 import gc
 import itertools
 import logging
 import random
+import re
 import sys
 import types
 import warnings
-import weakref
 import zlib
 from typing import Any
 
@@ -36,7 +35,8 @@ from automicro import Microbatcher
 from automicro.errors import StateWarning
 from automicro.policy.policy import Policy
 from tests.outside import Outside
-from tests.state.picture import picture
+from tests.state.undone import Box, count, picture
+from tests.state.values import VALUES, add
 
 BATCHES, ROWS = 3, 6
 CLOCK = Outside(batch=0, ticks={}, failures=[])
@@ -57,29 +57,6 @@ def tick(where):
 
 
 # ---------------------------------------------------------------- places
-
-
-class Box:
-    pass
-
-
-class Other(Box):
-    pass
-
-
-class Slotted:
-    __slots__ = ("n",)
-
-
-@dataclasses.dataclass
-class Data:
-    n: int = 0
-
-
-class Caching(Box):
-    @functools.cached_property
-    def table(self):
-        return [1]
 
 
 class Theirs(nn.Linear):
@@ -113,14 +90,6 @@ class At:
         return self.v
 
 
-def add(held, key, number=1):
-    held[key] = held[key] + number
-
-
-def count(owner, number=1, name="n"):
-    setattr(owner, name, getattr(owner, name, 0) + number)
-
-
 def up(at):
     at.v = at.v + 1
 
@@ -133,11 +102,6 @@ def put(at, value):
     at.v = value
 
 
-def turn(table):
-    first = next(iter(table))
-    table[first] = table.pop(first)
-
-
 def weight(at):
     return next(at.module.parameters())
 
@@ -148,7 +112,6 @@ def modes(_=None):
     return *map(str, found), torch.autocast_decrement_nesting()
 
 
-KEY = Box()
 SDPA: Any = F.scaled_dot_product_attention
 LINEAR: Any = nn.Linear.forward
 OWN: Any = Theirs.forward
@@ -156,47 +119,34 @@ ANY = ("before", "after", "around", "first", "turn", "backward", "through")
 DRAWN = ("before", "after", "backward")  # what cannot be undone by the program
 AROUND = ("around", "turn", "pulse", "first")
 PULSE = ("pulse",)
+
+
+def of_value(make, change, undo=None, see=None):
+    return (
+        lambda a: make(),
+        lambda a: change(a.v),
+        lambda a: undo(a.v),
+        see and (lambda a: see(a.v)),
+        ANY if undo else DRAWN,
+    )
+
+
 # By name: the value at first, what changes it, what undoes that; then what reads it, and phases.
 # fmt: off
 KINDS: dict[str, tuple[Any, ...]] = {
+    **{"kept_" + re.sub(r"\W", "_", name): of_value(*row) for name, row in VALUES.items()},
     "number_counts": (lambda a: 0, up, down),
-    "attribute_comes": (lambda a: a, lambda a: count(a.owner, 1, a.name), lambda a: vars(a.owner).pop(a.name, 0)),
+    "attribute_comes": (lambda a: a, lambda a: count(a.owner, a.name), lambda a: vars(a.owner).pop(a.name, 0)),
     "attribute_goes": (lambda a: 1, lambda a: delattr(a.owner, a.name), lambda a: put(a, 1), None, ("around", "turn", "through")),
-    "list_grows": (lambda a: [], lambda a: a.v.append(1), lambda a: a.v.pop()),
     "list_is_replaced": (lambda a: [], lambda a: put(a, [*a.v, 1]), lambda a: put(a, a.v[1:])),
-    "list_is_turned": (lambda a: [1, 2, 3], lambda a: a.v.reverse(), lambda a: a.v.reverse()),
-    "list_in_dicts_grows": (lambda a: {"a": {"b": ([],)}}, lambda a: a.v["a"]["b"][0].append(1), lambda a: a.v["a"]["b"][0].pop()),
-    "list_of_300_counts": (lambda a: [0] * 300, lambda a: add(a.v, 7), lambda a: add(a.v, 7, -1)),
     "list_of_20000_counts": (lambda a: [0] * 20_000, lambda a: add(a.v, 9000), lambda a: add(a.v, 9000, -1), lambda a: a.v[9000]),
     "list_of_20000_grows": (lambda a: [0] * 20_000, lambda a: a.v.append(1), lambda a: a.v.pop(), lambda a: len(a.v)),
-    "dict_counts": (lambda a: {"a": 0}, lambda a: add(a.v, "a"), lambda a: add(a.v, "a", -1)),
-    "dict_grows": (lambda a: {}, lambda a: a.v.update({len(a.v): Box()}), lambda a: a.v.popitem()),
-    "dict_is_turned": (lambda a: dict.fromkeys("abc"), lambda a: turn(a.v), None, None, DRAWN),
-    "set_grows": (lambda a: set(), lambda a: a.v.add(len(a.v)), lambda a: a.v.pop()),
-    "deque_turns": (lambda a: collections.deque([1, 2, 3], 3), lambda a: a.v.append(a.v[-1] + 1), lambda a: a.v.rotate()),
-    "ordered_dict_turns": (lambda a: collections.OrderedDict(a=1, b=2), lambda a: a.v.move_to_end("a"), lambda a: a.v.move_to_end("b")),
-    "counter_counts": (lambda a: collections.Counter(), lambda a: add(a.v, "a"), lambda a: add(a.v, "a", -1)),
-    "default_dict_grows": (lambda a: collections.defaultdict(list), lambda a: a.v["a"].append(1), lambda a: a.v.clear()),
-    "weak_dict_counts": (lambda a: weakref.WeakKeyDictionary({KEY: 0}), lambda a: add(a.v, KEY), lambda a: add(a.v, KEY, -1), lambda a: [*a.v.values()]),
-    "bytearray_counts": (lambda a: bytearray([9]), lambda a: add(a.v, 0), lambda a: add(a.v, 0, -1)),
-    "array_counts": (lambda a: np.zeros(3), lambda a: add(a.v, 1), lambda a: add(a.v, 1, -1)),
     "array_is_replaced": (lambda a: np.zeros(3), up, down),
     "numpy_number_counts": (lambda a: np.int64(0), up, down),
-    "object_counts": (lambda a: Box(), lambda a: count(a.v), lambda a: count(a.v, -1)),
-    "slot_counts": (lambda a: Slotted(), lambda a: count(a.v), lambda a: count(a.v, -1)),
-    "dataclass_counts": (lambda a: [Data()], lambda a: count(a.v[0]), lambda a: count(a.v[0], -1)),
-    "namespace_counts": (lambda a: types.SimpleNamespace(), lambda a: count(a.v), lambda a: count(a.v, -1)),
-    "class_of_an_object": (lambda a: Box(), lambda a: setattr(a.v, "__class__", Other), lambda a: setattr(a.v, "__class__", Box)),
-    "cached_property": (lambda a: Caching(), lambda a: a.v.table.append(1), lambda a: vars(a.v).clear()),
-    "partial_grows": (lambda a: functools.partial(list.append, [], 1), lambda a: a.v(), lambda a: a.v.args[0].pop()),
-    "method_counts": (lambda a: types.MethodType(count, Box()), lambda a: a.v(), lambda a: a.v(-1)),
     "class_counts": (lambda a: a.of(type("Registry", (), {})), up, down),
     "class_list_grows": (lambda a: a.of(type("Registry", (), {})) or [], lambda a: a.v.append(1), lambda a: a.v.pop()),
     # Tensors and modules.
-    "tensor_in_place": (lambda a: torch.zeros(2), lambda a: a.v.add_(1), lambda a: a.v.sub_(1)),
-    "tensor_past_its_version": (lambda a: torch.zeros(2), lambda a: a.v.data.add_(1), lambda a: a.v.data.sub_(1)),
     "tensor_is_replaced": (lambda a: torch.zeros(2), up, down),
-    "tensor_of_a_megabyte": (lambda a: torch.zeros(2**18), lambda a: a.v[:1].add_(1), lambda a: a.v[:1].sub_(1), lambda a: a.v[0].item()),
     "tensor_of_20_megabytes": (lambda a: torch.zeros(5 * 2**20), lambda a: a.v[:1].add_(1), lambda a: a.v[:1].sub_(1), lambda a: a.v[0].item()),
     "tensors_with_a_graph": (lambda a: [], lambda a: a.v.append(weight(a).sum()), lambda a: a.v.clear(), lambda a: len(a.v)),
     "tensor_with_a_graph": (lambda a: None, lambda a: put(a, weight(a).sum() + (a.v is None)), lambda a: put(a, None), lambda a: str(a.v)[:12]),
@@ -219,10 +169,6 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "grad_mode": (lambda a: a, lambda a: torch.set_grad_enabled(False), lambda a: torch.set_grad_enabled(True), modes, PULSE),
     "autocast": (lambda a: torch.autocast("cpu", torch.bfloat16), lambda a: a.v.__enter__(), lambda a: a.v.__exit__(None, None, None), modes, PULSE),
     "default_dtype": (lambda a: a, lambda a: torch.set_default_dtype(torch.float64), lambda a: torch.set_default_dtype(torch.float32), modes, ("pulse", "around")),
-    "generator_of_torch": (lambda a: torch.Generator().manual_seed(1), lambda a: torch.rand(1, generator=a.v), None, None, DRAWN),
-    "generator_of_numpy": (lambda a: np.random.default_rng(1), lambda a: a.v.random(), None, None, DRAWN),
-    "random_state_of_numpy": (lambda a: np.random.RandomState(1), lambda a: a.v.normal(), None, None, DRAWN),
-    "generator_of_python": (lambda a: random.Random(1), lambda a: a.v.gauss(0, 1), None, None, DRAWN),
     "global_generators": (lambda a: a, lambda a: (random.random(), np.random.random(), torch.rand(1)), None, lambda a: (random.getstate(), str(np.random.get_state()), picture(torch.get_rng_state())), DRAWN),
     "iterator": (lambda a: itertools.count(), lambda a: next(a.v), None, lambda a: repr(a.v), DRAWN),
 }
@@ -318,7 +264,7 @@ def global_late():
 @in_a_variable
 def function_counts():
     def function_counts(number=1):
-        count(function_counts, number)
+        count(function_counts, number=number)
 
     return function_counts, lambda: function_counts(-1), lambda: vars(function_counts)
 
