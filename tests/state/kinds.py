@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from automicro import is_extra_pass
 from tests.outside import Outside
 from tests.state import meters
+from tests.state.undone import count, put
 
 # Of a batch's first microbatch, or the forward of its second: then a backward has run.
 PHASES = {"forward": ("forward", 1), "backward": ("backward", 1), "later": ("forward", 2)}
@@ -79,15 +80,6 @@ class Record:
     parts: tuple[list[Tensor], ...] = dataclasses.field(default_factory=lambda: ([],))
 
 
-def put(owner: Any, **values: Any) -> None:
-    for name, value in values.items():
-        setattr(owner, name, value)
-
-
-def count(owner: Any, name: str = "count") -> None:
-    setattr(owner, name, getattr(owner, name, 0) + 1)
-
-
 def push(held: list[Any], value: Any) -> Any:
     held.append(value)
     return sum(held) if isinstance(value, Tensor) else 0
@@ -107,58 +99,6 @@ def use(net: Any, name: str) -> None:
     net.active = name
     for each, module in net.adapters.items():
         module.requires_grad_(each == name)
-
-
-def autocast_by_hand(entered: list[Any]) -> Row:
-    return (
-        lambda v: push(entered, enter(torch.autocast("cpu", dtype=torch.bfloat16))),
-        lambda: entered.pop().__exit__(None, None, None),
-        lambda: len(entered),
-    )
-
-
-def hook(net: Any, handles: list[Any]) -> Row:
-    return (
-        lambda v: push(handles, net.first.register_forward_hook(lambda module, args, out: out * 2)),
-        lambda: handles.pop().remove(),
-        lambda: (len(handles), len(net.first._forward_hooks)),
-    )
-
-
-def own_generators(t: Any, n: Any, p: Any) -> Row:
-    return (
-        lambda v: torch.rand((), generator=t) + n.random() + p.random(),
-        lambda: None,
-        lambda: (t.get_state().tolist(), n.bit_generator.state, p.getstate()),
-    )
-
-
-def teacher(moved: Any) -> Row:
-    return (
-        lambda v: (moved.eval(), put(moved, count=moved.count.add_(1)), moved.center.add_(0.5)),
-        moved.train,
-        lambda: (moved.training, [b.tolist() for b in moved.buffers()]),
-    )
-
-
-def object_of_a_class(meter: Any) -> Row:
-    return (
-        lambda v: (
-            count(meter),
-            put(meter, current=v),
-            meter.parts[0].append(meter.parts[0].pop() + 1),
-        ),
-        lambda: put(meter, current=None),
-        lambda: (meter.count, meter.parts[0][0], meter.current is None),
-    )
-
-
-def dataclass(record: Any) -> Row:
-    return (
-        lambda v: (count(record), push(record.parts[0], v))[1],
-        record.parts[0].clear,
-        lambda: (record.count, len(record.parts[0])),
-    )
 
 
 def class_attribute(net: Any = None) -> Row:
@@ -192,22 +132,22 @@ KINDS: dict[str, Callable[[Any], Row]] = {
     "requires_grad": lambda n: (lambda v: n.second.requires_grad_(False), lambda: n.second.requires_grad_(True), lambda: [p.requires_grad for p in n.second.parameters()]),
     "grad_mode": lambda n: (lambda v: torch._C._set_grad_enabled(False), lambda: torch._C._set_grad_enabled(True), torch.is_grad_enabled),
     "default_dtype": lambda n: (lambda v: torch.set_default_dtype(torch.float64), lambda: torch.set_default_dtype(torch.float32), torch.get_default_dtype),
-    "autocast_by_hand": lambda n: autocast_by_hand([]),
+    "autocast_by_hand": lambda n: (lambda entered: (lambda v: push(entered, enter(torch.autocast("cpu", dtype=torch.bfloat16))), lambda: entered.pop().__exit__(None, None, None), lambda: len(entered)))([]),
     "plain_attribute": lambda n: (lambda v: put(n, scale=2.0), lambda: put(n, scale=1.0), lambda: n.scale),
     "list_on_the_module": lambda n: filled(n.auxiliary),
     "list_in_a_closure": lambda n: filled([]),
     "global_list": global_list,
     "dictionary": lambda n: (lambda v: n.cache.setdefault("auxiliary", v), lambda: n.cache.pop("auxiliary"), lambda: list(n.cache)),
-    "hook": lambda n: hook(n, []),
+    "hook": lambda n: (lambda handles: (lambda v: push(handles, n.first.register_forward_hook(lambda module, args, out: out * 2)), lambda: handles.pop().remove(), lambda: (len(handles), len(n.first._forward_hooks))))([]),
     "method_of_the_instance": lambda n: (lambda v: put(n.second, forward=without_bias(n)), lambda: delattr(n.second, "forward"), lambda: "forward" in vars(n.second)),
     "method_of_the_class": lambda n: (lambda v: put(Head, forward=lambda self, x: F.linear(x, self.weight)), lambda: delattr(Head, "forward"), lambda: "forward" in vars(Head)),
     "function_of_the_library": lambda n: (lambda v: put(F, scaled_dot_product_attention=lambda q, k, v: v * 2), lambda: put(F, scaled_dot_product_attention=FUSED), lambda: F.scaled_dot_product_attention is FUSED),
     "attribute_of_a_parameter": lambda n: (lambda v: (count(n.second.weight, "calls"), put(n.second.weight, is_busy=True)), lambda: delattr(n.second.weight, "is_busy"), lambda: dict(vars(n.second.weight))),
-    "own_generators": lambda n: own_generators(torch.Generator().manual_seed(0), np.random.default_rng(0), random.Random(0)),
+    "own_generators": lambda n: (lambda t, n, p: (lambda v: torch.rand((), generator=t) + n.random() + p.random(), lambda: None, lambda: (t.get_state().tolist(), n.bit_generator.state, p.getstate())))(torch.Generator().manual_seed(0), np.random.default_rng(0), random.Random(0)),
     "adapter": lambda n: use(n, "a") or (lambda v: use(n, "b"), lambda: use(n, "a"), lambda: (n.active, [p.requires_grad for p in n.adapters.parameters()])),
-    "teacher": lambda n: teacher(Teacher()),
-    "object_of_a_class": lambda n: object_of_a_class(Meter()),
-    "dataclass": lambda n: dataclass(Record()),
+    "teacher": lambda n: (lambda t: (lambda v: (t.eval(), put(t, count=t.count.add_(1)), t.center.add_(0.5)), t.train, lambda: (t.training, [b.tolist() for b in t.buffers()])))(Teacher()),
+    "object_of_a_class": lambda n: (lambda m: (lambda v: (count(m, "count"), put(m, current=v), m.parts[0].append(m.parts[0].pop() + 1)), lambda: put(m, current=None), lambda: (m.count, m.parts[0][0], m.current is None)))(Meter()),
+    "dataclass": lambda n: (lambda r: (lambda v: (count(r, "count"), push(r.parts[0], v))[1], r.parts[0].clear, lambda: (r.count, len(r.parts[0]))))(Record()),
     "class_attribute": class_attribute,
     "behind_an_import": behind_an_import,
 }

@@ -2,24 +2,20 @@
 
 import collections
 import contextlib
-import functools
 import itertools
 import sys
-import types
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrizations
 
 from automicro.state.capture import capture
 from tests.state.undone import Box, count, picture, undone
-from tests.state.values import VALUES, Called, Slotted, add
-
-# ---------------------------------------------------------------- values
+from tests.state.values import PLACES, USERS, VALUES, Called, add
 
 
 @pytest.mark.filterwarnings("ignore:.*quantize")
@@ -31,88 +27,6 @@ def test_what_an_attribute_holds_comes_back(kind):
     shown = undone({"model": model}, lambda: change(model[0].kept), lambda: model[0].kept)
     assert all(path.startswith("model.0.kept") for path in shown), shown
     assert model[0].kept is kept
-
-
-# ---------------------------------------------------------------- places
-
-KEPT_GLOBALLY: Any = None
-USERS = "automicro_tests_of_a_user"
-
-
-def keeping(value, owner, name="kept"):
-    setattr(owner, name, value)
-    return owner
-
-
-def closed(kept, wrap=lambda function: function):
-    function: Any = lambda: kept  # noqa: E731
-    return wrap(function), function.__closure__[0], "cell_contents"
-
-
-def named(theirs):
-    return (lambda: theirs.kept), theirs
-
-
-def in_a_global(value):
-    global KEPT_GLOBALLY
-    KEPT_GLOBALLY = value
-    return (lambda: KEPT_GLOBALLY), sys.modules[__name__], "KEPT_GLOBALLY"
-
-
-def in_an_import(value):
-    def function():
-        import automicro_tests_of_a_user  # type: ignore[import-not-found]
-
-        return automicro_tests_of_a_user.kept
-
-    sys.modules[USERS] = theirs = keeping(value, types.ModuleType(USERS))
-    return function, theirs
-
-
-def in_a_hook(register, value):
-    function, cell, name = closed(value)
-    model: Any = nn.Sequential(nn.BatchNorm1d(1))
-    owner = model[0].weight if hasattr(Tensor, register) else model[0]
-    getattr(owner, register)(lambda *_: function() and None)
-    return model, cell, name
-
-
-def in_an_attribute_of(name, value):
-    model: Any = nn.Sequential(nn.BatchNorm1d(1))
-    return model, keeping(value, getattr(model[0], name))
-
-
-HOOKED = [
-    "forward_hook",
-    "forward_pre_hook",
-    "full_backward_hook",
-    "full_backward_pre_hook",
-    "hook",
-]
-# By name: what is captured, the owner of the value, and its name if it is another than `kept`.
-# fmt: off
-PLACES: dict[str, Any] = {
-    "attribute": lambda v: ((o := keeping(v, nn.Linear(1, 1))), o),
-    "attribute of an object": lambda v: (keeping([{"a": (o := keeping(v, Box()))}], nn.Linear(1, 1), "held"), o),
-    "slot": lambda v: (closed(o := keeping(v, Slotted(), "n"))[0], o, "n"),
-    "closure": closed,
-    "closure of a closure": lambda v: closed(v, lambda function: lambda: function()),
-    "what is decorated": lambda v: closed(v, torch.no_grad()),
-    "default": lambda v: ((f := lambda kept=v: kept), f, "__defaults__"),
-    "keyword default": lambda v: ((f := lambda *, kept=v: kept), f, "__kwdefaults__"),
-    "attribute of a function": lambda v: ((f := keeping(v, lambda: None)), f),
-    "partial": lambda v: (functools.partial(len, o := keeping(v, Box())), o),
-    "owner of a method": lambda v: ((o := keeping(v, Called())).__call__, o),
-    "global": in_a_global,
-    "module of Python": lambda v: named(keeping(v, types.ModuleType(USERS))),
-    "module that a function imports": in_an_import,
-    "class": lambda v: ((o := type("Layer", (nn.ReLU,), {"kept": v}))(), o),
-    "class above": lambda v: (nn.Sequential(type("Layer", (o := type("Base", (nn.Module,), {"kept": v}),), {})()), o),
-    "class that code names": lambda v: (closed(o := type("Registry", (), {"kept": v}))[0], o),
-    **{each: functools.partial(in_an_attribute_of, each) for each in ("weight", "running_mean")},
-    **{each: functools.partial(in_a_hook, f"register_{each}") for each in [*HOOKED, "post_accumulate_grad_hook"]},
-}
-# fmt: on
 
 
 @pytest.fixture(autouse=True)
@@ -274,9 +188,6 @@ def test_modes_that_stand_before_an_attempt_stay():
         found = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), nesting()
         assert found == (False, True, 1)
     assert nesting() == 0
-
-
-# ---------------------------------------------------------------- modules
 
 
 class Layers(nn.Module):
@@ -458,9 +369,6 @@ def test_an_attempt_after_failed_ones_is_as_if_there_had_been_none(make):
     assert run(0) == run(2)
 
 
-# ---------------------------------------------------------------- identity
-
-
 def test_aliases_stay_aliases():
     shared: list[Any] = [Box(n=0)]
     tensor = torch.zeros(2)
@@ -528,9 +436,6 @@ def test_no_code_of_the_callers_is_run():
     change()
     captured.again().put_back()
     assert list.__len__(model.a) == 1
-
-
-# ---------------------------------------------------------------- cost
 
 
 def calls(function):

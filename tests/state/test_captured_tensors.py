@@ -12,8 +12,6 @@ from automicro.errors import RollbackError
 from automicro.state.capture import capture
 from tests.state.undone import Box, quantized, undone
 
-# ---------------------------------------------------------------- buffers
-
 
 def dense(*shape):
     return torch.zeros(*shape).double()
@@ -129,8 +127,6 @@ def test_what_parameters_hold_is_left_to_another_part():
     assert model[0].weight.tolist() == [[2, 2], [2, 2]]
     assert model[0].weight.grad is not None
 
-
-# ---------------------------------------------------------------- memory
 
 GRAPHS = {
     "attribute": lambda h: h,
