@@ -12,8 +12,18 @@ from torch.nn.parallel import DistributedDataParallel
 from automicro import Microbatcher
 from tests.ranks.steps import HalvingOnly
 from tests.ranks.world import World, world_of
-from tests.state.kinds import KINDS, PHASES, Net, Watch, modes_put_back
-from tests.state.test_failed_attempts import SIZE, WHEN, Run, Trace, same
+from tests.state.test_failed_attempts import (
+    KINDS,
+    PHASES,
+    SIZE,
+    WHEN,
+    Net,
+    Run,
+    Trace,
+    Watch,
+    modes_put_back,
+    same,
+)
 
 pytestmark = pytest.mark.sweep
 
