@@ -320,6 +320,21 @@ def test_each_table_of_hooks_comes_back(name):
     assert dict(table) == {-1: len}
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_beside_another_of_a_parameter_go_again(register):
+    model, fired = nn.Linear(1, 1), list[int]()
+    getattr(model.weight, register)(lambda _: fired.append(1))
+    captured = capture({"model": model})
+    for _ in range(2):
+        getattr(model.weight, register)(lambda _: fired.append(2))
+        captured.put_back()
+        tables = model.weight._backward_hooks, model.weight._post_accumulate_grad_hooks
+        assert sum(len(list(each.values())) for each in tables if each) == 1
+        captured = captured.again()
+    model(torch.ones(1, 1)).sum().backward()
+    assert fired == [1]
+
+
 def parametrized():
     model: Any = nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
     parametrizations.weight_norm(model[1])

@@ -47,6 +47,10 @@ class Mine(list):
     pass
 
 
+class MyCounter(collections.Counter):
+    pass
+
+
 @dataclasses.dataclass
 class Data:
     n: int = 0
@@ -102,6 +106,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "list of objects": (lambda: [Box(n=0)], lambda v: v.append(Box(n=len(v))), lambda v: v.pop()),
     "list of a class of its own": (Mine, lambda v: v.append(1), lambda v: v.pop()),
     "attribute of such a list": (Mine, count, less),
+    "attribute of a Counter": (MyCounter, count, less),
     "dict": (lambda: {"a": 0}, lambda v: add(v, "a"), lambda v: add(v, "a", -1)),
     "dict of numbers": (lambda: {0: 1}, lambda v: v.update({len(v): Box()}), lambda v: v.popitem()),
     "dict of tensors": (lambda: {"a": torch.ones(1)}, lambda v: v["a"].add_(1)),
@@ -116,10 +121,13 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "set that grows": (set, lambda v: v.add(len(v)), lambda v: v.pop()),
     "set of one size": (lambda: {1, 2}, renew),
     "deque": (lambda: collections.deque([1, 2, 3], 3), lambda v: v.append(v[-1] + 1), lambda v: v.appendleft(v[0] - 1)),
+    "tensor and a view of it": (lambda: (lambda t: (t, t[::2]))(torch.zeros(6)), lambda v: v[1].add_(1), lambda v: v[1].sub_(1)),
+    "sparse tensor": (lambda: [torch.eye(3).to_sparse()], lambda v: v[0].mul_(2), lambda v: v[0].div_(2)),
     "tuple of lists": (lambda: ([], 1), lambda v: v[0].append(1), lambda v: v[0].pop()),
     "NamedTuple": (lambda: Pair([], 1), lambda v: v.one.append(1), lambda v: v.one.pop()),
     "frozenset": (lambda: frozenset([Called(n=0)]), lambda v: next(iter(v))()),
     "array": (lambda: np.zeros(9), add, lambda v: add(v, 0, -1)),
+    "array of 300 KiB": (lambda: np.zeros(40_000), add, lambda v: add(v, 0, -1)),
     "array's NumPy number": (lambda: Box(n=np.int64(0)), count, less),
     "bytearray": (lambda: bytearray(4), add, lambda v: add(v, 0, -1)),
     "bytearray that grows": (bytearray, lambda v: v.append(1)),
@@ -146,12 +154,13 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "slot that is set late": (Slotted, lambda v: count(v, "late")),
     "slot of a private name": (Slotted, Slotted.hide),
     "slots and a dict": (SlottedMore, lambda v: count(v, "any")),
-    "cached property": (Caching, lambda v: v.table.append(1), lambda v: vars(v).clear()),
+    "cached property": (Caching, lambda v: v.table.append(1), lambda v: v.__dict__.clear()),
     "bound method": (lambda: Called(n=0).__call__, lambda v: v(), lambda v: v(-1)),
     "partial": (lambda: functools.partial(add, {"a": 0}, key="a"), lambda v: v(), lambda v: v(number=-1)),
     "WeakKeyDictionary": (lambda: weakref.WeakKeyDictionary({KEY: 0}), lambda v: add(v, KEY), lambda v: add(v, KEY, -1), lambda v: [*v.values()]),
     "torch's generator": (torch.Generator, lambda v: torch.rand(1, generator=v)),
     "NumPy's generator": (lambda: np.random.default_rng(3), lambda v: v.random()),
+    "NumPy's MT19937": (lambda: np.random.Generator(np.random.MT19937(3)), lambda v: v.random()),
     "NumPy's RandomState": (lambda: np.random.RandomState(3), lambda v: v.normal()),
     "Python's generator": (lambda: random.Random(3), lambda v: v.gauss(0, 1)),
 }
