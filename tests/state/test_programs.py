@@ -107,7 +107,8 @@ def put(at, value):
 
 
 def weight(at):
-    return next(at.module.parameters())
+    named = at.module.named_parameters()
+    return next(each for name, each in named if "flag" not in name)
 
 
 def modes(_=None):
