@@ -42,7 +42,7 @@ _OPAQUE_KINDS: tuple[type, ...] = (
 # Objects of these packages lead a life of their own, or lead to everything: trainers, loggers,
 # tokenizers, tables of data.
 # Classes that are made at run time count as those of "types".
-_OPEN = {"argparse", "collections", "types", "weakref", "_weakrefset"}
+_OPEN = {"argparse", "collections", "contextlib", "types", "weakref", "_weakrefset"}
 _OPAQUE_PACKAGES = sys.stdlib_module_names - _OPEN
 _OPAQUE_PACKAGES |= {
     *("torch", "numpy", "automicro", "keras", "lightning", "lightning_fabric", "pytorch_lightning"),

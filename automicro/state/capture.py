@@ -549,8 +549,6 @@ class Captured:
             RollbackError: something was changed that is watched, and not copied. All else is back.
         """
         failures: list[tuple[Any, str]] = []
-        if self._large is None:  # else what runs again sets its modes itself
-            self._modes.put_back(self._global)
         for value, its_class in zip(self._objects, self._classes, strict=True):
             if type(value) is not its_class:
                 object.__setattr__(value, "__class__", its_class)
@@ -581,6 +579,9 @@ class Captured:
             failures += copies.put_back()
         moved = list(self._leaves.put_back())
         failures += moved if self._large is None else ()
+        if self._large is None:  # else what runs again sets its modes itself
+            # Last: contexts that were entered by hand and are let go of here end, and set modes.
+            self._modes.put_back(self._global)
         if failures:
             names = self.names()
             told = [f"{names.get(id(value), '?')[0]}: {why}" for value, why in failures]

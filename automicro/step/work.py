@@ -316,9 +316,9 @@ class TrainingWork(_Work):
             self._watch,
             *([self._setup.reservation] if self._setup.reservation.is_used else ()),
             *self._keeps,
+            self._phase.random_state(),
             self._state,
             self._gradients,  # hooks at its commit may change all others before it
-            self._phase.random_state(),
             *self._updated,
         ]
 
@@ -450,8 +450,8 @@ class EvaluationWork(_Work):
         return [
             self._watch,
             *self._keeps,
-            self._state,
             self._phase.random_state(),
+            self._state,
             *self._updated,
         ]
 
