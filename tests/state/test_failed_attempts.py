@@ -103,12 +103,30 @@ def enter(context: Any) -> Any:
     return context
 
 
+def set_dtype(dtype: torch.dtype) -> Any:
+    torch.set_default_dtype(dtype)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:  # of one that nothing holds any more, too
+        torch.set_default_dtype(before)
+
+
+def leave(held: list[Any]) -> Any:
+    held.pop().__exit__(None, None, None)
+
+
 def filled(held: list[Tensor]) -> Row:
     held.clear()
     return lambda v: push(held, v), held.clear, lambda: len(held)
 
 
-def use(net: Any, name: str) -> None:
+def use(net: Any, name: str) -> Any:
     net.active = name
     for each, module in net.adapters.items():
         module.requires_grad_(each == name)
@@ -145,7 +163,10 @@ KINDS: dict[str, Callable[[Any], Row]] = {
     "requires_grad": lambda n: (lambda v: n.second.requires_grad_(False), lambda: n.second.requires_grad_(True), lambda: [p.requires_grad for p in n.second.parameters()]),
     "grad_mode": lambda n: (lambda v: torch._C._set_grad_enabled(False), lambda: torch._C._set_grad_enabled(True), torch.is_grad_enabled),
     "default_dtype": lambda n: (lambda v: torch.set_default_dtype(torch.float64), lambda: torch.set_default_dtype(torch.float32), torch.get_default_dtype),
-    "autocast_by_hand": lambda n: (lambda entered: (lambda v: push(entered, enter(torch.autocast("cpu", dtype=torch.bfloat16))), lambda: entered.pop().__exit__(None, None, None), lambda: len(entered)))([]),
+    "autocast_by_hand": lambda n: (lambda entered: (lambda v: push(entered, enter(torch.autocast("cpu", dtype=torch.bfloat16))), lambda: leave(entered), lambda: len(entered)))([]),
+    "random_numbers_in_a_context": lambda n: (lambda held: (lambda v: (push(held, enter(torch.random.fork_rng())), torch.rand(()))[1], lambda: leave(held), lambda: len(held)))([]),
+    "dtype_in_a_context": lambda n: (lambda held: (lambda v: (set_dtype(torch.float64), push(held, enter(default_dtype(torch.bfloat16)))), lambda: (leave(held), set_dtype(torch.float32)), lambda: len(held)))([]),
+    "stack_of_contexts": lambda n: (lambda stack: (lambda v: put(stack, last=stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))), stack.close, lambda: len(vars(stack)["_exit_callbacks"])))(contextlib.ExitStack()),
     "plain_attribute": lambda n: (lambda v: put(n, scale=2.0), lambda: put(n, scale=1.0), lambda: n.scale),
     "list_on_the_module": lambda n: filled(n.auxiliary),
     "list_in_a_closure": lambda n: filled([]),
@@ -159,7 +180,7 @@ KINDS: dict[str, Callable[[Any], Row]] = {
     "own_generators": lambda n: (lambda t, n, p: (lambda v: torch.rand((), generator=t) + n.random() + p.random(), lambda: None, lambda: (t.get_state().tolist(), n.bit_generator.state, p.getstate())))(torch.Generator().manual_seed(0), np.random.default_rng(0), random.Random(0)),
     "adapter": lambda n: use(n, "a") or (lambda v: use(n, "b"), lambda: use(n, "a"), lambda: (n.active, [p.requires_grad for p in n.adapters.parameters()])),
     "teacher": lambda n: (lambda t: (lambda v: (t.eval(), put(t, count=t.count.add_(1)), t.center.add_(0.5)), t.train, lambda: (t.training, [b.tolist() for b in t.buffers()])))(Teacher()),
-    "object_of_a_class": lambda n: (lambda m: (lambda v: (count(m, "count"), put(m, current=v), m.parts[0].append(m.parts[0].pop() + 1)), lambda: put(m, current=None), lambda: (m.count, m.parts[0][0], m.current is None)))(Meter()),
+    "object_of_a_class": lambda n: (lambda m: (lambda v: (count(m, "count"), put(m, current=v), push(m.parts[0], m.parts[0].pop() + 1)), lambda: put(m, current=None), lambda: (m.count, m.parts[0][0], m.current is None)))(Meter()),
     "dataclass": lambda n: (lambda r: (lambda v: (count(r, "count"), push(r.parts[0], v))[1], r.parts[0].clear, lambda: (r.count, len(r.parts[0]))))(Record()),
     "class_attribute": class_attribute,
     "behind_an_import": behind_an_import,
@@ -475,6 +496,7 @@ def test_the_trainer_under_a_limit_ends_as_one_that_begins_with_the_size(probe: 
 
 def main() -> None:
     logging.disable()
+    torch.set_num_threads(1)
     gc.freeze()
     tried: Counter[str] = Counter()
     wrong: Counter[str] = Counter()

@@ -181,6 +181,7 @@ def test_every_family_is_as_without_failures(name):
 
 def main():
     logging.disable()
+    torch.set_num_threads(1)
     gc.freeze()
     names = [name for name in NAMES if name.startswith(tuple(sys.argv[1:] or [""]))]
     num_same = 0
