@@ -86,7 +86,7 @@ class At:
 
     def inside(self, place, value):
         code, owner, *name = PLACES[place](value)
-        return self.of(owner, *name or ["kept"], code)
+        return self.of(owner, name[0] if name else "kept", code)
 
     @property
     def kept(self):

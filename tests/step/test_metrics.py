@@ -144,7 +144,8 @@ def test_what_cannot_be_copied_is_refused_by_name_before_the_first_attempt(tmp_p
     metric, model = Writes(tmp_path / "rows"), Given()
     try:
         with pytest.raises(TypeError, match=r"inner\['file'\] \(of type TextIOWrapper\) cannot be"):
-            Microbatcher(model, loss_fn=mean).evaluate((torch.randn(4), torch.zeros(4)), metric)
+            microbatcher = Microbatcher(model, loss_fn=mean, probe=False)
+            microbatcher.evaluate((torch.randn(4), torch.zeros(4)), metric)
         assert model.calls == 0
     finally:
         metric.inner["file"].close()
