@@ -142,9 +142,9 @@ class Writes:
 
 def test_what_cannot_be_copied_is_refused_by_name_before_the_first_attempt(tmp_path: Path) -> None:
     metric, model = Writes(tmp_path / "rows"), Given()
+    microbatcher = Microbatcher(model, loss_fn=mean, probe=False)
     try:
         with pytest.raises(TypeError, match=r"inner\['file'\] \(of type TextIOWrapper\) cannot be"):
-            microbatcher = Microbatcher(model, loss_fn=mean, probe=False)
             microbatcher.evaluate((torch.randn(4), torch.zeros(4)), metric)
         assert model.calls == 0
     finally:

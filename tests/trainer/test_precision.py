@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro import Halving, NonFiniteLossError
+from tests.outside import Unreached
 from tests.trainer.runs import (
     FEATURES,
     adam,
@@ -43,6 +44,8 @@ def train_by_hand(model: nn.Module, *, clip: float | None = None) -> torch.amp.G
 
 class Overflows(nn.Module):
     """A linear model whose gradient, and not its loss, is infinite at some forwards in training."""
+
+    calls = Unreached()
 
     def __init__(self, *calls: int) -> None:
         super().__init__()

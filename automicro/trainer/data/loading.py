@@ -44,9 +44,9 @@ def find_generators(loader: object) -> dict[str, Generator]:
     Example:
         >>> rows = torch.utils.data.TensorDataset(torch.zeros(4))
         >>> mine, noise = torch.Generator(), random.Random(0)
-        >>> def collate(rows):
-        ...     return [(row, noise.random()) for row in rows]
-        >>> list(find_generators(DataLoader(rows, generator=mine, collate_fn=collate)))
+        >>> def adding(noise):
+        ...     return lambda rows: [(row, noise.random()) for row in rows]
+        >>> list(find_generators(DataLoader(rows, generator=mine, collate_fn=adding(noise))))
         ['generator', 'noise']
     """
     return generators_in({"": loader}, kinds_of_loading)
