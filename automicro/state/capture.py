@@ -512,6 +512,7 @@ class Captured:
     def let_go(self) -> None:
         """Keep nothing alive that the attempt has replaced; call it at a commit."""
         self._copies.settle()
+        self._copies = self._copy({})  # between steps no memory is taken
         for group in self._groups:
             for place in group.moving:
                 group.held[place] = None

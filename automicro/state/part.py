@@ -102,6 +102,7 @@ class State:
             return
         try:
             self._captured.put_back()
+            self._captured.let_go()
         finally:
             if self._captured.left_out:
                 self._name(self._captured)
