@@ -229,21 +229,18 @@ class Captured:
 
     Attributes:
         left_out: what is not put back, each with why.
-        walks: how often values were walked through for it, and those before it.
     """
 
     def __init__(
         self,
         roots: Mapping[str, Any],
         skip: tuple[Any, ...],
-        earlier: "Captured | None" = None,
         *,
         large: Mapping[int, Tensor] | None = None,
     ) -> None:
         self._roots, self._skip, self._large = roots, skip, large
         self._given = set(map(id, roots.values()))
         self.left_out: list[tuple[Any, str]] = []
-        self.walks: int = 1 if earlier is None else earlier.walks + 1
         self._holders: dict[int, _Holder] = {}
         self._empty: list[Any] = []  # tables of modules and tensors: most are
         self._objects: list[Any] = []
@@ -275,15 +272,14 @@ class Captured:
         self._moving_lists: set[int] = set()  # where tensors come and go
         self._passing: Copies | None = None  # of tensors there
         self._let_graphs_go(self._content)
-        reused = None if earlier is None else earlier._copies
-        self._copies: Copies = self._copy(self._content, reused)
+        self._copies = self._copy(self._content)
         self._global = self._modes.read()
 
-    def _copy(self, tensors: Mapping[int, Tensor], earlier: Copies | None = None) -> Copies:
+    def _copy(self, tensors: Mapping[int, Tensor]) -> Copies:
         found = list(tensors.values())
         if self._large is None:
-            return Copies(found, self._buffers, earlier)
-        return Copies(found, self._large, earlier, watches_others=True)
+            return Copies(found, self._buffers)
+        return Copies(found, self._large, watches_others=True)
 
     # The walk
 
@@ -431,8 +427,8 @@ class Captured:
         This one is used up.
         """
         if not self._is_refreshed():
-            return Captured(self._roots, self._skip, self, large=self._large)
-        self._copies = self._copies.again(list(self._content.values()))
+            return Captured(self._roots, self._skip, large=self._large)
+        self._copies = self._copy(self._content)
         passing = {
             id(each): each
             for each in chain(

@@ -53,7 +53,6 @@ class Copies:
     Args:
         tensors: to copy, none of them trained.
         buffers: ids of those that are buffers of modules, which kernels write past their versions.
-        earlier: copies whose memory can be used again.
         watches_others: whether large ones that are no such buffers are only watched, and stay as
             they become; `written` has those that were written to.
     """
@@ -62,16 +61,14 @@ class Copies:
         self,
         tensors: Sequence[Tensor],
         buffers: Mapping[int, Any],
-        earlier: "Copies | None" = None,
         *,
         watches_others: bool = False,
     ) -> None:
-        self.tensors, self._buffers, self._watches_others = tensors, buffers, watches_others
+        self.tensors = tensors
         self._watched: list[Tensor] = []
         self._odd: list[tuple[Tensor, Tensor]] = []  # sparse, quantized, nested, sharded
         self._small: list[_Place] = []
         self._large: list[_Place] = []
-        into = {} if earlier is None else {id(each.tensor): each.copy for each in earlier._small}
         bytes_left = MOST_BYTES
         there = [each for each in tensors if not is_uninitialized(each)]
         with without_modes():  # data that no forward uses lie on no device of a budget's
@@ -93,10 +90,8 @@ class Copies:
                 self._large.append(_large(tensor, alias, memory, is_buffer=id(tensor) in buffers))
                 continue
             bytes_left -= memory.nbytes
-            copy = into.get(id(tensor))
-            if copy is None or _shape(copy) != _shape(memory):
-                with torch.inference_mode():  # where all may be written to
-                    copy = torch.empty_like(memory)
+            with torch.inference_mode():  # where all may be written to
+                copy = torch.empty_like(memory)
             self._small.append(_Place(tensor, alias, memory, copy, seen_version(tensor)))
         self._groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
         for place in self._small:
@@ -105,24 +100,11 @@ class Copies:
             memories, copies = self._groups.setdefault(key, ([], []))
             memories.append(place.memory)
             copies.append(place.copy)
-        self._where = [_where(each.tensor) for each in self._small]
-        self._read()
-
-    def _read(self) -> None:
-        self._seen = [seen_version(each.tensor) for each in (*self._small, *self._large)]
-        self._versions_watched = all_versions(self._watched)
-        self._versions: dict[int, tuple[_Place, int | None]] = {}
         with torch.inference_mode():
             for memories, copies in self._groups.values():
                 copy_into(copies, memories)
-
-    def again(self, tensors: Sequence[Tensor]) -> "Copies":
-        """Copies of what tensors hold now, in memory that is there already; these are used up."""
-        is_new = self._odd or self._large or not same_objects(tensors, self.tensors)
-        if is_new or [_where(each.tensor) for each in self._small] != self._where:
-            return Copies(tensors, self._buffers, self, watches_others=self._watches_others)
-        self._read()
-        return self
+        self._versions_watched = all_versions(self._watched)
+        self._by_id: dict[int, _Place] = {}
 
     @property
     def counted(self) -> list[Tensor]:
@@ -174,14 +156,13 @@ class Copies:
 
     def is_changed(self, tensor: Tensor, *, by_content: bool) -> bool:
         """Whether a tensor that was copied is another now; by its version alone, soon."""
-        if not self._versions:
-            places = (*self._small, *self._large)
-            self._versions = {id(e.tensor): (e, v) for e, v in zip(places, self._seen, strict=True)}
-        place, version = self._versions.get(id(tensor), (None, None))
+        if not self._by_id:
+            self._by_id = {id(each.tensor): each for each in (*self._small, *self._large)}
+        place = self._by_id.get(id(tensor))
         if place is None:
             odd = (differs(copy, tensor.detach()) for each, copy in self._odd if each is tensor)
             return by_content and any(odd)
-        if version != seen_version(tensor) or _where(tensor) != _where(place.alias):
+        if place.version != seen_version(tensor) or _where(tensor) != _where(place.alias):
             return True
         return by_content and _has_changed(place)
 
@@ -212,10 +193,6 @@ def _in_a_line(alias: Tensor) -> Tensor:
     steps = zip(alias.shape, alias.stride(), strict=True)
     span = 1 + sum((size - 1) * step for size, step in steps)
     return alias.as_strided((span,), (1,)) if span <= 2 * alias.numel() else alias
-
-
-def _shape(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _where(tensor: Tensor) -> tuple[Any, ...]:
