@@ -57,7 +57,7 @@ class State:
         self._is_held = is_held
         self._captured: Captured | None = None
         self._of: Roots = {}
-        self._is_new = True
+        self._is_new = True  # no attempt since the walk has shown what it replaces
         self._named: set[str] = set()
 
     def begin(self) -> None:
@@ -73,8 +73,9 @@ class State:
             self._captured = capture(roots, skip=self._skip())
         else:
             self._captured = captured.again()
-        self._is_new = self._captured is not captured
-        if self._is_new and self._declared and self._captured.left_out:
+        is_walked = self._captured is not captured
+        self._is_new |= is_walked
+        if is_walked and self._declared and self._captured.left_out:
             self._refuse(self._captured)
 
     def prepare(self) -> None:
@@ -84,7 +85,8 @@ class State:
         captured = self._captured
         if captured is None:
             return
-        if not self._is_held or (self._is_new and not captured.is_settled()):
+        is_new, self._is_new = self._is_new, False
+        if not self._is_held or (is_new and not captured.is_settled()):
             self._let_go()  # what the attempt has replaced is not kept alive
             return
         captured.let_go()
