@@ -12,9 +12,8 @@ capture compares by identity: one that finds the same objects everywhere is as g
 import operator
 import types
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain, compress, islice
+from itertools import chain, compress, islice, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -125,7 +124,7 @@ class _Group:
     Attributes:
         holders: the tables.
         held: their values, one table's after the other's; a later capture may put others there.
-        moving: places among these where tensors come and go.
+        places: where tensors lie among these.
     """
 
     def __init__(self, keys: tuple[Any, ...], holders: list["_Holder"]) -> None:
@@ -134,7 +133,7 @@ class _Group:
         self._get = operator.itemgetter(*keys)
         self._tables = [each.table for each in holders]
         self.held: list[Any] = list(self._now())
-        self.moving: set[int] = set()
+        self.places = {place for place, each in enumerate(self.held) if _is_content(each)}
 
     def _now(self) -> Iterator[Any]:
         each = map(self._get, self._tables)
@@ -164,8 +163,9 @@ class _Cells(_Group):
     """Cells of closures."""
 
     def __init__(self, cells: list[Any]) -> None:
-        self.holders, self.cells, self.moving = [], cells, set()
+        self.holders, self.cells = [], cells
         self.held = list(self._now())
+        self.places = {place for place, each in enumerate(self.held) if _is_content(each)}
 
     def _now(self) -> Iterator[Any]:
         return map(_CONTENTS, self.cells)
@@ -250,8 +250,7 @@ class Captured:
         self._lists: list[list[Any]] = []
         self._others: list[tuple[Any, Kind, Any]] = []
         self._buffers: dict[int, None] = {}
-        self._content: dict[int, Tensor] = {}
-        self._places: Counter[int] = Counter()  # where each tensor lies, by its id
+        self._content: list[Tensor] = []
         self._trained: list[Tensor] = []
         self._walk()
         self._classes = list(map(type, self._objects))
@@ -269,17 +268,31 @@ class Captured:
         self._held_lists = list(map(list.copy, self._lists))
         self._modes = _Modes()
         self._leaves = Leaves(self._trained)
-        self._moving_lists: set[int] = set()  # where tensors come and go
-        self._passing: Copies | None = None  # of tensors there
-        self._let_graphs_go(self._content)
-        self._copies = self._copy(self._content)
+        self._lists_of_tensors = {
+            place for place, held in enumerate(self._held_lists) if any(map(_is_content, held))
+        }
+        in_places = set(map(id, self._in_places()))
+        # In tuples and sets, say.
+        self._inner = [each for each in self._content if id(each) not in in_places]
+        self._take_content()
+
+    def _in_places(self) -> Iterator[Tensor]:
+        """The tensors that lie in tables, cells and lists."""
+        for group in self._groups:
+            yield from filter(_is_content, map(group.held.__getitem__, group.places))
+        for place in self._lists_of_tensors:
+            yield from filter(_is_content, self._held_lists[place])
+
+    def _take_content(self) -> None:
+        content = {id(each): each for each in chain(self._inner, self._in_places())}
+        self._let_graphs_go(content)
+        self._copies = self._copy(content.values())
         self._global = self._modes.read()
 
-    def _copy(self, tensors: Mapping[int, Tensor]) -> Copies:
-        found = list(tensors.values())
+    def _copy(self, tensors: Iterable[Tensor]) -> Copies:
         if self._large is None:
-            return Copies(found, self._buffers)
-        return Copies(found, self._large, watches_others=True)
+            return Copies(list(tensors), self._buffers)
+        return Copies(list(tensors), self._large, watches_others=True)
 
     # The walk
 
@@ -289,8 +302,6 @@ class Captured:
         waiting = list(self._roots.values())
         for number, value in enumerate(waiting):  # which grows meanwhile
             kinds = kinds_of(type(value))
-            if TENSOR in kinds:
-                self._places[id(value)] += 1
             if id(value) in seen or (skipped and issubclass(type(value), skipped)):
                 continue
             seen.add(id(value))
@@ -348,7 +359,7 @@ class Captured:
         if is_owned(value) or is_uninitialized(value):
             self._trained.append(value)
         else:
-            self._content[id(value)] = value
+            self._content.append(value)
             if id(value) in self._given:  # however large
                 self._buffers[id(value)] = None
         if type(value).__module__.startswith("torch.distributed"):
@@ -428,18 +439,7 @@ class Captured:
         """
         if not self._is_refreshed():
             return Captured(self._roots, self._skip, large=self._large)
-        self._copies = self._copy(self._content)
-        passing = {
-            id(each): each
-            for each in chain(
-                *(map(group.held.__getitem__, group.moving) for group in self._groups),
-                *map(self._held_lists.__getitem__, self._moving_lists),
-            )
-            if issubclass(type(each), Tensor) and id(each) not in self._content
-        }
-        self._let_graphs_go(passing)
-        self._passing = self._copy(passing) if passing else None
-        self._global = self._modes.read()
+        self._take_content()
         return self
 
     def _is_refreshed(self) -> bool:
@@ -459,8 +459,7 @@ class Captured:
                 return False
             if not all(_may_pass(group.held[i]) and _may_pass(now[i]) for i in places):
                 return False
-            self._take_out(group.held[i] for i in places)
-            group.moving |= {i for i in places if issubclass(type(now[i]), Tensor)}
+            group.places |= {i for i in places if _is_content(now[i])}
             group.held = now
         return self._take_lists()
 
@@ -480,11 +479,13 @@ class Captured:
         lists = list(map(list.copy, self._lists))
         for place, (now, held) in enumerate(zip(lists, self._held_lists, strict=True)):
             if not same_objects(now, held):
-                if not all(map(_may_pass, chain(now, held))) or self._is_long(self._lists[place]):
+                others = (pair for pair in zip_longest(now, held) if pair[0] is not pair[1])
+                if not all(map(_may_pass, chain.from_iterable(others))):
                     return False
-                self._take_out(held)
-                if any(issubclass(type(each), Tensor) for each in now):
-                    self._moving_lists.add(place)
+                if self._is_long(self._lists[place]):
+                    return False
+                if any(map(_is_content, now)):
+                    self._lists_of_tensors.add(place)
         self._held_lists = lists
         return True
 
@@ -497,24 +498,22 @@ class Captured:
             self._others[place] = value, kind, now
         return True
 
-    def _take_out(self, values: Iterable[Any]) -> None:
-        """Copy tensors no longer that lie nowhere else."""
-        for each in values:
-            if id(each) in self._content:
-                self._places[id(each)] -= 1
-                if not self._places[id(each)]:
-                    del self._content[id(each)]
-
     def let_go(self) -> None:
-        """Keep nothing alive that the attempt has replaced; call it at a commit."""
+        """Hold no content between attempts, and keep no tensor alive; `again` takes what is there.
+
+        What was captured can then no longer be put back.
+        """
         self._copies.settle()
-        self._copies = self._copy({})  # between steps no memory is taken
+        self._copies = self._copy(())
         for group in self._groups:
-            for place in group.moving:
+            for place in group.places:
                 group.held[place] = None
-        for place in self._moving_lists:
-            self._held_lists[place] = []
-        self._passing = None
+        for place in self._lists_of_tensors:
+            held = self._held_lists[place]
+            self._held_lists[place] = [None if _is_content(each) else each for each in held]
+        self._others = [
+            (value, kind, None if kind.is_leaf else held) for value, kind, held in self._others
+        ]
 
     def is_settled(self) -> bool:
         """Whether the next capture will need no walk, as things stand."""
@@ -572,8 +571,7 @@ class Captured:
                 _put_other_back(value, kind, held)
             except Exception as error:  # the rest comes back all the same
                 failures.append((value, str(error)))
-        for copies in self._all_copies():
-            failures += copies.put_back()
+        failures += self._copies.put_back()
         moved = list(self._leaves.put_back())
         failures += moved if self._large is None else ()
         if self._large is None:  # else what runs again sets its modes itself
@@ -587,15 +585,11 @@ class Captured:
     @property
     def tensors(self) -> list[Tensor]:
         """Those that are copied or watched, and whose writes are counted."""
-        return [each for copies in self._all_copies() for each in copies.counted]
+        return self._copies.counted
 
     def written(self) -> list[Tensor]:
         """Large tensors and frozen parameters that were written to, and not copied."""
-        large = (each for copies in self._all_copies() for each in copies.written())
-        return [*large, *self._leaves.written()]
-
-    def _all_copies(self) -> list[Copies]:
-        return [each for each in (self._copies, self._passing) if each is not None]
+        return [*self._copies.written(), *self._leaves.written()]
 
     def changed(self) -> Iterator[str]:
         """Where something is not as it was, by path. Waits for the device."""
@@ -620,10 +614,11 @@ class Captured:
                 )
             else:
                 yield from _changes(names, value, _as_dict(held), _as_dict(now))
-        tensors = chain.from_iterable(copies.changed() for copies in self._all_copies())
         kinds = zip(self._objects, self._classes, strict=True)
         others = (value for value, kind in kinds if type(value) is not kind)
-        for each in chain(tensors, self._leaves.changed(), filter(None, self._empty), others):
+        for each in chain(
+            self._copies.changed(), self._leaves.changed(), filter(None, self._empty), others
+        ):
             if id(each) in names:
                 yield names[id(each)][0]
         for cell, value in zip(self._cells, self._of_cells.held, strict=True):
@@ -691,6 +686,12 @@ def _meant(saved: dict[Any, Any], now: Mapping[Any, Any]) -> dict[Any, Any]:
         key: now[key] if is_freed(value) and key in now else _again(value)
         for key, value in saved.items()
     }
+
+
+def _is_content(value: Any) -> bool:
+    """Whether a value is a tensor that is no parameter, and has its shape."""
+    is_tensor = issubclass(type(value), Tensor)
+    return is_tensor and not (is_owned(value) or is_uninitialized(value))
 
 
 def _may_pass(value: Any) -> bool:

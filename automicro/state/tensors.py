@@ -67,8 +67,8 @@ class Copies:
         self.tensors = tensors
         self._watched: list[Tensor] = []
         self._odd: list[tuple[Tensor, Tensor]] = []  # sparse, quantized, nested, sharded
-        self._small: list[_Place] = []
         self._large: list[_Place] = []
+        small: list[tuple[Tensor, Tensor, Tensor]] = []
         bytes_left = MOST_BYTES
         there = [each for each in tensors if not is_uninitialized(each)]
         with without_modes():  # data that no forward uses lie on no device of a budget's
@@ -90,17 +90,16 @@ class Copies:
                 self._large.append(_large(tensor, alias, memory, is_buffer=id(tensor) in buffers))
                 continue
             bytes_left -= memory.nbytes
-            with torch.inference_mode():  # where all may be written to
-                copy = torch.empty_like(memory)
-            self._small.append(_Place(tensor, alias, memory, copy, seen_version(tensor)))
+            small.append((tensor, alias, memory))
+        self._small: list[_Place] = []
         self._groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
-        for place in self._small:
-            assert place.copy is not None
-            key = place.memory.device, place.memory.dtype
-            memories, copies = self._groups.setdefault(key, ([], []))
-            memories.append(place.memory)
-            copies.append(place.copy)
-        with torch.inference_mode():
+        with torch.inference_mode():  # where all may be written to
+            for tensor, alias, memory in small:
+                copy = torch.empty_like(memory)
+                self._small.append(_Place(tensor, alias, memory, copy, seen_version(tensor)))
+                memories, copies = self._groups.setdefault((memory.device, memory.dtype), ([], []))
+                memories.append(memory)
+                copies.append(copy)
             for memories, copies in self._groups.values():
                 copy_into(copies, memories)
         self._versions_watched = all_versions(self._watched)
