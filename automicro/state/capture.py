@@ -274,6 +274,7 @@ class Captured:
         in_places = set(map(id, self._in_places()))
         # In tuples and sets, say.
         self._inner = [each for each in self._content if id(each) not in in_places]
+        self._content.clear()
         self._take_content()
 
     def _in_places(self) -> Iterator[Tensor]:
