@@ -715,7 +715,7 @@ def test_memory_that_runs_out_anywhere_leaves_the_whole_batch_or_nothing(nested:
 
     _, mode, _ = run()
     outcomes: set[object] = set()
-    for seed in range(24):
+    for seed in range(48):
         numbers = random.Random(seed).sample(range(mode.num_operations), 1 + seed % 2)
         model, _, result = run(*sorted(numbers))
         if result is None:
