@@ -7,7 +7,7 @@ same keys and values, the last walk still holds. Comparing them takes a tenth of
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, cast
 
@@ -88,11 +88,11 @@ class ModuleIndex:
             if id(parameter) in wanted
         ]
 
-    def changed_buffers(self, is_changed: Callable[[Tensor], bool]) -> list[str]:
+    def changed_buffers(self, changed: Container[int]) -> list[str]:
         """Names of the buffers that came, went, were replaced or are said to be changed.
 
         Args:
-            is_changed: whether a buffer that is still there holds something else than it did.
+            changed: ids of tensors that hold something else than they did.
         """
         names = []
         before = {id(module): table for _, module, table in self.buffer_tables}
@@ -100,7 +100,7 @@ class ModuleIndex:
             now, then = buffer_table(module), before.get(id(module), {})
             for name in {**then, **now} if now or then else ():
                 buffer = now.get(name)
-                if buffer is not then.get(name) or (buffer is not None and is_changed(buffer)):
+                if buffer is not then.get(name) or id(buffer) in changed:
                     names.append(f"{owner}.{name}".lstrip("."))
         return names
 

@@ -332,7 +332,8 @@ def is_plain(value: Any) -> bool:
 def _names_in(code: types.CodeType) -> frozenset[str]:
     """The names that code uses for globals, attributes and imports, with those of code inside."""
     inner = [each for each in code.co_consts if type(each) is types.CodeType]
-    return frozenset(code.co_names).union(*map(_names_in, inner))
+    given = [each for each in code.co_consts if type(each) is str]  # to setattr
+    return frozenset((*code.co_names, *given)).union(*map(_names_in, inner))
 
 
 class _Names(NamedTuple):

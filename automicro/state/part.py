@@ -55,9 +55,9 @@ class State:
         self._roots, self._skip = roots, skip
         self._declared = tuple(declared)
         self._is_held = is_held
+        self._replay = Replay({})
         self._captured: Captured | None = None
-        self._of: Roots = {}
-        self._is_new = True  # no attempt since the walk has shown what it replaces
+        self._left_out: list[Any] | None = None  # of the last walk that was looked at
         self._named: set[str] = set()
 
     def begin(self) -> None:
@@ -67,29 +67,20 @@ class State:
             TypeError: a declared root holds what cannot be put back.
         """
         roots = self._roots()
-        captured = None if not _are_same(roots, self._of) else self._captured
-        self._of, self._captured = roots, None
-        if captured is None:
-            self._captured = capture(roots, skip=self._skip())
-        else:
-            self._captured = captured.again()
-        is_walked = self._captured is not captured
-        self._is_new |= is_walked
-        if is_walked and self._declared and self._captured.left_out:
+        if not (self._is_held and _are_same(roots, self._replay.roots)):
+            self._replay = Replay(roots, skip=self._skip())
+        self._captured = self._replay.take()
+        if self._declared and self._captured.left_out is not self._left_out:
             self._refuse(self._captured)
+            self._left_out = self._captured.left_out
 
     def prepare(self) -> None:
         """Nothing can fail."""
 
     def commit(self) -> None:
-        captured = self._captured
-        if captured is None:
-            return
-        is_new, self._is_new = self._is_new, False
-        if not self._is_held or (is_new and not captured.is_settled()):
-            self._let_go()  # what the attempt has replaced is not kept alive
-            return
-        captured.let_go()
+        captured, self._captured = self._captured, None
+        if captured is not None:
+            self._give_back(captured)
 
     def roll_back(self) -> None:
         """Put it back.
@@ -100,24 +91,26 @@ class State:
         Warns:
             StateWarning: something cannot be put back; said once for each.
         """
-        if self._captured is None:
+        captured, self._captured = self._captured, None
+        if captured is None:
             return
         try:
-            self._captured.put_back()
-            self._captured.let_go()
+            captured.put_back()
+            self._give_back(captured, is_committed=False)
         finally:
-            if self._captured.left_out:
-                self._name(self._captured)
-            if not self._is_held:
-                self._let_go()
+            if captured.left_out:
+                self._name(captured)
 
-    def _let_go(self) -> None:
-        self._captured, self._of = None, {}
+    def _give_back(self, captured: Captured, *, is_committed: bool = True) -> None:
+        if self._is_held:
+            self._replay.give_back(captured, is_committed=is_committed)
+        else:
+            self._replay = Replay({})
 
-    def is_changed(self, tensor: Tensor, *, by_content: bool = True) -> bool:
-        """Whether a tensor is another than at `begin`; see `Captured.is_changed`."""
+    def changed_tensors(self, *, by_content: bool = True) -> set[int]:
+        """Ids of those that are others than at `begin`; see `Captured.changed_tensors`."""
         captured = self._captured
-        return captured is not None and captured.is_changed(tensor, by_content=by_content)
+        return set() if captured is None else captured.changed_tensors(by_content=by_content)
 
     def _name(self, captured: Captured) -> None:
         for why, paths in _left_out(captured).items():
@@ -134,7 +127,8 @@ class State:
 
     def _refuse(self, captured: Captured) -> None:
         declared = tuple(f"{each}[" for each in self._declared)
-        roots = {name: each for name, each in self._of.items() if name.startswith(declared)}
+        every = self._replay.roots.items()
+        roots = {name: each for name, each in every if name.startswith(declared)}
         names = {id(value): path for path, value in walk(roots, kinds_within(roots))}
         for value, why in captured.left_out:
             if id(value) in names:
@@ -196,6 +190,7 @@ class Replay:
 
     Args:
         roots: modules, functions and further values by name.
+        skip: objects that stay as they become.
         large: the only large tensors that are copied, as `capture` has it.
 
     Example:
@@ -212,9 +207,14 @@ class Replay:
     """
 
     def __init__(
-        self, roots: Mapping[str, Any], *, large: Mapping[int, Tensor] | None = None
+        self,
+        roots: Roots,
+        *,
+        skip: Iterable[Any] = (),
+        large: Mapping[int, Tensor] | None = None,
     ) -> None:
-        self._roots, self._large = roots, large
+        self.roots = roots
+        self._skip, self._large = skip, large
         self._free: list[Captured] = []
 
     def take(self, owner: Any = None) -> Captured:
@@ -222,20 +222,21 @@ class Replay:
         if self._free:
             captured = self._free.pop().again()
         else:
-            captured = capture(self._roots, large=self._large)
+            captured = capture(self.roots, skip=self._skip, large=self._large)
         if owner is not None:
             weakref.finalize(owner, self.give_back, captured).atexit = False
         return captured
 
-    def give_back(self, captured: Captured) -> None:
+    def give_back(self, captured: Captured, *, is_committed: bool = True) -> None:
         """It is needed no longer, and nothing is kept alive that only it holds."""
-        if captured.is_settled():
-            captured.let_go()
+        if captured.let_go(is_committed=is_committed):
             self._free.append(captured)
 
-    def undone(self) -> "_Undone":
+    def undone(self) -> "State":
         """What an attempt does to it, as a part of a transaction."""
-        return _Undone(self)
+        state = State(lambda: self.roots)
+        state._replay = self
+        return state
 
     @contextlib.contextmanager
     def leaving_no_trace(self) -> Iterator[None]:
@@ -254,40 +255,6 @@ class Replay:
         with self.leaving_no_trace(), keeping_versions(before.tensors):
             before.put_back()
             yield
-
-
-class _Undone:
-    """What happens to what a computation reaches, undone where that fails.
-
-    Args:
-        replay: of the computation.
-    """
-
-    def __init__(self, replay: Replay) -> None:
-        self._replay = replay
-        self._captured: Captured | None = None
-
-    def begin(self) -> None:
-        """Capture it."""
-        self._captured = self._replay.take()
-
-    def prepare(self) -> None:
-        """Nothing can fail."""
-
-    def commit(self) -> None:
-        if self._captured is not None:
-            self._replay.give_back(self._captured)
-        self._captured = None
-
-    def roll_back(self) -> None:
-        """Put it back.
-
-        Raises:
-            RollbackError: something was changed that is watched, and not copied.
-        """
-        if self._captured is not None:
-            self._captured.put_back()
-        self.commit()
 
 
 @contextlib.contextmanager

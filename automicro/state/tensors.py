@@ -1,5 +1,6 @@
 """Tensors as they were: copied and put back into the same memory, or only watched."""
 
+import collections
 import contextlib
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,13 +16,14 @@ from automicro.torch_private import (
     all_hooks,
     all_versions,
     copy_into,
-    gradient_hooks,
+    flattened,
     is_uninitialized,
     keeping_versions,
+    unflattened,
     version_of,
     without_modes,
 )
-from automicro.values import differs, put_table, same_objects
+from automicro.values import differs
 
 SMALL_BYTES = 2**16  # of a tensor that is copied each time where it lies; of a buffer, LARGE_BYTES
 LARGE_BYTES = 2**24  # larger copies lie on the host, and only those of buffers are taken
@@ -33,7 +35,20 @@ def seen_version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else version_of(tensor)
 
 
-class _Place(NamedTuple):
+class _Small(NamedTuple):
+    """Tensors of one dtype on one device, and their memory: copied in one go."""
+
+    tensors: list[Tensor]
+    aliases: list[Tensor]
+    memories: list[Tensor]  # the same in a line
+    copy: Tensor  # of all, one behind the other
+
+    def copies(self) -> Sequence[Tensor]:
+        """The copy of each."""
+        return unflattened(self.copy, self.memories)
+
+
+class _Large(NamedTuple):
     """A tensor, its memory as it was, the same in a line, and what was there at a version."""
 
     tensor: Tensor
@@ -65,45 +80,36 @@ class Copies:
         watches_others: bool = False,
     ) -> None:
         self.tensors = tensors
-        self._watched: list[Tensor] = []
         self._odd: list[tuple[Tensor, Tensor]] = []  # sparse, quantized, nested, sharded
-        self._large: list[_Place] = []
-        small: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._large: list[_Large] = []
+        self._small: list[_Small] = []
+        self._versions: dict[int, int | None] = {}
+        if tensors:
+            self._take(buffers, watches_others=watches_others)
+
+    def _take(self, buffers: Mapping[int, Any], *, watches_others: bool) -> None:
         bytes_left = MOST_BYTES
-        there = [each for each in tensors if not is_uninitialized(each)]
         with without_modes():  # data that no forward uses lie on no device of a budget's
-            aliases = [each.detach() for each in there]
-        for tensor, alias in zip(there, aliases, strict=True):
-            is_dense = alias.layout is torch.strided and not alias.is_quantized
-            is_plain = type(alias) is Tensor and not (alias.is_nested or alias.is_conj())
-            if not is_dense or not is_plain or alias.is_meta:
+            aliases = [each.detach() for each in self.tensors]
+        groups = collections.defaultdict[Any, list[tuple[Tensor, ...]]](list)
+        for tensor, alias in zip(self.tensors, aliases, strict=True):
+            if not _is_dense(alias):
                 if not alias.is_meta:
                     self._odd.append((tensor, alias.clone()))
                 continue
-            memory = _in_a_line(alias)
-            if watches_others and memory.nbytes > SMALL_BYTES and id(tensor) not in buffers:
-                if not tensor.is_inference():
-                    self._watched.append(tensor)
-                continue
-            most = LARGE_BYTES if id(tensor) in buffers else SMALL_BYTES
-            if memory.nbytes > most or memory.nbytes > bytes_left:
-                self._large.append(_large(tensor, alias, memory, is_buffer=id(tensor) in buffers))
+            memory, is_buffer = _in_a_line(alias), id(tensor) in buffers
+            most = LARGE_BYTES if is_buffer else SMALL_BYTES
+            if memory.nbytes > min(most, bytes_left):
+                is_copied = is_buffer or (not watches_others and memory.nbytes <= LARGE_BYTES)
+                self._large.append(_large(tensor, alias, memory, is_copied=is_copied))
                 continue
             bytes_left -= memory.nbytes
-            small.append((tensor, alias, memory))
-        self._small: list[_Place] = []
-        self._groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+            groups[alias.device, alias.dtype].append((tensor, alias, memory))
         with torch.inference_mode():  # where all may be written to
-            for tensor, alias, memory in small:
-                copy = torch.empty_like(memory)
-                self._small.append(_Place(tensor, alias, memory, copy, seen_version(tensor)))
-                memories, copies = self._groups.setdefault((memory.device, memory.dtype), ([], []))
-                memories.append(memory)
-                copies.append(copy)
-            for memories, copies in self._groups.values():
-                copy_into(copies, memories)
-        self._versions_watched = all_versions(self._watched)
-        self._by_id: dict[int, _Place] = {}
+            for group in groups.values():
+                small, aliases, memories = map(list, zip(*group, strict=True))
+                self._small.append(_Small(small, aliases, memories, flattened(memories)))
+        self._versions = {id(each): seen_version(each) for each in self.tensors}
 
     @property
     def counted(self) -> list[Tensor]:
@@ -112,15 +118,13 @@ class Copies:
 
     def written(self) -> list[Tensor]:
         """Those that are only watched, and were written to."""
-        pairs = zip(self._watched, self._versions_watched, strict=True)
-        return [each for each, version in pairs if version_of(each) != version]
+        return [each.tensor for each in self._large if each.copy is None and _has_moved(each)]
 
     def settle(self) -> None:
         """Keep the copies of large tensors that have not changed; call it before a commit."""
         for each in self._large:
-            if each.is_kept or each.copy is None or each.version is None:
-                continue
-            if each.version == seen_version(each.tensor) and not _has_changed(each):
+            is_new = each.copy is not None and not each.is_kept
+            if is_new and not (_has_moved(each) or _has_changed(each)):
                 _kept[each.tensor] = each.version, each.copy
 
     def put_back(self) -> Iterator[tuple[Tensor, str]]:
@@ -131,42 +135,36 @@ class Copies:
         """
         with keeping_versions(self.counted):
             with torch.inference_mode():
-                for memories, copies in self._groups.values():
-                    copy_into(memories, copies)
+                for group in self._small:
+                    copy_into(group.memories, group.copies())
             for tensor, copy in self._odd:
                 with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                     tensor.copy_(copy)
             for each in self._large:
-                why = _put_large_back(each)
-                if why is not None:
+                if why := _put_large_back(each):
                     yield each.tensor, why
-        for each in (*self._small, *self._large):
-            if _where(each.tensor) != _where(each.alias):  # it was resized, or given other memory
-                each.tensor.data = each.alias
+        for tensor, alias in self._aliased():
+            if _where(tensor) != _where(alias):  # it was resized, or given other memory
+                tensor.data = alias
 
-    def changed(self) -> Iterator[Tensor]:
-        """The tensors whose content or memory is another. Waits for the device."""
-        for tensor, copy in self._odd:
-            if differs(copy, tensor.detach()):
-                yield tensor
-        for each in (*self._small, *self._large):
-            if _where(each.tensor) != _where(each.alias) or _has_changed(each):
-                yield each.tensor
+    def _aliased(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for group in self._small:
+            yield from zip(group.tensors, group.aliases, strict=True)
+        yield from ((each.tensor, each.alias) for each in self._large)
 
-    def is_changed(self, tensor: Tensor, *, by_content: bool) -> bool:
-        """Whether a tensor that was copied is another now; by its version alone, soon."""
-        if not self._by_id:
-            self._by_id = {id(each.tensor): each for each in (*self._small, *self._large)}
-        place = self._by_id.get(id(tensor))
-        if place is None:
-            odd = (differs(copy, tensor.detach()) for each, copy in self._odd if each is tensor)
-            return by_content and any(odd)
-        if place.version != seen_version(tensor) or _where(tensor) != _where(place.alias):
-            return True
-        return by_content and _has_changed(place)
-
-
-_NOT_COPIED = "and parameters are not copied; move it after the step"
+    def changed(self, *, by_content: bool = True) -> Iterator[Tensor]:
+        """The tensors that are others now; by content, which waits for the device, or version."""
+        moved = {id(tensor) for tensor, alias in self._aliased() if _where(tensor) != _where(alias)}
+        if not by_content:
+            for each in self.tensors:
+                if id(each) in moved or seen_version(each) != self._versions[id(each)]:
+                    yield each
+            return
+        yield from (tensor for tensor, copy in self._odd if differs(copy, tensor.detach()))
+        for group in self._small:
+            held = zip(group.tensors, group.memories, group.copies(), strict=True)
+            yield from (e for e, now, copy in held if id(e) in moved or differs(copy, now))
+        yield from (e.tensor for e in self._large if id(e.tensor) in moved or _has_changed(e))
 
 
 def is_freed(value: Any) -> bool:
@@ -183,6 +181,7 @@ def is_freed(value: Any) -> bool:
 # Of tensors that were seen not to change: their version, and a copy.
 _kept = WeakTensorKeyDictionary()
 _FLAG = operator.attrgetter("requires_grad")
+_DENSE = (Tensor, nn.Parameter)
 
 
 def _in_a_line(alias: Tensor) -> Tensor:
@@ -198,14 +197,23 @@ def _where(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.stride()
 
 
-def _large(tensor: Tensor, alias: Tensor, memory: Tensor, *, is_buffer: bool) -> _Place:
+def _is_dense(alias: Tensor) -> bool:
+    if type(alias) is not Tensor or alias.layout is not torch.strided or alias.is_meta:
+        return False
+    return not (alias.is_quantized or alias.is_nested or alias.is_conj())
+
+
+def _large(tensor: Tensor, alias: Tensor, memory: Tensor, *, is_copied: bool) -> _Large:
     version = seen_version(tensor)
     known, copy = _kept.get(tensor, (None, None))  # type: ignore[no-untyped-call]
     is_kept = version is not None and version == known
     if not is_kept:
-        is_copied = is_buffer or memory.nbytes <= LARGE_BYTES or version is None
-        copy = _copied(memory) if is_copied else None
-    return _Place(tensor, alias, memory, copy, version, is_kept)
+        copy = _copied(memory) if is_copied or version is None else None
+    return _Large(tensor, alias, memory, copy, version, is_kept)
+
+
+def _has_moved(place: _Large) -> bool:
+    return place.version is None or place.version != seen_version(place.tensor)
 
 
 def _copied(memory: Tensor) -> Tensor:
@@ -219,70 +227,77 @@ def _copied(memory: Tensor) -> Tensor:
         return memory.to("cpu", copy=True)
 
 
-def _has_changed(place: _Place) -> bool:
+def _has_changed(place: _Large) -> bool:
     if place.copy is None:
-        return place.version != seen_version(place.tensor)
+        return _has_moved(place)
     with without_modes():
         return differs(place.copy, place.memory.to(place.copy.device))
 
 
-def _put_large_back(place: _Place) -> str | None:
-    has_moved = place.version is None or place.version != seen_version(place.tensor)
-    if place.copy is None:
-        why = f"its {place.memory.nbytes} bytes are not copied, and were written to"
-        return why if has_moved else None
-    if has_moved or not place.is_kept:
+def _put_large_back(place: _Large) -> str:
+    """Write it back where it moved; gives what cannot be mended."""
+    if place.copy is not None and (_has_moved(place) or not place.is_kept):
         with torch.inference_mode(), without_modes():
             place.memory.copy_(place.copy)
-    elif _has_changed(place):
+    elif place.copy is not None and _has_changed(place):
         return "it was written to past its version (through .data, say), as no earlier batch has"
-    return None
+    return ""
 
 
 class Leaves:
-    """Parameters: their flags, hooks and, of lazy ones, class; not what they hold.
+    """Parameters: their flags, hooks, memory and, of lazy ones, class; not what they hold.
 
     Frozen ones are watched: a teacher that a forward moves is no parameter of the optimizer's.
 
     Args:
         leaves: the parameters, and other tensors that are trained.
+
+    Attributes:
+        small: frozen ones that are copied with other tensors, and not watched.
     """
 
     def __init__(self, leaves: Sequence[Tensor]) -> None:
         self._leaves = leaves
         self._lazy = [(each, type(each)) for each in leaves if is_uninitialized(each)]
-        self.read()
-
-    def read(self) -> None:
-        """Take note of how they are now."""
-        self._flags = list(map(_FLAG, self._leaves))
-        self._find_frozen()
-        self._hooks = all_hooks(self._leaves)
-        self._held = [(table, dict(table)) for table in self._hooks if table]
-
-    def _find_frozen(self) -> None:
-        flagged = zip(self._leaves, self._flags, strict=True)
-        frozen = [leaf for leaf, is_trained in flagged if not is_trained]
-        self._frozen = [e for e in frozen if not (is_uninitialized(e) or e.is_inference())]
-        self._versions = all_versions(self._frozen)
+        self._dense = [each for each in leaves if type(each) in _DENSE and _is_dense(each.detach())]
+        self._addresses: list[int] = []
+        self._forms: list[Any] = []
+        self._flags: list[bool] = []
+        self.small: list[Tensor] = []
+        self._frozen: list[Tensor] = []
+        self._hooks = all_hooks(leaves)
+        self.refresh()
 
     def refresh(self) -> bool:
-        """Take note of flags; not done where hooks were registered or removed since `read`."""
-        hooks = all_hooks(self._leaves)
-        if not same_objects(hooks, self._hooks) or any(
-            not same_objects(table, saved) for table, saved in self._held
-        ):
+        """Hold how they are now; not done where hooks were registered or removed."""
+        if all_hooks(self._leaves) != self._hooks:
             return False
         before, self._flags = self._flags, list(map(_FLAG, self._leaves))
         if self._flags != before:
             self._find_frozen()
         self._versions = all_versions(self._frozen)
+        before, self._addresses = self._addresses, list(map(Tensor.data_ptr, self._dense))
+        if self._addresses != before:
+            self._forms = [(e.storage_offset(), e.shape, e.stride()) for e in self._dense]
+        self._memory = list(map(Tensor.untyped_storage, self._dense))
         return True
 
-    def put_back(self) -> Iterator[tuple[Tensor, str]]:
-        """Put back all but content; gives what was written to."""
-        for leaf in self.written():
-            yield leaf, f"this frozen parameter was written to, {_NOT_COPIED}"
+    def _find_frozen(self) -> None:
+        flagged = zip(self._leaves, self._flags, strict=True)
+        frozen = [leaf for leaf, is_trained in flagged if not is_trained]
+        there = [e for e in frozen if not (is_uninitialized(e) or e.is_inference())]
+        self.small = [e for e in there if e.layout is torch.strided and e.nbytes <= SMALL_BYTES]
+        of_small = set(map(id, self.small))
+        self._frozen = [each for each in there if id(each) not in of_small]
+
+    def let_go(self) -> None:
+        """Hold no memory."""
+        self._memory = []
+
+    def put_back(self) -> None:
+        """Put back all but content."""
+        for leaf, memory, form in self._moved():
+            leaf.data = torch.empty(0, dtype=leaf.dtype, device=memory.device).set_(memory, *form)
         for leaf, kind in self._lazy:
             if type(leaf) is not kind:  # it was given its shape
                 leaf.data = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
@@ -290,19 +305,29 @@ class Leaves:
         for leaf, is_trained in zip(self._leaves, self._flags, strict=True):
             if leaf.requires_grad != is_trained:
                 leaf.requires_grad_(is_trained)
-        before = {id(table): saved for table, saved in self._held}
-        for table in (each for leaf in self._leaves for each in gradient_hooks(leaf)):
-            if table is not None:
-                put_table(table, before.get(id(table), {}))
+        for _, hooks in self._hooked():
+            hooks.clear()
+
+    def _hooked(self) -> Iterator[tuple[Tensor, Any]]:
+        """Those that had no table of hooks, and have one now."""
+        held = zip(
+            [*self._leaves, *self._leaves], all_hooks(self._leaves), self._hooks, strict=True
+        )
+        yield from ((leaf, now) for leaf, now, then in held if now and now is not then)
+
+    def _moved(self) -> Iterator[tuple[Tensor, Any, Any]]:
+        """Those that were given other memory, with their own, unless a wrapper has freed it."""
+        held = zip(self._dense, self._memory, self._addresses, self._forms, strict=True)
+        for leaf, memory, address, form in held:
+            if leaf.data_ptr() != address and memory.nbytes():
+                yield leaf, memory, form
 
     def changed(self) -> Iterator[Tensor]:
-        """Those with another flag, other hooks or another class."""
-        before = {id(table): saved for table, saved in self._held}
-        for leaf, is_trained in zip(self._leaves, self._flags, strict=True):
-            tables = [each for each in gradient_hooks(leaf) if each is not None]
-            has_others = any(not same_objects(each, before.get(id(each), ())) for each in tables)
-            if leaf.requires_grad != is_trained or has_others:
-                yield leaf
+        """Those with another flag, other hooks, other memory or another class."""
+        flagged = zip(self._leaves, self._flags, strict=True)
+        yield from (leaf for leaf, is_trained in flagged if leaf.requires_grad != is_trained)
+        yield from (leaf for leaf, _ in self._hooked())
+        yield from (leaf for leaf, *_ in self._moved())
         yield from (leaf for leaf, kind in self._lazy if type(leaf) is not kind)
 
     def written(self) -> Iterator[Tensor]:

@@ -1,7 +1,6 @@
 """What splitting a batch changes in a model: forbidding it, or warning of it once."""
 
 import contextlib
-import functools
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -155,10 +154,10 @@ class SplitGuard:
             names = self._batchnorm_names()
             if names:
                 warn(batchnorm_message(names, max(sizes), sum(sizes)), BatchNormWarning)
-            self._warn_of_buffers(self._index.changed_buffers(state.is_changed), len(sizes))
+            self._warn_of_buffers(self._index.changed_buffers(state.changed_tensors()), len(sizes))
             self._has_warned = True
             return
-        written = self._index.changed_buffers(functools.partial(state.is_changed, by_content=False))
+        written = self._index.changed_buffers(state.changed_tensors(by_content=False))
         moved = [name for name in written if name not in self._named_buffers]
         if moved:
             self._warn_of_buffers(moved, len(sizes))
@@ -184,7 +183,7 @@ class SplitGuard:
                 self._has_warned_of_evaluation = True
                 warn(evaluation_message(names, max(sizes), sum(sizes)), BatchNormWarning)
         if self._evaluations.is_next():
-            changed = self._index.changed_buffers(state.is_changed)
+            changed = self._index.changed_buffers(state.changed_tensors())
             self._warn_of_buffers(changed, len(sizes), evaluates=True)
 
     def _warn_of_buffers(

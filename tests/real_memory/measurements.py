@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from automicro import Fixed, Halving, MemoryBudget
+from tests.outside import OutsideList
 from tests.real_memory.allocator import CappedAllocator
 from tests.real_memory.scenes import Scene, prepare
 
@@ -78,7 +79,7 @@ def fail_in_a_row(allocator: CappedAllocator, scene: Scene, num_ooms: int) -> Se
     series = Series()
     run = prepare(scene, None)
     batch = run.batches[0]
-    phase = ["outside"]
+    phase = OutsideList(["outside"])
     run.model.register_forward_pre_hook(lambda *_: phase.__setitem__(0, "forward"))
     run.model.register_forward_hook(lambda *_: phase.__setitem__(0, "backward"))
     gc.collect()

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics.classification import MulticlassAccuracy
 
 from automicro import Microbatcher
+from tests.outside import OutsideList
 from tests.torture.engine.subject import TortureRun
 
 ROWS = 8
@@ -84,12 +85,12 @@ class RowCounter:
 
 
 class Leaky(nn.Module):
-    """What no library can roll back: state of plain Python, and tensors kept for ever."""
+    """What no library can roll back: tensors kept where no capture reaches, and counted."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net = _mlp()
-        self.kept: list[Tensor] = []
+        self.kept = OutsideList()
 
     def forward(self, x: Tensor) -> Tensor:
         self.kept.append(x * 1.0)

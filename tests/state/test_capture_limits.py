@@ -90,7 +90,7 @@ NAMED = {
     "generator": numbers,
     "count": itertools.count,
     "large array": lambda: np.zeros(3_000_000),
-    "list of 20,000": lambda: [0] * 20_000,
+    "list of 2,000,000": lambda: [0] * 2_000_000,
     "list of 20,000 tensors": lambda: [torch.ones(1)] * 20_000,
 }
 
@@ -116,20 +116,19 @@ def test_what_no_capture_sees_stays_as_it_becomes():
 
 
 @pytest.mark.parametrize("make", [lambda: 0.5, lambda: torch.ones(1), lambda: {"loss": 1.0}])
-def test_a_long_list_that_has_only_grown_comes_back(make):
+def test_a_long_list_comes_back(make):
     model: Any = nn.Linear(1, 1)
     model.history = [make()] * 20_000
     captured = capture({"model": model})
     for length in (20_000, 20_001):
         model.history.append(make())
+        model.history[length // 2] = None
         assert any(path.startswith("model.history") for path in captured.changed())
         captured.put_back()
         assert len(model.history) == length
+        assert model.history[length // 2] is not None
         model.history.append(make())
         captured = captured.again()
-    model.history[3] = None
-    with pytest.raises(RollbackError, match=r"model\.history"):
-        captured.put_back()
 
 
 def test_what_exceeds_the_budget_is_named_and_left_alone(monkeypatch):
