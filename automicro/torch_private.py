@@ -32,6 +32,7 @@ __all__ = [
     "EFFICIENT_ATTENTION",
     "FLASH_ATTENTION",
     "GAMMA_DRAW",
+    "GLOBAL_HOOKS",
     "REGISTERED",
     "STEP_HOOKS",
     "WHOLE_ATTENTION",
@@ -59,12 +60,10 @@ __all__ = [
     "copy_into",
     "dump_memory_snapshot",
     "ends_checkpoint",
-    "flattened",
     "forget_workers",
     "forward_hooks",
     "forward_of_class",
     "function_modes",
-    "global_hooks",
     "gradient_hooks",
     "has_forward_hooks",
     "in_backward",
@@ -101,7 +100,6 @@ __all__ = [
     "tell_of_shortage",
     "uncheckpointed",
     "uncompiled",
-    "unflattened",
     "unmark",
     "version_of",
     "versions_of",
@@ -834,51 +832,21 @@ def copy_into(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(targets), list(sources))
 
 
-def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors of one type on one device in one, one behind the other, with few launches.
-
-    >>> flattened([torch.ones(1), torch.zeros(1, 2)])
-    tensor([1., 0., 0.])
-    """
-    flat: Tensor = torch._C._nn.flatten_dense_tensors(list(tensors))  # type: ignore[attr-defined]
-    return flat if len(tensors) > 1 else flat.clone()  # one alone shares its memory
-
-
-def unflattened(flat: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Parts of what `flattened` gave, each of the shape of one of these tensors.
-
-    >>> unflattened(torch.tensor([1.0, 0.0, 0.0]), [torch.ones(1), torch.zeros(1, 2)])
-    (tensor([1.]), tensor([[0., 0.]]))
-    """
-    parts: Sequence[Tensor] = torch._C._nn.unflatten_dense_tensors(  # type: ignore[attr-defined]
-        flat, list(tensors)
-    )
-    return parts
-
-
-def function_modes() -> int:
-    """How many modes see each call of a function of torch's.
-
-    >>> function_modes()
-    0
-    """
-    return int(torch._C._len_torch_function_stack())
+function_modes = torch._C._len_torch_function_stack  # how many are entered
 
 
 def pop_function_modes(num_left: int) -> None:
-    """Leave the innermost modes until so many are left."""
+    """Leave the innermost modes that see each call of torch's functions until so many are left."""
     while function_modes() > num_left:
         torch._C._pop_torch_function_stack()
 
 
-def global_hooks() -> dict[str, OrderedDict[int, Any]]:
-    """The tables of hooks that hold for all modules, by name.
-
-    >>> sum(map(len, global_hooks().values()))
-    0
-    """
-    named = vars(nn.modules.module).items()
-    return {name: each for name, each in named if type(each) is OrderedDict and "hook" in name}
+# The tables of hooks that hold for all modules, by name.
+GLOBAL_HOOKS: dict[str, OrderedDict[int, Any]] = {
+    name: table
+    for name, table in vars(nn.modules.module).items()
+    if type(table) is OrderedDict and "hook" in name
+}
 
 
 def is_compiled(module: nn.Module) -> bool:

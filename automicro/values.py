@@ -492,15 +492,6 @@ def places(roots: Mapping[str, Any], kinds: Kinds = kinds_of) -> Iterator[Place]
                     waiting.append(Place(f"{start}{name}".lstrip("."), each, value, name))
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors within a value, wherever they lie in it.
-
-    >>> [tensor.tolist() for tensor in tensors_in({"a": [torch.ones(2)]})]
-    [[1.0, 1.0]]
-    """
-    return (each for _, each in walk({"": value}) if isinstance(each, Tensor))
-
-
 def comes_from(value: object, *names: str) -> bool:
     """Whether a value is of a class, or of a subclass of one, that a library calls so.
 

@@ -13,6 +13,7 @@ import operator
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain, compress, zip_longest
 from typing import Any, NamedTuple
 
@@ -24,9 +25,9 @@ from automicro.errors import RollbackError
 from automicro.state.tensors import SMALL_BYTES, Copies, Leaves, is_freed
 from automicro.torch_private import (
     BUFFERS,
+    GLOBAL_HOOKS,
     REGISTERED,
     function_modes,
-    global_hooks,
     gradient_hooks,
     is_uninitialized,
     pop_function_modes,
@@ -199,15 +200,10 @@ class _Tables:
         """The tensors that are held, but for those that are trained."""
         return filter(_is_content, map(self.held.__getitem__, self._places))
 
-    def replace(self, stands: Mapping[int, Any]) -> None:
-        """Let something else stand for values, by their ids."""
+    def change_content(self, change: Callable[[Any], Any]) -> None:
+        """Hold something else in place of tensors."""
         for place in self._places:
-            self.held[place] = stands.get(id(self.held[place]), self.held[place])
-
-    def let_go(self) -> None:
-        """Hold no tensors."""
-        for place in self._places:
-            self.held[place] = None
+            self.held[place] = change(self.held[place])
 
     def entries(self) -> Iterator[_Entry]:
         """Each table with what is held of it."""
@@ -248,20 +244,19 @@ class _Containers:
         held = (_parts(self._entries[place][2]) for place in self._with_tensors)
         return filter(_is_content, chain.from_iterable(held))
 
-    def replace(self, stands: Mapping[int, Any]) -> None:
-        """Let something else stand for values, by their ids."""
+    def change_content(self, change: Callable[[Any], Any]) -> None:
+        """Hold something else in place of tensors."""
         for place in self._with_tensors:
             value, kind, held = self._entries[place]
-            self._entries[place] = value, kind, _mapped(held, lambda e: stands.get(id(e), e))
+            is_dict = type(held) is dict
+            new = {k: change(v) for k, v in held.items()} if is_dict else list(map(change, held))
+            self._entries[place] = value, kind, new
 
     def let_go(self) -> None:
-        """Hold no tensors, and no content."""
-        for place, (value, kind, held) in enumerate(self._entries):
+        """Hold no content of leaves."""
+        for place, (value, kind, _) in enumerate(self._entries):
             if kind.is_leaf:
                 self._entries[place] = value, kind, None
-            elif place in self._with_tensors:
-                left = _mapped(held, lambda each: None if _is_content(each) else each)
-                self._entries[place] = value, kind, left
 
     def entries(self) -> Iterator[_Entry]:
         """Each with its kind, and what is held of it."""
@@ -307,7 +302,10 @@ class _Modes:
         types = ["cpu"]
         if torch.accelerator.is_available():
             types.append(torch.accelerator.current_accelerator().type)  # type: ignore[union-attr]
-        self._settings = [*_SETTINGS, *chain.from_iterable(map(_autocast_of, types))]
+        own = [
+            (partial(read, each), partial(write, each)) for each in types for read, write in _OWN
+        ]
+        self._settings = [*_SETTINGS, *own]
 
     def read(self) -> list[Any]:
         """As they are now."""
@@ -321,19 +319,6 @@ class _Modes:
             torch.clear_autocast_cache()
 
 
-def _autocast_of(its_type: str) -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    return [
-        (
-            lambda: torch.is_autocast_enabled(its_type),
-            lambda value: torch.set_autocast_enabled(its_type, value),
-        ),
-        (
-            lambda: torch.get_autocast_dtype(its_type),
-            lambda value: torch.set_autocast_dtype(its_type, value),
-        ),
-    ]
-
-
 def _nesting() -> int:
     nesting = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
@@ -345,21 +330,19 @@ def _set_nesting(nesting: int) -> None:
         torch.autocast_decrement_nesting()
 
 
-_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
-_SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+_CUDA, _ATTENTION = torch.backends.cuda, ("flash", "mem_efficient", "math", "cudnn")
+_OWN: list[tuple[Any, Any]] = [  # of each type of device
+    (torch.is_autocast_enabled, torch.set_autocast_enabled),
+    (torch.get_autocast_dtype, torch.set_autocast_dtype),
+]
+_SETTINGS: list[tuple[Any, Any]] = [
     (function_modes, pop_function_modes),
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     (_nesting, _set_nesting),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    *(
-        (
-            getattr(torch.backends.cuda, f"{name}_sdp_enabled"),
-            getattr(torch.backends.cuda, f"enable_{name}_sdp"),
-        )
-        for name in _ATTENTION
-    ),
+    *((getattr(_CUDA, f"{e}_sdp_enabled"), getattr(_CUDA, f"enable_{e}_sdp")) for e in _ATTENTION),
 ]
 
 
@@ -414,12 +397,6 @@ def _same_parts(one: Any, other: Any) -> bool:
     )
 
 
-def _mapped(held: Any, change: Callable[[Any], Any]) -> Any:
-    if type(held) is dict:
-        return {key: change(each) for key, each in held.items()}
-    return list(map(change, held))
-
-
 def _write_objects(value: Any, saved: list[Any]) -> None:
     for place, each in enumerate(saved):
         value.flat[place] = each
@@ -466,7 +443,7 @@ class _Walk:
     def _walk(self, roots: Mapping[str, Any], skip: tuple[Any, ...]) -> None:
         skipped = tuple(each for each in skip if isinstance(each, type))
         seen, left = set(map(id, skip)), MOST_VALUES
-        hooks = global_hooks().values()
+        hooks = GLOBAL_HOOKS.values()
         self.empty += [each for each in hooks if not each]
         waiting = [*roots.values(), *filter(None, hooks)]
         for number, value in enumerate(waiting):  # which grows meanwhile
@@ -626,13 +603,14 @@ class Captured:
         self._is_new = True  # no commit has shown what attempts replace
         self._take_content()
 
-    @property
-    def _places(self) -> Iterable[_Tables | _Containers]:
-        return *self._tables, self._containers
-
     def _in_places(self) -> Iterator[Tensor]:
         """The tensors that lie in tables and containers."""
-        return chain.from_iterable(each.content() for each in self._places)
+        of_tables = chain.from_iterable(each.content() for each in self._tables)
+        return chain(of_tables, self._containers.content())
+
+    def _entries(self, tables: Iterable[_Tables]) -> Iterator[_Entry]:
+        of_tables = chain.from_iterable(each.entries() for each in tables)
+        return chain(of_tables, self._containers.entries())
 
     def _take_content(self) -> None:
         content = {id(each): each for each in chain(self._inner, self._in_places())}
@@ -651,8 +629,12 @@ class Captured:
         for key in stands:
             del tensors[key]
         if stands and self._large is None:
-            for each in self._places:
-                each.replace(stands)
+            self._change_content(lambda value: stands.get(id(value), value))
+
+    def _change_content(self, change: Callable[[Any], Any]) -> None:
+        self._containers.change_content(change)
+        for each in self._tables:
+            each.change_content(change)
 
     # Later captures
 
@@ -673,7 +655,8 @@ class Captured:
             and self._has_same_keys()
             and list(map(type, self._objects)) == self._classes
             and self._leaves.refresh()
-            and all(each.refresh() for each in self._places)
+            and all(each.refresh() for each in self._tables)
+            and self._containers.refresh()
         )
 
     def _has_same_keys(self) -> bool:
@@ -698,8 +681,9 @@ class Captured:
                 return False  # what the attempt has replaced is not kept alive
         self._copies.settle()
         self._copies = self._copy([])
-        for each in (*self._places, self._leaves):
-            each.let_go()
+        self._change_content(lambda value: None if _is_content(value) else value)
+        self._containers.let_go()
+        self._leaves.let_go()
         return True
 
     # Putting back
@@ -720,9 +704,7 @@ class Captured:
         has_same_keys = self._has_same_keys()
         others = [each for each in self._tables if not (has_same_keys and each.is_as_held())]
         failures: list[tuple[Any, str]] = []
-        for value, kind, held in chain.from_iterable(
-            each.entries() for each in (*others, self._containers)
-        ):
+        for value, kind, held in self._entries(others):
             try:
                 _put_back(value, kind, held)
             except Exception as error:  # the rest comes back all the same
@@ -750,7 +732,7 @@ class Captured:
     def changed(self) -> Iterator[str]:
         """Where something is not as it was, by path. Waits for the device."""
         names = self.names()
-        for value, kind, held in chain.from_iterable(each.entries() for each in self._places):
+        for value, kind, held in self._entries(self._tables):
             yield from _changes(value, kind, held, names)
         kinds = zip(self._objects, self._classes, strict=True)
         others = (value for value, kind in kinds if type(value) is not kind)
@@ -770,7 +752,7 @@ class Captured:
         """By the id of a value, or of its table, its path, and how parts are named behind it."""
         found = {
             id(table): (f"torch.nn.modules.module.{name}", "[{!r}]")
-            for name, table in global_hooks().items()
+            for name, table in GLOBAL_HOOKS.items()
         }
         kinds = kinds_within(self._roots)
         for path, value in walk(self._roots, kinds):

@@ -257,16 +257,13 @@ class Replay:
             yield
 
 
-@contextlib.contextmanager
-def taking_shapes(modules: Iterable[nn.Module], generators: Iterable[Any]) -> Iterator[None]:
+def taking_shapes(
+    modules: Iterable[nn.Module], generators: Iterable[Any]
+) -> contextlib.AbstractContextManager[None]:
     """Let lazy modules take their shapes meanwhile, and nothing else change that is there already.
 
     Torch's own generator is left where it is: weights were drawn from it.
     """
     buffers = [each for module in modules for each in module.buffers(recurse=False)]
     there = [*(each for each in buffers if not is_uninitialized(each)), *generators]
-    captured = capture({str(index): each for index, each in enumerate(there)})
-    try:
-        yield
-    finally:
-        captured.put_back()
+    return Replay({str(index): each for index, each in enumerate(there)}).leaving_no_trace()

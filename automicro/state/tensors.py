@@ -16,10 +16,8 @@ from automicro.torch_private import (
     all_hooks,
     all_versions,
     copy_into,
-    flattened,
     is_uninitialized,
     keeping_versions,
-    unflattened,
     version_of,
     without_modes,
 )
@@ -45,7 +43,8 @@ class _Small(NamedTuple):
 
     def copies(self) -> Sequence[Tensor]:
         """The copy of each."""
-        return unflattened(self.copy, self.memories)
+        parts = torch.split(self.copy, [each.numel() for each in self.memories])
+        return [part.view_as(each) for part, each in zip(parts, self.memories, strict=True)]
 
 
 class _Large(NamedTuple):
@@ -108,7 +107,9 @@ class Copies:
         with torch.inference_mode():  # where all may be written to
             for group in groups.values():
                 small, aliases, memories = map(list, zip(*group, strict=True))
-                self._small.append(_Small(small, aliases, memories, flattened(memories)))
+                self._small.append(
+                    _Small(small, aliases, memories, torch.cat([e.view(-1) for e in memories]))
+                )
         self._versions = {id(each): seen_version(each) for each in self.tensors}
 
     @property
@@ -272,12 +273,12 @@ class Leaves:
         """Hold how they are now; not done where hooks were registered or removed."""
         if all_hooks(self._leaves) != self._hooks:
             return False
-        before, self._flags = self._flags, list(map(_FLAG, self._leaves))
-        if self._flags != before:
+        flags, self._flags = self._flags, list(map(_FLAG, self._leaves))
+        if self._flags != flags:
             self._find_frozen()
         self._versions = all_versions(self._frozen)
-        before, self._addresses = self._addresses, list(map(Tensor.data_ptr, self._dense))
-        if self._addresses != before:
+        addresses, self._addresses = self._addresses, list(map(Tensor.data_ptr, self._dense))
+        if self._addresses != addresses:
             self._forms = [(e.storage_offset(), e.shape, e.stride()) for e in self._dense]
         self._memory = list(map(Tensor.untyped_storage, self._dense))
         return True
