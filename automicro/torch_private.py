@@ -61,7 +61,6 @@ __all__ = [
     "dump_memory_snapshot",
     "ends_checkpoint",
     "forget_workers",
-    "forward_hooks",
     "forward_of_class",
     "function_modes",
     "gradient_hooks",
@@ -311,12 +310,8 @@ def call_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     >>> call_hooks(nn.Linear(2, 2))
     []
     """
-    tables = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
+    of_forward = module._forward_hooks, module._forward_pre_hooks
+    tables = (*of_forward, module._backward_hooks, module._backward_pre_hooks)
     return [hook for table in tables for hook in table.values()]
 
 
@@ -329,15 +324,6 @@ def writes_own_state(module: nn.Module) -> bool:
     names = ("get_extra_state", "state_dict", "_save_to_state_dict")
     is_own = any(getattr(type(module), name) is not getattr(nn.Module, name) for name in names)
     return is_own or bool(module._state_dict_hooks)
-
-
-def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    """A module's hooks that run when its forward does.
-
-    >>> forward_hooks(nn.Linear(2, 2))
-    []
-    """
-    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
 def has_forward_hooks(module: nn.Module) -> bool:

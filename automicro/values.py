@@ -94,8 +94,8 @@ def same_objects(one: Collection[Any], other: Collection[Any]) -> bool:
 
 def put_table(table: dict[Any, Any], saved: Mapping[Any, Any]) -> None:
     """Let a dict have these entries in this order; writes no more than what differs."""
-    if not same_objects(list(dict.__iter__(table)), saved):
-        base: Any = OrderedDict if isinstance(table, OrderedDict) else dict
+    base: Any = OrderedDict if isinstance(table, OrderedDict) else dict
+    if not same_objects(list(base.__iter__(table)), saved):
         base.clear(table)
         for key, value in saved.items():
             base.__setitem__(table, key, value)
@@ -121,16 +121,6 @@ def _is_dead(key: Any) -> bool:
 
 def _write_dict(value: dict[Any, Any], saved: dict[Any, Any]) -> None:
     put_table(value, {key: each for key, each in saved.items() if not _is_dead(key)})
-
-
-def _read_ordered(value: OrderedDict[Any, Any]) -> dict[Any, Any]:
-    return {key: dict.__getitem__(value, key) for key in OrderedDict.__iter__(value)}
-
-
-def _write_ordered(value: OrderedDict[Any, Any], saved: dict[Any, Any]) -> None:
-    OrderedDict.clear(value)
-    for key, each in saved.items():
-        OrderedDict.__setitem__(value, key, each)
 
 
 def _named(read: Any, put: Any, drop: Any) -> Kind:
@@ -225,6 +215,7 @@ def _owner_of(method: Any) -> dict[str, Any]:
 TENSOR = Kind(lambda value: value, is_leaf=True)
 OBJECT = Kind(table_of, name=".{}")
 DICT = Kind(lambda value: dict(dict.items(value)), _write_dict)
+_in_order = OrderedDict.__iter__
 LIST = _container(list, list.extend)
 FUNCTION = Kind(lambda value: {}, name=".{}")  # capture reads it by itself, and so does `children`
 CLASS = _named(lambda v: dict(vars(v)), type.__setattr__, type.__delattr__)
@@ -237,7 +228,7 @@ _KINDS: tuple[tuple[Any, Kind], ...] = (
     ),
     ((nn.Module, types.SimpleNamespace), OBJECT),
     (_GENERATORS, Kind(state_of, set_state, is_leaf=True)),
-    (OrderedDict, Kind(_read_ordered, _write_ordered)),
+    (OrderedDict, DICT._replace(read=lambda v: {k: dict.__getitem__(v, k) for k in _in_order(v)})),
     (dict, DICT),
     (list, LIST),
     (set, _container(set, set.update)),
