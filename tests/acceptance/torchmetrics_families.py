@@ -13,6 +13,7 @@ from torchmetrics import image as of_images
 
 from automicro import Halving, Microbatcher
 from automicro.errors import MetricWarning
+from tests.outside import Unreached
 from tests.torture.engine.sweep import quiet
 
 N = 30
@@ -117,6 +118,8 @@ NAMED: dict[str, tuple[Callable[[], Any], str, str]] = {
 
 class Given(nn.Module):
     """Gives what it is given; runs out of memory at one of its calls."""
+
+    calls = Unreached()
 
     def __init__(self, fails_at: int = 0) -> None:
         super().__init__()
