@@ -9,6 +9,7 @@ The walk happens once. It leaves flat lists of what the tables, lists and cells 
 capture compares by identity: one that finds the same objects everywhere is as good as a walk.
 """
 
+import functools
 import operator
 import types
 import weakref
@@ -92,7 +93,7 @@ def capture(
         >>> model.seen is seen, seen, hasattr(model, "late")
         (True, [1], False)
     """
-    return Captured(roots, tuple(skip), large=large)
+    return Captured(roots, tuple(skip), large)
 
 
 _NOT_COPIED = "it was written to, and is too large to be copied; move it after the step"
@@ -295,30 +296,6 @@ def _changes(value: Any, kind: Kind, held: Any, names: Mapping[int, _Name]) -> I
         yield path
 
 
-class _Modes:
-    """What holds for the whole thread or process: gradients, autocast, the default dtype."""
-
-    def __init__(self) -> None:
-        types = ["cpu"]
-        if torch.accelerator.is_available():
-            types.append(torch.accelerator.current_accelerator().type)  # type: ignore[union-attr]
-        own = [
-            (partial(read, each), partial(write, each)) for each in types for read, write in _OWN
-        ]
-        self._settings = [*_SETTINGS, *own]
-
-    def read(self) -> list[Any]:
-        """As they are now."""
-        return [read() for read, _ in self._settings]
-
-    def put_back(self, saved: list[Any]) -> None:
-        """As they were."""
-        if self.read() != saved:
-            for (_, write), value in zip(self._settings, saved, strict=True):
-                write(value)
-            torch.clear_autocast_cache()
-
-
 def _nesting() -> int:
     nesting = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
@@ -344,6 +321,27 @@ _SETTINGS: list[tuple[Any, Any]] = [
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     *((getattr(_CUDA, f"{e}_sdp_enabled"), getattr(_CUDA, f"enable_{e}_sdp")) for e in _ATTENTION),
 ]
+
+
+@functools.cache
+def _settings() -> list[tuple[Any, Any]]:
+    """What holds for the whole thread or process: how it is read, and set."""
+    types = ["cpu"]
+    if torch.accelerator.is_available():
+        types.append(torch.accelerator.current_accelerator().type)  # type: ignore[union-attr]
+    own = [(partial(read, each), partial(write, each)) for each in types for read, write in _OWN]
+    return [*_SETTINGS, *own]
+
+
+def _read_modes() -> list[Any]:
+    return [read() for read, _ in _settings()]
+
+
+def _put_modes_back(saved: list[Any]) -> None:
+    if _read_modes() != saved:
+        for (_, write), value in zip(_settings(), saved, strict=True):
+            write(value)
+        torch.clear_autocast_cache()
 
 
 class _Standing:
@@ -455,11 +453,9 @@ class _Walk:
                 kinds = (OBJECT,)  # given by name, it is meant
             for kind in kinds:
                 if left < 0:
-                    rest = {
-                        id(v): v for v in waiting[number:] if not is_plain(v) and id(v) not in seen
-                    }
+                    rest = [v for v in waiting[number:] if not (is_plain(v) or id(v) in seen)]
                     why = f"it is one of over {MOST_VALUES} values"
-                    self.left_out += [(each, why) for each in (value, *rest.values())]
+                    self.left_out += [(each, why) for each in (value, *rest)]
                     return
                 before = len(waiting)
                 waiting += self._hold(value, kind)
@@ -575,16 +571,11 @@ class Captured:
         left_out: what is not put back, each with why.
     """
 
-    def __init__(
-        self,
-        roots: Mapping[str, Any],
-        skip: tuple[Any, ...],
-        *,
-        large: Mapping[int, Tensor] | None = None,
-    ) -> None:
+    def __init__(self, roots: Mapping[str, Any], skip: tuple[Any, ...], large: Any = None) -> None:
         self._roots, self._skip, self._large = roots, skip, large
         found = _Walk(roots, skip)
-        self.left_out, self._buffers = found.left_out, found.buffers
+        self.left_out = found.left_out
+        self._copied = found.buffers if large is None else large  # however large
         self._empty, self._flags = found.empty, found.flags
         self._objects, self._classes = found.objects, list(map(type, found.objects))
         groups: dict[tuple[Any, ...], list[_Holder]] = {}
@@ -596,7 +587,7 @@ class Captured:
         self._sizes = list(map(len, self._sized))
         self._in_order = [each.table for each in found.holders.values() if each.is_ordered]
         self._keys = list(chain.from_iterable(self._in_order))
-        self._modes, self._leaves = _Modes(), Leaves(found.trained)
+        self._leaves = Leaves(found.trained)
         in_places = set(map(id, self._in_places()))
         # In tuples and sets, say.
         self._inner = [each for each in found.content if id(each) not in in_places]
@@ -615,13 +606,9 @@ class Captured:
     def _take_content(self) -> None:
         content = {id(each): each for each in chain(self._inner, self._in_places())}
         self._let_graphs_go(content)
-        self._copies = self._copy([*content.values(), *self._leaves.small])
-        self._global = self._modes.read()
-
-    def _copy(self, tensors: list[Tensor]) -> Copies:
-        if self._large is None:
-            return Copies(tensors, self._buffers)
-        return Copies(tensors, self._large, watches_others=True)
+        tensors = [*content.values(), *self._leaves.small]
+        self._copies = Copies(tensors, self._copied, watches_others=self._large is not None)
+        self._global = _read_modes()
 
     def _let_graphs_go(self, tensors: dict[int, Tensor]) -> None:
         """Let something else stand for tensors with a graph, which lives no longer than meant."""
@@ -644,7 +631,7 @@ class Captured:
         This one is used up.
         """
         if not self._is_refreshed():
-            return Captured(self._roots, self._skip, large=self._large)
+            return Captured(self._roots, self._skip, self._large)
         self._take_content()
         return self
 
@@ -680,7 +667,7 @@ class Captured:
             if not self._is_refreshed():
                 return False  # what the attempt has replaced is not kept alive
         self._copies.settle()
-        self._copies = self._copy([])
+        self._copies = Copies([], {})
         self._change_content(lambda value: None if _is_content(value) else value)
         self._containers.let_go()
         self._leaves.let_go()
@@ -714,7 +701,7 @@ class Captured:
         if self._large is None:  # else what runs again sets its modes itself
             failures += ((each, _NOT_COPIED) for each in self.written())
             # Last: contexts that were entered by hand and are let go of here end, and set modes.
-            self._modes.put_back(self._global)
+            _put_modes_back(self._global)
         if failures:
             names = self.names()
             told = [f"{names.get(id(value), '?')[0]}: {why}" for value, why in failures]
@@ -741,7 +728,7 @@ class Captured:
         ):
             if id(each) in names:
                 yield names[id(each)][0]
-        if self._modes.read() != self._global:
+        if _read_modes() != self._global:
             yield "torch"
 
     def changed_tensors(self, *, by_content: bool) -> set[int]:
@@ -750,31 +737,26 @@ class Captured:
 
     def names(self) -> dict[int, tuple[str, str]]:
         """By the id of a value, or of its table, its path, and how parts are named behind it."""
-        found = {
-            id(table): (f"torch.nn.modules.module.{name}", "[{!r}]")
-            for name, table in GLOBAL_HOOKS.items()
-        }
+        start = "torch.nn.modules.module."
+        found = {id(table): (start + name, "[{!r}]") for name, table in GLOBAL_HOOKS.items()}
         kinds = kinds_within(self._roots)
         for path, value in walk(self._roots, kinds):
-            kind = kinds(type(value))[0]
-            found.setdefault(id(value), (path, kind.name))
+            found.setdefault(id(value), (path, kinds(type(value))[0].name))
             if type(value) is types.FunctionType:
                 found.setdefault(id(table_of(value)), (value.__name__, ".{}"))
-                for names in namespaces_of(value):
-                    start = (
-                        "" if names.table is value.__globals__ else names.table.get("__name__", "")
-                    )
-                    found.setdefault(id(names.owner), (start, ".{}"))
+                for each in namespaces_of(value):
+                    is_home = each.table is value.__globals__
+                    home = "" if is_home else each.table.get("__name__", "")
+                    found.setdefault(id(each.owner), (home, ".{}"))
                 for name, cell in cells_of(value):
                     found.setdefault(id(cell), (name, ""))
             if hasattr(type(value), "__dict__") and type(value).__dictoffset__:
                 table = table_of(value)
                 found.setdefault(id(table), (path, ".{}"))
                 if issubclass(type(value), nn.Module):
-                    inner = ((name, table.get(name)) for name in _TABLES_OF_MODULE)
-                    for name, each in inner:
+                    for name in _TABLES_OF_MODULE:
                         start = path if name in REGISTERED else f"{path}.{name}"
-                        found.setdefault(id(each), (start, ".{}"))
+                        found.setdefault(id(table.get(name)), (start, ".{}"))
         return found
 
 

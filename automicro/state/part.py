@@ -1,5 +1,6 @@
 """What code can reach: as a part of a transaction, and as it stood when something is run again."""
 
+import collections
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -113,11 +114,13 @@ class State:
         return set() if captured is None else captured.changed_tensors(by_content=by_content)
 
     def _name(self, captured: Captured) -> None:
-        for why, paths in _left_out(captured).items():
-            new = [path for path in paths if path not in self._named]
-            if not new:
-                continue
-            self._named |= set(new)
+        names, found = captured.names(), collections.defaultdict[str, list[str]](list)
+        for value, why in captured.left_out:
+            path = f"{names.get(id(value), '?')[0]} (of type {type(value).__name__})"
+            if path not in self._named:
+                self._named.add(path)
+                found[why].append(path)
+        for why, new in found.items():
             more = f" and {len(new) - 3} more" if len(new) > 3 else ""
             warn(
                 f"{', '.join(new[:3])}{more}: left as a failed attempt has made it, because {why}. "
@@ -141,15 +144,6 @@ _REMEDY = (
     "Keep what a step changes in numbers, lists, tensors or objects, or pass state=[...] with an "
     "object that has begin, prepare, commit and roll_back"
 )
-
-
-def _left_out(captured: Captured) -> dict[str, list[str]]:
-    """Paths with their types, by why they are left out."""
-    names, found = captured.names(), dict[str, list[str]]()
-    for value, why in captured.left_out:
-        path = names.get(id(value), ("?", ""))[0]
-        found.setdefault(why, []).append(f"{path} (of type {type(value).__name__})")
-    return found
 
 
 _PART = ("begin", "prepare", "commit", "roll_back")
