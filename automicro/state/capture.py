@@ -98,17 +98,21 @@ def capture(
 
 _NOT_COPIED = "it was written to, and is too large to be copied; move it after the step"
 _MODE = ("training",)
-_OF_MODULE = frozenset(vars(nn.Module()))
+_NEW = vars(nn.Module())
+_OF_MODULE = frozenset(_NEW)
 # What says how hooks are called changes with the tables of hooks alone.
-_TABLES_OF_MODULE = frozenset(
-    name for name, value in vars(nn.Module()).items() if hasattr(value, "clear") or "hook" in name
-)
+_TABLES = [name for name, value in _NEW.items() if hasattr(value, "clear") or "hook" in name]
 # Those of state dicts are of no use to a forward.
-_LOOKED_INTO = [
-    name
-    for name, value in vars(nn.Module()).items()
-    if hasattr(value, "clear") and "state_dict" not in name
-]
+_LOOKED_INTO = [e for e in _TABLES if hasattr(_NEW[e], "clear") and "state_dict" not in e]
+_APART = frozenset(_TABLES)
+_tables_of, _looked_into = operator.itemgetter(*_TABLES), operator.itemgetter(*_LOOKED_INTO)
+
+
+@functools.lru_cache(5_000)
+def _own_keys(keys: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Those of a module's that are not torch's tables; none where it has not all of these yet."""
+    is_whole = _OF_MODULE.issubset(keys)
+    return tuple(key for key in keys if key not in _APART) if is_whole else ()
 
 
 class _Holder(NamedTuple):
@@ -431,7 +435,7 @@ class _Walk:
         self.holders: dict[int, _Holder] = {}
         self.empty: list[Any] = []  # tables of modules and tensors: most are
         self.objects: list[Any] = []
-        self.flags: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.flags: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
         self.containers = _Containers()
         self.buffers: dict[int, None] = {}
         self.content: list[Tensor] = []
@@ -505,17 +509,19 @@ class _Walk:
 
     def _hold_object(self, value: Any) -> Iterable[Any]:
         table = table_of(value)
-        if not (issubclass(type(value), nn.Module) and table.keys() >= _OF_MODULE):
+        own = _own_keys(tuple(table)) if issubclass(type(value), nn.Module) else ()
+        if not own:
             return [type(value), *self._hold_table(table)]
-        own = tuple(key for key in table if key not in _TABLES_OF_MODULE)
-        self.holders[id(table)] = _Holder(table, table, own, apart=_TABLES_OF_MODULE)
-        found = [type(value), *(table[key] for key in own)]
-        self.flags.append((table, {name: table[name] for name in _TABLES_OF_MODULE}))
-        inside = [table[name] for name in _LOOKED_INTO]
-        self.empty += [each for each in inside if not each]
-        for each in filter(None, inside):
-            found += each.values() if type(each) is dict and _is_sharded(each) else [each]
-        self.buffers |= dict.fromkeys(map(id, table[BUFFERS].values()))
+        self.holders[id(table)] = _Holder(table, table, own, apart=_APART)
+        found = [type(value), *map(table.__getitem__, own)]
+        self.flags.append((table, _tables_of(table)))
+        for inner in _looked_into(table):
+            if inner:
+                found += inner.values() if _is_sharded(inner) else [inner]
+            else:
+                self.empty.append(inner)
+        if buffers := table[BUFFERS]:
+            self.buffers |= dict.fromkeys(map(id, buffers.values()))
         return found
 
     def _hold_function(self, value: types.FunctionType) -> Iterable[Any]:
@@ -685,7 +691,7 @@ class Captured:
             if type(value) is not its_class:
                 object.__setattr__(value, "__class__", its_class)
         for table, flags in self._flags:
-            table.update(flags)
+            table.update(zip(_TABLES, flags, strict=True))
         for table in filter(None, self._empty):
             table.clear()
         has_same_keys = self._has_same_keys()
@@ -754,12 +760,13 @@ class Captured:
                 table = table_of(value)
                 found.setdefault(id(table), (path, ".{}"))
                 if issubclass(type(value), nn.Module):
-                    for name in _TABLES_OF_MODULE:
+                    for name in _TABLES:
                         start = path if name in REGISTERED else f"{path}.{name}"
                         found.setdefault(id(table.get(name)), (start, ".{}"))
         return found
 
 
-def _is_sharded(table: Mapping[str, Any]) -> bool:
+def _is_sharded(table: Any) -> bool:
     """Whether a table's tensors belong to a wrapper that shards, and gathers them for a forward."""
-    return any(type(each).__module__.startswith("torch.distributed.") for each in table.values())
+    each = table.values() if type(table) is dict else ()  # no table of hooks
+    return any(type(e).__module__.startswith("torch.distributed.") for e in each)
