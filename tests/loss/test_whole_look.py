@@ -18,7 +18,7 @@ from automicro import (
     is_extra_pass,
 )
 from automicro.loss.probe import Occasions
-from tests.outside import Outside
+from tests.outside import Outside, OutsideList
 
 ROWS = 64
 
@@ -149,7 +149,7 @@ def test_what_begins_late_is_named_at_the_next_power_of_ten() -> None:
 
 
 def test_a_batch_that_stays_whole_costs_no_pass() -> None:
-    seen: list[int] = []
+    seen = OutsideList()
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
         if is_extra_pass():

@@ -473,14 +473,24 @@ def test_what_functional_call_puts_there_is_there_in_the_backward() -> None:
     same(found[1], found[0])
 
 
-def test_a_frozen_parameter_that_is_written_into_before_the_backward_is_refused() -> None:
+def test_a_frozen_parameter_that_is_written_into_before_the_backward() -> None:
+    """A small one is computed with as it stood in the forward, a large one refused."""
     part, x = Noisy().eval(), floats(ROWS, 6)
+    plain = copy.deepcopy(part)
     split(part, microbatch_size=2)
-    output = part(x)
-    with torch.no_grad():
-        part.last.weight.mul_(2)
-    with pytest.raises(UnsplittableModelError, match=r"'last.weight' of a part .* was written"):
-        output.sum().backward()
+    for last, width in ((part.last, 3), (nn.Linear(8, 1_100).double(), 1_100)):
+        part.last = last.requires_grad_(False)
+        output = part(x)
+        assert output.shape == (ROWS, width)
+        with torch.no_grad():
+            part.last.weight.mul_(2)
+        if width == 3:
+            output.sum().backward()
+            plain(x).sum().backward()
+            torch.testing.assert_close(part.first.weight.grad, plain.first.weight.grad)
+            continue
+        with pytest.raises(UnsplittableModelError, match=r"'last.weight' of a part .* was written"):
+            output.sum().backward()
     part(x).sum().backward()
     output = part.requires_grad_(False)(x)
     part.requires_grad_(True)  # as a discriminator's, behind the loss of a generator

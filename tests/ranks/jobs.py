@@ -212,7 +212,7 @@ def expected_gradients(num_rows: int) -> list[Tensor]:
     """The same, of all rows in one process."""
     torch.manual_seed(0)
     net = Net([Faults.__new__(Faults)], norm=False).double().eval()
-    for name, value in dict(waiting=[], depth=3, step=0, microbatch=0).items():
+    for name, value in {"waiting": [], "depth": 3, "step": 0, "microbatch": 0}.items():
         setattr(net.faults[0], name, value)
     x, y = whole_batch(num_rows)
     loss = (net(x) - y).square().sum() / num_rows

@@ -501,18 +501,6 @@ class Steps(Block):
         return super().forward(rows * (1 + NOTES.step))
 
 
-class Forgets(Block):
-    """Takes from the front of a list that is too long to be copied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = list(range(20_000))
-
-    def forward(self, rows: Tensor) -> Tensor:
-        del self.left[0]
-        return super().forward(rows)
-
-
 class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, one: Tensor, other: Tensor) -> Tensor:
@@ -578,7 +566,6 @@ class Holding(Noting):
     ("make", "why"),
     [
         (Holding, "blocks.0 .* does something else when that is done"),
-        (lambda: Noting(Forgets), r"blocks.2 .* cannot be put back \(blocks.2.left: "),
         (lambda: Noting(AsksTwice), "blocks.2 .* x, y = ctx.saved_tensors"),
     ],
 )

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 
-from automicro.errors import RollbackError
 from automicro.state import capture as module
 from automicro.state.capture import capture
 from tests.state.undone import Box, count
