@@ -108,7 +108,7 @@ class Copies:
             for group in groups.values():
                 small, aliases, memories = map(list, zip(*group, strict=True))
                 self._small.append(
-                    _Small(small, aliases, memories, torch.cat([e.view(-1) for e in memories]))
+                    _Small(small, aliases, memories, torch.cat([e.reshape(-1) for e in memories]))
                 )
         self._versions = {id(each): seen_version(each) for each in self.tensors}
 
