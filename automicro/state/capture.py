@@ -756,7 +756,7 @@ class Captured:
                     found.setdefault(id(each.owner), (home, ".{}"))
                 for name, cell in cells_of(value):
                     found.setdefault(id(cell), (name, ""))
-            if isinstance(value, Tensor):
+            if issubclass(type(value), Tensor):
                 hooks = ((id(each), (f"{path}.hook", "[{!r}]")) for each in gradient_hooks(value))
                 found.update(hooks)
             if hasattr(type(value), "__dict__") and type(value).__dictoffset__:
