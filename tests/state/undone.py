@@ -73,6 +73,7 @@ def _content(value: Any, seen: dict[int, int]) -> Any:
 
 def _of_tensor(value: Tensor) -> Any:
     plain = value.detach()
+    plain = plain.to_local() if hasattr(plain, "to_local") else plain
     about = plain.dtype, tuple(plain.shape), plain.layout, plain.device.type, value.requires_grad
     if plain.is_meta:
         return about
