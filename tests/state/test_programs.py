@@ -125,10 +125,12 @@ def weight(at):
 
 def modes(_=None):
     torch.autocast_increment_nesting()
+    nesting, dtype = torch.autocast_decrement_nesting(), torch.get_autocast_dtype("cpu")
     found = torch.is_autocast_enabled("cpu"), torch.is_grad_enabled(), torch.get_default_dtype()
-    return *map(str, found), torch.autocast_decrement_nesting()
+    return *map(str, (*found, dtype, torch.is_autocast_cache_enabled())), nesting
 
 
+EINSUM: Any = np.einsum
 SDPA: Any = F.scaled_dot_product_attention
 LINEAR: Any = nn.Linear.forward
 OWN: Any = Theirs.forward
@@ -210,8 +212,8 @@ KINDS: dict[str, tuple[Any, ...]] = {
     # Tensors and modules.
     "tensor_is_replaced": (lambda a: torch.zeros(2), up, down),
     "tensor_of_20_megabytes": (lambda a: torch.zeros(5 * 2**20), lambda a: a.v[:1].add_(1), lambda a: a.v[:1].sub_(1), lambda a: a.v[0].item()),
-    "tensors_with_a_graph": (lambda a: [], lambda a: a.v.append(weight(a).sum()), lambda a: a.v.clear(), lambda a: len(a.v)),
-    "tensor_with_a_graph": (lambda a: None, lambda a: put(a, weight(a).sum() + (a.v is None)), lambda a: put(a, None), lambda a: str(a.v)[:12]),
+    "tensors_with_a_graph": (lambda a: [], lambda a: a.v.append(made(weight(a).sum())), lambda a: a.v.clear(), lambda a: len(a.v)),
+    "tensor_with_a_graph": (lambda a: None, lambda a: put(a, made(weight(a).sum() + (a.v is None))), lambda a: put(a, None), lambda a: str(a.v)[:12]),
     "buffer_in_place": (lambda a: a.buffer(torch.zeros(2)), lambda a: a.v.add_(1), lambda a: a.v.sub_(1)),
     "buffer_is_replaced": (lambda a: a.buffer(torch.zeros(2)), up, down),
     "buffer_is_resized": (lambda a: a.buffer(torch.zeros(1)), lambda a: a.v.resize_(len(a.v) + 1).fill_(1), lambda a: a.v.resize_(1).fill_(0)),
@@ -234,6 +236,10 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "stack_of_contexts": (lambda a: contextlib.ExitStack(), lambda a: a.v.enter_context(autocast()), lambda a: a.v.close(), modes, PULSE),
     "default_dtype_in_a_context": (lambda a: [], lambda a: enter(a.v, default_dtype(torch.bfloat16)), lambda a: leave(a.v), modes, PULSE),
     "generator_in_a_context": (lambda a: [], lambda a: (enter(a.v, torch.random.fork_rng()), torch.rand(1)), lambda a: leave(a.v), lambda a: picture(torch.get_rng_state()), PULSE),
+    "autocast_to_another_dtype": (lambda a: a, lambda a: torch.set_autocast_dtype("cpu", torch.float16), lambda a: torch.set_autocast_dtype("cpu", torch.bfloat16), modes, PULSE),
+    "cache_of_autocast": (lambda a: a, lambda a: torch.set_autocast_cache_enabled(False), lambda a: torch.set_autocast_cache_enabled(True), modes, PULSE),
+    "nesting_of_autocast": (lambda a: a, lambda a: torch.autocast_increment_nesting(), lambda a: torch.autocast_decrement_nesting(), modes, PULSE),
+    "function_of_numpy": (lambda a: a.of(np, "einsum", lambda: np.einsum), lambda a: put(a, len), lambda a: put(a, EINSUM), lambda a: a.v is EINSUM, AROUND),
     "default_dtype": (lambda a: a, lambda a: torch.set_default_dtype(torch.float64), lambda a: torch.set_default_dtype(torch.float32), modes, ("pulse", "around")),
     "global_generators": (lambda a: a, lambda a: (random.random(), np.random.random(), torch.rand(1)), None, lambda a: (random.getstate(), str(np.random.get_state()), picture(torch.get_rng_state())), DRAWN),
     "iterator": (lambda a: itertools.count(), lambda a: next(a.v), None, lambda a: repr(a.v), DRAWN),
@@ -388,12 +394,14 @@ def everything_global():
     try:
         yield
     finally:
-        F.scaled_dot_product_attention = SDPA
+        F.scaled_dot_product_attention, np.einsum = SDPA, EINSUM
         setattr(nn.Linear, "forward", LINEAR)  # noqa: B010
         setattr(Theirs, "forward", OWN)  # noqa: B010
         torch.set_grad_enabled(True)
         torch.set_default_dtype(torch.float32)
         torch.set_autocast_enabled("cpu", False)
+        torch.set_autocast_dtype("cpu", torch.bfloat16)
+        torch.set_autocast_cache_enabled(True)
         while modes()[-1]:
             torch.autocast_decrement_nesting()
         sys.modules.pop(USERS, None)

@@ -95,6 +95,9 @@ def _attributes(value: Any) -> dict[str, Any]:
     slots = [n for each in tables for n, s in each.items() if type(s) is types.MemberDescriptorType]
     found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
     found |= getattr(value, "__dict__", {})
+    if isinstance(value, Tensor) and value.is_leaf:
+        hooks = value._backward_hooks, value._post_accumulate_grad_hooks
+        found["hooks"] = [list(each.values()) if each else [] for each in hooks]
     return {
         name: [*each.values()] if name in _HOOKS and isinstance(each, dict) else each
         for name, each in found.items()

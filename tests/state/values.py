@@ -127,6 +127,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "NamedTuple": (lambda: Pair([], 1), lambda v: v.one.append(1), lambda v: v.one.pop()),
     "frozenset": (lambda: frozenset([Called(n=0)]), lambda v: next(iter(v))()),
     "array": (lambda: np.zeros(9), add, lambda v: add(v, 0, -1)),
+    "array that holds others": (lambda: np.array([Box(), None]), lambda v: v.__setitem__(1, Box(n=v[1]))),
+    "array that is resized": (lambda: np.zeros(3), lambda v: v.resize(len(v) + 1, refcheck=False)),
     "array of 300 KiB": (lambda: np.zeros(40_000), add, lambda v: add(v, 0, -1)),
     "array's NumPy number": (lambda: Box(n=np.int64(0)), count, less),
     "bytearray": (lambda: bytearray(4), add, lambda v: add(v, 0, -1)),
