@@ -75,24 +75,6 @@ def test_state_of_the_caller_is_as_no_failed_attempt_had_been(evaluates: bool) -
     assert total.tolist() == [result.num_microbatches] * 2
 
 
-def test_state_is_put_back_after_an_error_too() -> None:
-    told: list[str] = []
-
-    def forward(model: nn.Module, batch: Any) -> Tensor:
-        told.append("a microbatch")
-        if len(told) == 3:
-            raise RuntimeError("a mistake of the model's")
-        loss: Tensor = model(batch[0]).mean()
-        return loss
-
-    step = Microbatcher(
-        Mlp(), forward=forward, loss_average="samples", microbatch_size=2, state=[told], probe=False
-    )
-    with pytest.raises(RuntimeError, match="a mistake"):
-        step.backward((x, y))
-    assert told == []
-
-
 class Counted:
     """A transaction's part of the caller's own."""
 

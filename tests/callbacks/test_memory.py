@@ -164,56 +164,35 @@ def test_a_parameter_to_unfreeze_must_be_in_the_optimizer() -> None:
         trainer_with(FreezeSchedule({"0.*": "2ba"}), model=model, optimizer=optimizer).fit()
 
 
-@pytest.mark.parametrize("is_plain", [True, False])
-def test_images_grow_until_memory_runs_out_and_training_goes_on(is_plain: bool) -> None:
-    def train(model: nn.Module, *extra: Callback, **options: Any) -> Any:
-        growth = ImageSizeSchedule(4, 16, over="8ba", steps=4)
-        return trainer_with(
-            growth,
-            *extra,
-            model=model,
-            train_dataloader=images(),
-            max_duration="12ba",
-            optimizer=torch.optim.SGD,
-            **options,
-        ).fit()
+OF_IMAGES = {"max_duration": "12ba", "optimizer": torch.optim.SGD}
+OF_TOKENS = {"max_duration": "10ba", "loss_fn": None}
+GROWTH: dict[str, Any] = {
+    "images": (Images, images, "360KiB", OF_IMAGES),
+    "sequences": (Tokens, tokens, "300KiB", OF_TOKENS),
+}
 
-    model, sizes = Images(), Sizes()
+
+@pytest.mark.parametrize("is_plain", [True, False])
+@pytest.mark.parametrize("kind", GROWTH)
+def test_rows_grow_until_memory_runs_out_and_training_goes_on(kind: str, is_plain: bool) -> None:
+    make, loader, limit, options = GROWTH[kind]
+
+    def train(model: nn.Module, *extra: Callback, **more: Any) -> Any:
+        given = {"model": model, "train_dataloader": loader(), **options, **more}
+        images = ImageSizeSchedule(4, 16, over="8ba", steps=4)
+        words = SequenceLengthSchedule(4, LENGTH, over="6ba", multiple_of=4)
+        return trainer_with(images if make is Images else words, *extra, **given).fit()
+
+    model, sizes = make(), Sizes()
     size = Halving(refine=False, grow=False) if is_plain else "auto"
-    summary = train(model, sizes, memory_limit="360KiB", microbatch_size=size)
+    summary = train(model, sizes, memory_limit=limit, microbatch_size=size)
     assert sizes.ooms[0] == 0
     assert sizes.sizes[-1] < sizes.sizes[0]
     assert sum(sizes.ooms) == summary.train_ooms
     if is_plain:  # "auto" sees it coming
         assert summary.train_ooms > 0
-        assert next(batch for batch, ooms in enumerate(sizes.ooms) if ooms) >= 4
-    expected = Images()
-    train(expected, microbatch_size=Scripted(sizes.sizes))
-    assert_equal(copy_of(model), copy_of(expected))
-
-
-@pytest.mark.parametrize("is_plain", [True, False])
-def test_sequences_grow_until_memory_runs_out_and_training_goes_on(is_plain: bool) -> None:
-    def train(model: nn.Module, *extra: Callback, **options: Any) -> Any:
-        growth = SequenceLengthSchedule(4, LENGTH, over="6ba", multiple_of=4)
-        return trainer_with(
-            growth,
-            *extra,
-            model=model,
-            train_dataloader=tokens(),
-            max_duration="10ba",
-            loss_fn=None,
-            **options,
-        ).fit()
-
-    model, sizes = Tokens(), Sizes()
-    size = Halving(refine=False, grow=False) if is_plain else "auto"
-    summary = train(model, sizes, memory_limit="300KiB", microbatch_size=size)
-    assert sizes.ooms[0] == 0
-    assert sizes.sizes[-1] < sizes.sizes[0]
-    assert sum(sizes.ooms) == summary.train_ooms
-    assert (summary.train_ooms > 0) == is_plain  # "auto" sees it coming
-    expected = Tokens()
+        assert kind != "images" or next(n for n, ooms in enumerate(sizes.ooms) if ooms) >= 4
+    expected = make()
     train(expected, microbatch_size=Scripted(sizes.sizes))
     assert_equal(copy_of(model), copy_of(expected))
 

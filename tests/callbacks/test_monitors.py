@@ -199,13 +199,14 @@ def test_several_groups_have_a_learning_rate_each() -> None:
     assert (values["train/momentum/0"], values["train/momentum/1"]) == (0.0, 0.9)
 
 
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def test_speed_tells_waiting_from_computing_and_leaves_evaluations_out() -> None:
-    class Clock:
-        now = 0.0
-
-        def __call__(self) -> float:
-            return self.now
-
     clock = Clock()
 
     class Passing(Callback):
@@ -240,12 +241,6 @@ def test_speed_tells_waiting_from_computing_and_leaves_evaluations_out() -> None
 
 
 def test_speed_is_that_of_the_window() -> None:
-    class Clock:
-        now = 0.0
-
-        def __call__(self) -> float:
-            return self.now
-
     clock = Clock()
 
     class Slower(Callback):

@@ -1175,32 +1175,15 @@ def test_sequences_that_depend_on_each_other_stay_whole(change: dict[str, Tensor
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("name", ["causal", "own module"])
-def test_one_rank_out_of_memory_leaves_both_where_ddp_alone_ends(
-    name: str, accumulation: int, tmp_path: Path
-) -> None:
-    """Sums divided by the items of all ranks, and means of each."""
-    module = "tests.integrations.transformers_ranks"
-    for found in torchrun(module, tmp_path, name, accumulation):
-        plain, ours = found["losses"]
-        assert found["microbatch_size"] == 4
-        assert found["differs"] < 1e-12
-        assert ours == pytest.approx(plain, rel=1e-6)
-        cut, whole = found["evaluations"]
-        assert cut == pytest.approx(whole, rel=1e-6)
-
-
-@pytest.mark.sweep
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("name", ["causal", "own module"])
-def test_one_rank_out_of_memory_leaves_both_where_fsdp2_alone_ends(
-    name: str, accumulation: int, tmp_path: Path
+@pytest.mark.parametrize("parallel", [[], ["fsdp2"]])
+def test_one_rank_out_of_memory_leaves_both_where_the_wrapper_alone_ends(
+    parallel: list[str], name: str, accumulation: int, tmp_path: Path
 ) -> None:
     """In gloo, with FSDP2 as on accelerators: elsewhere transformers falls back to DDP."""
     module = "tests.integrations.transformers_ranks"
-    for found in torchrun(module, tmp_path, name, accumulation, "fsdp2"):
+    for found in torchrun(module, tmp_path, name, accumulation, *parallel):
         plain, ours = found["losses"]
-        assert found["kind"].startswith("FSDP")
+        assert found["kind"].startswith("FSDP") == bool(parallel)
         assert found["microbatch_size"] == 4
         assert found["differs"] < 1e-12
         assert ours == pytest.approx(plain, rel=1e-6)

@@ -15,6 +15,7 @@ from automicro import (
     SampleTooLargeError,
 )
 from tests.cases import difference, gradients
+from tests.ranks.steps import HalvingOnly
 from tests.step.texts import IGNORED, Listener, Reader, sounds, texts, transcribe
 
 LENGTHS = [9, 3, 17, 5, 5, 12, 2, 8, 16, 4, 7]
@@ -422,38 +423,9 @@ def test_the_limit_is_learnt_in_tokens_and_a_failed_attempt_leaves_no_trace() ->
     results, parameters = train("auto", "130KiB")
     assert sum(each.ooms for each in results) >= 1
     assert all(each.microbatch_size <= 700 for each in results)
-    sizes = iter([each.microbatch_size for each in results])
-
-    from automicro import Policy
-
-    class Same(Policy):
-        adapts = False
-
-        def propose(self, num_rows: int, cost: float | None = None) -> int:
-            return self.size
-
-        size = 0
-
-    policy = Same()
-    torch.manual_seed(0)
-    model = Reader(dropout=0.3)
-    optimizer = torch.optim.Adam(model.parameters())
-    microbatcher = Microbatcher(
-        model,
-        microbatch_size=policy,
-        microbatch_unit="tokens",
-        loss_average="tokens",
-        optimizer=optimizer,
-        repeatable=True,
-    )
-    for seed in range(4):
-        policy.size = next(sizes)
-        lengths = torch.randint(2, 40, (32,), generator=torch.Generator().manual_seed(seed))
-        microbatcher.backward(texts(lengths.tolist()))
-        optimizer.step()
-        optimizer.zero_grad()
-    for one, other in zip(parameters, model.parameters(), strict=True):
-        assert torch.equal(one, other)
+    sizes = [each.microbatch_size for each in results]
+    _, expected = train(HalvingOnly(1, sizes), None)
+    assert all(map(torch.equal, parameters, expected))
 
 
 def test_a_row_that_is_too_long_says_so_in_tokens() -> None:

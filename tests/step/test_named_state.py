@@ -36,36 +36,6 @@ def data(seed: int = 1) -> tuple[Tensor, Tensor]:
     ).double()
 
 
-class Loop:
-    """A trainer of one's own, whose method is the forward, and which counts what it does."""
-
-    def __init__(self) -> None:
-        self.model = nn.Linear(4, 3).double()
-        self.step, self.losses, self.fails = 0, list[float](), True
-
-    def training_step(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        self.step += 1
-        loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
-        self.losses.append(loss.item())
-        if self.fails and len(batch[0]) > 4:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return loss
-
-
-def test_what_the_owner_of_a_method_counts_is_as_before_a_failed_attempt() -> None:
-    loop = Loop()
-    microbatcher = Microbatcher(loop.model, forward=loop.training_step)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for number in range(1, 4):
-            batch = torch.randn(8, 4).double(), torch.randint(3, (8,))
-            result = microbatcher.backward(batch)
-            assert result.num_microbatches == 2
-            assert (loop.step, len(loop.losses)) == (2 * number, 2 * number)
-    (message,) = [str(each.message) for each in told]
-    assert "Loop.step, Loop.losses. It now does so 2 times for a batch" in message
-
-
 class Remembering(nn.Module):
     """Keeps something in attributes, as one of `KEPT` says."""
 

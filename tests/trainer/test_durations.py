@@ -152,23 +152,6 @@ def test_skipping_gives_up_where_nothing_is_finite_any_more() -> None:
     assert trainer.state.skipped == 50
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"non_finite": "skpi"}, ValueError, r"did you mean 'skip'\?\); use one of stop, skip, ig"),
-        ({"accumulate_batches": 0}, ValueError, "accumulate_batches=0 must be at least 1; pass"),
-        ({"accumulate_batches": 1.5}, TypeError, "1.5, not a whole number; pass an int such as 1"),
-        ({"accumulate_batches": True}, TypeError, "True, not a whole number; pass an int"),
-    ],
-    ids=str,
-)
-def test_settings_that_make_no_sense_are_refused(
-    options: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        make_trainer(make_model(), **options)
-
-
 def test_what_the_loader_gave_is_let_go_before_it_gives_more() -> None:
     class Held:
         alive = most = 0

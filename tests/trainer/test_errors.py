@@ -181,6 +181,10 @@ def test_an_iterator_for_several_epochs_is_refused_before_anything_trains() -> N
         ({"precision": "fp8"}, ValueError, "precision='fp8' is not known"),
         ({"microbatch_size": 0}, ValueError, "microbatch_size=0 is no size"),
         ({"batchnorm": "warm"}, ValueError, "did you mean 'warn'"),
+        ({"non_finite": "skpi"}, ValueError, r"did you mean 'skip'\?\); use one of stop, skip, ig"),
+        ({"accumulate_batches": 0}, ValueError, "accumulate_batches=0 must be at least 1; pass"),
+        ({"accumulate_batches": 1.5}, TypeError, "1.5, not a whole number; pass an int such as 1"),
+        ({"accumulate_batches": True}, TypeError, "True, not a whole number; pass an int"),
     ],
     ids=lambda value: re.sub(r" at 0x[0-9a-f]+", "", str(value))[:50],
 )

@@ -148,35 +148,22 @@ def undisturbed(tmp_path: Path) -> dict:
 
 
 @BOTH
-def test_a_signal_finishes_the_step_and_saves_and_a_resume_ends_as_undisturbed(
-    folder: Folder, undisturbed: dict, number: signal.Signals
+@pytest.mark.parametrize("again", [False, True])
+def test_a_signal_finishes_the_step_and_a_second_one_stops_at_once(
+    folder: Folder, undisturbed: dict, number: signal.Signals, again: bool
 ) -> None:
     process = folder.train()
     folder.wait_until_ready()
     os.kill(process, number)
     folder.wait_for_line(LINES[number])
-    folder.finish_batch()
+    if again:
+        os.kill(process, number)  # and the batch is never finished
+    else:
+        folder.finish_batch()
     assert folder.end(process) == CODES[number]
     said = f"{LINES[number].partition(':')[0]}: stopped after batch 5, saved in run/checkpoints"
-    assert said in " ".join(folder.log.read_text().split())
-    assert folder.checkpoint()["progress"]["batch"] == 5
-
-    folder.train_to_the_end()
-    assert_same(folder.checkpoint(), undisturbed)
-
-
-@BOTH
-def test_a_second_signal_stops_at_once(
-    folder: Folder, undisturbed: dict, number: signal.Signals
-) -> None:
-    process = folder.train()
-    folder.wait_until_ready()
-    os.kill(process, number)
-    folder.wait_for_line(LINES[number])
-    os.kill(process, number)  # and the batch is never finished
-    assert folder.end(process) == CODES[number]
-    assert folder.checkpoint()["progress"]["batch"] == 4
-
+    assert again or said in " ".join(folder.log.read_text().split())
+    assert folder.checkpoint()["progress"]["batch"] == (4 if again else 5)
     folder.train_to_the_end()
     assert_same(folder.checkpoint(), undisturbed)
 
