@@ -323,9 +323,10 @@ def test_state_of_a_failed_attempt_is_forgotten() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return result
 
-    model, losses = both(
-        "LSTM", lambda *given: carried(*given, forward=forward, microbatch_size=Halving())
-    )
+    policy = HalvingOnly(6)
+    options: dict[str, Any] = {"forward": forward, "microbatch_size": policy}
+    model, losses = both("LSTM", lambda *given: carried(*given, **options))
+    assert len(policy.outcomes) == 5
     same, expected = both("LSTM", lambda *given: carried(*given, microbatch_size=3))
     assert losses == expected
     assert all(map(torch.equal, model.parameters(), same.parameters()))
