@@ -3,7 +3,6 @@
 All of it lies in defaults of context variables, which no capture reaches.
 """
 
-from collections import UserList
 from contextvars import ContextVar
 from typing import Any
 
@@ -61,15 +60,3 @@ class Unreached:
             vars(owner)[self._name].value = value
         else:
             vars(owner)[self._name] = Outside(value=value)
-
-
-class OutsideList(UserList[Any]):
-    """A list that no capture reaches.
-
-    >>> seen = OutsideList()
-    >>> seen.append(1)
-    >>> seen == [1]
-    True
-    """
-
-    data: Any = Unreached()

@@ -8,13 +8,7 @@ from torch import Tensor, nn
 
 from automicro import Microbatcher, Trainer
 from automicro.modules import evaluation_mode
-
-
-def data(seed: int = 1) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(8, 4, generator=generator).double(), torch.randn(
-        8, 3, generator=generator
-    ).double()
+from tests.step.test_named_state import data
 
 
 class Merging(nn.Module):

@@ -19,7 +19,7 @@ from automicro import (
 )
 from tests import models
 from tests.models import ROWS, Mlp
-from tests.outside import OutsideList
+from tests.outside import Outside
 
 x, y = models.x(), models.y()
 
@@ -250,17 +250,17 @@ def test_gradients_that_a_forward_clears_are_let_go_where_nobody_wants_them_back
 ) -> None:
     model = nn.Linear(4, 2)
     kept = nn.Parameter(torch.ones(2))
-    attempts = OutsideList()
+    outside = Outside(rows=())
 
     def forward(model: nn.Module, batch: Tensor) -> Tensor:
         loss: Tensor = (model(batch) * kept).square().mean()
-        attempts.append(len(batch))
+        outside.rows += (len(batch),)
         if len(batch) == 6:
             model.zero_grad(set_to_none=sets_to_none)
         return loss
 
     def backward(loss: Tensor) -> None:
-        if fails and attempts[-1] == 6:
+        if fails and outside.rows[-1] == 6:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         loss.backward()
 
@@ -275,11 +275,11 @@ def test_gradients_that_a_forward_clears_are_let_go_where_nobody_wants_them_back
     step.backward(batch)
     assert model.weight.grad is not None
     assert kept.grad is not None
-    assert attempts == [6, 3, 3] if fails else [6]
+    assert outside.rows == ((6, 3, 3) if fails else (6,))
     torch.testing.assert_close(model.weight.grad, expected[0])
     torch.testing.assert_close(kept.grad, 1 + expected[1])
     step.backward(batch[:3])  # it held for one batch
-    assert attempts[-1] == 3
+    assert outside.rows[-1] == 3
 
 
 @pytest.mark.parametrize("probe", [False, True])

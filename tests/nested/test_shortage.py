@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from automicro import (
@@ -24,26 +23,10 @@ from automicro.nested import slices
 from automicro.rungs.levels import make_levels
 from automicro.torch_private import in_backward
 from tests.nested.parts_in_slices import CASES, gradients, made, same, twin
+from tests.torture.engine.faults import Fault, FaultMode
 from tests.torture.engine.subject import climb_to
 
 CPU = torch.device("cpu")
-
-
-class FailingAt(TorchDispatchMode):
-    """Runs out of memory at operations of given numbers."""
-
-    def __init__(self, *numbers: int) -> None:
-        super().__init__()
-        self._numbers = numbers
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.count += 1
-        if self.count in self._numbers:
-            raise torch.OutOfMemoryError("injected")
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -61,15 +44,14 @@ def test_a_shortage_at_any_operation_of_a_part_leaves_no_trace(
     def run(*numbers: int) -> tuple[Any, list[int], int]:
         nested.load_state_dict({})
         torch.manual_seed(7)
-        counting = FailingAt(*numbers)
-        with counting:
+        with FaultMode([Fault(each) for each in numbers]) as mode:
             found = gradients(warm, warm, given)
-        return found, nested.sizes, counting.count
+        return found, nested.sizes, mode.num_operations
 
     _, _, count = run()
     seen = set()
     step = max(1, count // 12)
-    for number, gap in [(n, gap) for gap in (0, 12, 60) for n in range(1, count + 1, step)]:
+    for number, gap in [(n, gap) for gap in (0, 12, 60) for n in range(0, count, step)]:
         try:
             found, sizes, _ = run(number, number + gap)
         except torch.OutOfMemoryError:
@@ -189,11 +171,11 @@ def test_a_shortage_at_any_operation_of_a_look_hides_nothing_that_it_would_have_
         output: Tensor = (head(hidden)[there] - depth[there]).abs().mean()
         return output
 
-    with FailingAt() as counting, pytest.raises(LossAverageError):
+    with FaultMode() as counting, pytest.raises(LossAverageError):
         split(tail, microbatch_size=3)(hidden, depth)
-    assert counting.count > 800
-    for number in range(1, counting.count + 1, 20):  # 43 of them look for such values
-        with FailingAt(number), pytest.raises((LossAverageError, torch.OutOfMemoryError)):
+    assert counting.num_operations > 800
+    for number in range(0, counting.num_operations, 20):  # 43 of them look for such values
+        with FaultMode([Fault(number)]), pytest.raises((LossAverageError, torch.OutOfMemoryError)):
             split(tail, microbatch_size=3)(hidden, depth)
 
 

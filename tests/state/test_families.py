@@ -1,13 +1,6 @@
-"""Models of transformers and metrics of torchmetrics, after attempts that failed in three places.
+"""Models of transformers and metrics of torchmetrics, after attempts that failed in three places."""
 
-``python -m tests.state.test_families`` prints what is otherwise, of all that the acceptance tables
-have; words behind it choose families by how their names begin.
-"""
-
-import gc
-import logging
 import random
-import sys
 import warnings
 from typing import Any
 
@@ -177,24 +170,3 @@ def test_a_sample_of_families_is_as_without_failures(name):
 def test_every_family_is_as_without_failures(name):
     # Reformers take a seed of the system's.
     assert judged(name) == ("never twice the same" if "Reformer" in name else "same")
-
-
-def main():
-    logging.disable()
-    torch.set_num_threads(1)
-    gc.freeze()
-    names = [name for name in NAMES if name.startswith(tuple(sys.argv[1:] or [""]))]
-    num_same = 0
-    for name in names:
-        try:
-            found = judged(name)
-        except Exception as error:
-            found = f"{type(error).__name__}: {str(error)[:200]}"
-        num_same += found == "same"
-        if found != "same":
-            print(f"{name}: {found}", flush=True)
-    print(f"{num_same} of {len(names)} are the same")
-
-
-if __name__ == "__main__":
-    main()

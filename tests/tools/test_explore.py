@@ -1,6 +1,5 @@
 """Which size is the fastest, before a run: measured, and nothing stays changed."""
 
-import copy
 import json
 import random
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from automicro.cli import main
 from automicro.tools.explore import MeasuredSize
 from tests.cli_jobs import enter_folder_with_job
 from tests.outside import Outside
+from tests.state.undone import picture
 
 ROWS, FEATURES = 16, 12
 LOSS = nn.CrossEntropyLoss()
@@ -89,28 +89,16 @@ def test_everything_is_as_it_was(evaluate: bool) -> None:
     LOSS(model(torch.randn(4, FEATURES)), torch.zeros(4, dtype=torch.long)).backward()
     optimizer.step()
     model[0].eval()
-    before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), model.__dict__))
     gradients = [each.grad for each in model.parameters()]
-    copies = [None if each is None else each.clone() for each in gradients]
-    modes = [each.training for each in model.modules()]
-    drawn = drawn_so_far(order)
+
+    def all_there_is() -> Any:
+        return picture([model, gradients, optimizer.state_dict(), *drawn_so_far(order)])
+
+    before = all_there_is()
     explore(model, loader, loss_fn=LOSS, optimizer=optimizer, evaluate=evaluate, max_steps=12)
-    for (name, value), expected in zip(model.state_dict().items(), before[0].values(), strict=True):
-        assert torch.equal(value, expected), name
-    for one, other, clone in zip(model.parameters(), gradients, copies, strict=True):
-        assert one.grad is other
-        assert clone is not None
-        assert one.grad is not None
-        assert torch.equal(one.grad, clone)
-    assert str(optimizer.state_dict()) == str(before[1])
+    assert all_there_is() == before
+    assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
     assert not optimizer._optimizer_step_pre_hooks
-    assert [each.training for each in model.modules()] == modes
-    assert str(model.__dict__.keys()) == str(before[2].keys())
-    now = drawn_so_far(order)
-    assert torch.equal(now[0], drawn[0])
-    assert torch.equal(now[1], drawn[1])
-    assert now[2] == drawn[2]
-    assert now[3] == drawn[3]
 
 
 def test_a_run_after_it_is_the_run_without_it() -> None:

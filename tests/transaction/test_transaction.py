@@ -6,13 +6,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torchmetrics import MetricCollection
-from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from automicro import RollbackError
 from automicro.modules import ModuleIndex
 from automicro.state.part import State
-from automicro.step.metrics import Metrics, flatten_metrics
 from automicro.transaction.parameters import Parameters
 from automicro.transaction.transaction import Transaction
 
@@ -155,30 +152,3 @@ def test_parameters_that_changed_are_an_error_and_not_a_silent_retry() -> None:
         weight.add_(1)
     with pytest.raises(RollbackError, match="changed parameters"):
         parameters.roll_back()
-
-
-def test_metrics_are_uncounted_and_stay_a_compute_group() -> None:
-    def scores() -> MetricCollection:
-        return MetricCollection(
-            [MulticlassAccuracy(3, validate_args=False), MulticlassF1Score(3, validate_args=False)]
-        )
-
-    outputs, targets = torch.randn(6, 3), torch.tensor([0, 1, 2, 0, 1, 2])
-    disturbed, clean = scores(), scores()
-    for metric in (disturbed, clean):
-        metric.update(outputs, targets)
-    attempt = Transaction(
-        [State(lambda: {"metrics": disturbed}), Metrics(flatten_metrics(disturbed))]
-    )
-    attempt.begin()
-    disturbed.update(outputs.flip(0), targets)
-    attempt.roll_back()
-    for metric in (disturbed, clean):
-        metric.update(outputs * 2, targets.roll(1))
-    assert disturbed.compute() == clean.compute()
-    assert disturbed.compute_groups == clean.compute_groups
-
-
-def test_what_has_no_update_is_no_metric() -> None:
-    with pytest.raises(TypeError, match="no update method"):
-        flatten_metrics([3])
