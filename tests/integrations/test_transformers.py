@@ -157,15 +157,7 @@ def test_a_loss_scale_moves_as_it_does_without_us(options: dict[str, Any], tmp_p
     found = []
     for with_us in (False, True):
         trainer = make(CASES["causal"], tmp_path, with_us=with_us, options=options)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**125, growth_interval=2)
-        trainer.accelerator.scaler = scaler
-        scales: list[float] = []
-
-        class Scales(TrainerCallback):
-            def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-                scales.append(scaler.get_scale())  # noqa: B023 - of this trainer
-
-        trainer.add_callback(Scales())
+        scales = runs.Scales(trainer, 2.0**125).seen
         trainer.train()
         found.append((scales, runs.parameters(trainer), losses(logged(trainer))))
     (expected, plain, its), (scales, ours, told) = found

@@ -18,7 +18,7 @@ from transformers.utils import logging
 from automicro import MemoryBudget, SampleTooLargeError
 from automicro.integrations.transformers import Pairs, enable
 from tests.integrations.launching import torchrun
-from tests.integrations.transformers_runs import furthest, logged, losses, parameters, run
+from tests.integrations.transformers_runs import Scales, furthest, logged, losses, parameters, run
 from tests.integrations.trl_runs import CASES, LONG, make
 
 LIMITS = 20
@@ -128,15 +128,7 @@ def test_a_loss_scale_moves_as_it_does_without_us(
     found = []
     for with_us in (False, True):
         trainer = make(name, tmp_path, with_us=with_us, dtype=torch.float32, rows=44, **options)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=2)
-        trainer.accelerator.scaler = scaler
-        scales: list[float] = []
-
-        class Scales(TrainerCallback):
-            def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-                scales.append(scaler.get_scale())  # noqa: B023 - of this trainer
-
-        trainer.add_callback(Scales())
+        scales = Scales(trainer, 2.0**126).seen
         found.append((scales, run(trainer)))
     (expected, plain), (got, ours) = found
     moves = list(itertools.pairwise(expected))

@@ -27,6 +27,19 @@ from automicro.integrations.transformers import enable
 VOCABULARY, LENGTH, ROWS = 50, 40, 44  # 44 rows: 5 batches of 8, and one of 4
 
 
+class Scales(TrainerCallback):
+    """The loss scales of fp16, on a device without it, after each step."""
+
+    def __init__(self, trainer: Any, start: float) -> None:
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=start, growth_interval=2)
+        self.seen: list[float] = []
+        trainer.accelerator.scaler = self.scaler
+        trainer.add_callback(self)
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.seen.append(self.scaler.get_scale())
+
+
 def tokens(rows: int = ROWS, *, seed: int = 0) -> list[dict[str, Tensor]]:
     """Rows of a language model, each with another number of ignored targets."""
     drawn = torch.Generator().manual_seed(seed)

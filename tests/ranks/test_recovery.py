@@ -59,13 +59,9 @@ def require_recovered(world: World, kind: str, plan: Sequence[Fault], **options:
 
 
 @pytest.mark.parametrize("point", [*map(rarely, POINTS)])
-def test_ddp_recovers_on_two_ranks(world2: World, point: str) -> None:
-    require_recovered(world2, "ddp", points(2)[point])
-
-
-@pytest.mark.parametrize("point", [*map(rarely, POINTS)])
-def test_fsdp_recovers_on_two_ranks(world2: World, point: str) -> None:
-    require_recovered(world2, "fsdp", points(2)[point])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_wrapper_recovers_on_two_ranks(world2: World, kind: str, point: str) -> None:
+    require_recovered(world2, kind, points(2)[point])
 
 
 def test_memory_may_run_out_again_while_a_failed_rank_takes_part_for_its_peers(
@@ -91,14 +87,12 @@ def test_ddp_recovers_on_three_ranks(world3: World, point: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", POINTS + ALLOCATIONS)
-def test_fsdp_recovers_on_three_ranks(world3: World, point: str) -> None:
-    require_recovered(world3, "fsdp", {**points(3), **allocations(3)}[point])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("point", POINTS + ALLOCATIONS)
-def test_hsdp_recovers_on_two_times_two_ranks(world4: World, point: str) -> None:
-    require_recovered(world4, "hsdp", {**points(4), **allocations(4)}[point])
+@pytest.mark.parametrize(("world", "kind"), [("world3", "fsdp"), ("world4", "hsdp")])
+def test_sharding_recovers_on_more_ranks(
+    request: pytest.FixtureRequest, world: str, kind: str, point: str
+) -> None:
+    ranks: World = request.getfixturevalue(world)
+    require_recovered(ranks, kind, {**points(ranks.size), **allocations(ranks.size)}[point])
 
 
 @pytest.mark.slow
@@ -121,31 +115,26 @@ def test_a_rank_that_failed_plays_the_rest_by_the_collectives_that_its_peers_use
 @pytest.mark.slow
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize(
-    "options", [{"gradient_as_bucket_view": True}, {"find_unused_parameters": True}], ids=str
-)
-def test_ddp_recovers_with_options(world2: World, point: str, options: dict[str, Any]) -> None:
-    require_recovered(world2, "ddp", points(2)[point], ddp=options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize(
-    "options",
+    ("kind", "options"),
     [
-        {"fsdp": {"reshard_after_forward": False}},
-        {"bf16": True, "norm": False},
-        {"recompute": True},
-        {"prefetch": True},
+        ("ddp", {"ddp": {"gradient_as_bucket_view": True}}),
+        ("ddp", {"ddp": {"find_unused_parameters": True}}),
+        ("fsdp", {"fsdp": {"reshard_after_forward": False}}),
+        ("fsdp", {"bf16": True, "norm": False}),
+        ("fsdp", {"recompute": True}),
+        ("fsdp", {"prefetch": True}),
+        ("tensor", {}),
     ],
     ids=str,
 )
-def test_fsdp_recovers_with_options(world2: World, point: str, options: dict[str, Any]) -> None:
-    require_recovered(world2, "fsdp", points(2)[point], **options)
+def test_a_wrapper_recovers_with_options(
+    world2: World, kind: str, point: str, options: dict[str, Any]
+) -> None:
+    require_recovered(world2, kind, points(2)[point], **options)
 
 
-@pytest.mark.parametrize("point", ["last backward"])
-def test_tensor_parallel_modules_recover(world2: World, point: str) -> None:
-    require_recovered(world2, "tensor", points(2)[point])
+def test_tensor_parallel_modules_recover(world2: World) -> None:
+    require_recovered(world2, "tensor", points(2)["last backward"])
 
 
 def test_settled_steps_vote_as_rarely_as_promised(world2: World) -> None:
@@ -154,12 +143,6 @@ def test_settled_steps_vote_as_rarely_as_promised(world2: World) -> None:
     assert ddp["votes"][2:5] == [2, 2, 2], "an agreement and the commit"
     # Two microbatches: an agreement, the end of the first, the commit.
     assert fsdp["votes"][1:5] == [3, 3, 3, 3]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("point", POINTS)
-def test_tensor_parallel_modules_recover_everywhere(world2: World, point: str) -> None:
-    require_recovered(world2, "tensor", points(2)[point])
 
 
 @pytest.mark.slow

@@ -704,27 +704,15 @@ def test_data_are_not_looked_through_for_generators() -> None:
     assert find_generators(DataLoader(many, batch_size=2)) == {}
 
 
-def test_an_old_generator_of_numpy_goes_back() -> None:
-    loader: Any = Drawing(np.random.RandomState(3))
-    loader.generator.normal()  # which keeps a second number
+@pytest.mark.parametrize(
+    "make", [np.random.MT19937, np.random.PCG64, np.random.Philox, np.random.SFC64, None]
+)
+def test_every_generator_of_numpy_goes_back(make: Any) -> None:
+    loader: Any = Drawing(np.random.Generator(make(3)) if make else np.random.RandomState(3))
+    loader.generator.normal()  # of which an old one keeps a second number
+    if make:
+        loader.generator.integers(10, dtype=np.uint32)
     states = generator_states(loader)
     drawn = loader.generator.normal(size=5)
     restore_generators(loader, states)
     np.testing.assert_array_equal(loader.generator.normal(size=5), drawn)
-
-
-@pytest.mark.parametrize(
-    "make", [np.random.MT19937, np.random.PCG64, np.random.Philox, np.random.SFC64]
-)
-def test_every_generator_of_numpy_goes_back(make: Callable[[int], Any]) -> None:
-    class Loader:
-        noise = None
-
-    loader: Any = Loader()
-    loader.noise = np.random.Generator(make(3))
-    loader.noise.random(5)
-    loader.noise.integers(10, dtype=np.uint32)
-    states = generator_states(loader)
-    drawn = loader.noise.random(5)
-    restore_generators(loader, states)
-    np.testing.assert_array_equal(loader.noise.random(5), drawn)
