@@ -75,6 +75,16 @@ def test_defaults_of_a_function_come_back():
         undone({"it": function}, lambda n=name, v=value: setattr(function, n, v), function, times=1)
 
 
+def test_a_name_that_comes_where_no_other_is_looked_up_goes_again():
+    space: dict[str, Any] = {"__name__": "theirs"}
+    undone(
+        {"it": eval("lambda: COMING", space)},
+        lambda: space.update(COMING=1),
+        lambda: "COMING" in space,
+        times=1,
+    )
+
+
 def test_names_that_come_where_code_looks_them_up_go_again():
     late = 0
 

@@ -112,10 +112,16 @@ def test_what_no_capture_sees_stays_as_it_becomes():
     assert (model.local.n, model.context.get().n, model.cached.cache_info().currsize) == ("1", 1, 1)
 
 
+class Table(dict):
+    def append(self, value):
+        self[len(self)] = value
+
+
+@pytest.mark.parametrize("kind", [list, Table])
 @pytest.mark.parametrize("make", [lambda: 0.5, lambda: torch.ones(1), lambda: {"loss": 1.0}])
-def test_a_long_list_comes_back(make):
+def test_a_long_list_or_dict_comes_back(make, kind):
     model: Any = nn.Linear(1, 1)
-    model.history = [make()] * 20_000
+    model.history = kind((n, make()) for n in range(20_000))
     captured = capture({"model": model})
     for length in (20_000, 20_001):
         model.history.append(make())
@@ -137,6 +143,7 @@ def test_what_exceeds_the_budget_is_named_and_left_alone(monkeypatch):
         each.register_forward_hook(len)
     captured = capture({"model": model})
     assert captured.left_out
+    assert not capture({"given": [[1]] * 60}).left_out
     model.first.append(1)
     captured.put_back()
     assert model.first == [1]

@@ -1,14 +1,20 @@
 """Roots of a host's: an opaque object that is given by name, apart from what is skipped."""
 
 import gc
+import random
 import threading
 import weakref
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from automicro.errors import StateWarning
-from automicro.state.part import State
+from automicro.state import part
+from automicro.state.capture import capture
+from automicro.state.part import Replay, State
+from tests.state.undone import Box, count
 
 
 class Host(threading.Thread):
@@ -54,3 +60,54 @@ def test_a_host_that_holds_its_state_is_free_without_the_garbage_collector(end: 
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_roots_that_are_others_are_walked_anew_and_the_same_ones_are_not(monkeypatch):
+    walks, held = list[Any](), [Box(n=0)]
+    walked = lambda *a, **k: walks.append(1) or capture(*a, **k)  # noqa: E731
+    monkeypatch.setattr(part, "capture", walked)
+    state = State(lambda: {"it": held[0]})
+    for number in (1, 1, 1, 2):
+        held[0] = Box(n=0) if number == 2 else held[0]
+        state.begin()
+        count(held[0])
+        state.commit()
+        assert len(walks) == number
+    state.begin()
+    count(held[0])
+    state.roll_back()
+    assert held[0].n == 1
+
+
+def test_generators_that_are_no_torchs_own_stay_where_they_are_while_shapes_are_taken():
+    model, noise = nn.Linear(1, 1), random.Random(1)
+    model.register_buffer("seen", torch.zeros(1))
+    with part.taking_shapes([model], [noise]):
+        noise.random(), model.get_buffer("seen").add_(1)
+    assert (noise.random(), model.get_buffer("seen")) == (random.Random(1).random(), 0)
+
+
+def test_a_computation_finds_what_it_reaches_as_it_stood_and_leaves_what_is_there():
+    replay, told = Replay({"told": (held := [])}), list[Any]()
+    owner = Box()
+    before = replay.take(owner)
+    held.append(1)
+    for _ in range(2):
+        with replay.as_it_stood(before):
+            told.append(list(held))
+            held.append(2)
+    assert (told, held) == ([[], []], [1])
+    with replay.leaving_no_trace():
+        held.append(3)
+    undone = replay.undone()
+    undone.begin()
+    held.append(4)
+    undone.roll_back()
+    undone.begin()
+    held.append(5)
+    undone.commit()
+    undone.roll_back()  # it is over
+    assert held == [1, 5]
+    gone = weakref.ref(before)
+    del owner, before
+    assert replay.take() is gone()  # given back, and used again

@@ -240,6 +240,7 @@ PLACES: dict[str, Any] = {
     "module of Python": lambda v: named(keeping(v, types.ModuleType(USERS))),
     "module that a function imports": in_an_import,
     "class": lambda v: ((o := type("Layer", (nn.ReLU,), {"kept": v}))(), o),
+    "class of an object": lambda v: (keeping([(o := type("Kept", (), {"kept": v}))()], nn.Linear(1, 1), "held"), o),
     "class above": lambda v: (nn.Sequential(type("Layer", (o := type("Base", (nn.Module,), {"kept": v}),), {})()), o),
     "class that code names": lambda v: (closed(o := type("Registry", (), {"kept": v}))[0], o),
     **{each: functools.partial(in_an_attribute_of, each) for each in ("weight", "running_mean")},
