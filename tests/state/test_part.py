@@ -19,6 +19,7 @@ from tests.state.undone import Box, count
 
 class Meter(Box):
     n: int
+    mean: Any
 
 
 class Host(threading.Thread):
@@ -67,7 +68,7 @@ def test_a_host_that_holds_its_state_is_free_without_the_garbage_collector(end: 
 
 
 def test_roots_that_are_others_are_walked_anew_and_the_same_ones_are_not(monkeypatch):
-    walks, held = list[Any](), [Meter(n=0)]
+    walks, held = list[Any](), [Meter(n=0, mean=torch.ones(1))]
 
     def walked(*given, **options):
         walks.append(given)
@@ -76,11 +77,13 @@ def test_roots_that_are_others_are_walked_anew_and_the_same_ones_are_not(monkeyp
     monkeypatch.setattr(part, "capture", walked)
     state = State(lambda: {"it": held[0]})
     for number in (1, 1, 1, 2):
-        held[0] = Meter(n=0) if number == 2 else held[0]
+        held[0] = Meter(n=0, mean=torch.ones(1)) if number == 2 else held[0]
         state.begin()
         count(held[0])
         state.commit()
         assert len(walks) == number
+        gone, held[0].mean = weakref.ref(held[0].mean), torch.ones(1)
+        assert gone() is None
     state.begin()
     count(held[0])
     state.roll_back()
