@@ -527,7 +527,8 @@ def dense_parts(value: Tensor) -> list[Tensor]:
     """
     if hasattr(value, "__tensor_flatten__"):
         inner = (getattr(value, name) for name in value.__tensor_flatten__()[0])
-        return [part for each in inner for part in dense_parts(each)]
+        tensors = (each for each in inner if isinstance(each, Tensor))  # and no mesh of ranks
+        return [part for each in tensors for part in dense_parts(each)]
     if value.is_nested:
         return list(value.unbind())
     if value.is_quantized:

@@ -287,7 +287,8 @@ class Leaves:
         flagged = zip(self._leaves, self._flags, strict=True)
         frozen = [leaf for leaf, is_trained in flagged if not is_trained]
         there = [e for e in frozen if not (is_uninitialized(e) or e.is_inference())]
-        self.small = [e for e in there if e.layout is torch.strided and e.nbytes <= SMALL_BYTES]
+        dense = set(map(id, self._dense))
+        self.small = [e for e in there if id(e) in dense and e.nbytes <= SMALL_BYTES]
         of_small = set(map(id, self.small))
         self._frozen = [each for each in there if id(each) not in of_small]
 
