@@ -108,11 +108,7 @@ def test_what_a_padding_collator_gives(tokenizer: Any) -> None:
 
 
 def test_what_a_tokenizer_gives(tokenizer: Any) -> None:
-    compare(
-        language_model,
-        lambda: tokenizer(TEXTS, padding=True, return_tensors="pt"),
-        mean_logit,
-    )
+    compare(language_model, lambda: tokenizer(TEXTS, padding=True, return_tensors="pt"), mean_logit)
 
 
 def test_what_a_collator_of_a_language_model_gives_although_its_labels_are_popped(

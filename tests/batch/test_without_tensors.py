@@ -64,11 +64,7 @@ def labels_of(texts: Any) -> Tensor:
 Loss = Callable[[nn.Module, Any], Any]
 CASES: dict[str, tuple[Callable[[], nn.Module], Any, Loss]] = {
     "texts": (Letters, TEXTS, lambda m, b: F.cross_entropy(m(b), labels_of(b))),
-    "a tuple of texts": (
-        Letters,
-        tuple(TEXTS),
-        lambda m, b: F.cross_entropy(m(b), labels_of(b)),
-    ),
+    "a tuple of texts": (Letters, tuple(TEXTS), lambda m, b: F.cross_entropy(m(b), labels_of(b))),
     "texts and labels in a dict": (
         Letters,
         {"text": TEXTS, "label": LABELS},

@@ -28,7 +28,7 @@ from automicro import (
 )
 from automicro.loss.informative_rows import choose_rows
 from automicro.loss.silence import CollectiveError, Silence
-from tests.outside import OutsideList
+from tests.outside import Outside, Unreached
 
 
 def warnings_of(microbatcher: Microbatcher, *batches: Any) -> list[str]:
@@ -332,8 +332,10 @@ class Counted(nn.Module):
 
 def test_a_look_is_four_passes_over_sixteen_rows_and_then_nothing() -> None:
     class Tally:
+        lengths = Unreached()
+
         def __enter__(self) -> "Tally":
-            self.lengths = OutsideList()
+            self.lengths = []
             self.handle = nn.modules.module.register_module_forward_hook(self.count)
             return self
 
@@ -361,11 +363,11 @@ def test_a_look_is_four_passes_over_sixteen_rows_and_then_nothing() -> None:
 
 
 def test_while_it_learns_nothing_it_looks_at_batches_1_2_4_and_8() -> None:
-    looked_at, number = OutsideList(), 0
+    looked_at, number = Outside(batches=[]), 0
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
         if is_extra_pass():
-            looked_at.append(number)
+            looked_at.batches.append(number)
 
     microbatcher = Microbatcher(
         net(6, 6), forward=lambda m, b: m(b[0]).sum() * 0.0, loss_average="none", microbatch_size=4
@@ -377,7 +379,7 @@ def test_while_it_learns_nothing_it_looks_at_batches_1_2_4_and_8() -> None:
     finally:
         handle.remove()
     # At batch 10 the whole is compared with its microbatches once more.
-    assert sorted(set(looked_at)) == [1, 2, 4, 8, 10, 16]
+    assert sorted(set(looked_at.batches)) == [1, 2, 4, 8, 10, 16]
 
 
 # What a look leaves behind: nothing

@@ -18,7 +18,7 @@ from automicro import (
     is_extra_pass,
 )
 from automicro.loss.probe import Occasions
-from tests.outside import Outside, OutsideList
+from tests.outside import Outside
 
 ROWS = 64
 
@@ -149,11 +149,11 @@ def test_what_begins_late_is_named_at_the_next_power_of_ten() -> None:
 
 
 def test_a_batch_that_stays_whole_costs_no_pass() -> None:
-    seen = OutsideList()
+    seen = Outside(lengths=[])
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
         if is_extra_pass():
-            seen.append(len(args[0]))
+            seen.lengths.append(len(args[0]))
 
     microbatcher = Microbatcher(net(), forward=hardest)
     handle = nn.modules.module.register_module_forward_hook(note)
@@ -161,7 +161,7 @@ def test_a_batch_that_stays_whole_costs_no_pass() -> None:
         assert warnings_of(microbatcher, batch()) == []
     finally:
         handle.remove()
-    assert max(seen) == 16
+    assert max(seen.lengths) == 16
 
 
 def numbers_told(forward: Callable[..., Any], *batches: Any, **options: Any) -> list[str]:

@@ -70,10 +70,7 @@ def test_the_measured_peak_is_a_limit_in_which_the_same_step_fits() -> None:
             step(measured, batch.clone())
         peaks.append(budget.peak_bytes)
     assert peaks[0] == peaks[1]
-    with (
-        MemoryBudget(peaks[0] - 512).track(model),
-        pytest.raises(torch.OutOfMemoryError),
-    ):
+    with MemoryBudget(peaks[0] - 512).track(model), pytest.raises(torch.OutOfMemoryError):
         step(model, batch.clone())
 
 

@@ -630,11 +630,7 @@ COMBINED: dict[str, dict[str, Any]] = {
     "a part, all rows first": {"nested": {"2": "auto"}, "microbatch_size": None},
     "several batches": {"sizes": (13, 7)},
     "frozen": {"freezes": True},
-    "frozen, a part, several batches": {
-        "nested": {"2": 2},
-        "freezes": True,
-        "sizes": (9, 13),
-    },
+    "frozen, a part, several batches": {"nested": {"2": 2}, "freezes": True, "sizes": (9, 13)},
     "recompute": {"when_too_large": LEVELS, "level": 1, "microbatch_size": None},
     "both": {"when_too_large": LEVELS, "level": 2, "microbatch_size": None},
     "offload in slices": {"when_too_large": "offload", "level": 1},

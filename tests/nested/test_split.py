@@ -311,10 +311,7 @@ class Remembering(nn.Module):
     [
         ("attribute", r"leaves a tensor with a gradient behind, in the attribute 'loss' of itself"),
         ("list", r"leaves a tensor with a gradient behind, in the attribute 'losses'"),
-        (
-            "spectral norm",
-            r"reads what its own forward changes \(layer\.param.*\.eval\(\)",
-        ),
+        ("spectral norm", r"reads what its own forward changes \(layer\.param.*\.eval\(\)"),
         (
             "old spectral norm",
             r"reads what its own forward changes \(layer\.weight, layer\.weight_u",

@@ -61,11 +61,7 @@ def climb(kind: str, when_too_large: str) -> dict[str, Any]:
         return loss
 
     microbatcher = Microbatcher(
-        model,
-        forward=forward,
-        loss_average="samples",
-        when_too_large=when_too_large,
-        probe=False,
+        model, forward=forward, loss_average="samples", when_too_large=when_too_large, probe=False
     )
     policy = microbatcher._train.policy
     levels, failed, gradients = [], [], []

@@ -30,10 +30,7 @@ def batch(step: int, rank: int, options: dict[str, Any]) -> tuple[Tensor, Tensor
 
 
 def run_steps(
-    kind: str,
-    plan: Sequence[Fault],
-    options: dict[str, Any],
-    like: Stepper | None = None,
+    kind: str, plan: Sequence[Fault], options: dict[str, Any], like: Stepper | None = None
 ) -> tuple[Stepper, dict[str, Tensor]]:
     """Three steps and an evaluation; the stepper and all state at the end.
 

@@ -32,9 +32,7 @@ def train(wrapper: str, kind: str) -> dict[str, Any]:
     plain = {name: value.clone() for name, value in inner.state_dict().items()}
     model: Any = DistributedDataParallel(inner) if wrapper == "ddp" else fully_shard(inner)
     microbatcher = Microbatcher(
-        model,
-        forward=lambda m, batch: _loss(kind, m(batch[0]), batch[1]),
-        microbatch_size=2,
+        model, forward=lambda m, batch: _loss(kind, m(batch[0]), batch[1]), microbatch_size=2
     )
     torch.manual_seed(1 + dist.get_rank())
     batch = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)

@@ -47,9 +47,7 @@ class Model(nn.Module):
 def _wrapped(model: Any, how: str) -> Any:
     if how.startswith("ddp"):
         return DistributedDataParallel(
-            model,
-            find_unused_parameters="unused" in how,
-            gradient_as_bucket_view="view" in how,
+            model, find_unused_parameters="unused" in how, gradient_as_bucket_view="view" in how
         )
     if how == "part of its own":
         fully_shard(model.part)

@@ -44,11 +44,7 @@ def test_all_ranks_of_lost_hosts_are_found_in_time_and_nobody_else_is(
     first = data.draw(st.integers(1, world_size - 1), label="first lost")
     lost = range(first, data.draw(st.integers(first + 1, world_size), label="behind the last lost"))
     gone_at = data.draw(st.floats(0.0, 100.0), label="gone at")
-    found = watch(
-        attendance_of(first - 1, world_size),
-        evenly(200.0),
-        dict.fromkeys(lost, gone_at),
-    )
+    found = watch(attendance_of(first - 1, world_size), evenly(200.0), dict.fromkeys(lost, gone_at))
     assert found is not None
     at, accused = found
     assert accused == list(lost)

@@ -54,9 +54,7 @@ def test_gradients_are_those_of_all_rows_at_once(world2: World, kind: str, case:
 @pytest.mark.parametrize(
     ("kind", "fits"),
     mostly_in_sweeps(
-        KINDS,
-        [(20, None), (None, 12), (18, 12)],
-        quick=[("ddp", (None, 12)), ("fsdp", (18, 12))],
+        KINDS, [(20, None), (None, 12), (18, 12)], quick=[("ddp", (None, 12)), ("fsdp", (18, 12))]
     ),
 )
 def test_one_rank_out_of_memory_lets_all_take_less(
@@ -95,8 +93,7 @@ def test_where_no_rank_can_look_padding_stays_and_is_named(world2: World) -> Non
 
 
 @pytest.mark.parametrize(
-    ("kind", "size"),
-    mostly_in_sweeps(KINDS, [20, "auto"], quick=[("ddp", "auto"), ("fsdp", 20)]),
+    ("kind", "size"), mostly_in_sweeps(KINDS, [20, "auto"], quick=[("ddp", "auto"), ("fsdp", 20)])
 )
 def test_evaluations_and_predictions_keep_the_order_of_rows(
     world2: World, kind: str, size: Any

@@ -2,12 +2,7 @@
 
 import pytest
 
-from tests.ranks.nested_jobs import (
-    differences,
-    exact_batchnorm,
-    refusal,
-    shortage_in_backward,
-)
+from tests.ranks.nested_jobs import differences, exact_batchnorm, refusal, shortage_in_backward
 from tests.ranks.world import World
 
 pytestmark = pytest.mark.sweep

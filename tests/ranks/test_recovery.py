@@ -181,10 +181,7 @@ def test_a_users_own_reduction_is_kept(world2: World) -> None:
 
 @pytest.mark.parametrize(
     ("repair", "kind", "point"),
-    [
-        ("drop_unsharded", "fsdp", "first batch"),
-        ("reset_reducer", "ddp", "first batch"),
-    ],
+    [("drop_unsharded", "fsdp", "first batch"), ("reset_reducer", "ddp", "first batch")],
 )
 def test_without_its_repair_a_wrapper_is_wrong(
     world2: World, repair: str, kind: str, point: str

@@ -94,8 +94,7 @@ def test_several_batches_that_count_as_one_are_those_that_they_were(
 
 
 @pytest.mark.parametrize(
-    ("kind", "mode"),
-    [("ddp", "duration"), ("fsdp", "fixed"), ("ddp", "1D-bucketing-dyn")],
+    ("kind", "mode"), [("ddp", "duration"), ("fsdp", "fixed"), ("ddp", "1D-bucketing-dyn")]
 )
 def test_batches_by_length_are_those_that_they_were(
     world1: World, world2: World, tmp_path: Path, kind: str, mode: str

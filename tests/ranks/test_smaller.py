@@ -13,14 +13,7 @@ from tests.ranks.world import World
 from tests.sweeps import mostly_in_sweeps
 
 SEED = int(os.environ.get("AUTOMICRO_SEED", "0"))
-WHAT = (
-    "nested tail",
-    "nested middle",
-    "nested tail and levels",
-    "recompute",
-    "offload",
-    "both",
-)
+WHAT = ("nested tail", "nested middle", "nested tail and levels", "recompute", "offload", "both")
 FEW, MANY = 1, 20
 
 
@@ -60,10 +53,7 @@ def test_a_part_that_runs_out_of_memory_on_one_rank_is_smaller_there_alone(
 
 @pytest.mark.parametrize("kind", mostly_in_sweeps(KINDS, quick=["ddp"]))
 def test_ranks_go_up_a_level_together(world2: World, kind: str) -> None:
-    plan = [
-        Fault(1, "forward", step=1, layer=1),
-        Fault(0, "again", step=1, layer=1),
-    ]
+    plan = [Fault(1, "forward", step=1, layer=1), Fault(0, "again", step=1, layer=1)]
     results = world2.run(compare_cut, kind, plan, {"size": 1, "levels": ["recompute", "offload"]})
     for result in results:
         assert result["differing"] == []

@@ -227,9 +227,7 @@ def test_who_outlives_a_killed_rank_says_it_whole_and_how_to_go_on(
     assert line.endswith("it can go on" if not options else "goes on from there")
 
 
-def test_a_killed_rank_is_restarted_and_the_run_ends_as_if_nothing_had_been(
-    tmp_path: Path,
-) -> None:
+def test_a_killed_rank_is_restarted_and_the_run_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
     for name in ("killed", "undisturbed"):
         (tmp_path / name).mkdir()
     options = ("parallel=ddp", "max_duration=40ep", "eval_interval=null")

@@ -275,11 +275,7 @@ def test_the_cost_of_a_vote_does_not_grow_with_the_ranks(nodes: int) -> None:
     assert threading.active_count() < 8
 
 
-@given(
-    world_size=st.integers(1, 700),
-    local_world_size=st.integers(1, 16),
-    data=st.data(),
-)
+@given(world_size=st.integers(1, 700), local_world_size=st.integers(1, 16), data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_the_tree_reaches_everybody_once(
     world_size: int, local_world_size: int, data: st.DataObject

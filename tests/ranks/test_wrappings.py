@@ -4,13 +4,7 @@ import pytest
 
 from automicro.options import SYNCS
 from tests.ranks.world import World
-from tests.ranks.wrappings import (
-    ON_FOUR,
-    WRAPPINGS,
-    compare,
-    one_after_the_other,
-    plain_error,
-)
+from tests.ranks.wrappings import ON_FOUR, WRAPPINGS, compare, one_after_the_other, plain_error
 
 pytestmark = pytest.mark.sweep
 

@@ -29,11 +29,7 @@ class World:
     def __init__(self, size: int) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(
-            [
-                "tests.ranks.jobs",
-                "tests.ranks.checkpoint_runs",
-                "tests.ranks.trainer_jobs",
-            ]
+            ["tests.ranks.jobs", "tests.ranks.checkpoint_runs", "tests.ranks.trainer_jobs"]
         )
         self.size = size
         self._context = context

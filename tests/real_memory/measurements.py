@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from automicro import Fixed, Halving, MemoryBudget
-from tests.outside import OutsideList
+from tests.outside import Outside
 from tests.real_memory.allocator import CappedAllocator
 from tests.real_memory.scenes import Scene, prepare
 
@@ -79,9 +79,9 @@ def fail_in_a_row(allocator: CappedAllocator, scene: Scene, num_ooms: int) -> Se
     series = Series()
     run = prepare(scene, None)
     batch = run.batches[0]
-    phase = OutsideList(["outside"])
-    run.model.register_forward_pre_hook(lambda *_: phase.__setitem__(0, "forward"))
-    run.model.register_forward_hook(lambda *_: phase.__setitem__(0, "backward"))
+    phase = Outside(name="outside")
+    run.model.register_forward_pre_hook(lambda *_: setattr(phase, "name", "forward"))
+    run.model.register_forward_hook(lambda *_: setattr(phase, "name", "backward"))
     gc.collect()
     base_bytes = allocator.used_bytes
     allocator.reset_peak()
@@ -106,12 +106,12 @@ def fail_in_a_row(allocator: CappedAllocator, scene: Scene, num_ooms: int) -> Se
         run.microbatcher._train.policy = Fixed(None) if is_raised else Halving()
         refusals = allocator.refusals
         allocator.limit(base_bytes + room)
-        phase[0] = "outside"
+        phase.name = "outside"
         try:
             run.microbatcher.backward(batch)
         except torch.OutOfMemoryError:
             series.raised += 1
-            series.phases[phase[0]] += 1
+            series.phases[phase.name] += 1
         else:
             series.recovered += 1
         allocator.relent()

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics.classification import MulticlassAccuracy
 
 from automicro import Microbatcher
-from tests.outside import OutsideList
+from tests.outside import Unreached
 from tests.torture.engine.subject import TortureRun
 
 ROWS = 8
@@ -87,10 +87,12 @@ class RowCounter:
 class Leaky(nn.Module):
     """What no library can roll back: tensors kept where no capture reaches, and counted."""
 
+    kept = Unreached()
+
     def __init__(self) -> None:
         super().__init__()
         self.net = _mlp()
-        self.kept = OutsideList()
+        self.kept = []
 
     def forward(self, x: Tensor) -> Tensor:
         self.kept.append(x * 1.0)

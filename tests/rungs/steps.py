@@ -33,11 +33,7 @@ def level_of(name: str, model: nn.Module, **options: Any) -> Level:
 
 
 def take_step(
-    model: nn.Module,
-    loss_of: Callable[[nn.Module], Tensor],
-    level: Level,
-    *,
-    microbatches: int = 2,
+    model: nn.Module, loss_of: Callable[[nn.Module], Tensor], level: Level, *, microbatches: int = 2
 ) -> Left:
     """Forward and backward of some microbatches, under a budget that only measures."""
     torch.manual_seed(1)

@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.backends import cuda
+from torch.nn.modules import module as hooked
 from torch.nn.utils import parametrizations
+from torch.overrides import TorchFunctionMode
 
 from automicro.state.capture import capture
 from tests.state.undone import Box, count, picture, undone
@@ -200,6 +204,7 @@ BETWEEN: dict[str, Any] = {
     "buffer registered": lambda m: m.register_buffer("new", torch.ones(2)),
     "parameter replaced": replace_parameter,
     "parameter written": lambda m: m.one.weight.data.mul_(2),
+    "parameter given other memory": lambda m: setattr(m.one.weight, "data", torch.zeros(2, 2)),
     "parameter registered": lambda m: m.register_parameter("new", nn.Parameter(torch.ones(1))),
     "parameter's attribute": lambda m: count(m.one.weight),
     "module added": lambda m: m.add_module("new", Layers()),
@@ -236,6 +241,36 @@ def test_what_lies_between_two_captures_stays(kind, settled):
         assert list(captured.changed())
         captured.put_back()
         assert picture(model) == before
+        captured = captured.again()
+
+
+class Passing(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+# Each with what shows it.
+BEYOND = {
+    "function of a library": (lambda: setattr(F, "relu", F.gelu), lambda: F.relu),
+    "hook of all modules": (
+        lambda: hooked.register_module_forward_hook(lambda *_: None),
+        lambda: len(hooked._global_forward_hooks),
+    ),
+    "mode of functions": (lambda: Passing().__enter__(), torch._C._len_torch_function_stack),
+    "kernel of attention": (lambda: cuda.enable_flash_sdp(False), cuda.flash_sdp_enabled),
+}
+
+
+@pytest.mark.parametrize("kind", BEYOND)
+def test_what_holds_for_all_models_comes_back(kind):
+    change, see = BEYOND[kind]
+    captured, before = capture({"change": change}), see()
+    for _ in range(2):
+        change()
+        assert see() != before
+        assert list(captured.changed())
+        captured.put_back()
+        assert see() == before
         captured = captured.again()
 
 

@@ -8,14 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from automicro import (
-    BatchError,
-    Fixed,
-    Halving,
-    Outcome,
-    RollbackError,
-    SampleTooLargeError,
-)
+from automicro import BatchError, Fixed, Halving, Outcome, RollbackError, SampleTooLargeError
 from automicro.memory.residents import ResidentMemory
 from automicro.policy.ladder import Ladder
 from automicro.policy.policy import Policy

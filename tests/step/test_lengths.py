@@ -8,12 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from automicro import (
-    BatchError,
-    Microbatcher,
-    PaddingWarning,
-    SampleTooLargeError,
-)
+from automicro import BatchError, Microbatcher, PaddingWarning, SampleTooLargeError
 from tests.cases import difference, gradients
 from tests.ranks.steps import HalvingOnly
 from tests.step.texts import IGNORED, Listener, Reader, sounds, texts, transcribe
