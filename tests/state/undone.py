@@ -18,7 +18,7 @@ _HOOKS = {name for name in vars(nn.Module()) if "hook" in name}
 _PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
 
 
-def picture(value: Any, seen: dict[int, int] | None = None) -> Any:
+def picture(value: Any, seen: dict[int, Any] | None = None) -> Any:
     """A value as nested tuples of plain values; of objects, what their attributes and slots hold.
 
     >>> picture({"a": [1, {2}]}) == picture({"a": [1, {2}]}), picture([1]) == picture([1.0])
@@ -28,13 +28,13 @@ def picture(value: Any, seen: dict[int, int] | None = None) -> Any:
     if isinstance(value, _PLAIN):
         return name, repr(value)
     if id(value) in seen:
-        return "again", seen[id(value)]
-    seen[id(value)] = len(seen)
+        return "again", seen[id(value)][0]
+    seen[id(value)] = len(seen), value  # which lives on, so that no other gets its id
     content, attributes = _content(value, seen), _attributes(value)
     return name, content, [(key, picture(attributes[key], seen)) for key in sorted(attributes)]
 
 
-def _content(value: Any, seen: dict[int, int]) -> Any:
+def _content(value: Any, seen: dict[int, Any]) -> Any:
     def inside(values: Any) -> list[Any]:
         return [picture(each, seen) for each in values]
 
