@@ -395,10 +395,10 @@ def collector_off() -> Iterator[None]:
 
 @pytest.mark.usefixtures("collector_off")
 def test_sizes_travel_in_checkpoints(tmp_path: Path) -> None:
-    line = AutoMicrobatch(memory_limit="300KiB")
+    line = AutoMicrobatch(memory_limit="330KiB")
     ours = fit(tmp_path, [line], max_epochs=1)
     ours.trainer.save_checkpoint(tmp_path / "ours.ckpt")
-    again = AutoMicrobatch(memory_limit="300KiB")
+    again = AutoMicrobatch(memory_limit="330KiB")
     told: list[Any] = []
     again.options["observer"] = lambda event, subject: told.append(event)
     trainer = runs.trainer_of(tmp_path, [again], max_epochs=2, num_sanity_val_steps=0)
