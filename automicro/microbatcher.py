@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from automicro.batch.device import cost_of_row
+from automicro.batch.layout import balanced_sizes
 from automicro.batch.tensors import Contents
+from automicro.checking.check import Checks
 from automicro.compilation import refuse_cuda_graphs
 from automicro.errors import BatchError
 from automicro.loss.averages import Average, LossAverage, is_declared, read_average
 from automicro.loss.conventions import choose_convention
 from automicro.loss.passes import Computation, Mode, accept_writes
-from automicro.loss.probe import Prober
 from automicro.memory.oom import once_more
 from automicro.memory.residents import OccupiedDevice
 from automicro.modules import comparing_rows, evaluation_mode
@@ -362,7 +363,7 @@ class Microbatcher:
             ranks=self._ranks,
             scales_for_ranks=scales_for_ranks,
         )
-        self._prober = Prober(
+        self._checks = Checks(
             computation,
             declared=is_declared(loss_average),
             off=not check_probe(probe)
@@ -392,7 +393,7 @@ class Microbatcher:
             spare=self._spare,
             split_guard=self._split_guard,
             metric_guard=metric_guard,
-            prober=self._prober,
+            checks=self._checks,
             gradients=gradients,
             memory=self._memory,
             reservation=OptimizerReservation(innermost),
@@ -432,7 +433,7 @@ class Microbatcher:
     @property
     def loss_average_is(self) -> str:
         """How sure it is what the loss averages over; see `StepResult`."""
-        return self._prober.loss_average_is
+        return self._checks.loss_average_is
 
     @property
     def ranks(self) -> Ranks:
@@ -456,7 +457,7 @@ class Microbatcher:
         if not self._ranks.is_alone:
             return []
         with self._memory.limited():
-            return self._prober.unsaved_state(batch, self._layout.num_rows(batch))
+            return self._checks.unsaved_state(batch, self._layout.num_rows(batch))
 
     def state_dict(self) -> dict[str, Any]:
         """The sizes that were found, as plain values."""
@@ -798,12 +799,24 @@ class Microbatcher:
             self._ranks.settle(self._index.parameters)
         step = self._read(batches, self._split_guard.allowed_policy(self._train.policy))
         self._split_guard.allow_measuring(step.policy)
-        if not self._prober.is_done and batches and self._could_split(step):
-            with self._ranks.looking_alone():
-                has_run = self._prober.look(batches[0], step.rows[0])
-            if has_run:
-                self._index.refresh()  # a forward may have made layers
+        self._check_few(step, "train")
         return step
+
+    def _check_few(self, step: Step, mode: Mode) -> None:
+        """Compare a few rows of the first batch with parts of them, where it could be split."""
+        if self._checks.is_over(mode) or not step.batches or not self._could_split(step):
+            return
+        policy, rows = step.policy, step.rows[0]
+        cut = 1
+        if self._unit.is_rows and not policy.adapts:  # all microbatches are multiples of this
+            cut = math.gcd(*balanced_sizes(rows, policy.propose(rows)))
+        multiple = int(getattr(policy, "multiple_of", 1))
+        with self._ranks.looking_alone():
+            has_run = self._checks.few_rows(
+                step.raw[0], rows, mode, multiple=multiple if rows >= 2 * multiple else 1, cut=cut
+            )
+        if has_run:
+            self._index.refresh()  # a forward may have made layers
 
     def _could_split(self, step: Step) -> bool:
         return self._split_guard.could_split(step.policy, step.rows, by_cost=not self._unit.is_rows)
@@ -826,11 +839,8 @@ class Microbatcher:
                 policy = self._split_guard.allowed_in_evaluation(self._eval.policy)
                 step = self._read(batches, policy, "predict" if predicts else "eval")
                 self._split_guard.allow_measuring(policy)
-                if not predicts and batches and self._could_split(step):
-                    with self._ranks.looking_alone():
-                        has_run = self._prober.look_at_evaluation(batches[0], step.rows[0])
-                    if has_run:
-                        self._index.refresh()
+                if not predicts:
+                    self._check_few(step, "eval")
             work = EvaluationWork(
                 self._setup,
                 self._eval,

@@ -63,7 +63,7 @@ LayerNorm; statistics frozen by `.eval()` on these layers, as for a pretrained b
 `batchnorm="exact"` for [the statistics of the whole batch](exact_batchnorm.md), `"disable"` to keep
 batches whole, `"error"` to refuse, `"ignore"` to accept.
 A loss that compares the rows of a batch with each other has no exact split either, and
-[a look](looks.md) names it.
+[a look](checks.md) names it.
 """
 
 

@@ -32,6 +32,7 @@ LAYERS = (
     ("batch", "checkpoints", "ranks", "transaction"),
     ("compilation",),
     ("loss", "optimizer", "remembered"),
+    ("checking",),
     ("nested",),
     ("contrastive",),
     ("rungs",),

@@ -155,7 +155,7 @@ def test_a_look_at_an_evaluation_takes_its_own_average() -> None:
         eval_loss_average="samples",
         eval_microbatch_size=3,
     )
-    with pytest.warns(LossAverageWarning, match="evaluation loss of a few rows"):
+    with pytest.warns(LossAverageWarning, match="the loss is .* eval_microbatch_size=None"):
         step.evaluate((x, y))
 
 
@@ -206,7 +206,7 @@ def test_a_look_that_shows_another_average_can_be_refused() -> None:
         microbatch_size=3,
         probe="error",
     )
-    with pytest.raises(LossAverageError, match="loss_average='none'"):
+    with pytest.raises(LossAverageError, match=r"the gradient of .* is off by"):
         step.backward((x, y))
     assert all(each.grad is None for each in step._modules[0].parameters())
 

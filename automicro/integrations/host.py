@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from automicro.batch.tensors import tensor_leaves
+from automicro.checking.reading import Compared, relative_errors
 from automicro.loss.conventions import Output
-from automicro.loss.look import Compared, relative_errors
 from automicro.microbatcher import Microbatcher
 
 _MISSING = object()

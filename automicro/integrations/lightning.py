@@ -27,6 +27,8 @@ from automicro.batch.cutting import concat_rows
 from automicro.batch.device import on_host
 from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import map_tensors, tensor_leaves
+from automicro.checking.draws import HeldDraws
+from automicro.checking.reading import Compared
 from automicro.errors import BatchError, LossError, MetricWarning, RollbackError, warn
 from automicro.integrations.host import (
     AccumulationReport,
@@ -37,9 +39,7 @@ from automicro.integrations.host import (
     seen_of,
 )
 from automicro.loss.conventions import Output
-from automicro.loss.look import Compared
 from automicro.loss.passes import is_extra_pass
-from automicro.loss.silence import Silence
 from automicro.microbatcher import Microbatcher
 from automicro.reach import OF_EVERY_MODULE
 from automicro.state.part import State
@@ -1677,7 +1677,7 @@ def _gradient(
     kind = trainer.strategy.root_device.type
     told = logging.getLogger(place)
     level = told.level
-    with warnings.catch_warnings(), torch.random.fork_rng(), Silence():
+    with warnings.catch_warnings(), torch.random.fork_rng(), HeldDraws():
         warnings.simplefilter("ignore")
         told.setLevel(logging.ERROR)
         try:

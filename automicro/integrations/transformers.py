@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from automicro.batch.layout import BatchLayout, balanced_sizes
 from automicro.batch.structure import register_batch_type
 from automicro.batch.tensors import map_tensors
+from automicro.checking.reading import Compared
 from automicro.errors import (
     BatchError,
     GradientWarning,
@@ -54,7 +55,6 @@ from automicro.integrations.host import (
 )
 from automicro.loss.averages import IGNORED, Tokens, read_average
 from automicro.loss.conventions import TARGET_KEYS
-from automicro.loss.look import Compared
 from automicro.loss.passes import extra_pass, is_extra_pass
 from automicro.memory.oom import is_out_of_memory
 from automicro.microbatcher import Microbatcher

@@ -15,7 +15,6 @@ from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.errors import BatchError, Bystander, LossError, MetricWarning, warn
 from automicro.loss.conventions import Carried, Output, outputs_with_rows
-from automicro.loss.outputs_look import WHAT_HAS_ROWS
 from automicro.memory.budget import active_budget
 from automicro.step.events import Microbatch, blame
 from automicro.step.plan import Cut
@@ -24,6 +23,10 @@ from automicro.step.unit import order_of, with_padding
 Where: TypeAlias = bool | Literal["host", "device"]
 """Whether outputs are kept, and where: True where their batch lies."""
 
+WHAT_HAS_ROWS = (
+    "Return what has its rows in the first dimension, leave it out of the outputs, or let a metric "
+    "count it"
+)
 _ALIKE = 3  # slices that show something: two may have as many boxes by chance
 _EARLY = 10
 

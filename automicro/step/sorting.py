@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from automicro.batch.device import on_host
 from automicro.batch.padding import Group
 from automicro.batch.tensors import Contents
+from automicro.checking.draws import needs_other_ranks
+from automicro.checking.padding import PaddingSeen, Verdict, look_at_padding, padded_rows
 from automicro.errors import PaddingWarning, warn
-from automicro.loss.padding_look import PaddingSeen, Verdict, look_at_padding, padded_rows
 from automicro.loss.passes import Computation, Mode
-from automicro.loss.silence import needs_other_ranks
 from automicro.memory.oom import once_more
 from automicro.ranks.interface import Ranks
 from automicro.step.plan import ReadBatch

@@ -11,6 +11,7 @@ from automicro.batchnorm import (
     evaluation_message,
     sees_the_batch,
 )
+from automicro.checking.check import Occasions
 from automicro.errors import (
     BatchNormWarning,
     BufferWarning,
@@ -18,7 +19,6 @@ from automicro.errors import (
     add_note,
     warn,
 )
-from automicro.loss.probe import Occasions
 from automicro.modules import ModuleIndex
 from automicro.policy.policy import Fixed, Policy
 from automicro.state.part import State

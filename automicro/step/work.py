@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automicro.batch.device import on_device
+from automicro.checking.check import Checks
 from automicro.loss.averages import Weight
 from automicro.loss.passes import Mode
-from automicro.loss.probe import Prober
 from automicro.loss.weights import BatchWeights, CutBatch, add_up
 from automicro.memory.residents import OccupiedDevice, ResidentMemory
 from automicro.modules import ModuleIndex
@@ -114,7 +114,7 @@ class Setup:
         spare: rows for microbatches that count for nothing.
         split_guard: warns where splitting changes the model.
         metric_guard: warns where it changes a metric.
-        prober: looks at a few rows before sizes are tried.
+        checks: compare rows together and apart.
         gradients: what is known of them.
         memory: the device, and what lies on it.
         reservation: for the optimizer's first step.
@@ -125,7 +125,7 @@ class Setup:
     spare: SpareRows
     split_guard: SplitGuard
     metric_guard: MetricGuard
-    prober: Prober
+    checks: Checks
     gradients: GradientHistory
     memory: OccupiedDevice
     reservation: OptimizerReservation
@@ -182,10 +182,10 @@ class _Work:
         self._has_looked = self._has_looked_at_outputs = False
 
     def look(self, plan: Plan) -> None:
-        prober, kept, mode = self._setup.prober, self._kept, self._mode
-        of_outputs = prober.compares_outputs and mode != "train" and self._gives_outputs
+        checks, kept, mode = self._setup.checks, self._kept, self._mode
+        of_outputs = checks.compares_outputs and mode != "train" and self._gives_outputs
         of_outputs = of_outputs and not self._has_looked_at_outputs
-        of_loss = not self._has_looked and prober.compares(mode)
+        of_loss = not self._has_looked and checks.compares(mode)
         if not (of_outputs or of_loss):
             return
         every = zip(self._step.raw, self._step.rows, plan.cuts, strict=True)
@@ -196,13 +196,13 @@ class _Work:
         with self._ranks.looking_alone():
             if of_outputs:
                 self._has_looked_at_outputs = True
-                known = prober.compare_outputs(batch, num_rows, mode)
+                known = checks.outputs(batch, num_rows, mode)
                 if kept.has_outputs:
                     kept.know(known)
             if of_loss:
                 self._has_looked = True
                 gives_outputs = mode != "train" and self._gives_outputs
-                prober.compare(batch, cut.sizes, mode, gives_outputs=gives_outputs)
+                checks.whole(batch, cut.sizes, mode, gives_outputs=gives_outputs)
 
     @property
     def _sorted_metrics(self) -> Metrics | None:
@@ -377,7 +377,7 @@ class TrainingWork(_Work):
             return
         most = max(plan.cuts, key=lambda cut: len(cut.sizes), default=None)
         if most is not None and most.is_split:
-            counting = self._setup.prober.counting
+            counting = self._setup.checks.counting
             self._setup.split_guard.warn(most.sizes, self._state, counting)
 
     @property

@@ -3,7 +3,7 @@
 import collections
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -116,7 +116,7 @@ class ParameterWrites(OperationMode):
         self._before: dict[int, Tensor] = {}  # this forward
         self._calls: collections.Counter[int] = collections.Counter()
 
-    def __enter__(self) -> "ParameterWrites":
+    def __enter__(self) -> Self:
         self._before = {}
         self._lay = {key: each.detach() for key, each in self._parameters.items()}
         super().__enter__()  # type: ignore[no-untyped-call]

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from automicro.batch.tensors import tensor_leaves
 from automicro.batchnorm import needs_two_rows
+from automicro.checking.reading import relative_errors
 from automicro.errors import AutomicroError, describe_error
 from automicro.loss.averages import Average, Candidate, candidates, expression, read_average
-from automicro.loss.causes import Rows, fitting_candidate
 from automicro.loss.conventions import Convention, choose_convention
-from automicro.loss.look import relative_errors
 from automicro.memory.oom import Failure, classify
 from automicro.verification import report as findings
+from automicro.verification.causes import Rows, fitting_candidate
 from automicro.verification.laboratory import (
     Conditions,
     Laboratory,

@@ -16,14 +16,12 @@ from torch import Tensor, nn
 from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.batchnorm import find_batchnorm
+from automicro.checking.reading import Compared
+from automicro.checking.state import MISSING
 from automicro.errors import text_of
 from automicro.loss.averages import Average
-from automicro.loss.causes import Rows, measure_rows, weights_by
 from automicro.loss.conventions import Convention, choose_convention
-from automicro.loss.informative_rows import Choice, choose_rows
-from automicro.loss.look import Compared, dense
-from automicro.loss.passes import MISSING, check_own_graph
-from automicro.loss.silence import Silence
+from automicro.loss.passes import check_own_graph
 from automicro.memory.oom import ignoring_errors
 from automicro.microbatcher import Microbatcher
 from automicro.modules import ModuleIndex
@@ -35,6 +33,9 @@ from automicro.transaction.gradients import Gradients
 from automicro.transaction.rng import RandomState, devices_of
 from automicro.transaction.transaction import Part, Transaction
 from automicro.values import is_generator
+from automicro.verification.causes import Rows, measure_rows, weights_by
+from automicro.verification.informative_rows import Choice, choose_rows
+from automicro.verification.silence import Silence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +226,7 @@ class Stage:
             for name, parameter in root.named_parameters():
                 gradient = parameter.grad
                 if gradient is not None:
-                    gradient = dense(gradient).to("cpu", torch.float64, copy=True)
+                    gradient = _dense(gradient).to("cpu", torch.float64, copy=True)
                 found[f"{prefix}{name}"] = gradient
         return found
 
@@ -423,6 +424,13 @@ class Laboratory:
                 convention.train(subject.model, self.on_device(batch))
         finally:
             random_state.roll_back()
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """Numbers of a gradient that is sparse or complex, too: real ones, two for a complex one."""
+    values = gradient.detach()
+    values = values if values.layout is torch.strided else values.to_dense()
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
 
 
 def _clone(tensor: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from automicro.batch.tensors import tensor_leaves
 from automicro.batchnorm import batchnorm_buffers, find_batchnorm
-from automicro.loss.look import Compared
-from automicro.loss.passes import changed_places
+from automicro.checking.reading import Compared
+from automicro.checking.state import changed_places
 from automicro.state.capture import Captured, capture
 from automicro.torch_private import buffer_table
 from automicro.transaction.rng import foreign_states

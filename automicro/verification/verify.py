@@ -10,10 +10,10 @@ from torch import nn
 
 from automicro.batch.layout import BatchLayout, balanced_sizes, check_microbatch_size
 from automicro.batchnorm import needs_two_rows
+from automicro.checking.reading import loss_error, relative_errors
 from automicro.errors import BatchError, LossError, RollbackError, describe_error, text_of
 from automicro.loss.averages import Average, LossAverage, is_declared, read_average
 from automicro.loss.conventions import choose_convention
-from automicro.loss.look import loss_error, relative_errors
 from automicro.memory.oom import Failure, classify
 from automicro.nested.split import attached_parts
 from automicro.options import check_model, check_unwrapped, resolve_device

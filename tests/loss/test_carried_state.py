@@ -61,7 +61,7 @@ PLACES = [in_a_variable, in_a_tensor]
 
 
 # What is carried in a tensor of its own is seen to change the gradient of the same rows.
-@pytest.mark.filterwarnings("ignore:could not check that a batch can be split")
+@pytest.mark.filterwarnings("ignore:splitting changes this batch")
 @pytest.mark.parametrize("make", PLACES, ids=lambda make: make.__name__)
 def test_with_memory_for_whole_batches_training_is_that_of_the_plain_loop(
     make: Callable[[], Forward],

@@ -79,13 +79,13 @@ class Laboratory:
         self.allocator.limit(self.allocator.used_bytes + num_bytes)
 
     def _peak_bytes(self, scene: Scene, policy: Policy, *, looks: bool) -> int:
-        """The peak at these sizes; the probe's look takes several rows at once."""
+        """The peak at these sizes; a check takes several rows at once."""
         run = prepare(scene, None)
         run.microbatcher._train.policy = run.microbatcher._eval.policy = policy
         if not looks:
-            prober = run.microbatcher._prober
-            prober._train.is_done = prober._eval.is_done = True
-            for splits in (*prober._train.splits, *prober._eval.splits):
+            checks = run.microbatcher._checks
+            checks._train.is_over = checks._eval.is_over = True
+            for splits in (*checks._train.splits, *checks._eval.splits):
                 splits.are_over = True
         base_bytes = self.allocator.used_bytes
         self.allocator.reset_peak()

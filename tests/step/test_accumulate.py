@@ -101,7 +101,7 @@ def test_memory_does_not_grow_with_the_number_of_batches() -> None:
 def test_a_loss_that_is_no_mean_over_samples_is_found_even_where_no_batch_is_split() -> None:
     torch.manual_seed(0)
     batches = [batch(4, ignored=2), batch(4)]
-    with pytest.warns(LossAverageWarning, match="ignored"):
+    with pytest.warns(LossAverageWarning, match="splitting changes this batch"):
         Microbatcher(model(), loss_fn=masked_mean, microbatch_size=None).accumulate(batches)
 
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from automicro import BatchError, LossError, VerifyReport, split, verify
-from automicro.loss.look import Compared, relative_errors
-from automicro.loss.silence import Silence
+from automicro.checking.reading import Compared, relative_errors
 from automicro.reach import captured_modules
+from automicro.verification.silence import Silence
 from tests.cases import MODELS, STRUCTURES, Case
 from tests.models import VOCABULARY, Encoder, Mlp, classes, tokens, x, y
 from tests.verification.cases import CLEAN, PLANTED, Clean, Planted

@@ -394,8 +394,9 @@ PROBE, DRY_RUN = "probe", "dry run of the optimizer"
 PART_LOOK, WHOLE_PART = "look at a part", "part in one piece"
 ABSORBED = {
     "predict_step_memory": DRY_RUN,
-    "look": PROBE,
-    "look_at_evaluation": PROBE,
+    "few_rows": PROBE,
+    "whole": PROBE,
+    "outputs": PROBE,
     "look_at_padding": PROBE,
     "once_more": "tried once more",
     "_unless_it_always_fails": "look at a metric",

@@ -1,4 +1,4 @@
-"""The loss of whole batches beside that of their microbatches: what a few rows do not show."""
+"""Whole batches beside their microbatches: what a few rows do not show."""
 
 import random
 import warnings
@@ -17,7 +17,7 @@ from automicro import (
     Microbatcher,
     is_extra_pass,
 )
-from automicro.loss.probe import Occasions
+from automicro.checking.check import Occasions
 from tests.outside import Outside
 
 ROWS = 64
@@ -60,8 +60,7 @@ def warnings_of(microbatcher: Microbatcher, *batches: Any) -> list[str]:
 def test_what_only_many_rows_show_is_named(loss: Callable[..., Tensor], loss_average: str) -> None:
     microbatcher = Microbatcher(net(), forward=loss, microbatch_size=16, loss_average=loss_average)
     (message,) = warnings_of(microbatcher, batch(), batch(), batch())
-    assert "64 rows have a loss of" in message
-    assert "4 microbatches" in message
+    assert "of 64 rows in 4 parts" in message
     assert "microbatch_size=None" in message
     assert microbatcher.loss_average_is == "wrong"
 
@@ -69,7 +68,7 @@ def test_what_only_many_rows_show_is_named(loss: Callable[..., Tensor], loss_ave
 def test_it_is_refused_before_anything_has_changed() -> None:
     model = net()
     microbatcher = Microbatcher(model, forward=hardest, microbatch_size=16, probe="error")
-    with pytest.raises(LossAverageError, match="64 rows have a loss of"):
+    with pytest.raises(LossAverageError, match="of 64 rows in 4 parts"):
         microbatcher.backward(batch())
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -82,12 +81,12 @@ def test_after_running_out_of_memory_what_fits_without_gradients_is_compared() -
 
     microbatcher = Microbatcher(net(), forward=forward)
     (message,) = warnings_of(microbatcher, batch(), batch())
-    assert "32 rows have a loss of" in message  # of 64, half of the microbatches
+    assert "of 32 rows in 4 parts" in message  # of 64, half of the microbatches
 
 
 def test_an_evaluation_loss_is_compared_by_itself() -> None:
     microbatcher = Microbatcher(net(), forward=hardest, eval_microbatch_size=16)
-    with pytest.warns(LossAverageWarning, match="the evaluation loss was taken for"):
+    with pytest.warns(LossAverageWarning, match=r"the loss is .* of 64 rows in 4 parts"):
         microbatcher.evaluate(batch())
 
 
@@ -113,7 +112,7 @@ def test_right_losses_are_not_named(forward: Callable[..., Tensor], dtype: torch
         net().to(dtype), forward=forward, microbatch_size=16, loss_average="samples"
     )
     given = [(inputs.to(dtype), targets) for inputs, targets in (batch(), batch())]
-    assert not [each for each in warnings_of(microbatcher, *given) if "have a loss of" in each]
+    assert not [each for each in warnings_of(microbatcher, *given) if "changes" in each]
 
 
 @pytest.mark.parametrize("call", ["backward", "evaluate"])
@@ -129,7 +128,7 @@ def test_a_microbatch_without_a_finite_loss_is_named(call: str) -> None:
     microbatcher = Microbatcher(
         net(), forward=forward, microbatch_size=16, eval_microbatch_size=16, loss_average="samples"
     )
-    with pytest.warns(LossAverageWarning, match="one of them has no finite loss"):
+    with pytest.warns(LossAverageWarning, match="the loss is .* as a whole and nan put together"):
         result = getattr(microbatcher, call)((batch()[0], targets))
     assert result.loss.isnan()
 
@@ -149,11 +148,11 @@ def test_what_begins_late_is_named_at_the_next_power_of_ten() -> None:
 
 
 def test_a_batch_that_stays_whole_costs_no_pass() -> None:
-    seen = Outside(lengths=[])
+    seen = Outside(rows=[])
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
         if is_extra_pass():
-            seen.lengths.append(len(args[0]))
+            seen.rows.append(len(args[0]))
 
     microbatcher = Microbatcher(net(), forward=hardest)
     handle = nn.modules.module.register_module_forward_hook(note)
@@ -161,7 +160,7 @@ def test_a_batch_that_stays_whole_costs_no_pass() -> None:
         assert warnings_of(microbatcher, batch()) == []
     finally:
         handle.remove()
-    assert max(seen.lengths) == 16
+    assert max(seen.rows) == 16
 
 
 def numbers_told(forward: Callable[..., Any], *batches: Any, **options: Any) -> list[str]:
@@ -193,7 +192,6 @@ def test_numbers_beside_a_loss_that_are_no_means_are_named_once() -> None:
     assert "'total' is " in message
     assert "'top' is " in message
     assert "accuracy" not in message
-    assert "from 4 microbatches" in message
     whole: Any = {"microbatch_size": None, "eval_microbatch_size": None}
     assert numbers_told(forward, batch(), **whole) == []
     assert numbers_told(forward, batch(), probe=False, **sizes) == []
@@ -210,7 +208,6 @@ def test_numbers_are_named_where_no_more_than_a_microbatch_fits() -> None:
     (message,) = numbers_told(forward, batch(), microbatch_size=16, eval_microbatch_size=16)
     assert "'perplexity' is " in message
     assert "'mean' is " not in message
-    assert "what 16 rows give" in message
 
 
 def test_a_batch_that_cannot_be_compared_is_not_the_one_that_was_due() -> None:
@@ -223,7 +220,7 @@ def test_a_batch_that_cannot_be_compared_is_not_the_one_that_was_due() -> None:
         return {"loss": loss, "perplexity": loss.detach().exp()}
 
     microbatcher = Microbatcher(net(), forward=forward, loss_average="samples")
-    with pytest.warns(MetricWarning, match="'perplexity' is .* from 2 microbatches"):
+    with pytest.warns(MetricWarning, match="'perplexity' is .* put together"):
         results = [microbatcher.backward(batch()) for _ in range(4)]
     assert results[-1].num_microbatches == 32
 

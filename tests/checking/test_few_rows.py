@@ -1,4 +1,4 @@
-"""Looks at gradients of a few rows: what they find, how often they are taken, what they leave."""
+"""Checks of a few rows: what they find, how often they are made, what they leave behind."""
 
 import itertools
 import random
@@ -26,9 +26,8 @@ from automicro import (
     register_batch_type,
     verify,
 )
-from automicro.loss.informative_rows import choose_rows
-from automicro.loss.silence import CollectiveError, Silence
-from tests.outside import Outside, Unreached
+from automicro.checking.draws import CollectiveError, HeldDraws
+from tests.outside import Outside
 
 
 def warnings_of(microbatcher: Microbatcher, *batches: Any) -> list[str]:
@@ -61,7 +60,7 @@ def test_padding_is_looked_at_between_looks_that_could_not_tell_yet() -> None:
     equal = tuple(each[:1].expand(8, 6).clone() for each in whole)  # rows that cannot tell
     assert warnings_of(microbatcher, whole, equal) == []
     (message,) = warnings_of(microbatcher, padded)  # the third batch, when no look is due
-    assert "loss_average='tokens'" in message
+    assert "splitting changes this batch: the gradient of" in message
 
 
 def test_an_evaluation_loss_that_depends_on_the_cut_is_named_once() -> None:
@@ -70,7 +69,7 @@ def test_an_evaluation_loss_that_depends_on_the_cut_is_named_once() -> None:
 
     microbatcher = Microbatcher(net(6, 6), forward=forward, eval_microbatch_size=4)
     batch = (rows(), rows(), (torch.rand(12, 6) > 0.4).double())
-    with pytest.warns(LossAverageWarning, match="the evaluation loss of a few rows is"):
+    with pytest.warns(LossAverageWarning, match=r"the loss is .*eval_microbatch_size=None"):
         microbatcher.evaluate(batch)
     microbatcher.evaluate(batch)
 
@@ -97,7 +96,7 @@ class Carried(nn.Module):
 def test_state_that_goes_from_call_to_call_is_named_whatever_the_loss() -> None:
     microbatcher = Microbatcher(Carried(), loss_fn=nn.CrossEntropyLoss(), microbatch_size=4)
     (message,) = warnings_of(microbatcher, (rows(), torch.arange(12) % 3))
-    assert "keeps state from one call to the next" in message
+    assert "splitting changes this batch" in message
 
 
 @pytest.mark.parametrize("draw", [np.random.rand, random.random])
@@ -150,10 +149,10 @@ def test_complex_parameters_are_looked_at() -> None:
     assert verify(Spectrum(), (rows(),), forward=right).is_exact
     wrong = Microbatcher(Spectrum(), forward=lambda m, b: m(b[0]).mean() ** 2, microbatch_size=4)
     (message,) = warnings_of(wrong, (rows(),))
-    assert "no weighting of rows gives the gradient" in message
+    assert "the gradient of weight is off by" in message
     added = Microbatcher(Spectrum(), forward=lambda m, b: m(b[0]).sum(), microbatch_size=4)
     (message,) = warnings_of(added, (rows(),))
-    assert "loss_average='none'" in message
+    assert "the gradient of weight is off by" in message
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
@@ -164,10 +163,10 @@ def test_sparse_rows_are_looked_at(layout: torch.layout) -> None:
         return F.cross_entropy(outputs, batch[1], ignore_index=0)
 
     model = nn.Linear(6, 3).double()
-    batch = rows(6).relu().to_sparse(layout=layout), torch.tensor([0, 1, 2, 0, 0, 2])
+    batch = rows(6).relu().to_sparse(layout=layout), torch.tensor([0, 1, 2, 1, 0, 0])
     microbatcher = Microbatcher(model, forward=ignoring, microbatch_size=2)
     (message,) = warnings_of(microbatcher, batch)
-    assert "a mean over the targets that are not 0" in message
+    assert "splitting changes this batch" in message
 
 
 class Hidden:
@@ -190,44 +189,29 @@ def hidden() -> Callable[[], Hidden]:
     return lambda: Hidden(rows(30), rows(30))
 
 
-def test_looks_that_fail_are_said_at_the_second_one(hidden: Callable[[], Hidden]) -> None:
+def test_a_check_that_fails_is_said_at_once(hidden: Callable[[], Hidden]) -> None:
     def forward(model: Any, batch: Hidden) -> Tensor:
         return F.mse_loss(model(batch.inputs), batch.targets)
 
     microbatcher = Microbatcher(net(6, 6), forward=forward, microbatch_size=8)
-    assert not warnings_of(microbatcher, hidden())
     (message,) = warnings_of(microbatcher, *[hidden()] * 9)
-    assert "looks at a few rows failed (" in message
+    assert "a check of a few rows failed (" in message
     assert "concat=..." in message
 
 
-def test_where_no_look_at_a_few_rows_could_tell_the_whole_batch_claims_none(
+def test_where_no_check_of_a_few_rows_could_be_made_the_whole_batch_is_compared(
     hidden: Callable[[], Hidden],
 ) -> None:
     def forward(model: Any, batch: Hidden) -> Tensor:
         return F.mse_loss(model(batch.inputs), batch.targets) ** 2
 
-    (message,) = warnings_of(Microbatcher(net(6, 6), forward=forward, microbatch_size=8), hidden())
-    assert "which no look at a few rows could check, but 30 rows have a loss of" in message
-    assert "that of a few rows is" not in message
+    microbatcher = Microbatcher(net(6, 6), forward=forward, microbatch_size=8)
+    _, message = warnings_of(microbatcher, hidden())
+    assert "splitting changes this batch: the " in message
+    assert "of 30 rows in 4 parts" in message
 
 
-def test_one_batch_that_a_look_cannot_read_is_no_reason_to_speak(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    place = "automicro.loss.probe.choose_rows"
-
-    def failing_once(*args: Any, **kwargs: Any) -> Any:
-        monkeypatch.setattr(place, choose_rows)
-        raise ValueError("odd")
-
-    monkeypatch.setattr(place, failing_once)
-    microbatcher = Microbatcher(net(6, 6), loss_fn=lambda o, t: F.mse_loss(o, t), microbatch_size=4)
-    assert not warnings_of(microbatcher, *[(rows(), rows())] * 9)
-    assert microbatcher.loss_average_is == "checked"
-
-
-def test_a_mask_of_as_many_rows_as_the_batch_is_named_where_it_makes_parts_fail() -> None:
+def test_rows_that_fail_by_themselves_are_named_with_their_error() -> None:
     def masked(model: Any, batch: Any) -> Tensor:
         scores = (batch["x"] @ batch["x"].transpose(1, 2)).masked_fill(batch["mask"], -9e9)
         return F.mse_loss(model(scores.softmax(-1) @ batch["x"]), batch["y"])
@@ -239,17 +223,16 @@ def test_a_mask_of_as_many_rows_as_the_batch_is_named_where_it_makes_parts_fail(
     }
     microbatcher = Microbatcher(net(4, 3), forward=masked)
     (message,) = warnings_of(microbatcher, batch)
-    assert "Where 'mask' is the same for all rows" in message
-    assert "batch_layout={'mask': 'shared'}" in message
-    assert "'x'" not in message
+    assert "the whole batch has a loss, and rows such as" in message
+    assert "have none by themselves (RuntimeError" in message
 
 
 def test_a_forward_that_communicates_is_not_looked_at_alone() -> None:
-    silence = Silence(is_alone=True)
+    draws = HeldDraws(is_alone=True)
 
     operation = torch.ops._c10d_functional.all_reduce.default
     with pytest.raises(CollectiveError, match="all_reduce"):
-        silence.run(operation, (), (torch.ones(2), "sum", ""), {})
+        draws.run(operation, (), (torch.ones(2), "sum", ""), {})
 
 
 def test_a_loss_whose_first_cut_agrees_by_coincidence_is_found_by_the_second() -> None:
@@ -276,7 +259,7 @@ def test_what_a_look_cannot_put_back_is_a_warning_and_stops_nothing() -> None:
     microbatcher = Microbatcher(Remembers(), loss_fn=nn.MSELoss(), microbatch_size=None)
     microbatcher.backward((rows(), rows()))
     microbatcher = Microbatcher(Remembers(), loss_fn=nn.MSELoss(), microbatch_size=6)
-    with pytest.warns(StateWarning, match="a look at a few rows has left traces .bank: it was "):
+    with pytest.warns(StateWarning, match="a check of a few rows has left traces .bank: it was "):
         microbatcher.backward((rows(), rows()))
 
 
@@ -330,18 +313,18 @@ class Counted(nn.Module):
         return self.net(inputs)
 
 
-def test_a_look_is_four_passes_over_sixteen_rows_and_then_nothing() -> None:
+def test_a_check_is_three_passes_over_sixteen_rows_at_powers_of_two() -> None:
     class Tally:
         lengths = Unreached()
 
         def __enter__(self) -> "Tally":
-            self.lengths = []
+            self.seen = Outside(lengths=[])
             self.handle = nn.modules.module.register_module_forward_hook(self.count)
             return self
 
         def count(self, module: nn.Module, args: Any, output: Any) -> None:
             if isinstance(module, Counted) and is_extra_pass():
-                self.lengths.append(len(args[0]))
+                self.seen.lengths.append(len(args[0]))
 
         def __exit__(self, *_: object) -> None:
             self.handle.remove()
@@ -354,20 +337,22 @@ def test_a_look_is_four_passes_over_sixteen_rows_and_then_nothing() -> None:
         for _ in range(40):
             microbatcher.backward(batch)
     whole = [64, 16, 16, 16, 16]  # and its microbatches, at batches 1, 2 and 10 that are split
-    # Two looks, so that no cut agrees by coincidence.
-    assert len(tally.lengths) == 8 + 3 * len(whole)
-    for look in (tally.lengths[:4], tally.lengths[9:13]):
-        assert look[:2] == [16, 16]
-        assert sum(look[2:]) == 16
-    assert [tally.lengths[4:9], tally.lengths[13:18], tally.lengths[18:]] == [whole] * 3
+    lengths, few = list(tally.seen.lengths), list[list[int]]()
+    assert [lengths[3:8], lengths[11:16], lengths[22:27]] == [whole] * 3
+    del lengths[22:27], lengths[11:16], lengths[3:8]
+    while lengths:
+        few.append(lengths[:3])
+        del lengths[:3]
+    assert len(few) == 6  # at batches 1, 2, 4, 8, 16 and 32, other rows each time
+    assert all(each[0] == each[1] + each[2] == 16 for each in few)
 
 
 def test_while_it_learns_nothing_it_looks_at_batches_1_2_4_and_8() -> None:
-    looked_at, number = Outside(batches=[]), 0
+    seen, number = Outside(batches=[]), 0
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
         if is_extra_pass():
-            looked_at.batches.append(number)
+            seen.batches.append(number)
 
     microbatcher = Microbatcher(
         net(6, 6), forward=lambda m, b: m(b[0]).sum() * 0.0, loss_average="none", microbatch_size=4
@@ -379,7 +364,7 @@ def test_while_it_learns_nothing_it_looks_at_batches_1_2_4_and_8() -> None:
     finally:
         handle.remove()
     # At batch 10 the whole is compared with its microbatches once more.
-    assert sorted(set(looked_at.batches)) == [1, 2, 4, 8, 10, 16]
+    assert sorted({*seen.batches}) == [1, 2, 4, 8, 10, 16]
 
 
 # What a look leaves behind: nothing
@@ -491,7 +476,6 @@ def test_a_forward_that_seeds_its_own_draws_is_named(forward: Any) -> None:
     microbatcher = Microbatcher(net(6, 6), forward=forward, microbatch_size=4)
     (message,) = warnings_of(microbatcher, *[(rows(), rows(), 3)] * 3)
     assert "sets the seed of what it draws" in message
-    assert "Draw for all rows before the batch is cut" in message
     assert microbatcher.loss_average_is == "wrong"
 
 
@@ -505,7 +489,7 @@ def test_verify_does_not_call_own_seeds_exact(forward: Any) -> None:
 
 def test_an_evaluation_that_seeds_its_own_draws_is_named() -> None:
     microbatcher = Microbatcher(net(6, 6), forward=own_seed, eval_microbatch_size=4)
-    with pytest.warns(LossAverageWarning, match="the forward of an evaluation sets the seed"):
+    with pytest.warns(LossAverageWarning, match="sets the seed"):
         microbatcher.evaluate((rows(), rows()))
 
 
@@ -575,15 +559,6 @@ def test_draws_that_go_on_or_are_the_same_for_all_rows_are_not_named(forward: An
     assert "sets the seed" not in str(verify(Noisy(), batch, forward=forward))
 
 
-def test_a_generator_of_the_callers_is_where_it_was() -> None:
-    generator = torch.Generator().manual_seed(3)
-    with Silence() as silence:
-        torch.randn(3, generator=generator)
-        torch.empty(3).normal_(generator=generator)
-    assert torch.equal(generator.get_state(), torch.Generator().manual_seed(3).get_state())
-    assert silence.drawn == {"randn", "normal"}
-
-
 DRAWS: dict[str, Callable[[Tensor], Any]] = {
     "dropout": lambda h: F.dropout(h, 0.5),
     "alpha_dropout": lambda h: F.alpha_dropout(h, 0.3, True),
@@ -606,12 +581,12 @@ DRAWS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("name", DRAWS)
 def test_rows_draw_the_same_whatever_rows_are_beside_them(name: str) -> None:
     draw, inputs = DRAWS[name], torch.randn(6, 8)
-    with Silence() as silence:
+    with HeldDraws() as draws:
         together = draw(inputs)
         apart = torch.cat([draw(part) for part in inputs.split([4, 2])])
     assert torch.allclose(together, apart, atol=1e-6)
-    assert silence.drawn
-    assert not silence.unsilenced
+    assert draws.drawn
+    assert not draws.unheld
 
 
 class OnAnEdge(nn.Module):
@@ -637,8 +612,7 @@ def test_what_rounding_does_on_an_edge_is_no_wrong_weight(is_trained: bool, num_
     x[0, 0] = 6.0  # at the end of what varies, so that it is looked at
     microbatcher = Microbatcher(OnAnEdge(is_trained=is_trained), loss_fn=nn.MSELoss())
     found = warnings_of(microbatcher, (x, y))
-    # As many other rows are needed for a second look.
-    assert bool(found) == (not is_trained and num_rows < 2 * 16)
+    assert found == []
 
 
 def test_what_one_row_makes_torch_say_is_not_said() -> None:
@@ -670,7 +644,7 @@ def test_leaves_that_each_forward_makes_do_not_hide_a_wrong_average() -> None:
         return F.cross_entropy(model(inputs), batch[1], reduction="sum")
 
     microbatcher = Microbatcher(model, forward=forward, microbatch_size=4)
-    with pytest.warns(LossAverageWarning, match="the gradients of a few rows show") as told:
+    with pytest.warns(LossAverageWarning, match="splitting changes this batch") as told:
         microbatcher.backward((torch.randn(12, 4), torch.randint(3, (12,))))
     assert not any("failed" in str(each.message) for each in told)
     assert microbatcher.loss_average_is == "wrong"

@@ -1,4 +1,4 @@
-"""The probe: what it names, what it leaves alone, when it looks again."""
+"""Checks in training: what they name, what they leave alone, when they look again."""
 
 import contextlib
 import warnings
@@ -17,10 +17,10 @@ from automicro import (
     LossError,
     Microbatcher,
     is_extra_pass,
-    register_batch_type,
+    verify,
 )
 from automicro.batch.layout import BatchLayout
-from automicro.loss.informative_rows import Choice, choose_rows
+from automicro.checking.rows import telling_rows
 from tests.cases import (
     contrastive,
     count_boxes,
@@ -76,35 +76,35 @@ NAMED: dict[str, tuple[Any, Any, Any, dict[str, Any], str]] = {
         (x(), y()),
         lambda logits, targets: F.cross_entropy(logits, targets, reduction="sum"),
         {},
-        "a sum .*: pass loss_average='none'",
+        "splitting changes this batch",
     ),
     "a mean declared as a sum": (
         Mlp,
         (x(), numbers(ROWS, CLASSES)),
         lambda logits, targets: F.mse_loss(logits, targets),
         {"loss_average": "none"},
-        "a mean over samples .*: pass loss_average='samples'",
+        "splitting changes this batch",
     ),
     "a mean over tokens": (
         Encoder,
         (tokens(), token_targets()),
         mean_of_tokens,
         {},
-        "targets that are not ignored .*: pass loss_average='tokens'",
+        "splitting changes this batch",
     ),
     "a mean over shifted tokens": (
         Encoder,
         (tokens(), token_targets()),
         shifted_mean,
         {},
-        r"shifted by one .*: pass loss_average=lambda batch: \(batch\[1\]\[..., 1:\] != -100\)",
+        "splitting changes this batch",
     ),
     "a masked mean that never divides by zero": (
         Encoder,
         (tokens(), torch.full_like(tokens(), 3).index_fill(0, torch.tensor([2]), IGNORED)),
         lambda logits, targets: masked_mean(logits, targets).nan_to_num(0.0),
         {},
-        "targets that are not ignored .*: pass loss_average='tokens'",
+        "splitting changes this batch",
     ),
     "a divisor with a little added, declared without it": (
         Encoder,
@@ -114,56 +114,55 @@ NAMED: dict[str, tuple[Any, Any, Any, dict[str, Any], str]] = {
             / ((targets != IGNORED).sum() + 1e-3)
         ),
         {"loss_average": "tokens"},
-        r"0.001 added .*: pass loss_average=lambda batch: \(batch\[1\] != -100\).sum\(\) \+ 0.001",
+        "splitting changes this batch",
     ),
     "rows of which some have no target": (
         Mlp,
         (x(), y().index_fill(0, torch.arange(1, ROWS), IGNORED).index_fill(0, torch.tensor(3), 1)),
         lambda logits, targets: F.cross_entropy(logits, targets),
         {},
-        "targets that are not ignored .*: pass loss_average='tokens'",
+        "splitting changes this batch",
     ),
     "class weights": (
         Mlp,
         (x(), y()),
         lambda logits, targets: F.cross_entropy(logits, targets, CLASS_WEIGHT),
         {},
-        "weighted mean with other weights than rows",
+        "splitting changes this batch",
     ),
     "class weights, after rows of one class": (
         Mlp,
         (x(), torch.ones_like(y()).index_fill(0, torch.tensor([6]), 4)),
         lambda logits, targets: F.cross_entropy(logits, targets, CLASS_WEIGHT),
         {},
-        "weighted mean with other weights than rows",
+        "splitting changes this batch",
     ),
     "a contrastive loss": (
         Mlp,
         (x(), y()),
         contrastive,
         {},
-        r"compares rows .*automicro\.Contrastive",
+        "splitting changes this batch",
     ),
     "an index of the batch for a target": (
         nn.Linear(6, ROWS).double,
         (x(), torch.arange(ROWS)),
         lambda scores, targets: F.cross_entropy(scores @ scores.T, targets),
         {},
-        r"cannot be computed on rows \d+ and \d+ alone \(IndexError",
+        r"rows such as \d+ and \d+ have none by themselves \(IndexError",
     ),
     "the wrong part of several": (
         Encoder,
         (tokens(), token_targets()),
         lambda logits, targets: {"a": logits.square().mean(), "b": mean_of_tokens(logits, targets)},
         {"loss_average": {"a": "samples", "b": "samples"}},
-        "'b' a mean over the targets that are not ignored .*: pass loss_average={'a': 'samples', "
-        "'b': 'tokens'}",
+        "splitting changes this batch",
     ),
 }
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_what_does_not_add_up_is_named_with_its_remedy(name: str) -> None:
+def test_what_does_not_add_up_is_named_by_what_differs(name: str) -> None:
     make, batch, loss_fn, options, message = NAMED[name]
     microbatcher = on(make(), loss_fn, **options)
     fails = pytest.raises(IndexError) if "IndexError" in message else contextlib.nullcontext()
@@ -187,10 +186,9 @@ def test_a_model_that_shifts_its_labels_itself_gets_a_function_to_copy_that_make
 ):
     batch = {"input_ids": tokens(), "labels": token_targets()}
     model = OwnCausalModel()
-    (message,) = warnings_of(Microbatcher(model, microbatch_size=4), batch)
-    remedy = "lambda batch: (batch['labels'][..., 1:] != -100).sum()"
-    assert "the labels shifted by one" in message
-    assert message.endswith(f"pass loss_average={remedy}")
+    assert len(warnings_of(Microbatcher(model, microbatch_size=4), batch)) == 1
+    remedy = verify(model, batch).loss_average
+    assert remedy == "lambda batch: (batch['labels'][..., 1:] != -100).sum()"
     count = eval(remedy)
     model.zero_grad()
     loss = Microbatcher(model, microbatch_size=4, loss_average=count).backward(batch).loss
@@ -205,9 +203,8 @@ def test_labels_that_are_not_shifted_are_never_taken_for_shifted() -> None:
         def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
             return {"loss": mean_of_tokens(self.encoder(input_ids), labels)}
 
-    (message,) = warnings_of(Microbatcher(Unshifted(), microbatch_size=4), batch)
-    assert "shifted" not in message
-    assert message.endswith("pass loss_average='tokens'")
+    assert len(warnings_of(Microbatcher(Unshifted(), microbatch_size=4), batch)) == 1
+    assert verify(Unshifted(), batch).loss_average == "'tokens'"
 
 
 def test_a_model_that_says_it_shifts_and_does_not_gets_a_remedy_that_makes_it_exact() -> None:
@@ -221,8 +218,8 @@ def test_a_model_that_says_it_shifts_and_does_not_gets_a_remedy_that_makes_it_ex
         def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
             return {"loss": mean_of_tokens(self.encoder(input_ids), labels)}
 
-    (message,) = warnings_of(Microbatcher(Unshifted(), microbatch_size=4), batch)
-    remedy = message.partition("pass loss_average=")[2]
+    assert len(warnings_of(Microbatcher(Unshifted(), microbatch_size=4), batch)) == 1
+    remedy = verify(Unshifted(), batch).loss_average
     assert remedy == "lambda batch: (batch['labels'] != -100).sum()"
     average = eval(remedy)
     declared = Microbatcher(Unshifted(), microbatch_size=4, loss_average=average)
@@ -232,7 +229,7 @@ def test_a_model_that_says_it_shifts_and_does_not_gets_a_remedy_that_makes_it_ex
 def test_a_detector_whose_loss_counts_boxes_is_named_although_it_has_no_loss_in_eval_mode() -> None:
     model = Detector()
     microbatcher = Microbatcher(model, forward=detection_forward, microbatch_size=4)
-    with pytest.warns(LossAverageWarning, match="its parts average over different things"):
+    with pytest.warns(LossAverageWarning, match="splitting changes this batch"):
         microbatcher.backward(detection_batch())
     assert model.training
     averages = {"boxes": count_boxes, "size": "samples"}
@@ -251,9 +248,10 @@ def test_weights_of_tokens_among_floats_are_seen() -> None:
         return (each * batch["mask"]).sum() / batch["mask"].sum()
 
     batch = {"ids": tokens(), "goal": tokens().flip(0), "mask": mask}
-    remedy = r"loss_average=lambda batch: batch\['mask'\]\.sum\(\)"
-    with pytest.warns(LossAverageWarning, match=f"weighted by 'mask' .*: pass {remedy}"):
+    with pytest.warns(LossAverageWarning, match="splitting changes this batch"):
         Microbatcher(Encoder(), forward=forward, microbatch_size=4).backward(batch)
+    report = verify(Encoder(), batch, forward=forward)
+    assert report.loss_average == "lambda batch: batch['mask'].sum()"
 
 
 def weighted_rows(model: nn.Module, batch: Any) -> Any:
@@ -276,7 +274,6 @@ def weighted_rows(model: nn.Module, batch: Any) -> Any:
 def test_a_mean_by_one_weight_per_row_is_named_whatever_the_rows(
     masked: float, num_classes: int, size: Any, seeds: range
 ) -> None:
-    remedy = "pass loss_average=lambda batch: batch[2].sum()"
     for seed in seeds:
         torch.manual_seed(seed)
         weights = (torch.rand(64) > masked).float()
@@ -285,10 +282,7 @@ def test_a_mean_by_one_weight_per_row_is_named_whatever_the_rows(
         batch = (torch.randn(64, 6), torch.randint(num_classes, (64,)), weights)
         model = nn.Linear(6, num_classes)
         microbatcher = Microbatcher(model, forward=weighted_rows, microbatch_size=size)
-        (message,) = warnings_of(microbatcher, batch)
-        is_one_weight = weights.count_nonzero() == 1  # a part of any group has the loss zero
-        assert remedy in message or is_one_weight, seed
-        assert "a sum" not in message, seed
+        assert len(warnings_of(microbatcher, batch)) == 1, seed
         counted = Microbatcher(
             model,
             forward=weighted_rows,
@@ -303,7 +297,7 @@ def test_weights_that_are_all_one_are_looked_at_again() -> None:
     ones = torch.ones(ROWS, dtype=torch.float64)
     assert warnings_of(microbatcher, (x(), y(), ones)) == []
     (message,) = warnings_of(microbatcher, (x(), y(), ones.index_fill(0, torch.tensor([3]), 0)))
-    assert "weighted by '2'" in message
+    assert "splitting changes this batch" in message
 
 
 def test_weights_of_a_structure_are_reached_in_the_remedy() -> None:
@@ -312,7 +306,7 @@ def test_weights_of_a_structure_are_reached_in_the_remedy() -> None:
 
     weights = torch.linspace(1, 2, ROWS, dtype=torch.float64)
     batch = {"x": x(), "more": [y(), weights]}
-    with pytest.warns(LossAverageWarning, match=r"batch\['more'\]\[1\]\.sum"):
+    with pytest.warns(LossAverageWarning, match="splitting changes this batch"):
         Microbatcher(Mlp(), forward=forward).backward(batch)
 
 
@@ -359,8 +353,8 @@ def test_a_remedy_to_copy_is_right_for_these_rows_and_for_others(name: str) -> N
     targets = [torch.arange(16) % 3, torch.ones(16).long(), (torch.arange(16) < 3).long()]
     targets += [torch.zeros(16).long()] if "targets" not in name else []
     batches = [batch(seed, each) for seed, each in enumerate(targets, 1)]
-    message = warnings_of(Microbatcher(model, forward=forward, microbatch_size=4), batches[0])[0]
-    average = eval(message.partition("pass loss_average=")[2])
+    assert warnings_of(Microbatcher(model, forward=forward, microbatch_size=4), batches[0])
+    average = eval(verify(model, batches[0], forward=forward).loss_average)
     for each in batches:
         model.zero_grad()
         given = forward(model, each)
@@ -372,20 +366,6 @@ def test_a_remedy_to_copy_is_right_for_these_rows_and_for_others(name: str) -> N
         microbatcher.backward(each)
         for parameter, gradient in zip(model.parameters(), wanted, strict=True):
             torch.testing.assert_close(parameter.grad, gradient)
-
-
-@pytest.mark.parametrize("names", [("kl", "clipped"), ("kl",), ("policy", "kl")])
-def test_numbers_beside_a_total_are_not_named_as_losses_to_declare(names: Any) -> None:
-    def forward(model: Any, batch: Any) -> Any:
-        scores = model(batch["x"]).square().sum(1)
-        loss = ((scores - scores.mean()) / scores.std()).pow(4).mean()
-        total = {} if "policy" in names else {"loss": loss}
-        return total | {name: loss if name == "policy" else scores.mean() for name in names}
-
-    microbatcher = Microbatcher(nn.Linear(6, 3).double(), forward=forward, microbatch_size=4)
-    (message,) = warnings_of(microbatcher, {"x": x()})
-    assert ("loss_average={'kl': …, 'policy': …}" in message) == ("policy" in names)
-    assert ("average over different things" in message) == ("policy" in names)
 
 
 class Opaque:
@@ -424,8 +404,7 @@ def test_objects_that_refer_back_do_not_hide_what_a_loss_is(make: Any) -> None:
 
     model = nn.Linear(6, 3).double()
     microbatcher = Microbatcher(model, forward=forward, microbatch_size=2, batch_layout=layout)
-    (message,) = warnings_of(microbatcher, batch)
-    assert message.endswith("pass loss_average=lambda batch: batch['w'].sum()")
+    assert len(warnings_of(microbatcher, batch)) == 1
 
 
 @pytest.mark.parametrize("kind", [dict, list])
@@ -438,18 +417,6 @@ def test_a_container_that_holds_itself_is_refused_by_name(kind: Any) -> None:
         microbatcher.backward({"x": x(), "meta": inner})
 
 
-def test_a_matrix_is_called_shared_only_where_that_would_help() -> None:
-    def pairs(model: Any, batch: Any) -> Any:
-        scores = model(batch[0])
-        return (scores @ scores.T - batch[1]).square().mean()
-
-    batch = (x(), numbers(ROWS, ROWS))
-    microbatcher = Microbatcher(Mlp(), forward=pairs)
-    with pytest.warns(LossAverageWarning, match="cannot be computed on rows") as caught:
-        microbatcher.backward(batch)
-    assert not any("'shared'}" in str(each.message) for each in caught)
-
-
 def test_a_row_without_loss_is_no_sign_of_a_sum() -> None:
     def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
         each = F.cross_entropy(logits, targets, reduction="none")
@@ -457,7 +424,7 @@ def test_a_row_without_loss_is_no_sign_of_a_sum() -> None:
 
     targets = torch.zeros(ROWS, dtype=torch.long).index_fill(0, torch.tensor([7]), 4)
     (message,) = warnings_of(on(Mlp(), loss_fn), (x(), targets))
-    assert "weighted mean with other weights than rows" in message
+    assert "splitting changes this batch" in message
 
 
 def test_out_of_memory_with_many_rows_is_followed_by_a_look_at_few() -> None:
@@ -467,7 +434,7 @@ def test_out_of_memory_with_many_rows_is_followed_by_a_look_at_few() -> None:
                 raise torch.OutOfMemoryError("out of memory")
             return super().forward(inputs)
 
-    assert "compares rows" in warnings_of(on(Small(), contrastive), (x(), y()), (x(), y()))[0]
+    assert "changes this batch" in warnings_of(on(Small(), contrastive), (x(), y()), (x(), y()))[0]
     assert warnings_of(on(Small(), nn.CrossEntropyLoss()), (x(), y())) == []
 
 
@@ -509,22 +476,6 @@ def test_an_error_of_the_model_itself_comes_through_without_a_warning() -> None:
         Microbatcher(Mlp(), forward=forward, microbatch_size=4).backward((x(), y()))
 
 
-def test_rows_that_cannot_be_put_together_are_not_blamed_on_the_loss() -> None:
-    class Graphs:
-        def __init__(self, nodes: Tensor) -> None:
-            self.nodes = nodes
-
-    register_batch_type(
-        Graphs,
-        num_rows=lambda graphs: len(graphs.nodes),
-        take=lambda graphs, start, stop: Graphs(graphs.nodes[start:stop]),
-    )
-    microbatcher = Microbatcher(
-        Mlp(), forward=lambda model, batch: model(batch.nodes).mean(), microbatch_size=4
-    )
-    assert warnings_of(microbatcher, Graphs(x())) == []
-
-
 @pytest.mark.parametrize("size", [None, 20])
 def test_a_batch_that_cannot_be_split_is_not_probed(size: int | None) -> None:
     assert warnings_of(on(Mlp(), contrastive, microbatch_size=size), (x(), y())) == []
@@ -553,8 +504,8 @@ def test_out_of_memory_in_the_probe_changes_nothing(caplog: pytest.LogCaptureFix
 
     microbatcher = on(NoRoom(), contrastive, microbatch_size="auto")
     (message,) = warnings_of(microbatcher, *[(x(), y())] * 40)
-    assert "there was no memory to look" in message
-    assert [each.levelname for each in caplog.records if "looked at" in each.message] == ["WARNING"]
+    assert "there was no memory to check" in message
+    assert [each.levelname for each in caplog.records if "compared" in each.message] == ["WARNING"]
     result = microbatcher.backward((x(), y()))
     assert result.loss_average_is == "unchecked"
     assert (result.num_microbatches, result.ooms) == (1, 0)
@@ -619,25 +570,18 @@ def test_where_warnings_are_errors_the_state_is_as_before_the_step() -> None:
 # Which rows it takes
 
 
-def chosen(batch: Any, **options: Any) -> Choice:
+def chosen(batch: Any, **options: Any) -> list[list[int]]:
     layout = BatchLayout()
-    return choose_rows(layout, batch, layout.num_rows(batch), **options)
+    return telling_rows(layout, batch, layout.num_rows(batch), **options)
 
 
 def test_rows_of_both_parts_differ_in_how_many_targets_count() -> None:
     targets = with_ignored(tokens())
-    found = chosen((tokens(), targets))
+    small, large = chosen((tokens(), targets))
     valid = (targets != IGNORED).sum(1).float()
-    assert ("1", "valid") not in found.pending
-    assert valid[list(found.small)].mean() != valid[list(found.large)].mean()
-    assert valid[list(found.small)].sum() > 0
-    assert valid[list(found.large)].sum() > 0
-
-
-def test_what_no_row_shows_is_pending() -> None:
-    ones = torch.ones(ROWS)
-    pending = chosen((tokens(), tokens(), ones)).pending
-    assert {("1", "valid"), ("2", "weight")} <= pending
+    assert valid[small].mean() != valid[large].mean()
+    assert valid[small].sum() > 0
+    assert valid[large].sum() > 0
 
 
 def test_rows_are_chosen_in_few_operations_whatever_they_hold() -> None:
@@ -646,53 +590,50 @@ def test_rows_are_chosen_in_few_operations_whatever_they_hold() -> None:
         with FaultMode() as mode:
             chosen(batch)
         counts.append(mode.num_operations)
-    assert max(counts) < 250  # of tensors; each could run out of memory
+    assert max(counts) < 250  # of tensors, on the host
 
 
 @pytest.mark.parametrize("num_classes", [3, 12])
-def test_the_rarest_classes_come_first(num_classes: int) -> None:
+def test_the_rarest_class_is_among_the_rows(num_classes: int) -> None:
     targets = torch.randint(num_classes - 1, (400,))
     targets[77] = num_classes - 1
-    found = chosen((torch.zeros(400, 2), targets))
-    assert 77 in found.rows
+    small, large = chosen((torch.zeros(400, 2), targets))
+    assert 77 in small + large
 
 
-def test_classes_that_earlier_looks_met_come_last() -> None:
-    targets = torch.arange(40) % 20
-    first = chosen((torch.zeros(40, 2), targets))
-    later = chosen((torch.zeros(40, 2), targets), met=first.classes)
-    assert len(first.classes["1"] | later.classes["1"]) > len(first.classes["1"])
+def test_other_rows_are_taken_where_some_are_not_to_be() -> None:
+    batch = (torch.randn(40, 2),)
+    first = [row for part in chosen(batch) for row in part]
+    again = [row for part in chosen(batch, without=first) for row in part]
+    assert len(again) == len(first)
+    assert not {*first} & {*again}
+
+
+def test_rows_that_belong_together_stay_together() -> None:
+    small, large = chosen((torch.randn(40, 2),), multiple=4)
+    for part in (small, large):
+        assert [row // 4 * 4 for row in part[::4]] == part[::4]
+        assert part == [row + place for row in part[::4] for place in range(4)]
 
 
 def test_rows_of_lists_differ_in_size() -> None:
-    found = chosen(detection_batch())
+    small, large = chosen(detection_batch())
     boxes = torch.tensor([float(len(target["boxes"])) for target in detection_batch()[1]])
-    assert boxes[found.rows].unique().numel() > 1
-    images = [torch.zeros(3, 4, 4) for _ in range(ROWS)]
-    equal = chosen((images, [{"boxes": torch.zeros(2, 4)} for _ in range(ROWS)]))
-    assert ("", "size") in equal.pending
+    assert boxes[small + large].unique().numel() > 1
 
 
 @pytest.mark.parametrize("num_rows", [2, 3, 4, 7, 16, 64, 1000])
 def test_at_most_sixteen_rows_are_cut_unevenly_each_in_one_part(num_rows: int) -> None:
-    found = chosen((torch.randn(num_rows, 3), torch.randint(5, (num_rows,))))
-    assert len(set(found.rows)) == len(found.rows) == min(num_rows, 16)
-    assert 0 < len(found.small) <= len(found.large)
-    assert num_rows == 2 or len(found.small) < len(found.large)
-
-
-def test_some_weight_is_in_both_parts() -> None:
-    weights = torch.zeros(64)
-    weights[-2:] = 1
-    found = chosen((torch.zeros(64), torch.zeros(64), weights))
-    assert weights[list(found.small)].sum() > 0
-    assert weights[list(found.large)].sum() > 0
+    small, large = chosen((torch.randn(num_rows, 3), torch.randint(5, (num_rows,))))
+    assert len({*small, *large}) == len(small + large) == min(num_rows, 16)
+    assert 0 < len(small) <= len(large)
+    assert num_rows == 2 or len(small) < len(large)
 
 
 def test_a_batch_of_many_rows_is_probed_on_some_of_them() -> None:
     targets = torch.zeros(1000, dtype=torch.long)
-    targets[400:600] = 4
+    targets[400:700] = 4
     weighted = lambda logits, targets: F.cross_entropy(logits, targets, CLASS_WEIGHT)  # noqa: E731
     found = warnings_of(on(Mlp(), weighted, microbatch_size=500), (numbers(1000, 6), targets))
     assert len(found) == 1
-    assert "weighted mean" in found[0]
+    assert "splitting changes this batch" in found[0]

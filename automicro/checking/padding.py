@@ -1,5 +1,6 @@
 """Whether a row computes the same with and without its padding: looked at before any is cut."""
 
+import dataclasses
 import enum
 import math
 from collections.abc import Mapping, Sequence
@@ -7,15 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from automicro.batch.device import on_host
 from automicro.batch.padding import Group, cut_padding
-from automicro.batch.tensors import tensor_leaves
+from automicro.checking.bench import Bench, Conditions
+from automicro.checking.draws import CollectiveError, needs_other_ranks
+from automicro.checking.reading import LOSS, Reading, gaps
 from automicro.errors import AutomicroError
-from automicro.loss.passes import Computation, ExtraPasses, Mode
-from automicro.loss.silence import CollectiveError, needs_other_ranks
+from automicro.loss.passes import Computation, Mode
+from automicro.loss.weights import CutBatch
 from automicro.memory.oom import Failure, classify, first_line, release
 
 
@@ -46,11 +48,6 @@ class PaddingSeen:
 
 
 _NOTHING_PADDED = PaddingSeen(verdict=Verdict.UNKNOWN)
-# Relative differences of a loss that are rounding, by the lowest precision that was computed in.
-_LOSS = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 3e-2}
-# The same of single outputs, relative to the largest.
-_OUTPUT = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 0.2}
-_ACCELERATED = 10  # TF32
 
 
 def padded_rows(groups: Sequence[Group]) -> list[int]:
@@ -142,55 +139,55 @@ def _look(
     with on_host():
         padded = computation.layout.take_rows(batch, [row])
         cut = cut_padding(padded, groups, slice(row, row + 1))
-    with ExtraPasses(computation) as passes, torch.no_grad():
-        one = passes.losses(padded, mode=mode)
-        passes.losses(padded, mode=mode)  # what the first call makes is no difference
-        other = passes.losses(cut, mode=mode)
-        used = passes.silence.dtypes | {
-            parameter.dtype for module in computation.modules for parameter in module.parameters()
-        }
-    floating = [dtype for dtype in used if dtype in _LOSS] or [torch.float32]
-    precision = min(floating, key=lambda dtype: -_LOSS[dtype])
-    slack = 1 if computation.device.type == "cpu" else _ACCELERATED
     windows = {group.name: (*group.window([row]), group.padded) for group in groups}
-    compared = False
-    if one.loss is not None and other.loss is not None:
-        before, after = float(one.loss.detach()), float(other.loss.detach())
-        are_finite = math.isfinite(before), math.isfinite(after)
-        if any(are_finite):
-            compared = True
-            most = slack * _LOSS[precision] * max(abs(before), abs(after))
-            if not all(are_finite) or abs(before - after) > most:
-                why = f"the loss of a row is {before:.6g} with its padding and {after:.6g} without"
-                return PaddingSeen(verdict=Verdict.OTHER, why=why)
-    dims: dict[str, dict[int, str]] = {}
-    without = dict(tensor_leaves(other.outputs))
-    for path, whole in tensor_leaves(one.outputs):
-        part = without.get(path)
-        if part is None or part.dim() != whole.dim() or not whole.is_floating_point():
-            continue
-        own = _matching(whole, part, windows)
-        if own is None:
-            continue
-        dims[path] = own
-        for dim, name in own.items():
-            start, stop, _ = windows[name]
-            whole = whole.narrow(dim, start, stop - start)
-        if whole.dim() == 0 or not whole.numel():
-            continue
-        scale, gap = float(whole.abs().max()), float((whole - part).abs().max())
-        if not math.isfinite(scale):
-            continue
-        compared = True
-        if not gap <= slack * _OUTPUT[precision] * scale:
-            share = gap / (scale or 1)
-            why = f"the output {path!r} of a row differs by {share:.2g} without its padding"
-            return PaddingSeen(verdict=Verdict.OTHER, why=why)
-    if not compared:
+    with Bench(computation, Conditions(mode=mode, wants="outputs")) as bench:
+        one, other = bench.read(_alone(padded)), bench.read(_alone(cut))
+        dims = {
+            path: own
+            for path, whole in one.outputs.items()
+            if (part := other.outputs.get(path)) is not None
+            if part.dim() == whole.dim() and whole.is_floating_point()
+            if (own := _matching(whole, part, windows)) is not None
+        }
+        other.outputs = {path: other.outputs[path] for path in dims}
+        one = _narrowed(one, dims, windows)
+        shaken = (bench.read(_alone(padded), shake=shake) for shake in range(1, 7))
+        finite = [name for name, value in one.numbers.items() if math.isfinite(value)]
+        has_values = any(float(leaf.nan_to_num().abs().max()) for leaf in one.outputs.values())
+        found = gaps(one, other, (_narrowed(each, dims, windows) for each in shaken))
+    if LOSS in found and (finite or math.isfinite(other.numbers[LOSS])):
+        before, after = one.numbers[LOSS], other.numbers[LOSS]
+        why = f"the loss of a row is {before:.6g} with its padding and {after:.6g} without"
+        return PaddingSeen(verdict=Verdict.OTHER, why=why)
+    path = next((path for path in found if path in dims), None)
+    if path is not None:
+        why = f"the output {path!r} of a row differs by {found[path]:.2g} without its padding"
+        return PaddingSeen(verdict=Verdict.OTHER, why=why)
+    if not (finite or has_values):
         return PaddingSeen(
             verdict=Verdict.UNKNOWN, why="the forward gives no finite loss and no outputs of a row"
         )
     return PaddingSeen(verdict=Verdict.SAME, output_dims=dims)
+
+
+def _alone(row: Any) -> CutBatch:
+    return CutBatch(batch=row, microbatches=[row], sizes=[1])
+
+
+def _narrowed(
+    reading: Reading,
+    dims: Mapping[str, Mapping[int, str]],
+    windows: Mapping[str, tuple[int, int, int]],
+) -> Reading:
+    """The same without what lies in the padding of its outputs."""
+    outputs = {}
+    for path, own in dims.items():
+        leaf = reading.outputs[path]
+        for dim, name in own.items():
+            start, stop, _ = windows[name]
+            leaf = leaf.narrow(dim, start, stop - start)
+        outputs[path] = leaf
+    return dataclasses.replace(reading, outputs=outputs)
 
 
 def _matching(

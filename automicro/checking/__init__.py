@@ -1,0 +1,1 @@
+"""Whether splitting changes what is computed: parts against the whole, beyond chance."""

@@ -1,0 +1,581 @@
+"""Passes over some rows that leave no trace, draws held constant: what they give is a reading."""
+
+import contextlib
+import itertools
+import math
+import random
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from automicro.batch.cutting import concat_rows
+from automicro.batch.device import on_device, on_host
+from automicro.batch.tensors import map_tensors, tensor_leaves
+from automicro.checking.draws import HeldDraws
+from automicro.checking.reading import LOSS, SEAM, Reading, has_fractions, norm_of, profile
+from automicro.checking.state import Snapshot, changed_places
+from automicro.compilation import uncompiled
+from automicro.errors import BatchError, LossError, RollbackError, StateWarning, warn
+from automicro.loss.conventions import Output, outputs_with_rows
+from automicro.loss.passes import Computation, Mode, allowing_writes, check_own_graph, extra_pass
+from automicro.loss.weights import BatchWeights, CutBatch
+from automicro.memory.oom import Failure, classify
+from automicro.modules import ModuleIndex
+from automicro.options import check_loss
+from automicro.state.capture import Captured, capture
+from automicro.torch_private import AnyBatchNorm, num_nodes_made, with_hooks
+from automicro.transaction.leaves import HeldHooks, leaves_of
+from automicro.transaction.parameters import refused_writes
+from automicro.transaction.rng import RandomState, devices_of, foreign_states
+from automicro.values import read_scalars, state_of
+
+Wanted: TypeAlias = Literal["parameters", "seams", "numbers", "outputs"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """Under which a bench runs; `verify` changes one after the other.
+
+    Attributes:
+        mode: which forward.
+        wants: ``"parameters"``, whose gradients need all that a backward needs; ``"seams"``, the
+            gradients by what the outermost modules with parameters give, of which nothing is kept;
+            ``"numbers"`` alone; or ``"outputs"`` beside them.
+        batchnorm: whether layers average over rows, as in training.
+        hooks: whether hooks of parameters run in each backward.
+        carries: whether a part begins with the state that the one before has left.
+        watches: whether what modules get and give is kept, too.
+        notes_state: whether it is read what forwards leave in attributes and variables.
+    """
+
+    mode: Mode = "train"
+    wants: Wanted = "parameters"
+    batchnorm: bool = False
+    hooks: bool = False
+    carries: bool = True
+    watches: bool = False
+    notes_state: bool = False
+
+
+_SUMS = 16  # times the eps of the type that is added up in
+_TF32 = 2.0**-10
+_ACCELERATED = 10  # sums in another order for every shape
+_TURNED_OVER = 0.1  # of whole numbers, as rounding may
+_SEED = 0x5EED0000
+_LOW = (torch.float16, torch.bfloat16)
+
+
+class Bench:
+    """Passes over rows that leave no trace. A context: left, everything is as it was.
+
+    Args:
+        computation: model and loss.
+        conditions: under which passes run.
+
+    Attributes:
+        draws: what was noted while they ran.
+
+    Warns:
+        StateWarning: something was changed that cannot be put back.
+    """
+
+    def __init__(self, computation: Computation, conditions: Conditions | None = None) -> None:
+        self.computation, self.conditions = computation, conditions or Conditions()
+        roots = computation.reached
+        self._index = ModuleIndex(roots)
+        self._modules = list({id(m): m for root in roots for m in root.modules()}.values())
+        every = {id(p): p for root in roots for p in root.parameters()}
+        self._trained = {key: each for key, each in every.items() if each.requires_grad}
+        self._shaken = list((self._trained or every).values())
+        self._names = computation.names()
+        self._leaves: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._known: Mapping[int, Any] | None = None
+        self._num_readings = 0
+        self._random = RandomState(
+            devices_of(roots, computation.device), computation.reach.generators
+        )
+        self.draws = HeldDraws(every.values(), is_alone=True)
+        self._stack = contextlib.ExitStack()
+        self._captured: Captured | None = None
+
+    def __enter__(self) -> "Bench":
+        with self._stack as stack:
+            self._captured = captured = capture(self.computation.roots)
+            stack.callback(_put_back, captured)
+            stack.callback(self._random.roll_back)
+            self._random.begin()
+            stack.callback(self.draws.put_back)
+            stack.callback(self._put_gradients_back)
+            self._set_aside(self._trained.values())
+            stack.enter_context(warnings.catch_warnings())
+            # Of one row, which none of the caller's batches may have.
+            warnings.filterwarnings("ignore", message=".*degrees of freedom", category=UserWarning)
+            # Each thread numbers its own nodes, so all have to be made by this one.
+            threads = torch.autograd.set_multithreading_enabled(False)
+            for manager in (uncompiled(), threads, extra_pass()):
+                stack.enter_context(manager)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def read(self, cut: CutBatch, *, shake: int = 0) -> Reading:
+        """Run the microbatches of a cut, one after the other, from the state as it is.
+
+        Args:
+            cut: rows, and how they are cut.
+            shake: which last bits of the parameters are off; 0 for none.
+
+        Raises:
+            CollectiveError: the forward was about to communicate with other ranks.
+            LossError: there is no usable loss, or its graph goes on into one of the caller's.
+            BaseException: whatever the forward raises on these rows.
+        """
+        mode, wants = self.conditions.mode, self.conditions.wants
+        weights: BatchWeights | None = None
+        if wants != "outputs":  # counts of the caller's may change what is put back
+            weights = self._weights(cut)
+        reading = Reading()
+        kinds: dict[str, torch.dtype] = {}
+        told: list[Mapping[str, tuple[float, float]]] = []
+        outputs: list[Any] = []
+        sums: dict[int, Tensor] = {}
+        for index, part in enumerate(cut.microbatches):
+            if index == 0 or not self.conditions.carries:
+                self._begin_again()
+            self.draws.number += 1
+            first_node = num_nodes_made()
+            apart = map_tensors(part, _without_graph)
+            (moved,) = on_device([apart], self.computation.device, isolate=True)
+            self._set_seeds(shake)
+            before = self._foreign()
+            with self._surroundings(), self._shaking(shake), self.draws, self._seam() as given:
+                output = self._compute(moved)
+                if output.loss is not None and mode != "predict":
+                    weights = weights or self._weights(cut)
+                    loss = self._add(reading, kinds, output, weights, index)
+                    if loss.requires_grad and not weights.is_nothing[index]:
+                        if wants in ("parameters", "seams"):
+                            check_own_graph(loss, first_node)
+                        reading.seams.append([*self._backward(loss, given, sums)])
+            self._take(reading, sums)
+            self._note_foreign(before)
+            told.append(output.told)
+            reading.as_loss = output.told_as_loss & (
+                reading.as_loss if index else output.told_as_loss
+            )
+            if wants == "outputs":
+                kept = outputs_with_rows(output.outputs)
+                outputs.append(map_tensors(kept, lambda leaf: leaf.detach().clone()))
+            del output, moved
+        reading.gradients = {self._names_of_leaves()[key]: each for key, each in sums.items()}
+        reading.outputs = _joined(outputs)
+        _add_told(reading, told)
+        self._set_floors(reading, kinds)
+        if self.conditions.notes_state:
+            assert self._captured is not None
+            for place in changed_places(self.computation.roots, self._captured):
+                if not place.is_buffer:  # those are named by what a batch changes
+                    reading.state[place.identity] = place, Snapshot(place.read())
+        return reading
+
+    def _weights(self, cut: CutBatch) -> BatchWeights:
+        is_eval = self.conditions.mode == "eval"
+        averages = self.computation.eval_averages if is_eval else self.computation.averages
+        with on_host():
+            return BatchWeights(averages, [cut])
+
+    def _add(
+        self,
+        reading: Reading,
+        kinds: dict[str, torch.dtype],
+        output: Output,
+        weights: BatchWeights,
+        index: int,
+    ) -> Tensor:
+        """Add a part's losses to the reading; gives its weighted loss."""
+        given = output.loss
+        is_constant = isinstance(given, Tensor) and not given.requires_grad
+        if self.conditions.mode == "train" and not is_constant:
+            check_loss(given)
+        if not isinstance(given, Tensor) or given.dim():
+            raise LossError("the loss is not one number")
+        loss, beside = weights.apply(index, given, output.losses, has_total=output.has_total)
+        named = {**beside, LOSS: loss}
+        values = read_scalars([each.detach() for each in (given, *named.values())])
+        reading.each.append(values[0])
+        for (name, term), value in zip(named.items(), values[1:], strict=True):
+            kinds[name] = term.dtype
+            reading.numbers[name] = reading.numbers.get(name, 0.0) + value
+            reading.raise_scale(name, value, reading.numbers[name])
+        return loss
+
+    def _set_floors(self, reading: Reading, kinds: Mapping[str, torch.dtype]) -> None:
+        """What is rounding in any case: of values by the lowest type, of sums by a wide one."""
+        for name, value in reading.outputs.items():
+            reading.raise_scale(name, norm_of(value) if has_fractions(value) else 1.0)
+        for name, given in itertools.chain(*reading.seams):
+            size = 0.0 if given is None else norm_of(profile([given]))
+            reading.scales[name] = reading.scales.get(name, 0.0) + size
+        sums, values = self._rounding
+        total = math.hypot(*(reading.scales[name] for name in reading.gradients))
+        for name, scale in reading.scales.items():
+            if name in reading.numbers:
+                kind = torch.finfo(kinds[name]).eps if name in kinds else 0.0
+                reading.floors[name] = max(4 * kind, sums) * scale
+            else:
+                reading.floors[name] = values * scale + sums * total * (name in reading.gradients)
+        for name, value in reading.outputs.items():
+            if not has_fractions(value):
+                reading.floors[name] = _TURNED_OVER
+
+    @property
+    def _rounding(self) -> tuple[float, float]:
+        """What computing rounds, relative: sums, and values, which are kept in the lowest type."""
+        lowest = self.draws.lowest
+        wide = torch.float64 if lowest is torch.float64 else torch.float32
+        sums = _SUMS * torch.finfo(wide).eps
+        if self.computation.device.type != "cpu" and lowest is not torch.float64:
+            return sums * _ACCELERATED, max(torch.finfo(lowest).eps, _TF32)
+        return sums, max(torch.finfo(lowest).eps, sums)
+
+    # One pass
+
+    def _begin_again(self) -> None:
+        """The state as it was at first; what is drawn begins elsewhere each time."""
+        assert self._captured is not None
+        self._num_readings += 1
+        self.draws.begin_again()
+        with contextlib.suppress(RollbackError):  # said when the bench is left
+            self._captured.put_back()
+        seed = _SEED + self._num_readings
+        torch.manual_seed(seed)
+        for generator in self.computation.reach.generators():
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(seed)
+
+    def _set_seeds(self, shake: int) -> None:
+        """Let what draws beside torch give the same in each pass, but where chance is measured.
+
+        So a draw for each forward is held, and one for each row shows as chance.
+        """
+        seed = _SEED + shake
+        random.seed(seed)
+        np.random.seed(seed)
+        for generator in self.computation.reach.generators():
+            if isinstance(generator, np.random.Generator):
+                bits: Any = generator.bit_generator
+                bits.state = type(bits)(seed).state
+            elif not isinstance(generator, torch.Generator):
+                generator.seed(seed)
+
+    def _compute(self, rows: Any) -> Output:
+        convention, model = self.computation.convention, self.computation.modules[0]
+        with allowing_writes(self.draws):
+            match self.conditions.mode:
+                case "train":
+                    return convention.train(model, rows)
+                case "eval":
+                    return convention.evaluate(model, rows)
+            holds_rows = self.computation.layout.holds_rows
+            return Output(None, {}, convention.predict(model, rows, holds_rows=holds_rows))
+
+    def _backward(
+        self, loss: Tensor, given: list[tuple[str, Tensor]], sums: dict[int, Tensor]
+    ) -> list[tuple[str, Tensor | None]]:
+        """Add gradients to the leaves, or give those by what modules gave."""
+        if self.conditions.wants == "seams":
+            wanted = [each for _, each in given if each.requires_grad]
+            found = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ()
+            return [(SEAM, each) for each in found]
+        if self.conditions.wants == "parameters":
+            self._set_aside(leaves_of(loss))
+            for key, (leaf, _) in self._leaves.items():
+                if key in sums and leaf.dtype not in _LOW:
+                    # Autograd adds in place: no third set of gradients is held.
+                    total = sums.pop(key)
+                    leaf.grad = total if leaf.grad is None else total + leaf.grad
+            hooked = with_hooks([leaf for leaf, _ in self._leaves.values()])
+            with HeldHooks([] if self.conditions.hooks else hooked).held():
+                loss.backward()  # type: ignore[no-untyped-call]
+        return list(given)
+
+    def _take(self, reading: Reading, sums: dict[int, Tensor]) -> None:
+        """Take the gradients of leaves that last, and leave none."""
+        names = self._names_of_leaves()
+        for key, (leaf, _) in self._leaves.items():
+            gradient, leaf.grad = leaf.grad, None
+            if gradient is not None and key in names:
+                gradient = gradient.detach()
+                gradient = gradient.float() if gradient.dtype in _LOW else gradient
+                sums[key] = sums[key] + gradient if key in sums else gradient
+            if key in sums and key in names:
+                reading.raise_scale(names[key], norm_of(sums[key]))
+
+    def _names_of_leaves(self) -> Mapping[int, str]:
+        """By the id of a leaf its name; without those that a forward made for itself."""
+        strangers = self._leaves.keys() - self._names.keys()
+        if not strangers:
+            return self._names
+        if self._known is None:
+            assert self._captured is not None
+            self._known = self._captured.names()
+        found = {key: self._known[key][0] or "a leaf" for key in strangers & self._known.keys()}
+        return {**self._names, **found}
+
+    def _set_aside(self, leaves: Iterable[Tensor]) -> None:
+        for leaf in leaves:
+            if id(leaf) not in self._leaves:
+                self._leaves[id(leaf)] = leaf, leaf.grad
+                leaf.grad = None
+
+    def _put_gradients_back(self) -> None:
+        for leaf, earlier in self._leaves.values():
+            leaf.grad = earlier
+        self._leaves.clear()
+
+    # Around a pass
+
+    @contextlib.contextmanager
+    def _surroundings(self) -> Iterator[None]:
+        wants, is_training = self.conditions.wants, self.conditions.mode == "train"
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_alone(self._modules))
+            if not self.conditions.batchnorm:
+                stack.enter_context(_rows_apart(self._modules))
+            stack.enter_context(torch.enable_grad() if is_training else torch.no_grad())
+            if is_training and wants in ("numbers", "outputs"):
+                stack.enter_context(saved_tensors_hooks(_keep_nothing, _refuse_backward))
+            yield
+
+    @contextlib.contextmanager
+    def _shaking(self, shake: int) -> Iterator[None]:
+        """Parameters are off by last bits of what is computed in. No copy of them is made."""
+        views: list[tuple[Tensor, int]] = []
+        for each in self._shaken if shake else ():
+            kind = _INTEGERS.get(each.dtype)
+            is_plain = type(each) in (Tensor, nn.Parameter) and each.layout is torch.strided
+            if kind and is_plain and each.device.type != "meta":
+                steps = max(1, round(self._rounding[1] / torch.finfo(each.dtype).eps))
+                views.append((each.data.view(kind), _pattern(steps, shake)))
+        written = self.draws.written
+        for view, bits in views:
+            view.bitwise_xor_(bits)
+        try:
+            yield
+        finally:
+            if views:
+                self.draws.put_back()
+            for view, bits in views:
+                view.bitwise_xor_(bits)
+            if views:
+                self.draws.forget_but(written)  # copies of others hold what was shaken
+                self.draws.put_back()
+
+    @contextlib.contextmanager
+    def _seam(self) -> Iterator[list[tuple[str, Tensor]]]:
+        """What the outermost modules with parameters give: leaves, and nothing is kept of them.
+
+        Or, where it watches, what all modules get and give, as it is.
+        """
+        given: list[tuple[str, Tensor]] = []
+        cuts, watches = self.conditions.wants == "seams", self.conditions.watches
+        if not (cuts or watches):
+            yield given
+            return
+        inside: list[nn.Module] = []
+        names = {id(m): n or type(m).__name__ for n, m in self._named_modules()}
+
+        def before(module: nn.Module, inputs: Any) -> None:
+            name = names.get(id(module))
+            if watches and name:
+                given.extend(
+                    (f"the input of {name}", leaf.detach().clone())
+                    for _, leaf in tensor_leaves(inputs)
+                )
+            if cuts and (inside or any(True for _ in module.parameters())):
+                torch.set_grad_enabled(False)
+                inside.append(module)
+
+        def after(module: nn.Module, _: Any, output: Any) -> Any:
+            name = names.get(id(module))
+            if watches and name:
+                given.extend((name, leaf.detach().clone()) for _, leaf in tensor_leaves(output))
+            if not inside:
+                return None
+            inside.pop()
+            if inside:
+                return None
+            torch.set_grad_enabled(True)
+            return map_tensors(output, leaf_of)
+
+        def leaf_of(value: Tensor) -> Tensor:
+            value = value.detach()
+            if value.is_floating_point() and value.dim():
+                given.append((SEAM, value.requires_grad_()))
+            return value
+
+        handles = [
+            nn.modules.module.register_module_forward_pre_hook(before),
+            nn.modules.module.register_module_forward_hook(after, always_call=True),
+        ]
+        try:
+            yield given
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        for root in self.computation.reached:
+            yield from root.named_modules()
+
+    # What a pass has done
+
+    def check_writes(self) -> list[str]:
+        """Parameters that one forward has set, as layers do that learn from their first batch.
+
+        Raises:
+            RollbackError: more than one forward changed parameters.
+        """
+        if self.draws.moving:
+            raise refused_writes(self._index.names_of(self.draws.moving))
+        return self._index.names_of(self.draws.set_once)
+
+    def _foreign(self) -> dict[str, Any]:
+        """Where generators stand that are not torch's."""
+        python, numpy = foreign_states()
+        own = self.computation.reach.generators()
+        return {
+            "Python's random": python,
+            "NumPy's random": numpy,
+            "a generator of your own": [
+                repr(state_of(each)) for each in own if not isinstance(each, torch.Generator)
+            ],
+        }
+
+    def _note_foreign(self, before: Mapping[str, Any]) -> None:
+        now = self._foreign()
+        self.draws.unheld |= {name for name, state in before.items() if now[name] != state}
+
+
+_INTEGERS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+}
+
+
+def _pattern(steps: int, shake: int) -> int:
+    """Bits to turn, up to about so many last places; others for each shake."""
+    high = 1 << (steps.bit_length() - 1)
+    low = high >> 1 or 1
+    return (high, low, high | high >> 1, high | high >> 2, high | high >> 1 | high >> 2)[
+        (shake - 1) % 5
+    ]
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_()
+
+
+def _joined(outputs: Sequence[Any]) -> dict[str, Tensor]:
+    """Rows of all parts, one behind the other; nothing where they cannot be joined."""
+    if not outputs or outputs[0] is None:
+        return {}
+    if len(outputs) == 1:
+        return dict(tensor_leaves(outputs[0]))
+    try:
+        return dict(tensor_leaves(concat_rows(outputs)))
+    except BatchError:  # so it may be of microbatches, or it goes by chance where they are alike
+        first, *others = (dict(tensor_leaves(each)) for each in outputs)
+        found = {}
+        for path, leaf in first.items():
+            pieces = [leaf, *(each.get(path, leaf[..., :0]) for each in others)]
+            are_alike = len({piece.shape[1:] for piece in pieces}) == 1 and leaf.dim() > 0
+            found[path] = torch.cat(pieces) if are_alike else leaf
+        return found
+
+
+def _add_told(reading: Reading, told: Sequence[Mapping[str, tuple[float, float]]]) -> None:
+    """The means that a host makes of the numbers that it was told of."""
+    for name in told[0] if told else ():
+        total = sum(each[name][1] for each in told if name in each)
+        if total and all(name in each for each in told) and name not in reading.as_loss:
+            terms = [value * weight / total for value, weight in (each[name] for each in told)]
+            reading.numbers[name] = math.fsum(terms)
+            reading.raise_scale(name, *terms)
+            reading.told.add(name)
+
+
+def _keep_nothing(_: Tensor) -> None:
+    return None
+
+
+def _refuse_backward(_: None) -> Tensor:
+    raise RuntimeError("a forward goes backward by itself, and nothing was kept for that")
+
+
+def _put_back(captured: Captured) -> None:
+    """Put the state back, in a second try if memory runs out in the first."""
+    failure: Exception | None = None
+    try:
+        captured.put_back()
+    except Exception as error:
+        failure = error
+    try:
+        if isinstance(failure, RollbackError):
+            warn(
+                f"a check of a few rows has left traces ({failure}). Keep what a forward writes to "
+                "in buffers, or pass probe=False",
+                StateWarning,
+            )
+        elif failure is not None:
+            captured.put_back()
+            if classify(failure) is not Failure.RETRYABLE:
+                raise failure
+    finally:
+        del failure  # it holds this frame: a cycle
+
+
+@contextlib.contextmanager
+def _alone(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let wrappers of several ranks run on this one without the others: as what they wrap.
+
+    They may lie inside of others, as Fabric's do.
+    """
+    wrappers = [each for each in modules if isinstance(each, DistributedDataParallel)]
+    for each in wrappers:
+        vars(each)["forward"] = each.module
+    try:
+        yield
+    finally:
+        for each in wrappers:
+            del vars(each)["forward"]
+
+
+@contextlib.contextmanager
+def _rows_apart(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let BatchNorm use its running statistics, or where it has none, hand its input on.
+
+    That it averages over rows is known, and warned of by itself.
+    """
+    with contextlib.ExitStack() as stack:
+        for layer in modules:
+            if not isinstance(layer, AnyBatchNorm):
+                continue
+            if layer.running_mean is None:
+                vars(layer)["forward"] = nn.Identity().forward
+                stack.callback(vars(layer).pop, "forward")
+            elif layer.training:
+                layer.eval()
+                stack.callback(layer.train)
+        yield

@@ -1,0 +1,821 @@
+"""When to compare rows together and apart, and what is said of it.
+
+A few rows are compared at batches 1, 2, 4, 8 …, and where a batch shows something new; whole
+batches that are split at the first, second, 10th, 100th …
+"""
+
+import dataclasses
+import functools
+import logging
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import torch
+
+from automicro.batch.device import on_host
+from automicro.checking.bench import Bench, Conditions
+from automicro.checking.draws import CollectiveError, needs_other_ranks
+from automicro.checking.reading import LOSS, SEAM, Reading, gaps, is_blind
+from automicro.checking.rows import MOST_ROWS, Forms, is_telling, telling_rows
+from automicro.checking.state import Place
+from automicro.errors import (
+    AutomicroError,
+    BufferWarning,
+    LossAverageError,
+    LossAverageWarning,
+    LossError,
+    MetricWarning,
+    RollbackError,
+    describe_error,
+    warn,
+)
+from automicro.loss.averages import Average, Tokens
+from automicro.loss.passes import Computation, Mode
+from automicro.loss.weights import CutBatch
+from automicro.memory.oom import Failure, classify, empty_cache, first_line, release
+from automicro.torch_private import writes_own_state
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_SeenWhole: TypeAlias = tuple[str, dict[str, str]]
+_SeenOutputs: TypeAlias = tuple[frozenset[str], dict[str, str]]
+
+_OCCASIONS = (1, 2, *(10**power for power in range(1, 7)))
+_FEWER_ROWS = (MOST_ROWS, 4, 2)
+_FRACTIONS = (1, 2, 4)
+_PATIENCE = 4  # checks that learn nothing, after which that is said
+_CONTROLS = 6  # at most
+_SHOWN = 5
+_SLIGHT = 1e-2  # of the gradient of a parameter
+
+
+class Occasions:
+    """Which of many batches of a kind are compared: the first, second, 10th, 100th … millionth.
+
+    Attributes:
+        are_over: whether none will be any more, so that nobody need count.
+
+    Example:
+        >>> splits = Occasions()
+        >>> [splits.is_next() for _ in range(10)].count(True)
+        3
+    """
+
+    def __init__(self) -> None:
+        self.are_over = False
+        self._num = self._num_put_off = 0
+
+    def is_next(self) -> bool:
+        """Count one more; whether it is one of them."""
+        self._num += 1
+        self.are_over |= self._num >= _OCCASIONS[-1]
+        return self._num in _OCCASIONS
+
+    def put_off(self) -> None:
+        """Take the next one in place of this one, which could not be compared; not for ever."""
+        if self._num_put_off < _PATIENCE:
+            self._num_put_off += 1
+            self._num -= 1
+
+
+@dataclass(kw_only=True)
+class _Track:
+    """What checks of one kind of forward have shown so far.
+
+    Attributes:
+        forms: what its batches have shown.
+        splits: which of those that are split are compared: without outputs, and with.
+        number: of batches.
+        looks: at a few rows.
+        most_rows: of a look.
+        failures: looks that failed, as the model does on the whole batch.
+        fruitless: looks that learned nothing.
+        is_over: whether no further batch is of use.
+        has_named: whether it was said that parts do not add up.
+        is_wrong: whether that was not for state that forwards leave.
+        has_checked: whether one showed that they do.
+    """
+
+    forms: Forms
+    splits: tuple[Occasions, Occasions] = field(default_factory=lambda: (Occasions(), Occasions()))
+    number: int = 0
+    looks: int = 0
+    most_rows: int = MOST_ROWS
+    failures: int = 0
+    fruitless: int = 0
+    is_over: bool = False
+    has_named: bool = False
+    is_wrong: bool = False
+    has_checked: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What a check has found.
+
+    Attributes:
+        kind: ``"wrong"``, ``"nothing"`` learned (so far), or ``"unchecked"``.
+        text: what differs, or why nothing was seen.
+        is_final: whether no later batch can show more.
+        is_slight: whether it may be rounding on an edge, as of a ReLU.
+        is_state: whether it is gone where each part begins with the same state.
+    """
+
+    kind: Literal["wrong", "nothing", "unchecked"]
+    text: str
+    is_final: bool = False
+    is_slight: bool = False
+    is_state: bool = False
+
+
+class Checks:
+    """Compares rows together and apart at the batches of a Microbatcher, and warns.
+
+    Args:
+        computation: model and loss.
+        declared: whether the caller said what the loss averages over.
+        off: whether nothing is checked.
+        refuses: whether a difference is an error, not a warning.
+        is_alone: whether a forward needs no other rank. Where it does, nothing can be checked.
+
+    Attributes:
+        counting: names of attributes and variables that depend on how many forwards there are for
+            a batch.
+    """
+
+    def __init__(
+        self,
+        computation: Computation,
+        *,
+        declared: bool,
+        off: bool = False,
+        refuses: bool = False,
+        is_alone: bool = True,
+    ) -> None:
+        self._computation = computation
+        averages = computation.averages.values()
+        self._is_known = all(average.is_known for average in averages)
+        self._declared = declared
+        self._is_claimed = not declared and any(
+            isinstance(average, Tokens) and average.is_claimed for average in averages
+        )
+        self._off = off
+        self._refuses = refuses
+        self._why_not = "" if is_alone else needs_other_ranks()
+        layout = computation.layout
+        self._train, self._eval = (_Track(forms=Forms(layout), is_over=off) for _ in range(2))
+        self._output_splits = Occasions()
+        for splits in (*self._train.splits, *self._eval.splits, self._output_splits):
+            splits.are_over = bool(off or self._why_not)
+        self._has_said_unchecked = off  # who switches it off knows
+        self._odd_numbers: set[str] = set()
+        self._asked: set[tuple[int, str]] = set()
+        self.counting: list[str] = []
+
+    @property
+    def loss_average_is(self) -> str:
+        """How sure it is what the loss averages over.
+
+        ``"declared"``, ``"read"`` (off the loss or the model), ``"checked"``, ``"unchecked"``, or
+        ``"wrong"`` where the gradients of parts did not add up.
+        """
+        if self._train.is_wrong:
+            return "wrong"
+        if self._declared:
+            return "declared"
+        if self._is_known:
+            return "read"
+        return "checked" if self._train.has_checked else "unchecked"
+
+    def is_over(self, mode: Mode) -> bool:
+        """Whether no further batch is of use."""
+        return self._of(mode).is_over
+
+    # A few rows of a batch that could be split
+
+    def few_rows(
+        self,
+        batch: Any,
+        num_rows: int,
+        mode: Mode = "train",
+        *,
+        multiple: int = 1,
+        cut: int = 1,
+    ) -> bool:
+        """Compare a few rows with two parts of them, where that is due: whether it was.
+
+        What it changes is put back. Out of memory, it is tried with fewer rows, and then at a
+        later batch.
+
+        Args:
+            batch: that could be split.
+            num_rows: of it.
+            mode: which forward. Modules are in its mode.
+            multiple: how many rows belong together, as a policy was told.
+            cut: what sizes of microbatches are multiples of in any case.
+
+        Raises:
+            LossAverageError: parts do not add up, and that is refused.
+            RollbackError: each forward changes parameters.
+
+        Warns:
+            LossAverageWarning: parts do not add up, or that cannot be seen.
+        """
+        track = self._of(mode)
+        if track.is_over or num_rows < 2:
+            return False
+        if self._why_not or (track is self._eval and self._train.is_wrong):
+            track.is_over = True
+            if self._why_not and track is self._train:
+                self._say_unchecked(self._why_not, may_be_claimed=True)
+            return False
+        track.number += 1
+        is_new = track.forms.is_new(batch)
+        if not is_new and track.number & (track.number - 1):
+            return False
+        seed, track.looks = track.looks, track.looks + 1
+        look = functools.partial(self._look, track, batch, num_rows, mode, seed=seed)
+        found, rows = look(multiple=multiple)
+        if found is not None and found.kind == "wrong":
+            if cut > multiple and num_rows >= 2 * cut:
+                # It may come from how these rows were cut, as no batch is.
+                found, _ = look(multiple=cut)
+            elif found.is_slight and num_rows >= 2 * len(rows):
+                found, _ = look(multiple=multiple, without=rows)
+        self._say(track, found)
+        return True
+
+    def _look(
+        self,
+        track: _Track,
+        batch: Any,
+        num_rows: int,
+        mode: Mode,
+        *,
+        seed: int,
+        multiple: int,
+        without: Collection[int] = (),
+    ) -> tuple[Finding | None, list[int]]:
+        """Look at fewer and fewer rows, while memory runs out; what was found, and at which."""
+        layout = self._computation.layout
+        failure: Exception | None = None
+        parts: list[list[int]] = []
+        for most in (each for each in _FEWER_ROWS if each <= track.most_rows):
+            track.most_rows = most
+            try:
+                parts = telling_rows(
+                    layout,
+                    batch,
+                    num_rows,
+                    most=most,
+                    seed=seed,
+                    multiple=multiple,
+                    without=without,
+                )
+                return self._compare_few(batch, parts, mode), [*parts[0], *parts[1]]
+            except RollbackError:
+                raise  # the step itself may not see it
+            except CollectiveError as error:
+                text = needs_other_ranks(str(error))
+                return Finding(kind="unchecked", text=text, is_final=True), []
+            except Exception as error:
+                failure = error
+            kind = classify(failure)
+            if kind is not Failure.RETRYABLE:
+                break
+            release(failure, self._computation.device)
+        try:
+            assert failure is not None
+            if kind not in (Failure.RETRYABLE, Failure.UNRELATED):
+                raise failure
+            is_ours, why = isinstance(failure, AutomicroError), described(failure)
+            says_so = isinstance(failure, LossError)
+            release(failure, self._computation.device)
+        finally:
+            del failure  # it holds this frame: a cycle
+        if kind is Failure.RETRYABLE:
+            logger.log(
+                logging.DEBUG if track.fruitless else logging.WARNING,
+                "out of memory while a few rows were compared, together and apart; nothing is "
+                "lost, and a later batch is checked",
+            )
+            return Finding(kind="nothing", text="there was no memory to check"), []
+        text = f"a check of a few rows failed ({why.rstrip('.')})"
+        if says_so or not self._has_loss(batch, mode):  # the step itself says why
+            track.failures += 1
+            return Finding(kind="unchecked", text=text) if track.failures > 1 else None, []
+        if not is_ours:
+            with on_host():
+                pieces = [layout.take_rows(batch, each) for each in parts]
+            if not all(self._has_loss(each, mode) for each in pieces):
+                listed = " and ".join(map(str, sorted([*parts[0], *parts[1]])[:2]))
+                text = (
+                    f"the whole batch has a loss, and rows such as {listed} have none by "
+                    f"themselves ({why})"
+                )
+                return Finding(kind="wrong", text=text), []
+        return Finding(kind="unchecked", text=text, is_final=True), []
+
+    def _has_loss(self, batch: Any, mode: Mode) -> bool:
+        """Whether a loss can be computed of these rows, from the state as it is."""
+
+        def has_loss() -> bool:
+            rows = self._computation.layout.num_rows(batch)
+            cut = CutBatch(batch=batch, microbatches=[batch], sizes=[rows])
+            with Bench(self._computation, Conditions(mode=mode, wants="numbers")) as bench:
+                return LOSS in bench.read(cut).numbers
+
+        return self._try(has_loss) is True
+
+    def _compare_few(
+        self, batch: Any, parts: Sequence[Sequence[int]], mode: Mode
+    ) -> Finding | None:
+        track, is_training = self._of(mode), mode == "train"
+        together, apart = self._cuts(batch, parts)
+        conditions = Conditions(
+            mode=mode,
+            wants="parameters" if is_training else "numbers",
+            notes_state=is_training,
+        )
+        with Bench(self._computation, conditions) as bench:
+            whole = bench.read(together)
+            if not is_training and LOSS not in whole.numbers:
+                track.is_over = True  # there is none
+                return None
+            pieces = bench.read(apart)
+            initialised = bench.check_writes()
+            if initialised and track.looks < 2:
+                warn(_initialises(initialised), BufferWarning)
+                return None  # later batches find what the first has set
+            if is_training:
+                self._note_state(bench, whole, pieces, apart)
+            if not math.isfinite(whole.numbers[LOSS]) or not math.isfinite(whole.size):
+                return Finding(kind="nothing", text="the loss or its gradient is not finite")
+            if is_training and not whole.size:
+                return Finding(kind="nothing", text="no gradient reaches any parameter")
+            blind: list[bool] = []
+            found = gaps(whole, pieces, _controls(bench, together, whole, blind))
+            if bench.draws.repeats:
+                return Finding(kind="wrong", text=_REPEATS)
+            found = {
+                name: size
+                for name, size in found.items()
+                if name == LOSS or name not in whole.numbers or name in self._computation.averages
+            }
+            if found:
+                is_slight = (
+                    bench.draws.lowest is not torch.float64 and max(found.values()) < _SLIGHT
+                )
+                is_state = self._is_state(bench, whole, apart, together)
+                text = _said(found, whole, pieces, apart) + _BY_STATE * is_state
+                return Finding(kind="wrong", text=text, is_slight=is_slight, is_state=is_state)
+            unheld = ", ".join(sorted(bench.draws.unheld))
+            if unheld and blind:  # they matter
+                text = f"the forward draws what cannot be held constant ({unheld})"
+                return Finding(kind="unchecked", text=text)
+            if any(blind):
+                return Finding(
+                    kind="unchecked", text="the same rows give another gradient each time"
+                )
+        if is_telling(pieces.each):
+            track.has_checked = True
+        return None
+
+    @staticmethod
+    def _is_state(bench: Bench, whole: Reading, apart: CutBatch, together: CutBatch) -> bool:
+        """Whether nothing differs where each part begins with the same state as the whole."""
+        before = bench.conditions
+        bench.conditions = dataclasses.replace(before, carries=False)
+        pieces = bench.read(apart)
+        bench.conditions = before
+        return not gaps(whole, pieces, _controls(bench, together, whole, []))
+
+    def _cuts(self, batch: Any, parts: Sequence[Sequence[int]]) -> tuple[CutBatch, CutBatch]:
+        """Some rows together, and in parts."""
+        layout, sizes = self._computation.layout, list(map(len, parts))
+        with on_host():
+            rows = layout.take_rows(batch, [row for part in parts for row in part])
+            pieces = [layout.take_rows(batch, part) for part in parts]
+        return (
+            CutBatch(batch=rows, microbatches=[rows], sizes=[sum(sizes)]),
+            CutBatch(batch=rows, microbatches=pieces, sizes=sizes),
+        )
+
+    def _note_state(self, bench: Bench, whole: Reading, parts: Reading, apart: CutBatch) -> None:
+        """Take note of state that depends on how many calls there are for the same rows.
+
+        Not of what adds up by rows, of what only the last call decides, and of what a clock says.
+        """
+        new = {
+            key: (place, left)
+            for key, (place, left) in parts.state.items()
+            if key not in self._asked and not place.is_of_metric
+            if key not in whole.state or not left.is_like(whole.state[key][1])
+        }
+        if not new:
+            return
+        self._asked |= new.keys()
+        end = CutBatch(
+            batch=apart.microbatches[-1],
+            microbatches=apart.microbatches[-1:],
+            sizes=apart.sizes[-1:],
+        )
+        alone, again = bench.read(end).state, bench.read(apart).state
+        for key, (place, left) in new.items():
+            is_last = key in alone and left.is_like(alone[key][1])
+            if not is_last and key in again and again[key][1].repeats(left):
+                self.counting.append(place.name)
+
+    # Whole batches that are split
+
+    def compares(self, mode: Mode) -> bool:
+        """Whether batches that are split are still counted, and some compared."""
+        splits = self._of(mode).splits
+        return not (self._train.has_named or all(each.are_over for each in splits))
+
+    def whole(
+        self, batch: Any, sizes: Sequence[int], mode: Mode, *, gives_outputs: bool = False
+    ) -> None:
+        """Compare a batch that is split with its microbatches, where that is due.
+
+        Nothing is kept for the backward of modules, and what it changes is put back. Without memory
+        for the whole batch, half, a quarter or two of its microbatches are taken; of the halves of
+        one only numbers beside the loss are compared, since a few rows show its loss.
+
+        Args:
+            batch: that is split.
+            sizes: rows of its microbatches.
+            mode: which forward.
+            gives_outputs: whether outputs are asked for. These batches are counted apart, since
+                numbers among the outputs are not seen in others.
+
+        Raises:
+            LossAverageError: they are not the same, and that is refused.
+
+        Warns:
+            LossAverageWarning: they are not.
+            MetricWarning: numbers beside the loss are not.
+        """
+        track = self._of(mode)
+        if not track.splits[gives_outputs].is_next() or track.has_named:
+            return
+        ran_out = False
+
+        def compare(some: Sequence[int], wants: Any) -> _SeenWhole:
+            nonlocal ran_out
+            try:
+                is_one = sum(some) == sizes[0]
+                return self._compare_whole(batch, some, mode, wants, is_one=is_one)
+            except Exception as error:
+                ran_out = classify(error) is Failure.RETRYABLE
+                raise
+
+        found: _SeenWhole | str = ""
+        wanted = ("seams", "numbers") if mode == "train" else ("numbers",)
+        for some in fewer_and_fewer(sizes):
+            for wants in wanted:
+                found = self._try(functools.partial(compare, some, wants))
+                if not isinstance(found, str):
+                    break
+                logger.info("%d rows could not be computed at once: %s", sum(some), found)
+            if not isinstance(found, str):
+                break
+        if isinstance(found, str):
+            if ran_out:
+                track.splits[gives_outputs].put_off()
+            return
+        wrong, odd = found
+        if wrong and sum(some) > sizes[0]:
+            self._say(track, Finding(kind="wrong", text=wrong))
+            return
+        new = {name: text for name, text in odd.items() if name not in self._odd_numbers}
+        self._odd_numbers |= new.keys()
+        if new:
+            warn(_odd(new, mode, len(some)), MetricWarning)
+
+    def _compare_whole(
+        self, batch: Any, sizes: Sequence[int], mode: Mode, wants: Any, *, is_one: bool
+    ) -> tuple[str, dict[str, str]]:
+        """What is wrong with the loss of the rows of some microbatches, and with numbers beside."""
+        layout, device = self._computation.layout, self._computation.device
+        with on_host():
+            rest = layout.num_rows(batch) - sum(sizes)
+            rows = layout.split(batch, [sum(sizes), rest])[0] if rest else batch
+            pieces = layout.split(rows, sizes)
+        together = CutBatch(batch=rows, microbatches=[rows], sizes=[sum(sizes)])
+        apart = CutBatch(batch=rows, microbatches=pieces, sizes=sizes)
+        with Bench(self._computation, Conditions(mode=mode, wants=wants)) as bench:
+            whole, parts = bench.read(together), bench.read(apart)
+            if bench.draws.set_once and self._train.looks < 2:
+                return "", {}  # later batches find what the first has set
+            finite = {name for name, value in whole.numbers.items() if math.isfinite(value)}
+            if LOSS in whole.numbers and LOSS not in finite:
+                return "", {}
+            found = gaps(whole, parts, _controls(bench, together, whole, []))
+        if device.type != "cpu":
+            empty_cache(device)  # blocks of a whole batch serve no microbatch
+        odd = found.keys() & finite & parts.numbers.keys() - {LOSS}
+        named = odd & self._computation.averages.keys()
+        wrong = {name: found[name] for name in found.keys() - odd - whole.numbers.keys() | named}
+        wrong |= {LOSS: found[LOSS]} if LOSS in found else {}
+        numbers = {
+            name: _number(name, whole, parts)
+            for name in sorted(odd - named)
+            # Halves of a microbatch, as no batch is cut, may lack the rows of a number.
+            if math.isfinite(parts.numbers[name]) or not is_one
+        }
+        return _said(wrong, whole, parts, apart) if wrong else "", numbers
+
+    # Outputs
+
+    @property
+    def compares_outputs(self) -> bool:
+        """Whether evaluations that are split, and give outputs, are still counted."""
+        return not self._output_splits.are_over
+
+    def outputs(self, batch: Any, num_rows: int, mode: Mode) -> frozenset[str]:
+        """Compare outputs of a few rows together and apart, where that is due: what is known now.
+
+        Called in evaluation mode. What it changes is put back; where it fails, nothing is known.
+
+        Args:
+            batch: that is split.
+            num_rows: of it.
+            mode: which forward.
+
+        Returns:
+            Paths of outputs of which it is known whether they can be joined.
+
+        Warns:
+            MetricWarning: one of them cannot.
+        """
+        if not self._output_splits.is_next():
+            return frozenset()
+        known, wrong = self._see_outputs(batch, num_rows, mode, seed=0)
+        if wrong:  # rounding on an edge, as of a choice of experts, is not there in others again
+            _, again = self._see_outputs(batch, num_rows, mode, seed=1)
+            wrong = {path: text for path, text in wrong.items() if path in again}
+        if wrong:
+            self._output_splits.are_over = True
+            text = next(iter(wrong.values()))
+            more = f" (and {len(wrong) - 1} more outputs)" if len(wrong) > 1 else ""
+            warn(f"{text}{more}. {_OUTPUTS_REMEDY}", MetricWarning)
+        return known | wrong.keys()
+
+    def _see_outputs(self, batch: Any, num_rows: int, mode: Mode, *, seed: int) -> _SeenOutputs:
+        """Outputs that are the same in parts, and what is wrong with others."""
+
+        def see(most: int) -> _SeenOutputs:
+            layout = self._computation.layout
+            parts = telling_rows(layout, batch, num_rows, most=most, seed=seed)
+            together, apart = self._cuts(batch, parts)
+            with Bench(self._computation, Conditions(mode=mode, wants="outputs")) as bench:
+                whole, pieces = bench.read(together), bench.read(apart)
+                found = gaps(whole, pieces, _controls(bench, together, whole, []))
+                if bench.draws.unheld:
+                    return frozenset(), {}
+            paths = whole.outputs.keys() | pieces.outputs.keys()
+            wrong = {
+                path: _output(path, whole, pieces, found, apart) for path in found if path in paths
+            }
+            return frozenset(paths - wrong.keys()), wrong
+
+        for most in _FEWER_ROWS:
+            seen = self._try(functools.partial(see, most))
+            if not isinstance(seen, str):
+                return seen
+            logger.info("the outputs of %d rows could not be compared: %s", most, seen)
+        return frozenset(), {}
+
+    # State
+
+    def unsaved_state(self, batch: Any, num_rows: int) -> list[str]:
+        """Names of what forwards go on changing and no ``state_dict`` of a module holds.
+
+        A few forwards of two rows, which leave no trace; nothing where they fail, or other ranks
+        would have to take part.
+        """
+        if self._off or self._why_not:
+            return []
+
+        def lasting() -> list[Place]:
+            with on_host():
+                rows = self._computation.layout.take_rows(batch, range(min(2, num_rows)))
+            return self._lasting_state(rows, min(2, num_rows))
+
+        places = self._try(lasting)
+        if isinstance(places, str):
+            logger.info("what state the forward changes is not known: %s", places)
+            return []
+        every = [module for root in self._computation.reached for module in root.modules()]
+        saved = {id(part) for each in every if writes_own_state(each) for part in each.modules()}
+        return [
+            place.name
+            for place in places
+            if not place.is_of_metric and id(place.owner) not in saved
+        ]
+
+    def _lasting_state(self, rows: Any, num_rows: int) -> list[Place]:
+        """What goes on from forward to forward of the same rows, and may matter.
+
+        Numbers may always; all else only where the next loss goes by it. What a clock says, and
+        what only the last call decides, does not go on.
+        """
+        conditions = Conditions(wants="numbers", notes_state=True)
+        with Bench(self._computation, conditions) as bench:
+
+            def after(calls: int) -> Reading:
+                cut = CutBatch(batch=rows, microbatches=[rows] * calls, sizes=[num_rows] * calls)
+                return bench.read(cut)
+
+            one, two = after(1), after(2)
+            if not two.state:
+                return []
+            one_again, two_again = after(1), after(2)
+        is_used = not math.isclose(two.each[0], two.each[-1], rel_tol=1e-5, abs_tol=1e-5)
+        found = []
+        for key, (place, second) in two.state.items():
+            first = one.state.get(key)
+            repeat = two_again.state.get(key)
+            if first is None or repeat is None or key not in one_again.state:
+                continue
+            repeats = second.repeats(repeat[1]) and first[1].repeats(one_again.state[key][1])
+            is_number = isinstance(place.read(), int | float)
+            if (is_used or is_number) and repeats and not second.is_like(first[1]):
+                found.append(place)
+        return found
+
+    # What is said
+
+    def _of(self, mode: Mode) -> _Track:
+        return self._train if mode == "train" else self._eval
+
+    def _say(self, track: _Track, found: Finding | None) -> None:
+        if found is None:
+            return
+        if found.kind == "wrong":
+            track.is_over = track.has_named = True
+            track.is_wrong = not found.is_state
+            name = "eval_microbatch_size" if track is self._eval else "microbatch_size"
+            message = f"splitting changes this batch: {found.text}. {_REMEDY.format(name)}"
+            if self._refuses and not found.is_state:
+                raise LossAverageError(message)
+            warn(message, LossAverageWarning)
+            return
+        track.fruitless += 1
+        track.is_over |= found.is_final
+        if found.kind == "unchecked" or track.fruitless >= _PATIENCE:
+            self._say_unchecked(found.text, may_be_claimed=found.is_final)
+
+    def _say_unchecked(self, why: str, *, may_be_claimed: bool = False) -> None:
+        """Say, once, that nothing could be seen; nothing where nothing was assumed.
+
+        With ``may_be_claimed`` also of what a model's loss type claims, which its forward may not
+        keep to: transformers' own have some.
+        """
+        if self._has_said_unchecked:
+            return
+        self._has_said_unchecked = True
+        if self._is_known and not (may_be_claimed and self._is_claimed):
+            logger.info("splitting was not checked: %s", why)
+            return
+        warn(
+            f"could not check that the loss is {taken_for(self._computation.averages)}, which it "
+            f"was taken for: {why}. Declare what it averages over (loss_average=…), or run "
+            "automicro.verify(model, batch, …)",
+            LossAverageWarning,
+        )
+
+    def _try(self, work: Callable[[], T]) -> T | str:
+        """Do what is no part of the step; where it fails, give the reason.
+
+        Raises:
+            BaseException: the device is lost, or somebody interrupts.
+        """
+        failure: Exception | None = None
+        try:
+            return work()
+        except Exception as error:
+            failure = error
+        try:
+            if classify(failure) not in (Failure.UNRELATED, Failure.RETRYABLE):
+                raise failure
+            why = first_line(failure)
+            release(failure, self._computation.device)
+        finally:
+            del failure  # it holds this frame: a cycle
+        return why
+
+
+def fewer_and_fewer(sizes: Sequence[int]) -> Iterator[Sequence[int]]:
+    """The microbatches to compare: all, half of them, a quarter, two, for where there is no memory.
+
+    The last are halves of the first one, which fits by itself.
+
+    >>> list(fewer_and_fewer([4, 4, 4, 3, 3]))
+    [[4, 4, 4, 3, 3], [4, 4], [2, 2]]
+    """
+    counts = [len(sizes) // fraction for fraction in _FRACTIONS] + [2]
+    for count in dict.fromkeys(each for each in counts if each > 1):
+        yield sizes[:count]
+    if sizes[0] > 1:
+        yield [sizes[0] - sizes[0] // 2, sizes[0] // 2]
+
+
+def described(error: BaseException) -> str:
+    """An error's kind and first line."""
+    return next(iter(describe_error(error).splitlines()))
+
+
+def taken_for(averages: Mapping[str, Average]) -> str:
+    """What losses were taken for, in words."""
+    return " and ".join(dict.fromkeys(each.describe() for each in averages.values()))
+
+
+def _controls(
+    bench: Bench, together: CutBatch, whole: Reading, blind: list[bool]
+) -> Iterator[Reading]:
+    """The same rows once more, off by last bits; notes whether that hides everything."""
+    for shake in range(1, _CONTROLS + 1):
+        control = bench.read(together, shake=shake)
+        blind.append(is_blind(whole, control))
+        yield control
+        del control
+
+
+_REMEDY = (
+    "Run automicro.verify(model, batch, …) for the cause and what helps, or keep batches whole "
+    "with {}=None (docs/checks.md)"
+)
+_BY_STATE = ", by state that one forward leaves to the next"
+_REPEATS = (
+    "its forward sets the seed of what it draws for its rows, so each microbatch draws once more "
+    "what the first rows get"
+)
+_OUTPUTS_REMEDY = (
+    "Compute what all rows have a part in before the batch is cut, leave out what has not one "
+    "entry per row, or keep batches whole with eval_microbatch_size=None"
+)
+
+
+def _said(found: Mapping[str, float], whole: Reading, parts: Reading, apart: CutBatch) -> str:
+    """What differs most, by how much."""
+    rows = f"{sum(apart.sizes)} rows in {len(apart.sizes)} parts"
+
+    def rank(name: str) -> tuple[bool, ...]:
+        is_number = name in whole.numbers
+        return is_number and math.isinf(found[name]), not is_number, name != SEAM, name == LOSS
+
+    name = max(found, key=lambda each: (*rank(each), found[each]))
+    if name in whole.numbers:
+        return f"{_number(name, whole, parts)}, of {rows}"
+    what = name if name == SEAM else f"the gradient of {name}"
+    return f"{what} is off by {found[name]:.2g} of itself, of {rows}"
+
+
+def _number(name: str, whole: Reading, parts: Reading) -> str:
+    shown = name if name == LOSS or name in whole.told else repr(name)
+    apart = parts.numbers.get(name, math.nan)
+    return f"{shown} is {whole.numbers[name]:.6g} as a whole and {apart:.6g} put together"
+
+
+def _odd(numbers: Mapping[str, str], mode: Mode, num_microbatches: int) -> str:
+    listed = ", ".join(list(numbers.values())[:_SHOWN]) + f" from {num_microbatches} microbatches"
+    more = f" (and {len(numbers) - _SHOWN} more)" if len(numbers) > _SHOWN else ""
+    size = "microbatch_size" if mode == "train" else "eval_microbatch_size"
+    return (
+        "numbers that a step gives beside its loss are averaged, and some are no means over rows: "
+        f"{listed}{more}. Give the mean of what each row has, let a metric count it (metrics=…), "
+        f"or keep batches whole with {size}=None"
+    )
+
+
+def _output(
+    path: str, whole: Reading, parts: Reading, found: Mapping[str, float], apart: CutBatch
+) -> str:
+    name = f"the output {path!r}" if path else "the output"
+    one, other = whole.outputs.get(path), parts.outputs.get(path)
+    rows = f"{sum(apart.sizes)} rows"
+    if one is None or other is None or one.shape != other.shape:
+        shapes = [None if each is None else tuple(each.shape) for each in (one, other)]
+        return (
+            f"{name} has the shape {shapes[0]} for {rows}, and {shapes[1]} joined from two parts "
+            "of these, so it has not one entry per row in its first dimension"
+        )
+    return (
+        f"{name} of a row depends on the rows beside it: for {rows} it is off by "
+        f"{found[path]:.2g} of itself where these are computed in two parts"
+    )
+
+
+def _initialises(names: Sequence[str]) -> str:
+    listed = ", ".join(map(repr, names[:5])) + f" and {len(names) - 5} more" * (len(names) > 5)
+    return (
+        f"the first forward sets parameters ({listed}), as layers do that initialise themselves "
+        "from data: of a batch that is split they see one microbatch. Call the model on a whole "
+        "batch before the first step, under torch.no_grad(), which is also the time for what only "
+        "constrains them"
+    )

@@ -1,0 +1,240 @@
+"""Random draws held constant while checks run, and what cannot be."""
+
+import collections
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from automicro.torch_private import DIRICHLET_DRAW, GAMMA_DRAW, is_collective, schema_of
+from automicro.transaction.parameters import ParameterWrites
+
+
+class CollectiveError(Exception):
+    """A forward on one rank alone was about to communicate with the others."""
+
+
+def needs_other_ranks(how: str = "sharded parameters, say") -> str:
+    """Why nothing can be checked where a forward needs other ranks, for messages."""
+    return (
+        f"the forward or the loss communicates with other ranks ({how}), and one rank alone cannot "
+        "check"
+    )
+
+
+class HeldDraws(ParameterWrites):
+    """While it is active, torch's draws are constant; precision and own seeds are noted.
+
+    It sees operations, not functions: draws inside fused modules, scripted code and checkpoints
+    that recompute too. As in its base class, writes to parameters are put back.
+
+    Args:
+        parameters: of the modules that take part.
+        is_alone: whether to raise before a collective operation, which other ranks would not meet.
+
+    Attributes:
+        number: of the pass, which the caller counts.
+        drawn: names of the operations whose draws were replaced.
+        unheld: names of those for which no constant stands.
+        lowest: the lowest floating point type that operations gave.
+        cast_to: the lowest type that something in float64 was cast to, if any.
+
+    Example:
+        >>> with HeldDraws() as draws:
+        ...     torch.nn.functional.dropout(torch.ones(3))
+        tensor([1., 1., 1.])
+        >>> draws.drawn
+        {'dropout'}
+    """
+
+    def __init__(self, parameters: Iterable[Tensor] = (), *, is_alone: bool = False) -> None:
+        super().__init__(parameters)
+        self._is_alone = is_alone
+        self.number = 0
+        self.drawn: set[str] = set()
+        self.unheld: set[str] = set()
+        self.lowest = torch.float64
+        self.cast_to: torch.dtype | None = None
+        # By the state that draws began at: what each pass drew from it.
+        self._seeds: dict[bytes, dict[int, list[Any]]] = {}
+        self._most: collections.Counter[int] = collections.Counter()
+
+    def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run one operation, a constant in place of what it draws."""
+        if self._is_alone and is_collective(func):
+            raise CollectiveError(f"{func.namespace}.{func.overloadpacket.__name__}")
+        name, draws, shares = _told(func)
+        for at, given in shares:
+            args, kwargs = self._without_dropout(at, given, args, kwargs)
+        if name == "native_dropout_backward":
+            return args[0] * args[1]  # by the mask alone, as the forward went
+        if draws and not shares:
+            return self._draw(func, name, args, dict(kwargs))
+        result = super().run(func, types, args, kwargs)
+        if type(result) is Tensor and (result.is_floating_point() or result.is_complex()):
+            self._note_precision(result, args)
+        return result
+
+    def _note_precision(self, result: Tensor, args: Any) -> None:
+        dtype = result.dtype.to_real()
+        if dtype.itemsize < self.lowest.itemsize:
+            self.lowest = dtype
+        if dtype is not torch.float64 and any(
+            isinstance(each, Tensor) and each.dtype is torch.float64 for each in args
+        ):
+            known = [dtype] if self.cast_to is None else [dtype, self.cast_to]
+            self.cast_to = min(known, key=lambda each: each.itemsize)
+
+    def _without_dropout(self, at: int, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        given = args[at] if len(args) > at else kwargs.get(name)
+        if not isinstance(given, float) or not given:
+            return args, kwargs
+        self.drawn.add("dropout")
+        if len(args) > at:
+            return (*args[:at], 0.0, *args[at + 1 :]), kwargs
+        return args, {**kwargs, name: 0.0}
+
+    def _draw(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        defaults = {each.name: each.default_value for each in schema_of(func).arguments}
+        given = {**defaults, **dict(zip(_names(func), args, strict=False)), **kwargs}
+        if name == "native_dropout" or name.strip("_") in _IN_ONE_PIECE:
+            values: Any = given.get("input", given.get("self"))
+            is_training = given.get("train", given.get("training"))
+            if "p" in given and given["p"] and is_training is not False:
+                self.drawn.add("dropout")
+            elif name != "native_dropout":
+                return func(*args, **kwargs)
+            if name == "native_dropout":
+                return values.clone(), torch.ones_like(values, dtype=torch.bool)
+            return values if name.endswith("_") else values.clone()
+        if name in ("rrelu_with_noise", "rrelu_with_noise_"):
+            slopes = (given["lower"] + given["upper"]) / 2
+            self.drawn.add("rrelu")
+            given["noise"].copy_(torch.where(given["self"] <= 0, slopes, 1.0))
+            return (
+                given["self"].mul_(given["noise"])
+                if name[-1] == "_"
+                else given["self"] * given["noise"]
+            )
+        constant = _CONSTANTS.get(name)
+        if name == "multinomial" and not (given["replacement"] or given["num_samples"] == 1):
+            constant = None
+        before = _state(given, args)
+        drawn = func(*args, **kwargs)  # the stream goes on as it would
+        shape = getattr(drawn, "shape", ())
+        self._seeds.setdefault(before, {}).setdefault(self.number, []).append(shape)
+        if constant is None:
+            self.unheld.add(f"torch.{name.strip('_')}")
+            return drawn
+        # Dropout itself draws like this where no kernel is fused.
+        self.drawn.add("dropout" if name == "bernoulli_" else name.strip("_"))
+        value = constant(given)
+        return drawn.copy_(value) if isinstance(value, Tensor) else drawn.fill_(value)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether passes that began at other states drew from one, for as many rows as they had.
+
+        Draws of the same shapes for all numbers of rows, as of a fixed projection, do not.
+        """
+        return any(
+            one != other
+            for shapes in self._seeds.values()
+            for one, other in itertools.pairwise(shapes.values())
+        )
+
+    def begin_again(self) -> None:
+        """Put parameters back; what the next pass writes is the first write again."""
+        self._most |= self._calls
+        self._calls.clear()
+        self.put_back()
+
+    @property
+    def moving(self) -> list[Tensor]:
+        """Parameters that several passes in a row have changed: that was no constraint."""
+        counts = self._most | self._calls
+        return [self._parameters[key] for key, count in counts.items() if count > 1]
+
+    @property
+    def set_once(self) -> list[Tensor]:
+        """Parameters that no pass has changed but the first."""
+        counts = self._most | self._calls
+        return [self._parameters[key] for key, count in counts.items() if count == 1]
+
+    @property
+    def written(self) -> set[int]:
+        """Ids of the parameters that were copied before a write to them."""
+        return set(self._copies)
+
+    def forget_but(self, keys: set[int]) -> None:
+        """Take other parameters for what they are now."""
+        self._copies = {key: each for key, each in self._copies.items() if key in keys}
+
+
+def _state(given: Mapping[str, Any], args: Any) -> bytes:
+    """Where the generator stands that an operation is about to draw from."""
+    if given.get("generator") is not None:
+        state = given["generator"].get_state()
+    else:
+        tensors = (each.device for each in args if isinstance(each, Tensor))
+        device = torch.device(given.get("device") or next(tensors, "cpu"))
+        is_there = device.type not in ("cpu", "meta")
+        states: Any = torch.get_device_module(device) if is_there else torch
+        state = states.get_rng_state(device) if is_there else states.get_rng_state()
+    return bytes(state.cpu().numpy().tobytes())
+
+
+@functools.cache
+def _told(func: Any) -> tuple[str, bool, tuple[tuple[int, str], ...]]:
+    """An operation's name, whether it draws, and which of its arguments are shares of dropout."""
+    name, names = func.overloadpacket.__name__, _names(func)
+    draws = name in _CONSTANTS or torch.Tag.nondeterministic_seeded in func.tags
+    shares = ("dropout_p", "dropout")
+    return name, draws, tuple((names.index(each), each) for each in shares if each in names)
+
+
+def _names(func: Any) -> list[str]:
+    schema = schema_of(func)
+    return [] if schema is None else [argument.name for argument in schema.arguments]
+
+
+def _near_mean(given: Mapping[str, Any]) -> Any:
+    # Not the mean of zero: a factor of zero would hide a part of the gradient.
+    mean, std = given.get("mean"), given.get("std")
+    return (0.0 if mean is None else mean) + (1.0 if std is None else std) / 2
+
+
+def _integer(given: Mapping[str, Any]) -> Any:
+    low = given.get("low", given.get("from")) or 0
+    high = given.get("high", given.get("to"))
+    return 0 if high is None else (low + high) // 2
+
+
+def _middle(given: Mapping[str, Any]) -> Any:
+    return (given["from"] + given["to"]) / 2
+
+
+def _probability(given: Mapping[str, Any]) -> Any:
+    return given["self"] if given.get("p") is None else given["p"]
+
+
+# Operations that do not come in parts in inference mode, and draw in training mode alone.
+_IN_ONE_PIECE = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "rrelu")
+# The same for every row, wherever it lies.
+_CONSTANTS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    **dict.fromkeys(("bernoulli", "bernoulli_"), _probability),
+    **dict.fromkeys(("rand", "rand_like", "cauchy_"), lambda given: 0.5),
+    **dict.fromkeys(("uniform", "uniform_"), _middle),
+    **dict.fromkeys(("randn", "randn_like", "normal", "normal_", "normal_functional"), _near_mean),
+    **dict.fromkeys(("random_", "randint", "randint_like"), _integer),
+    **dict.fromkeys(("poisson", GAMMA_DRAW), lambda given: given["self"]),
+    DIRICHLET_DRAW: lambda given: given["self"] / given["self"].sum(-1, keepdim=True),
+    "binomial": lambda given: given["count"] * given["prob"],
+    "exponential_": lambda given: 1 / given["lambd"],
+    "geometric_": lambda given: 1,
+    "log_normal_": lambda given: 1.5,
+    "multinomial": lambda given: given["self"].argmax(-1, keepdim=True),
+}

@@ -1,0 +1,229 @@
+"""What a computation gave, by name, and which of it differs from another time beyond chance."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from automicro.checking.state import Place, Snapshot
+
+CLEARLY = 10.0  # a difference so many times what chance has moved is none of chance's
+LOSS = "the loss"
+SEAM = "the gradient by what the model gives"
+
+
+@dataclass(kw_only=True)
+class Reading:
+    """What a computation gave for some rows, in one part or several, by name.
+
+    Attributes:
+        numbers: the loss, its parts, and numbers beside it; weighted, and added up.
+        gradients: of parameters, added up.
+        outputs: by path, the rows of all parts joined.
+        seams: of each part, what its modules gave, or the gradients of its loss by that.
+        scales: how large each was at most while parts were added up.
+        floors: what of each is rounding in any case.
+        each: the loss of each part, not weighted.
+        told: names of numbers that a host was told of.
+        as_loss: names of those that were the loss itself.
+        state: what the passes left in attributes and variables, and where.
+    """
+
+    numbers: dict[str, float] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    seams: list[list[tuple[str, Tensor | None]]] = field(default_factory=list)
+    scales: dict[str, float] = field(default_factory=dict)
+    floors: dict[str, float] = field(default_factory=dict)
+    each: list[float] = field(default_factory=list)
+    told: set[str] = field(default_factory=set)
+    as_loss: frozenset[str] = frozenset()
+    state: dict[tuple[int, str], tuple[Place, Snapshot]] = field(default_factory=dict)
+
+    def raise_scale(self, name: str, *values: float) -> None:
+        """Note that something was as large as this."""
+        self.scales[name] = max(self.scales.get(name, 0.0), *map(abs, values))
+
+    @property
+    def size(self) -> float:
+        """Of all gradients together; of all numbers, where there are none."""
+        return math.hypot(*(self.scales[name] for name in self.gradients or self.numbers))
+
+    def distances(self, other: "Reading") -> dict[str, float]:
+        """How far another reading is away; infinite where it has another shape."""
+        found = {
+            name: abs(one - other.numbers.get(name, 0.0)) for name, one in self.numbers.items()
+        }
+        for mine, theirs in ((self.gradients, other.gradients), (self.outputs, other.outputs)):
+            for name in {**mine, **theirs}:
+                a, b = mine.get(name), theirs.get(name)
+                if a is not None and b is not None:
+                    found[name] = _apart(a, b)
+                elif mine is self.gradients:  # it was not reached
+                    found[name] = norm_of(a) + norm_of(b)
+                else:
+                    found[name] = math.inf
+        for name, one, two in self._pairs(other):
+            found[name] = math.hypot(found.get(name, 0.0), _apart(one, two))
+        return {name: math.inf if math.isnan(gap) else gap for name, gap in found.items()}
+
+    def _pairs(self, parts: "Reading") -> Iterator[tuple[str, Tensor, Tensor]]:
+        """What modules gave or got for all rows, beside that of parts, joined."""
+        mine, theirs = [each for part in self.seams for each in part], list(parts.seams)
+        flat = [(each,) for part in theirs for each in part]
+        if len(flat) != len(mine):  # else one call for each row, say, in any case
+            flat = list(zip(*theirs, strict=True)) if {len(mine)} == {*map(len, theirs)} else []
+        for (name, one), pieces in zip(mine, flat, strict=bool(flat)):
+            values = [value for _, value in pieces if value is not None]
+            if one is None or len(values) < len(pieces):
+                continue
+            if sum(map(Tensor.numel, values)) == one.numel():
+                width = one.shape[-1] if {v.shape[-1:] for v in values} == {one.shape[-1:]} else 1
+                yield name, profile([one], width), profile(values, width)
+
+
+def profile(pieces: Sequence[Tensor], width: int = 1) -> Tensor:
+    """Sums, sizes and squares of what pieces hold by column: the same in whatever order rows lie.
+
+    Packed and ragged rows lie in another order in each cut.
+    """
+    wide = [_dense(each.detach()) for each in pieces]
+    lines = [each.reshape(-1, width if each.dim() > 1 else 1) for each in wide if each.numel()]
+    if not lines or not has_fractions(lines[0]):
+        return torch.zeros(0)
+    kind = torch.float64 if lines[0].dtype is torch.float64 else torch.float32
+    sums = [sum(each.sum(0, dtype=kind) for each in lines)]
+    sums += [sum(each.abs().sum(0, dtype=kind) for each in lines)]
+    sums += [sum(each.to(kind).square().sum(0) for each in lines)]
+    sums[-1] = torch.as_tensor(sums[-1]).sqrt()
+    return torch.cat([torch.as_tensor(each) for each in sums])
+
+
+def _apart(one: Tensor, other: Tensor) -> float:
+    """How far two tensors are apart; what is infinite or no number in both is the same."""
+    if one.shape != other.shape or one.is_nested or other.is_nested:
+        return 0.0 if one.is_nested and other.is_nested else math.inf
+    one, other = _dense(one), _dense(other)
+    if not has_fractions(one):  # how many are others
+        return float((one != other).float().mean()) if one.numel() else 0.0
+    gap = one - other
+    if one.numel() and not bool(gap.isfinite().all()):
+        is_same = (one == other) | (one.isnan() & other.isnan())
+        gap = gap.masked_fill(is_same, 0.0)
+    return norm_of(gap)
+
+
+def has_fractions(value: Tensor) -> bool:
+    """Whether it is made of floating point numbers."""
+    return value.is_floating_point() or value.is_complex()
+
+
+def _dense(value: Tensor) -> Tensor:
+    value = value if value.layout is torch.strided else value.to_dense()
+    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+
+
+def norm_of(value: Tensor | None) -> float:
+    """Of a tensor with fractions; zero for others, and for none."""
+    if value is None or value.is_nested or not has_fractions(value) or not value.numel():
+        return 0.0
+    wide = torch.float64 if value.dtype.to_real() is torch.float64 else torch.float32
+    return float(torch.linalg.vector_norm(_dense(value.detach()), dtype=wide))
+
+
+def gaps(whole: Reading, parts: Reading, controls: Iterable[Reading]) -> dict[str, float]:
+    """What differs between two readings beyond chance, and by how much of its size.
+
+    Args:
+        whole: of the rows together.
+        parts: of the same rows in parts. Lets its tensors go, for controls need room.
+        controls: the same as the whole but for chance; asked for while something differs.
+    """
+    beyond = {
+        name: gap
+        for name, gap in whole.distances(parts).items()
+        if not gap <= max(whole.floors.get(name, 0.0), parts.floors.get(name, 0.0))
+    }
+    parts.gradients.clear()
+    parts.seams.clear()
+    for control in controls if beyond else ():
+        chance = whole.distances(control)
+        beyond = {n: gap for n, gap in beyond.items() if not gap <= CLEARLY * chance.get(n, 0.0)}
+        del control  # before the next one
+        if not beyond:
+            break
+    return {
+        name: gap / (max(whole.scales.get(name, 0.0), parts.scales.get(name, 0.0)) or 1.0)
+        for name, gap in beyond.items()
+    }
+
+
+def is_blind(whole: Reading, control: Reading) -> bool:
+    """Whether chance alone moves so much that a gradient twice as large would not be seen."""
+    names = whole.gradients or whole.numbers
+    chance = whole.distances(control)
+    return CLEARLY * math.hypot(*(chance[name] for name in names)) > whole.size > 0
+
+
+# Gradients that are zero but for rounding (a bias before a normalisation, keys in attention) are
+# measured against this part of the whole gradient.
+_FLOOR = 1e-2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """What one run gave.
+
+    Attributes:
+        loss: of the whole batch.
+        losses: its parts by name.
+        gradients: by parameter; None where it got none.
+    """
+
+    loss: float
+    losses: Mapping[str, float] = field(default_factory=dict)
+    gradients: Mapping[str, Tensor | None]
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss and every gradient are numbers."""
+        given = [each for each in self.gradients.values() if each is not None]
+        return math.isfinite(self.loss) and all(bool(g.isfinite().all()) for g in given)
+
+    @property
+    def norm(self) -> float:
+        """Of all gradients together."""
+        return math.hypot(*(norm_of(each) for each in self.gradients.values()))
+
+
+def relative_errors(split: Compared, whole: Compared) -> dict[str, float]:
+    """The relative error of each parameter's gradient.
+
+    Example:
+        >>> one = Compared(loss=1.0, gradients={"weight": torch.tensor([3.0, 4.0])})
+        >>> other = Compared(loss=1.0, gradients={"weight": torch.tensor([3.0, 3.0])})
+        >>> relative_errors(other, one)
+        {'weight': 0.2}
+    """
+    floor = max(_FLOOR * whole.norm, torch.finfo(torch.float64).tiny)
+    errors = {}
+    for name, expected in whole.gradients.items():
+        found = split.gradients[name]
+        if expected is None or found is None:
+            gap = norm_of(found) + norm_of(expected)
+        else:
+            gap = norm_of(found - expected)
+        error = gap / max(norm_of(expected), floor)
+        errors[name] = math.inf if math.isnan(error) else error
+    return errors
+
+
+def loss_error(split: float, whole: float) -> float:
+    """The relative error of the loss."""
+    if math.isnan(split) and math.isnan(whole):
+        return 0.0
+    # Losses near zero may be differences of numbers near one, with their rounding.
+    error = abs(split - whole) / max(0.05, abs(whole))
+    return math.inf if math.isnan(error) else error

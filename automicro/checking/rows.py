@@ -1,0 +1,194 @@
+"""Which rows of a batch show most, and what a batch shows for the first time."""
+
+import contextlib
+import itertools
+import math
+import random
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from automicro.batch.device import on_host
+from automicro.batch.layout import BatchLayout
+from automicro.batch.tensors import tensor_leaves
+from automicro.errors import BatchError
+
+MOST_ROWS = 16
+LAST_GLANCE = 4096
+"""After so many batches no later one is asked whether it shows something new."""
+
+_MOST_FORMS = 64
+_MOST_NEWS = 20  # looks out of turn
+_MOST_CLASSES = 256
+_CUTS_TRIED = 48
+_READ_ROWS = 256  # of structures that are no plain tensors
+_READ_VALUES = 512  # of each row
+
+
+def telling_rows(
+    layout: BatchLayout,
+    batch: Any,
+    num_rows: int,
+    *,
+    most: int = MOST_ROWS,
+    seed: int = 0,
+    multiple: int = 1,
+    without: Collection[int] = (),
+) -> list[list[int]]:
+    """Two uneven parts of a few rows, as unlike as can be in all that rows differ in.
+
+    Args:
+        layout: of the batch.
+        batch: as a whole.
+        num_rows: of it, at least two.
+        most: rows to choose.
+        seed: of the choice; another one leads to parts of other sizes, too.
+        multiple: how many rows, one behind the other, belong together.
+        without: rows that are not to be chosen.
+    """
+    groups = num_rows // multiple
+    with on_host():
+        kinds = [_by_group(each, multiple, groups) for each in varying(layout, batch, num_rows)]
+    taken = {row // multiple for row in without}
+    free = [each for each in range(groups) if each not in taken]
+    kinds = [each for each in kinds if each[free].min() != each[free].max()]
+    draw = random.Random(seed)  # not the caller's
+    count = max(2, min(most // multiple, len(free)))
+    orders = [[free[at] for at in each[free].argsort(stable=True).tolist()] for each in kinds]
+    wanted = [order[place] for place in (0, -1, 1, -2) for order in orders if len(order) > 1]
+    wanted = list(dict.fromkeys(wanted))[: count // 2 + 1 if seed else max(1, count - 2)]
+    rest = [each for each in free if each not in wanted]
+    chosen = sorted([*wanted, *draw.sample(rest, min(len(rest), count - len(wanted)))])
+    small = max(1, min(5, len(chosen) // 3) - seed % 2)
+    cuts = [set(draw.sample(chosen, small)) for _ in range(_CUTS_TRIED)]
+    # Numbers of Python's: as tensors, these would be thousands of operations.
+    scaled = [dict(zip(chosen, _standardised(each[chosen]), strict=True)) for each in kinds]
+
+    def contrast(part: set[int]) -> float:
+        others = [each for each in chosen if each not in part]
+        gaps = (_mean(f, part) - _mean(f, others) for f in scaled)
+        return min(map(abs, gaps), default=0.0)
+
+    best = max(cuts, key=contrast)
+    parts = sorted(best), [each for each in chosen if each not in best]
+    return [
+        [row for each in part for row in range(each * multiple, (each + 1) * multiple)]
+        for part in parts
+    ]
+
+
+def _standardised(values: Tensor) -> list[float]:
+    scale = float(values.std()) or 1.0
+    found: list[float] = ((values - values.mean()) / scale).tolist()
+    return found
+
+
+def _mean(values: Mapping[int, float], rows: Collection[int]) -> float:
+    return math.fsum(values[row] for row in rows) / max(1, len(rows))
+
+
+def _by_group(values: Tensor, multiple: int, groups: int) -> Tensor:
+    return values[: groups * multiple].reshape(groups, multiple).sum(1)
+
+
+def varying(layout: BatchLayout, batch: Any, num_rows: int) -> list[Tensor]:
+    """In what rows differ that a loss may weigh them by, each a number for every row.
+
+    Sums and zeros of fractions; of whole numbers how many are the least, a common or a rare one.
+    """
+    found: list[Tensor] = []
+    dims: Mapping[str, int] = {}
+    with contextlib.suppress(BatchError):
+        dims = layout.row_dims(batch)
+    leaves = layout.leaves(batch)
+    for path, leaf in leaves:
+        dim = dims.get(path)
+        if dim is None or leaf.is_complex() or not leaf.numel() or leaf.shape[dim] != num_rows:
+            continue
+        flat = leaf.detach().movedim(dim, 0).reshape(num_rows, -1)
+        flat = flat[:, :: max(1, flat.shape[1] // _READ_VALUES)].cpu()
+        if flat.is_floating_point():
+            flat = flat.double().nan_to_num()
+            found += [flat.sum(1), (flat == 0).sum(1)]
+            continue
+        values, places, counts = torch.unique(flat, return_inverse=True, return_counts=True)
+        common = (places == counts.argmax()).sum(1)
+        found += [(flat == values[0]).sum(1), common, counts[places].amin(1)]
+    if len(dims) < len(leaves) and num_rows <= _READ_ROWS:
+        rows = layout.split(batch, [1] * num_rows)
+        sizes = [float(sum(leaf.numel() for _, leaf in tensor_leaves(row))) for row in rows]
+        found.append(torch.tensor(sizes))
+    return [each.double() for each in found]
+
+
+class Forms:
+    """What batches have shown so far: which tensors, words and classes, and how large numbers are.
+
+    Args:
+        layout: of batches.
+
+    Example:
+        >>> forms = Forms(BatchLayout(0))
+        >>> [forms.is_new({"ids": torch.tensor(ids)}) for ids in ([1, 2], [2, 1], [0, 1])]
+        [True, False, True]
+    """
+
+    def __init__(self, layout: BatchLayout) -> None:
+        self._layout = layout
+        self._seen: set[Any] = set()
+        self._known: dict[str, tuple[int, int]] = {}
+        self._classes: dict[str, set[int]] = {}
+        self._num = self._news = 0
+
+    def is_new(self, batch: Any) -> bool:
+        """Whether a batch shows something for the first time. Reads whole numbers on the host."""
+        self._num += 1
+        if self._num > LAST_GLANCE or self._news > _MOST_NEWS:
+            return False
+        is_new = False
+        form = _form_of(batch)
+        if form not in self._seen and len(self._seen) < _MOST_FORMS:
+            self._seen.add(form)
+            is_new = True
+        with on_host():
+            for path, leaf in self._layout.leaves(batch):
+                is_whole = not (leaf.is_floating_point() or leaf.is_complex())
+                is_here = leaf.device.type == "cpu" and leaf.layout is torch.strided
+                if is_whole and is_here and not leaf.is_nested and leaf.numel():
+                    is_new |= self._is_record(path, leaf.detach())
+        self._news += is_new
+        return is_new
+
+    def _is_record(self, path: str, leaf: Tensor) -> bool:
+        """Whether whole numbers are lower or higher than ever, or of a class that is new."""
+        low, high = (int(each) for each in leaf.aminmax())
+        least, most = self._known.get(path, (low, high))
+        self._known[path] = min(low, least), max(high, most)
+        is_new = low < least or high > most
+        if leaf.numel() == leaf.shape[0] if leaf.dim() else True:  # one for each row
+            classes = self._classes.setdefault(path, set())
+            new = {*leaf.reshape(-1).tolist()} - classes
+            if len(classes) + len(new) <= _MOST_CLASSES and high - low < _MOST_CLASSES:
+                is_new |= bool(new) and bool(classes)
+                classes |= new
+        return is_new
+
+
+def _form_of(value: Any) -> Any:
+    """Keys, types, dimensions, words and switches; of sequences of such only the type."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.dim(), value.requires_grad
+    if isinstance(value, Mapping):
+        return tuple((repr(key), _form_of(value[key])) for key in value)
+    if isinstance(value, list | tuple):
+        parts = [_form_of(each) for each in itertools.islice(value, 8)]
+        is_long = len(value) > 8 or any(isinstance(each, str) for each in value)
+        return type(value), tuple(map(type, value[:1])) if is_long else tuple(parts)
+    return value if isinstance(value, str | bool | None) else type(value)
+
+
+def is_telling(values: Sequence[float]) -> bool:
+    """Whether the losses of parts differ, so that a wrong weight shows."""
+    return len(values) > 1 and max(values) - min(values) > 1e-5 * max(map(abs, values))
