@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+from automicro import Halving
 from tests.acceptance.rows import (
     ROWS,
     WIDE,
@@ -273,6 +274,9 @@ add("losses of one's own", {
         batch=numbers,
     ),
     "groups of four rows, cut at eight": job(groups_of_four, batch=weighted),
+    "groups of four rows, in multiples of four": job(
+        groups_of_four, batch=weighted, size=Halving(initial=8, multiple_of=4)
+    ),
     "a row at a time": job(
         lambda m, b: sum(squares(m, (x[None], y[None]))[0] for x, y in zip(*b, strict=True)) / len(b[0]),
         batch=numbers,

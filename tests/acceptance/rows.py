@@ -56,7 +56,7 @@ class Job:
     model: nn.Module
     batch: Callable[[int], Any]
     options: dict[str, Any]
-    size: int = 8
+    size: Any = 8
     steps: int = 3
     lr: float = 1e-2
     evaluates: bool = False
@@ -104,7 +104,7 @@ def job(
     model: Callable[[], nn.Module] | None = None,
     batch: Batch | None = None,
     fresh: Callable[[], Forward] | None = None,
-    size: int = 8,
+    size: Any = 8,
     steps: int = 3,
     **more: Any,
 ) -> Callable[[int, str], Job]:

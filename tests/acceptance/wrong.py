@@ -793,6 +793,57 @@ def zero_between() -> nn.Module:
     return model
 
 
+class Config:
+    """As schedulers and configs of others have it: any other attribute is a KeyError."""
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__["values"] = values
+
+    def __getattr__(self, name: str) -> Any:
+        return self.values[name]
+
+
+def configured() -> Callable[[Any, Any], Any]:
+    config = Config(scale=2.0)
+    return lambda model, batch: masked_mean(model, batch, scale=config.scale)
+
+
+def tasks(d: Draws) -> Any:
+    return {**masked(d), "task": "rows" if d.step < 4 else "masked"}
+
+
+def of_a_task(model: Any, batch: Any) -> Any:
+    is_masked = batch["task"] == "masked"
+    whole = (model(batch["x"]) - batch["y"]).square().mean()
+    return masked_mean(model, batch) if is_masked else whole
+
+
+class Holding(nn.Module):
+    """A loss that holds the model, and compares rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = net(6, 8, 3)()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.model(x)
+
+
+def held_pairs(model: Any, batch: Any) -> Any:
+    scores = model(batch[0]) @ model.model(batch[0].flip(1)).T
+    return F.cross_entropy(scores, torch.arange(len(scores)))
+
+
+add("average", {
+    "a config whose attributes are KeyErrors": job(
+        fresh=configured, model=net(6, 8, 5), batch=masked
+    ),
+})  # fmt: skip
+add("rows compared", {"a loss that holds the model": job(held_pairs, model=Holding)})
+add("late", {
+    "another task at batch 5": job(of_a_task, model=net(6, 8, 5), batch=tasks, steps=6),
+}, dtypes=WIDE)  # fmt: skip
+
 for at in (3, 25):
     add("late", {
         f"padding begins at batch {at}": job(token_mean, model=Words, batch=late_padding(at), steps=27),
