@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from automicro.batch.layout import num_rows, split_batch
     from automicro.batch.structure import register_batch_type
     from automicro.batchnorm import find_batchnorm
+    from automicro.checking.report import VerifyReport
+    from automicro.checking.verify import verify
     from automicro.checkpoints.store import CheckpointConfig
     from automicro.contrastive import Contrastive
     from automicro.errors import (
@@ -61,8 +63,6 @@ if TYPE_CHECKING:
     from automicro.trainer.evaluators import Evaluator
     from automicro.trainer.report import FitSummary
     from automicro.trainer.trainer import Trainer
-    from automicro.verification.report import VerifyReport
-    from automicro.verification.verify import verify
 
 # Imported when they are first asked for: torch takes seconds, and whoever runs the command line may
 # want to stop it meanwhile.
@@ -111,7 +111,7 @@ _HOMES = {
     "Trainer": "automicro.trainer.trainer",
     "UnsplittableModelError": "automicro.errors",
     "UntraceableModelError": "automicro.errors",
-    "VerifyReport": "automicro.verification.report",
+    "VerifyReport": "automicro.checking.report",
     "explore": "automicro.tools.explore",
     "find_batchnorm": "automicro.batchnorm",
     "is_extra_pass": "automicro.loss.passes",
@@ -122,7 +122,7 @@ _HOMES = {
     "replay": "automicro.tools.replay",
     "split": "automicro.nested.split",
     "split_batch": "automicro.batch.layout",
-    "verify": "automicro.verification.verify",
+    "verify": "automicro.checking.verify",
 }
 
 __all__ = [

@@ -38,7 +38,7 @@ LAYERS = (
     ("rungs",),
     ("step",),
     ("microbatcher",),
-    ("events", "verification"),
+    ("events",),
     ("callbacks",),
     ("integrations", "trainer"),
     ("demo",),

@@ -30,7 +30,7 @@ from automicro.memory.oom import Failure, classify
 from automicro.modules import ModuleIndex
 from automicro.options import check_loss
 from automicro.state.capture import Captured, capture
-from automicro.torch_private import AnyBatchNorm, num_nodes_made, with_hooks
+from automicro.torch_private import AnyBatchNorm, num_nodes_made, version_of, with_hooks
 from automicro.transaction.leaves import HeldHooks, leaves_of
 from automicro.transaction.parameters import refused_writes
 from automicro.transaction.rng import RandomState, devices_of, foreign_states
@@ -161,6 +161,7 @@ class Bench:
                 output = self._compute(moved)
                 if output.loss is not None and mode != "predict":
                     weights = weights or self._weights(cut)
+                    reading.has_total |= output.has_total
                     loss = self._add(reading, kinds, output, weights, index)
                     if loss.requires_grad and not weights.is_nothing[index]:
                         if wants in ("parameters", "seams"):
@@ -168,6 +169,7 @@ class Bench:
                         reading.seams.append([*self._backward(loss, given, sums)])
             self._take(reading, sums)
             self._note_foreign(before)
+            reading.written |= {path for path, leaf in tensor_leaves(moved) if version_of(leaf)}
             told.append(output.told)
             reading.as_loss = output.told_as_loss & (
                 reading.as_loss if index else output.told_as_loss
@@ -183,7 +185,7 @@ class Bench:
         if self.conditions.notes_state:
             assert self._captured is not None
             for place in changed_places(self.computation.roots, self._captured):
-                if not place.is_buffer:  # those are named by what a batch changes
+                if not isinstance(place.owner, AnyBatchNorm):  # which is told apart
                     reading.state[place.identity] = place, Snapshot(place.read())
         return reading
 
@@ -225,7 +227,7 @@ class Bench:
         for name, given in itertools.chain(*reading.seams):
             size = 0.0 if given is None else norm_of(profile([given]))
             reading.scales[name] = reading.scales.get(name, 0.0) + size
-        sums, values = self._rounding
+        sums, values = self.rounding
         total = math.hypot(*(reading.scales[name] for name in reading.gradients))
         for name, scale in reading.scales.items():
             if name in reading.numbers:
@@ -238,7 +240,7 @@ class Bench:
                 reading.floors[name] = _TURNED_OVER
 
     @property
-    def _rounding(self) -> tuple[float, float]:
+    def rounding(self) -> tuple[float, float]:
         """What computing rounds, relative: sums, and values, which are kept in the lowest type."""
         lowest = self.draws.lowest
         wide = torch.float64 if lowest is torch.float64 else torch.float32
@@ -364,7 +366,7 @@ class Bench:
             kind = _INTEGERS.get(each.dtype)
             is_plain = type(each) in (Tensor, nn.Parameter) and each.layout is torch.strided
             if kind and is_plain and each.device.type != "meta":
-                steps = max(1, round(self._rounding[1] / torch.finfo(each.dtype).eps))
+                steps = max(1, round(self.rounding[1] / torch.finfo(each.dtype).eps))
                 views.append((each.data.view(kind), _pattern(steps, shake)))
         written = self.draws.written
         for view, bits in views:

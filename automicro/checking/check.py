@@ -412,7 +412,7 @@ class Checks:
         new = {
             key: (place, left)
             for key, (place, left) in parts.state.items()
-            if key not in self._asked and not place.is_of_metric
+            if key not in self._asked and not (place.is_of_metric or place.is_buffer)
             if key not in whole.state or not left.is_like(whole.state[key][1])
         }
         if not new:
@@ -632,13 +632,13 @@ class Checks:
                 return bench.read(cut)
 
             one, two = after(1), after(2)
-            if not two.state:
+            if all(place.is_buffer for place, _ in two.state.values()):
                 return []
             one_again, two_again = after(1), after(2)
         is_used = not math.isclose(two.each[0], two.each[-1], rel_tol=1e-5, abs_tol=1e-5)
         found = []
         for key, (place, second) in two.state.items():
-            first = one.state.get(key)
+            first = None if place.is_buffer else one.state.get(key)
             repeat = two_again.state.get(key)
             if first is None or repeat is None or key not in one_again.state:
                 continue

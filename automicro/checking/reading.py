@@ -28,6 +28,8 @@ class Reading:
         each: the loss of each part, not weighted.
         told: names of numbers that a host was told of.
         as_loss: names of those that were the loss itself.
+        has_total: whether the loss was given beside its parts.
+        written: paths of tensors of the batch that a forward wrote to.
         state: what the passes left in attributes and variables, and where.
     """
 
@@ -40,6 +42,8 @@ class Reading:
     each: list[float] = field(default_factory=list)
     told: set[str] = field(default_factory=set)
     as_loss: frozenset[str] = frozenset()
+    has_total: bool = False
+    written: set[str] = field(default_factory=set)
     state: dict[tuple[int, str], tuple[Place, Snapshot]] = field(default_factory=dict)
 
     def raise_scale(self, name: str, *values: float) -> None:
@@ -79,7 +83,7 @@ class Reading:
             values = [value for _, value in pieces if value is not None]
             if one is None or len(values) < len(pieces):
                 continue
-            if sum(map(Tensor.numel, values)) == one.numel():
+            if one.dim() and sum(map(Tensor.numel, values)) == one.numel():
                 width = one.shape[-1] if {v.shape[-1:] for v in values} == {one.shape[-1:]} else 1
                 yield name, profile([one], width), profile(values, width)
 

@@ -10,8 +10,8 @@ from automicro.cli.config.keys import LISTS
 from automicro.cli.output import importing
 
 if TYPE_CHECKING:
+    from automicro.checking.report import VerifyReport
     from automicro.cli.config.build import Recipe
-    from automicro.verification.report import VerifyReport
 
 DESCRIPTION = """\
 Find out whether splitting a batch changes the gradient of a config's model, and
@@ -49,9 +49,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _make(recipe: "Recipe") -> "Callable[[], VerifyReport]":
     """Make what takes part in a gradient, and return what examines it on the first batch."""
+    from automicro.checking.verify import verify
     from automicro.cli.job import first_batch, make_computation
     from automicro.trainer.surroundings import noting
-    from automicro.verification.verify import verify
 
     model, options = make_computation(recipe)
     data = recipe.make("train_dataloader")

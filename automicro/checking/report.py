@@ -9,7 +9,6 @@ from typing import Any
 
 from automicro.loss.averages import Candidate
 from automicro.showing import html_text, short
-from automicro.verification.observation import Observation
 
 EXACT, NOT_EXACT, UNVERIFIABLE = "exact", "not exact", "cannot be verified"
 _EXIT_CODES = {EXACT: 0, NOT_EXACT: 1, UNVERIFIABLE: 3}
@@ -212,14 +211,14 @@ def attributes(names: Sequence[str]) -> Finding:
     )
 
 
-def loss_average(found: Candidate, configured: str, before: float, after: float) -> Finding:
+def loss_average(found: Candidate, configured: str, before: float) -> Finding:
     """A loss that is another mean than it was taken for."""
     return Finding(
         kind="loss average",
         names=(found.code,),
         text=f"the loss is {found.kind}, and was taken for {configured}",
-        evidence=f"with loss_average={found.code} the relative error is {after:.0e}, not "
-        f"{before:.1g}",
+        evidence=f"with loss_average={found.code} nothing differs, on this batch and on some rows "
+        f"of it; without it a gradient is off by {before:.1g} of itself",
         remedy=f"pass loss_average={found.code}",
     )
 
@@ -327,58 +326,82 @@ def non_deterministic(error: float) -> Finding:
     )
 
 
-def random_draws(seen: Observation, modules: Sequence[str]) -> Finding:
+def random_draws(names: Sequence[str]) -> Finding:
     """Draws that could not be held constant, so that they hide everything else."""
-    sources = (*seen.generators, *seen.unsilenced)
-    through = f" (in {listed(modules)})" if modules else ""
     return Finding(
         kind="random",
-        names=(*sources, *modules),
+        names=tuple(names),
         text=f"the forward draws random numbers that cannot be held constant, from "
-        f"{listed(sources)}{through}, so each cut of a batch computes something else; whether the "
-        "rest is exact cannot be seen",
+        f"{listed(names)}, so each cut of a batch computes something else; whether the rest is "
+        "exact cannot be seen",
         remedy="switch the draws off for this check; draw with torch.rand or torch.randn, per row",
     )
 
 
-def repeated_draws(seen: Observation) -> Finding:
+def repeated_draws(names: Sequence[str]) -> Finding:
     """Draws of which the forward sets the seed by itself."""
     return Finding(
         kind="random",
-        names=seen.drawn,
+        names=tuple(names),
         text="the forward sets the seed of what it draws for its rows by itself, so each "
         "microbatch draws once more what the first rows of the batch get",
-        evidence="both halves of the batch draw from the state that the whole batch draws from",
+        evidence="microbatches draw from the state that the whole batch draws from",
         remedy="draw for all rows before the batch is cut, and give it along with the rows, or "
         f"{KEEP_WHOLE}",
     )
 
 
-def notes(seen: Observation) -> list[Finding]:
-    """What is worth knowing although it changes no gradient."""
+def one_row() -> Finding:
+    """A batch that cannot be split."""
+    return Finding(
+        kind="batch",
+        text="the batch has one row, which cannot be split",
+        remedy="pass a batch of several rows, a dozen or more",
+    )
+
+
+def scripted() -> Finding:
+    """A model that cannot be watched."""
+    return Finding(
+        kind="scripted",
+        text="the model is scripted or traced, and its parts cannot be watched",
+        remedy="pass the model that it was made from",
+    )
+
+
+def notes(
+    drawn: Sequence[str],
+    written: Sequence[str],
+    is_training: bool,
+    state: Mapping[str, tuple[str, ...]],
+) -> list[Finding]:
+    """What is worth knowing although it changes no gradient.
+
+    Args:
+        drawn: torch's functions that would have drawn, and what drew.
+        written: leaves of the batch that the forward wrote into.
+        is_training: whether the model was in training mode.
+        state: names of what forwards change: buffers, and attributes.
+    """
     found = []
-    if seen.drawn or seen.generators or seen.unsilenced:
-        sources = (*seen.drawn, *seen.generators, *seen.unsilenced)
-        found.append(
-            Finding(
-                kind="random",
-                names=sources,
-                text=f"the forward draws random numbers ({listed(sources)}), held the same here. "
-                "In training each microbatch draws its own, as each batch does: the expectation "
-                "is the same, single steps differ",
-            )
+    if drawn:
+        text = (
+            f"the forward draws random numbers ({listed(drawn)}), held the same here. In training "
+            "each microbatch draws its own, as each batch does: the expectation is the same, "
+            "single steps differ"
         )
-    if seen.inputs:
+        found.append(Finding(kind="random", names=tuple(drawn), text=text))
+    if written:
         found.append(
             Finding(
                 kind="input written",
-                names=seen.inputs,
-                text=f"the forward writes into its input: {listed(seen.inputs)}",
+                names=tuple(written),
+                text=f"the forward writes into its input: {listed(written)}",
                 remedy="clone it first. Until then tensors are copied for each microbatch, which "
                 "costs memory; other parts of a batch are not protected",
             )
         )
-    if not seen.is_training:
+    if not is_training:
         found.append(
             Finding(
                 kind="mode",
@@ -386,31 +409,14 @@ def notes(seen: Observation) -> list[Finding]:
                 remedy="call model.train() first if that is not how it is trained",
             )
         )
-    return found
-
-
-def state_notes(seen: Observation, causes: Sequence[Finding]) -> list[Finding]:
-    """Changes of state that are not among the causes."""
-    kinds = {cause.kind for cause in causes}
-    found = []
-    if seen.buffers and "buffers" not in kinds:
+    for kind, names in state.items():
+        what = "buffers" if kind == "buffers" else "state that is not a buffer"
         found.append(
             Finding(
-                kind="buffers",
-                names=seen.buffers,
-                text=f"each training forward changes buffers, now once per microbatch: "
-                f"{listed(seen.buffers)}",
-                remedy="update them once per step, outside the forward, if their values matter",
-            )
-        )
-    if seen.attributes and "attributes" not in kinds:
-        found.append(
-            Finding(
-                kind="attributes",
-                names=seen.attributes,
-                text=f"each forward changes state that is not a buffer: {listed(seen.attributes)}",
-                remedy="nothing, if it is a cache; what counts steps or keeps averages belongs "
-                "into a buffer, so that checkpoints hold it",
+                kind=kind,
+                names=names,
+                text=f"each forward changes {what}, now once per microbatch: {listed(names)}",
+                remedy="nothing, if it is a cache; else update it once per step, outside of it",
             )
         )
     return found

@@ -13,13 +13,11 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from automicro import BatchError, LossError, VerifyReport, split, verify
+from automicro.checking.draws import HeldDraws
 from automicro.checking.reading import Compared, relative_errors
 from automicro.reach import captured_modules
-from automicro.verification.silence import Silence
 from tests.cases import MODELS, STRUCTURES, Case
-from tests.models import VOCABULARY, Encoder, Mlp, classes, tokens, x, y
-from tests.verification.cases import CLEAN, PLANTED, Clean, Planted
-from tests.verification.models import (
+from tests.checking.models import (
     WEIGHT,
     Annealed,
     Counting,
@@ -29,6 +27,8 @@ from tests.verification.models import (
     over_tokens,
     summed,
 )
+from tests.checking.planted import CLEAN, PLANTED, Clean, Planted
+from tests.models import VOCABULARY, Encoder, Mlp, classes, tokens, x, y
 
 LOSS = nn.CrossEntropyLoss()
 HANDED_ON = {"loss_fn", "forward", "loss_average", "modules", "batch_layout"}
@@ -360,23 +360,23 @@ def test_it_works_where_gradients_are_switched_off() -> None:
 def test_silence_makes_rows_of_any_cut_draw_the_same() -> None:
     attention = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True)
     rows, sequences = torch.randn(6, 8), torch.randn(6, 3, 4)
-    with Silence() as silence:
+    with HeldDraws() as draws:
         noisy = torch.cat([Noisy()(part) for part in rows.split([4, 2])])
         attended = torch.cat([attention(p, p, p)[0] for p in sequences.split([4, 2])])
         assert torch.allclose(Noisy()(rows), noisy)
         assert torch.allclose(attention(sequences, sequences, sequences)[0], attended, atol=1e-6)
         torch.randperm(3)
-    assert {"dropout", "randn_like", "rand", "bernoulli", "exponential"} <= silence.drawn
-    assert silence.unsilenced == {"torch.randperm"}
+    assert {"dropout", "randn_like", "rand", "bernoulli", "exponential"} <= draws.drawn
+    assert draws.unheld == {"torch.randperm"}
 
 
 def test_silence_notes_precision_that_is_lost() -> None:
     wide = torch.ones(2, dtype=torch.float64)
-    with Silence() as silence:
+    with HeldDraws() as draws:
         (wide + 1).sum()
-        assert silence.lowest is None
+        assert draws.cast_to is None
         wide.float()
-    assert silence.lowest is torch.float32
+    assert draws.cast_to is torch.float32
 
 
 def test_captured_modules_are_found_wherever_they_hide() -> None:

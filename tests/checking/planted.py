@@ -10,27 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from automicro.verification.report import VerifyReport
-from automicro.verification.verify import verify
-from tests.models import (
-    CLASSES,
-    IMAGE,
-    LENGTH,
-    ROWS,
-    ComposerStyle,
-    ConvNet,
-    Encoder,
-    Mlp,
-    Recurrent,
-    classes,
-    numbers,
-    token_targets,
-    tokens,
-    with_ignored,
-    x,
-    y,
-)
-from tests.verification.models import (
+from automicro.checking.report import VerifyReport
+from automicro.checking.verify import verify
+from tests.checking.models import (
     WEIGHT,
     Annealed,
     Centred,
@@ -67,6 +49,24 @@ from tests.verification.models import (
     token_batch,
     two_losses,
     without_padding,
+)
+from tests.models import (
+    CLASSES,
+    IMAGE,
+    LENGTH,
+    ROWS,
+    ComposerStyle,
+    ConvNet,
+    Encoder,
+    Mlp,
+    Recurrent,
+    classes,
+    numbers,
+    token_targets,
+    tokens,
+    with_ignored,
+    x,
+    y,
 )
 
 
@@ -190,7 +190,7 @@ PLANTED = {
         kind="attributes", names="calls", options={"forward": counting_in_a_closure()}
     ),
     "numpy's generator": Planted(
-        kind="random", names="numpy", model=layered(NumpyNoise), exit_code=3
+        kind="random", names="NumPy", model=layered(NumpyNoise), exit_code=3
     ),
     "a generator of its own": Planted(
         kind="random", names="middle.generator", model=layered(OwnNoise), exit_code=3

@@ -1,1 +1,0 @@
-"""Does splitting change a model's gradient, and why?"""
