@@ -315,8 +315,6 @@ class Counted(nn.Module):
 
 def test_a_check_is_three_passes_over_sixteen_rows_at_powers_of_two() -> None:
     class Tally:
-        lengths = Unreached()
-
         def __enter__(self) -> "Tally":
             self.seen = Outside(lengths=[])
             self.handle = nn.modules.module.register_module_forward_hook(self.count)
