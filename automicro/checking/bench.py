@@ -30,7 +30,8 @@ from automicro.memory.oom import Failure, classify
 from automicro.modules import ModuleIndex
 from automicro.options import check_loss
 from automicro.state.capture import Captured, capture
-from automicro.torch_private import AnyBatchNorm, num_nodes_made, version_of, with_hooks
+from automicro.state.tensors import seen_version
+from automicro.torch_private import AnyBatchNorm, num_nodes_made, with_hooks
 from automicro.transaction.leaves import HeldHooks, leaves_of
 from automicro.transaction.parameters import refused_writes
 from automicro.transaction.rng import RandomState, devices_of, foreign_states
@@ -169,7 +170,7 @@ class Bench:
                         reading.seams.append([*self._backward(loss, given, sums)])
             self._take(reading, sums)
             self._note_foreign(before)
-            reading.written |= {path for path, leaf in tensor_leaves(moved) if version_of(leaf)}
+            reading.written |= {path for path, leaf in tensor_leaves(moved) if seen_version(leaf)}
             told.append(output.told)
             reading.as_loss = output.told_as_loss & (
                 reading.as_loss if index else output.told_as_loss

@@ -502,7 +502,7 @@ def another_mean() -> Any:
         (not_prepared_model, ValueError, "the Linear did not come out of accelerator.prepare"),
         (not_prepared_optimizer, ValueError, "the SGD did not come out of accelerator.prepare"),
         (several_batches_in_accumulation, ValueError, "gradient_accumulation_steps=2 once more"),
-        (another_mean, LossAverageError, "loss_average"),
+        (another_mean, LossAverageError, "splitting changes this batch"),
         (lambda: microbatcher(nn.Linear(2, 2), nn.Linear(2, 2)), TypeError, "not an accelerate"),
         (lambda: microbatcher(*prepared(), backward=print), TypeError, "it is accelerator.backwa"),
         (lambda: microbatcher(*prepared(), precision="bf16"), TypeError, "autocast is the accele"),
