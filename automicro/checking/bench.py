@@ -50,7 +50,6 @@ class Conditions:
             gradients by what the outermost modules with parameters give, of which nothing is kept;
             ``"numbers"`` alone; or ``"outputs"`` beside them.
         batchnorm: whether layers average over rows, as in training.
-        hooks: whether hooks of parameters run in each backward.
         carries: whether a part begins with the state that the one before has left.
         watches: whether what modules get and give is kept, too.
         notes_state: whether it is read what forwards leave in attributes and variables.
@@ -59,7 +58,6 @@ class Conditions:
     mode: Mode = "train"
     wants: Wanted = "parameters"
     batchnorm: bool = False
-    hooks: bool = False
     carries: bool = True
     watches: bool = False
     notes_state: bool = False
@@ -307,7 +305,7 @@ class Bench:
                     total = sums.pop(key)
                     leaf.grad = total if leaf.grad is None else total + leaf.grad
             hooked = with_hooks([leaf for leaf, _ in self._leaves.values()])
-            with HeldHooks([] if self.conditions.hooks else hooked).held():
+            with HeldHooks(hooked).held():
                 loss.backward()  # type: ignore[no-untyped-call]
         return list(given)
 

@@ -222,12 +222,3 @@ def relative_errors(split: Compared, whole: Compared) -> dict[str, float]:
         error = gap / max(norm_of(expected), floor)
         errors[name] = math.inf if math.isnan(error) else error
     return errors
-
-
-def loss_error(split: float, whole: float) -> float:
-    """The relative error of the loss."""
-    if math.isnan(split) and math.isnan(whole):
-        return 0.0
-    # Losses near zero may be differences of numbers near one, with their rounding.
-    error = abs(split - whole) / max(0.05, abs(whole))
-    return math.inf if math.isnan(error) else error
