@@ -47,7 +47,7 @@ from benchmarks.mutants_worker import SWITCH
 ROOT = Path(__file__).parent.parent
 # What the tests must watch over: parts of automicro. Each has at least LEAST mistakes.
 AREAS = (
-    *(("step",), ("transaction",), ("batch",), ("loss",), ("policy",), ("optimizer",)),
+    *(("step",), ("transaction",), ("batch",), ("loss", "checking"), ("policy",), ("optimizer",)),
     *(("microbatcher.py",), ("ranks",), ("checkpoints",), ("integrations",)),
     *(("trainer/data",), ("trainer/resume",), ("trainer/fit.py", "trainer/step.py")),
 )

@@ -22,6 +22,7 @@ from automicro.checking.rows import MOST_ROWS, Forms, is_telling, telling_rows
 from automicro.checking.state import Place
 from automicro.errors import (
     AutomicroError,
+    BatchError,
     BufferWarning,
     LossAverageError,
     LossAverageWarning,
@@ -292,7 +293,7 @@ class Checks:
             if kind not in (Failure.RETRYABLE, Failure.UNRELATED):
                 raise failure
             is_ours, why = isinstance(failure, AutomicroError), described(failure)
-            says_so = isinstance(failure, LossError)
+            says_so = isinstance(failure, BatchError | LossError)
             release(failure, self._computation.device)
         finally:
             del failure  # it holds this frame: a cycle

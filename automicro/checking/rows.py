@@ -181,7 +181,7 @@ def _form_of(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.dtype, value.dim(), value.requires_grad
     if isinstance(value, Mapping):
-        return tuple((repr(key), _form_of(value[key])) for key in value)
+        return tuple((repr(key), _form_of(each)) for key, each in value.items())
     if isinstance(value, list | tuple):
         parts = [_form_of(each) for each in itertools.islice(value, 8)]
         is_long = len(value) > 8 or any(isinstance(each, str) for each in value)

@@ -110,7 +110,10 @@ def test_the_loss_of_an_evaluation_does_not_depend_on_the_batch_size() -> None:
 def test_the_parts_of_a_loss_are_reported_by_name() -> None:
     def forward(model: nn.Module, batch: Any) -> dict[str, Tensor]:
         outputs = model(batch[0])
-        return {"fit": nn.functional.cross_entropy(outputs, batch[1]), "size": outputs.mean() ** 2}
+        return {
+            "fit": nn.functional.cross_entropy(outputs, batch[1]),
+            "size": outputs.square().mean(),
+        }
 
     trainer = make_trainer(make_model(), loss_fn=None, forward=forward, loss_average="samples")
     values = trainer.eval(make_loader())
