@@ -804,22 +804,16 @@ class Microbatcher:
 
     def _check_few(self, step: Step, mode: Mode) -> None:
         """Compare a few rows of the first batch with parts of them, where it could be split."""
-        if self._checks.is_over(mode) or not step.batches or not self._could_split(step):
+        policy, by_cost = step.policy, not self._unit.is_rows
+        could_split = self._split_guard.could_split(policy, step.rows, by_cost=by_cost)
+        if self._checks.is_over(mode) or not (step.batches and could_split):
             return
-        policy, rows = step.policy, step.rows[0]
-        cut = 1
-        if self._unit.is_rows and not policy.adapts:  # all microbatches are multiples of this
-            cut = math.gcd(*balanced_sizes(rows, policy.propose(rows)))
-        multiple = int(getattr(policy, "multiple_of", 1))
+        batch, rows, multiple = step.raw[0], step.rows[0], int(getattr(policy, "multiple_of", 1))
+        sizes = [] if by_cost or policy.adapts else balanced_sizes(rows, policy.propose(rows))
         with self._ranks.looking_alone():
-            has_run = self._checks.few_rows(
-                step.raw[0], rows, mode, multiple=multiple if rows >= 2 * multiple else 1, cut=cut
-            )
+            has_run = self._checks.few_rows(batch, rows, mode, multiple=multiple, sizes=sizes)
         if has_run:
             self._index.refresh()  # a forward may have made layers
-
-    def _could_split(self, step: Step) -> bool:
-        return self._split_guard.could_split(step.policy, step.rows, by_cost=not self._unit.is_rows)
 
     def _without_gradients(
         self,

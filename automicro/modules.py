@@ -198,18 +198,14 @@ def evaluation_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
                 module.eval()
         yield
     finally:
-        _put_modes_back(before)
-
-
-def _put_modes_back(before: Sequence[tuple[nn.Module, bool]]) -> None:
-    """Parents come before their children, and take these along."""
-    for _ in range(2):  # a module that stands in two places may be taken along by the second
+        # Parents come before their children, and take these along.
+        for _ in range(2):  # a module that stands in two places may be taken along by the second
+            for each, training in before:
+                if each.training != training:
+                    each.train(training)
         for each, training in before:
-            if each.training != training:
-                each.train(training)
-    for each, training in before:
-        if each.training != training:  # it overrides train() to stay as it is
-            each.training = training
+            if each.training != training:  # it overrides train() to stay as it is
+                each.training = training
 
 
 def is_parallel(modules: Sequence[nn.Module]) -> bool:

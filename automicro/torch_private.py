@@ -310,9 +310,8 @@ def call_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     >>> call_hooks(nn.Linear(2, 2))
     []
     """
-    of_forward = module._forward_hooks, module._forward_pre_hooks
-    tables = (*of_forward, module._backward_hooks, module._backward_pre_hooks)
-    return [hook for table in tables for hook in table.values()]
+    tables = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks
+    return [hook for each in (*tables, module._backward_pre_hooks) for hook in each.values()]
 
 
 def writes_own_state(module: nn.Module) -> bool:

@@ -204,7 +204,7 @@ class Checks:
         mode: Mode = "train",
         *,
         multiple: int = 1,
-        cut: int = 1,
+        sizes: Sequence[int] = (),
     ) -> bool:
         """Compare a few rows with two parts of them, where that is due: whether it was.
 
@@ -216,7 +216,7 @@ class Checks:
             num_rows: of it.
             mode: which forward. Modules are in its mode.
             multiple: how many rows belong together, as a policy was told.
-            cut: what sizes of microbatches are multiples of in any case.
+            sizes: of microbatches, where these are fixed.
 
         Raises:
             LossAverageError: parts do not add up, and that is refused.
@@ -234,6 +234,8 @@ class Checks:
                 self._say_unchecked(self._why_not, may_be_claimed=True)
             return False
         track.number += 1
+        cut = math.gcd(*sizes) or 1
+        multiple = multiple if num_rows >= 2 * multiple else 1
         is_new = track.forms.is_new(batch)
         if not is_new and track.number & (track.number - 1):
             return False
@@ -293,7 +295,7 @@ class Checks:
             if kind not in (Failure.RETRYABLE, Failure.UNRELATED):
                 raise failure
             is_ours, why = isinstance(failure, AutomicroError), described(failure)
-            says_so = isinstance(failure, BatchError | LossError)
+            says_so = isinstance(failure, LossError) or not self._can_cut(batch, num_rows)
             release(failure, self._computation.device)
         finally:
             del failure  # it holds this frame: a cycle
@@ -319,6 +321,13 @@ class Checks:
                 )
                 return Finding(kind="wrong", text=text), []
         return Finding(kind="unchecked", text=text, is_final=True), []
+
+    def _can_cut(self, batch: Any, num_rows: int) -> bool:
+        try:
+            self._computation.layout.split(batch, [1, num_rows - 1])
+        except BatchError:
+            return False
+        return True
 
     def _has_loss(self, batch: Any, mode: Mode) -> bool:
         """Whether a loss can be computed of these rows, from the state as it is."""

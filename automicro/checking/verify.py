@@ -257,7 +257,7 @@ class _Examination:
         tried = self.computation
         if value is not None:
             tried = replace(tried, averages=self.averages_of(value))
-        given = {"batchnorm": True, "hooks": False, "notes_state": True, **conditions}
+        given = {"batchnorm": True, "notes_state": True, **conditions}
         together, apart = self.cuts(sizes, rows)
         with Bench(tried, Conditions(**given)) as bench:
             whole, parts = bench.read(together), bench.read(apart)

@@ -23,10 +23,6 @@ from automicro.step.unit import order_of, with_padding
 Where: TypeAlias = bool | Literal["host", "device"]
 """Whether outputs are kept, and where: True where their batch lies."""
 
-WHAT_HAS_ROWS = (
-    "Return what has its rows in the first dimension, leave it out of the outputs, or let a metric "
-    "count it"
-)
 _ALIKE = 3  # slices that show something: two may have as many boxes by chance
 _EARLY = 10
 
@@ -182,7 +178,8 @@ class Kept:
                 warn(
                     f"{name} has {length} entries for microbatches {rows}, so it is not one per "
                     "row (a confusion matrix, a histogram, attention by layers?), and joining it "
-                    f"end to end means nothing. {WHAT_HAS_ROWS}",
+                    "end to end means nothing. Return what has its rows in the first dimension, "
+                    "leave it out of the outputs, or let a metric count it",
                     MetricWarning,
                 )
 
