@@ -236,7 +236,7 @@ class Checks:
         track.number += 1
         cut = math.gcd(*sizes) or 1
         multiple = multiple if num_rows >= 2 * multiple else 1
-        is_new = track.forms.is_new(batch)
+        is_new = self._is_new(track, batch)
         if not is_new and track.number & (track.number - 1):
             return False
         seed, track.looks = track.looks, track.looks + 1
@@ -321,6 +321,21 @@ class Checks:
                 )
                 return Finding(kind="wrong", text=text), []
         return Finding(kind="unchecked", text=text, is_final=True), []
+
+    def _is_new(self, track: _Track, batch: Any) -> bool:
+        """Whether a batch shows something new; what cannot be read for want of memory does not."""
+        failure: Exception
+        try:
+            return track.forms.is_new(batch)
+        except Exception as error:
+            failure = error
+        try:
+            if classify(failure) is not Failure.RETRYABLE:
+                raise failure
+            release(failure, self._computation.device)
+        finally:
+            del failure  # it holds this frame: a cycle
+        return False
 
     def _can_cut(self, batch: Any, num_rows: int) -> bool:
         try:
