@@ -189,8 +189,8 @@ PARTS = [
     Part(
         name="overhead",
         asks="what a step costs beside one by hand",
-        seconds=60,
-        script=("benchmarks.overhead", "--device", "cuda"),
+        seconds=100,
+        script=("benchmarks.overhead", "--device", "cuda", "--pairs", "10"),
         rehearsed_with=("--device", "standin", "--pairs", "2", "--repeats", "1"),
     ),
     Part(

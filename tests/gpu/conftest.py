@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from automicro.trainer.surroundings import CUBLAS_VALUES, CUBLAS_VARIABLE
-from tests.gpu.device import DEVICE, accelerator
+from tests.gpu.device import DEVICE, accelerator, share_of_device
 
 Record = Callable[[str, object], None]
 
@@ -42,7 +42,7 @@ def clean_device(record_property: Record) -> Iterator[None]:
     accelerator.empty_cache()
     accelerator.reset_peak_memory_stats(DEVICE)
     accelerator.manual_seed(0)
-    fraction = accelerator.get_per_process_memory_fraction(DEVICE)
+    fraction = share_of_device()
     before = accelerator.memory_stats(DEVICE)
     yield
     gc.collect()  # now: what is frozen for the next file stays for ever

@@ -24,6 +24,7 @@ from tests.gpu.device import (
     requested_bytes,
     room,
     snapshot,
+    start_cublas,
 )
 from tests.gpu.subjects import batch, microbatcher, model
 
@@ -62,6 +63,7 @@ def weights() -> list[nn.Parameter]:
 def test_the_predicted_state_is_what_the_first_step_allocates(
     name: str, record_property: Record
 ) -> None:
+    start_cublas()
     parameters = weights()
     optimizer = OPTIMIZERS[name](parameters)
     # Some optimizers build their state when they are made: that is there already.

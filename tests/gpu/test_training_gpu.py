@@ -33,12 +33,12 @@ if sys.argv[1] == "standin":
 import torch
 from torch import nn
 from automicro import Trainer
-from tests.gpu.subjects import batch, model
+from tests.gpu.subjects import Blocks, batch
 rows = [batch(seed=seed) for seed in range(3)]
 sums = []
 for _ in range(2):
     torch.manual_seed(0)
-    net = model().cpu()  # which the Trainer moves: nothing has computed on the device
+    net = Blocks()  # which the Trainer moves: nothing has asked for the device
     Trainer(net, rows, loss_fn=nn.CrossEntropyLoss(), optimizer=torch.optim.AdamW, seed=0,
             max_duration="1ep", device=sys.argv[1], deterministic=True, progress=False).fit()
     sums.append([each.double().sum().item() for each in net.parameters()])
