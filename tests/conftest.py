@@ -36,7 +36,7 @@ VARIABLES_OF_LIBRARIES = {
     "TRITON_PTXAS_PATH",
 }
 # Started once and kept for the life of the process: tqdm's monitor, the compiler's workers.
-THREADS_OF_LIBRARIES = {"tqdm_monitor", "InductorSubproc"}
+THREADS_OF_LIBRARIES = {"tqdm_monitor", "InductorSubproc", "subproc_worker_timer"}
 
 
 # Seconds, where a test has none of its own: on a slow machine with other work on it the longest

@@ -1,6 +1,7 @@
 """What each test on an accelerator starts from and leaves behind."""
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -20,7 +21,7 @@ def started_device(same_environment: None) -> Iterator[None]:
     product of a process, whatever comes later.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(CUBLAS_VARIABLE, CUBLAS_VALUES[0])
+        patch.setenv(CUBLAS_VARIABLE, os.environ.get(CUBLAS_VARIABLE, CUBLAS_VALUES[0]))
         accelerator.init()
         yield
 

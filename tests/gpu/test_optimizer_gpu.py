@@ -104,7 +104,9 @@ def ooms_by_batch(room_bytes: int, *, reserves: bool) -> list[int]:
 
 
 @only_cuda("rows and blocks of this size in reasonable time")
-def test_a_nearly_full_device_shrinks_the_first_batch_and_not_the_second() -> None:
+def test_a_nearly_full_device_shrinks_the_first_batch_and_not_the_second(
+    record_property: Record,
+) -> None:
     net = wide_model()
     step = microbatcher(net, 4)
     step.backward(batch(8))  # makes what libraries keep for ever
@@ -117,9 +119,11 @@ def test_a_nearly_full_device_shrinks_the_first_batch_and_not_the_second() -> No
     del net, step
     room_bytes = half_batch_bytes + state_bytes // 2
     first, *others = ooms_by_batch(room_bytes, reserves=True)
+    without = ooms_by_batch(room_bytes, reserves=False)
+    record_property("ooms", {"with": [first, *others], "without": without})
+    record_property("bytes", {"half": half_batch_bytes, "state": state_bytes})
     assert first >= 2
     assert others == [0, 0]
-    without = ooms_by_batch(room_bytes, reserves=False)
     assert without[0] < first
     assert without[1] >= 1
 
