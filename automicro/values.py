@@ -313,10 +313,10 @@ def is_installed(module: str | None) -> bool:
 def is_plain(value: Any) -> bool:
     """Whether nothing in a value can change.
 
-    >>> is_plain("text"), is_plain([])
-    (True, False)
+    >>> is_plain("text"), is_plain((1, "one")), is_plain([])
+    (True, True, False)
     """
-    return not kinds_of(type(value))
+    return not kinds_of(type(value)) or (type(value) is tuple and all(map(is_plain, value)))
 
 
 @functools.cache

@@ -70,7 +70,7 @@ def again(name: str, setting: str, *, seconds: float) -> list[Part]:
     """The tests that depend on the allocator, with another setting of it."""
     return [
         Part(
-            name=f"{part}, {name}",
+            name=f"{part} with {name}",
             asks=f"does the same hold under {setting}",
             seconds=seconds,
             tests=f"test_{part}_gpu.py",
@@ -177,6 +177,7 @@ PARTS = [
         asks="a snapshot of the device's own allocator names the planted culprit",
         seconds=60,
         tests="test_doctor_gpu.py",
+        environment={"CUBLAS_WORKSPACE_CONFIG": ":16:8"},  # else it holds more than the culprits
     ),
     Part(
         name="plan",
@@ -189,8 +190,8 @@ PARTS = [
     Part(
         name="overhead",
         asks="what a step costs beside one by hand",
-        seconds=60,
-        script=("benchmarks.overhead", "--device", "cuda"),
+        seconds=100,
+        script=("benchmarks.overhead", "--device", "cuda", "--pairs", "10"),
         rehearsed_with=("--device", "standin", "--pairs", "2", "--repeats", "1"),
     ),
     Part(

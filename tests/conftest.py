@@ -33,9 +33,10 @@ VARIABLES_OF_LIBRARIES = {
     "PYTORCH_NVML_BASED_CUDA_CHECK",
     "TORCHINDUCTOR_CACHE_DIR",
     "TRITON_CACHE_DIR",
+    "TRITON_PTXAS_PATH",
 }
-# tqdm starts its monitor once and keeps it for the life of the process.
-THREADS_OF_LIBRARIES = {"tqdm_monitor"}
+# Started once and kept for the life of the process: tqdm's monitor, the compiler's workers.
+THREADS_OF_LIBRARIES = {"tqdm_monitor", "InductorSubproc", "subproc_worker_timer"}
 
 
 # Seconds, where a test has none of its own: on a slow machine with other work on it the longest

@@ -347,6 +347,8 @@ def limit_bytes(limit: str | int | float, device: torch.device | str) -> int:
 @contextlib.contextmanager
 def _limited(fraction: float, device: torch.device) -> Iterator[None]:
     module = torch.get_device_module(device)
+    if device.index is None:  # some versions of torch limit no device without a number
+        device = torch.device(device.type, module.current_device())
     before = _share(device)
     module.set_per_process_memory_fraction(fraction, device)
     try:
@@ -359,7 +361,7 @@ def _share(device: torch.device) -> float:
     read = _ability(device, "get_per_process_memory_fraction")
     if read is None or device in _uncounted:
         return 1.0
-    return float(read(device))
+    return min(1.0, float(read(device)))  # cudaMallocAsync without a limit says millions
 
 
 def _property(device: torch.device, name: str) -> Any:

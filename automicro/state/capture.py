@@ -277,7 +277,8 @@ def _put_back(value: Any, kind: Kind, held: Any) -> None:
         }
     elif not kind.is_leaf:
         held = list(map(_again, held))
-    if differs(now, held) if kind.is_leaf else not _same_parts(now, held):
+    # Containers by identity, also long ones: of equal numbers one may be -0.0, and order counts.
+    if not (_same_parts(now, held) if type(held) in (dict, list) else not differs(now, held)):
         assert kind.write is not None
         kind.write(value, held)
 
@@ -666,7 +667,7 @@ class Captured:
             is_committed: whether an attempt has gone through, which shows what attempts replace.
 
         Returns:
-            Whether the next capture needs no walk, for all that is told so far.
+            Whether this can be used for the next capture.
         """
         if is_committed and self._is_new:
             self._is_new = False

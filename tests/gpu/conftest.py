@@ -1,13 +1,14 @@
 """What each test on an accelerator starts from and leaves behind."""
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from automicro.trainer.surroundings import CUBLAS_VALUES, CUBLAS_VARIABLE
-from tests.gpu.device import DEVICE, accelerator
+from tests.gpu.device import DEVICE, accelerator, share_of_device
 
 Record = Callable[[str, object], None]
 
@@ -20,7 +21,7 @@ def started_device(same_environment: None) -> Iterator[None]:
     product of a process, whatever comes later.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(CUBLAS_VARIABLE, CUBLAS_VALUES[0])
+        patch.setenv(CUBLAS_VARIABLE, os.environ.get(CUBLAS_VARIABLE, CUBLAS_VALUES[0]))
         accelerator.init()
         yield
 
@@ -42,7 +43,7 @@ def clean_device(record_property: Record) -> Iterator[None]:
     accelerator.empty_cache()
     accelerator.reset_peak_memory_stats(DEVICE)
     accelerator.manual_seed(0)
-    fraction = accelerator.get_per_process_memory_fraction(DEVICE)
+    fraction = share_of_device()
     before = accelerator.memory_stats(DEVICE)
     yield
     gc.collect()  # now: what is frozen for the next file stays for ever

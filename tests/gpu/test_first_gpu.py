@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from automicro.memory.device import capacity_bytes, read_counts
 from automicro.memory.oom import classify, first_line
 from tests.gpu.conftest import Record
-from tests.gpu.device import DEVICE, GPU, MIB, accelerator, only_cuda, room
+from tests.gpu.device import DEVICE, GPU, MIB, accelerator, only_cuda, room, share_of_device
 from tests.gpu.subjects import batch, microbatcher, model
 from tests.gpu.wrappers import WITH_NCCL, exchange_over_gloo, group_of_one, wrapped
 
@@ -119,7 +119,7 @@ def empty_a_cache() -> None:
 
 def test_what_calls_cost(record_property: Record) -> None:
     x = torch.ones(1024, device=DEVICE)
-    fraction = accelerator.get_per_process_memory_fraction(DEVICE)
+    fraction = share_of_device()
     state = accelerator.get_rng_state(DEVICE)
     calls: dict[str, Callable[[], Any]] = {
         "memory_stats": lambda: accelerator.memory_stats(DEVICE),
@@ -243,7 +243,8 @@ SETTINGS = ("expandable_segments:True", "backend:cudaMallocAsync")
 READ_ALLOCATOR = """
 import torch
 torch.ones(1, device="cuda")
-print(torch.cuda.get_allocator_backend(), getattr(torch._C, "_accelerator_getAllocatorSettings")())
+settings = getattr(torch._C, "_accelerator_getAllocatorSettings", str)  # torch 2.11 has none
+print(torch.cuda.get_allocator_backend(), settings())
 """
 
 

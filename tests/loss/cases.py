@@ -61,9 +61,7 @@ LOSSES = {
         Mlp, _last_class_ignored, nn.CrossEntropyLoss(CLASS_WEIGHT, ignore_index=CLASSES - 1)
     ),
     "a class of weight zero": pair_case(
-        Mlp,
-        lambda: (x(), y()),
-        nn.CrossEntropyLoss(CLASS_WEIGHT * torch.tensor([1, 0, 0, 1, 1])),
+        Mlp, lambda: (x(), y()), nn.CrossEntropyLoss(CLASS_WEIGHT * torch.tensor([1, 0, 0, 1, 1]))
     ),
     "label smoothing": pair_case(
         Mlp,
@@ -81,9 +79,7 @@ LOSSES = {
         LogProbabilities, lambda: (x(), with_ignored(y())), nn.NLLLoss(CLASS_WEIGHT)
     ),
     "binary": pair_case(
-        Mlp,
-        lambda: (x(), _probabilities().round()),
-        nn.BCEWithLogitsLoss(pos_weight=CLASS_WEIGHT),
+        Mlp, lambda: (x(), _probabilities().round()), nn.BCEWithLogitsLoss(pos_weight=CLASS_WEIGHT)
     ),
     "squares": pair_case(Mlp, lambda: (x(), numbers(ROWS, CLASSES)), nn.MSELoss()),
     "KL, batchmean": pair_case(

@@ -269,11 +269,7 @@ def test_a_model_without_labels_is_evaluated_without_a_loss() -> None:
         (Mlp, (x(), y()), {"loss_fn": nn.CrossEntropyLoss()}),
         (Keyword, {"inputs": x(), "labels": y()}, {}),
         (ComposerStyle, (x(), y()), {}),
-        (
-            Mlp,
-            (x(), y()),
-            {"forward": lambda m, b: ((logits := m(b[0])).mean(), logits)},
-        ),
+        (Mlp, (x(), y()), {"forward": lambda m, b: ((logits := m(b[0])).mean(), logits)}),
         (
             Mlp,
             (x(), y()),

@@ -163,9 +163,7 @@ def test_without_grow_sizes_never_grow_back() -> None:
 
 @settings(max_examples=30)
 @given(
-    seed=st.randoms(use_true_random=False),
-    batches=st.integers(100, 600),
-    stay=st.integers(1, 40),
+    seed=st.randoms(use_true_random=False), batches=st.integers(100, 600), stay=st.integers(1, 40)
 )
 def test_a_neighbour_that_comes_and_goes_makes_logarithmically_many_failures(
     seed: Any, batches: int, stay: int

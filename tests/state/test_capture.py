@@ -415,6 +415,7 @@ MOVES = {
     "counters and averages": lambda model: [each.count() for each in model],
     "training flags": lambda model: model.train(not model.training),
     "an empty list that grows": lambda model: model[0].seen.append(1.0),
+    "a list that grows by tuples": lambda model: model[0].seen.append((1, (2.0, "text"))),
 }
 
 

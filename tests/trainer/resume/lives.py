@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import gc
 import json
 import logging
 import os
@@ -64,6 +65,7 @@ class Journal(Callback):
         self.note("resumed", run.state.batch)
 
     def batch_start(self, run: Run, batch: Any) -> None:
+        gc.collect()  # what fits does not depend on when it comes by for what checkpoints leave
         self.note("begun", run.state.batch + 1)
 
     def checkpoint_end(self, run: Run, path: Path) -> None:
@@ -92,6 +94,7 @@ def live(
     def work() -> None:
         logging.getLogger("automicro").setLevel(logging.ERROR)
         warnings.simplefilter("error")
+        gc.freeze()
         notes = Journal(journal)
         with warnings.catch_warnings(record=True) as caught:
             if may_warn:

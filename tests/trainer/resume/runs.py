@@ -35,10 +35,7 @@ class Wrapped(nn.Module):
 def trainer(model: nn.Module, folder: Path, **options: Any) -> Trainer:
     """A trainer of three batches of 16 rows an epoch, saved after each batch."""
     checkpoint = CheckpointConfig(
-        folder=folder,
-        interval="1ba",
-        keep_last=None,
-        resume=options.pop("resume", "auto"),
+        folder=folder, interval="1ba", keep_last=None, resume=options.pop("resume", "auto")
     )
     loader = options.pop("train_dataloader", None) or make_loader(rows=48)
     settings = {"max_duration": "5ba", "probe": False, **options}

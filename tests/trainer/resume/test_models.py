@@ -272,9 +272,7 @@ class EaseIn(nn.Module):
 
 def test_what_a_loss_keeps_comes_back(tmp_path: Path) -> None:
     check_resumes(
-        Wrapped,
-        tmp_path,
-        options=lambda: {"loss_fn": EaseIn(), "loss_average": "samples"},
+        Wrapped, tmp_path, options=lambda: {"loss_fn": EaseIn(), "loss_average": "samples"}
     )
 
 

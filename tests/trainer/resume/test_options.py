@@ -260,9 +260,7 @@ class Begins(Callback):
         self.batches.append(run.state.batch)
 
 
-def test_a_run_goes_on_with_its_own_checkpoint_before_the_one_it_began_with(
-    tmp_path: Path,
-) -> None:
+def test_a_run_goes_on_with_its_own_checkpoint_before_the_one_it_began_with(tmp_path: Path) -> None:
     trainer(linear(), tmp_path / "first", max_duration="2ba").fit()
     batches = []
     for duration in ("4ba", "5ba"):  # the same command twice, cut off between

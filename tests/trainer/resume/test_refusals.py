@@ -171,11 +171,7 @@ def test_a_group_that_was_added_in_the_middle_of_a_run_is_refused_with_the_way_o
         module = model()
         optimizer = torch.optim.SGD(module[:2].parameters(), lr=0.1)  # type: ignore[index]
         return trainer(
-            tmp_path,
-            module,
-            optimizer=optimizer,
-            callbacks=[AddsAGroup()],
-            max_duration=duration,
+            tmp_path, module, optimizer=optimizer, callbacks=[AddsAGroup()], max_duration=duration
         )
 
     start("2ba").fit()
