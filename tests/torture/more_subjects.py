@@ -321,6 +321,7 @@ def by_cost() -> Subject:
     for each in lengths:
         batch = texts(each, padded=5)
         words = torch.randint(VOCABULARY, batch["input_ids"].shape)
+        words[0, :2] = torch.tensor([0, VOCABULARY - 1])  # no later batch has a new word
         batches.append({**batch, "input_ids": words})
     return Subject(
         model=model,
