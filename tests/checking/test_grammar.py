@@ -1,0 +1,19 @@
+"""What `grammar` draws: a sample; ``python -m tests.checking.grammar 0 2000`` judges more."""
+
+from collections import Counter
+
+import pytest
+
+from tests.checking.grammar import judge
+
+pytestmark = pytest.mark.sweep
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_each_loss_that_splitting_changes_is_named_and_no_other() -> None:
+    judged = [judge(seed) for seed in range(60)]
+    outcomes = Counter(each.outcome for each in judged)
+    assert set(outcomes) == {"named", "right"}, [
+        e for e in judged if e.outcome not in ("named", "right")
+    ]
+    assert min(outcomes.values()) >= 20
