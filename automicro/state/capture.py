@@ -9,7 +9,6 @@ The walk happens once. It leaves flat lists of what the tables, lists and cells 
 capture compares by identity: one that finds the same objects everywhere is as good as a walk.
 """
 
-import contextlib
 import functools
 import operator
 import types
@@ -171,27 +170,31 @@ class _Tables:
         self._holders, self._num_keys = holders, len(keys)
         self._get = operator.itemgetter(*keys) if keys else lambda table: ()
         self._tables = [each.table for each in holders]
-        self.held = self._now()
+        self.held = list(self._now())
         self._places = {place for place, each in enumerate(self.held) if _is_content(each)}
 
-    def _now(self) -> list[Any]:
-        """What the tables hold, up to where a key is gone."""
-        each, now = map(self._get, self._tables), list[Any]()
-        with contextlib.suppress(KeyError):
-            # Of one key alone, itemgetter gives no tuple.
-            now.extend(each if self._num_keys == 1 else chain.from_iterable(each))
-        return now
+    def _now(self) -> Iterator[Any]:
+        each = map(self._get, self._tables)
+        # Of one key alone, itemgetter gives no tuple.
+        return each if self._num_keys == 1 else chain.from_iterable(each)
 
     def is_as_held(self) -> bool:
-        """Whether each value is the one that is held."""
-        return same_objects(self._now(), self.held)
+        """Whether each value is the one that is held; no key that is gone holds any."""
+        try:
+            return all(map(operator.is_, self._now(), self.held))
+        except KeyError:
+            return False
 
     def refresh(self) -> bool:
         """Hold what is there now; not done where containers or objects have come or gone."""
-        now = self._now()
+        if self.is_as_held():
+            return True
+        try:
+            now = list(self._now())
+        except KeyError:
+            return False
         others = list(compress(range(len(now)), map(operator.is_not, now, self.held)))
-        pairs = ((self.held[place], now[place]) for place in others)
-        if len(now) < len(self.held) or not all(map(_may_pass, chain.from_iterable(pairs))):
+        if not all(_may_pass(self.held[i]) and _may_pass(now[i]) for i in others):
             return False
         self._places.update(place for place in others if _is_content(now[place]))
         self.held = now
@@ -348,18 +351,16 @@ class _Standing:
     """
 
     def __init__(self, value: Tensor) -> None:
-        self._ref = weakref.ref(value)
-        self._alias = value.detach() if value.nbytes <= SMALL_BYTES else None
-
-    def value(self) -> Tensor | None:
-        """The tensor."""
-        there = self._ref()
-        return self._alias if there is None else there
+        self.ref = weakref.ref(value)
+        self.alias = value.detach() if value.nbytes <= SMALL_BYTES else None
 
 
 def _again(value: Any) -> Any:
     """What was held, with the tensors themselves in place of what stands for them."""
-    return value.value() if type(value) is _Standing else value
+    if type(value) is not _Standing:
+        return value
+    there = value.ref()
+    return value.alias if there is None else there
 
 
 def _is_content(value: Any) -> bool:
@@ -591,8 +592,7 @@ class Captured:
         stands = {key: _Standing(each) for key, each in content.items() if each.grad_fn is not None}
         if stands and self._large is None:
             self._change_content(lambda value: stands.get(id(value), value))
-        tensors = [each for key, each in content.items() if key not in stands]
-        tensors += self._leaves.small
+        tensors = [*(e for key, e in content.items() if key not in stands), *self._leaves.small]
         self._copies = Copies(tensors, self._copied, watches_others=self._large is not None)
         self._global = _read_modes()
 

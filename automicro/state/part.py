@@ -205,8 +205,7 @@ class Replay:
         skip: Iterable[Any] = (),
         large: Mapping[int, Tensor] | None = None,
     ) -> None:
-        self.roots = roots
-        self._skip, self._large = skip, large
+        self.roots, self._skip, self._large = roots, skip, large
         self._free: list[Captured] = []
 
     def take(self, owner: Any = None) -> Captured:

@@ -264,20 +264,17 @@ class Leaves:
             return False
         flags, self._flags = self._flags, list(map(_FLAG, self._leaves))
         if self._flags != flags:
-            self._find_frozen()
+            frozen = compress(self._leaves, map(operator.not_, self._flags))
+            there = [e for e in frozen if not (is_uninitialized(e) or e.is_inference())]
+            small = {id(each) for each in self._dense if each.nbytes <= SMALL_BYTES}
+            self.small = [each for each in there if id(each) in small]
+            self._frozen = [each for each in there if id(each) not in small]
         self._versions = all_versions(self._frozen)
         addresses, self._addresses = self._addresses, list(map(Tensor.data_ptr, self._dense))
         if self._addresses != addresses:
             self._forms = [(e.storage_offset(), e.shape, e.stride()) for e in self._dense]
         self._memory = list(map(Tensor.untyped_storage, self._dense))
         return True
-
-    def _find_frozen(self) -> None:
-        frozen = compress(self._leaves, map(operator.not_, self._flags))
-        there = [e for e in frozen if not (is_uninitialized(e) or e.is_inference())]
-        small = {id(each) for each in self._dense if each.nbytes <= SMALL_BYTES}
-        self.small = [each for each in there if id(each) in small]
-        self._frozen = [each for each in there if id(each) not in small]
 
     def let_go(self) -> None:
         """Hold no memory."""
