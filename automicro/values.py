@@ -123,7 +123,7 @@ def _write_dict(value: dict[Any, Any], saved: dict[Any, Any]) -> None:
     put_table(value, {key: each for key, each in saved.items() if not _is_dead(key)})
 
 
-def _named(read: Any, put: Any, drop: Any) -> Kind:
+def _named(read: Any, put: Any = object.__setattr__, drop: Any = object.__delattr__) -> Kind:
     """Something that keeps values by names, which are put and dropped one at a time."""
 
     def write(value: Any, saved: dict[str, Any]) -> None:
@@ -217,7 +217,9 @@ OBJECT = Kind(table_of, name=".{}")
 DICT = Kind(lambda value: dict(dict.items(value)), _write_dict)
 _in_order = OrderedDict.__iter__
 LIST = _container(list, list.extend)
-FUNCTION = Kind(lambda value: {}, name=".{}")  # capture reads it by itself, and so does `children`
+FUNCTION = Kind(lambda value: {}, name=".{}")  # what it holds lies in others: see `namespaces_of`
+DEFAULTS = _named(lambda v: {each: getattr(v, each) for each in ("__defaults__", "__kwdefaults__")})
+CELL = _named(lambda v: {"cell_contents": v.cell_contents} if _is_filled(v) else {})
 CLASS = _named(lambda v: dict(vars(v)), type.__setattr__, type.__delattr__)
 _KINDS: tuple[tuple[Any, Kind], ...] = (
     (Tensor, TENSOR),
@@ -246,11 +248,7 @@ _KINDS: tuple[tuple[Any, Kind], ...] = (
         Kind(lambda value: _attributes(value, _PARTS), name=""),
     ),
 )
-_SLOTS = _named(
-    lambda v: _attributes(v, _slots(type(v))),  # type: ignore[arg-type]
-    object.__setattr__,
-    object.__delattr__,
-)
+_SLOTS = _named(lambda v: _attributes(v, _slots(type(v))))  # type: ignore[arg-type]
 PARALLEL = Kind(lambda value: dict(nn.Module.named_children(value)), name=".{}")
 UNREADABLE = Kind(lambda value: None, is_leaf=True)
 _WITH_ATTRIBUTES = (dict, list, set, deque, tuple)
@@ -343,7 +341,7 @@ def namespaces_of(function: types.FunctionType) -> Iterator[_Names]:
         return
     seen = {id(home)}
     waiting: list[_Names] = [_Names(home, home, used, True)]
-    cells = {name: cell.cell_contents for name, cell in cells_of(function) if is_filled(cell)}
+    cells = {name: cell.cell_contents for name, cell in cells_of(function) if _is_filled(cell)}
     waiting.append(_Names(None, cells, frozenset(cells), False))
     waiting.append(_Names(None, sys.modules, used - home.keys(), False))  # it imports by itself
     for each in waiting:  # which grows meanwhile
@@ -372,7 +370,7 @@ def cells_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     return zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
 
 
-def is_filled(cell: Any) -> bool:
+def _is_filled(cell: Any) -> bool:
     """Whether a cell of a closure holds anything yet."""
     try:
         cell.cell_contents  # noqa: B018
@@ -419,7 +417,7 @@ def children(value: Any, kinds: Kinds = kinds_of) -> Iterator[tuple[str, Any]]:
 
 
 def _inside_function(value: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    yield from ((name, cell.cell_contents) for name, cell in cells_of(value) if is_filled(cell))
+    yield from ((name, cell.cell_contents) for name, cell in cells_of(value) if _is_filled(cell))
     yield from (("default", each) for each in (value.__defaults__, value.__kwdefaults__))
     yield from ((f"{value.__name__}.{name}", each) for name, each in vars(value).items())
     for names in namespaces_of(value):

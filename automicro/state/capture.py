@@ -34,7 +34,9 @@ from automicro.torch_private import (
     pop_function_modes,
 )
 from automicro.values import (
+    CELL,
     CLASS,
+    DEFAULTS,
     DICT,
     FUNCTION,
     LIST,
@@ -45,7 +47,6 @@ from automicro.values import (
     Kind,
     cells_of,
     differs,
-    is_filled,
     is_installed,
     is_owned,
     is_plain,
@@ -97,9 +98,7 @@ def capture(
 
 
 _NOT_COPIED = "it was written to, and is too large to be copied; move it after the step"
-_MODE = ("training",)
 _NEW = vars(nn.Module())
-_OF_MODULE = frozenset(_NEW)
 # What says how hooks are called changes with the tables of hooks alone.
 _TABLES = [name for name, value in _NEW.items() if hasattr(value, "clear") or "hook" in name]
 # Those of state dicts are of no use to a forward.
@@ -111,7 +110,7 @@ _tables_of, _looked_into = operator.itemgetter(*_TABLES), operator.itemgetter(*_
 @functools.lru_cache(5_000)
 def _own_keys(keys: tuple[Any, ...]) -> tuple[Any, ...]:
     """Those of a module's that are not torch's tables; none where it has not all of these yet."""
-    is_whole = _OF_MODULE.issubset(keys)
+    is_whole = _NEW.keys() <= set(keys)
     return tuple(key for key in keys if key not in _APART) if is_whole else ()
 
 
@@ -171,7 +170,7 @@ class _Tables:
         self._holders, self._num_keys = holders, len(keys)
         self._get = operator.itemgetter(*keys) if keys else lambda table: ()
         self._tables = [each.table for each in holders]
-        self.held: list[Any] = list(self._now())
+        self.held = list(self._now())
         self._places = {place for place, each in enumerate(self.held) if _is_content(each)}
 
     def _now(self) -> Iterator[Any]:
@@ -221,8 +220,11 @@ class _Containers:
     """Everything else that holds values, or content of its own: each is read by its kind."""
 
     def __init__(self) -> None:
-        self._entries: list[tuple[Any, Kind, Any]] = []
+        self._entries: list[_Entry] = []
         self._with_tensors: set[int] = set()
+
+    def is_as_held(self) -> bool:
+        return False  # not known before each is read
 
     def add(self, value: Any, kind: Kind, held: Any) -> None:
         """Hold one."""
@@ -245,17 +247,13 @@ class _Containers:
         return True
 
     def content(self) -> Iterator[Tensor]:
-        """The tensors that are held, but for those that are trained."""
         held = (_parts(self._entries[place][2]) for place in self._with_tensors)
         return filter(_is_content, chain.from_iterable(held))
 
     def change_content(self, change: Callable[[Any], Any]) -> None:
-        """Hold something else in place of tensors."""
         for place in self._with_tensors:
             value, kind, held = self._entries[place]
-            is_dict = type(held) is dict
-            new = {k: change(v) for k, v in held.items()} if is_dict else list(map(change, held))
-            self._entries[place] = value, kind, new
+            self._entries[place] = value, kind, _with_parts(held, change)
 
     def let_go(self) -> None:
         """Hold no content of leaves."""
@@ -264,19 +262,16 @@ class _Containers:
                 self._entries[place] = value, kind, None
 
     def entries(self) -> Iterator[_Entry]:
-        """Each with its kind, and what is held of it."""
         return iter(self._entries)
 
 
 def _put_back(value: Any, kind: Kind, held: Any) -> None:
     now = kind.read(value)
+    if not kind.is_leaf:
+        held = _with_parts(held, _again)
     if type(held) is dict:
         # What a wrapper has freed, it has replaced by itself.
-        held = {
-            key: now[key] if is_freed(e) and key in now else _again(e) for key, e in held.items()
-        }
-    elif not kind.is_leaf:
-        held = list(map(_again, held))
+        held = held | {key: now[key] for key, e in held.items() if is_freed(e) and key in now}
     # Containers by identity, also long ones: of equal numbers one may be -0.0, and order counts.
     if not (_same_parts(now, held) if type(held) in (dict, list) else not differs(now, held)):
         assert kind.write is not None
@@ -356,18 +351,16 @@ class _Standing:
     """
 
     def __init__(self, value: Tensor) -> None:
-        self._ref = weakref.ref(value)
-        self._alias = value.detach() if value.nbytes <= SMALL_BYTES else None
-
-    def value(self) -> Tensor | None:
-        """The tensor."""
-        there = self._ref()
-        return self._alias if there is None else there
+        self.ref = weakref.ref(value)
+        self.alias = value.detach() if value.nbytes <= SMALL_BYTES else None
 
 
 def _again(value: Any) -> Any:
     """What was held, with the tensors themselves in place of what stands for them."""
-    return value.value() if type(value) is _Standing else value
+    if type(value) is not _Standing:
+        return value
+    there = value.ref()
+    return value.alias if there is None else there
 
 
 def _is_content(value: Any) -> bool:
@@ -394,6 +387,12 @@ def _parts(held: Any) -> Iterable[Any]:
     return held.values() if type(held) is dict else held
 
 
+def _with_parts(held: Any, change: Callable[[Any], Any]) -> Any:
+    if type(held) is dict:
+        return {key: change(each) for key, each in held.items()}
+    return list(map(change, held))
+
+
 def _same_parts(one: Any, other: Any) -> bool:
     return same_objects(one, other) and (
         type(one) is not dict or same_objects(one.values(), other.values())
@@ -405,21 +404,7 @@ def _write_objects(value: Any, saved: list[Any]) -> None:
         value.flat[place] = each
 
 
-def _write_cell(cell: Any, saved: list[Any]) -> None:
-    if saved:
-        cell.cell_contents = saved[0]
-    elif is_filled(cell):
-        del cell.cell_contents
-
-
-def _write_defaults(function: Any, saved: dict[str, Any]) -> None:
-    function.__defaults__, function.__kwdefaults__ = saved.values()
-
-
-_OF_FUNCTION = ("__defaults__", "__kwdefaults__")
 _OBJECT_ARRAY = Kind(lambda value: list(value.flat), _write_objects)
-_CELL = Kind(lambda cell: [cell.cell_contents] if is_filled(cell) else [], _write_cell)
-_DEFAULTS = Kind(lambda f: {name: getattr(f, name) for name in _OF_FUNCTION}, _write_defaults)
 
 
 class _Walk:
@@ -434,20 +419,17 @@ class _Walk:
         self._given = set(map(id, roots.values()))
         self.left_out: list[tuple[Any, str]] = []
         self.holders: dict[int, _Holder] = {}
-        self.empty: list[Any] = []  # tables of modules and tensors: most are
         self.objects: list[Any] = []
         self.flags: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
         self.containers = _Containers()
         self.buffers: dict[int, None] = {}
         self.content: list[Tensor] = []
         self.trained: list[Tensor] = []
-        self._walk(roots, skip)
-
-    def _walk(self, roots: Mapping[str, Any], skip: tuple[Any, ...]) -> None:
         skipped = tuple(each for each in skip if isinstance(each, type))
         seen, left = set(map(id, skip)), MOST_VALUES
         hooks = GLOBAL_HOOKS.values()
-        self.empty += [each for each in hooks if not each]
+        # Tables of modules and tensors: most are.
+        self.empty: list[Any] = [each for each in hooks if not each]
         waiting = [*roots.values(), *filter(None, hooks)]
         for number, value in enumerate(waiting):  # which grows meanwhile
             kinds = kinds_of(type(value))
@@ -486,7 +468,8 @@ class _Walk:
             return self._hold_table(value)
         if kind is PARALLEL:
             table = table_of(value)
-            self.holders[id(table)] = _Holder(table, table, _MODE, frozenset(_MODE))
+            used = frozenset(["training"])
+            self.holders[id(table)] = _Holder(table, table, tuple(used), used)
         return self._hold_other(value, kind)
 
     def _hold_table(self, table: dict[Any, Any]) -> Iterable[Any]:
@@ -526,10 +509,10 @@ class _Walk:
         return found
 
     def _hold_function(self, value: types.FunctionType) -> Iterable[Any]:
-        found = list(self._hold_other(value, _DEFAULTS))
+        found = list(self._hold_other(value, DEFAULTS))
         found += self._hold_table(value.__dict__)
         for _, cell in cells_of(value):
-            found += self._hold_other(cell, _CELL)
+            found += self._hold_other(cell, CELL)
         for names in namespaces_of(value):
             known = self.holders.get(id(names.owner))
             used = names.used if known is None else names.used | (known.used or frozenset())
@@ -542,33 +525,30 @@ class _Walk:
 
     def _hold_other(self, value: Any, kind: Kind) -> Iterable[Any]:
         if kind is UNREADABLE:
-            self.left_out.append((value, "its state can be neither read nor set"))
-            return ()
-        if id(value) not in self._given:
-            if isinstance(value, np.ndarray) and value.nbytes > MOST_ARRAY_BYTES:
-                self.left_out.append((value, f"it is an array of over {MOST_ARRAY_BYTES} bytes"))
-                return ()
-            if kind in (DICT, LIST) and _is_long(value):
-                return self._hold_long(value, kind._replace(is_leaf=True))
-        if isinstance(value, np.ndarray) and value.dtype == object:
+            return self._leave_out(value, "its state can be neither read nor set")
+        is_given, is_array = id(value) in self._given, isinstance(value, np.ndarray)
+        if is_array and value.nbytes > MOST_ARRAY_BYTES and not is_given:
+            return self._leave_out(value, f"it is an array of over {MOST_ARRAY_BYTES} bytes")
+        if is_array and value.dtype == object:
             kind = _OBJECT_ARRAY
         held = kind.read(value)
+        if kind in (DICT, LIST) and _is_long(value) and not is_given:
+            if len(held) > MOST_ELEMENTS:
+                return self._leave_out(value, f"it holds over {MOST_ELEMENTS} values")
+            if not all(map(is_plain, _parts(held))):
+                self._leave_out(value, "of so many elements only which they are is put back")
+            kind = kind._replace(is_leaf=True)
         if kind.write is not None:
             self.containers.add(value, kind, held)
-        if kind.is_leaf:
-            return ()
-        return [type(value), *_parts(held)]
+        return () if kind.is_leaf else [type(value), *_parts(held)]
 
-    def _hold_long(self, value: Any, kind: Kind) -> Iterable[Any]:
-        held = kind.read(value)
-        if len(held) > MOST_ELEMENTS:
-            self.left_out.append((value, f"it holds over {MOST_ELEMENTS} values"))
-            return ()
-        self.containers.add(value, kind, held)
-        if not all(map(is_plain, _parts(held))):
-            why = "of so many elements only which they are is put back"
-            self.left_out.append((value, why))
+    def _leave_out(self, value: Any, why: str) -> tuple[()]:
+        self.left_out.append((value, why))
         return ()
+
+
+def _entries(held: Iterable[_Tables | _Containers]) -> Iterator[_Entry]:
+    return chain.from_iterable(each.entries() for each in held)
 
 
 class Captured:
@@ -588,8 +568,9 @@ class Captured:
         groups: dict[tuple[Any, ...], list[_Holder]] = {}
         for each in found.holders.values():
             groups.setdefault(each.keys, []).append(each)
-        self._tables = [_Tables(keys, group) for keys, group in groups.items()]
+        tables = [_Tables(keys, group) for keys, group in groups.items()]
         self._containers = found.containers
+        self._held: list[_Tables | _Containers] = [*tables, self._containers]
         self._sized = [each.table for each in found.holders.values()]
         self._sizes = list(map(len, self._sized))
         self._in_order = [each.table for each in found.holders.values() if each.is_ordered]
@@ -603,31 +584,20 @@ class Captured:
 
     def _in_places(self) -> Iterator[Tensor]:
         """The tensors that lie in tables and containers."""
-        of_tables = chain.from_iterable(each.content() for each in self._tables)
-        return chain(of_tables, self._containers.content())
-
-    def _entries(self, tables: Iterable[_Tables]) -> Iterator[_Entry]:
-        of_tables = chain.from_iterable(each.entries() for each in tables)
-        return chain(of_tables, self._containers.entries())
+        return chain.from_iterable(each.content() for each in self._held)
 
     def _take_content(self) -> None:
         content = {id(each): each for each in chain(self._inner, self._in_places())}
-        self._let_graphs_go(content)
-        tensors = [*content.values(), *self._leaves.small]
+        # A graph is to live no longer than meant: something else stands for a tensor with one.
+        stands = {key: _Standing(each) for key, each in content.items() if each.grad_fn is not None}
+        if stands and self._large is None:
+            self._change_content(lambda value: stands.get(id(value), value))
+        tensors = [*(e for key, e in content.items() if key not in stands), *self._leaves.small]
         self._copies = Copies(tensors, self._copied, watches_others=self._large is not None)
         self._global = _read_modes()
 
-    def _let_graphs_go(self, tensors: dict[int, Tensor]) -> None:
-        """Let something else stand for tensors with a graph, which lives no longer than meant."""
-        stands = {key: _Standing(each) for key, each in tensors.items() if each.grad_fn is not None}
-        for key in stands:
-            del tensors[key]
-        if stands and self._large is None:
-            self._change_content(lambda value: stands.get(id(value), value))
-
     def _change_content(self, change: Callable[[Any], Any]) -> None:
-        self._containers.change_content(change)
-        for each in self._tables:
+        for each in self._held:
             each.change_content(change)
 
     # Later captures
@@ -649,14 +619,12 @@ class Captured:
             and self._has_same_keys()
             and list(map(type, self._objects)) == self._classes
             and self._leaves.refresh()
-            and all(each.refresh() for each in self._tables)
-            and self._containers.refresh()
+            and all(each.refresh() for each in self._held)
         )
 
     def _has_same_keys(self) -> bool:
-        if list(map(len, self._sized)) != self._sizes:
-            return False
-        return list(chain.from_iterable(self._in_order)) == self._keys
+        has_same_number = list(map(len, self._sized)) == self._sizes
+        return has_same_number and list(chain.from_iterable(self._in_order)) == self._keys
 
     def let_go(self, *, is_committed: bool = True) -> bool:
         """Hold no content between attempts, and keep no tensor alive; `again` takes what is there.
@@ -688,17 +656,16 @@ class Captured:
         Raises:
             RollbackError: something was changed that is watched, and not copied. All else is back.
         """
-        for value, its_class in zip(self._objects, self._classes, strict=True):
-            if type(value) is not its_class:
-                object.__setattr__(value, "__class__", its_class)
+        for value, its_class in self._of_other_classes():
+            object.__setattr__(value, "__class__", its_class)
         for table, flags in self._flags:
             table.update(zip(_TABLES, flags, strict=True))
         for table in filter(None, self._empty):
             table.clear()
         has_same_keys = self._has_same_keys()
-        others = [each for each in self._tables if not (has_same_keys and each.is_as_held())]
+        others = [each for each in self._held if not (has_same_keys and each.is_as_held())]
         failures: list[tuple[Any, str]] = []
-        for value, kind, held in self._entries(others):
+        for value, kind, held in _entries(others):
             try:
                 _put_back(value, kind, held)
             except Exception as error:  # the rest comes back all the same
@@ -714,6 +681,10 @@ class Captured:
             told = [f"{names.get(id(value), '?')[0]}: {why}" for value, why in failures]
             raise RollbackError("; ".join(told))
 
+    def _of_other_classes(self) -> Iterator[tuple[Any, type]]:
+        pairs = zip(self._objects, self._classes, strict=True)
+        return (pair for pair in pairs if type(pair[0]) is not pair[1])
+
     @property
     def tensors(self) -> list[Tensor]:
         """Those that are copied or watched, and whose writes are counted."""
@@ -726,13 +697,11 @@ class Captured:
     def changed(self) -> Iterator[str]:
         """Where something is not as it was, by path. Waits for the device."""
         names = self.names()
-        for value, kind, held in self._entries(self._tables):
+        for value, kind, held in _entries(self._held):
             yield from _changes(value, kind, held, names)
-        kinds = zip(self._objects, self._classes, strict=True)
-        others = (value for value, kind in kinds if type(value) is not kind)
-        for each in chain(
-            self._copies.changed(), self._leaves.changed(), filter(None, self._empty), others
-        ):
+        tensors = chain(self._copies.changed(), self._leaves.changed())
+        others = (value for value, _ in self._of_other_classes())
+        for each in chain(tensors, filter(None, self._empty), others):
             if id(each) in names:
                 yield names[id(each)][0]
         if _read_modes() != self._global:
@@ -745,7 +714,9 @@ class Captured:
     def names(self) -> dict[int, tuple[str, str]]:
         """By the id of a value, or of its table, its path, and how parts are named behind it."""
         start = "torch.nn.modules.module."
-        found = {id(table): (start + name, "[{!r}]") for name, table in GLOBAL_HOOKS.items()}
+        found: dict[int, _Name] = {
+            id(table): (start + name, "[{!r}]") for name, table in GLOBAL_HOOKS.items()
+        }
         kinds = kinds_within(self._roots)
         for path, value in walk(self._roots, kinds):
             found.setdefault(id(value), (path, kinds(type(value))[0].name))
@@ -758,9 +729,8 @@ class Captured:
                 for name, cell in cells_of(value):
                     found.setdefault(id(cell), (name, ""))
             if issubclass(type(value), Tensor):
-                hooks = ((id(each), (f"{path}.hook", "[{!r}]")) for each in gradient_hooks(value))
-                found.update(hooks)
-            if hasattr(type(value), "__dict__") and type(value).__dictoffset__:
+                found |= {id(each): (f"{path}.hook", "[{!r}]") for each in gradient_hooks(value)}
+            if type(value).__dictoffset__:
                 table = table_of(value)
                 found.setdefault(id(table), (path, ".{}"))
                 if issubclass(type(value), nn.Module):

@@ -53,9 +53,8 @@ class State:
         skip: Callable[[], Iterable[Any]] = tuple,
         is_held: bool = True,
     ) -> None:
-        self._roots, self._skip = roots, skip
+        self._roots, self._skip, self._is_held = roots, skip, is_held
         self._declared = tuple(declared)
-        self._is_held = is_held
         self._replay = Replay({})
         self._captured: Captured | None = None
         self._left_out: list[Any] | None = None  # of the last walk that was looked at
@@ -130,8 +129,7 @@ class State:
 
     def _refuse(self, captured: Captured) -> None:
         declared = tuple(f"{each}[" for each in self._declared)
-        every = self._replay.roots.items()
-        roots = {name: each for name, each in every if name.startswith(declared)}
+        roots = {key: each for key, each in self._replay.roots.items() if key.startswith(declared)}
         names = {id(value): path for path, value in walk(roots, kinds_within(roots))}
         for value, why in captured.left_out:
             if id(value) in names:
@@ -207,8 +205,7 @@ class Replay:
         skip: Iterable[Any] = (),
         large: Mapping[int, Tensor] | None = None,
     ) -> None:
-        self.roots = roots
-        self._skip, self._large = skip, large
+        self.roots, self._skip, self._large = roots, skip, large
         self._free: list[Captured] = []
 
     def take(self, owner: Any = None) -> Captured:

@@ -4,7 +4,7 @@ import collections
 import contextlib
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import compress
+from itertools import chain, compress
 from typing import Any, NamedTuple
 
 import torch
@@ -37,8 +37,7 @@ class _Small(NamedTuple):
     """Tensors of one dtype on one device, and their memory: copied in one go."""
 
     tensors: list[Tensor]
-    aliases: list[Tensor]
-    memories: list[Tensor]  # the same in a line
+    memories: list[Tensor]
     copy: Tensor  # of all, one behind the other
 
     def copies(self) -> Sequence[Tensor]:
@@ -48,10 +47,9 @@ class _Small(NamedTuple):
 
 
 class _Large(NamedTuple):
-    """A tensor, its memory as it was, the same in a line, and what was there at a version."""
+    """A tensor, its memory, and what was there at a version."""
 
     tensor: Tensor
-    alias: Tensor
     memory: Tensor
     copy: Tensor | None  # None: only the version is watched
     version: int | None = None
@@ -80,37 +78,35 @@ class Copies:
     ) -> None:
         self.tensors = tensors
         self._odd: list[tuple[Tensor, Tensor]] = []  # sparse, quantized, nested, sharded
+        self._aliased: list[tuple[Tensor, Tensor]] = []  # all others, with their memory as it was
         self._large: list[_Large] = []
         self._small: list[_Small] = []
-        self._versions: dict[int, int | None] = {}
-        if tensors:
-            self._take(buffers, watches_others=watches_others)
-
-    def _take(self, buffers: Mapping[int, Any], *, watches_others: bool) -> None:
+        self._versions = list(map(seen_version, tensors))
+        if not tensors:
+            return
         bytes_left = MOST_BYTES
         with without_modes():  # data that no forward uses lie on no device of a budget's
-            aliases = [each.detach() for each in self.tensors]
-        groups = collections.defaultdict[Any, list[tuple[Tensor, ...]]](list)
-        for tensor, alias in zip(self.tensors, aliases, strict=True):
+            aliases = [each.detach() for each in tensors]
+        groups = collections.defaultdict[Any, list[tuple[Tensor, Tensor]]](list)
+        for tensor, alias in zip(tensors, aliases, strict=True):
             if not _is_dense(alias):
                 if not alias.is_meta:
                     self._odd.append((tensor, alias.clone()))
                 continue
+            self._aliased.append((tensor, alias))
             memory, is_buffer = _in_a_line(alias), id(tensor) in buffers
             most = LARGE_BYTES if is_buffer else SMALL_BYTES
             if memory.nbytes > min(most, bytes_left):
                 is_copied = is_buffer or (not watches_others and memory.nbytes <= LARGE_BYTES)
-                self._large.append(_large(tensor, alias, memory, is_copied=is_copied))
+                self._large.append(_large(tensor, memory, is_copied=is_copied))
                 continue
             bytes_left -= memory.nbytes
-            groups[alias.device, alias.dtype].append((tensor, alias, memory))
+            groups[alias.device, alias.dtype].append((tensor, memory))
         with torch.inference_mode():  # where all may be written to
             for group in groups.values():
-                small, aliases, memories = map(list, zip(*group, strict=True))
-                self._small.append(
-                    _Small(small, aliases, memories, torch.cat([e.reshape(-1) for e in memories]))
-                )
-        self._versions = {id(each): seen_version(each) for each in self.tensors}
+                small, memories = map(list, zip(*group, strict=True))
+                copy = torch.cat([each.reshape(-1) for each in memories])
+                self._small.append(_Small(small, memories, copy))
 
     @property
     def counted(self) -> list[Tensor]:
@@ -142,29 +138,31 @@ class Copies:
                 with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                     tensor.copy_(copy)
             for each in self._large:
-                if why := _put_large_back(each):
-                    yield each.tensor, why
-        for tensor, alias in self._aliased():
-            if _where(tensor) != _where(alias):  # it was resized, or given other memory
-                tensor.data = alias
+                if each.copy is None:
+                    continue
+                if _has_moved(each) or not each.is_kept:
+                    with torch.inference_mode(), without_modes():
+                        each.memory.copy_(each.copy)
+                elif _has_changed(each):
+                    yield each.tensor, _PAST_VERSION
+        for tensor, alias in self._moved():
+            tensor.data = alias
 
-    def _aliased(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for group in self._small:
-            yield from zip(group.tensors, group.aliases, strict=True)
-        yield from ((each.tensor, each.alias) for each in self._large)
+    def _moved(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Those that were resized, or given other memory, with their own."""
+        return (pair for pair in self._aliased if _where(pair[0]) != _where(pair[1]))
 
     def changed(self, *, by_content: bool = True) -> Iterator[Tensor]:
         """The tensors that are others now; by content, which waits for the device, or version."""
-        moved = {id(tensor) for tensor, alias in self._aliased() if _where(tensor) != _where(alias)}
+        moved = {id(tensor) for tensor, _ in self._moved()}
         if not by_content:
-            for each in self.tensors:
-                if id(each) in moved or seen_version(each) != self._versions[id(each)]:
-                    yield each
+            held = zip(self.tensors, self._versions, strict=True)
+            yield from (e for e, then in held if id(e) in moved or seen_version(e) != then)
             return
         yield from (tensor for tensor, copy in self._odd if differs(copy, tensor.detach()))
         for group in self._small:
-            held = zip(group.tensors, group.memories, group.copies(), strict=True)
-            yield from (e for e, now, copy in held if id(e) in moved or differs(copy, now))
+            parts = zip(group.tensors, group.memories, group.copies(), strict=True)
+            yield from (e for e, now, copy in parts if id(e) in moved or differs(copy, now))
         yield from (e.tensor for e in self._large if id(e.tensor) in moved or _has_changed(e))
 
 
@@ -183,6 +181,7 @@ def is_freed(value: Any) -> bool:
 _kept = WeakTensorKeyDictionary()
 _FLAG = operator.attrgetter("requires_grad")
 _DENSE = (Tensor, nn.Parameter)
+_PAST_VERSION = "it was written to past its version (through .data, say), as no earlier batch has"
 
 
 def _in_a_line(alias: Tensor) -> Tensor:
@@ -204,13 +203,13 @@ def _is_dense(alias: Tensor) -> bool:
     return not (alias.is_quantized or alias.is_nested or alias.is_conj())
 
 
-def _large(tensor: Tensor, alias: Tensor, memory: Tensor, *, is_copied: bool) -> _Large:
+def _large(tensor: Tensor, memory: Tensor, *, is_copied: bool) -> _Large:
     version = seen_version(tensor)
     known, copy = _kept.get(tensor, (None, None))  # type: ignore[no-untyped-call]
     is_kept = version is not None and version == known
     if not is_kept:
         copy = _copied(memory) if is_copied or version is None else None
-    return _Large(tensor, alias, memory, copy, version, is_kept)
+    return _Large(tensor, memory, copy, version, is_kept)
 
 
 def _has_moved(place: _Large) -> bool:
@@ -233,16 +232,6 @@ def _has_changed(place: _Large) -> bool:
         return _has_moved(place)
     with without_modes():
         return differs(place.copy, place.memory.to(place.copy.device))
-
-
-def _put_large_back(place: _Large) -> str:
-    """Write it back where it moved; gives what cannot be mended."""
-    if place.copy is not None and (_has_moved(place) or not place.is_kept):
-        with torch.inference_mode(), without_modes():
-            place.memory.copy_(place.copy)
-    elif place.copy is not None and _has_changed(place):
-        return "it was written to past its version (through .data, say), as no earlier batch has"
-    return ""
 
 
 class Leaves:
@@ -275,22 +264,17 @@ class Leaves:
             return False
         flags, self._flags = self._flags, list(map(_FLAG, self._leaves))
         if self._flags != flags:
-            self._find_frozen()
+            frozen = compress(self._leaves, map(operator.not_, self._flags))
+            there = [e for e in frozen if not (is_uninitialized(e) or e.is_inference())]
+            small = {id(each) for each in self._dense if each.nbytes <= SMALL_BYTES}
+            self.small = [each for each in there if id(each) in small]
+            self._frozen = [each for each in there if id(each) not in small]
         self._versions = all_versions(self._frozen)
         addresses, self._addresses = self._addresses, list(map(Tensor.data_ptr, self._dense))
         if self._addresses != addresses:
             self._forms = [(e.storage_offset(), e.shape, e.stride()) for e in self._dense]
         self._memory = list(map(Tensor.untyped_storage, self._dense))
         return True
-
-    def _find_frozen(self) -> None:
-        flagged = zip(self._leaves, self._flags, strict=True)
-        frozen = [leaf for leaf, is_trained in flagged if not is_trained]
-        there = [e for e in frozen if not (is_uninitialized(e) or e.is_inference())]
-        dense = set(map(id, self._dense))
-        self.small = [e for e in there if id(e) in dense and e.nbytes <= SMALL_BYTES]
-        of_small = set(map(id, self.small))
-        self._frozen = [each for each in there if id(each) not in of_small]
 
     def let_go(self) -> None:
         """Hold no memory."""
@@ -304,18 +288,19 @@ class Leaves:
             if type(leaf) is not kind:  # it was given its shape
                 leaf.data = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
                 leaf.__class__ = kind
-        for leaf, is_trained in zip(self._leaves, self._flags, strict=True):
-            if leaf.requires_grad != is_trained:
-                leaf.requires_grad_(is_trained)
+        for leaf in self._switched():
+            leaf.requires_grad_(not leaf.requires_grad)
         for _, hooks in self._hooked():
             hooks.clear()
 
     def _hooked(self) -> Iterator[tuple[Tensor, Any]]:
         """Those that had no table of hooks, and have one now."""
-        held = zip(
-            [*self._leaves, *self._leaves], all_hooks(self._leaves), self._hooks, strict=True
-        )
-        yield from ((leaf, now) for leaf, now, then in held if now and now is not then)
+        held = zip([*self._leaves] * 2, all_hooks(self._leaves), self._hooks, strict=True)
+        return ((leaf, now) for leaf, now, then in held if now and now is not then)
+
+    def _switched(self) -> Iterator[Tensor]:
+        """Those with another flag."""
+        return compress(self._leaves, map(operator.ne, map(_FLAG, self._leaves), self._flags))
 
     def _moved(self) -> Iterator[tuple[Tensor, Any, Any]]:
         """Those that were given other memory, with their own, unless a wrapper has freed it."""
@@ -326,14 +311,11 @@ class Leaves:
 
     def changed(self) -> Iterator[Tensor]:
         """Those with another flag, other hooks, other memory or another class."""
-        flagged = zip(self._leaves, self._flags, strict=True)
-        yield from (leaf for leaf, is_trained in flagged if leaf.requires_grad != is_trained)
-        yield from (leaf for leaf, _ in self._hooked())
-        yield from (leaf for leaf, *_ in self._moved())
+        yield from self._switched()
+        yield from (leaf for leaf, *_ in chain(self._hooked(), self._moved()))
         yield from (leaf for leaf, kind in self._lazy if type(leaf) is not kind)
 
     def written(self) -> Iterator[Tensor]:
         """Frozen ones that were written to."""
-        yield from compress(
-            self._frozen, map(operator.ne, self._versions, all_versions(self._frozen))
-        )
+        moved = map(operator.ne, self._versions, all_versions(self._frozen))
+        return compress(self._frozen, moved)

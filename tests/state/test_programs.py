@@ -33,7 +33,7 @@ from torch import nn
 
 from automicro import Microbatcher, is_extra_pass
 from automicro.errors import StateWarning
-from automicro.values import is_filled
+from automicro.values import CELL
 from tests.outside import Outside, Unreached
 from tests.state.undone import Box, count, picture
 from tests.state.values import PLACES, USERS, VALUES, add
@@ -204,7 +204,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "class_counts": (lambda a: a.of(type("Registry", (), {})) and 0, up, down),
     "class_list_grows": (lambda a: a.of(type("Registry", (), {})) and [], lambda a: a.v.append(1), lambda a: a.v.pop()),
     **{name: row for place in PLACES for name, row in of_place(place)},
-    "closure_is_filled": (filled, lambda a: put(a, 1), empty, lambda a: is_filled(a.owner)),
+    "closure_is_filled": (filled, lambda a: put(a, 1), empty, lambda a: bool(CELL.read(a.owner))),
     "global_comes": (lambda a: a.of(sys.modules[__name__], "LATE", lambda: LATE), lambda a: put(a, 1), lambda a: globals().pop("LATE", 0)),  # noqa: F821
     "keyword_default_changes": (lambda a: a.inside("keyword default", 0), lambda a: put(a, {"kept": a.v["kept"] + 1}), lambda a: put(a, {"kept": a.v["kept"] - 1})),
     "function_of_a_library": (lambda a: a.of(F, "scaled_dot_product_attention", lambda: F.scaled_dot_product_attention), lambda a: put(a, len), lambda a: put(a, SDPA), lambda a: a.v is SDPA, AROUND),
