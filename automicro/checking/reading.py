@@ -1,7 +1,7 @@
 """What a computation gave, by name, and which of it differs from another time beyond chance."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -54,6 +54,11 @@ class Reading:
     def size(self) -> float:
         """Of all gradients together; of all numbers, where there are none."""
         return math.hypot(*(self.scales[name] for name in self.gradients or self.numbers))
+
+    @property
+    def norm(self) -> float:
+        """Of all gradients together, as they are."""
+        return math.hypot(*map(norm_of, self.gradients.values()))
 
     def distances(self, other: "Reading") -> dict[str, float]:
         """How far another reading is away; infinite where it has another shape."""
@@ -176,49 +181,14 @@ def is_blind(whole: Reading, control: Reading) -> bool:
 _FLOOR = 1e-2
 
 
-@dataclass(frozen=True, kw_only=True)
-class Compared:
-    """What one run gave.
-
-    Attributes:
-        loss: of the whole batch.
-        losses: its parts by name.
-        gradients: by parameter; None where it got none.
-    """
-
-    loss: float
-    losses: Mapping[str, float] = field(default_factory=dict)
-    gradients: Mapping[str, Tensor | None]
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether the loss and every gradient are numbers."""
-        given = [each for each in self.gradients.values() if each is not None]
-        return math.isfinite(self.loss) and all(bool(g.isfinite().all()) for g in given)
-
-    @property
-    def norm(self) -> float:
-        """Of all gradients together."""
-        return math.hypot(*(norm_of(each) for each in self.gradients.values()))
-
-
-def relative_errors(split: Compared, whole: Compared) -> dict[str, float]:
+def relative_errors(parts: Reading, whole: Reading) -> dict[str, float]:
     """The relative error of each parameter's gradient.
 
     Example:
-        >>> one = Compared(loss=1.0, gradients={"weight": torch.tensor([3.0, 4.0])})
-        >>> other = Compared(loss=1.0, gradients={"weight": torch.tensor([3.0, 3.0])})
-        >>> relative_errors(other, one)
+        >>> whole = Reading(gradients={"weight": torch.tensor([3.0, 4.0])})
+        >>> relative_errors(Reading(gradients={"weight": torch.tensor([3.0, 3.0])}), whole)
         {'weight': 0.2}
     """
-    floor = max(_FLOOR * whole.norm, torch.finfo(torch.float64).tiny)
-    errors = {}
-    for name, expected in whole.gradients.items():
-        found = split.gradients[name]
-        if expected is None or found is None:
-            gap = norm_of(found) + norm_of(expected)
-        else:
-            gap = norm_of(found - expected)
-        error = gap / max(norm_of(expected), floor)
-        errors[name] = math.inf if math.isnan(error) else error
-    return errors
+    names, apart = {**whole.gradients, **parts.gradients}, whole.distances(parts)
+    least = _FLOOR * whole.norm or 1.0
+    return {n: apart[n] / max(norm_of(whole.gradients.get(n)), least) for n in names}

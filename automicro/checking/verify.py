@@ -1,9 +1,7 @@
 """Why splitting changes a batch: the same comparison under one changed condition after another."""
 
-import contextlib
 import copy
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,31 +14,16 @@ from automicro.batch.device import on_device, on_host
 from automicro.batch.layout import BatchLayout, balanced_sizes, check_microbatch_size
 from automicro.batch.tensors import map_tensors
 from automicro.batchnorm import find_batchnorm, needs_two_rows
-from automicro.checking import report as findings
+from automicro.checking import report as told
 from automicro.checking.bench import Bench, Conditions
-from automicro.checking.reading import LOSS, Reading, gaps
-from automicro.checking.report import (
-    EXACT,
-    NOT_EXACT,
-    UNVERIFIABLE,
-    Comparison,
-    Finding,
-    VerifyReport,
-)
+from automicro.checking.draws import HeldDraws
+from automicro.checking.reading import LOSS, gaps, relative_errors
+from automicro.checking.report import Comparison, Finding, VerifyReport, finding
 from automicro.checking.rows import telling_rows
 from automicro.errors import BatchError, LossError, RollbackError, describe_error, text_of
-from automicro.loss.averages import (
-    Average,
-    Candidate,
-    LossAverage,
-    Sum,
-    candidates,
-    expression,
-    is_declared,
-    named,
-    read_average,
-)
-from automicro.loss.conventions import Convention, choose_convention
+from automicro.loss import averages as means
+from automicro.loss.averages import Average, Candidate, LossAverage, Sum
+from automicro.loss.conventions import choose_convention
 from automicro.loss.passes import Computation
 from automicro.loss.weights import CutBatch
 from automicro.memory.oom import Failure, classify, ignoring_errors
@@ -48,11 +31,11 @@ from automicro.modules import ModuleIndex
 from automicro.options import check_model, check_unwrapped, resolve_device
 from automicro.reach import Reach, captured_modules
 from automicro.transaction.rng import RandomState, devices_of
+from automicro.values import walk
 
 _MOST_MICROBATCHES = 32
-_MOST_CANDIDATES = 24
 _CONTROLS = 6
-_LEAST = 1e-2  # of the whole gradient: what each parameter's error is measured against
+_STILL: Mapping[str, Any] = {"batchnorm": False, "carries": False}
 _ONE = "BatchNorm needs two values per channel"
 
 
@@ -68,9 +51,8 @@ class _Subject:
     @property
     def roots(self) -> dict[str, Any]:
         """All that takes part, by name."""
-        found: dict[str, Any] = {"": self.model}
-        found |= {f"modules[{index}]": each for index, each in enumerate(self.modules)}
-        return found | {"forward": self.forward, "loss_fn": self.loss_fn}
+        more = {f"modules[{index}]": each for index, each in enumerate(self.modules)}
+        return {"": self.model, **more, "forward": self.forward, "loss_fn": self.loss_fn}
 
     def tops(self) -> list[nn.Module]:
         """Its modules, the loss among them."""
@@ -102,50 +84,12 @@ class _Subject:
 
     def copy(self, dtype: torch.dtype | None) -> "_Subject":
         """A deep copy, its floating point tensors of this type if given."""
-        model, modules, loss_fn, forward = copy.deepcopy(
-            (self.model, self.modules, self.loss_fn, self.forward)
-        )
-        twin = _Subject(model=model, modules=modules, loss_fn=loss_fn, forward=forward)
-        for top in twin.tops() if dtype is not None else ():
-            assert dtype is not None
-            top.to(dtype)
-            for module in top.modules():
-                _convert(module, dtype)
-        if dtype is not None:
-            loss_fn, forward = (_converted(each, dtype) for each in (loss_fn, forward))
-        return replace(twin, loss_fn=loss_fn, forward=forward)
-
-    def lowest(self) -> torch.dtype:
-        """The least precise floating point type of its parameters and buffers."""
-        every = (each for top in self.tops() for each in (*top.parameters(), *top.buffers()))
-        found = {each.dtype for each in every if each.dtype.is_floating_point}
-        return min(found, key=lambda each: each.itemsize, default=torch.get_default_dtype())
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    def converted(each: Tensor) -> Tensor:
-        if not each.is_floating_point():
-            return each
-        new = each.detach().to(dtype)  # a leaf stays one: what hangs on a graph cannot be split
-        return new.requires_grad_() if each.requires_grad else new
-
-    return map_tensors(value, converted)
-
-
-def _convert(owner: Any, dtype: torch.dtype) -> None:
-    for name, value in vars(owner).items():
-        if isinstance(value, Tensor):
-            vars(owner)[name] = _cast(value, dtype)
-
-
-def _converted(function: Any, dtype: torch.dtype) -> Any:
-    if isinstance(function, functools.partial):
-        keywords: Mapping[str, Any] = _cast(dict(function.keywords), dtype)
-        return functools.partial(function.func, *_cast(function.args, dtype), **keywords)
-    is_function = function is None or hasattr(function, "__code__")
-    if not is_function and not isinstance(function, nn.Module) and hasattr(function, "__dict__"):
-        _convert(function, dtype)
-    return function
+        copies: dict[int, Any] = {}
+        for _, each in walk(self.roots) if dtype is not None else ():
+            if isinstance(each, Tensor) and each.is_leaf and each.is_floating_point():
+                twin = copy.deepcopy(each, copies)
+                twin.data = twin.data.to(dtype)
+        return copy.deepcopy(self, copies)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,31 +98,27 @@ class _Compared:
 
     Attributes:
         found: what differs beyond chance, by how much of itself.
+        off: the same without numbers: gradients, and what modules gave.
         errors: of each parameter's gradient, chance included.
-        loss_error: of the loss.
-        whole: the reading of the batch, without its tensors.
+        shown: the row of it in the report.
         by_chance: whether something else differed, and chance explains it.
-        state: places of buffers, attributes and variables that forwards change.
+        buffers: names of those that forwards change.
+        attributes: names of attributes and variables that forwards change.
         written: leaves of the batch that the forward wrote into.
+        draws: what was held constant, and in which precision it ran.
         unheld: what drew, and could not be held constant.
-        drawn: what was held constant.
-        repeats: whether the forward sets the seed of its draws.
-        lowest: type that was computed in.
-        cast_to: type that something in float64 was cast to.
     """
 
     found: Mapping[str, float]
+    off: Mapping[str, float]
     errors: Mapping[str, float]
-    loss_error: float
-    whole: Reading
+    shown: Comparison
     by_chance: bool
-    state: Sequence[Any]
+    buffers: Sequence[str]
+    attributes: Sequence[str]
     written: Sequence[str]
+    draws: HeldDraws
     unheld: Sequence[str]
-    drawn: Sequence[str]
-    repeats: bool
-    lowest: torch.dtype
-    cast_to: torch.dtype | None
 
 
 class _Examination:
@@ -202,11 +142,11 @@ class _Examination:
     ) -> None:
         self.subject, self.batch, self.layout = subject, batch, layout
         self.num_rows = layout.num_rows(batch)
-        self.convention: Convention = choose_convention(
+        self.is_declared = means.is_declared(loss_average)
+        self.convention = choose_convention(
             subject.model, forward=subject.forward, loss_fn=subject.loss_fn
         )
-        roots = subject.roots
-        averages = self.averages_of(loss_average)
+        roots, averages = subject.roots, self.averages_of(loss_average)
         self.computation = Computation(
             modules=subject.tops(),
             convention=self.convention,
@@ -218,6 +158,8 @@ class _Examination:
             roots=roots,
             reach=Reach(roots),
         )
+        self.is_known = all(average.is_known for average in averages.values())
+        self.taken = " and ".join(dict.fromkeys(each.describe() for each in averages.values()))
         self.layers = [
             f"{prefix}.{name}".lstrip(".")
             for prefix, top in roots.items()
@@ -227,13 +169,29 @@ class _Examination:
 
     def averages_of(self, value: Any) -> dict[str, Average]:
         """What ``loss_average`` stands for."""
-        return read_average(
+        return means.read_average(
             value,
             loss_fn=self.subject.loss_fn,
             model=self.subject.model,
             targets=self.convention.targets,
             reads_model=self.convention.computes_loss_in_model,
         )
+
+    def targets(self) -> Tensor | None:
+        """Classes or tokens, where the batch has some."""
+        with ignoring_errors():
+            found = self.convention.targets(self.batch)
+            is_plain = isinstance(found, Tensor) and not found.is_nested
+            return found if is_plain and not found.is_floating_point() else None
+        return None
+
+    def can_tell(self) -> bool:
+        """Whether this batch would show that an assumed average is wrong."""
+        targets = self.targets()
+        if self.is_known or targets is None or targets.dim() < 2:
+            return True
+        counts = (targets != means.IGNORED).flatten(1).sum(1)
+        return bool((counts != counts[0]).any())
 
     def cuts(
         self, sizes: Sequence[int], rows: Sequence[int] | None = None
@@ -257,38 +215,34 @@ class _Examination:
         tried = self.computation
         if value is not None:
             tried = replace(tried, averages=self.averages_of(value))
-        given = {"batchnorm": True, "notes_state": True, **conditions}
+        given = Conditions(**{"batchnorm": True, "notes_state": True, **conditions})
         together, apart = self.cuts(sizes, rows)
-        with Bench(tried, Conditions(**given)) as bench:
+        with Bench(tried, given) as bench:
             whole, parts = bench.read(together), bench.read(apart)
-            distances = whole.distances(parts)
-            asked = list[int]()
-
-            def shaken() -> Iterator[Reading]:
-                for shake in range(1, _CONTROLS + 1):
-                    asked.append(shake)
-                    yield bench.read(together, shake=shake)
-
-            found = gaps(whole, parts, shaken())
-            least = _LEAST * whole.size or 1.0
-            errors = {
-                name: distances[name] / max(whole.scales[name], least) for name in whole.gradients
-            }
-            whole.gradients = {name: torch.empty(0) for name in whole.gradients}
-            loss = abs(parts.numbers[LOSS] - whole.numbers[LOSS])
+            errors = relative_errors(parts, whole)
+            worst = max(errors, key=lambda name: errors[name], default="")
+            loss = whole.numbers[LOSS]
+            shown = Comparison(
+                microbatch_size=max(sizes),
+                num_microbatches=len(sizes),
+                error=errors.get(worst, 0.0),
+                worst=worst,
+                loss_error=abs(parts.numbers[LOSS] - loss) / max(0.05, abs(loss)),
+            )
+            shakes = iter(range(1, _CONTROLS + 2))
+            found = gaps(whole, parts, (bench.read(together, shake=each) for each in shakes))
+            places = [place for place, _ in parts.state.values()]
             return _Compared(
                 found=found,
+                off={name: size for name, size in found.items() if name not in whole.numbers},
                 errors=errors,
-                loss_error=loss / max(0.05, abs(whole.numbers[LOSS])),
-                whole=whole,
-                by_chance=bool(asked) and not found,
-                state=[place for place, _ in parts.state.values()],
+                shown=shown,
+                by_chance=not found and next(shakes) > 1,
+                buffers=[each.name for each in places if each.is_buffer],
+                attributes=[each.name.removeprefix("→") for each in places if not each.is_buffer],
                 written=sorted(whole.written),
+                draws=bench.draws,
                 unheld=sorted(self._named(bench.draws.unheld)),
-                drawn=sorted(bench.draws.drawn),
-                repeats=bench.draws.repeats,
-                lowest=bench.draws.lowest,
-                cast_to=bench.draws.cast_to,
             )
 
     def _named(self, unheld: Iterable[str]) -> Iterator[str]:
@@ -300,131 +254,100 @@ class _Examination:
 
     # Causes
 
-    def gap(
-        self, sizes: Sequence[int], *, value: Any = None, **conditions: Any
-    ) -> dict[str, float]:
+    def gap(self, sizes: Sequence[int], **conditions: Any) -> Mapping[str, float]:
         """Which gradients differ under these conditions; `{"": inf}` where parts fail."""
         try:
-            found = self.compare(sizes, value=value, **conditions)
-        except (LossError, RollbackError):
-            raise
+            return self.compare(sizes, **conditions).off
         except Exception as error:
-            if classify(error) is not Failure.UNRELATED:
-                raise
+            _refuse(error)
             return {"": math.inf}
-        return {name: size for name, size in found.found.items() if name not in found.whole.numbers}
 
-    def diagnose(
-        self, sizes: Sequence[int], seen: _Compared
-    ) -> tuple[list[Finding], Candidate | None]:
+    def diagnose(self, seen: _Compared) -> tuple[list[Finding], Candidate | None]:
         """Hold every suspect still; find the right average; then let each loose again."""
-        still: dict[str, Any] = {"batchnorm": False, "carries": False}
-        rest, causes, found = self.gap(sizes, **still), list[Finding](), None
+        sizes = balanced_sizes(self.num_rows, seen.shown.microbatch_size)
+        rest, causes, found = self.gap(sizes, **_STILL), list[Finding](), None
         if rest:
-            found = self._average(sizes, still)
+            found = self._average(sizes)
             if found is None:
-                weighted, found = self._weighted(sizes, still)
+                weighted, found = self._weighted(sizes)
                 if weighted is None:
-                    return self._unexplained(sizes, still), None
-                causes.append(weighted)
-            taken = " and ".join(
-                dict.fromkeys(each.describe() for each in self.computation.averages.values())
-            )
-            if found is not None and not causes:
-                causes.append(findings.loss_average(found, taken, max(rest.values())))
+                    return self._unexplained(sizes), None
+                causes = [weighted]
+            else:
+                shown = (
+                    f"with loss_average={found.code} nothing differs, on this batch and on some "
+                    f"rows of it; without it a gradient is off by {max(rest.values()):.1g} of "
+                    "itself"
+                )
+                name, kind = [found.code], found.kind
+                causes = [finding("loss average", name, shown, kind=kind, taken=self.taken)]
         value = None if found is None else found.value
-        suspects = [
-            (self.layers, {"batchnorm": True}, findings.batchnorm),
-            (_names(seen.state, buffers=True), {"carries": True}, findings.buffers),
-            (_names(seen.state, buffers=False), {"carries": True}, findings.attributes),
-        ]
         proven = []
-        for names, loose, describe in suspects:
-            error = self.gap(sizes, value=value, **{**still, **loose}) if names else {}
+        for kind, names, loose in (
+            ("batchnorm", self.layers, "batchnorm"),
+            ("buffers", seen.buffers, "carries"),
+            ("attributes", seen.attributes, "carries"),
+        ):
+            error = self.gap(sizes, value=value, **{**_STILL, loose: True}) if names else {}
             if error:
                 shown = f"held still, nothing differs; else by {max(error.values()):.1g} of itself"
-                proven.append(replace(describe(names), evidence=shown))
-        return [*proven, *causes], found
+                proven.append(finding(kind, names, shown))
+        return [*proven, *causes] or [finding("unknown")], found
 
-    def _average(self, sizes: Sequence[int], still: Mapping[str, Any]) -> Candidate | None:
-        """What makes it exact as ``loss_average``, on this batch and on some rows of it."""
-        fitting: dict[str, Candidate] = {}
-        names = self.parts_of_loss()
-        with on_host():
-            tried = list(candidates(self.batch, self.convention))
+    def _fits(self, tried: Candidate, sizes: Sequence[int]) -> bool:
+        """Whether it makes this batch exact, and some rows of it."""
         rows = telling_rows(self.layout, self.batch, self.num_rows)
+        few = {"sizes": [*map(len, rows)], "rows": [*rows[0], *rows[1]]}
+        with ignoring_errors():
+            given = ({"sizes": sizes}, few)
+            return not any(self.compare(**g, value=tried.value, **_STILL).found for g in given)
+        return False
 
-        def fits(each: Candidate) -> bool:
-            with ignoring_errors():
-                if self.compare(sizes, value=each.value, **still).found:
-                    return False
-                others = self.compare(
-                    list(map(len, rows)), value=each.value, rows=[*rows[0], *rows[1]], **still
-                )
-                return not others.found
-            return False
-
-        for each in tried:
-            if names:
+    def _average(self, sizes: Sequence[int]) -> Candidate | None:
+        """What makes it exact as ``loss_average``; where there are several losses, for each."""
+        with on_host():
+            tried = list(means.candidates(self.batch, self.convention))
+        if self.losses:
+            fitting: dict[str, Candidate] = {}
+            for each in tried:
+                value = dict.fromkeys(self.losses, each.value)
                 with ignoring_errors():
-                    found = self.compare(
-                        sizes, value=dict.fromkeys(names, each.value), **still
-                    ).found
-                    for name in names - found.keys() - fitting.keys():
-                        fitting[name] = each
-                if fitting.keys() == names:
+                    found = self.compare(sizes, value=value, **_STILL).found
+                    fitting = {**dict.fromkeys(self.losses - found.keys(), each), **fitting}
+                if fitting.keys() == self.losses:
                     break
-            elif fits(each):
-                return each
-        if names and fitting.keys() == names:
-            together = named({name: fitting[name] for name in sorted(names)})
-            return together if fits(together) else None
-        return None
+            fitting = dict(sorted(fitting.items()))
+            tried = [means.named(fitting)] if fitting.keys() == self.losses else []
+        return next((each for each in tried if self._fits(each, sizes)), None)
 
-    def parts_of_loss(self) -> set[str]:
-        """Names of the losses, where the forward gives several that are added up."""
-        together, _ = self.cuts([self.num_rows])
-        with Bench(self.computation, Conditions(wants="numbers", batchnorm=True)) as bench:
-            output = bench.read(together)
-        return set() if output.has_total else output.numbers.keys() - {LOSS} - output.told
-
-    def _unexplained(self, sizes: Sequence[int], still: Mapping[str, Any]) -> list[Finding]:
-        suspects = [findings.batchnorm(self.layers)] if self.layers else []
-        off = self.gap(sizes, watches=True, **still)
-        guilty = [
-            name
-            for name in off
-            if f"the input of {name}" not in off and name in self.module_names()
-        ]
-        inner = [n for n in guilty if not any(o != n and o.startswith(f"{n}.") for o in guilty)]
-        model = type(self.subject.model).__name__
-        inner = [name for name in inner if name != model or len(inner) == 1]
-        if inner:
-            return [findings.across_rows(inner), *suspects]
-        return [findings.compares_rows(self.subject.loss_name), *suspects]
-
-    def module_names(self) -> set[str]:
-        """As a bench names what modules give."""
-        return {
+    def _unexplained(self, sizes: Sequence[int]) -> list[Finding]:
+        """The innermost modules that get the same and give something else; or the loss."""
+        modules = {
             name or type(module).__name__
             for top in self.computation.reached
             for name, module in top.named_modules()
         }
+        off = self.gap(sizes, watches=True, **_STILL)
+        guilty = [each for each in off if each in modules and f"the input of {each}" not in off]
+        inner = [n for n in guilty if not any(o.startswith(f"{n}.") for o in guilty)]
+        model = type(self.subject.model).__name__
+        inner = [name for name in inner if name != model or len(inner) == 1]
+        cause = finding("across rows", inner)
+        if not inner:
+            cause = finding("compares rows", [self.subject.loss_name])
+        return [cause, *([finding("batchnorm", self.layers)] if self.layers else [])]
 
-    def _weighted(
-        self, sizes: Sequence[int], still: Mapping[str, Any]
-    ) -> tuple[Finding | None, Candidate | None]:
+    def _weighted(self, sizes: Sequence[int]) -> tuple[Finding | None, Candidate | None]:
         """A mean with weights of its own: by class, or by something unknown."""
-        parts = telling_rows(self.layout, self.batch, self.num_rows, most=12)
-        rows = sorted([*parts[0], *parts[1]])
+        few = telling_rows(self.layout, self.batch, self.num_rows, most=12)
+        rows = sorted([*few[0], *few[1]])
         sums = replace(
             self.computation, averages={name: Sum() for name in self.computation.averages}
         )
         vectors = []
-        with ignoring_errors(), Bench(sums, Conditions(**still)) as bench:
+        with ignoring_errors(), Bench(sums, Conditions(**_STILL)) as bench:
             for some in (rows, *([row] for row in rows)):
-                cut, _ = self.cuts([len(some)], some)
-                reading = bench.read(cut)
+                reading = bench.read(self.cuts([len(some)], some)[0])
                 flat = [each.double().flatten() for _, each in sorted(reading.gradients.items())]
                 vectors.append(torch.cat([*flat, torch.tensor([reading.numbers[LOSS]])]))
             eps = bench.rounding[1]
@@ -435,112 +358,166 @@ class _Examination:
         scales = columns.norm(dim=0).clamp(min=1e-30)
         solved = torch.linalg.lstsq(columns / scales, whole[:, None], driver="gelsd").solution[:, 0]
         off = float((columns / scales @ solved - whole).norm() / whole.norm().clamp(min=1e-30))
-        weights = (solved / scales).tolist()
-        slack = math.sqrt(eps)
-        if off > 100 * slack or min(weights) < -slack or abs(sum(weights) - 1) > 100 * slack:
+        weights, slack = (solved / scales).tolist(), 100 * math.sqrt(eps)
+        if off > slack or min(weights) < -slack / 100 or abs(sum(weights) - 1) > slack:
             return None, None
-        name, table = self.subject.loss_name, self._by_class(rows, weights, 100 * slack)
-        if not table:
-            return findings.other_weights(name, [[row] for row in rows], weights), None
-        found = self._class_weighted(table, eps)
-        with ignoring_errors():
-            if found is not None and self.compare(sizes, value=found.value, **still).found:
-                found = None
-        return findings.class_weights(found, table, name), found
-
-    def _class_weighted(self, table: Mapping[int, float], eps: float) -> Candidate | None:
-        targets = self.convention.targets(self.batch)
-        if min(table) < 0 or not {*targets.tolist()} <= table.keys():
-            return None
-        digits = max(4, round(-math.log10(eps)) - 2)
-        weights = (table.get(label, 0.0) for label in range(max(table) + 1))
-        shown = ", ".join(f"{weight:.{digits}g}" for weight in weights)
-        return Candidate(
-            code=f"lambda batch: torch.tensor([{shown}])[{expression(self.batch, targets)}].sum()",
-            kind="a mean over the class weights of its targets",
-        )
-
-    def _by_class(
-        self, rows: Sequence[int], weights: Sequence[float], slack: float
-    ) -> dict[int, float]:
-        """What rows of each class weigh, where these weigh the same; else nothing."""
-        try:
-            targets = self.convention.targets(self.batch)
-        except (ValueError, IndexError):
-            return {}
-        is_class = isinstance(targets, Tensor) and targets.dim() == 1
-        if not is_class or targets.is_floating_point() or len(targets) != self.num_rows:
-            return {}
-        by_class: dict[int, list[float]] = {}
-        for row, weight in zip(rows, weights, strict=True):
-            by_class.setdefault(int(targets[row]), []).append(weight)
-        are_equal = all(max(w) - min(w) <= slack * max(w) for w in by_class.values())
-        if not are_equal or len(by_class) == len(rows):
-            return {}
-        least = min(weight[0] for weight in by_class.values() if weight[0] > 0)
-        return {label: weight[0] / least for label, weight in by_class.items()}
+        name, targets, classes = self.subject.loss_name, self.targets(), dict[int, list[float]]()
+        if targets is not None and targets.shape == (self.num_rows,):
+            for label, weight in zip(targets[rows].tolist(), weights, strict=True):
+                classes.setdefault(label, []).append(weight)
+        are_equal = all(max(each) - min(each) <= slack * max(each) for each in classes.values())
+        if targets is None or not (0 < len(classes) < len(rows) and are_equal):
+            shown = ", ".join(f"{row}: {each:.3g}" for row, each in zip(rows, weights, strict=True))
+            return finding("loss average: by row", [name], weights=shown), None
+        least = min(each[0] for each in classes.values() if each[0] > 0)
+        table = {label: each[0] / least for label, each in sorted(classes.items())}
+        found = None
+        code = "… as a callable that adds up the weights of a microbatch's targets"
+        if min(table) >= 0 and {*targets.tolist()} <= table.keys():
+            digits = max(4, round(-math.log10(eps)) - 2)
+            every = (table.get(label, 0.0) for label in range(max(table) + 1))
+            shown = ", ".join(f"{each:.{digits}g}" for each in every)
+            where = means.expression(self.batch, targets)
+            tried = Candidate(
+                code=f"lambda batch: torch.tensor([{shown}])[{where}].sum()",
+                kind="a mean over the class weights of its targets",
+            )
+            if self._fits(tried, sizes):
+                found, code = tried, tried.code
+        shown = ", ".join(f"class {label}: {each:.4g}" for label, each in table.items())
+        return finding("class weights", [name], weights=shown, code=code), found
 
     # The report
-
-    def failure(self, size: int, error: BaseException) -> Finding:
-        """Why a forward or a loss fails with fewer rows: the number, or that it is one."""
-        name = self.subject.loss_name
-        if self._fails([0, 1]) is None:
-            alone = self._fails([0])
-            if alone is not None:
-                return findings.fails_on_one_row(name, alone)
-        return findings.fails_on_fewer_rows(name, size, describe_error(error))
-
-    def _fails(self, rows: Sequence[int]) -> str | None:
-        together, _ = self.cuts([len(rows)], rows)
-        try:
-            with Bench(self.computation, Conditions(wants="numbers", batchnorm=True)) as bench:
-                bench.read(together)
-        except Exception as error:
-            if classify(error) is not Failure.UNRELATED:
-                raise
-            return None if needs_two_rows(error) else describe_error(error)
-        return None
 
     def why_incomparable(self) -> Finding | None:
         """Why no comparison would say anything; None where one does."""
         together, _ = self.cuts([self.num_rows])
         with Bench(self.computation, Conditions(batchnorm=True)) as bench:
-            whole = bench.read(together)
-            loss = whole.numbers[LOSS]
+            whole, again = bench.read(together), bench.read(together)
+            loss, changes = whole.numbers[LOSS], gaps(whole, again, ())
+            parts = whole.numbers.keys() - {LOSS} - whole.told
+            self.losses = set() if whole.has_total else parts
+            self.lowest = bench.draws.lowest
             if not (math.isfinite(loss) and math.isfinite(whole.size)):
-                return Finding(
-                    kind="batch",
-                    text=f"the loss of the whole batch is {loss}, or its gradient is not finite",
-                    remedy="pass a batch on which the model trains, with targets that are not "
-                    "ignored",
-                )
+                return finding("batch: infinite", loss=loss)
             if not whole.gradients or whole.size == 0:
-                return Finding(
-                    kind="batch",
-                    text="the gradient of the whole batch is zero, and so would any split's be",
-                    remedy="pass a batch and a model with a gradient",
-                )
-            again = gaps(whole, bench.read(together), ())
-            if again and not bench.draws.unheld:
-                return findings.non_deterministic(max(again.values()))
+                return finding("batch: no gradient")
+            if changes and not bench.draws.unheld:
+                return finding("non-deterministic", error=max(changes.values()))
         return None
 
-    def can_tell(self) -> bool:
-        """Whether this batch would show that an assumed average is wrong."""
-        if all(average.is_known for average in self.computation.averages.values()):
-            return True
-        with ignoring_errors():
-            targets = self.convention.targets(self.batch)
-            is_counted = isinstance(targets, Tensor) and not targets.is_floating_point()
-            if is_counted and targets.dim() > 1 and not targets.is_nested:
-                counts = (targets != -100).flatten(1).sum(1)
-                return bool((counts != counts[0]).any())
-        return True
+    def report(self, sizes: Sequence[int] | None, why: str) -> VerifyReport:
+        """Compare at each size, and explain the largest difference.
+
+        Args:
+            sizes: of microbatches, as the caller gave them.
+            why: it is not in float64, if it is not.
+        """
+        cause = self.why_incomparable()
+        if cause is not None:
+            return _unverifiable(cause, self.num_rows)
+        every, broken, comparisons = list[_Compared](), list[Finding](), list[Comparison]()
+        for size in _cuts(self.num_rows, sizes):
+            cut = balanced_sizes(self.num_rows, size)
+            try:
+                every.append(self.compare(cut))
+                comparisons.append(every[-1].shown)
+            except Exception as error:
+                _refuse(error)
+                failure = _ONE if needs_two_rows(error) else describe_error(error)
+                row = Comparison(microbatch_size=size, num_microbatches=len(cut), error=math.nan)
+                comparisons.append(replace(row, failure=failure))
+                if not needs_two_rows(error):
+                    name = [self.subject.loss_name]
+                    broken.append(finding("fails on fewer rows", name, size=size, failure=failure))
+        first = every[0] if every else None
+        names = dict.fromkeys(name for each in every for name in each.errors)
+        errors = {name: max(each.errors.get(name, 0.0) for each in every) for name in names}
+        causes, found = list[Finding](), None
+        if first is None and self.layers:
+            causes = [finding("batchnorm", self.layers)]
+        off = [each for each in every if each.off]
+        if off:
+            causes, found = self.diagnose(max(off, key=lambda each: each.shown.error))
+        causes = [*broken[:1], *causes]
+        is_random = False
+        if first is not None and first.draws.repeats and not causes:
+            shown = "microbatches draw from the state that the whole batch draws from"
+            causes = [finding("random: repeated", sorted(first.draws.drawn), shown)]
+        elif first is not None and first.unheld and not causes:
+            is_random = any(each.by_chance for each in every)
+            causes = [finding("random", first.unheld)] if is_random else []
+        lowest = self.lowest if first is None else first.draws.lowest
+        precision = str(lowest).removeprefix("torch.")
+        known = {name for each in every for name in each.found}
+        chance = (error for name, error in errors.items() if name not in known)
+        tolerance = max([16 * torch.finfo(lowest).eps, *chance])
+        most = max(errors.values(), default=math.nan)
+        status = told.UNVERIFIABLE if is_random else told.NOT_EXACT
+        text = causes[0].text if causes else ""
+        if not causes:
+            status, text = told.EXACT, "splitting does not change the gradient (max relative error "
+            text += f"{most:.0e} in {precision})"
+        elif not is_random:
+            text += f" (relative error {most:.2g})" if most > tolerance else ""
+            text += f", and {len(causes) - 1} more below" if causes[1:] else ""
+        verdict = f"{status}: {text}"
+        if found is not None and len(causes) == 1:
+            verdict = (
+                f"exact with loss_average={found.code} ({found.kind}); as configured "
+                f"({self.taken}) the relative error is {most:.2g}"
+            )
+        if first is not None and first.draws.cast_to and lowest is not torch.float64:
+            why += f"; the model itself casts down to {precision}"
+        loss_errors = [each.loss_error for each in comparisons if each.loss_error > tolerance]
+        sureness = "checked" if not causes and self.can_tell() else "unchecked"
+        sureness = "declared" if self.is_declared else "read" if self.is_known else sureness
+        return VerifyReport(
+            status=status,
+            verdict=verdict,
+            loss_average="" if found is None else found.code,
+            loss_average_is=sureness if found is None else "wrong",
+            causes=tuple(causes),
+            notes=tuple(self._notes(first, causes, max(loss_errors, default=0.0))),
+            comparisons=tuple(comparisons),
+            parameter_errors=errors,
+            num_rows=self.num_rows,
+            dtype=precision,
+            tolerance=tolerance,
+            method=why,
+        )
+
+    def _notes(
+        self, seen: _Compared | None, causes: Sequence[Finding], loss_error: float
+    ) -> Iterator[Finding]:
+        """What is worth knowing although it changes no gradient."""
+        if seen is not None:
+            drawn = [*sorted(seen.draws.drawn), *seen.unheld]
+            for key, names in (
+                ("random: held", drawn),
+                ("input written", seen.written),
+                ("mode", [] if self.subject.model.training else [""]),
+                ("buffers: not read", seen.buffers),
+                ("attributes: not read", seen.attributes),
+            ):
+                noted = finding(key, filter(None, names))
+                if names and noted.kind not in {each.kind for each in causes}:
+                    yield noted
+        if loss_error and not causes:
+            yield finding("loss value", error=loss_error)
+        if not causes and not self.can_tell():
+            yield finding("batch: even")
+        modules = [each for top in self.subject.tops() for each in top.named_modules()]
+        parts = [name for name, each in modules if hasattr(vars(each).get("forward"), "nested")]
+        if parts:
+            yield finding("parts", parts)
 
 
-def _names(places: Sequence[Any], *, buffers: bool) -> tuple[str, ...]:
-    return tuple(each.name for each in places if each.is_buffer is buffers)
+def _refuse(error: Exception) -> None:
+    """Raise what is no answer to whether fewer rows can be run."""
+    is_told = isinstance(error, BatchError | LossError | RollbackError)
+    if is_told or classify(error) is not Failure.UNRELATED:
+        raise error
 
 
 def _cuts(num_rows: int, sizes: Sequence[int] | None) -> list[int]:
@@ -620,52 +597,49 @@ def verify(
     check_unwrapped(model)
     subject = _Subject(model=model, modules=tuple(modules), loss_fn=loss_fn, forward=forward)
     wanted_sizes = None if sizes is None else [check_microbatch_size(size) for size in sizes]
-    wanted, at = _read_dtype(dtype), resolve_device(device, model)
-    layout, why_in_place = BatchLayout(batch_layout), subject.why_not_copied()
+    wanted = None if dtype == "auto" else _read_dtype(dtype)
+    at, layout, why_in_place = (
+        resolve_device(device, model),
+        BatchLayout(batch_layout),
+        subject.why_not_copied(),
+    )
+
+    def report_in(dtype: torch.dtype | None, why: str = "") -> VerifyReport:
+        own = subject if why_in_place else subject.copy(dtype)
+        rows = batch if dtype is None else _cast(batch, dtype)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype or before)
+        try:
+            return _Examination(own, rows, layout, at, loss_average).report(wanted_sizes, why)
+        finally:
+            torch.set_default_dtype(before)
+
     num_rows = 0
     try:
         num_rows = layout.num_rows(batch)
         if isinstance(model, torch.jit.ScriptModule):
-            return _unverifiable(findings.scripted(), num_rows)
+            return _unverifiable(finding("scripted"), num_rows)
         if num_rows < 2:
-            return _unverifiable(findings.one_row(), num_rows)
-        why = ""
-        tried = None if why_in_place else wanted or torch.float64
+            return _unverifiable(finding("batch: one row"), num_rows)
         if ModuleIndex(subject.tops()).is_lazy:
             subject = _materialized(subject, batch, at, why_in_place)
         try:
-            with _default_dtype(tried):
-                examination, cause = _begin(subject, batch, layout, at, loss_average, tried)
-                report = _examined(examination, cause, wanted_sizes, is_declared(loss_average), why)
+            report = report_in(None if why_in_place else wanted or torch.float64)
         except Exception as error:
-            recoverable = classify(error) is Failure.UNRELATED and not isinstance(error, BatchError)
-            if not (wanted is None and recoverable and tried is not None):
+            is_of_the_type = classify(error) is Failure.UNRELATED and not why_in_place
+            if wanted is not None or not is_of_the_type or isinstance(error, BatchError):
                 raise
             said = describe_error(error).splitlines()[0]
-            why = f"; not in float64, because there the model fails ({said})"
-            examination, cause = _begin(subject, batch, layout, at, loss_average, None, copies=True)
-            report = _examined(examination, cause, wanted_sizes, is_declared(loss_average), why)
-        how = (
-            f"on the model itself in its own precision, rolled back, because {why_in_place}"
-            if why_in_place
-            else "on a copy"
-        )
+            report = report_in(None, f"; not in float64, because there the model fails ({said})")
+        how = "on a copy"
+        if why_in_place:
+            how = f"on the model itself in its own precision, rolled back, because {why_in_place}"
         return replace(report, method=f"{how}{report.method}")
     except (BatchError, RollbackError) as error:
         return _unverifiable(Finding(kind="batch", text=text_of(error)), num_rows)
     except torch.OutOfMemoryError as error:
         error.add_note("automicro: verify needs the whole batch at once; pass one with fewer rows")
         raise
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype or before)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _materialized(
@@ -678,225 +652,39 @@ def _materialized(
             "first"
         )
     subject = subject.copy(None)
+    own = choose_convention(subject.model, forward=subject.forward, loss_fn=subject.loss_fn)
     random_state = RandomState(devices_of(subject.tops(), device))
     random_state.begin()
-    convention = choose_convention(subject.model, forward=subject.forward, loss_fn=subject.loss_fn)
     try:
         (moved,) = on_device([batch], device, isolate=True)
         with torch.no_grad():
-            convention.train(subject.model, moved)
+            own.train(subject.model, moved)
     finally:
         random_state.roll_back()
     return subject
 
 
-def _begin(
-    subject: _Subject,
-    batch: Any,
-    layout: BatchLayout,
-    device: torch.device,
-    loss_average: Any,
-    dtype: torch.dtype | None,
-    *,
-    copies: bool = False,
-) -> tuple[_Examination, Finding | None]:
-    """The examination of a copy in this precision, or of the model itself; and why it ends here."""
-    if dtype is not None or copies:
-        subject = subject.copy(dtype)
-    if dtype is not None:
-        batch = _cast(batch, dtype)
-    examination = _Examination(subject, batch, layout, device, loss_average)
-    return examination, examination.why_incomparable()
-
-
-def _examined(
-    examination: _Examination,
-    cause: Finding | None,
-    sizes: Sequence[int] | None,
-    declared: bool,
-    why: str,
-) -> VerifyReport:
-    if cause is not None:
-        return _unverifiable(cause, examination.num_rows)
-    num_rows = examination.num_rows
-    compared: dict[int, _Compared] = {}
-    comparisons, broken = [], dict[int, Exception]()
-    for size in _cuts(num_rows, sizes):
-        cut = balanced_sizes(num_rows, size)
-        try:
-            seen = compared[size] = examination.compare(cut)
-        except (BatchError, LossError, RollbackError):
-            raise
-        except Exception as error:
-            if classify(error) is not Failure.UNRELATED:
-                raise
-            text = _ONE if needs_two_rows(error) else describe_error(error)
-            if not needs_two_rows(error):
-                broken[size] = error
-            comparisons.append(
-                Comparison(
-                    microbatch_size=size,
-                    num_microbatches=len(cut),
-                    error=math.nan,
-                    failure=text,
-                )
-            )
-            continue
-        worst = max(seen.errors, key=lambda name: seen.errors[name])
-        comparisons.append(
-            Comparison(
-                microbatch_size=size,
-                num_microbatches=len(cut),
-                error=seen.errors[worst],
-                worst=worst,
-                loss_error=seen.loss_error,
-            )
-        )
-    names = dict.fromkeys(name for each in compared.values() for name in each.errors)
-    errors = {name: max(each.errors.get(name, 0.0) for each in compared.values()) for name in names}
-    off = {
-        size: [name for name in each.found if name not in each.whole.numbers]
-        for size, each in compared.items()
-    }
-    wrong = max(
-        (size for size in off if off[size]),
-        key=lambda size: max(compared[size].errors.values()),
-        default=None,
-    )
-    causes, found = list[Finding](), None
-    if not compared:
-        causes = [findings.batchnorm(examination.layers)] if examination.layers else []
-    if wrong is not None:
-        causes, found = examination.diagnose(balanced_sizes(num_rows, wrong), compared[wrong])
-        causes = causes or [findings.unknown()]
-    for size, reason in itertools.islice(broken.items(), 1):
-        failure = examination.failure(size, reason)
-        causes = [failure, *(each for each in causes if each.kind != failure.kind)]
-    first = next(iter(compared.values()), None)
-    is_random = False
-    if first is not None and first.repeats and not causes:
-        causes = [findings.repeated_draws(first.drawn)]
-    elif (
-        first is not None
-        and first.unheld
-        and not causes
-        and any(each.by_chance for each in compared.values())
-    ):
-        causes, is_random = [findings.random_draws(first.unheld)], True
-    known = {name for each in compared.values() for name in each.found}
-    tolerance = max((error for name, error in errors.items() if name not in known), default=0.0)
-    lowest = first.lowest if first is not None else examination.subject.lowest()
-    tolerance = max(tolerance, 16 * torch.finfo(lowest).eps)
-    precision = str(lowest).removeprefix("torch.")
-    status, verdict = _verdict(examination, causes, found, errors, tolerance, precision, is_random)
-    notes = _notes(examination, first, causes, status, comparisons, tolerance)
-    if first is not None and first.cast_to is not None and lowest is not torch.float64:
-        why += f"; the model itself casts down to {precision}"
-    sureness = "declared" if declared else "unchecked"
-    if status == NOT_EXACT and found is not None:
-        sureness = "wrong"
-    elif not declared and all(each.is_known for each in examination.computation.averages.values()):
-        sureness = "read"
-    elif not declared and status == EXACT and examination.can_tell():
-        sureness = "checked"
+def _unverifiable(cause: Finding, num_rows: int) -> VerifyReport:
+    verdict = f"{told.UNVERIFIABLE}: {cause.text}"
     return VerifyReport(
-        status=status,
-        verdict=verdict,
-        loss_average="" if found is None else found.code,
-        loss_average_is=sureness,
-        causes=tuple(causes),
-        notes=tuple(notes),
-        comparisons=tuple(comparisons),
-        parameter_errors=errors,
-        num_rows=num_rows,
-        dtype=precision,
-        tolerance=tolerance,
-        method=why,
+        status=told.UNVERIFIABLE, verdict=verdict, causes=(cause,), num_rows=num_rows
     )
 
 
-def _verdict(
-    examination: _Examination,
-    causes: Sequence[Finding],
-    found: Candidate | None,
-    errors: Mapping[str, float],
-    tolerance: float,
-    precision: str,
-    is_random: bool,
-) -> tuple[str, str]:
-    error = max(errors.values(), default=math.nan)
-    if not causes:
-        return EXACT, (
-            f"{EXACT}: splitting does not change the gradient (max relative error {error:.0e} in "
-            f"{precision})"
-        )
-    first, *others = causes
-    if is_random:
-        return UNVERIFIABLE, f"{UNVERIFIABLE}: {first.text}"
-    if found is not None and not others:
-        averages = examination.computation.averages.values()
-        taken_for = " and ".join(dict.fromkeys(each.describe() for each in averages))
-        return NOT_EXACT, (
-            f"exact with loss_average={found.code} ({found.kind}); as configured ({taken_for}) the "
-            f"relative error is {error:.2g}"
-        )
-    more = f", and {len(others)} more below" if others else ""
-    size = f" (relative error {error:.2g})" if error > tolerance else ""
-    return NOT_EXACT, f"{NOT_EXACT}: {first.text}{size}{more}"
-
-
-def _notes(
-    examination: _Examination,
-    seen: _Compared | None,
-    causes: Sequence[Finding],
-    status: str,
-    comparisons: Sequence[Comparison],
-    tolerance: float,
-) -> list[Finding]:
-    kinds = {each.kind for each in causes}
-    notes: list[Finding] = []
-    if seen is not None:
-        drawn = (*seen.drawn, *seen.unheld)
-        states = {
-            kind: _names(seen.state, buffers=kind == "buffers")
-            for kind in ("buffers", "attributes")
-        }
-        notes = findings.notes(
-            drawn if "random" not in kinds else (),
-            seen.written,
-            examination.subject.model.training,
-            {kind: names for kind, names in states.items() if names and kind not in kinds},
-        )
-    wrong = [each.loss_error for each in comparisons if each.loss_error > tolerance]
-    if wrong and status == EXACT:
-        text = f"the loss itself differs (relative error {max(wrong):.1g}), without a gradient"
-        notes.append(Finding(kind="loss value", text=text))
-    if status == EXACT and not examination.can_tell():
-        notes.append(findings.even_batch())
-    parts = tuple(
-        name
-        for top in examination.subject.tops()
-        for name, module in top.named_modules()
-        if hasattr(vars(module).get("forward"), "nested")
-    )
-    if parts:
-        notes.append(findings.parts_in_slices(parts))
-    return notes
-
-
-def _unverifiable(cause: Finding, num_rows: int = 0) -> VerifyReport:
-    return VerifyReport(
-        status=UNVERIFIABLE,
-        verdict=f"{UNVERIFIABLE}: {cause.text}",
-        causes=(cause,),
-        num_rows=num_rows,
-    )
-
-
-def _read_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
+def _read_dtype(dtype: torch.dtype | str) -> torch.dtype:
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if dtype == "auto" or (isinstance(found, torch.dtype) and found.is_floating_point):
-        return None if dtype == "auto" else found
+    if isinstance(found, torch.dtype) and found.is_floating_point:
+        return found
     raise ValueError(
         f"dtype={dtype!r} is no floating point type; pass 'auto', or one such as torch.float64"
     )
+
+
+def _cast(batch: Any, dtype: torch.dtype) -> Any:
+    def converted(each: Tensor) -> Tensor:
+        if not each.is_floating_point():
+            return each
+        # A leaf stays one: what hangs on a graph cannot be split.
+        return each.detach().to(dtype).requires_grad_(each.requires_grad)
+
+    return map_tensors(batch, converted)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from automicro.batch.tensors import tensor_leaves
-from automicro.checking.reading import Compared, relative_errors
+from automicro.checking.reading import LOSS, Reading, relative_errors
 from automicro.loss.conventions import Output
 from automicro.microbatcher import Microbatcher
 
@@ -44,15 +44,15 @@ class Group:
 
     @classmethod
     def of(
-        cls, place: str, found: Compared, whole: Compared, *, rows: tuple[int, ...], divisor: int
+        cls, place: str, found: Reading, whole: Reading, *, rows: tuple[int, ...], divisor: int
     ) -> "Group":
         """What the host's gradient, and that of one batch, come to."""
         return cls(
             place=place,
             rows=rows,
             divisor=divisor,
-            loss=found.loss,
-            whole_loss=whole.loss,
+            loss=found.numbers[LOSS],
+            whole_loss=whole.numbers[LOSS],
             error=max(relative_errors(found, whole).values()),
             ratio=found.norm / whole.norm if whole.norm else 1.0,
         )

@@ -28,7 +28,7 @@ from automicro.batch.device import on_host
 from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.checking.draws import HeldDraws
-from automicro.checking.reading import Compared
+from automicro.checking.reading import LOSS, Reading
 from automicro.errors import BatchError, LossError, MetricWarning, RollbackError, warn
 from automicro.integrations.host import (
     AccumulationReport,
@@ -1656,20 +1656,20 @@ def _as_one(batches: Sequence[Any], layout: BatchLayout) -> Any:
 
 def _gradient(
     trainer: "Trainer", module: "LightningModule", batches: Sequence[Any], parts: int
-) -> Compared:
+) -> Reading:
     """The gradient of one optimizer step of the host's, on a copy."""
     place = _PACKAGES[_Host(trainer).name]
     host: Any = importlib.import_module(place)
     losses: list[Tensor] = []
-    gradients: dict[str, Tensor | None] = {}
+    gradients: dict[str, Tensor] = {}
 
     class Watch(host.Callback):  # type: ignore[misc]
         """Takes the gradient before it is clipped."""
 
         def on_before_optimizer_step(self, _: Any, copied: nn.Module, optimizer: Any) -> None:
             for name, parameter in copied.named_parameters():
-                gradient = parameter.grad
-                gradients[name] = None if gradient is None else gradient.detach().clone()
+                if parameter.grad is not None:
+                    gradients[name] = parameter.grad.detach().clone()
 
         def on_train_batch_end(self, _: Any, __: Any, outputs: Any, *rest: Any) -> None:
             losses.append(outputs["loss"].detach())
@@ -1698,4 +1698,4 @@ def _gradient(
             twin.fit(copy.deepcopy(module), given)
         finally:
             told.setLevel(level)
-    return Compared(loss=float(torch.stack(losses).sum()), gradients=gradients)
+    return Reading(numbers={LOSS: float(torch.stack(losses).sum())}, gradients=gradients)

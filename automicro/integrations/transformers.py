@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from automicro.batch.layout import BatchLayout, balanced_sizes
 from automicro.batch.structure import register_batch_type
 from automicro.batch.tensors import map_tensors
-from automicro.checking.reading import Compared
+from automicro.checking.reading import LOSS, Reading
 from automicro.errors import (
     BatchError,
     GradientWarning,
@@ -201,7 +201,7 @@ def verify(trainer: Any) -> AccumulationReport:
     )
 
 
-def _accumulated(trainer: Any, batches: Sequence[Mapping[str, Any]]) -> Compared:
+def _accumulated(trainer: Any, batches: Sequence[Mapping[str, Any]]) -> Reading:
     """The gradient of one optimizer step of the trainer's own, and its loss."""
     model, enabled = trainer.model, getattr(trainer, "automicro", None)
     step = trainer.training_step if enabled is None else enabled.own_training_step
@@ -223,11 +223,11 @@ def _accumulated(trainer: Any, batches: Sequence[Mapping[str, Any]]) -> Compared
             items = trainer._get_num_items_in_batch(prepared, trainer.args.device)
             for batch in prepared:
                 step(model, batch, items)
-            found = {name: each.grad for name, each in model.named_parameters()}
+            found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         finally:
             for parameter, gradient in kept:
                 parameter.grad = gradient
-    return Compared(loss=float(torch.stack(losses).sum()), gradients=found)
+    return Reading(numbers={LOSS: float(torch.stack(losses).sum())}, gradients=found)
 
 
 _FLAVOURS = ("SFTTrainer", "DPOTrainer", "RewardTrainer")

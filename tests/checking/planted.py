@@ -43,6 +43,7 @@ from tests.checking.models import (
     masked_and_safe,
     over_later_tokens,
     over_tokens,
+    own_gpt2,
     refers_to_rows,
     state_outside,
     summed,
@@ -140,6 +141,14 @@ PLANTED = {
         batch=lambda: (tokens(), with_ignored(token_targets().clamp(min=1), 0)),
         options={"loss_fn": without_padding},
         loss_average="lambda batch: (batch[1] != 0).sum()",
+    ),
+    "a model of transformers with a loss of its own": Planted(
+        kind="loss average",
+        names="labels",
+        model=own_gpt2,
+        batch=lambda: {"input_ids": tokens(), "labels": with_ignored(tokens())},
+        options={},
+        loss_average="lambda batch: (batch['labels'] != -100).sum()",
     ),
     "a mask": Planted(
         kind="loss average",
