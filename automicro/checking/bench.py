@@ -393,7 +393,8 @@ class Bench:
             yield given
             return
         inside: list[nn.Module] = []
-        names = {id(m): n or type(m).__name__ for n, m in self._named_modules()}
+        every = itertools.chain(*(each.named_modules() for each in self.computation.reached))
+        names = {id(m): n or type(m).__name__ for n, m in every}
 
         def before(module: nn.Module, inputs: Any) -> None:
             name = names.get(id(module))
@@ -419,10 +420,11 @@ class Bench:
             return map_tensors(output, leaf_of)
 
         def leaf_of(value: Tensor) -> Tensor:
-            value = value.detach()
-            if value.is_floating_point() and value.dim():
-                given.append((SEAM, value.requires_grad_()))
-            return value
+            leaf = value.detach()
+            vars(leaf).update(vars(value))  # such as a mask, which the loss reads
+            if leaf.is_floating_point() and leaf.dim():
+                given.append((SEAM, leaf.requires_grad_()))
+            return leaf
 
         handles = [
             nn.modules.module.register_module_forward_pre_hook(before),
@@ -433,10 +435,6 @@ class Bench:
         finally:
             for handle in handles:
                 handle.remove()
-
-    def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        for root in self.computation.reached:
-            yield from root.named_modules()
 
     # What a pass has done
 

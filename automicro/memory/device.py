@@ -347,21 +347,20 @@ def limit_bytes(limit: str | int | float, device: torch.device | str) -> int:
 @contextlib.contextmanager
 def _limited(fraction: float, device: torch.device) -> Iterator[None]:
     module = torch.get_device_module(device)
-    if device.index is None:  # some versions of torch limit no device without a number
-        device = torch.device(device.type, module.current_device())
     before = _share(device)
-    module.set_per_process_memory_fraction(fraction, device)
+    # By its number, or None: torch 2.11 limits no device that has none.
+    module.set_per_process_memory_fraction(fraction, device.index)
     try:
         yield
     finally:
-        module.set_per_process_memory_fraction(before, device)
+        module.set_per_process_memory_fraction(before, device.index)
 
 
 def _share(device: torch.device) -> float:
     read = _ability(device, "get_per_process_memory_fraction")
     if read is None or device in _uncounted:
         return 1.0
-    return min(1.0, float(read(device)))  # cudaMallocAsync without a limit says millions
+    return min(1.0, float(read(device.index)))  # cudaMallocAsync without a limit says millions
 
 
 def _property(device: torch.device, name: str) -> Any:

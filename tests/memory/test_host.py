@@ -341,12 +341,11 @@ def test_a_cpu_is_limited_by_a_budget() -> None:
 @pytest.mark.parametrize(("before", "after"), [(0.9, 0.9), (2e8, 1.0)])
 def test_cuda_is_limited_by_its_fraction_and_restored(mocker, device, before, after) -> None:
     mocker.patch("torch.cuda.get_device_properties").return_value.total_memory = 8 * KIB
-    mocker.patch("torch.cuda.current_device", return_value=1)
     mocker.patch("torch.cuda.get_per_process_memory_fraction", return_value=before)
     set_fraction = mocker.patch("torch.cuda.set_per_process_memory_fraction")
     with pytest.raises(KeyError), limit_memory("2KiB", device):
         raise KeyError
-    calls = [mocker.call(each, torch.device("cuda:1")) for each in (0.25, after)]
+    calls = [mocker.call(each, torch.device(device).index) for each in (0.25, after)]
     assert set_fraction.call_args_list == calls
 
 
