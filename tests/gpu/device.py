@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from automicro.torch_private import can_record_memory
+
 # CUDA, another accelerator, or the stand-in where pytest runs with -p tests.standin.plugin.
 _KIND = torch.accelerator.current_accelerator(check_available=True) or torch.device("cuda")
 DEVICE = torch.device(_KIND.type, 0)
@@ -41,6 +43,12 @@ def start_cublas(device: torch.device = DEVICE) -> None:
     """Let it take now what it keeps for ever: 32 MiB for each thread on an H100."""
     weight = torch.ones(8, 8, device=device, requires_grad=True)
     torch.nn.functional.linear(weight, weight, weight[0]).sum().backward()
+
+
+def has_native_allocator() -> bool:
+    """Whether torch counts retries and rounds blocks, as cudaMallocAsync does not."""
+    is_cuda = DEVICE.type == "cuda" and accelerator.is_available()
+    return can_record_memory(DEVICE) if is_cuda else True
 
 
 def share_of_device(device: torch.device = DEVICE) -> float:

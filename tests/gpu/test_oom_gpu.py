@@ -19,7 +19,9 @@ from tests.gpu.device import (
     accelerator,
     allocated_bytes,
     differences,
+    has_native_allocator,
     needs_two_devices,
+    only_cuda,
     room,
     snapshot,
     to_device,
@@ -238,10 +240,8 @@ class Watch:
         self.held.append(int(accelerator.memory_allocated(DEVICE)))
 
 
-@pytest.mark.skipif(
-    DEVICE.type != "cuda" or torch.cuda.get_allocator_backend() != "native",
-    reason="only CUDA's native allocator tells of requests that cannot be served",
-)
+@only_cuda("an observer of requests that cannot be served")
+@pytest.mark.skipif(not has_native_allocator(), reason="cudaMallocAsync has none")
 def test_whoever_asks_is_told_of_a_refused_request_while_the_device_is_full() -> None:
     watch = Watch()
     net = model(Hungry(0, 64))

@@ -19,6 +19,7 @@ from tests.gpu.device import (
     MIB,
     accelerator,
     differences,
+    has_native_allocator,
     only_cuda,
     room,
     snapshot,
@@ -28,8 +29,7 @@ from tests.gpu.subjects import Hungry, batch, microbatcher, model
 pytestmark = GPU
 
 needs_native_allocator = pytest.mark.skipif(
-    DEVICE.type == "cuda" and torch.cuda.get_allocator_backend() != "native",
-    reason="cudaMallocAsync counts no retries, and rounds no blocks",
+    not has_native_allocator(), reason="cudaMallocAsync counts no retries, and rounds no blocks"
 )
 
 ROWS = 24  # halving goes to 12 and 6, and 8 rows are three microbatches
