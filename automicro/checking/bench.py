@@ -184,7 +184,7 @@ class Bench:
         if self.conditions.notes_state:
             assert self._captured is not None
             for place in changed_places(self.computation.roots, self._captured):
-                if not isinstance(place.owner, AnyBatchNorm):  # which is told apart
+                if not isinstance(place.owner, AnyBatchNorm):  # which has a warning of its own
                     reading.state[place.identity] = place, Snapshot(place.read())
         return reading
 

@@ -57,7 +57,7 @@ class Occasions:
     """Which of many batches of a kind are compared: the first, second, 10th, 100th … millionth.
 
     Attributes:
-        are_over: whether none will be any more, so that nobody need count.
+        are_over: whether none will be any more, so that counting can stop.
 
     Example:
         >>> splits = Occasions()
@@ -324,18 +324,8 @@ class Checks:
 
     def _is_new(self, track: _Track, batch: Any) -> bool:
         """Whether a batch shows something new; what cannot be read for want of memory does not."""
-        failure: Exception
-        try:
-            return track.forms.is_new(batch)
-        except Exception as error:
-            failure = error
-        try:
-            if classify(failure) is not Failure.RETRYABLE:
-                raise failure
-            release(failure, self._computation.device)
-        finally:
-            del failure  # it holds this frame: a cycle
-        return False
+        read = functools.partial(track.forms.is_new, batch)
+        return self._try(read, allowed=(Failure.RETRYABLE,)) is True
 
     def _can_cut(self, batch: Any, num_rows: int) -> bool:
         try:
@@ -714,11 +704,16 @@ class Checks:
             LossAverageWarning,
         )
 
-    def _try(self, work: Callable[[], T]) -> T | str:
+    def _try(
+        self,
+        work: Callable[[], T],
+        *,
+        allowed: Collection[Failure] = (Failure.UNRELATED, Failure.RETRYABLE),
+    ) -> T | str:
         """Do what is no part of the step; where it fails, give the reason.
 
         Raises:
-            BaseException: the device is lost, or somebody interrupts.
+            BaseException: the failure is of no allowed kind, or the user interrupts.
         """
         failure: Exception | None = None
         try:
@@ -726,7 +721,7 @@ class Checks:
         except Exception as error:
             failure = error
         try:
-            if classify(failure) not in (Failure.UNRELATED, Failure.RETRYABLE):
+            if classify(failure) not in allowed:
                 raise failure
             why = first_line(failure)
             release(failure, self._computation.device)

@@ -1,6 +1,7 @@
 """Models and losses with something in them that matters when a batch is split."""
 
 import random
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from automicro import LossAverageWarning, Microbatcher
 from tests.models import (
     CLASSES,
     LENGTH,
@@ -319,3 +321,12 @@ class States(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.gru(x)[0]
+
+
+def warnings_of(microbatcher: Microbatcher, *batches: Any) -> list[str]:
+    """What is said of the loss's average while these batches are trained on."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in batches:
+            microbatcher.backward(batch)
+    return [str(each.message) for each in caught if each.category is LossAverageWarning]

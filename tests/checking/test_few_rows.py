@@ -27,15 +27,8 @@ from automicro import (
     verify,
 )
 from automicro.checking.draws import CollectiveError, HeldDraws
+from tests.checking.models import warnings_of
 from tests.outside import Outside
-
-
-def warnings_of(microbatcher: Microbatcher, *batches: Any) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for batch in batches:
-            microbatcher.backward(batch)
-    return [str(each.message) for each in caught if each.category is LossAverageWarning]
 
 
 def net(*sizes: int) -> Any:

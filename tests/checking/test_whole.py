@@ -18,6 +18,7 @@ from automicro import (
     is_extra_pass,
 )
 from automicro.checking.check import Occasions
+from tests.checking.models import warnings_of
 from tests.outside import Outside
 
 ROWS = 64
@@ -45,14 +46,6 @@ def above_the_16th(model: Any, batch: Any) -> Tensor:
     losses = each(model, batch)
     place = max(1, len(losses) - 15)
     return losses[losses >= losses.detach().kthvalue(place).values].mean()
-
-
-def warnings_of(microbatcher: Microbatcher, *batches: Any) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for each in batches:
-            microbatcher.backward(each)
-    return [str(one.message) for one in caught if one.category is LossAverageWarning]
 
 
 @pytest.mark.parametrize("loss", [hardest, above_the_16th])
