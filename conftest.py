@@ -19,6 +19,7 @@ KEPT_VARIABLES = (
         "LD_*",
         "DYLD_*",
         "CUDA_*",
+        "CUBLAS*",
         "NVIDIA_*",
         "HIP_*",
         "ROCR_*",

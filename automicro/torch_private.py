@@ -26,11 +26,12 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
 __all__ = [
-    "BACKWARD_OF_FUSED_ATTENTION",
     "BUFFERS",
     "DIRICHLET_DRAW",
     "EFFICIENT_ATTENTION",
+    "EFFICIENT_ATTENTION_BACKWARD",
     "FLASH_ATTENTION",
+    "FLASH_ATTENTION_BACKWARD",
     "GAMMA_DRAW",
     "GLOBAL_HOOKS",
     "REGISTERED",
@@ -56,7 +57,7 @@ __all__ = [
     "compiler_config",
     "compiler_is_loaded",
     "compiler_is_used",
-    "computing_attention",
+    "computing",
     "copy_into",
     "dump_memory_snapshot",
     "ends_checkpoint",
@@ -115,10 +116,8 @@ _ATEN = torch.ops.aten
 FLASH_ATTENTION = _ATEN._scaled_dot_product_flash_attention.default
 EFFICIENT_ATTENTION = _ATEN._scaled_dot_product_efficient_attention.default
 WHOLE_ATTENTION = _ATEN._scaled_dot_product_attention_math.default
-BACKWARD_OF_FUSED_ATTENTION = (
-    _ATEN._scaled_dot_product_flash_attention_backward.default,
-    _ATEN._scaled_dot_product_efficient_attention_backward.default,
-)
+FLASH_ATTENTION_BACKWARD = _ATEN._scaled_dot_product_flash_attention_backward.default
+EFFICIENT_ATTENTION_BACKWARD = _ATEN._scaled_dot_product_efficient_attention_backward.default
 # Operations under which distributions of torch draw.
 GAMMA_DRAW, DIRICHLET_DRAW = "_standard_gamma", "_sample_dirichlet"
 
@@ -735,37 +734,42 @@ def forget_workers(loader: object) -> None:
 
 
 @contextlib.contextmanager
-def computing_attention(compute: Callable[..., Tensor | None]) -> Iterator[None]:
-    """Let a function compute this thread's attention, called from Python or from torch itself.
+def computing(operations: Mapping[str, Callable[..., Tensor | None]]) -> Iterator[None]:
+    """Let functions compute some of torch's composite operations in this thread.
 
-    Not under ``inference_mode``.
+    The operations may be called from Python or from torch itself. Not under ``inference_mode``.
 
     Args:
-        compute: takes what `torch.nn.functional.scaled_dot_product_attention` takes, after
-            autocast; None as its answer leaves the computation to torch.
+        operations: a function for each name of an operation; it takes what the operation takes,
+            after autocast; None as its answer leaves the computation to torch.
 
     >>> x = torch.ones(1, 1, 2, 8)
-    >>> with computing_attention(lambda query, *_, **__: 2 * query):
+    >>> with computing({"scaled_dot_product_attention": lambda query, *_, **__: 2 * query}):
     ...     nn.functional.scaled_dot_product_attention(x, x, x).unique()
     tensor([2.])
     """
     thread = threading.get_ident()
 
-    def attend(*args: Any, **options: Any) -> Any:
-        found = compute(*args, **options) if threading.get_ident() == thread else None
-        return _ATTENTION.decompose(*args, **options) if found is None else found
+    def instead(name: str, compute: Callable[..., Tensor | None]) -> Callable[..., Any]:
+        plain = getattr(_ATEN, name).default
 
-    with _ATTENTION_LOCK:  # there is one table of operations for all threads
+        def run(*args: Any, **options: Any) -> Any:
+            found = compute(*args, **options) if threading.get_ident() == thread else None
+            return plain.decompose(*args, **options) if found is None else found
+
+        return run
+
+    with _OPERATIONS_LOCK:  # there is one table of operations for all threads
         library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         try:
-            library.impl("scaled_dot_product_attention", attend, "AutogradCPU")  # type: ignore[no-untyped-call]
+            for name, compute in operations.items():
+                library.impl(name, instead(name, compute), "AutogradCPU")  # type: ignore[no-untyped-call]
             yield
         finally:
             library._destroy()  # type: ignore[no-untyped-call]
 
 
-_ATTENTION = _ATEN.scaled_dot_product_attention.default
-_ATTENTION_LOCK = threading.RLock()
+_OPERATIONS_LOCK = threading.RLock()
 
 
 def run_backward(

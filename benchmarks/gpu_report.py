@@ -177,7 +177,8 @@ PARTS = [
         asks="a snapshot of the device's own allocator names the planted culprit",
         seconds=60,
         tests="test_doctor_gpu.py",
-        environment={"CUBLAS_WORKSPACE_CONFIG": ":16:8"},  # else it holds more than the culprits
+        # Else these hold more than the culprits.
+        environment={"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "128"},
     ),
     Part(
         name="plan",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from automicro import OptimizerStepError
+from automicro import Halving, OptimizerStepError
 from automicro.optimizer.reservation import predict_step_memory
 from automicro.optimizer.step import step_optimizer
 from tests.gpu.conftest import Record
@@ -84,20 +84,22 @@ def test_the_predicted_state_is_what_the_first_step_allocates(
 
 
 def wide_model() -> nn.Module:
-    """128 MiB of parameters, and as much again for each row's widest activation."""
+    """580 MiB of parameters, so that their state is more than what cut-up blocks leave unused."""
     torch.manual_seed(0)
-    body = [nn.Linear(256, 65536), nn.ReLU(), nn.Linear(65536, 256), nn.Flatten()]
-    return nn.Sequential(*body, nn.Linear(512 * 256, 4)).to(DEVICE)
+    body = [nn.Linear(256, 65536), nn.ReLU(), nn.Linear(65536, 8), nn.Flatten()]
+    body += [nn.Linear(4096, 4096) for _ in range(8)]
+    return nn.Sequential(*body, nn.Linear(4096, 4)).to(DEVICE)
 
 
 def ooms_by_batch(room_bytes: int, *, reserves: bool) -> list[int]:
     net = wide_model()
     optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
-    step = microbatcher(net, optimizer=optimizer if reserves else None)
+    # Neither a check of the whole batch nor a larger size that is tried.
+    step = microbatcher(net, Halving(), optimizer=optimizer if reserves else None, probe=False)
     ooms = []
     with room(room_bytes):
         for seed in range(3):
-            ooms.append(step.backward(batch(8, seed=seed)).ooms)
+            ooms.append(step.backward(batch(16, seed=seed)).ooms)
             optimizer.step()
             optimizer.zero_grad()
     return ooms
@@ -108,12 +110,12 @@ def test_a_nearly_full_device_shrinks_the_first_batch_and_not_the_second(
     record_property: Record,
 ) -> None:
     net = wide_model()
-    step = microbatcher(net, 4)
-    step.backward(batch(8))  # makes what libraries keep for ever
+    step = microbatcher(net, 8, probe=False)  # which runs the whole batch
+    step.backward(batch(16))  # makes what libraries keep for ever
     net.zero_grad()
     before_bytes = allocated_bytes()
     accelerator.reset_peak_memory_stats(DEVICE)
-    step.backward(batch(8))
+    step.backward(batch(16))
     half_batch_bytes = accelerator.max_memory_allocated(DEVICE) - before_bytes
     state_bytes = 2 * sum(parameter.nbytes for parameter in net.parameters())
     del net, step

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import automicro
 from automicro import Microbatcher
@@ -41,27 +41,33 @@ def attention() -> nn.Module:
 SUBJECTS = {"perceptron": perceptron, "convolutions": convolutions, "attention": attention}
 
 
+def planned(name: str, precision: str) -> tuple[automicro.PlanReport, tuple[Tensor, Tensor]]:
+    """The plan of a subject, and the batch that it is of."""
+    data = torch.randn(ROWS * 2, 512), torch.randint(10, (ROWS * 2,))
+    report = automicro.plan(
+        SUBJECTS[name](),
+        data,
+        loss_fn=LOSS,
+        optimizer=torch.optim.AdamW,
+        precision=precision,
+        microbatch_size=ROWS,
+        device="cuda",
+        remedies=False,
+    )
+    return report, data
+
+
 @only_cuda("kernels that a plan knows")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_a_real_peak_is_below_the_plan_and_near_it(
     name: str, precision: str, record_property: Record
 ) -> None:
-    make = SUBJECTS[name]
-    data = torch.randn(ROWS * 2, 512), torch.randint(10, (ROWS * 2,))
-    report = automicro.plan(
-        make(),
-        data,
-        loss_fn=LOSS,
-        optimizer=torch.optim.AdamW,
-        precision=precision,
-        microbatch_size=ROWS,
-        remedies=False,
-    )
+    report, data = planned(name, precision)
     start_cublas()
     gc.collect()
     before = accelerator.memory_allocated(DEVICE)
-    model = make().to(DEVICE)
+    model = SUBJECTS[name]().to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters())
     microbatcher = Microbatcher(
         model, loss_fn=LOSS, optimizer=optimizer, microbatch_size=ROWS, precision=precision,

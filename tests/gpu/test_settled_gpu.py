@@ -87,8 +87,8 @@ TRAINERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_batches_of_a_trainer_wait_as_often_each(name: str, record_property: Record) -> None:
-    """Two runs, one longer: the difference is what its further batches wait, after all checks."""
-    few, many = (12, 16) if DEVICE.type == "cuda" else (2, 3)
+    """Two runs, one longer: the difference is what its further batches wait, between two checks."""
+    few, many = (11, 15) if DEVICE.type == "cuda" else (2, 3)
     found = []
     # The first makes what libraries keep for ever. What it held of the device is free at once.
     # Without the collector, which frees what other tests left, and nothing of ours: at any time.

@@ -325,7 +325,7 @@ class DryRun:
                 self._fake(),
                 recorder,
                 recorder.watching(self._modules),
-                recorder.choosing_attention(),
+                recorder.choosing_kernels(),
             ):
                 stack.enter_context(manager)
             try:

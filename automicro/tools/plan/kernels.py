@@ -1,7 +1,7 @@
 """What kernels keep and take of which torch's operations on tensors without data do not tell.
 
 A `StepRecorder` writes down a planned step, with what only its device knows: the workspaces of
-kernels, and which kernel computes attention.
+kernels, and which of them compute attention, dropout and normalisation.
 """
 
 import contextlib
@@ -24,12 +24,13 @@ from automicro.memory.timeline import (
     Recorder,
 )
 from automicro.torch_private import (
-    BACKWARD_OF_FUSED_ATTENTION,
     EFFICIENT_ATTENTION,
+    EFFICIENT_ATTENTION_BACKWARD,
     FLASH_ATTENTION,
+    FLASH_ATTENTION_BACKWARD,
     WHOLE_ATTENTION,
     FakeTensor,
-    computing_attention,
+    computing,
 )
 
 TAIL = "outputs and loss"
@@ -96,12 +97,13 @@ class StepRecorder(Recorder):
         return Owner(CASTS, owner.module) if is_cast else owner
 
     @contextlib.contextmanager
-    def choosing_attention(self) -> Iterator[None]:
-        """Compute attention as the device would, and say what is assumed of it."""
+    def choosing_kernels(self) -> Iterator[None]:
+        """Compute attention, dropout and normalisation as the device would."""
         if not self._on_accelerator:
             yield
             return
-        with computing_attention(self._attend):
+        norms = {name: _in_float32(name) for name in ("layer_norm", "group_norm")}
+        with computing({"scaled_dot_product_attention": self._attend, "dropout": _drop, **norms}):
             yield
 
     def _attend(
@@ -215,6 +217,26 @@ def _flash(given: _Heads, dropout_p: float, is_causal: bool, scale: float | None
     return found[..., :size]
 
 
+def _drop(x: Tensor, p: float, train: bool) -> Tensor | None:
+    """With a mask of a byte per number, where the CPU's has the type of its input."""
+    if not (train and 0 < p < 1 and isinstance(x, FakeTensor)):
+        return None
+    dropped: Tensor = torch.native_dropout(x, p, train)[0]
+    return dropped
+
+
+def _in_float32(name: str) -> Callable[..., Tensor | None]:
+    """A normalisation under a GPU's autocast, where the CPU's stays in half precision."""
+    normalize = getattr(torch, name)
+
+    def run(x: Tensor, *args: Any, **options: Any) -> Tensor | None:
+        is_cast = x.dtype in _HALF and torch.is_autocast_enabled("cpu")
+        found: Tensor | None = normalize(x.float(), *args, **options) if is_cast else None
+        return found
+
+    return run
+
+
 def _efficient(
     given: _Heads, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None
 ) -> Tensor:
@@ -235,6 +257,8 @@ _DEVICE = torch.ops.prim.device.default
 _CAST = torch.ops.aten._to_copy.default
 _CONVOLUTION = torch.ops.aten.convolution.default
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
+_SUM = torch.ops.aten.sum.dim_IntList
+_SUMMED_BY_BLOCKS = 2048  # so many numbers, and more, of a column
 _LSTM = torch.ops.aten.mkldnn_rnn_layer.default
 _KEPT_STATES, _KEPT_STATES_OF_HALF = 16, 22  # over all times, that an LSTM keeps for its backward
 
@@ -255,11 +279,17 @@ def _workspace_bytes(func: Any, args: tuple[Any, ...]) -> int:
 
     A convolution may copy its inputs and its weight in another order, and sums up the gradient of a
     weight in half precision in another one. Fused attention sums up the queries' gradient in
-    float32. What others take is left to the margin.
+    float32, padded to the tiles of its kernel. What others take is left to the margin.
     """
-    if func in BACKWARD_OF_FUSED_ATTENTION:
+    if func is FLASH_ATTENTION_BACKWARD:
         query: Tensor = args[1]
-        return 4 * query.numel()
+        return 4 * query.numel() + _padded_bytes(query, 128, -(-query.shape[-1] // 32) * 32)
+    if func is EFFICIENT_ATTENTION_BACKWARD:
+        size = args[1].shape[-1]
+        return _padded_bytes(args[1], *((64, 64) if size <= 64 else (128, -(-size // 128) * 128)))
+    if func is _SUM and args[0].itemsize == 2:
+        summed = args[0].numel() // max(1, args[0][0].numel()) if args[0].dim() == 2 else 0
+        return 8 * args[0].numel() if summed >= _SUMMED_BY_BLOCKS else 0
     if func is _CONVOLUTION:
         return int(args[0].nbytes + args[1].nbytes)
     if func is _CONVOLUTION_BACKWARD:
@@ -267,3 +297,9 @@ def _workspace_bytes(func: Any, args: tuple[Any, ...]) -> int:
         copies = 2 if weight.itemsize == 2 else 1
         return int(of_y.nbytes + x.nbytes + copies * weight.nbytes)
     return 0
+
+
+def _padded_bytes(query: Tensor, places: int, size: int) -> int:
+    """Of a float32 gradient of queries of ``(rows, heads, places, size)``, padded so."""
+    rows, heads, length, _ = query.shape
+    return 4 * rows * heads * -(-length // places) * places * size

@@ -14,8 +14,11 @@ from torch import Tensor, nn
 
 import automicro
 from automicro import BatchError, LossError, MemoryBudget, Microbatcher, UntraceableModelError
+from automicro.tools.plan import kernels
 from automicro.tools.plan.devices import DEVICES, read_memory
 from automicro.tools.plan.kernels import KINDS, WORKSPACE, StepRecorder
+from automicro.torch_private import EFFICIENT_ATTENTION_BACKWARD, FLASH_ATTENTION_BACKWARD
+from tests.gpu.test_plan_gpu import planned
 from tests.tools.plan.conftest import adam, real_peak
 
 ROWS = 64
@@ -246,8 +249,52 @@ def texts(length: int = 256, rows: int = 4, width: int = 64, **kind: Any) -> tup
 
 def attention_of(make: Callable[[], nn.Module], device: str, length: int, **options: Any) -> int:
     """Bytes that attention itself holds at the peak."""
-    report = plan(make(), texts(length), device=device, loss_fn=nn.MSELoss(), **options)
+    report = plan(make(), texts(length, 2), device=device, loss_fn=nn.MSELoss(), **options)
     return report.modules["the model itself"]
+
+
+# Bytes that an H100's allocator counted at the peak (tests/gpu/test_plan_gpu.py).
+MEASURED = {
+    ("perceptron", "fp32"): 47_572_992,
+    ("perceptron", "bf16"): 47_401_472,
+    ("convolutions", "fp32"): 123_884_544,
+    ("convolutions", "bf16"): 65_238_528,
+    ("attention", "fp32"): 359_791_104,
+    ("attention", "bf16"): 225_963_520,
+}
+
+
+@pytest.mark.parametrize(("name", "precision"), MEASURED)
+def test_a_planned_peak_is_what_a_gpu_measured(name: str, precision: str) -> None:
+    report, _ = planned(name, precision)
+    assert report.peak_bytes == pytest.approx(MEASURED[name, precision], rel=0.03)
+    assert report.needed_bytes >= MEASURED[name, precision]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "length", "size", "flash", "efficient"),
+    [
+        (torch.bfloat16, 128, 16, 12.25, 16.27),
+        (torch.bfloat16, 192, 64, 9.43, 4.08),
+        (torch.bfloat16, 128, 80, 8.85, 6.45),
+        (torch.bfloat16, 192, 128, 9.45, 5.44),
+        (torch.float32, 192, 16, None, 16.31),
+        (torch.float32, 128, 32, None, 8.13),
+    ],
+)
+def test_the_workspace_of_fused_attention_is_what_a_gpu_measured(
+    dtype: torch.dtype, length: int, size: int, flash: float | None, efficient: float
+) -> None:
+    """Bytes beside the three gradients, by number of the queries; some are of vectors."""
+    query = torch.empty(8, 4, length, size, dtype=dtype, device="meta")
+    found = {
+        FLASH_ATTENTION_BACKWARD: flash,
+        EFFICIENT_ATTENTION_BACKWARD: efficient,
+    }
+    for backward, measured in found.items():
+        if measured is not None:
+            planned_bytes = kernels._workspace_bytes(backward, (None, query))
+            assert planned_bytes / query.numel() == pytest.approx(measured, rel=0.03)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
