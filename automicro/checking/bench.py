@@ -5,9 +5,9 @@ import itertools
 import math
 import random
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -17,16 +17,34 @@ from torch.nn.parallel import DistributedDataParallel
 
 from automicro.batch.cutting import concat_rows
 from automicro.batch.device import on_device, on_host
+from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.checking.draws import HeldDraws
-from automicro.checking.reading import LOSS, SEAM, Reading, has_fractions, norm_of, profile
+from automicro.checking.reading import (
+    LOSS,
+    SEAM,
+    Reading,
+    gaps,
+    has_fractions,
+    is_blind,
+    norm_of,
+    profile,
+    relative_errors,
+)
 from automicro.checking.state import Snapshot, changed_places
 from automicro.compilation import uncompiled
-from automicro.errors import BatchError, LossError, RollbackError, StateWarning, warn
+from automicro.errors import (
+    BatchError,
+    LossError,
+    RollbackError,
+    StateWarning,
+    describe_error,
+    warn,
+)
 from automicro.loss.conventions import Output, outputs_with_rows
 from automicro.loss.passes import Computation, Mode, allowing_writes, check_own_graph, extra_pass
 from automicro.loss.weights import BatchWeights, CutBatch
-from automicro.memory.oom import Failure, classify
+from automicro.memory.oom import Failure, classify, once_more, release
 from automicro.modules import ModuleIndex
 from automicro.options import check_loss
 from automicro.state.capture import Captured, capture
@@ -37,6 +55,7 @@ from automicro.transaction.parameters import refused_writes
 from automicro.transaction.rng import RandomState, devices_of, foreign_states
 from automicro.values import read_scalars, state_of
 
+T = TypeVar("T")
 Wanted: TypeAlias = Literal["parameters", "seams", "numbers", "outputs"]
 
 
@@ -63,6 +82,41 @@ class Conditions:
     notes_state: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """Rows together beside the same rows in parts.
+
+    Attributes:
+        whole: the reading of the rows together.
+        parts: that of the parts, whose tensors are let go.
+        found: what differs beyond chance, by how much of its size.
+        errors: of each parameter's gradient, chance included.
+        blind: for each time that chance was measured, since something differed, whether it alone
+            moves so much that a gradient twice as large would not be seen.
+    """
+
+    whole: Reading
+    parts: Reading
+    found: Mapping[str, float]
+    errors: Mapping[str, float]
+    blind: Sequence[bool]
+
+
+def cuts(
+    layout: BatchLayout, batch: Any, sizes: Sequence[int], rows: Sequence[int] | None = None
+) -> tuple[CutBatch, CutBatch]:
+    """Rows of a batch together, and in parts of these sizes; its first ones unless given."""
+    with on_host():
+        if rows is not None:
+            batch = layout.take_rows(batch, rows)
+        elif rest := layout.num_rows(batch) - sum(sizes):
+            batch = layout.split(batch, [sum(sizes), rest])[0]
+        parts = layout.split(batch, sizes) if len(sizes) > 1 else [batch]
+    whole = CutBatch(batch=batch, microbatches=[batch], sizes=[sum(sizes)])
+    return whole, CutBatch(batch=batch, microbatches=parts, sizes=sizes)
+
+
+_CONTROLS = 6  # at most
 _SUMS = 16  # times the eps of the type that is added up in
 _TF32 = 2.0**-10
 _ACCELERATED = 10  # sums in another order for every shape
@@ -125,6 +179,24 @@ class Bench:
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
+
+    def compare(
+        self, together: CutBatch, apart: CutBatch, *, whole: Reading | None = None
+    ) -> Compared:
+        """Read some rows together, if there is no such reading yet, and in parts."""
+        whole = whole or self.read(together)
+        parts, blind = self.read(apart), list[bool]()
+        errors = relative_errors(parts, whole)
+
+        def controls() -> Iterator[Reading]:
+            for shake in range(1, _CONTROLS + 1):
+                control = self.read(together, shake=shake)
+                blind.append(is_blind(whole, control))
+                yield control
+                del control
+
+        found = gaps(whole, parts, controls())
+        return Compared(whole=whole, parts=parts, found=found, errors=errors, blind=blind)
 
     def read(self, cut: CutBatch, *, shake: int = 0) -> Reading:
         """Run the microbatches of a cut, one after the other, from the state as it is.
@@ -523,26 +595,63 @@ def _refuse_backward(_: None) -> Tensor:
     raise RuntimeError("a forward goes backward by itself, and nothing was kept for that")
 
 
-def _put_back(captured: Captured) -> None:
-    """Put the state back, in a second try if memory runs out in the first."""
+@dataclass(frozen=True, kw_only=True)
+class Failed:
+    """Why something beside a step could not be done.
+
+    Attributes:
+        kind: out of memory, or the work's own error.
+        error: the type of what was raised.
+        why: its type and first line.
+    """
+
+    kind: Failure
+    error: type[Exception]
+    why: str
+
+
+def tried(
+    work: Callable[[], T],
+    device: torch.device | str | None = None,
+    *,
+    allowed: Collection[Failure] = (Failure.UNRELATED, Failure.RETRYABLE),
+) -> T | Failed:
+    """Do something beside a step; where it fails, say why, with its memory free again.
+
+    Raises:
+        Exception: it failed in a way that is not allowed, such as a lost device.
+        RollbackError: something could not be put back.
+
+    >>> tried(lambda: 1 // 0)
+    Failed(kind=<Failure.UNRELATED...>, error=<class 'ZeroDivisionError'>, why='ZeroDivisionError...
+    """
     failure: Exception | None = None
     try:
-        captured.put_back()
+        return work()
+    except RollbackError:
+        raise  # that something was not put back is never passed over
     except Exception as error:
         failure = error
     try:
-        if isinstance(failure, RollbackError):
-            warn(
-                f"a check of a few rows has left traces ({failure}). Keep what a forward writes to "
-                "in buffers, or pass probe=False",
-                StateWarning,
-            )
-        elif failure is not None:
-            captured.put_back()
-            if classify(failure) is not Failure.RETRYABLE:
-                raise failure
+        kind = classify(failure)
+        if kind not in allowed:
+            raise failure
+        why = next(iter(describe_error(failure).splitlines()))
+        release(failure, device)
+        return Failed(kind=kind, error=type(failure), why=why)
     finally:
         del failure  # it holds this frame: a cycle
+
+
+def _put_back(captured: Captured) -> None:
+    try:
+        once_more(captured.put_back, doing="the state of a check was put back")
+    except RollbackError as error:
+        warn(
+            f"a check of a few rows has left traces ({error}). Keep what a forward writes to in "
+            "buffers, or pass probe=False",
+            StateWarning,
+        )
 
 
 @contextlib.contextmanager

@@ -6,18 +6,19 @@ batches that are split at the first, second, 10th, 100th …
 
 import dataclasses
 import functools
+import itertools
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from automicro.batch.device import on_host
-from automicro.checking.bench import Bench, Conditions
+from automicro.checking.bench import Bench, Compared, Conditions, Failed, cuts, tried
 from automicro.checking.draws import CollectiveError, needs_other_ranks
-from automicro.checking.reading import LOSS, SEAM, Reading, gaps, is_blind
+from automicro.checking.reading import LOSS, SEAM, Reading
 from automicro.checking.rows import MOST_ROWS, Forms, is_telling, telling_rows
 from automicro.checking.state import Place
 from automicro.errors import (
@@ -28,19 +29,16 @@ from automicro.errors import (
     LossAverageWarning,
     LossError,
     MetricWarning,
-    RollbackError,
-    describe_error,
     warn,
 )
 from automicro.loss.averages import Average, Tokens
 from automicro.loss.passes import Computation, Mode
 from automicro.loss.weights import CutBatch
-from automicro.memory.oom import Failure, classify, empty_cache, first_line, release
+from automicro.memory.oom import Failure, empty_cache
 from automicro.torch_private import writes_own_state
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 _SeenWhole: TypeAlias = tuple[str, dict[str, str]]
 _SeenOutputs: TypeAlias = tuple[frozenset[str], dict[str, str]]
 
@@ -48,7 +46,6 @@ _OCCASIONS = (1, 2, *(10**power for power in range(1, 7)))
 _FEWER_ROWS = (MOST_ROWS, 4, 2)
 _FRACTIONS = (1, 2, 4)
 _PATIENCE = 4  # checks that learn nothing, after which that is said
-_CONTROLS = 6  # at most
 _SHOWN = 5
 _SLIGHT = 1e-2  # of the gradient of a parameter
 
@@ -263,54 +260,44 @@ class Checks:
         without: Collection[int] = (),
     ) -> tuple[Finding | None, list[int]]:
         """Look at fewer and fewer rows, while memory runs out; what was found, and at which."""
-        layout = self._computation.layout
-        failure: Exception | None = None
+        layout, device = self._computation.layout, self._computation.device
         parts: list[list[int]] = []
-        for most in (each for each in _FEWER_ROWS if each <= track.most_rows):
-            track.most_rows = most
-            try:
-                parts = telling_rows(
-                    layout,
-                    batch,
-                    num_rows,
-                    most=most,
-                    seed=seed,
-                    multiple=multiple,
-                    without=without,
-                )
-                return self._compare_few(batch, parts, mode), [*parts[0], *parts[1]]
-            except RollbackError:
-                raise  # the step itself may not see it
-            except CollectiveError as error:
-                text = needs_other_ranks(str(error))
-                return Finding(kind="unchecked", text=text, is_final=True), []
-            except Exception as error:
-                failure = error
-            kind = classify(failure)
-            if kind is not Failure.RETRYABLE:
+
+        def compare() -> Finding | None:
+            parts[:] = telling_rows(
+                layout,
+                batch,
+                num_rows,
+                most=track.most_rows,
+                seed=seed,
+                multiple=multiple,
+                without=without,
+            )
+            return self._compare_few(batch, parts, mode)
+
+        for track.most_rows in (each for each in _FEWER_ROWS if each <= track.most_rows):
+            found = tried(compare, device)
+            if not isinstance(found, Failed):
+                return found, [*parts[0], *parts[1]]
+            if found.kind is not Failure.RETRYABLE:
                 break
-            release(failure, self._computation.device)
-        try:
-            assert failure is not None
-            if kind not in (Failure.RETRYABLE, Failure.UNRELATED):
-                raise failure
-            is_ours, why = isinstance(failure, AutomicroError), described(failure)
-            says_so = isinstance(failure, LossError) or not self._can_cut(batch, num_rows)
-            release(failure, self._computation.device)
-        finally:
-            del failure  # it holds this frame: a cycle
-        if kind is Failure.RETRYABLE:
+        else:
             logger.log(
                 logging.DEBUG if track.fruitless else logging.WARNING,
                 "out of memory while a few rows were compared, together and apart; nothing is "
                 "lost, and a later batch is checked",
             )
             return Finding(kind="nothing", text="there was no memory to check"), []
-        text = f"a check of a few rows failed ({why.rstrip('.')})"
+        if issubclass(found.error, CollectiveError):
+            text = needs_other_ranks(found.why.partition(": ")[2])
+            return Finding(kind="unchecked", text=text, is_final=True), []
+        why = found.why.rstrip(".")
+        text = f"a check of a few rows failed ({why})"
+        says_so = issubclass(found.error, LossError) or not self._can_cut(batch, num_rows)
         if says_so or not self._has_loss(batch, mode):  # the step itself says why
             track.failures += 1
             return Finding(kind="unchecked", text=text) if track.failures > 1 else None, []
-        if not is_ours:
+        if not issubclass(found.error, AutomicroError):
             with on_host():
                 pieces = [layout.take_rows(batch, each) for each in parts]
             if not all(self._has_loss(each, mode) for each in pieces):
@@ -325,7 +312,7 @@ class Checks:
     def _is_new(self, track: _Track, batch: Any) -> bool:
         """Whether a batch shows something new; what cannot be read for want of memory does not."""
         read = functools.partial(track.forms.is_new, batch)
-        return self._try(read, allowed=(Failure.RETRYABLE,)) is True
+        return tried(read, self._computation.device, allowed=(Failure.RETRYABLE,)) is True
 
     def _can_cut(self, batch: Any, num_rows: int) -> bool:
         try:
@@ -343,7 +330,7 @@ class Checks:
             with Bench(self._computation, Conditions(mode=mode, wants="numbers")) as bench:
                 return LOSS in bench.read(cut).numbers
 
-        return self._try(has_loss) is True
+        return tried(has_loss, self._computation.device) is True
 
     def _compare_few(
         self, batch: Any, parts: Sequence[Sequence[int]], mode: Mode
@@ -360,7 +347,8 @@ class Checks:
             if not is_training and LOSS not in whole.numbers:
                 track.is_over = True  # there is none
                 return None
-            pieces = bench.read(apart)
+            seen = bench.compare(together, apart, whole=whole)
+            pieces, found, blind = seen.parts, seen.found, seen.blind
             initialised = bench.check_writes()
             if initialised and track.looks < 2:
                 warn(_initialises(initialised), BufferWarning)
@@ -371,8 +359,6 @@ class Checks:
                 return Finding(kind="nothing", text="the loss or its gradient is not finite")
             if is_training and not whole.size:
                 return Finding(kind="nothing", text="no gradient reaches any parameter")
-            blind: list[bool] = []
-            found = gaps(whole, pieces, _controls(bench, together, whole, blind))
             if bench.draws.repeats:
                 return Finding(kind="wrong", text=_REPEATS)
             found = {
@@ -384,7 +370,8 @@ class Checks:
                 is_slight = (
                     bench.draws.lowest is not torch.float64 and max(found.values()) < _SLIGHT
                 )
-                is_state = self._is_state(bench, whole, apart, together)
+                bench.conditions = dataclasses.replace(conditions, carries=False)
+                is_state = not bench.compare(together, apart, whole=whole).found
                 text = _said(found, whole, pieces, apart) + _BY_STATE * is_state
                 return Finding(kind="wrong", text=text, is_slight=is_slight, is_state=is_state)
             unheld = ", ".join(sorted(bench.draws.unheld))
@@ -399,25 +386,10 @@ class Checks:
             track.has_checked = True
         return None
 
-    @staticmethod
-    def _is_state(bench: Bench, whole: Reading, apart: CutBatch, together: CutBatch) -> bool:
-        """Whether nothing differs where each part begins with the same state as the whole."""
-        before = bench.conditions
-        bench.conditions = dataclasses.replace(before, carries=False)
-        pieces = bench.read(apart)
-        bench.conditions = before
-        return not gaps(whole, pieces, _controls(bench, together, whole, []))
-
     def _cuts(self, batch: Any, parts: Sequence[Sequence[int]]) -> tuple[CutBatch, CutBatch]:
         """Some rows together, and in parts."""
-        layout, sizes = self._computation.layout, list(map(len, parts))
-        with on_host():
-            rows = layout.take_rows(batch, [row for part in parts for row in part])
-            pieces = [layout.take_rows(batch, part) for part in parts]
-        return (
-            CutBatch(batch=rows, microbatches=[rows], sizes=[sum(sizes)]),
-            CutBatch(batch=rows, microbatches=pieces, sizes=sizes),
-        )
+        rows = [row for part in parts for row in part]
+        return cuts(self._computation.layout, batch, list(map(len, parts)), rows)
 
     def _note_state(self, bench: Bench, whole: Reading, parts: Reading, apart: CutBatch) -> None:
         """Take note of state that depends on how many calls there are for the same rows.
@@ -477,29 +449,17 @@ class Checks:
         track = self._of(mode)
         if not track.splits[gives_outputs].is_next() or track.has_named:
             return
-        ran_out = False
-
-        def compare(some: Sequence[int], wants: Any) -> _SeenWhole:
-            nonlocal ran_out
-            try:
-                is_one = sum(some) == sizes[0]
-                return self._compare_whole(batch, some, mode, wants, is_one=is_one)
-            except Exception as error:
-                ran_out = classify(error) is Failure.RETRYABLE
-                raise
-
-        found: _SeenWhole | str = ""
         wanted = ("seams", "numbers") if mode == "train" else ("numbers",)
-        for some in fewer_and_fewer(sizes):
-            for wants in wanted:
-                found = self._try(functools.partial(compare, some, wants))
-                if not isinstance(found, str):
-                    break
-                logger.info("%d rows could not be computed at once: %s", sum(some), found)
-            if not isinstance(found, str):
+        found: _SeenWhole | Failed | None = None
+        for some, wants in itertools.product(fewer_and_fewer(sizes), wanted):
+            is_one = sum(some) == sizes[0]
+            work = functools.partial(self._compare_whole, batch, some, mode, wants, is_one=is_one)
+            found = tried(work, self._computation.device)
+            if not isinstance(found, Failed):
                 break
-        if isinstance(found, str):
-            if ran_out:
+            logger.info("%d rows could not be computed at once: %s", sum(some), found.why)
+        if found is None or isinstance(found, Failed):
+            if found is not None and found.kind is Failure.RETRYABLE:
                 track.splits[gives_outputs].put_off()
             return
         wrong, odd = found
@@ -515,21 +475,16 @@ class Checks:
         self, batch: Any, sizes: Sequence[int], mode: Mode, wants: Any, *, is_one: bool
     ) -> tuple[str, dict[str, str]]:
         """What is wrong with the loss of the rows of some microbatches, and with numbers beside."""
-        layout, device = self._computation.layout, self._computation.device
-        with on_host():
-            rest = layout.num_rows(batch) - sum(sizes)
-            rows = layout.split(batch, [sum(sizes), rest])[0] if rest else batch
-            pieces = layout.split(rows, sizes)
-        together = CutBatch(batch=rows, microbatches=[rows], sizes=[sum(sizes)])
-        apart = CutBatch(batch=rows, microbatches=pieces, sizes=sizes)
+        device = self._computation.device
+        together, apart = cuts(self._computation.layout, batch, sizes)
         with Bench(self._computation, Conditions(mode=mode, wants=wants)) as bench:
-            whole, parts = bench.read(together), bench.read(apart)
+            seen = bench.compare(together, apart)
+            whole, parts, found = seen.whole, seen.parts, seen.found
             if bench.draws.set_once and self._train.looks < 2:
                 return "", {}  # later batches find what the first has set
             finite = {name for name, value in whole.numbers.items() if math.isfinite(value)}
             if LOSS in whole.numbers and LOSS not in finite:
                 return "", {}
-            found = gaps(whole, parts, _controls(bench, together, whole, []))
         if device.type != "cpu":
             empty_cache(device)  # blocks of a whole batch serve no microbatch
         odd = found.keys() & finite & parts.numbers.keys() - {LOSS}
@@ -588,21 +543,18 @@ class Checks:
             parts = telling_rows(layout, batch, num_rows, most=most, seed=seed)
             together, apart = self._cuts(batch, parts)
             with Bench(self._computation, Conditions(mode=mode, wants="outputs")) as bench:
-                whole, pieces = bench.read(together), bench.read(apart)
-                found = gaps(whole, pieces, _controls(bench, together, whole, []))
+                seen = bench.compare(together, apart)
                 if bench.draws.unheld:
                     return frozenset(), {}
-            paths = whole.outputs.keys() | pieces.outputs.keys()
-            wrong = {
-                path: _output(path, whole, pieces, found, apart) for path in found if path in paths
-            }
+            paths = seen.whole.outputs.keys() | seen.parts.outputs.keys()
+            wrong = {path: _output(path, seen, apart) for path in seen.found if path in paths}
             return frozenset(paths - wrong.keys()), wrong
 
         for most in _FEWER_ROWS:
-            seen = self._try(functools.partial(see, most))
-            if not isinstance(seen, str):
-                return seen
-            logger.info("the outputs of %d rows could not be compared: %s", most, seen)
+            found = tried(functools.partial(see, most), self._computation.device)
+            if not isinstance(found, Failed):
+                return found
+            logger.info("the outputs of %d rows could not be compared: %s", most, found.why)
         return frozenset(), {}
 
     # State
@@ -621,9 +573,9 @@ class Checks:
                 rows = self._computation.layout.take_rows(batch, range(min(2, num_rows)))
             return self._lasting_state(rows, min(2, num_rows))
 
-        places = self._try(lasting)
-        if isinstance(places, str):
-            logger.info("what state the forward changes is not known: %s", places)
+        places = tried(lasting, self._computation.device)
+        if isinstance(places, Failed):
+            logger.info("what state the forward changes is not known: %s", places.why)
             return []
         every = [module for root in self._computation.reached for module in root.modules()]
         saved = {id(part) for each in every if writes_own_state(each) for part in each.modules()}
@@ -704,31 +656,6 @@ class Checks:
             LossAverageWarning,
         )
 
-    def _try(
-        self,
-        work: Callable[[], T],
-        *,
-        allowed: Collection[Failure] = (Failure.UNRELATED, Failure.RETRYABLE),
-    ) -> T | str:
-        """Do what is no part of the step; where it fails, give the reason.
-
-        Raises:
-            BaseException: the failure is of no allowed kind, or the user interrupts.
-        """
-        failure: Exception | None = None
-        try:
-            return work()
-        except Exception as error:
-            failure = error
-        try:
-            if classify(failure) not in allowed:
-                raise failure
-            why = first_line(failure)
-            release(failure, self._computation.device)
-        finally:
-            del failure  # it holds this frame: a cycle
-        return why
-
 
 def fewer_and_fewer(sizes: Sequence[int]) -> Iterator[Sequence[int]]:
     """The microbatches to compare: all, half of them, a quarter, two, for where there is no memory.
@@ -745,25 +672,9 @@ def fewer_and_fewer(sizes: Sequence[int]) -> Iterator[Sequence[int]]:
         yield [sizes[0] - sizes[0] // 2, sizes[0] // 2]
 
 
-def described(error: BaseException) -> str:
-    """An error's kind and first line."""
-    return next(iter(describe_error(error).splitlines()))
-
-
 def taken_for(averages: Mapping[str, Average]) -> str:
     """What losses were taken for, in words."""
     return " and ".join(dict.fromkeys(each.describe() for each in averages.values()))
-
-
-def _controls(
-    bench: Bench, together: CutBatch, whole: Reading, blind: list[bool]
-) -> Iterator[Reading]:
-    """The same rows once more, off by last bits; notes whether that hides everything."""
-    for shake in range(1, _CONTROLS + 1):
-        control = bench.read(together, shake=shake)
-        blind.append(is_blind(whole, control))
-        yield control
-        del control
 
 
 _REMEDY = (
@@ -813,11 +724,9 @@ def _odd(numbers: Mapping[str, str], mode: Mode, num_microbatches: int) -> str:
     )
 
 
-def _output(
-    path: str, whole: Reading, parts: Reading, found: Mapping[str, float], apart: CutBatch
-) -> str:
+def _output(path: str, seen: Compared, apart: CutBatch) -> str:
     name = f"the output {path!r}" if path else "the output"
-    one, other = whole.outputs.get(path), parts.outputs.get(path)
+    one, other = seen.whole.outputs.get(path), seen.parts.outputs.get(path)
     rows = f"{sum(apart.sizes)} rows"
     if one is None or other is None or one.shape != other.shape:
         shapes = [None if each is None else tuple(each.shape) for each in (one, other)]
@@ -827,7 +736,7 @@ def _output(
         )
     return (
         f"{name} of a row depends on the rows beside it: for {rows} it is off by "
-        f"{found[path]:.2g} of itself where these are computed in two parts"
+        f"{seen.found[path]:.2g} of itself where these are computed in two parts"
     )
 
 

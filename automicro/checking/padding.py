@@ -12,13 +12,13 @@ from torch import Tensor
 
 from automicro.batch.device import on_host
 from automicro.batch.padding import Group, cut_padding
-from automicro.checking.bench import Bench, Conditions
+from automicro.checking.bench import Bench, Conditions, Failed, tried
 from automicro.checking.draws import CollectiveError, needs_other_ranks
 from automicro.checking.reading import LOSS, Reading, gaps
 from automicro.errors import AutomicroError
 from automicro.loss.passes import Computation, Mode
 from automicro.loss.weights import CutBatch
-from automicro.memory.oom import Failure, classify, first_line, release
+from automicro.memory.oom import Failure
 
 
 class Verdict(enum.IntEnum):
@@ -85,27 +85,8 @@ def look_at_padding(
         groups: what is padded in it.
         mode: of the forward.
     """
-    seen = _look_once(computation, batch, groups, mode)
-    if isinstance(seen, PaddingSeen):
-        return seen
-    # What fails but once, such as where memory is short, decides nothing.
-    seen = _look_once(computation, batch, groups, mode)
-    if isinstance(seen, PaddingSeen):
-        return seen
-    kind, message = seen
-    if kind is Failure.RETRYABLE:
-        return PaddingSeen(
-            verdict=Verdict.UNKNOWN, why="there was no memory to look at a padded row"
-        )
-    return PaddingSeen(verdict=Verdict.OTHER, why=f"a row without padding fails: {message}")
 
-
-def _look_once(
-    computation: Computation, batch: Any, groups: Sequence[Group], mode: Mode
-) -> PaddingSeen | tuple[Failure, str]:
-    """What was seen; or what failed, whose memory is free again."""
-    failure: Exception | None = None
-    try:
+    def look() -> PaddingSeen:
         looks: list[PaddingSeen] = []
         for row in padded_rows(groups):
             looks.append(_look(computation, batch, groups, row, mode))
@@ -113,20 +94,24 @@ def _look_once(
                 break
         # A difference counts for more than none, and that for more than nothing seen.
         return max(looks, key=lambda seen: seen.verdict, default=_NOTHING_PADDED)
-    except CollectiveError as error:
-        return PaddingSeen(verdict=Verdict.UNKNOWN, why=needs_other_ranks(str(error)))
-    except AutomicroError:
-        return PaddingSeen(verdict=Verdict.UNKNOWN)  # the step itself says what is wrong
-    except Exception as error:
-        failure = error
-    try:
-        kind = classify(failure)
-        if kind not in (Failure.RETRYABLE, Failure.UNRELATED):
-            raise failure
-        release(failure, computation.device)
-        return kind, first_line(failure)
-    finally:
-        del failure  # it holds this frame: a cycle
+
+    # What fails but once, such as where memory is short, decides nothing.
+    seen: PaddingSeen | Failed = _NOTHING_PADDED
+    for _ in range(2):
+        seen = tried(look, computation.device)
+        if not isinstance(seen, Failed):
+            return seen
+        if issubclass(seen.error, CollectiveError):
+            why = needs_other_ranks(seen.why.partition(": ")[2])
+            return PaddingSeen(verdict=Verdict.UNKNOWN, why=why)
+        if issubclass(seen.error, AutomicroError):
+            return PaddingSeen(verdict=Verdict.UNKNOWN)  # the step itself says what is wrong
+    assert isinstance(seen, Failed)
+    if seen.kind is Failure.RETRYABLE:
+        return PaddingSeen(
+            verdict=Verdict.UNKNOWN, why="there was no memory to look at a padded row"
+        )
+    return PaddingSeen(verdict=Verdict.OTHER, why=f"a row without padding fails: {seen.why}")
 
 
 def _look(

@@ -15,9 +15,9 @@ from automicro.batch.layout import BatchLayout, balanced_sizes, check_microbatch
 from automicro.batch.tensors import map_tensors
 from automicro.batchnorm import find_batchnorm, needs_two_rows
 from automicro.checking import report as told
-from automicro.checking.bench import Bench, Conditions
+from automicro.checking.bench import Bench, Conditions, cuts
 from automicro.checking.draws import HeldDraws
-from automicro.checking.reading import LOSS, gaps, relative_errors
+from automicro.checking.reading import LOSS, gaps
 from automicro.checking.report import Comparison, Finding, VerifyReport, finding
 from automicro.checking.rows import telling_rows
 from automicro.errors import BatchError, LossError, RollbackError, describe_error, text_of
@@ -25,7 +25,6 @@ from automicro.loss import averages as means
 from automicro.loss.averages import Average, Candidate, LossAverage, Sum
 from automicro.loss.conventions import choose_convention
 from automicro.loss.passes import Computation
-from automicro.loss.weights import CutBatch
 from automicro.memory.oom import Failure, classify, ignoring_errors
 from automicro.modules import ModuleIndex
 from automicro.options import check_model, check_unwrapped, resolve_device
@@ -34,7 +33,6 @@ from automicro.transaction.rng import RandomState, devices_of
 from automicro.values import walk
 
 _MOST_MICROBATCHES = 32
-_CONTROLS = 6
 _STILL: Mapping[str, Any] = {"batchnorm": False, "carries": False}
 _ONE = "BatchNorm needs two values per channel"
 
@@ -193,16 +191,6 @@ class _Examination:
         counts = (targets != means.IGNORED).flatten(1).sum(1)
         return bool((counts != counts[0]).any())
 
-    def cuts(
-        self, sizes: Sequence[int], rows: Sequence[int] | None = None
-    ) -> tuple[CutBatch, CutBatch]:
-        """The batch, or some rows of it, whole and in parts."""
-        with on_host():
-            batch = self.batch if rows is None else self.layout.take_rows(self.batch, rows)
-            parts = self.layout.split(batch, sizes)
-        whole = CutBatch(batch=batch, microbatches=[batch], sizes=[sum(sizes)])
-        return whole, CutBatch(batch=batch, microbatches=parts, sizes=sizes)
-
     def compare(
         self,
         sizes: Sequence[int],
@@ -216,10 +204,9 @@ class _Examination:
         if value is not None:
             tried = replace(tried, averages=self.averages_of(value))
         given = Conditions(**{"batchnorm": True, "notes_state": True, **conditions})
-        together, apart = self.cuts(sizes, rows)
         with Bench(tried, given) as bench:
-            whole, parts = bench.read(together), bench.read(apart)
-            errors = relative_errors(parts, whole)
+            seen = bench.compare(*cuts(self.layout, self.batch, sizes, rows))
+            whole, parts, found, errors = seen.whole, seen.parts, seen.found, seen.errors
             worst = max(errors, key=lambda name: errors[name], default="")
             loss = whole.numbers[LOSS]
             shown = Comparison(
@@ -229,15 +216,13 @@ class _Examination:
                 worst=worst,
                 loss_error=abs(parts.numbers[LOSS] - loss) / max(0.05, abs(loss)),
             )
-            shakes = iter(range(1, _CONTROLS + 2))
-            found = gaps(whole, parts, (bench.read(together, shake=each) for each in shakes))
             places = [place for place, _ in parts.state.values()]
             return _Compared(
                 found=found,
                 off={name: size for name, size in found.items() if name not in whole.numbers},
                 errors=errors,
                 shown=shown,
-                by_chance=not found and next(shakes) > 1,
+                by_chance=not found and bool(seen.blind),
                 buffers=[each.name for each in places if each.is_buffer],
                 attributes=[each.name.removeprefix("→") for each in places if not each.is_buffer],
                 written=sorted(whole.written),
@@ -347,7 +332,7 @@ class _Examination:
         vectors = []
         with ignoring_errors(), Bench(sums, Conditions(**_STILL)) as bench:
             for some in (rows, *([row] for row in rows)):
-                reading = bench.read(self.cuts([len(some)], some)[0])
+                reading = bench.read(cuts(self.layout, self.batch, [len(some)], some)[0])
                 flat = [each.double().flatten() for _, each in sorted(reading.gradients.items())]
                 vectors.append(torch.cat([*flat, torch.tensor([reading.numbers[LOSS]])]))
             eps = bench.rounding[1]
@@ -391,7 +376,7 @@ class _Examination:
 
     def why_incomparable(self) -> Finding | None:
         """Why no comparison would say anything; None where one does."""
-        together, _ = self.cuts([self.num_rows])
+        together, _ = cuts(self.layout, self.batch, [self.num_rows])
         with Bench(self.computation, Conditions(batchnorm=True)) as bench:
             whole, again = bench.read(together), bench.read(together)
             loss, changes = whole.numbers[LOSS], gaps(whole, again, ())
