@@ -22,8 +22,8 @@ class Finding:
         kind: what it is about, in a word or two: ``"batchnorm"``, ``"buffers"``, ``"attributes"``,
             ``"loss average"``, ``"class weights"``, ``"across rows"`` (a module),
             ``"compares rows"`` (the loss), ``"fails on fewer rows"``, ``"input written"``,
-            ``"random"``, ``"non-deterministic"``, ``"scripted"``, ``"batch"``, ``"mode"``,
-            ``"loss value"``, ``"parts"`` or ``"unknown"``.
+            ``"random"``, ``"non-deterministic"``, ``"scripted"``, ``"lazy"``, ``"batch"``,
+            ``"mode"``, ``"loss value"``, ``"parts"`` or ``"unknown"``.
         names: layers, buffers, attributes, leaves of the batch or the loss, whichever it is about.
         text: what was found.
         evidence: the experiment that shows it, where there was one.
@@ -74,7 +74,7 @@ class VerifyReport:
         num_rows: rows of the batch.
         dtype: the precision of the comparison.
         tolerance: relative errors up to this one count as rounding.
-        method: how the caller's model was kept as it was.
+        method: why it was not compared in float64, if it was not.
     """
 
     status: str
@@ -131,8 +131,8 @@ class VerifyReport:
             lines += [
                 "",
                 f"{self.num_rows} rows, compared in {self.dtype} (rounding: up to "
-                f"{self.tolerance:.0e}), {self.method}. The average of the loss: "
-                f"{self.loss_average_is}.",
+                f"{self.tolerance:.0e}){self.method and ', '}{self.method}. The average of the "
+                f"loss: {self.loss_average_is}.",
             ]
         return "\n".join(lines)
 
@@ -233,6 +233,10 @@ _SAID = {
     "scripted": (
         "the model is scripted or traced, and its parts cannot be watched",
         "pass the model that it was made from",
+    ),
+    "lazy": (
+        "the model has lazy modules, whose shapes no forward has set yet",
+        "run one forward first",
     ),
     "batch: one row": (
         "the batch has one row, which cannot be split",

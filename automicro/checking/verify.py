@@ -1,6 +1,6 @@
 """Why splitting changes a batch: the same comparison under one changed condition after another."""
 
-import copy
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from automicro.batch.device import on_device, on_host
+from automicro.batch.device import on_host
 from automicro.batch.layout import BatchLayout, balanced_sizes, check_microbatch_size
 from automicro.batch.tensors import map_tensors
 from automicro.batchnorm import find_batchnorm, needs_two_rows
@@ -28,8 +28,7 @@ from automicro.loss.passes import Computation
 from automicro.memory.oom import Failure, classify, ignoring_errors
 from automicro.modules import ModuleIndex
 from automicro.options import check_model, check_unwrapped, resolve_device
-from automicro.reach import Reach, captured_modules
-from automicro.transaction.rng import RandomState, devices_of
+from automicro.reach import Reach
 from automicro.values import walk
 
 _MOST_MICROBATCHES = 32
@@ -66,28 +65,6 @@ class _Subject:
             return f"{type(self.model).__name__}'s own loss"
         name = str(getattr(function, "__name__", type(function).__name__))
         return "the loss" if name == "<lambda>" else name
-
-    def why_not_copied(self) -> str:
-        """Why a copy cannot stand for the originals; empty where it can."""
-        for name, function in (("forward", self.forward), ("loss_fn", self.loss_fn)):
-            captured = [] if isinstance(function, nn.Module) else captured_modules(function)
-            if captured:
-                return f"{name} uses a {type(captured[0]).__name__} past its arguments"
-        try:
-            self.copy(None)
-        except Exception as error:
-            first = text_of(error).partition(". ")[0].partition("\n")[0]
-            return f"the model cannot be copied ({type(error).__name__}: {first.rstrip('.')})"
-        return ""
-
-    def copy(self, dtype: torch.dtype | None) -> "_Subject":
-        """A deep copy, its floating point tensors of this type if given."""
-        copies: dict[int, Any] = {}
-        for _, each in walk(self.roots) if dtype is not None else ():
-            if isinstance(each, Tensor) and each.is_leaf and each.is_floating_point():
-                twin = copy.deepcopy(each, copies)
-                twin.data = twin.data.to(dtype)
-        return copy.deepcopy(self, copies)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -453,7 +430,7 @@ class _Examination:
                 f"({self.taken}) the relative error is {most:.2g}"
             )
         if first is not None and first.draws.cast_to and lowest is not torch.float64:
-            why += f"; the model itself casts down to {precision}"
+            why = f"{why}; the model itself casts down to {precision}".lstrip("; ")
         loss_errors = [each.loss_error for each in comparisons if each.loss_error > tolerance]
         sureness = "checked" if not causes and self.can_tell() else "unchecked"
         sureness = "declared" if self.is_declared else "read" if self.is_known else sureness
@@ -542,10 +519,8 @@ def verify(
     silenced, in float64 where the model can compute in it. Where they differ, experiments find
     the cause: one suspect at a time is held still.
 
-    Everything runs on deep copies. Where a copy cannot stand for the original (``forward`` uses a
-    module by a name of its own), it runs on the original, in its own precision, inside a
-    transaction that is rolled back; the report says so. Model, batch, gradients and random
-    generators are afterwards as they were.
+    Everything runs on the model itself, cast for that time, and is put back: model, batch,
+    gradients and random generators are afterwards as they were.
 
     Args:
         model: the model, in the mode in which it is trained.
@@ -583,21 +558,12 @@ def verify(
     subject = _Subject(model=model, modules=tuple(modules), loss_fn=loss_fn, forward=forward)
     wanted_sizes = None if sizes is None else [check_microbatch_size(size) for size in sizes]
     wanted = None if dtype == "auto" else _read_dtype(dtype)
-    at, layout, why_in_place = (
-        resolve_device(device, model),
-        BatchLayout(batch_layout),
-        subject.why_not_copied(),
-    )
+    at, layout = resolve_device(device, model), BatchLayout(batch_layout)
 
     def report_in(dtype: torch.dtype | None, why: str = "") -> VerifyReport:
-        own = subject if why_in_place else subject.copy(dtype)
-        rows = batch if dtype is None else _cast(batch, dtype)
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype or before)
-        try:
-            return _Examination(own, rows, layout, at, loss_average).report(wanted_sizes, why)
-        finally:
-            torch.set_default_dtype(before)
+        with _in_precision(subject.roots, dtype):
+            rows = batch if dtype is None else _cast(batch, dtype)
+            return _Examination(subject, rows, layout, at, loss_average).report(wanted_sizes, why)
 
     num_rows = 0
     try:
@@ -607,19 +573,15 @@ def verify(
         if num_rows < 2:
             return _unverifiable(finding("batch: one row"), num_rows)
         if ModuleIndex(subject.tops()).is_lazy:
-            subject = _materialized(subject, batch, at, why_in_place)
+            return _unverifiable(finding("lazy"), num_rows)
         try:
-            report = report_in(None if why_in_place else wanted or torch.float64)
+            return report_in(wanted or torch.float64)
         except Exception as error:
-            is_of_the_type = classify(error) is Failure.UNRELATED and not why_in_place
+            is_of_the_type = classify(error) is Failure.UNRELATED
             if wanted is not None or not is_of_the_type or isinstance(error, BatchError):
                 raise
             said = describe_error(error).splitlines()[0]
-            report = report_in(None, f"; not in float64, because there the model fails ({said})")
-        how = "on a copy"
-        if why_in_place:
-            how = f"on the model itself in its own precision, rolled back, because {why_in_place}"
-        return replace(report, method=f"{how}{report.method}")
+        return report_in(None, f"not in float64, because there the model fails ({said})")
     except (BatchError, RollbackError) as error:
         return _unverifiable(Finding(kind="batch", text=text_of(error)), num_rows)
     except torch.OutOfMemoryError as error:
@@ -627,26 +589,23 @@ def verify(
         raise
 
 
-def _materialized(
-    subject: _Subject, batch: Any, device: torch.device, why_in_place: str
-) -> _Subject:
-    """A copy whose lazy modules have taken their shapes."""
-    if why_in_place:
-        raise ValueError(
-            f"the model has lazy modules without a shape yet, and {why_in_place}; run one forward "
-            "first"
-        )
-    subject = subject.copy(None)
-    own = choose_convention(subject.model, forward=subject.forward, loss_fn=subject.loss_fn)
-    random_state = RandomState(devices_of(subject.tops(), device))
-    random_state.begin()
-    try:
-        (moved,) = on_device([batch], device, isolate=True)
-        with torch.no_grad():
-            own.train(subject.model, moved)
-    finally:
-        random_state.roll_back()
-    return subject
+@contextlib.contextmanager
+def _in_precision(roots: Mapping[str, Any], dtype: torch.dtype | None) -> Iterator[None]:
+    """Let all that is floating point there be of this type, and what is made meanwhile."""
+    leaves = [
+        each
+        for _, each in (walk(roots) if dtype is not None else ())
+        if isinstance(each, Tensor) and each.is_leaf and each.is_floating_point()
+    ]
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(dtype or torch.get_default_dtype())
+        for leaf in leaves:
+            stack.callback(setattr, leaf, "grad", leaf.grad)
+            stack.callback(setattr, leaf, "data", leaf.data)
+            leaf.grad = None
+            leaf.data = leaf.data.to(dtype)
+        yield
 
 
 def _unverifiable(cause: Finding, num_rows: int) -> VerifyReport:

@@ -292,9 +292,6 @@ CLEAN = {
     "Python's generator, once per batch": Clean(model=layered(LayerDrop), note="random"),
     "activation checkpointing with dropout": Clean(model=layered(Checkpointed), note="random"),
     "a counter that nobody reads": Clean(model=layered(Counting), note="attributes"),
-    "a lazy layer": Clean(
-        model=layered(lambda: nn.LazyLinear(8)), batch=lambda: (x().float(), y())
-    ),
     "float32 only": Clean(model=layered(Single), batch=lambda: (x().float(), y()), dtype="float32"),
     "a captured teacher": Clean(
         model=Layered, batch=lambda: (x().float(), y()), options=distillation(), dtype="float32"
