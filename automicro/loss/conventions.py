@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -61,8 +61,8 @@ class Output:
     """
 
     loss: Tensor | None
-    losses: Mapping[str, Tensor]
-    outputs: Any
+    losses: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    outputs: Any = None
     has_total: bool = False
     carry: Any = None
     given: Mapping[Any, Any] | None = None
@@ -70,12 +70,26 @@ class Output:
     told_as_loss: frozenset[str] = frozenset()
 
 
-class Convention(Protocol):
-    """One way from a microbatch to a loss, outputs, targets and metrics."""
+class Convention:
+    """One way from a microbatch to a loss, outputs, targets and metrics.
 
-    computes_loss_in_model: bool
-    needs_pairs: bool
-    has_eval_forward: bool
+    Attributes:
+        computes_loss_in_model: whether the loss is among the model's outputs.
+        needs_pairs: whether a batch has to be ``(inputs, targets)``.
+        has_eval_forward: whether metrics get something else than the outputs of training.
+    """
+
+    computes_loss_in_model = needs_pairs = has_eval_forward = False
+
+    def _call(self, model: nn.Module, microbatch: Any) -> Any:
+        return _call(model, microbatch)
+
+    def _read(self, given: Any, microbatch: Any) -> Output:
+        """The loss, of what the call gave."""
+        return _read_result(given)
+
+    def _explain_missing(self, model: nn.Module, output: Output, microbatch: Any) -> str:
+        return _no_loss_in(None)
 
     def train(
         self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] | None = None
@@ -84,24 +98,36 @@ class Convention(Protocol):
 
         ``forwarded`` is called between model and loss, where they are two calls, else after both.
         """
+        given = self._call(model, microbatch)
+        if forwarded is not None:
+            forwarded()
+        output = self._read(given, microbatch)
+        if output.loss is None:
+            raise LossError(self._explain_missing(model, output, microbatch))
+        return output
 
     def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
         """Forward for evaluation; the loss may be missing."""
+        return self._read(self._call(model, microbatch), microbatch)
 
     def predict(self, model: nn.Module, microbatch: Any, *, holds_rows: bool = False) -> Any:
         """The model's outputs alone; the batch need not have targets.
 
         ``holds_rows`` says that the batch is a list of rows, be they two.
         """
+        return _call(model, microbatch)
 
     def eval_forward(self, microbatch: Any, outputs: Any) -> Any:
         """What metrics get in training, of a forward's outputs; asked if ``has_eval_forward``."""
+        return outputs
 
     def targets(self, batch: Any) -> Any:
         """The targets in a batch, for counting and for metrics."""
+        return _find_targets(batch)
 
     def update_metric(self, metric: Any, outputs: Any, microbatch: Any) -> None:
         """Feed one metric."""
+        metric.update(_predictions(outputs), _find_targets(microbatch))
 
 
 def choose_convention(
@@ -152,29 +178,14 @@ def choose_convention(
     return _KeywordModel()
 
 
-class _OwnForward:
+class _OwnForward(Convention):
     """The caller's ``forward(model, microbatch)``."""
-
-    computes_loss_in_model = False
-    needs_pairs = False
-    has_eval_forward = False
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward
 
-    def train(
-        self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] | None = None
-    ) -> Output:
-        result = self._forward(model, microbatch)
-        if forwarded is not None:
-            forwarded()
-        return _read_result(result)
-
-    def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
-        result = self._forward(model, microbatch)
-        if isinstance(result, tuple) and len(result) == 2 and result[0] is None:
-            return Output(None, {}, result[1])
-        return _read_result(result)
+    def _call(self, model: nn.Module, microbatch: Any) -> Any:
+        return self._forward(model, microbatch)
 
     def predict(self, model: nn.Module, microbatch: Any, *, holds_rows: bool = False) -> Any:
         outputs = self.evaluate(model, microbatch).outputs
@@ -185,139 +196,90 @@ class _OwnForward:
             )
         return outputs
 
-    def eval_forward(self, microbatch: Any, outputs: Any) -> Any:
-        return outputs
-
-    def targets(self, batch: Any) -> Any:
-        return _find_targets(batch)
-
     def update_metric(self, metric: Any, outputs: Any, microbatch: Any) -> None:
         if outputs is None:
             raise LossError(
                 "metrics need the model's outputs, and forward returned only the loss; return "
                 "(loss, outputs), or pass update_metric=… that takes (metric, outputs, microbatch)"
             )
-        metric.update(_predictions(outputs), _find_targets(microbatch))
+        super().update_metric(metric, outputs, microbatch)
 
 
 class _CarryingForward(_OwnForward):
     """The caller's ``forward(model, microbatch, carry)``; batches are `Carried`."""
 
-    def train(
-        self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] | None = None
-    ) -> Output:
-        result = self._forward(model, *microbatch)
-        if forwarded is not None:
-            forwarded()
-        if not isinstance(result, Mapping) or "carry" not in result:
+    def _call(self, model: nn.Module, microbatch: Any) -> Any:
+        return self._forward(model, *microbatch)
+
+    def _read(self, given: Any, microbatch: Any) -> Output:
+        if not isinstance(given, Mapping) or "carry" not in given:
             raise LossError(
-                f"forward returned {_named(result)}, and with carry_layout=… it has to return a "
+                f"forward returned {_named(given)}, and with carry_layout=… it has to return a "
                 "mapping with 'loss' and 'carry', the state for the next batch (None for none)"
             )
-        rest = {name: value for name, value in result.items() if name != "carry"}
-        return dataclasses.replace(_read_result(rest), carry=result["carry"])
-
-    def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
-        return self.train(model, microbatch)
-
-    def targets(self, batch: Any) -> Any:
-        return super().targets(batch.batch)
-
-    def update_metric(self, metric: Any, outputs: Any, microbatch: Any) -> None:
-        super().update_metric(metric, outputs, microbatch.batch)
+        rest = {name: value for name, value in given.items() if name != "carry"}
+        return dataclasses.replace(_read_result(rest), carry=given["carry"])
 
 
-class _LossFunction:
+class _LossFunction(Convention):
     """``loss_fn(model(inputs), targets)`` on batches of ``(inputs, targets)``."""
 
-    computes_loss_in_model = False
     needs_pairs = True
-    has_eval_forward = False
 
     def __init__(self, loss_fn: Callable[..., Any]) -> None:
         self._loss_fn = loss_fn
 
-    def train(
-        self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] | None = None
-    ) -> Output:
-        is_pair = type(microbatch) is tuple and len(microbatch) == 2  # the usual case, quickly
-        inputs, targets = microbatch if is_pair else _pair(microbatch)
-        is_named = type(inputs) is not Tensor and isinstance(inputs, Mapping)
-        outputs = model(**inputs) if is_named else model(inputs)
-        if forwarded is not None:
-            forwarded()
-        loss = self._loss_fn(outputs, targets)
-        if isinstance(loss, Tensor):
-            return Output(loss, {}, outputs)
-        return dataclasses.replace(_read_losses(loss), outputs=outputs)
+    def _call(self, model: nn.Module, microbatch: Any) -> Any:
+        return _call(model, _pair(microbatch)[0])
 
-    def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
-        return self.train(model, microbatch)
+    def _read(self, given: Any, microbatch: Any) -> Output:
+        result = self._loss_fn(given, self.targets(microbatch))
+        if not isinstance(result, Tensor | Mapping):  # a tuple cannot hold outputs
+            raise LossError(
+                f"the loss function returned {_named(result)}, of which nothing says how it adds "
+                "up; return one scalar tensor, or a mapping from names to scalar losses, which are "
+                "summed"
+            )
+        output = _read_result(result)
+        output.outputs = given
+        return output
 
     def predict(self, model: nn.Module, microbatch: Any, *, holds_rows: bool = False) -> Any:
         # A data set of inputs alone gives lists of one part, with targets pairs.
         is_short = isinstance(microbatch, tuple | list) and len(microbatch) in (1, 2)
-        has_parts = is_short and not holds_rows
-        return _call(model, microbatch[0] if has_parts else microbatch)
-
-    def eval_forward(self, microbatch: Any, outputs: Any) -> Any:
-        return outputs
+        return _call(model, microbatch[0] if is_short and not holds_rows else microbatch)
 
     def targets(self, batch: Any) -> Any:
         return _pair(batch)[1]
 
     def update_metric(self, metric: Any, outputs: Any, microbatch: Any) -> None:
-        metric.update(outputs, _pair(microbatch)[1])
+        metric.update(outputs, self.targets(microbatch))
 
 
-class _ComposerModel:
+class _ComposerModel(Convention):
     """A model with Composer's ``loss`` and ``eval_forward``."""
 
-    computes_loss_in_model = False
-    needs_pairs = False
     has_eval_forward = True
 
     def __init__(self, model: Any) -> None:
         self._model = model
 
-    def train(
-        self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] | None = None
-    ) -> Output:
+    def _call(self, model: nn.Module, microbatch: Any) -> Any:
         # What a forward takes out of the batch is there for eval_forward, and not for the loss.
-        microbatch = map_tensors(microbatch, _itself, isolate=True)
-        outputs = model(microbatch)
-        if forwarded is not None:
-            forwarded()
-        loss = self._model.loss(outputs, microbatch)
-        return dataclasses.replace(self._read_loss(loss), outputs=outputs)
+        seen = map_tensors(microbatch, lambda tensor: tensor, isolate=True)
+        return model(seen), seen
 
-    def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
-        return Output(None, {}, self.predict(model, microbatch))
-
-    def predict(self, model: nn.Module, microbatch: Any, *, holds_rows: bool = False) -> Any:
-        return self._model.eval_forward(microbatch)
-
-    def eval_forward(self, microbatch: Any, outputs: Any) -> Any:
-        return self._model.eval_forward(microbatch, outputs)
-
-    def targets(self, batch: Any) -> Any:
-        return _find_targets(batch)
-
-    def update_metric(self, metric: Any, outputs: Any, microbatch: Any) -> None:
-        if callable(getattr(self._model, "update_metric", None)):
-            self._model.update_metric(microbatch, outputs, metric)
-        else:
-            metric.update(_predictions(outputs), _find_targets(microbatch))
-
-    def _read_loss(self, result: Any) -> Output:
+    def _read(self, given: Any, microbatch: Any) -> Output:
         """Read what Composer would train on: ``total``, or else the sum of all losses."""
+        outputs, seen = given
+        result = self._model.loss(outputs, seen)
         if isinstance(result, list | tuple) and result:
             result = {f"loss{index}": each for index, each in enumerate(result)}
         if not isinstance(result, Mapping):
-            return Output(self._average(result), {}, None)
+            return Output(self._average(result), outputs=outputs)
         losses = {str(name): self._average(value) for name, value in result.items()}
         if (total := losses.pop("total", None)) is not None:
-            return Output(total, losses, None, has_total=True)
+            return Output(total, losses, outputs, has_total=True)
         if "loss" in losses and len(losses) > 1:
             raise LossError(
                 f"{type(self._model).__name__}.loss returned {_named(result)}: Composer adds all "
@@ -326,7 +288,7 @@ class _ComposerModel:
             )
         if not losses:
             raise LossError(f"{type(self._model).__name__}.loss returned no loss: {result!r}")
-        return _summed(losses, None)
+        return _summed(losses, outputs)
 
     def _average(self, loss: Any) -> Tensor:
         if not isinstance(loss, Tensor):
@@ -336,47 +298,49 @@ class _ComposerModel:
             )
         return loss if loss.dim() == 0 else loss.mean()  # a loss for each row
 
+    def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
+        return Output(None, outputs=self.predict(model, microbatch))
 
-class _KeywordModel:
+    def predict(self, model: nn.Module, microbatch: Any, *, holds_rows: bool = False) -> Any:
+        return self._model.eval_forward(microbatch)
+
+    def eval_forward(self, microbatch: Any, outputs: Any) -> Any:
+        return self._model.eval_forward(microbatch, outputs)
+
+    def update_metric(self, metric: Any, outputs: Any, microbatch: Any) -> None:
+        if callable(getattr(self._model, "update_metric", None)):
+            self._model.update_metric(microbatch, outputs, metric)
+        else:
+            super().update_metric(metric, outputs, microbatch)
+
+
+class _KeywordModel(Convention):
     """``model(**batch)`` whose output holds ``loss`` (Hugging Face's convention)."""
 
     computes_loss_in_model = True
-    needs_pairs = False
-    has_eval_forward = False
 
-    def train(
-        self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] | None = None
-    ) -> Output:
-        output = self.evaluate(model, microbatch)
-        if forwarded is not None:
-            forwarded()
-        if output.loss is None:
-            raise LossError(
-                f"{type(model).__name__} returned {_named(output.outputs)} without a loss; the "
-                "batch may lack 'labels' (it has "
-                f"{sorted(map(str, microbatch))}), or {HOW_TO_GIVE_A_LOSS}"
-            )
-        return output
-
-    def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
+    def _call(self, model: nn.Module, microbatch: Any) -> Any:
         if not isinstance(microbatch, Mapping):
             raise LossError(
                 f"nothing says how to compute a loss from a batch of type "
                 f"{type(microbatch).__name__}; {HOW_TO_GIVE_A_LOSS}"
             )
-        outputs = self.predict(model, microbatch)
-        if isinstance(outputs, Mapping):
-            losses = {} if outputs.get("loss") is not None else _scalar_losses(outputs)
-            if losses and len(losses) == len(outputs):  # detectors give nothing but losses
-                return _summed(losses, outputs)
-            return Output(outputs.get("loss"), {}, outputs)
-        return Output(getattr(outputs, "loss", None), {}, outputs)
+        return super()._call(model, microbatch)
 
-    def predict(self, model: nn.Module, microbatch: Any, *, holds_rows: bool = False) -> Any:
-        return _call(model, microbatch)
+    def _read(self, given: Any, microbatch: Any) -> Output:
+        if not isinstance(given, Mapping):
+            return Output(getattr(given, "loss", None), outputs=given)
+        losses = {} if given.get("loss") is not None else _scalar_losses(given)
+        if losses and len(losses) == len(given):  # detectors give nothing but losses
+            return _summed(losses, given)
+        return Output(given.get("loss"), outputs=given)
 
-    def eval_forward(self, microbatch: Any, outputs: Any) -> Any:
-        return outputs
+    def _explain_missing(self, model: nn.Module, output: Output, microbatch: Any) -> str:
+        return (
+            f"{type(model).__name__} returned {_named(output.outputs)} without a loss; the "
+            f"batch may lack 'labels' (it has {sorted(map(str, microbatch))}), or "
+            f"{HOW_TO_GIVE_A_LOSS}"
+        )
 
     def targets(self, batch: Any) -> Any:
         if isinstance(batch, Mapping) and batch.get("shift_labels") is not None:
@@ -384,19 +348,13 @@ class _KeywordModel:
                 "the batch holds 'shift_labels', so which targets the loss counts cannot be read "
                 "off; pass loss_average=… as a callable that counts them in a microbatch"
             )
-        return _find_targets(batch)
-
-    def update_metric(self, metric: Any, outputs: Any, microbatch: Any) -> None:
-        metric.update(_predictions(outputs), _find_targets(microbatch))
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
+        return super().targets(batch)
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:
     # A BatchEncoding is a UserDict: every mapping is called by keyword, not only dicts.
-    return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+    is_named = type(inputs) is not Tensor and isinstance(inputs, Mapping)
+    return model(**inputs) if is_named else model(inputs)
 
 
 def _read_result(result: Any) -> Output:
@@ -404,7 +362,7 @@ def _read_result(result: Any) -> Output:
     if isinstance(result, Output):
         return result
     if isinstance(result, Tensor):
-        return Output(result, {}, None)
+        return Output(result)
     if isinstance(result, Mapping):
         losses = _scalar_losses(result)
         total = result.get("loss")
@@ -417,34 +375,41 @@ def _read_result(result: Any) -> Output:
             f"forward returned a mapping with the keys {sorted(map(str, result))}: it needs "
             "'loss', or nothing but scalar losses, which are then summed"
         )
-    if isinstance(result, tuple) and len(result) == 2:
-        loss, outputs = result
-        is_number = isinstance(outputs, Tensor) and outputs.dim() == 0
-        if is_number and isinstance(loss, Tensor) and loss.numel() > 1:
+    if not (isinstance(result, tuple) and len(result) == 2):
+        raise LossError(_no_loss_in(result))
+    loss, outputs = result
+    if loss is None:  # as in evaluation
+        return Output(None, outputs=outputs)
+    if isinstance(outputs, Tensor) and outputs.dim() == 0:
+        if isinstance(loss, Tensor) and loss.numel() > 1:
             raise LossError(
                 f"forward returned a tensor of shape {tuple(loss.shape)} and one number behind it: "
                 "the loss comes first, (loss, outputs). Where a model returns (outputs, loss), "
                 "take them apart: forward=lambda model, batch: model(*batch)[::-1]"
             )
-        if is_number and outputs.requires_grad:
+        if outputs.requires_grad:
             raise LossError(
                 "forward returned (loss, outputs) whose outputs are one number with a gradient, "
                 "and only the first would be trained on. Two losses? Return a mapping from names "
                 "to losses, which are summed; for a number to look at, .detach() it"
             )
-        return dataclasses.replace(_read_result(loss), outputs=outputs)
-    raise LossError(
+    return dataclasses.replace(_read_result(loss), outputs=outputs)
+
+
+def _no_loss_in(result: Any) -> str:
+    return (
         f"forward returned {_named(result)}, and no loss can be found in it; return the loss, "
         "(loss, outputs), or a mapping with the key 'loss'"
     )
 
 
-def _scalar_losses(result: Mapping[Any, Any]) -> dict[str, Tensor]:
-    return {
-        str(name): value
-        for name, value in result.items()
-        if isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
-    }
+def _scalars(given: Mapping[Any, Any]) -> dict[str, Tensor]:
+    tensors = {str(name): each for name, each in given.items() if isinstance(each, Tensor)}
+    return {name: each for name, each in tensors.items() if each.dim() == 0}
+
+
+def _scalar_losses(given: Mapping[Any, Any]) -> dict[str, Tensor]:
+    return {name: each for name, each in _scalars(given).items() if each.is_floating_point()}
 
 
 def whole_numbers(result: Mapping[Any, Any]) -> list[str]:
@@ -455,11 +420,11 @@ def whole_numbers(result: Mapping[Any, Any]) -> list[str]:
         >>> whole_numbers({"loss": torch.tensor(1.0), "right": torch.tensor(3), "size": 4})
         ['right']
     """
+    kinds = {name: each.dtype for name, each in _scalars(result).items()}
     return [
-        str(name)
-        for name, value in result.items()
-        if isinstance(value, Tensor) and value.dim() == 0
-        if not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
+        name
+        for name, kind in kinds.items()
+        if not (kind.is_floating_point or kind.is_complex or kind is torch.bool)
     ]
 
 
@@ -473,16 +438,6 @@ def _summed(losses: Mapping[str, Tensor], outputs: Any) -> Output:
     return Output(functools.reduce(operator.add, losses.values()), losses, outputs)
 
 
-def _read_losses(result: Any) -> Output:
-    """Read what a loss function gave: unlike a forward's, a tuple cannot hold outputs."""
-    if isinstance(result, Tensor | Mapping):
-        return _read_result(result)
-    raise LossError(
-        f"the loss function returned {_named(result)}, of which nothing says how it adds up; "
-        "return one scalar tensor, or a mapping from names to scalar losses, which are summed"
-    )
-
-
 def outputs_with_rows(outputs: Any) -> Any:
     """Outputs without the losses and the cache among them, which have no rows to be joined.
 
@@ -493,17 +448,12 @@ def outputs_with_rows(outputs: Any) -> Any:
     """
     if not isinstance(outputs, Mapping):
         return outputs
-    kept = {
-        name: value
-        for name, value in outputs.items()
-        if not (isinstance(value, Tensor) and value.dim() == 0) and name != "past_key_values"
-    }
-    if len(kept) == len(outputs):
-        return outputs
-    # Also of a Hugging Face ModelOutput, which forbids removing keys from it.
+    without = {*_scalars(outputs), "past_key_values"}
+    kept = {name: value for name, value in outputs.items() if str(name) not in without}
+    # A Hugging Face ModelOutput forbids removing keys from it.
     is_record = dataclasses.is_dataclass(outputs)
-    kind: Any = type(outputs)
-    return kind(**kept) if is_record else kept
+    kind: Any = type(outputs) if is_record else dict
+    return outputs if len(kept) == len(outputs) else kind(**kept)
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:
@@ -516,21 +466,20 @@ def _pair(batch: Any) -> tuple[Any, Any]:
 
 
 def _find_targets(batch: Any) -> Any:
+    if isinstance(batch, Carried):
+        batch = batch.batch
     if isinstance(batch, Mapping):
         for key in TARGET_KEYS:
             if batch.get(key) is not None:
                 return batch[key]
-    elif _is_pair(batch) and not must_hold_rows(batch, is_root=True):  # and not two samples
+    is_pair = isinstance(batch, list | tuple) and len(batch) == 2
+    if is_pair and not must_hold_rows(batch, is_root=True):  # and not two samples
         return batch[1]
     raise LossError(
         f"the targets cannot be found in {_named(batch)}; name them "
         f"{' or '.join(repr(key) for key in TARGET_KEYS[:3])} in a mapping, use a pair "
         "(inputs, targets), or pass loss_average=… (and update_metric=…) as a callable"
     )
-
-
-def _is_pair(batch: Any) -> bool:
-    return isinstance(batch, list | tuple) and len(batch) == 2
 
 
 def _predictions(outputs: Any) -> Any:
