@@ -53,7 +53,7 @@ from automicro.integrations.host import (
     seen_of,
     weakly,
 )
-from automicro.loss.averages import IGNORED, Tokens, read_average
+from automicro.loss.averages import IGNORED, CutBatch, Tokens, read_average
 from automicro.loss.conventions import TARGET_KEYS
 from automicro.loss.passes import extra_pass, is_extra_pass
 from automicro.memory.oom import is_out_of_memory
@@ -1202,9 +1202,7 @@ def _count(average: Tokens, layout: BatchLayout, microbatch: Any) -> Any:
     targets = targets_in(flat)
     if targets is None:  # predictions alone
         return layout.num_rows(microbatch)
-    found = average.denominators(flat, [flat], [len(targets)])
-    assert found is not None
-    return found[0]
+    return average.divisors([CutBatch(batch=flat, microbatches=[flat], sizes=[len(targets)])]).whole
 
 
 def targets_in(batch: Any) -> Tensor | None:

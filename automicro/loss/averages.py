@@ -5,20 +5,21 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from numbers import Real
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from numpy import ndarray
 from torch import Tensor, nn
 
-from automicro.batch.structure import Kind, kind_of, open_container, state_of
+from automicro.batch.structure import Kind, kind_of, state_of
 from automicro.batch.tensors import tensor_leaves
 from automicro.errors import LossError
 from automicro.loss.conventions import TARGET_KEYS, Carried, Convention
 from automicro.torch_private import forward_of_class, version_of
+from automicro.values import read_scalars
 
 Weight: TypeAlias = float | Tensor
 
@@ -29,29 +30,75 @@ REMEDY = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class CutBatch:
+    """One batch and how it was cut.
+
+    Attributes:
+        batch: as a whole.
+        microbatches: its slices, in order.
+        sizes: rows of each slice.
+    """
+
+    batch: Any
+    microbatches: Sequence[Any]
+    sizes: Sequence[int]
+
+
+class Divisors(NamedTuple):
+    """What losses are divided by.
+
+    Attributes:
+        each: of every microbatch.
+        whole: of all batches together, which need not be the sum.
+    """
+
+    each: Sequence[Weight]
+    whole: Weight
+
+
+def add_counts(counts: Sequence[Weight]) -> Weight:
+    """The sum of what was counted, a tensor where one of them lies on a device.
+
+    >>> add_counts([1, 2.5])
+    3.5
+    """
+    if any(issubclass(kind, Tensor) for kind in set(map(type, counts))):
+        return torch.stack([torch.as_tensor(count) for count in counts]).sum()
+    return math.fsum(counts)
+
+
+def read_numbers(values: Sequence[Any]) -> list[Any]:
+    """The same, with tensors of one element read. Waits once for a device.
+
+    >>> read_numbers([torch.ones(1), None, 2])
+    [1.0, None, 2]
+    """
+    in_tensors = [isinstance(each, Tensor) and each.numel() == 1 for each in values]
+    given = [each.reshape(()) for each in itertools.compress(values, in_tensors)]
+    read = iter(read_scalars(given))
+    return [next(read) if there else each for there, each in zip(in_tensors, values, strict=True)]
+
+
 class Average(Protocol):
     """What one loss averages over.
 
     Attributes:
         counts_rows: whether the weights of microbatches depend on nothing but their rows.
+        is_known: whether it was declared or read off, not assumed.
     """
 
-    counts_rows: bool
-
-    @property
-    def is_known(self) -> bool:
-        """Whether it was declared or read off, not assumed."""
+    counts_rows: ClassVar[bool] = False
+    is_known: bool = True
 
     def describe(self) -> str:
         """What the loss is taken for, in words that complete "the loss is …"."""
 
-    def denominators(
-        self, batch: Any, microbatches: Sequence[Any], sizes: Sequence[int]
-    ) -> Sequence[Weight] | None:
-        """One denominator per microbatch, or None where the loss is a sum."""
+    def divisors(self, cuts: Sequence[CutBatch]) -> Divisors | None:
+        """What the losses of batches that count as one are divided by; None for a sum."""
 
 
-class Samples:
+class Samples(Average):
     """A mean over rows."""
 
     counts_rows = True
@@ -62,45 +109,28 @@ class Samples:
     def describe(self) -> str:
         return "a mean over samples"
 
-    def denominators(
-        self, batch: Any, microbatches: Sequence[Any], sizes: Sequence[int]
-    ) -> Sequence[Weight] | None:
-        return sizes
+    def divisors(self, cuts: Sequence[CutBatch]) -> Divisors | None:
+        sizes = [size for cut in cuts for size in cut.sizes]
+        return Divisors(sizes, add_counts(sizes))
 
 
-class Sum:
+class Sum(Average):
     """A sum: nothing was divided, so nothing needs a weight."""
 
     counts_rows = True
-    is_known = True
 
     def describe(self) -> str:
         return "a sum"
 
-    def denominators(
-        self, batch: Any, microbatches: Sequence[Any], sizes: Sequence[int]
-    ) -> Sequence[Weight] | None:
+    def divisors(self, cuts: Sequence[CutBatch]) -> Divisors | None:
         return None
 
 
-class Counts(list[Weight]):
-    """What each microbatch counts, and what the whole batch does, which need not be their sum.
-
-    Attributes:
-        whole: None where that is the sum.
-    """
-
-    whole: Weight | None = None
-
-
-class Counted:
+class Counted(Average):
     """A mean over whatever the caller's function counts in a microbatch.
 
     The whole batch is counted, too: of ``max(1, n)`` the counts of microbatches add up to more.
     """
-
-    counts_rows = False
-    is_known = True
 
     def __init__(self, count: Callable[[Any], float | Tensor]) -> None:
         self._count = count
@@ -108,36 +138,25 @@ class Counted:
     def describe(self) -> str:
         return f"a mean over what {getattr(self._count, '__name__', self._count)!s} counts"
 
-    def denominators(
-        self, batch: Any, microbatches: Sequence[Any], sizes: Sequence[int]
-    ) -> Sequence[Weight] | None:
-        counts: list[Any] = [self._count(microbatch) for microbatch in microbatches]
-        if len(microbatches) > 1:
-            counts.append(self._count(batch))
-        if all(isinstance(count, Tensor) and count.numel() == 1 for count in counts):
-            # One read for the whole batch, however many microbatches it is cut into.
-            counts = torch.stack([count.detach().reshape(()) for count in counts]).tolist()
-        elif any(isinstance(count, Tensor) for count in counts):
-            counts = [
-                count.item() if isinstance(count, Tensor) and count.numel() == 1 else count
-                for count in counts
-            ]
+    def divisors(self, cuts: Sequence[CutBatch]) -> Divisors | None:
+        parts = [each for cut in cuts for each in cut.microbatches]
+        wholes = [cut.batch for cut in cuts if len(parts) > len(cuts)]
+        counts = read_numbers([self._count(each) for each in (*parts, *wholes)])
         for count in counts:
             if not isinstance(count, Real) or not math.isfinite(count) or count < 0:
                 raise LossError(
                     f"the loss_average callable gave {count!r} for a microbatch; it must give one "
                     "number of zero or more: what the microbatch's loss was divided by"
                 )
-        found = Counts(count if isinstance(count, int) else float(count) for count in counts)
-        if len(microbatches) > 1:
-            found.whole = found.pop()
-        return found
+        each, whole = counts[: len(parts)], counts[len(parts) :]
+        return Divisors(list(map(float, each)), math.fsum(whole or each))
 
 
-class Tokens:
+@dataclass(eq=False)
+class Tokens(Average):
     """A mean over the targets that are not ignored, weighted by class where the loss does so.
 
-    Args:
+    Attributes:
         targets: finds the targets in a batch, a tensor of any shape with rows first.
         ignore_index: the target that does not count.
         class_weight: shape (classes,), the loss's ``weight``.
@@ -145,40 +164,29 @@ class Tokens:
             model that shifts its labels itself).
         reads: whether to wait for counts on a device. A zero has to be known where the gradient
             of a mean over no target is NaN, even times zero.
-
-    Attributes:
         is_claimed: whether it was read off a model's loss type, which its forward may not use.
     """
 
-    counts_rows = False
-    is_known = True
-    is_claimed = False
-
-    def __init__(
-        self,
-        targets: Callable[[Any], Any],
-        *,
-        ignore_index: int = IGNORED,
-        class_weight: Tensor | None = None,
-        shift: int = 0,
-        reads: bool = False,
-    ) -> None:
-        self._targets = targets
-        self._reads = reads
-        self._ignore_index = ignore_index
-        self._class_weight = class_weight
-        self._shift = shift
-        self._weight_there: tuple[Tensor, torch.device, int] | None = None
+    targets: Callable[[Any], Any]
+    _: KW_ONLY
+    ignore_index: int = IGNORED
+    class_weight: Tensor | None = None
+    shift: int = 0
+    reads: bool = False
+    is_claimed: bool = False
+    _weight_there: tuple[Tensor, torch.device, int] | None = field(default=None, init=False)
 
     def describe(self) -> str:
-        counted = "targets" if self._class_weight is None else "class weights of the targets"
-        shifted = f", the first {self._shift} of each row left out" if self._shift else ""
-        return f"a mean over the {counted} that are not {self._ignore_index}{shifted}"
+        counted = "targets" if self.class_weight is None else "class weights of the targets"
+        shifted = f", the first {self.shift} of each row left out" if self.shift else ""
+        return f"a mean over the {counted} that are not {self.ignore_index}{shifted}"
 
-    def denominators(
-        self, batch: Any, microbatches: Sequence[Any], sizes: Sequence[int]
-    ) -> Sequence[Weight] | None:
-        targets = self._targets(batch)
+    def divisors(self, cuts: Sequence[CutBatch]) -> Divisors:
+        each = [count for cut in cuts for count in self._counts(cut)]
+        return Divisors(each, add_counts(each))
+
+    def _counts(self, cut: CutBatch) -> Sequence[Weight]:
+        targets, sizes = self.targets(cut.batch), cut.sizes
         if isinstance(targets, ndarray):
             raise LossError(
                 "the loss is a mean over targets, and the batch's targets are a NumPy array; "
@@ -192,38 +200,34 @@ class Tokens:
             )
         if targets.is_floating_point() or targets.is_complex():
             return sizes  # class probabilities or regression: every row counts the same
-        if targets.is_nested or not self._has_rows_first(targets, microbatches, sizes):
-            return [self._number(self._count(self._targets(part)).sum()) for part in microbatches]
-        per_row = self._count(targets).reshape(targets.shape[0], -1).sum(1)
-        if self._reads or per_row.device.type == "cpu":
-            counts = per_row.tolist()
-            ends = itertools.accumulate(sizes)
-            return [sum(counts[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
-        return [self._number(part.sum()) for part in torch.split(per_row, list(sizes))]
+        if self._has_rows_first(targets, cut):
+            counts: Any = self._count(targets).reshape(len(targets), -1).sum(1)
+        else:
+            parts = [self._count(self.targets(part)).sum() for part in cut.microbatches]
+            counts, sizes = torch.stack(parts), [1] * len(parts)
+        add: Callable[[Any], Weight] = torch.sum
+        if self.reads or counts.device.type == "cpu":
+            counts, add = counts.tolist(), sum
+        else:  # reading them would synchronise
+            counts = counts.to(_float64(counts.device))
+        ends = itertools.accumulate(sizes)
+        return [add(counts[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
 
-    def _number(self, count: Tensor) -> Weight:
-        """As a Python number, or as a float64 tensor where reading it would synchronise."""
-        if self._reads or count.device.type == "cpu":
-            return count.item()
-        return count.to(_float64(count.device))
-
-    def _has_rows_first(
-        self, targets: Tensor, microbatches: Sequence[Any], sizes: Sequence[int]
-    ) -> bool:
-        if targets.shape[0] != sum(sizes):
+    def _has_rows_first(self, targets: Tensor, cut: CutBatch) -> bool:
+        if targets.is_nested or len(targets) != sum(cut.sizes):
             return False
         # There may be as many positions as rows: only a cut tells these dimensions apart.
-        return len(sizes) == 1 or self._targets(microbatches[0]).shape[0] == sizes[0]
+        return len(cut.sizes) == 1 or len(self.targets(cut.microbatches[0])) == cut.sizes[0]
 
     def _count(self, targets: Tensor) -> Tensor:
         if targets.is_nested:
             targets = targets.values()
-        elif self._shift:
-            targets = targets[..., self._shift :]
-        counted = targets != self._ignore_index
-        if self._class_weight is None:
+        elif self.shift:
+            targets = targets[..., self.shift :]
+        counted = targets != self.ignore_index
+        if self.class_weight is None:
             return counted
-        weight = self._weight_on(targets.device, self._class_weight)
+        weight = self._weight_on(targets.device, self.class_weight)
         return torch.where(counted, weight[targets.where(counted, 0)], 0)
 
     def _weight_on(self, device: torch.device, weight: Tensor) -> Tensor:
@@ -267,17 +271,45 @@ def read_average(
     Raises:
         TypeError, ValueError: a ``loss_average`` that is none of these.
     """
+
+    def read_off() -> Average | None:
+        if loss_fn is not None:
+            return _read_loss(loss_fn, targets)
+        return _read_transformers(model, targets) if reads_model else None
+
+    def average_of(declared: Any) -> Average:
+        match declared:
+            case "samples":
+                return Samples()
+            case "none":
+                return Sum()
+            case "model":
+                read = _read_transformers(model, targets)
+                if read is not None:
+                    return read
+                raise ValueError(
+                    f"loss_average='model' was given, and {type(model).__name__} declares no loss "
+                    f"type of Hugging Face's that is a known mean; {REMEDY}"
+                )
+            case "tokens":
+                read = read_off()
+                return read if isinstance(read, Tokens) else Tokens(targets, reads=True)
+            case "auto":
+                return read_off() or Samples(is_known=False)
+            case str():
+                raise ValueError(f"loss_average={declared!r} is not known; {REMEDY}")
+        if callable(declared):
+            return Counted(declared)
+        raise TypeError(f"loss_average={declared!r} is of type {type(declared).__name__}; {REMEDY}")
+
     if not isinstance(loss_average, Mapping):
-        return {"": _declared_average(loss_average, loss_fn, model, targets, reads_model)}
+        return {"": average_of(loss_average)}
     if not loss_average or not all(isinstance(name, str) and name for name in loss_average):
         raise ValueError(
             f"loss_average={dict(loss_average)!r} must name losses, such as "
             "{'language': 'tokens', 'balance': 'samples'}; " + REMEDY
         )
-    return {
-        name: _declared_average(value, loss_fn, model, targets, reads_model)
-        for name, value in loss_average.items()
-    }
+    return {name: average_of(value) for name, value in loss_average.items()}
 
 
 def is_declared(loss_average: Any) -> bool:
@@ -291,47 +323,6 @@ def is_declared(loss_average: Any) -> bool:
     return not (isinstance(loss_average, str) and loss_average == "auto")
 
 
-def _declared_average(
-    declared: Any,
-    loss_fn: Callable[..., Any] | None,
-    model: nn.Module,
-    targets: Callable[[Any], Any],
-    reads_model: bool,
-) -> Average:
-    match declared:
-        case "samples":
-            return Samples()
-        case "none":
-            return Sum()
-        case "model":
-            read = _read_transformers(model, targets)
-            if read is None:
-                raise ValueError(
-                    f"loss_average='model' was given, and {type(model).__name__} declares no loss "
-                    f"type of Hugging Face's that is a known mean; {REMEDY}"
-                )
-            return read
-        case "tokens":
-            read = _read_off(loss_fn, model, targets) if loss_fn or reads_model else None
-            return read if isinstance(read, Tokens) else Tokens(targets, reads=True)
-        case "auto":
-            read = _read_off(loss_fn, model, targets) if loss_fn or reads_model else None
-            return read or Samples(is_known=False)
-        case str():
-            raise ValueError(f"loss_average={declared!r} is not known; {REMEDY}")
-    if callable(declared):
-        return Counted(declared)
-    raise TypeError(f"loss_average={declared!r} is of type {type(declared).__name__}; {REMEDY}")
-
-
-def _read_off(
-    loss_fn: Callable[..., Any] | None, model: nn.Module, targets: Callable[[Any], Any]
-) -> Average | None:
-    if loss_fn is not None:
-        return _read_loss(loss_fn, targets)
-    return _read_transformers(model, targets)
-
-
 def _read_loss(loss_fn: Callable[..., Any], targets: Callable[[Any], Any]) -> Average | None:
     """Read a loss module of torch or a function of torch.nn.functional, also in a partial."""
     options: dict[str, Any] = {}
@@ -339,17 +330,13 @@ def _read_loss(loss_fn: Callable[..., Any], targets: Callable[[Any], Any]) -> Av
         options = {**loss_fn.keywords, **options}
         loss_fn = loss_fn.func
     if isinstance(loss_fn, nn.Module):
-        forward = forward_of_class(loss_fn)
-        if getattr(forward, "__module__", None) != "torch.nn.modules.loss":
-            return None  # a forward of its own, or a scripted one, may divide by anything
+        # A forward of its own, or a scripted one, may divide by anything.
+        if getattr(forward_of_class(loss_fn), "__module__", None) != "torch.nn.modules.loss":
+            return None
         names = ("reduction", "ignore_index", "weight")
         options = {name: getattr(loss_fn, name) for name in names if hasattr(loss_fn, name)}
-    else:
-        if getattr(F, getattr(loss_fn, "__name__", ""), None) is not loss_fn:
-            return None
+    elif getattr(F, getattr(loss_fn, "__name__", ""), None) is loss_fn:
         parameters = inspect.signature(loss_fn).parameters
-        if "reduction" not in parameters:
-            return None
         options = {name: each.default for name, each in parameters.items()} | options
     if options.get("reduction") == "sum":
         return Sum()
@@ -358,13 +345,20 @@ def _read_loss(loss_fn: Callable[..., Any], targets: Callable[[Any], Any]) -> Av
     if "ignore_index" not in options:
         return Samples()
     ignored = options["ignore_index"]
+    has_zeros = isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss)
+    has_zeros = has_zeros or loss_fn in (F.cross_entropy, F.nll_loss)
     return Tokens(
         targets,
         ignore_index=IGNORED if ignored is None else ignored,
         class_weight=options.get("weight"),
-        reads=not isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss)
-        and loss_fn not in (F.cross_entropy, F.nll_loss),
+        reads=not has_zeros,
     )
+
+
+_OVER_TARGETS = {
+    *(f"For{what}Classification" for what in ("Token", "Sequence", "Image", "Video", "Audio")),
+    "ForMaskedLM",
+}
 
 
 def _read_transformers(model: nn.Module, targets: Callable[[Any], Any]) -> Average | None:
@@ -382,38 +376,22 @@ def _read_transformers(model: nn.Module, targets: Callable[[Any], Any]) -> Avera
     if loss_type is None and isinstance(get_head and get_head(), nn.Module):
         loss_type = "ForConditionalGeneration"
     match loss_type:
-        case "ForCausalLM":
-            return _claimed(Tokens(targets, shift=1))
-        case "ForConditionalGeneration":
-            is_encoder_decoder = getattr(config, "is_encoder_decoder", False)
-            return _claimed(Tokens(targets, shift=0 if is_encoder_decoder else 1))
-        case (
-            "ForMaskedLM"
-            | "ForTokenClassification"
-            | "ForSequenceClassification"
-            | "ForImageClassification"
-            | "ForVideoClassification"
-            | "ForAudioClassification"
-        ):
-            return Tokens(targets)
+        case "ForCausalLM" | "ForConditionalGeneration":
+            stays = loss_type != "ForCausalLM" and getattr(config, "is_encoder_decoder", False)
+            return Tokens(targets, shift=0 if stays else 1, is_claimed=True)
         case "ForSemanticSegmentation":
             return Tokens(targets, ignore_index=255)
         case "ForCTC":
             reduction = getattr(config, "ctc_loss_reduction", None)
             return Sum() if reduction == "sum" else Samples() if reduction == "mean" else None
-    return None
-
-
-def _claimed(average: Tokens) -> Tokens:
-    average.is_claimed = True
-    return average
+    return Tokens(targets) if loss_type in _OVER_TARGETS else None
 
 
 _OTHER_IGNORED = (-1, 0, 255)
 _ADDED = (1e-12, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)  # to what a loss divides by
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Candidate:
     """One value for ``loss_average``.
 
@@ -433,29 +411,27 @@ class Candidate:
 
 def candidates(batch: Any, convention: Convention) -> Iterator[Candidate]:
     """What to try for this batch, the likeliest first."""
-    yield Candidate(code="'samples'", kind="a mean over samples")
-    yield Candidate(code="'none'", kind="a sum")
-    yield Candidate(code="'tokens'", kind="a mean over the targets that are not ignored")
-    counts = list(_target_counts(batch, convention))
-    for path, leaf in tensor_leaves(batch):
-        if not any(key.startswith("_") for key in path.split(".")):  # nobody's to write down
-            counts += _leaf_counts(batch, path, leaf)
-    yield from counts
-    for count, added in itertools.product(counts, _ADDED):
-        yield Candidate(
-            code=f"{count.code} + {added}",
-            kind=f"{count.kind}, {added} added to the divisor",
-        )
+    yield Candidate("'samples'", "a mean over samples")
+    yield Candidate("'none'", "a sum")
+    yield Candidate("'tokens'", _OVER_COUNTED + "ignored")
+    counts = [*_target_counts(batch, convention), *_leaf_counts(batch)]
+    yield from (Candidate(f"lambda batch: {code}", kind) for code, kind in counts)
+    for (code, kind), added in itertools.product(counts, _ADDED):
+        yield Candidate(f"lambda batch: {code} + {added}", f"{kind}, {added} added to the divisor")
 
 
 def named(choice: Mapping[str, Candidate]) -> Candidate:
     """One candidate for each loss by name, as one for all."""
     code = ", ".join(f"{name!r}: {each.code}" for name, each in choice.items())
-    kinds = ", ".join(f"{name!r} {each.kind}" for name, each in choice.items())
-    return Candidate(code=f"{{{code}}}", kind=kinds)
+    kind = ", ".join(f"{name!r} {each.kind}" for name, each in choice.items())
+    return Candidate(f"{{{code}}}", kind)
 
 
-def _target_counts(batch: Any, convention: Convention) -> Iterator[Candidate]:
+_OVER_COUNTED = "a mean over the targets that are not "
+
+
+def _target_counts(batch: Any, convention: Convention) -> Iterator[tuple[str, str]]:
+    """Code that counts, and what a loss divided by that is. A model's "tokens" may be others."""
     try:
         targets = convention.targets(batch)
     except (ValueError, IndexError):
@@ -463,39 +439,27 @@ def _target_counts(batch: Any, convention: Convention) -> Iterator[Candidate]:
     if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.is_nested:
         return
     where = expression(batch, targets)
-    yield Candidate(  # a model may say of itself that "tokens" are others
-        code=f"lambda batch: ({where} != {IGNORED}).sum()",
-        kind="a mean over the targets that are not ignored",
-    )
+    yield f"({where} != {IGNORED}).sum()", _OVER_COUNTED + "ignored"
     if targets.dim() > 1:
-        yield Candidate(
-            code=f"lambda batch: ({where}[..., 1:] != {IGNORED}).sum()",
-            kind="a mean over the targets that are not ignored, the labels shifted by one",
-        )
+        shifted = _OVER_COUNTED + "ignored, the labels shifted by one"
+        yield f"({where}[..., 1:] != {IGNORED}).sum()", shifted
     for ignored in _OTHER_IGNORED:
         if bool((targets == ignored).any()):
-            yield Candidate(
-                code=f"lambda batch: ({where} != {ignored}).sum()",
-                kind=f"a mean over the targets that are not {ignored}",
-            )
+            yield f"({where} != {ignored}).sum()", f"{_OVER_COUNTED}{ignored}"
 
 
-def _leaf_counts(batch: Any, path: str, leaf: Tensor) -> Iterator[Candidate]:
+def _leaf_counts(batch: Any) -> Iterator[tuple[str, str]]:
     """Masks, lengths, weights of rows: whatever counts something and is not negative."""
-    is_plain = leaf.layout is torch.strided and not leaf.is_nested
-    if not is_plain or leaf.is_complex() or leaf.dim() == 0:
-        return
-    where = expression(batch, leaf)
-    if not bool((leaf < 0).any()):
-        yield Candidate(
-            code=f"lambda batch: {where}.sum()",
-            kind=f"a mean weighted by {path!r}",
-        )
-    if not leaf.is_floating_point():
-        yield Candidate(
-            code=f"lambda batch: ({where} != 0).sum()",
-            kind=f"a mean over what is not zero in {path!r}",
-        )
+    for path, leaf in tensor_leaves(batch):
+        is_own = any(key.startswith("_") for key in path.split("."))  # nobody's to write down
+        is_plain = leaf.layout is torch.strided and not leaf.is_nested and not leaf.is_complex()
+        if is_own or not is_plain or leaf.dim() == 0:
+            continue
+        where = expression(batch, leaf)
+        if not bool((leaf < 0).any()):
+            yield f"{where}.sum()", f"a mean weighted by {path!r}"
+        if not leaf.is_floating_point():
+            yield f"({where} != 0).sum()", f"a mean over what is not zero in {path!r}"
 
 
 def expression(batch: Any, leaf: Tensor) -> str:
@@ -514,14 +478,14 @@ def _places(value: Any, code: str) -> Iterator[tuple[str, Any]]:
     """All that can be reached by opening containers, as `tensor_leaves` opens them."""
     yield code, value
     kind = kind_of(type(value))
+    steps: dict[str, Any] = {}
     if isinstance(value, Mapping):
-        for key in sorted(value, key=lambda key: key not in TARGET_KEYS):
-            if type(key) in (str, int):  # others need not be what their text says
-                yield from _places(value[key], f"{code}[{key!r}]")
+        keys = sorted(value, key=lambda key: key not in TARGET_KEYS)
+        # Others need not be what their text says.
+        steps = {f"[{key!r}]": value[key] for key in keys if type(key) in (str, int)}
     elif kind in (Kind.SEQUENCE, Kind.NAMED_TUPLE):
-        for index, part in enumerate(value):
-            yield from _places(part, f"{code}[{index}]")
+        steps = {f"[{index}]": part for index, part in enumerate(value)}
     elif kind is Kind.RECORD or (kind is Kind.REGISTERED and not isinstance(value, Tensor)):
-        opened = zip(*open_container(value), strict=True)
-        for key, part in opened if kind is Kind.RECORD else state_of(value).items():
-            yield from _places(part, f"{code}.{key}")
+        steps = {f".{name}": part for name, part in state_of(value).items()}
+    for step, part in steps.items():
+        yield from _places(part, code + step)

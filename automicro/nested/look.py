@@ -30,6 +30,7 @@ from automicro.loss.averages import (
     IGNORED,
     REMEDY,
     Average,
+    CutBatch,
     LossAverage,
     candidates,
     is_declared,
@@ -37,7 +38,7 @@ from automicro.loss.averages import (
 )
 from automicro.loss.conventions import TARGET_KEYS
 from automicro.loss.passes import extra_pass
-from automicro.loss.weights import BatchWeights, CutBatch
+from automicro.loss.weights import BatchWeights
 from automicro.memory.oom import Failure, classify, ignoring_errors, release
 from automicro.modules import evaluation_mode, runs_collectives
 from automicro.nested.slices import Call, Unwritten, aliases_of, marked, tolerance_of

@@ -26,9 +26,9 @@ from torch import Tensor
 from automicro.batch.layout import BatchLayout, balanced_sizes
 from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.errors import BatchError, UnsplittableModelError
-from automicro.loss.averages import Average
+from automicro.loss.averages import Average, CutBatch
 from automicro.loss.passes import is_extra_pass
-from automicro.loss.weights import BatchWeights, CutBatch
+from automicro.loss.weights import BatchWeights
 from automicro.memory.oom import Failure, classify, release
 from automicro.state.part import Replay
 from automicro.torch_private import FakeTensor, all_versions, uncheckpointed

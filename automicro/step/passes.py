@@ -21,9 +21,10 @@ from automicro.errors import (
     MetricWarning,
     warn,
 )
+from automicro.loss.averages import CutBatch
 from automicro.loss.conventions import Output, whole_numbers
 from automicro.loss.passes import Computation, extra_pass
-from automicro.loss.weights import BatchWeights, CutBatch
+from automicro.loss.weights import BatchWeights
 from automicro.memory.oom import once_more
 from automicro.modules import evaluation_mode
 from automicro.options import check_loss
@@ -224,10 +225,6 @@ class Passes:
             )
             self._has_warned_of_nothing = True
 
-    def begins_with(self, weights: BatchWeights) -> bool:
-        """Whether backwards begin with these weights, and losses of `train` are not weighted."""
-        return self._can_begin and weights.are_plain
-
     def tensors(self, batch: Any) -> list[Tensor]:
         """All tensors of a batch."""
         return [tensor for _, tensor in self.layout.leaves(batch)]
@@ -245,7 +242,6 @@ class Passes:
         """Forward and backward of one microbatch; its losses, detached.
 
         The model's outputs die here, before the next forward begins, but for what is kept of them.
-        Losses are weighted, but for the total where the backward `begins_with` the weight.
 
         Raises:
             LossError: there is no loss, or it cannot be differentiated.
@@ -266,13 +262,18 @@ class Passes:
         loss = check_loss(output.loss, may_be_zero=True)
         weight = weights.of_all[index]
         begun: tuple[Tensor, ...] = ()
-        if self.begins_with(weights):
-            gradient, parts = weights.begin(index, loss, output.losses)
-            begun = (gradient,)
-        else:
-            loss, parts = weights.apply(index, loss, output.losses, has_total=output.has_total)
+        if self._can_begin and type(weight) is float and weight:
+            # Gradients have the same bits as those of the loss times its weight, an operation less
+            # in the forward and two in the backward. Each begins with a tensor of its own: of a
+            # leaf that is a view of the loss autograd makes it the gradient, and adds to it.
+            begun = (torch.full_like(loss, weight),)
+        share, parts = weights.apply(
+            index, loss.detach() if begun else loss, output.losses, has_total=output.has_total
+        )
+        if not begun:
+            loss = share
         if tell is not None:
-            told = loss.detach() * weight if begun and weight is not None else loss.detach()
+            told = share.detach()
             tell("loss_end", told)
             tell("backward_start", told)
         if not loss.requires_grad:
@@ -294,7 +295,7 @@ class Passes:
             self._count(metrics, outputs, microbatch)
         if keep is not None:
             keep(output)
-        return weights.report(loss, parts)
+        return weights.report(share, parts)
 
     def _warn_of_metrics_among(self, losses: Mapping[str, Tensor]) -> None:
         """Warn, the first time, of what is added to the losses and cannot be trained on.

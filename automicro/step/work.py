@@ -13,9 +13,9 @@ from torch import Tensor
 
 from automicro.batch.device import on_device
 from automicro.checking.check import Checks
-from automicro.loss.averages import Weight
+from automicro.loss.averages import CutBatch, Weight
 from automicro.loss.passes import Mode
-from automicro.loss.weights import BatchWeights, CutBatch, add_up
+from automicro.loss.weights import BatchWeights, add_up
 from automicro.memory.residents import OccupiedDevice, ResidentMemory
 from automicro.modules import ModuleIndex
 from automicro.optimizer.reservation import OptimizerReservation
@@ -366,8 +366,7 @@ class TrainingWork(_Work):
         self._gradients.require_untouched()
         self._passes.warn_of_nothing(weights)
         self._warn_of_splitting(plan)
-        begun = self._passes.begins_with(weights)
-        summed = weights.sum(losses) if begun else add_up(losses)
+        summed = add_up(losses)
         if not self._ranks.is_alone:
             self._own = summed, weights, plan.totals or {}
         return summed if self._accept is None else read_losses(summed)

@@ -13,8 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from automicro import LossAverageWarning, LossError, MemoryBudget, Microbatcher
-from automicro.loss.averages import Counted, Samples, Sum, Tokens, read_average
-from automicro.loss.weights import BatchWeights, CutBatch, LossMean, microbatch_weights
+from automicro.loss.averages import (
+    Counted,
+    CutBatch,
+    Divisors,
+    Samples,
+    Sum,
+    Tokens,
+    add_counts,
+    read_average,
+)
+from automicro.loss.weights import BatchWeights, LossMean
 from automicro.ranks.interface import OneRank
 from tests.cases import count_targets, difference, gradients, masked_mean
 from tests.models import (
@@ -38,8 +47,16 @@ def second(batch: Any) -> Any:
     return batch[1]
 
 
-def cut(sizes: list[int], batch: Any = None) -> CutBatch:
-    return CutBatch(batch=batch, microbatches=[None] * len(sizes), sizes=sizes)
+def cut(sizes: list[int], batch: Any = None, parts: Any = None) -> CutBatch:
+    return CutBatch(batch=batch, microbatches=parts or [None] * len(sizes), sizes=sizes)
+
+
+def microbatch_weights(average: Any, batch: Any, parts: Any, sizes: list[int]) -> Any:
+    return BatchWeights({"": average}, [cut(sizes, batch, parts)]).of_all
+
+
+def counts_of(average: Any, batch: Any, parts: Any, sizes: list[int]) -> Any:
+    return average.divisors([cut(sizes, batch, parts)]).each
 
 
 def read(loss_fn: Any, declared: Any = "auto", model: Any = None) -> Any:
@@ -120,7 +137,8 @@ def test_a_hugging_face_model_says_whether_it_shifts_its_labels(
     model.loss_type = loss_type  # type: ignore[assignment]
     average = read(None, model=model)
     labels = torch.tensor([[1, 2, IGNORED], [IGNORED, 2, 3]])
-    counts = average.denominators((None, labels), [(None, labels[:1]), (None, labels[1:])], [1, 1])
+    parts = [(None, labels[:1]), (None, labels[1:])]
+    counts = counts_of(average, (None, labels), parts, [1, 1])
     assert counts == ([1, 2] if shift else [2, 2])
 
 
@@ -162,7 +180,7 @@ def test_a_model_of_unknown_loss_type_is_taken_for_a_mean_over_samples_and_probe
 def test_declaring_tokens_keeps_what_the_loss_says_of_itself() -> None:
     average = read(nn.CrossEntropyLoss(ignore_index=7), "tokens")
     targets = torch.tensor([7, 1, IGNORED + 101])
-    assert average.denominators((None, targets), [(None, targets)], [3]) == [2]
+    assert counts_of(average, (None, targets), [(None, targets)], [3]) == [2]
 
 
 @pytest.mark.parametrize("declared", ["token", "mean", ""])
@@ -238,8 +256,10 @@ def test_counts_may_be_of_both_kinds() -> None:
 class OnDevice(Samples):
     """Counts as they come from a device: float64 tensors, which nobody reads back."""
 
-    def denominators(self, batch: Any, microbatches: Any, sizes: Any) -> Any:
-        return [torch.tensor(float(size), dtype=torch.float64) for size in sizes]
+    def divisors(self, cuts: Any) -> Divisors:
+        sizes = [size for cut in cuts for size in cut.sizes]
+        each = [torch.tensor(float(size), dtype=torch.float64) for size in sizes]
+        return Divisors(each, add_counts(each))
 
 
 def test_weights_that_stay_on_the_device_add_up_and_drop_what_counts_nothing() -> None:
@@ -390,7 +410,7 @@ def test_a_total_beside_losses_with_averages_of_their_own_is_refused() -> None:
 def test_as_many_positions_as_rows_are_told_apart_by_the_cut() -> None:
     targets = with_ignored(classes(ROWS, ROWS)).T
     parts = [(None, part) for part in targets.split([6, 5], dim=1)]
-    counts = Tokens(second).denominators((None, targets), parts, [6, 5])
+    counts = counts_of(Tokens(second), (None, targets), parts, [6, 5])
     assert counts == [int((part != IGNORED).sum()) for _, part in parts]
 
 
