@@ -174,7 +174,7 @@ class Tokens(Average):
     shift: int = 0
     reads: bool = False
     is_claimed: bool = False
-    _weight_there: tuple[Tensor, torch.device, int] | None = field(default=None, init=False)
+    _brought: tuple[Any, Tensor] | None = field(default=None, init=False)
 
     def describe(self) -> str:
         counted = "targets" if self.class_weight is None else "class weights of the targets"
@@ -227,18 +227,17 @@ class Tokens(Average):
         counted = targets != self.ignore_index
         if self.class_weight is None:
             return counted
-        weight = self._weight_on(targets.device, self.class_weight)
+        weight = self._weight_on(targets.device, self.class_weight.detach())
         return torch.where(counted, weight[targets.where(counted, 0)], 0)
 
     def _weight_on(self, device: torch.device, weight: Tensor) -> Tensor:
         """The class weights where the targets lie; brought there once, as that may wait."""
         if weight.device == device:
-            return weight.detach().to(_float64(device))
-        there, version = self._weight_there, version_of(weight)
-        if there is None or there[1:] != (device, version):
-            copy = weight.detach().to(device, _float64(device))
-            there = self._weight_there = copy, device, version
-        return there[0]
+            return weight.to(_float64(device))
+        version = device, version_of(weight)
+        if self._brought is None or self._brought[0] != version:
+            self._brought = version, weight.to(device, _float64(device))
+        return self._brought[1]
 
 
 def _float64(device: torch.device) -> torch.dtype:

@@ -84,7 +84,7 @@ class Convention:
     def _call(self, model: nn.Module, microbatch: Any) -> Any:
         return _call(model, microbatch)
 
-    def _read(self, given: Any, microbatch: Any) -> Output:
+    def _read(self, given: Any) -> Output:
         """The loss, of what the call gave."""
         return _read_result(given)
 
@@ -101,14 +101,14 @@ class Convention:
         given = self._call(model, microbatch)
         if forwarded is not None:
             forwarded()
-        output = self._read(given, microbatch)
+        output = self._read(given)
         if output.loss is None:
             raise LossError(self._explain_missing(model, output, microbatch))
         return output
 
     def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
         """Forward for evaluation; the loss may be missing."""
-        return self._read(self._call(model, microbatch), microbatch)
+        return self._read(self._call(model, microbatch))
 
     def predict(self, model: nn.Module, microbatch: Any, *, holds_rows: bool = False) -> Any:
         """The model's outputs alone; the batch need not have targets.
@@ -211,7 +211,7 @@ class _CarryingForward(_OwnForward):
     def _call(self, model: nn.Module, microbatch: Any) -> Any:
         return self._forward(model, *microbatch)
 
-    def _read(self, given: Any, microbatch: Any) -> Output:
+    def _read(self, given: Any) -> Output:
         if not isinstance(given, Mapping) or "carry" not in given:
             raise LossError(
                 f"forward returned {_named(given)}, and with carry_layout=… it has to return a "
@@ -230,19 +230,20 @@ class _LossFunction(Convention):
         self._loss_fn = loss_fn
 
     def _call(self, model: nn.Module, microbatch: Any) -> Any:
-        return _call(model, _pair(microbatch)[0])
+        inputs, targets = _pair(microbatch)
+        return _call(model, inputs), targets
 
-    def _read(self, given: Any, microbatch: Any) -> Output:
-        result = self._loss_fn(given, self.targets(microbatch))
-        if not isinstance(result, Tensor | Mapping):  # a tuple cannot hold outputs
-            raise LossError(
-                f"the loss function returned {_named(result)}, of which nothing says how it adds "
-                "up; return one scalar tensor, or a mapping from names to scalar losses, which are "
-                "summed"
-            )
-        output = _read_result(result)
-        output.outputs = given
-        return output
+    def _read(self, given: Any) -> Output:
+        outputs, targets = given
+        result = self._loss_fn(outputs, targets)
+        if isinstance(result, Tensor):  # the usual case, quickly
+            return Output(result, {}, outputs)
+        if isinstance(result, Mapping):
+            return dataclasses.replace(_read_result(result), outputs=outputs)
+        raise LossError(  # a tuple cannot hold outputs, as that of a forward does
+            f"the loss function returned {_named(result)}, of which nothing says how it adds up; "
+            "return one scalar tensor, or a mapping from names to scalar losses, which are summed"
+        )
 
     def predict(self, model: nn.Module, microbatch: Any, *, holds_rows: bool = False) -> Any:
         # A data set of inputs alone gives lists of one part, with targets pairs.
@@ -269,7 +270,7 @@ class _ComposerModel(Convention):
         seen = map_tensors(microbatch, lambda tensor: tensor, isolate=True)
         return model(seen), seen
 
-    def _read(self, given: Any, microbatch: Any) -> Output:
+    def _read(self, given: Any) -> Output:
         """Read what Composer would train on: ``total``, or else the sum of all losses."""
         outputs, seen = given
         result = self._model.loss(outputs, seen)
@@ -327,7 +328,7 @@ class _KeywordModel(Convention):
             )
         return super()._call(model, microbatch)
 
-    def _read(self, given: Any, microbatch: Any) -> Output:
+    def _read(self, given: Any) -> Output:
         if not isinstance(given, Mapping):
             return Output(getattr(given, "loss", None), outputs=given)
         losses = {} if given.get("loss") is not None else _scalar_losses(given)
@@ -457,7 +458,9 @@ def outputs_with_rows(outputs: Any) -> Any:
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:
-    if isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) == 2:
+    is_text = isinstance(batch, str)
+    is_row = isinstance(batch, tuple) or (isinstance(batch, Sequence) and not is_text)
+    if is_row and len(batch) == 2:
         return batch[0], batch[1]
     raise BatchError(
         f"with loss_fn a batch is a pair (inputs, targets), and this one is {_named(batch)}; "

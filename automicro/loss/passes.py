@@ -20,8 +20,6 @@ from automicro.transaction.leaves import nodes_of
 Mode: TypeAlias = Literal["train", "eval", "predict"]
 """Which forward: with a loss, with one perhaps, without."""
 
-_depth = 0
-
 
 class Writes(Protocol):
     """Notices what a forward writes to parameters."""
@@ -30,7 +28,7 @@ class Writes(Protocol):
         """Count nothing of what was written so far."""
 
 
-_writes: Writes | None = None  # of the extra pass that is running
+_running: list[Writes | None] = []  # extra passes, each in the one before
 
 
 def is_extra_pass() -> bool:
@@ -46,35 +44,27 @@ def is_extra_pass() -> bool:
         >>> is_extra_pass()
         False
     """
-    return _depth > 0
+    return bool(_running)
 
 
 def accept_writes() -> None:
     """Let an extra pass that is running take what was written to parameters for allowed."""
-    if _writes is not None:
-        _writes.accept()
+    for writes in _running:
+        if writes is not None:
+            writes.accept()
 
 
 @contextlib.contextmanager
-def allowing_writes(writes: Writes) -> Iterator[None]:
-    """Let `accept_writes` reach what watches the parameters of an extra pass."""
-    global _writes
-    _writes = writes
+def extra_pass(writes: Writes | None = None) -> Iterator[None]:
+    """Let `is_extra_pass` say so meanwhile, and `accept_writes` reach what watches parameters."""
+    _running.append(writes)
     try:
         yield
     finally:
-        _writes = None
+        _running.pop()
 
 
-@contextlib.contextmanager
-def extra_pass() -> Iterator[None]:
-    """Let `is_extra_pass` say so meanwhile."""
-    global _depth
-    _depth += 1
-    try:
-        yield
-    finally:
-        _depth -= 1
+allowing_writes = extra_pass
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,6 +48,9 @@ class BatchWeights:
             one.
         is_nothing: whether each microbatch is known to contribute nothing, because it counts no
             target.
+        are_plain: whether each is a number other than zero, for all losses of its microbatch. A
+            backward may then begin with it in place of one: gradients have the same bits, and
+            losses are weighted all at once, by `add_up`.
         totals: what each loss of the whole was divided by, by name; None for a sum.
 
     Example:
@@ -73,6 +76,7 @@ class BatchWeights:
             for name, each in divisors.items()
         }
         self.of_all = self._weights.get("") or [None] * length
+        self.are_plain = all(type(each) is float and each for each in self.of_all)
         self.is_nothing = [
             all(map(_is_zero, weights)) for weights in zip(*self._weights.values(), strict=True)
         ]
@@ -127,13 +131,30 @@ class BatchWeights:
 
 def add_up(
     losses: Sequence[tuple[Tensor, dict[str, Tensor]]],
+    weights: Sequence[Weight | None] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The whole batch's loss and its parts, from those of its microbatches, weighted already."""
-    if len(losses) == 1:
+    """The whole batch's loss and its parts, from those of its microbatches.
+
+    Args:
+        losses: of each microbatch, with the parts.
+        weights: of the microbatches, where the losses are not weighted yet.
+    """
+    if len(losses) == 1 and weights is None:
         return losses[0]
-    names, totals = losses[0][1], [loss for loss, _ in losses]
-    parts = {name: torch.stack([each[name] for _, each in losses]).sum() for name in names}
-    return torch.stack(totals).sum(), parts
+    parts = {name: _sum([each[name] for _, each in losses], weights) for name in losses[0][1]}
+    return _sum([loss for loss, _ in losses], weights), parts
+
+
+def _sum(losses: Sequence[Tensor], weights: Sequence[Weight | None] | None) -> Tensor:
+    if weights is None:
+        return torch.stack(list(losses)).sum()
+    if any(type(loss) is not Tensor for loss in losses):
+        return _sum(list(map(_weigh, losses, weights)), None)
+    stacked = torch.stack(list(losses))
+    # A number times each of them would be computed in no less than this.
+    precision = torch.promote_types(stacked.dtype, torch.float32)
+    factors = torch.tensor(weights, dtype=precision, device="cpu")
+    return (stacked * factors.to(stacked.device, non_blocking=True)).to(stacked.dtype).sum()
 
 
 def _is_zero(weight: Weight | None) -> bool:

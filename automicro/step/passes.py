@@ -225,6 +225,10 @@ class Passes:
             )
             self._has_warned_of_nothing = True
 
+    def begins_with(self, weights: BatchWeights) -> bool:
+        """Whether backwards begin with these weights, and losses of `train` are not weighted."""
+        return self._can_begin and weights.are_plain
+
     def tensors(self, batch: Any) -> list[Tensor]:
         """All tensors of a batch."""
         return [tensor for _, tensor in self.layout.leaves(batch)]
@@ -242,6 +246,7 @@ class Passes:
         """Forward and backward of one microbatch; its losses, detached.
 
         The model's outputs die here, before the next forward begins, but for what is kept of them.
+        Losses are weighted, but where the backward `begins_with` the weight.
 
         Raises:
             LossError: there is no loss, or it cannot be differentiated.
@@ -260,20 +265,16 @@ class Passes:
         if output.given is not None and metrics is None and not self._has_looked_at_numbers:
             self._warn_of_whole_numbers(output.given)
         loss = check_loss(output.loss, may_be_zero=True)
-        weight = weights.of_all[index]
-        begun: tuple[Tensor, ...] = ()
-        if self._can_begin and type(weight) is float and weight:
-            # Gradients have the same bits as those of the loss times its weight, an operation less
-            # in the forward and two in the backward. Each begins with a tensor of its own: of a
-            # leaf that is a view of the loss autograd makes it the gradient, and adds to it.
+        weight: Any = weights.of_all[index]
+        parts, begun = output.losses, tuple[Tensor, ...]()
+        if self.begins_with(weights):
+            # One of its own for each: where a leaf is a view of the loss, autograd makes it the
+            # leaf's gradient, to which the next backwards add.
             begun = (torch.full_like(loss, weight),)
-        share, parts = weights.apply(
-            index, loss.detach() if begun else loss, output.losses, has_total=output.has_total
-        )
-        if not begun:
-            loss = share
+        else:
+            loss, parts = weights.apply(index, loss, parts, has_total=output.has_total)
         if tell is not None:
-            told = share.detach()
+            told = loss.detach() * weight if begun else loss.detach()
             tell("loss_end", told)
             tell("backward_start", told)
         if not loss.requires_grad:
@@ -295,7 +296,7 @@ class Passes:
             self._count(metrics, outputs, microbatch)
         if keep is not None:
             keep(output)
-        return weights.report(share, parts)
+        return weights.report(loss, parts)
 
     def _warn_of_metrics_among(self, losses: Mapping[str, Tensor]) -> None:
         """Warn, the first time, of what is added to the losses and cannot be trained on.

@@ -366,7 +366,8 @@ class TrainingWork(_Work):
         self._gradients.require_untouched()
         self._passes.warn_of_nothing(weights)
         self._warn_of_splitting(plan)
-        summed = add_up(losses)
+        begun = self._passes.begins_with(weights)
+        summed = add_up(losses, weights.of_all if begun else None)
         if not self._ranks.is_alone:
             self._own = summed, weights, plan.totals or {}
         return summed if self._accept is None else read_losses(summed)
