@@ -337,6 +337,8 @@ def _read_loss(loss_fn: Callable[..., Any], targets: Callable[[Any], Any]) -> Av
     elif getattr(F, getattr(loss_fn, "__name__", ""), None) is loss_fn:
         parameters = inspect.signature(loss_fn).parameters
         options = {name: each.default for name, each in parameters.items()} | options
+    else:
+        return None
     if options.get("reduction") == "sum":
         return Sum()
     if options.get("reduction") not in ("mean", "batchmean"):
@@ -344,6 +346,7 @@ def _read_loss(loss_fn: Callable[..., Any], targets: Callable[[Any], Any]) -> Av
     if "ignore_index" not in options:
         return Samples()
     ignored = options["ignore_index"]
+    # Of no target, the gradient of these is zero, and of others it may be NaN.
     has_zeros = isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss)
     has_zeros = has_zeros or loss_fn in (F.cross_entropy, F.nll_loss)
     return Tokens(
@@ -388,6 +391,7 @@ def _read_transformers(model: nn.Module, targets: Callable[[Any], Any]) -> Avera
 
 _OTHER_IGNORED = (-1, 0, 255)
 _ADDED = (1e-12, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)  # to what a loss divides by
+_OVER_COUNTED = "a mean over the targets that are not "
 
 
 @dataclass(frozen=True)
@@ -426,9 +430,6 @@ def named(choice: Mapping[str, Candidate]) -> Candidate:
     return Candidate(f"{{{code}}}", kind)
 
 
-_OVER_COUNTED = "a mean over the targets that are not "
-
-
 def _target_counts(batch: Any, convention: Convention) -> Iterator[tuple[str, str]]:
     """Code that counts, and what a loss divided by that is. A model's "tokens" may be others."""
     try:
@@ -450,9 +451,9 @@ def _target_counts(batch: Any, convention: Convention) -> Iterator[tuple[str, st
 def _leaf_counts(batch: Any) -> Iterator[tuple[str, str]]:
     """Masks, lengths, weights of rows: whatever counts something and is not negative."""
     for path, leaf in tensor_leaves(batch):
-        is_own = any(key.startswith("_") for key in path.split("."))  # nobody's to write down
+        is_hidden = any(key.startswith("_") for key in path.split("."))  # nobody's to write down
         is_plain = leaf.layout is torch.strided and not leaf.is_nested and not leaf.is_complex()
-        if is_own or not is_plain or leaf.dim() == 0:
+        if is_hidden or not is_plain or leaf.dim() == 0:
             continue
         where = expression(batch, leaf)
         if not bool((leaf < 0).any()):

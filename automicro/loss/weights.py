@@ -68,23 +68,21 @@ class BatchWeights:
         totals: Mapping[str, float] | None = None,
         copies: int = 1,
     ) -> None:
-        length = sum(len(cut.sizes) for cut in cuts)
-        divisors = {name: average.divisors(cuts) for name, average in averages.items()}
+        num_microbatches = sum(len(cut.sizes) for cut in cuts)
         self._of_all_ranks = totals or {}
-        self._weights = {
-            name: _shares(each, length, self._of_all_ranks.get(name), copies)
-            for name, each in divisors.items()
-        }
-        self.of_all = self._weights.get("") or [None] * length
+        self._weights: dict[str, list[Weight | None]] = {}
+        self.totals: dict[str, Weight | None] = {}
+        for name, average in averages.items():
+            divisors, of_all = average.divisors(cuts), self._of_all_ranks.get(name)
+            if divisors is not None and of_all is not None:
+                # Ranks have agreed on what whole batches count, and compare the sum with it.
+                divisors = Divisors(divisors.each, add_counts(divisors.each))
+            self._weights[name] = _shares(divisors, num_microbatches, of_all, copies)
+            self.totals[name] = None if divisors is None else divisors.whole
+        self.of_all = self._weights.get("") or [None] * num_microbatches
         self.are_plain = all(type(each) is float and each for each in self.of_all)
-        self.is_nothing = [
-            all(map(_is_zero, weights)) for weights in zip(*self._weights.values(), strict=True)
-        ]
-        self.totals: dict[str, Weight | None] = {
-            # Ranks have agreed on what whole batches count, and compare the sum with it.
-            name: add_counts(each.each) if each and self._of_all_ranks else each and each.whole
-            for name, each in divisors.items()
-        }
+        every = zip(*self._weights.values(), strict=True)
+        self.is_nothing = [all(map(_is_zero, weights)) for weights in every]
 
     @property
     def all_are_nothing(self) -> bool:
@@ -244,10 +242,9 @@ class LossMean:
         means = {name: _mean(values) for name, values in gathered.items()}
         if means and "loss" not in means:
             # As in training, a part of which nothing counts is no part of the sum.
-            has_any = {name: any(n != 0 for _, n in values) for name, values in gathered.items()}
-            counted = [mean for name, mean in means.items() if has_any[name]]
-            means = {"loss": math.fsum(counted) if counted else math.nan} | means
-        return means
+            counted = [mean for mean in means.values() if mean is not None]
+            means = {"loss": math.fsum(counted) if counted else None} | means
+        return {name: math.nan if mean is None else mean for name, mean in means.items()}
 
     def _read(self) -> None:
         """Read what is still where it was computed, all at once."""
@@ -257,12 +254,10 @@ class LossMean:
         self._gathered += zip(names, values[::2], values[1::2], strict=True)
 
 
-def _mean(values: list[tuple[float, float | None]]) -> float:
+def _mean(values: list[tuple[float, float | None]]) -> float | None:
+    """None where nothing counts: the losses of such batches say nothing, and may be NaN."""
     if any(count is None for _, count in values):
         return math.fsum(loss for loss, _ in values)
-    # A batch in which nothing counts has a loss that says nothing: it may be NaN.
     counted = [(loss, count) for loss, count in values if count]
-    if not counted:
-        return math.nan
     total = math.fsum(count for _, count in counted)
-    return math.fsum(loss * count for loss, count in counted) / total
+    return math.fsum(loss * count for loss, count in counted) / total if counted else None
