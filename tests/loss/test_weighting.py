@@ -106,7 +106,7 @@ class OwnInit(nn.CrossEntropyLoss):
         (F.huber_loss, Samples, True),
         (OwnForward(), Samples, False),
         (lambda outputs, targets: outputs.mean(), Samples, False),
-        (functools.partial(masked_mean, reduction="sum"), Samples, False),
+        (functools.partial(lambda a, b, reduction: a.mean(), reduction="sum"), Samples, False),
         (nn.MSELoss(reduction="none"), Samples, False),
     ],
 )
