@@ -459,8 +459,7 @@ class _Look:
 
     def _which(self, losses: Sequence[tuple[Any, Tensor, Sequence[Tensor]]]) -> str | None:
         """What a user would declare, in code."""
-        convention: Any = SimpleNamespace(targets=targets_of)
-        for candidate in candidates(self._rows, convention):
+        for candidate in candidates(self._rows, cast(Any, SimpleNamespace(targets=targets_of))):
             with ignoring_errors():  # one that does not apply
                 if self._adds_up(self._averages(candidate.value), losses):
                     return candidate.code

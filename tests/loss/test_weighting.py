@@ -13,16 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from automicro import LossAverageWarning, LossError, MemoryBudget, Microbatcher
-from automicro.loss.averages import (
-    Counted,
-    CutBatch,
-    Divisors,
-    Samples,
-    Sum,
-    Tokens,
-    add_counts,
-    read_average,
-)
+from automicro.loss.averages import Counted, CutBatch, Divisors, Samples, Sum, Tokens, read_average
 from automicro.loss.weights import BatchWeights, LossMean
 from automicro.ranks.interface import OneRank
 from tests.cases import count_targets, difference, gradients, masked_mean
@@ -53,10 +44,6 @@ def cut(sizes: list[int], batch: Any = None, parts: Any = None) -> CutBatch:
 
 def microbatch_weights(average: Any, batch: Any, parts: Any, sizes: list[int]) -> Any:
     return BatchWeights({"": average}, [cut(sizes, batch, parts)]).of_all
-
-
-def counts_of(average: Any, batch: Any, parts: Any, sizes: list[int]) -> Any:
-    return average.divisors([cut(sizes, batch, parts)]).each
 
 
 def read(loss_fn: Any, declared: Any = "auto", model: Any = None) -> Any:
@@ -139,8 +126,9 @@ def test_a_hugging_face_model_says_whether_it_shifts_its_labels(
     average = read(None, model=model)
     labels = torch.tensor([[1, 2, IGNORED], [IGNORED, 2, 3]])
     parts = [(None, labels[:1]), (None, labels[1:])]
-    counts = counts_of(average, (None, labels), parts, [1, 1])
-    assert counts == ([1, 2] if shift else [2, 2])
+    assert average.divisors([cut([1, 1], (None, labels), parts)]).each == (
+        [1, 2] if shift else [2, 2]
+    )
 
 
 @pytest.mark.parametrize("declares", [False, True])
@@ -181,7 +169,7 @@ def test_a_model_of_unknown_loss_type_is_taken_for_a_mean_over_samples_and_probe
 def test_declaring_tokens_keeps_what_the_loss_says_of_itself() -> None:
     average = read(nn.CrossEntropyLoss(ignore_index=7), "tokens")
     targets = torch.tensor([7, 1, IGNORED + 101])
-    assert counts_of(average, (None, targets), [(None, targets)], [3]) == [2]
+    assert average.divisors([cut([3], (None, targets), [(None, targets)])]).whole == 2
 
 
 @pytest.mark.parametrize("declared", ["token", "mean", ""])
@@ -258,9 +246,8 @@ class OnDevice(Samples):
     """Counts as they come from a device: float64 tensors, which nobody reads back."""
 
     def divisors(self, cuts: Any) -> Divisors:
-        sizes = [size for cut in cuts for size in cut.sizes]
-        each = [torch.tensor(float(size), dtype=torch.float64) for size in sizes]
-        return Divisors(each, add_counts(each))
+        each = torch.tensor(cuts[0].sizes, dtype=torch.float64).unbind()
+        return Divisors(each, torch.stack(each).sum())
 
 
 def test_weights_that_stay_on_the_device_add_up_and_drop_what_counts_nothing() -> None:
@@ -411,7 +398,7 @@ def test_a_total_beside_losses_with_averages_of_their_own_is_refused() -> None:
 def test_as_many_positions_as_rows_are_told_apart_by_the_cut() -> None:
     targets = with_ignored(classes(ROWS, ROWS)).T
     parts = [(None, part) for part in targets.split([6, 5], dim=1)]
-    counts = counts_of(Tokens(second), (None, targets), parts, [6, 5])
+    counts = Tokens(second).divisors([cut([6, 5], (None, targets), parts)]).each
     assert counts == [int((part != IGNORED).sum()) for _, part in parts]
 
 
