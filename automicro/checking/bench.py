@@ -41,9 +41,10 @@ from automicro.errors import (
     describe_error,
     warn,
 )
+from automicro.loss.averages import CutBatch
 from automicro.loss.conventions import Output, outputs_with_rows
-from automicro.loss.passes import Computation, Mode, allowing_writes, check_own_graph, extra_pass
-from automicro.loss.weights import BatchWeights, CutBatch
+from automicro.loss.passes import Computation, Mode, check_own_graph, extra_pass
+from automicro.loss.weights import BatchWeights
 from automicro.memory.oom import Failure, classify, once_more, release
 from automicro.modules import ModuleIndex
 from automicro.options import check_loss
@@ -352,7 +353,7 @@ class Bench:
 
     def _compute(self, rows: Any) -> Output:
         convention, model = self.computation.convention, self.computation.modules[0]
-        with allowing_writes(self.draws):
+        with extra_pass(self.draws):
             match self.conditions.mode:
                 case "train":
                     return convention.train(model, rows)

@@ -31,9 +31,8 @@ from automicro.errors import (
     MetricWarning,
     warn,
 )
-from automicro.loss.averages import Average, Tokens
+from automicro.loss.averages import Average, CutBatch, Tokens
 from automicro.loss.passes import Computation, Mode
-from automicro.loss.weights import CutBatch
 from automicro.memory.oom import Failure, empty_cache
 from automicro.torch_private import writes_own_state
 

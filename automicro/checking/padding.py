@@ -16,8 +16,8 @@ from automicro.checking.bench import Bench, Conditions, Failed, tried
 from automicro.checking.draws import CollectiveError, needs_other_ranks
 from automicro.checking.reading import LOSS, Reading, gaps
 from automicro.errors import AutomicroError
+from automicro.loss.averages import CutBatch
 from automicro.loss.passes import Computation, Mode
-from automicro.loss.weights import CutBatch
 from automicro.memory.oom import Failure
 
 

@@ -64,9 +64,6 @@ def extra_pass(writes: Writes | None = None) -> Iterator[None]:
         _running.pop()
 
 
-allowing_writes = extra_pass
-
-
 @dataclass(frozen=True, kw_only=True)
 class Computation:
     """What is computed from a batch: a model, its loss, and how batches are read.

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from automicro.errors import LossError
-from automicro.loss.averages import Average, Divisors, Weight, add_counts, read_numbers
-from automicro.loss.averages import CutBatch as CutBatch
+from automicro.loss.averages import Average, CutBatch, Divisors, Weight, add_counts, read_numbers
 from automicro.values import alone
 
 
