@@ -70,7 +70,7 @@ def folder_of_caches(
     """Remember microbatch sizes elsewhere, also in fixtures that serve several tests."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AUTOMICRO_CACHE_DIR", str(folder / "shared"))
+        patch.setenv("AUTOMICRO_CACHE", str(folder / "shared"))
         yield folder
 
 
@@ -79,5 +79,5 @@ def own_cache(folder_of_caches: Path) -> Iterator[Path]:
     """Let no test start with the sizes that another one found. The folder does not exist yet."""
     folder = folder_of_caches / str(next(_numbers))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AUTOMICRO_CACHE_DIR", str(folder))
+        patch.setenv("AUTOMICRO_CACHE", str(folder))
         yield folder

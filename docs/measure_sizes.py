@@ -165,7 +165,7 @@ def train(job: Job, limit: str, *, steps: int) -> FitSummary:
 def main() -> None:
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["AUTOMICRO_CACHE_DIR"] = folder
+        os.environ["AUTOMICRO_CACHE"] = folder
         for job in JOBS:
             for limit in job.limits:
                 first = train(job, limit, steps=STEPS)

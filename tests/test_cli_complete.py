@@ -27,7 +27,6 @@ def test_each_shell_has_a_script_with_every_command(
         ("train --js", ["--json"]),
         ("train jo", ["job.yaml"]),
         ("doctor re", ["report.json"]),
-        ("cache --folder si", ["sizes"]),
         ("complete fi", ["fish"]),
     ],
 )
@@ -36,7 +35,6 @@ def test_bash_completes(
 ) -> None:
     for name in ("job.yaml", "report.json"):
         (tmp_path / name).touch()
-    (tmp_path / "sizes").mkdir()
     assert main(["complete", "bash"]) == 0
     script = f"""{capsys.readouterr().out}
 COMP_WORDS=(automicro {words})

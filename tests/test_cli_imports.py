@@ -31,7 +31,6 @@ LIGHT = (
     "cache --clear",
     "cache --older-than month",
     "explore",
-    "cache --folder no-such-folder",
 )
 # Each in one process, so what is imported is told of the first that does so.
 SAY_WHAT_IS_IMPORTED = """\

@@ -1,322 +1,256 @@
-"""The cache: found sizes, one file each. Nothing in it can stop a run."""
+"""Sizes that runs found, kept for the next run: one small JSON file for each kind of run.
 
-import logging
+fsspec reads and writes, in a folder and behind a URL alike.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
 import os
-import sys
-import tempfile
+import re
+import stat
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeVar
 
-from automicro.errors import SizeCacheWarning, warn
-from automicro.remembered.entry import (
-    Entry,
-    RememberedSize,
-    RunKey,
-    UnreadableEntryError,
-    entry_paths,
-    read_entry,
-    remove_leftovers,
-    write_entry,
-)
-from automicro.remembered.remote import RemotePath, place_of
+from automicro.errors import SizeCacheWarning, describe_error, warn
+from automicro.files import write_whole
 
-SHARED_VARIABLE, VARIABLE = "AUTOMICRO_CACHE", "AUTOMICRO_CACHE_DIR"
+T = TypeVar("T")
+
+VARIABLE = "AUTOMICRO_CACHE"
+SECONDS = 15.0  # that an answer may take
+_NAME = re.compile(r"[0-9a-f]{64}\.json")
+_DIMENSION = re.compile(r"(?<=[\[ ])\d+(?=[,\]])")
+_SECRET = re.compile(r"(?<=://)[^/@\s]*@")
 
 
-def sizes_folder() -> Path | RemotePath:
-    """Return the folder of remembered sizes, which need not exist.
+def sizes_folder() -> str:
+    """Return the folder of remembered sizes, or its URL. It need not exist.
 
-    It lies in ``$AUTOMICRO_CACHE``, a folder or a URL that a team shares, else in
-    ``$AUTOMICRO_CACHE_DIR``, else in ``$XDG_CACHE_HOME/automicro``, else where the
-    system keeps the caches of a user: ``~/.cache/automicro`` on Linux.
-
-    >>> sizes_folder().name
-    'sizes'
+    It lies in ``$AUTOMICRO_CACHE``, else in ``$XDG_CACHE_HOME/automicro``, else in
+    ``~/.cache/automicro``.
     """
-    shared = os.environ.get(SHARED_VARIABLE)
-    return (place_of(shared) if shared else _cache_folder()) / "sizes"
+    named = os.environ.get(VARIABLE)
+    if named:
+        return f"{named.rstrip('/')}/sizes"
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # The specification of this variable wants relative paths ignored.
+    return str((base if base.is_absolute() else Path.home() / ".cache") / "automicro" / "sizes")
 
 
-def _cache_folder() -> Path:
-    own = os.environ.get(VARIABLE)
-    if own:
-        return Path(own)
-    # The specification of these variables wants relative paths ignored.
-    shared = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if shared.is_absolute():
-        return shared / "automicro"
-    try:
-        home = Path.home()
-    except RuntimeError:  # a user without a home, as in some containers
-        return Path(tempfile.gettempdir()) / "automicro"
-    if sys.platform == "darwin":
-        return home / "Library" / "Caches" / "automicro"
-    if sys.platform == "win32":
-        local = os.environ.get("LOCALAPPDATA")
-        return (Path(local) if local else home / "AppData" / "Local") / "automicro" / "Cache"
-    return home / ".cache" / "automicro"
+def digest_of(content: Any) -> str:
+    """Return the SHA-256 of plain values, whatever the order of their mappings.
+
+    >>> digest_of({"a": 1, "b": 2}) == digest_of({"b": 2, "a": 1})
+    True
+    """
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-logger = logging.getLogger(__name__)
-
-CLEAR = "say automicro cache --clear"
-_ELSEWHERE = f"the run goes on without; see that the place can be read, or unset {SHARED_VARIABLE}"
-
-_Failures: TypeAlias = list[tuple[Path | RemotePath, Exception]]
-
-
-class Cleared(NamedTuple):
-    """What clearing did.
+@dataclass(frozen=True, kw_only=True)
+class RunKey:
+    """The kind of run that a size was found in. Two runs with the same key share their size.
 
     Attributes:
-        removed: files that are gone by it.
-        kept: files that could not be removed.
+        model: class names of all modules that take part.
+        structure: hash of their classes, parameters and buffers.
+        parameters: how many values all parameters have.
+        device: its name.
+        memory_bytes: that the run may use of it; None where that is not known.
+        precision: as the `Microbatcher` has it.
+        phase: ``"train"`` or ``"eval"``.
+        compiled: whether a module is compiled.
+        optimizer: its class; None without one.
+        rows: of the batch.
+        shapes: of the batch's tensors by path, without the rows: ``{"0": "float32[1, 8, 8]"}``.
+        world_size: processes that train together.
+        automicro: its version.
+        torch: its version.
     """
 
-    removed: Sequence[Path | RemotePath]
-    kept: Sequence[Path | RemotePath]
+    model: str
+    structure: str
+    parameters: int
+    device: str
+    memory_bytes: int | None
+    precision: str
+    phase: str
+    compiled: bool
+    optimizer: str | None
+    rows: int
+    shapes: Mapping[str, str] = field(hash=False)
+    world_size: int
+    automicro: str
+    torch: str
+
+    @property
+    def file(self) -> str:
+        """Name of the file of its size, the same on every machine."""
+        return f"{digest_of(dataclasses.asdict(self))}.json"
+
+    def with_any_shape(self) -> "RunKey":
+        """The key of runs whose batches have other lengths each time."""
+        shapes = {path: _DIMENSION.sub("?", shape) for path, shape in self.shapes.items()}
+        return dataclasses.replace(self, shapes=shapes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RememberedSize:
+    """The microbatch size that a run settled on, as its file holds it.
+
+    Attributes:
+        key: the kind of run.
+        microbatch_size: rows of the largest microbatch.
+        cost_per_row: of the batch it was found with, in the unit of the policy (tokens, say).
+        peak_bytes: of an optimization batch at that size.
+        level: how microbatches were computed, see ``when_too_large``.
+        written_at: seconds since 1970.
+
+    Raises:
+        ValueError: values that cannot have been measured.
+    """
+
+    key: RunKey
+    microbatch_size: int
+    cost_per_row: float | None = None
+    peak_bytes: int | None = None
+    level: str = "plain"
+    written_at: float = field(default_factory=time.time, compare=False)
+
+    def __post_init__(self) -> None:
+        numbers = self.microbatch_size, self.cost_per_row or 1, self.peak_bytes or 1
+        is_measured = all(0 < number < math.inf for number in (*numbers, self.written_at))
+        if not is_measured or self.microbatch_size > self.key.rows:
+            raise ValueError(f"{self} cannot have been measured: give values of a batch that ran")
 
 
 class SizeCache:
-    """Sizes that runs have found, in a folder. Files are data: reading runs nothing of theirs.
+    """Sizes that runs have found. Files are data: reading one runs nothing.
 
-    What cannot be read or written is left out, with one `SizeCacheWarning` for each cache.
+    What fails or is damaged is left out, with one `SizeCacheWarning` for each cache.
 
     Args:
-        folder: of the files, or a URL that fsspec reads; made when the first is written; that of
-            the environment unless given.
-
-    >>> import tempfile
-    >>> from automicro.remembered.entry import RunKey
-    >>> key = RunKey(
-    ...     model="Linear", structure="1f2e", parameters=18, device="CPU", memory_bytes=None,
-    ...     precision="fp32", phase="train", compiled=False, optimizer="AdamW", rows=64,
-    ...     shapes={"0": "float32[8]"}, world_size=1, automicro="0.1.0", torch="2.13.0",
-    ... )
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     cache = SizeCache(folder)
-    ...     cache.remember(key, RememberedSize(microbatch_size=16))
-    ...     cache.find(key).microbatch_size, len(cache.entries()), len(cache.clear().removed)
-    (16, 1, 1)
+        folder: of the files, or its URL; made when the first is written; that of the environment
+            unless given.
     """
 
-    def __init__(self, folder: Path | RemotePath | str | None = None) -> None:
-        # A `Path`, or a `RemotePath`, which has of its methods what is used here.
-        self.folder: Any = sizes_folder() if folder is None else _read_place(folder)
+    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+        self._url = sizes_folder() if folder is None else os.fspath(folder)
+        self.folder = _SECRET.sub("…@", self._url)
+        """Where sizes lie, for people: without a password."""
+        self.has_failed = False
+        """Whether it could not be read or written; `find` and `remember` ask no more then."""
         self._has_warned = False
-        self._is_given_up = False  # a place that does not answer is not waited for twice
-
-    def __repr__(self) -> str:
-        return f"SizeCache({str(self.folder)!r})"
 
     def find(self, key: RunKey) -> RememberedSize | None:
-        """Return what was found for a kind of run: for these shapes, or else for varying ones.
-
-        Args:
-            key: of the run.
-        """
-        for each in dict.fromkeys((key.digest, key.with_any_shape().digest)):
-            path = self._path(each)
-            try:
-                entry = None if self._is_given_up else read_entry(path)
-            except (OSError, UnreadableEntryError) as error:
-                is_elsewhere = isinstance(path, RemotePath) and isinstance(error, OSError)
-                self._is_given_up |= is_elsewhere
-                remedy = _ELSEWHERE if is_elsewhere else f"remove it, or {CLEAR}"
-                self._warn(f"the remembered size in {path} is not used ({_why(error)}): {remedy}")
-                continue
-            if entry is not None:
-                return entry.size
+        """Return what was found for a kind of run: for these shapes, or else for varying ones."""
+        for each in (key, key.with_any_shape()):
+            found = None if self.has_failed else self._read(each.file)
+            if found is not None:
+                return found
         return None
 
-    def remember(self, key: RunKey, size: RememberedSize) -> None:
-        """Write what was found for a kind of run, in place of what was there.
+    def remember(self, size: RememberedSize) -> None:
+        """Write a size in place of what was there for its key."""
+        if not self.has_failed:
+            text = json.dumps(dataclasses.asdict(size), indent=1, allow_nan=False)
+            self._ask("written", size.key.file, lambda fs, path: _write(fs, path, text.encode()))
 
-        Args:
-            key: of the run.
-            size: what it settled on.
-
-        Raises:
-            ValueError: the size exceeds the rows of the key.
-        """
-        if size.microbatch_size > key.rows:
-            raise ValueError(
-                f"microbatches of {size.microbatch_size} rows cannot be cut from a batch of "
-                f"{key.rows}: give the rows of the largest microbatch that was used"
-            )
-        path = self._path(key.digest)
-        if self._is_given_up:
-            return
-        try:
-            write_entry(Entry(key=key, size=size, written_at=time.time(), path=path))
-        except OSError as error:
-            is_elsewhere = isinstance(path, RemotePath)
-            self._is_given_up |= is_elsewhere
-            another = SHARED_VARIABLE if is_elsewhere or self._is_shared else VARIABLE
-            self._warn(
-                f"the microbatch size that was found cannot be remembered in {path} "
-                f"({_why(error)}): the next run finds it anew; make the folder writable, or set "
-                f"{another} to another"
-            )
-        else:
-            logger.debug("remembered microbatch size %s in %s", size.microbatch_size, path)
-
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[RememberedSize]:
         """Return all that is remembered, by model, device and rows."""
-        entries: list[Entry] = []
-        failures: _Failures = []
-        for path in self._paths(failures):
-            try:
-                entry = read_entry(path)
-            except (OSError, UnreadableEntryError) as error:
-                failures.append((path, error))
-                continue
-            if entry is not None:  # cleared meanwhile
-                entries.append(entry)
-        if failures:
-            self._warn(f"{_list(failures)} cannot be read: {_them(failures)}, or {CLEAR}")
-        return sorted(entries, key=_order)
+        found = [self._read(name) for name in self._ask("listed", "", _names) or ()]
+        return sorted(filter(None, found), key=_order)
 
-    def clear(self, which: Callable[[Entry], bool] | None = None) -> "Cleared":
-        """Remove sizes, and return which files are gone and which are not.
+    def clear(self, which: Callable[[RememberedSize], bool] | None = None) -> int:
+        """Remove sizes, and return how many are gone.
 
         Args:
-            which: whether one is to go. Without it all of the cache's files go, damaged ones too;
-                files with other names stay in any case.
+            which: whether one is to go; all unless given, damaged files too.
         """
-        failures: _Failures = []
         if which is None:
-            paths: Sequence[Path | RemotePath] = self._paths(failures)
-            remove_leftovers(self.folder)
+            names = self._ask("listed", "", _names) or []
         else:
-            paths = [entry.path for entry in self.entries() if which(entry)]
-        removed = []
-        for path in paths:
-            try:
-                path.unlink()
-            except FileNotFoundError:  # another one clears, too
-                continue
-            except OSError as error:
-                failures.append((path, error))
-            else:
-                removed.append(path)
-        if failures:
-            self._warn(f"{_list(failures)} cannot be removed: {_them(failures)} by hand")
-        return Cleared(removed=removed, kept=[path for path, _ in failures])
+            names = [each.key.file for each in self.entries() if which(each)]
+        return [self._ask("removed", name, _remove) for name in names].count(True)
 
-    @property
-    def _is_shared(self) -> bool:
-        return bool(os.environ.get(SHARED_VARIABLE))
-
-    def _path(self, digest: str) -> Any:
-        return self.folder / f"{digest}.json"
-
-    def _paths(self, failures: "_Failures") -> Sequence[Path | RemotePath]:
+    def _read(self, name: str) -> RememberedSize | None:
+        text = self._ask("read", name, lambda fs, path: fs.cat_file(path, end=1 << 20))
+        if text is None:
+            return None
         try:
-            return entry_paths(self.folder)
-        except OSError as error:
-            failures.append((self.folder, error))
-            return []
+            content = json.loads(text)
+            size = RememberedSize(**{**content, "key": RunKey(**content["key"])})
+            if size.key.file != name:
+                raise ValueError("its key is that of another file")
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            self._warn(
+                f"{self.folder}/{name} holds no remembered size ({describe_error(error)}): it is "
+                "ignored, and automicro cache --clear removes it"
+            )
+            return None
+        return size
+
+    def _ask(self, done: str, name: str, work: Callable[[Any, str], T]) -> T | None:
+        """The result of work on a file, or on the folder; None where it is missing or failed."""
+        answers: list[T] = []
+        errors: list[Exception] = [TimeoutError(f"no answer within {SECONDS:g} seconds")]
+
+        def ask() -> None:
+            try:
+                import fsspec
+
+                answers.append(work(*fsspec.core.url_to_fs(f"{self._url}/{name}".rstrip("/"))))
+            except Exception as error:  # of any library behind fsspec
+                errors.append(error)
+
+        thread = threading.Thread(target=ask, daemon=True, name="automicro-cache")
+        thread.start()
+        thread.join(SECONDS)
+        if answers:
+            return answers[0]
+        error = errors[-1]
+        if done == "written" or not isinstance(error, FileNotFoundError):
+            self.has_failed = True
+            self._warn(
+                f"{self.folder}/{name} cannot be {done} ({describe_error(error)}): "
+                f"sizes are not remembered; give access to it, or set {VARIABLE} to another folder"
+            )
+        return None
 
     def _warn(self, message: str) -> None:
-        if self._has_warned:
-            logger.debug("%s", message)
-            return
-        self._has_warned = True
-        warn(message, SizeCacheWarning)
+        if not self._has_warned:
+            self._has_warned = True
+            warn(_SECRET.sub("…@", message), SizeCacheWarning)
 
 
-def _read_place(folder: Path | RemotePath | str) -> Path | RemotePath:
-    return place_of(folder) if isinstance(folder, str) else folder
+def _names(fs: Any, folder: str) -> list[str]:
+    names = (str(each).rpartition("/")[2] for each in fs.ls(folder, detail=False, refresh=True))
+    return sorted(name for name in names if _NAME.fullmatch(name))
 
 
-def _order(entry: Entry) -> tuple[object, ...]:
-    key = entry.key
-    return (
-        key.model, key.parameters, key.device, key.memory_bytes or 0, key.phase, key.precision,
-        key.rows, key.digest,
-    )  # fmt: skip
+def _write(fs: Any, path: str, content: bytes) -> None:
+    from fsspec.implementations.local import LocalFileSystem
+
+    fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+    if isinstance(fs, LocalFileSystem):
+        # Readable and writable by those who share the folder.
+        mode = stat.S_IMODE(Path(path).parent.stat().st_mode) & 0o666
+        write_whole(Path(path), lambda file: file.write(content), mode=mode)
+    else:
+        fs.pipe_file(path, content)  # stores show an object once it is whole
 
 
-def _why(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return error.strerror or type(error).__name__
-    return str(error)
+def _remove(fs: Any, path: str) -> bool:
+    fs.rm_file(path)
+    return True
 
 
-def _list(failures: _Failures) -> str:
-    path, error = failures[0]
-    more = f" and {len(failures) - 1} more files" if len(failures) > 1 else ""
-    return f"{path} ({_why(error)}){more}"
-
-
-def _them(failures: _Failures) -> str:
-    return "remove it" if len(failures) == 1 else "remove them"
-
-
-class RememberedSizes:
-    """What a run remembers: asked once at its first batch, written when its size changed.
-
-    Args:
-        cache: where sizes lie.
-        key: of the run, from its first batch.
-
-    >>> import tempfile
-    >>> from automicro.remembered.entry import RunKey
-    >>> key = RunKey(
-    ...     model="Linear", structure="1f2e", parameters=18, device="CPU", memory_bytes=None,
-    ...     precision="fp32", phase="train", compiled=False, optimizer="AdamW", rows=64,
-    ...     shapes={"0": "float32[8]"}, world_size=1, automicro="0.1.0", torch="2.13.0",
-    ... )
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     first = RememberedSizes(SizeCache(folder), key)
-    ...     first.recalled
-    ...     first.settle(RememberedSize(microbatch_size=16), rows=64)
-    ...     RememberedSizes(SizeCache(folder), key).recalled.microbatch_size
-    16
-    """
-
-    def __init__(self, cache: SizeCache, key: RunKey) -> None:
-        self._cache = cache
-        self._key = key
-        self._shapes = key.shapes
-        self.recalled = cache.find(key)
-        """What an earlier run found, None where there was none."""
-        self._written = None if self.recalled is None else self._content(self.recalled)
-
-    @property
-    def varies(self) -> bool:
-        """Whether batches of several shapes were seen, so that the size is not for one shape."""
-        return self._key.shapes is not self._shapes
-
-    def see(self, shapes: Mapping[str, str]) -> None:
-        """Note the shapes of a batch, from `describe_shapes`; not needed once they vary.
-
-        Args:
-            shapes: of the batch.
-        """
-        if not self.varies and shapes != self._shapes:
-            self._key = self._key.with_any_shape()
-            # What was written for one shape does not stand under the new key.
-            self._written = None
-
-    def settle(self, size: RememberedSize, *, rows: int) -> None:
-        """Write a size that a committed batch used, where it is another than before.
-
-        Batches of other rows, such as the last one of an epoch, say nothing of this key.
-
-        Args:
-            size: what the batch used.
-            rows: of the batch.
-        """
-        content = self._content(size)
-        if rows != self._key.rows or content == self._written:
-            return
-        self._written = content
-        self._cache.remember(self._key, size)
-
-    def _content(self, size: RememberedSize) -> tuple[int, float | None, str]:
-        """What makes two sizes the same: where lengths vary, as many rows may be longer ones."""
-        return size.microbatch_size, size.cost_per_row if self.varies else None, size.level
+def _order(size: RememberedSize) -> tuple[object, ...]:
+    key = size.key
+    memory = key.memory_bytes or 0
+    return key.model, key.parameters, key.device, memory, key.phase, key.rows, key.file

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from automicro.batch.layout import BatchLayout
 from automicro.memory.device import usable_bytes
-from automicro.remembered.entry import RunKey, sha256_of
+from automicro.remembered.cache import RunKey, digest_of
 from automicro.torch_private import is_compiled, is_uninitialized
 from automicro.version import __version__
 
@@ -48,7 +48,7 @@ def describe_run(
     parameters = {id(p): p for module in modules for p in module.parameters()}
     return RunKey(
         model=" + ".join(map(_class_name, modules)),
-        structure=_hash_structure(modules),
+        structure=digest_of(list(map(_structure, modules))),
         parameters=sum(0 if is_uninitialized(p) else p.numel() for p in parameters.values()),
         device=_device_name(device),
         memory_bytes=usable_bytes(device),
@@ -93,43 +93,26 @@ def describe_shapes(batch: Any, *, layout: BatchLayout | None = None) -> dict[st
 
 
 def _describe_tensor(tensor: Tensor, *, row_dim: int | None) -> str:
-    dtype = _dtype_name(tensor.dtype)
+    dtype = str(tensor.dtype).removeprefix("torch.")
     if tensor.is_nested:
         return f"nested {dtype} of {tensor.dim()} dimensions"
-    shape = list(tensor.shape)
-    if row_dim is not None:
-        del shape[row_dim]
-    return f"{dtype}[{', '.join(map(str, shape))}]"
+    return f"{dtype}{[length for dim, length in enumerate(tensor.shape) if dim != row_dim]}"
 
 
-def _hash_structure(modules: Sequence[nn.Module]) -> str:
-    """One hash of what all modules are made of, submodules by class: some keep more for backward.
-
-    Tied tensors count under each of their names.
-    """
-    content: list[Any] = []
-    for module in modules:
-        content.append([[name, type(part).__name__] for name, part in module.named_modules()])
-        tensors = [
-            *module.named_parameters(remove_duplicate=False),
-            *module.named_buffers(remove_duplicate=False),
-        ]
-        for name, tensor in tensors:
+def _structure(module: nn.Module) -> list[Any]:
+    """Classes, for some keep more for backward; tensors, tied ones under each of their names."""
+    content: list[Any] = [[name, type(part).__name__] for name, part in module.named_modules()]
+    for of in (module.named_parameters, module.named_buffers):
+        for name, tensor in of(remove_duplicate=False):
             shape = None if is_uninitialized(tensor) else list(tensor.shape)
-            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-            content.append([kind, name, shape, _dtype_name(tensor.dtype), tensor.requires_grad])
-    return sha256_of(content)
+            content.append([of.__name__, name, shape, str(tensor.dtype), tensor.requires_grad])
+    return content
 
 
 def _class_name(module: nn.Module) -> str:
     name = type(module).__name__
-    if name == "OptimizedModule":  # what torch.compile returns
-        return _class_name(next(module.children()))
-    return name
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    # What torch.compile returns.
+    return _class_name(next(module.children())) if name == "OptimizedModule" else name
 
 
 def _device_name(device: torch.device) -> str:

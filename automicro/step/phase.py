@@ -21,8 +21,7 @@ from automicro.nested.split import NestedSplit
 from automicro.policy.policy import Policy
 from automicro.ranks.interface import OneRank, Ranks, Sync, announcing_failure
 from automicro.reach import Reach
-from automicro.remembered.cache import RememberedSizes, SizeCache
-from automicro.remembered.entry import RememberedSize, RunKey
+from automicro.remembered.cache import RememberedSize, RunKey, SizeCache
 from automicro.rungs.levels import Level
 from automicro.state.part import State, taking_shapes
 from automicro.step.events import Narrator, Observer
@@ -63,21 +62,18 @@ class Recollection:
     Args:
         describe: ``describe(shapes, rows=…)`` is the key of a run, from its first batch.
         shapes: of a batch; see `describe_shapes`.
-        cache: where sizes lie; that of the user unless given.
     """
 
     def __init__(
-        self,
-        describe: Callable[..., RunKey],
-        shapes: Callable[[Any], Mapping[str, str]],
-        *,
-        cache: SizeCache | None = None,
+        self, describe: Callable[..., RunKey], shapes: Callable[[Any], Mapping[str, str]]
     ) -> None:
         self._describe = describe
         self._shapes = shapes
-        self._cache = cache or SizeCache()
-        self._memory: RememberedSizes | None = None
         self._has_asked = False
+        self._cache: SizeCache | None = None  # None where nothing is remembered
+        self._key: RunKey
+        self._varies = False  # batches of several shapes were seen
+        self._written: tuple[object, ...] | None = None
         self._row_cost: float | None = None
         self._size: int | None = None
         # While lengths vary: the most elements of a microbatch that fitted, of batches that were
@@ -86,12 +82,7 @@ class Recollection:
         self._has_cut = False
 
     def look_up(
-        self,
-        batch: ReadBatch | None,
-        policy: Policy,
-        *,
-        is_new: bool,
-        ranks: Ranks | None = None,
+        self, batch: ReadBatch | None, policy: Policy, *, is_new: bool, ranks: Ranks
     ) -> int | None:
         """Let a policy start from what is remembered, at the first batch of a new run.
 
@@ -104,18 +95,19 @@ class Recollection:
             is_new: whether nothing was found yet, here or in a checkpoint.
             ranks: that all start from what the first of them remembers.
         """
-        ranks = ranks or OneRank()
         row_cost = None if batch is None else batch.cost
         if self._has_asked:
             is_same = row_cost is not None and row_cost == self._row_cost
-            if self._memory is not None and not (self._memory.varies or is_same or batch is None):
+            if self._cache is not None and not (self._varies or is_same or batch is None):
                 with self._going_on():
-                    self._memory.see(self._shapes(batch.batch))
+                    self._varies = self._shapes(batch.batch) != self._key.shapes
+                if self._varies:
+                    self._key, self._written = self._key.with_any_shape(), None
             return None
         self._row_cost = row_cost
         with announcing_failure(ranks):
             size, cost, level = 0.0, 0.0, 0.0
-            if ranks.rank == 0:
+            if ranks.rank == 0 and batch is not None:
                 with self._going_on():
                     size, cost, level = self._recall(batch, policy.levels)
         if not ranks.is_alone:
@@ -134,20 +126,19 @@ class Recollection:
         )
         return int(size)
 
-    def _recall(self, batch: ReadBatch | None, levels: Sequence[str]) -> tuple[float, float, float]:
+    def _recall(self, batch: ReadBatch, levels: Sequence[str]) -> tuple[float, float, float]:
         """Rows, cost of a row and level that are remembered; zeros where nothing is of use."""
-        if batch is None:
+        self._key = self._describe(self._shapes(batch.batch), rows=batch.num_rows)
+        self._cache = SizeCache()
+        recalled = self._cache.find(self._key)
+        if recalled is None:
             return 0.0, 0.0, 0.0
-        self._memory = RememberedSizes(
-            self._cache, self._describe(self._shapes(batch.batch), rows=batch.num_rows)
-        )
-        recalled = self._memory.recalled
-        if recalled is None or recalled.level not in levels:
+        self._written = self._content(recalled)
+        is_whole = recalled.level == levels[0] and recalled.microbatch_size >= batch.num_rows
+        # The whole batch comes first anyway, and longer rows may fit as well.
+        if is_whole or recalled.level not in levels:
             return 0.0, 0.0, 0.0
         level = levels.index(recalled.level)
-        if level == 0 and recalled.microbatch_size >= batch.num_rows:
-            # The whole batch comes first anyway, and longer rows may fit as well.
-            return 0.0, 0.0, 0.0
         return float(recalled.microbatch_size), recalled.cost_per_row or 0.0, float(level)
 
     def take_down(self, finished: Finished[Any]) -> None:
@@ -156,37 +147,38 @@ class Recollection:
         While all batches have one shape, two in a row had it. Where lengths vary, it is the
         largest that fitted, in elements, until one of no more than these fails.
         """
-        size, self._size = self._size, finished.microbatch_size
-        if self._memory is None or not finished.is_committed or not finished.cuts:
+        before, self._size = self._size, finished.microbatch_size
+        if self._cache is None or not finished.is_committed or not finished.cuts:
             return
         if finished.plan.is_measuring or finished.plan.unit != ROWS:
             return
-        with self._going_on():
-            self._take_down(self._memory, finished, size)
-
-    def _take_down(
-        self,
-        memory: RememberedSizes,
-        finished: Finished[Any],
-        size: int | None,
-    ) -> None:
         widest = max(finished.cuts, key=lambda cut: cut.largest * (cut.row_cost or 1))
-        rows, cost = widest.largest, widest.row_cost or 1.0
-        if memory.varies:
+        if self._varies:
+            cost = widest.row_cost or 1.0
             failed = [each * cost for each in finished.failed_sizes]
-            if not self._is_news(rows * cost, failed, is_cut=widest.is_split):
+            if not self._is_news(widest.largest * cost, failed, is_cut=widest.is_split):
                 return
-        elif size != self._size:
+        elif before != self._size:
             return
-        measured = finished.measured
-        found = RememberedSize(
-            microbatch_size=rows,
-            cost_per_row=widest.row_cost or None,
-            peak_bytes=None if measured is None else measured.peak_bytes,
-            seconds=measured.seconds if measured is not None and measured.has_waited else None,
-            level=finished.level_name,
-        )
-        memory.settle(found, rows=widest.num_rows)
+        # Batches of other rows, such as the last one of an epoch, say nothing of this key.
+        if widest.num_rows != self._key.rows:
+            return
+        with self._going_on():
+            measured = finished.measured
+            found = RememberedSize(
+                key=self._key,
+                microbatch_size=widest.largest,
+                cost_per_row=widest.row_cost or None,
+                peak_bytes=None if measured is None else measured.peak_bytes,
+                level=finished.level_name,
+            )
+            if self._content(found) != self._written:
+                self._written = self._content(found)
+                self._cache.remember(found)
+
+    def _content(self, size: RememberedSize) -> tuple[object, ...]:
+        """What makes two sizes the same: where lengths vary, as many rows may be longer ones."""
+        return size.microbatch_size, size.cost_per_row if self._varies else None, size.level
 
     @contextlib.contextmanager
     def _going_on(self) -> Iterator[None]:
@@ -195,7 +187,7 @@ class Recollection:
         except SizeCacheWarning:  # one of those that the user wants as errors
             raise
         except Exception as error:
-            self._memory = None
+            self._cache = None
             warn(
                 f"microbatch sizes are not remembered in this run ({describe_error(error)}); it "
                 "finds them by itself, and remember_sizes=False says nothing of it",

@@ -171,7 +171,7 @@ def decline(kind: str) -> dict[str, Any]:
 def remember(folder: str) -> list[Any]:
     """Two runs, of which only the first rank has a place to remember sizes in."""
     rank = dist.get_rank()
-    os.environ["AUTOMICRO_CACHE_DIR"] = f"{folder}/{rank}"
+    os.environ["AUTOMICRO_CACHE"] = f"{folder}/{rank}"
     told: list[Any] = []
     for _ in range(2):
         model = wide("ddp")

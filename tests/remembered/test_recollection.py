@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from automicro import Evaluator, Halving, Microbatcher, SizeCacheWarning, Trainer
 from automicro.checkpoints.store import CheckpointConfig
-from automicro.remembered.cache import SizeCache
-from automicro.remembered.entry import Entry, RememberedSize
+from automicro.remembered.cache import RememberedSize, SizeCache
 from automicro.step.results import StepResult
 from automicro.trainer.report import FitSummary
 from tests.callbacks.runs import Sizes, trainer_with
@@ -40,24 +39,40 @@ def run(batches: int = 6, **options: Any) -> tuple[list[int], list[int], FitSumm
     return notes.sizes, notes.ooms, summary
 
 
-def entries(phase: str = "train") -> list[Entry]:
+def entries(phase: str = "train") -> list[RememberedSize]:
     return [each for each in SizeCache().entries() if each.key.phase == phase]
 
 
 def remember_instead(size: int, cost: float | None = None) -> None:
     (entry,) = entries()
-    SizeCache().remember(entry.key, RememberedSize(microbatch_size=size, cost_per_row=cost))
+    SizeCache().remember(RememberedSize(key=entry.key, microbatch_size=size, cost_per_row=cost))
 
 
 def test_a_second_run_of_the_trainer_starts_at_the_size_of_the_first() -> None:
     sizes, ooms, _ = run()
     assert sum(ooms) >= 1
     (entry,) = entries()
-    assert entry.size.microbatch_size == sizes[-1]
-    assert entry.size.peak_bytes is not None
+    assert entry.microbatch_size == sizes[-1]
+    assert entry.peak_bytes is not None
     again, no_ooms, summary = run()
     assert again[0] == sizes[-1]
     assert sum(no_ooms) == summary.train_ooms == 0
+
+
+def test_a_run_writes_when_its_size_changed_and_not_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written: list[RememberedSize] = []
+    monkeypatch.setattr(SizeCache, "remember", lambda self, size: written.append(size))
+    loader = make_loader(rows=2 * ROWS + 8, batch_size=ROWS)
+    sizes, _, _ = run(batches=9, train_dataloader=loader)
+    assert [each.microbatch_size for each in written] == [sizes[-2]]
+    monkeypatch.undo()
+    SizeCache().remember(written[0])
+    (before,) = Path(SizeCache().folder).iterdir()
+    seen = before.stat().st_mtime_ns
+    run()
+    assert before.stat().st_mtime_ns == seen
 
 
 def test_a_second_microbatcher_starts_at_the_size_of_the_first() -> None:
@@ -86,7 +101,7 @@ def test_a_wrong_size_is_recovered_from_and_put_right(wrong: int) -> None:
     assert (ooms[0] > 0) == (wrong > 8)
     assert again[-1] == sizes[-1]
     (entry,) = entries()
-    assert entry.size.microbatch_size == sizes[-1]
+    assert entry.microbatch_size == sizes[-1]
 
 
 def test_what_a_checkpoint_says_comes_before_what_is_remembered(tmp_path: Path) -> None:
@@ -121,7 +136,7 @@ def test_other_runs_neither_read_nor_write(options: dict[str, Any]) -> None:
     assert same == ooms
     assert again[0] != 2
     (entry,) = entries()
-    assert entry.size.microbatch_size == 2 != sizes[-1]
+    assert entry.microbatch_size == 2 != sizes[-1]
 
 
 def test_each_named_evaluation_remembers_its_own_size() -> None:
@@ -135,7 +150,7 @@ def test_each_named_evaluation_remembers_its_own_size() -> None:
         return run(batches=4, eval_dataloader=named, eval_interval="1ba")[2]
 
     assert evaluate().eval_ooms > 0
-    found = {each.key.rows: each.size.microbatch_size for each in entries("eval")}
+    found = {each.key.rows: each.microbatch_size for each in entries("eval")}
     assert found.keys() == {ROWS // 2, 4 * ROWS}
     assert found[4 * ROWS] < 4 * ROWS
     assert evaluate().eval_ooms == 0
@@ -213,7 +228,7 @@ def test_a_damaged_file_is_a_warning_and_the_run_finds_its_size(
 ) -> None:
     sizes, ooms, _ = run()
     (entry,) = entries()
-    damage(SizeCache().folder / f"{entry.key.digest}.json")
+    damage(Path(SizeCache().folder, entry.key.file))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         again, same, _ = run()
@@ -230,9 +245,9 @@ def broken(*_: Any, **__: Any) -> Any:
     [
         ("automicro.microbatcher", "describe_run"),
         ("automicro.microbatcher", "describe_shapes"),
-        ("automicro.step.phase.RememberedSizes", "settle"),
-        ("automicro.step.phase.RememberedSizes", "see"),
-        ("automicro.step.phase.RememberedSizes", "__init__"),
+        ("automicro.step.phase.SizeCache", "remember"),
+        ("automicro.step.phase.SizeCache", "find"),
+        ("automicro.step.phase.SizeCache", "__init__"),
     ],
 )
 def test_nothing_about_remembering_can_stop_a_run(
@@ -256,13 +271,13 @@ def test_nothing_about_remembering_can_stop_a_run(
     assert "are not remembered in this run (PermissionError" in str(told[0].message)
 
 
-@pytest.mark.parametrize("place", ["HOME", "XDG_CACHE_HOME", "AUTOMICRO_CACHE_DIR"])
+@pytest.mark.parametrize("place", ["HOME", "XDG_CACHE_HOME", "AUTOMICRO_CACHE"])
 def test_a_home_that_is_no_folder_is_one_warning(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    for name in ("XDG_CACHE_HOME", "AUTOMICRO_CACHE_DIR"):
+    for name in ("XDG_CACHE_HOME", "AUTOMICRO_CACHE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(place, str(file))
     with warnings.catch_warnings(record=True) as caught:
@@ -284,7 +299,7 @@ def test_the_console_says_once_that_a_size_was_remembered() -> None:
     assert "earlier run" not in output()
     (entry,) = entries()
     line = (
-        f"train: started from {entry.size.microbatch_size} rows per microbatch, which an earlier "
+        f"train: started from {entry.microbatch_size} rows per microbatch, which an earlier "
         "run found\n"
     )
     second = output()

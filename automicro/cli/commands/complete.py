@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     from automicro.cli.command_line import make_parsers
 
     parser, commands = make_parsers()
-    paths = {"CONFIG": shtab.FILE, "FILE": shtab.FILE, "OUT": shtab.FILE, "FOLDER": shtab.DIRECTORY}
+    paths = {"CONFIG": shtab.FILE, "FILE": shtab.FILE, "OUT": shtab.FILE}
     # argparse does not say what is a file; shtab reads it off this attribute.
     for action in (action for each in commands.values() for action in each._actions):
         if action.metavar in paths:
