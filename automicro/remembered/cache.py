@@ -23,6 +23,7 @@ from automicro.files import write_whole
 T = TypeVar("T")
 
 VARIABLE = "AUTOMICRO_CACHE"
+_GONE = "AUTOMICRO_CACHE_DIR"
 SECONDS = 15.0  # that an answer may take
 _NAME = re.compile(r"[0-9a-f]{64}\.json")
 _DIMENSION = re.compile(r"(?<=[\[ ])\d+(?=[,\]])")
@@ -36,6 +37,8 @@ def sizes_folder() -> str:
     ``~/.cache/automicro``.
     """
     named = os.environ.get(VARIABLE)
+    if _GONE in os.environ and not named:
+        warn(f"{_GONE} is not read any more; name the folder in {VARIABLE}", SizeCacheWarning)
     if named:
         return f"{named.rstrip('/')}/sizes"
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))

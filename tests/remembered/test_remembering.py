@@ -442,6 +442,13 @@ def test_the_folder_is_where_caches_of_a_user_lie(
     assert sizes_folder() == folder
 
 
+def test_a_variable_of_before_is_answered_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AUTOMICRO_CACHE")
+    monkeypatch.setenv("AUTOMICRO_CACHE_DIR", "/a")
+    with pytest.warns(SizeCacheWarning, match="name the folder in AUTOMICRO_CACHE"):
+        assert sizes_folder() != "/a/sizes"
+
+
 def test_tests_have_a_cache_of_their_own(own_cache: Path) -> None:
     assert SizeCache().folder == f"{own_cache}/sizes"
     assert not own_cache.exists()
