@@ -23,7 +23,6 @@ from automicro.files import write_whole
 T = TypeVar("T")
 
 VARIABLE = "AUTOMICRO_CACHE"
-_GONE = "AUTOMICRO_CACHE_DIR"
 SECONDS = 15.0  # that an answer may take
 _NAME = re.compile(r"[0-9a-f]{64}\.json")
 _DIMENSION = re.compile(r"(?<=[\[ ])\d+(?=[,\]])")
@@ -37,8 +36,8 @@ def sizes_folder() -> str:
     ``~/.cache/automicro``.
     """
     named = os.environ.get(VARIABLE)
-    if _GONE in os.environ and not named:
-        warn(f"{_GONE} is not read any more; name the folder in {VARIABLE}", SizeCacheWarning)
+    if not named and f"{VARIABLE}_DIR" in os.environ:
+        warn(f"{VARIABLE}_DIR is not read any more; name it in {VARIABLE}", SizeCacheWarning)
     if named:
         return f"{named.rstrip('/')}/sizes"
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
@@ -175,9 +174,8 @@ class SizeCache:
         Args:
             which: whether one is to go; all unless given, damaged files too.
         """
-        if which is None:
-            names = self._ask("listed", "", _names) or []
-        else:
+        names = self._ask("listed", "", _names) or []
+        if which is not None:
             names = [each.key.file for each in self.entries() if which(each)]
         return [self._ask("removed", name, _remove) for name in names].count(True)
 
@@ -255,5 +253,4 @@ def _remove(fs: Any, path: str) -> bool:
 
 def _order(size: RememberedSize) -> tuple[object, ...]:
     key = size.key
-    memory = key.memory_bytes or 0
-    return key.model, key.parameters, key.device, memory, key.phase, key.rows, key.file
+    return key.model, key.parameters, key.device, key.memory_bytes or 0, key.phase, key.rows

@@ -445,7 +445,7 @@ def test_the_folder_is_where_caches_of_a_user_lie(
 def test_a_variable_of_before_is_answered_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AUTOMICRO_CACHE")
     monkeypatch.setenv("AUTOMICRO_CACHE_DIR", "/a")
-    with pytest.warns(SizeCacheWarning, match="name the folder in AUTOMICRO_CACHE"):
+    with pytest.warns(SizeCacheWarning, match="name it in AUTOMICRO_CACHE"):
         assert sizes_folder() != "/a/sizes"
 
 
