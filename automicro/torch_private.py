@@ -759,14 +759,11 @@ def computing(operations: Mapping[str, Callable[..., Tensor | None]]) -> Iterato
 
         return run
 
-    with _OPERATIONS_LOCK:  # there is one table of operations for all threads
-        library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-        try:
-            for name, compute in operations.items():
-                library.impl(name, instead(name, compute), "AutogradCPU")  # type: ignore[no-untyped-call]
-            yield
-        finally:
-            library._destroy()  # type: ignore[no-untyped-call]
+    # There is one table of operations for all threads.
+    with _OPERATIONS_LOCK, torch.library._scoped_library("aten", "IMPL") as library:
+        for name, compute in operations.items():
+            library.impl(name, instead(name, compute), "AutogradCPU")
+        yield
 
 
 _OPERATIONS_LOCK = threading.RLock()
