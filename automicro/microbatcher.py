@@ -23,7 +23,7 @@ from automicro.loss.averages import Average, LossAverage, is_declared, read_aver
 from automicro.loss.conventions import choose_convention
 from automicro.loss.passes import Computation, Mode, accept_writes
 from automicro.memory.oom import once_more
-from automicro.memory.residents import OccupiedDevice
+from automicro.memory.residents import OccupiedDevice, ResidentMemory
 from automicro.modules import comparing_rows, evaluation_mode
 from automicro.nested.parts import NestedParts, NestedSizes
 from automicro.optimizer.reservation import OptimizerReservation
@@ -681,6 +681,14 @@ class Microbatcher:
         """
         return self._setup.reservation.unknown
 
+    def residents(self, *, training: bool) -> ResidentMemory:
+        """What lies on the device at any size, with what the optimizer's first step will add.
+
+        Known from the first batch on.
+        """
+        upcoming = self._setup.reservation.upcoming_bytes
+        return self._memory.measure(training=training, upcoming_bytes=upcoming)
+
     def hold_reservation(self) -> None:
         """Hold memory for the optimizer's first step now, as a batch does while it runs."""
         self._setup.reservation.begin()
@@ -879,10 +887,7 @@ class Microbatcher:
             read = self._sorter.sort(read, mode)
             self._index.refresh()  # a look may have made layers
         return Step(
-            batches=read,
-            policy=policy,
-            denominators=denominators,
-            wants_to_stop=self.wants_to_stop,
+            batches=read, policy=policy, denominators=denominators, wants_to_stop=self.wants_to_stop
         )
 
     def _read_once(self, batches: Sequence[Any]) -> list[ReadBatch]:

@@ -43,10 +43,20 @@ class ResidentMemory:
     limit: int | None = None
 
     @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by what they are, in words."""
+        return {
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "optimizer state": self.optimizer_state,
+            "buffers": self.buffers,
+            "shared parts of the batch": self.shared_inputs,
+        }
+
+    @property
     def total(self) -> int:
         """All of it, in bytes."""
-        held = self.parameters + self.gradients + self.optimizer_state + self.buffers
-        return held + self.shared_inputs
+        return sum(self.parts.values())
 
     @property
     def leaves_nothing(self) -> bool:
@@ -54,14 +64,8 @@ class ResidentMemory:
         return self.limit is not None and self.total >= self.limit
 
     def __str__(self) -> str:
-        parts = {
-            "parameters": self.parameters,
-            "gradients": self.gradients,
-            "optimizer state": self.optimizer_state,
-            "buffers": self.buffers,
-            "shared parts of the batch": self.shared_inputs,
-        }
-        return ", ".join(f"{name} {format_bytes(held)}" for name, held in parts.items() if held)
+        parts = self.parts.items()
+        return ", ".join(f"{name} {format_bytes(held)}" for name, held in parts if held)
 
 
 def measure_residents(
@@ -205,10 +209,8 @@ class OccupiedDevice:
     @contextlib.contextmanager
     def _limited(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            if self._budget is not None:
-                stack.enter_context(self._budget)
-            elif self._memory_limit is not None:
-                stack.enter_context(limit_memory(self._memory_limit, self._device))
+            if self._memory_limit is not None:
+                stack.enter_context(self._budget or limit_memory(self._memory_limit, self._device))
             budget = active_budget()
             if budget is not None:
                 track_residents(budget, [*self._modules, self._optimizer])

@@ -1,20 +1,18 @@
-"""The fastest size before a run, measured on its own batches; nothing stays changed."""
+"""The fastest size before a run: a race over sizes on its own batches; nothing stays changed."""
 
-import contextlib
 import dataclasses
-import itertools
-import math
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from automicro.batch.cutting import concat_rows
 from automicro.batch.layout import BatchLayout
+from automicro.batch.tensors import replace_tensors, tensor_leaves
 from automicro.batchnorm import find_batchnorm
 from automicro.errors import AutomicroError, SampleTooLargeError
 from automicro.microbatcher import Microbatcher
@@ -23,7 +21,7 @@ from automicro.policy.explore import EXPECTED, ROUND, SIZE, SURE
 from automicro.policy.policy import Outcome, Policy
 from automicro.policy.search import Candidate, Measurement, Search
 from automicro.state.capture import capture
-from automicro.tools.pictures import speed_and_memory
+from automicro.tools.pictures import Point, speed_and_memory
 from automicro.trainer.rehearsal import undisturbed
 from automicro.units import format_bytes
 
@@ -32,7 +30,10 @@ if TYPE_CHECKING:
 
 # Rows that are pooled, in batches of the loader.
 POOLED = 4
-_WARM_UP = 3  # of the largest size, before any is measured
+# Trials of the largest size before all others: an allocator that has served it serves the others
+# faster from then on, so that sizes which were measured before it would seem slower than they are.
+_WARM_UP = 3
+_SIZES = ("microbatch_size", "eval_microbatch_size", "remember_sizes", "repeatable")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,7 @@ class MeasuredSize:
     speedup: float
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class ExploreReport:
     """What was found. ``str()`` of it is a table.
 
@@ -93,18 +94,13 @@ class ExploreReport:
     notes: tuple[str, ...] = ()
 
     @property
-    def points(self) -> list[tuple[int, float | None, float | None, int | None]]:
+    def points(self) -> list[Point]:
         """For a picture: of each size the rows per second, their spread, the peak in bytes."""
-        known: list[tuple[int, float | None, float | None, int | None]] = [
-            (
-                each.microbatch_size,
-                each.rows_per_second,
-                None if each.spread is None else each.spread * each.rows_per_second,
-                each.peak_bytes,
-            )
-            for each in self.measured
-        ]
-        return known + [(size, None, None, None) for size in sorted(self.too_large)]
+        known: list[Point] = []
+        for each in self.measured:
+            spread = each.spread and each.spread * each.rows_per_second
+            known.append((each.microbatch_size, each.rows_per_second, spread, each.peak_bytes))
+        return known + [(size, None, None, None) for size in self.too_large]
 
     def picture(self) -> "Figure":
         """Draw speed and memory against the size, with the choice.
@@ -118,54 +114,29 @@ class ExploreReport:
         """All of it as values that JSON can hold."""
         return dataclasses.asdict(self)
 
-    def __repr__(self) -> str:
-        return (
-            f"ExploreReport({self.phase}: {self.microbatch_size} rows, {self.speedup:.2f}x base, "
-            f"confidence {self.confidence})"
-        )
-
     def __str__(self) -> str:
-        lines = [f"{'rows':>6}  {'rows/s':>10}  {'spread':>6}  {'peak':>11}  {'speed':>6}  steps"]
+        lines = ["  rows      rows/s  spread         peak   speed  steps"]
         for each in self.measured:
             spread = "" if each.spread is None else f"{each.spread:.1%}"
             peak = "" if each.peak_bytes is None else format_bytes(each.peak_bytes)
-            chosen = "  ←" if each.microbatch_size == self.microbatch_size else ""
             lines.append(
                 f"{each.microbatch_size:>6}  {each.rows_per_second:>10,.1f}  {spread:>6}  "
-                f"{peak:>11}  {each.speedup:>5.2f}x  {each.steps:>5}{chosen}"
+                f"{peak:>11}  {each.speedup:>5.2f}x  {each.steps:>5}"
+                + "  ←"
+                * (each.microbatch_size == self.microbatch_size)
             )
-        lines += [f"{size:>6}  does not fit" for size in sorted(self.too_large)]
-        key = "microbatch_size" if self.phase == "train" else "eval_microbatch_size"
-        lines += [
-            "",
-            f"{key}: {self.microbatch_size}  ({self.speedup:.2f}x base of {self.base} rows, "
-            f"confidence {self.confidence}, {self.ended}; {self.steps} trials in "
-            f"{self.seconds:.1f} s)",
-        ]
+        lines += [f"{size:>6}  does not fit" for size in self.too_large]
+        lines.append(
+            f"\n{'eval_' * (self.phase == 'eval')}microbatch_size: {self.microbatch_size}  "
+            f"({self.speedup:.2f}x base of {self.base} rows, confidence {self.confidence}, "
+            f"{self.ended}; {self.steps} trials in {self.seconds:.1f} s)"
+        )
         if self.phase == "train":
-            divides = self.batch_rows % self.microbatch_size == 0
-            verb = "divides" if divides else "does not divide"
-            nearest = "" if divides else f"; the nearest that it does is {self.global_batch}"
-            lines.append(f"global batch: it {verb} {self.batch_rows} rows{nearest}")
+            does = "divides {} rows"
+            if self.batch_rows % self.microbatch_size:
+                does = "does not divide {} rows; the nearest that it does is {}"
+            lines.append(f"global batch: it {does.format(self.batch_rows, self.global_batch)}")
         return "\n".join([*lines, *self.notes])
-
-
-class _OneSize(Policy):
-    """The size of a trial, and what became of it."""
-
-    def __init__(self) -> None:
-        self.size = 1
-        self.outcome: Outcome | None = None
-
-    @property
-    def compares_seconds(self) -> bool:
-        return True
-
-    def propose(self, num_rows: int, cost: float | None = None) -> int:
-        return min(num_rows, self.size)
-
-    def record(self, outcome: Outcome) -> None:
-        self.outcome = outcome
 
 
 def explore(
@@ -213,61 +184,66 @@ def explore(
         raise ValueError(
             f"max_minutes={max_minutes!r}: give a positive number of minutes, or None for any time"
         )
-    for name in ("microbatch_size", "eval_microbatch_size", "repeatable", "remember_sizes"):
-        if name in options:
-            raise TypeError(f"explore() looks for sizes itself: leave {name} out")
-    if "when_too_large" in options:
+    for name in {*_SIZES, "when_too_large"} & options.keys():
         raise TypeError(
-            "explore() measures sizes at the plain level: leave when_too_large out, and let the "
-            'run find both with microbatch_size="explore"'
+            f"explore() looks for sizes itself, at the plain level: leave {name} out, and let the "
+            'run find sizes and levels with microbatch_size="explore"'
         )
-    policy = _OneSize()
-    options = {"batchnorm": "ignore", "probe": False, **options}
-    microbatcher = Microbatcher(
-        model, microbatch_size=policy, eval_microbatch_size=policy, **options
-    )
-    layout = BatchLayout(options.get("batch_layout", 0))
-    modules = [model, *options.get("modules", ())]
-    with _undone(modules, batches):
-        pool = _Pool(batches, layout, max_rows=max_rows)
-        trials = _Trials(microbatcher, policy, pool, evaluates=evaluate)
+    start = time.monotonic()
+    with undisturbed(batches):
+        pool = _Pool(batches, BatchLayout(options.get("batch_layout", 0)), max_rows)
+        race = _Race(pool.batch_rows, pool.num_rows)
+        options = {"batchnorm": "ignore", "probe": False, **options}
+        microbatcher = Microbatcher(
+            model, microbatch_size=race, eval_microbatch_size=race, **options
+        )
+        captured = capture({"model": model, "modules": options.get("modules", ())})
         try:
-            report = trials.run(max_steps, math.inf if max_minutes is None else 60 * max_minutes)
+            for size in race.trials(max_steps, max_minutes):
+                try:
+                    batch = pool.about_a_batch(size)
+                    if evaluate:
+                        microbatcher.evaluate(batch)
+                    else:
+                        microbatcher.accumulate([batch], accept=lambda _: False)
+                except SampleTooLargeError:
+                    if size == 1:
+                        raise
+        except KeyboardInterrupt:
+            if not race.seconds:
+                raise
+            race.ended = "interrupted"
         finally:
+            captured.put_back()
             microbatcher.release_reservation()
-    notes = list(pool.notes)
-    averaging = [] if evaluate else find_batchnorm(model)
-    if averaging:
-        notes.append(
-            f"{averaging[0]!r} averages over the rows of a microbatch (BatchNorm): its size "
-            "changes what is trained, and not only how fast"
+    for name in [] if evaluate else find_batchnorm(model)[:1]:
+        pool.notes.append(
+            f"{name!r} averages over the rows of a microbatch (BatchNorm): its size changes what "
+            "is trained, and not only how fast"
         )
-    return dataclasses.replace(report, notes=tuple(notes))
-
-
-@contextlib.contextmanager
-def _undone(modules: Sequence[nn.Module], data: Any) -> Iterator[None]:
-    """Put back random numbers, what modules and a data loader hold, and gradients."""
-    captured = capture({f"modules[{index}]": each for index, each in enumerate(modules)})
-    parameters = [each for module in modules for each in module.parameters()]
-    gradients = [(each, each.grad) for each in parameters]
-    try:
-        with undisturbed(data):
-            yield
-    finally:
-        captured.put_back()
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+    found = race.search.find()
+    size = _size(found.best)
+    return ExploreReport(
+        phase="eval" if evaluate else "train",
+        microbatch_size=size,
+        speedup=found.speedup,
+        confidence=found.confidence,
+        base=_size(race.search.base),
+        batch_rows=pool.batch_rows,
+        global_batch=max(size, round(pool.batch_rows / size) * size),
+        measured=tuple(race.measured()),
+        too_large=tuple(sorted(race.too_large)),
+        steps=race.steps,
+        seconds=time.monotonic() - start,
+        ended=race.ended,
+        notes=tuple(pool.notes),
+    )
 
 
 class _Pool:
     """Rows of successive batches, from which trials take as many as they need."""
 
-    def __init__(
-        self, batches: Iterable[Any], layout: BatchLayout, *, max_rows: int | None
-    ) -> None:
-        self._layout = layout
-        self.notes: list[str] = []
+    def __init__(self, batches: Iterable[Any], layout: BatchLayout, max_rows: int | None) -> None:
         taken = iter(batches)
         first = next(taken, None)
         if first is None:
@@ -277,207 +253,141 @@ class _Pool:
         self.batch_rows = rows = layout.num_rows(first)
         wanted = POOLED * rows if max_rows is None else read_count("max_rows", max_rows)
         parts = [first]
-        for batch in itertools.islice(taken, max(0, -(-wanted // rows))):
-            if rows >= wanted:
-                break
+        while rows < wanted and (batch := next(taken, None)) is not None:
             parts.append(batch)
             rows += layout.num_rows(batch)
+        self.notes: list[str] = []
+        self._layout = layout
         try:
-            self._all = first if len(parts) == 1 else _joined(parts, layout.row_dims(first))
-            self.num_rows = min(wanted, layout.num_rows(self._all))
-        except (AutomicroError, RuntimeError, TypeError, ValueError) as error:
-            self._all, self.num_rows = first, min(wanted, self.batch_rows)
+            self._all = _joined(parts, layout) if parts[1:] else first
+            self._num_rows = layout.num_rows(self._all)
+        except (AutomicroError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            self._all, self._num_rows = first, self.batch_rows
             self.notes.append(
                 f"batches of the loader cannot be pooled ({str(error).splitlines()[0]}), so no "
                 f"size above {self.batch_rows} rows was tried; batches of one length can be"
             )
+        self.num_rows = min(wanted, self._num_rows)
         if self.num_rows < wanted and not self.notes:
             self.notes.append(
                 f"the data have {self.num_rows} rows to pool, so no larger size was tried"
             )
 
-    def take(self, rows: int) -> Any:
-        """A batch of so many rows."""
-        most = self._layout.num_rows(self._all)
-        if rows >= most:
+    def about_a_batch(self, size: int) -> Any:
+        """So many microbatches of a size that they have about the rows of a batch."""
+        rows = size * max(1, min(round(self.batch_rows / size), self.num_rows // size))
+        if rows == self._num_rows:
             return self._all
-        return self._layout.split(self._all, [rows, most - rows])[0]
+        return self._layout.split(self._all, [rows, self._num_rows - rows])[0]
 
 
-def _joined(parts: Sequence[Any], row_dims: Mapping[str, int], path: str = "") -> Any:
+def _joined(parts: Sequence[Any], layout: BatchLayout) -> Any:
     """Successive batches of one structure as one batch; what holds no rows is the first's."""
-    first = parts[0]
-
-    def of_key(key: Any) -> Any:
-        return _joined([part[key] for part in parts], row_dims, f"{path}.{key}".lstrip("."))
-
-    if isinstance(first, Tensor) and path in row_dims:
-        return torch.cat(list(parts), row_dims[path])
-    if not row_dims:  # rows that are not collated, packed or nested ones
+    dims = layout.row_dims(parts[0])
+    if not dims:  # rows that are not collated, packed or nested ones
         return concat_rows(parts)
-    if isinstance(first, Mapping):
-        return {key: of_key(key) for key in first}
-    if type(first) in (list, tuple):
-        return type(first)(of_key(index) for index in range(len(first)))
-    return first
+    leaves = [dict(tensor_leaves(each)) for each in parts]
+    whole = {
+        id(leaves[0][path]): torch.cat([each[path] for each in leaves], dim)
+        for path, dim in dims.items()
+    }
+    return replace_tensors(parts[0], whole)
 
 
-class _Trials:
-    """Trials at sizes that a search asks for."""
+class _Race(Policy):
+    """The size of each trial, what the trials have shown, and which size is tried next.
 
-    def __init__(
-        self, microbatcher: Microbatcher, policy: _OneSize, pool: _Pool, *, evaluates: bool
-    ) -> None:
-        self._microbatcher = microbatcher
-        self._policy = policy
-        self._pool = pool
-        self._evaluates = evaluates
-        self._steps = 0
-        self._seconds: dict[int, list[float]] = {}
+    The base is the largest size that was measured and is no more than the batch.
+    """
+
+    compares_seconds = True
+
+    def __init__(self, batch_rows: int, most: int) -> None:
+        sizes = sorted({*ladder(most), min(batch_rows, most)}, reverse=True)
+        self._batch_rows, self._size, self._counts = batch_rows, sizes[0], False
+        base = _candidate(min(batch_rows, most))
+        self.search = Search([*map(_candidate, sizes)], base, EXPECTED)
         self._peaks: dict[int, int | None] = {}
-        self._too_large: list[int] = []
+        self.steps, self.ended = 0, "sure enough"
+        self.too_large: set[int] = set()
 
-    def run(self, max_steps: int, max_seconds: float) -> ExploreReport:
-        start = time.monotonic()
-        search = self._begin(max_steps)
-        ended = ""
-        try:
-            while not ended:
-                found = search.find()
-                is_sure = found.confidence >= SURE and bool(self._seconds)
-                beside = self._beside(search) if is_sure else None
-                if is_sure and beside is None:
-                    ended = "sure enough"
-                elif self._steps >= max_steps:
-                    ended = f"max_steps={max_steps}"
-                elif time.monotonic() - start >= max_seconds:
-                    ended = f"max_minutes={max_seconds / 60:g}"
-                else:
-                    self._round(search, beside or int(found.next[SIZE]), max_steps)
-        except KeyboardInterrupt:
-            if not self._seconds:
-                raise
-            ended = "interrupted"
-        search.base = self._base()
-        found = search.find()
-        size = int(found.best[SIZE])
-        rows = self._pool.batch_rows
-        return ExploreReport(
-            phase="eval" if self._evaluates else "train",
-            microbatch_size=size,
-            speedup=found.speedup,
-            confidence=found.confidence,
-            base=int(search.base[SIZE]),
-            batch_rows=rows,
-            global_batch=max(size, round(rows / size) * size),
-            measured=self._measured(int(search.base[SIZE])),
-            too_large=tuple(self._too_large),
-            steps=self._steps,
-            seconds=time.monotonic() - start,
-            ended=ended,
-        )
+    def propose(self, num_rows: int, cost: float | None = None) -> int:
+        return min(num_rows, self._size)
 
-    def _begin(self, max_steps: int) -> Search:
-        """All sizes, and one that fits: the batch's, or half of it, or half of that.
-
-        The largest comes first: an allocator that has served it serves the others faster from then
-        on, so that sizes which were measured before it would seem slower than they are.
-        """
-        most = self._pool.num_rows
-        sizes = sorted(set(ladder(most)) | {min(most, self._pool.batch_rows)})
-        start = min(most, self._pool.batch_rows)
-        search = Search(
-            [Candidate.of(**{SIZE: size}) for size in sizes[::-1]],
-            Candidate.of(**{SIZE: start}),
-            EXPECTED,
-        )
-        for _ in range(min(_WARM_UP, max_steps // 10) if sizes[-1] > start else 0):
-            if not self._try(search, sizes[-1]):
-                break
-        while not self._try(search, start):
-            start = max(size for size in sizes if size <= max(1, start // 2))
-        search.base = Candidate.of(**{SIZE: start})
-        return search
-
-    def _base(self) -> Candidate:
-        """The largest that was measured and is no more than the batch."""
-        known = [size for size in self._seconds if size <= self._pool.batch_rows]
-        return Candidate.of(**{SIZE: max(known, default=min(self._seconds, default=1))})
-
-    def _beside(self, search: Search) -> int | None:
-        """Half or twice the base, where it was not measured: a cliff shows at no other size."""
-        base = int(search.base[SIZE])
-        sizes = {int(each[SIZE]) for each in search.candidates} - self._seconds.keys()
-        return next((size for size in (base // 2, 2 * base) if size in sizes), None)
-
-    def _round(self, search: Search, size: int, max_steps: int) -> None:
-        is_new = size not in self._peaks
-        if is_new and not self._try(search, size):
+    def record(self, outcome: Outcome) -> None:
+        search, size = self.search, self._size
+        if not outcome.fits:
+            self.too_large.add(size)
+            is_lost = _size(search.base) >= size
+            search.exclude([each for each in search.candidates if _size(each) >= size])
+            if is_lost and search.candidates:
+                smaller = [each for each in map(_size, search.candidates) if each <= size // 2]
+                search.base = _candidate(max(self.seconds, default=max(smaller)))
             return
-        for _ in range(ROUND):
-            if self._steps >= max_steps and self._seconds:
-                return
-            if not self._try(search, size, counts=True):
-                return
-
-    def _try(self, search: Search, size: int, *, counts: bool = False) -> bool:
-        """One trial; whether it fitted. The first at a size is not counted."""
-        rows = size * max(1, round(self._pool.batch_rows / size))
-        if rows > self._pool.num_rows:
-            rows = max(size, self._pool.num_rows // size * size)
-        batch = self._pool.take(rows)
-        self._policy.size, self._policy.outcome = size, None
-        self._steps += 1
-        try:
-            if self._evaluates:
-                self._microbatcher.evaluate(batch)
-            else:
-                self._microbatcher.accumulate([batch], accept=_decline)
-        except SampleTooLargeError:
-            if size == 1:
-                raise
-            self._too_large = [*self._too_large, size]
-            larger = [each for each in search.candidates if int(each[SIZE]) >= size]
-            search.exclude(larger)
-            return False
-        outcome = self._policy.outcome
-        assert outcome is not None
         assert outcome.seconds is not None
-        self._peaks[size] = max(
-            (each for each in (outcome.peak_bytes, self._peaks.get(size)) if each is not None),
-            default=None,
-        )
-        if counts:
-            seconds = outcome.seconds / rows
-            self._seconds.setdefault(size, []).append(seconds)
-            candidate = Candidate.of(**{SIZE: size})
-            search.tell(Measurement(candidate=candidate, seconds=seconds, step=self._steps))
-        return True
+        self._peaks[size] = max(outcome.peak_bytes or 0, self._peaks.get(size) or 0) or None
+        if self._counts:
+            seconds = outcome.seconds / outcome.num_rows
+            search.tell(Measurement(candidate=_candidate(size), seconds=seconds, step=self.steps))
+            if _size(search.base) < size <= self._batch_rows:
+                search.base = _candidate(size)
 
-    def _measured(self, base: int) -> tuple[MeasuredSize, ...]:
-        medians = {size: statistics.median(each) for size, each in self._seconds.items()}
-        return tuple(
-            MeasuredSize(
+    @property
+    def seconds(self) -> dict[int, list[float]]:
+        """Of a row, by the sizes that fit."""
+        found: dict[int, list[float]] = {}
+        for each in self.search.measurements:
+            if each.candidate in self.search.candidates:
+                found.setdefault(_size(each.candidate), []).append(each.seconds)
+        return found
+
+    def trials(self, max_steps: int, max_minutes: float | None) -> Iterator[int]:
+        """Sizes to try; the first trial at a size does not count."""
+        search, start = self.search, time.monotonic()
+        counting = [False] * min(_WARM_UP, max_steps // 10)
+        while True:
+            for self._counts in counting:
+                minutes = (time.monotonic() - start) / 60
+                is_late = max_minutes is not None and minutes >= max_minutes
+                if self.seconds and (is_late or self.steps >= max_steps):
+                    self.ended = f"{max_minutes=:g}" if is_late else f"{max_steps=}"
+                    return
+                if self._size not in self.too_large:
+                    self.steps += 1
+                    yield self._size
+            found = search.find()
+            self._size = _size(found.next)
+            if self.seconds and found.confidence >= SURE:
+                # A cliff beside the base shows at no other size.
+                beside = {_size(search.base) // 2, 2 * _size(search.base)} - self.seconds.keys()
+                beside &= {*map(_size, search.candidates)}
+                if not beside:
+                    return
+                self._size = min(beside)
+            counting = [False] * (self._size not in self._peaks) + [True] * ROUND
+
+    def measured(self) -> Iterator[MeasuredSize]:
+        """What was measured of each size, the smallest first."""
+        base = statistics.median(self.seconds[_size(self.search.base)])
+        for size, seconds in sorted(self.seconds.items()):
+            median = statistics.median(seconds)
+            deviation = statistics.median(abs(each - median) for each in seconds)
+            yield MeasuredSize(
                 microbatch_size=size,
-                steps=len(self._seconds[size]),
+                steps=len(seconds),
                 rows_per_second=1 / median,
-                spread=_spread(self._seconds[size]),
+                spread=None if len(seconds) < 2 else 1.4826 * deviation / median,
                 peak_bytes=self._peaks[size],
-                speedup=medians[base] / median,
+                speedup=base / median,
             )
-            for size, median in sorted(medians.items())
-        )
 
 
-def _decline(_: Any) -> bool:
-    return False
+def _candidate(size: int) -> Candidate:
+    return Candidate.of(**{SIZE: size})
 
 
-def _spread(seconds: Sequence[float]) -> float | None:
-    if len(seconds) < 2:
-        return None
-    median = statistics.median(seconds)
-    return 1.4826 * statistics.median(abs(each - median) for each in seconds) / median
+def _size(candidate: Candidate) -> int:
+    return int(candidate[SIZE])
 
 
 def ladder(most: int) -> list[int]:
@@ -488,6 +398,3 @@ def ladder(most: int) -> list[int]:
     """
     found = {number * 2**power // 2 for power in range(most.bit_length() + 1) for number in (2, 3)}
     return sorted(each for each in found if each <= most)
-
-
-__all__ = ["ExploreReport", "MeasuredSize", "explore"]

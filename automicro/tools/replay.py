@@ -10,17 +10,13 @@ import torch
 from torch import nn
 
 from automicro.batch.layout import BatchLayout, describe_cut
-from automicro.errors import (
-    SampleTooLargeError,
-    text_of,
-)
+from automicro.errors import SampleTooLargeError, text_of
 from automicro.memory.budget import MemoryBudget, active_budget
 from automicro.memory.device import limit_memory
 from automicro.memory.oom import is_out_of_memory
-from automicro.memory.residents import ResidentMemory, measure_residents
+from automicro.memory.residents import ResidentMemory
 from automicro.microbatcher import Microbatcher
-from automicro.optimizer.reservation import predict_step_memory
-from automicro.options import innermost_optimizer, resolve_device
+from automicro.options import resolve_device
 from automicro.policy.choose import make_policy
 from automicro.policy.policy import Outcome, Policy
 from automicro.step.results import EvalResult, StepResult
@@ -69,79 +65,53 @@ class ReplayReport:
 
         Where it does not fit, at least that.
         """
-        if self.peak_bytes is None:
-            return None
-        return max(0, self._peak - self.residents.total)
+        return None if self.peak_bytes is None else max(0, self._needed - self.residents.total)
 
     @property
-    def _peak(self) -> int:
+    def _needed(self) -> int:
         """What it takes; what does not fit needs more than the limit."""
         return max(self.peak_bytes or 0, 0 if self.fits else self.limit_bytes or 0)
 
     @property
     def dominates(self) -> str | None:
         """What takes most of the memory, in words; None where nobody counts."""
-        if self.peak_bytes is None or self.activation_bytes is None:
+        if self.activation_bytes is None:
             return None
-        parts = {
-            "the activations of its rows": self.activation_bytes,
-            "the parameters": self.residents.parameters,
-            "the gradients": self.residents.gradients,
-            "the optimizer's state": self.residents.optimizer_state,
-            "the buffers": self.residents.buffers,
-            "what all rows share": self.residents.shared_inputs,
-        }
+        parts = {"activations of its rows": self.activation_bytes, **self.residents.parts}
         name = max(parts, key=lambda each: parts[each])
-        share = parts[name] / max(1, self._peak)
+        share = f"{parts[name] / max(1, self._needed):.0%}"
         of = "the peak" if self.fits else "what it needed"
-        return f"{name}, {format_bytes(parts[name])} ({share:.0%} of {of})"
-
-    def _units(self, number: int) -> str:
-        return self.microbatch_unit.removesuffix("s") if number == 1 else self.microbatch_unit
+        return f"the {name}, {format_bytes(parts[name])} ({share} of {of})"
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as values that JSON can hold, without the rows."""
-        found = {
-            each.name: getattr(self, each.name)
-            for each in dataclasses.fields(self)
-            if each.name not in ("failed", "residents")
-        }
-        failed = dataclasses.asdict(dataclasses.replace(self.failed, batches=[]))
-        del failed["batches"]
-        return {
-            **found,
-            "failed": failed,
-            "residents": dataclasses.asdict(self.residents),
-            "activation_bytes": self.activation_bytes,
-            "dominates": self.dominates,
-        }
+        failed = dataclasses.replace(self.failed, batches=[])
+        found = dataclasses.asdict(dataclasses.replace(self, failed=failed))
+        del found["failed"]["batches"]
+        return found | {"activation_bytes": self.activation_bytes, "dominates": self.dominates}
 
     def __str__(self) -> str:
-        before = "" if self.failed.limit_bytes is None else format_bytes(self.failed.limit_bytes)
-        lines = [
-            f"it failed {self.failed.where or 'somewhere'}, on {self.failed.device}"
-            + f" of {before}" * bool(before)
-        ]
-        if self.fits:
-            assert self.microbatch_size is not None
-            assert self.num_microbatches is not None
-            size, unit = self.microbatch_size, self.microbatch_unit
-            cut = describe_cut(self.rows, size, self.num_microbatches, unit=unit)
-            level = "" if self.level == "plain" else f", {self.level}"
-            lines.append(f"fits now: {cut}{' rows' * (unit == 'rows')}{level}")
+        def of(num_bytes: int | None) -> str:
+            return "" if num_bytes is None else f" of {format_bytes(num_bytes)}"
+
+        failed, unit = self.failed, self.microbatch_unit
+        where = failed.where or "somewhere"
+        lines = [f"it failed {where}, on {failed.device}{of(failed.limit_bytes)}"]
+        last = self.tried[-1] if self.tried else self.rows
+        noun = unit.removesuffix("s") if last == 1 else unit
+        if self.microbatch_size is not None and self.num_microbatches is not None:
+            cut = describe_cut(self.rows, self.microbatch_size, self.num_microbatches, unit=unit)
+            level = f", {self.level}" * (self.level != "plain")
+            lines.append(f"fits now: {cut}{' rows' * (unit == ROWS)}{level}")
         else:
-            smallest = min(self.tried, default=self.rows)
-            units = self._units(smallest)
-            of = f" of {self.rows}" if self.microbatch_unit == "rows" else ""
-            lines.append(f"does not fit: not even {smallest} {units}{of}")
+            rows = f" of {self.rows}" * (unit == ROWS)
+            lines.append(f"does not fit: not even {last} {noun}{rows}")
         if self.tried:
-            tried = ", ".join(map(str, self.tried))
-            lines.append(f"out of memory with: {tried} {self._units(self.tried[-1])}")
+            lines.append(f"out of memory with: {', '.join(map(str, self.tried))} {noun}")
         if self.peak_bytes is not None:
-            limit = "" if self.limit_bytes is None else f" of {format_bytes(self.limit_bytes)}"
             # A peak is what was held; what was refused was not.
             what = "peak" if self.fits else "needed at least"
-            lines.append(f"{what}: {format_bytes(self.peak_bytes)}{limit}")
+            lines.append(f"{what}: {format_bytes(self.peak_bytes)}{of(self.limit_bytes)}")
         lines.append(f"at any size: {self.residents}")
         if self.dominates is not None:
             lines.append(f"most of it: {self.dominates}")
@@ -190,34 +160,26 @@ def replay(
     unit = unit_name(options.get("microbatch_unit", ROWS))
     policy = _Noting(make_policy(options.pop(name, "auto"), name=name, unit=unit))
     limit = options.pop("memory_limit", None)
-    device = resolve_device(options.get("device"), model)
-    microbatcher = Microbatcher(
-        model, **{"batchnorm": "ignore", "probe": False, **options, name: policy}
-    )
-    optimizer = innermost_optimizer(options.get("optimizer"))
-    modules = [model, *options.get("modules", ())]
+    options = {"batchnorm": "ignore", "probe": False, **options, name: policy}
+    microbatcher = Microbatcher(model, **options)
     result: StepResult | EvalResult | None = None
     message: str | None = None
-    with _limited(limit, device):
+    with _limited(limit, resolve_device(options.get("device"), model)):
         try:
             with microbatcher.rehearsing():
-                result = _run(microbatcher, failed)
+                if is_training:
+                    result = microbatcher.accumulate(failed.batches)
+                else:
+                    microbatcher.hold_reservation()  # in a run, it lies there by then
+                    result = microbatcher.evaluate(failed.batches[0])
         except Exception as error:
             if not (isinstance(error, SampleTooLargeError) or is_out_of_memory(error)):
                 raise
             message = text_of(error)
         finally:
             microbatcher.release_reservation()
-        residents = measure_residents(
-            modules,
-            optimizer,
-            device,
-            training=is_training,
-            upcoming_bytes=_upcoming_bytes(optimizer),
-            memory_limit=limit,
-            sums_in_float32=is_training and options.get("gradient_sums", "fp32") == "fp32",
-        )
-    tried = [each for each in policy.outcomes if not each.fits]
+        residents = microbatcher.residents(training=is_training)
+    too_large = [each.microbatch_size for each in policy.outcomes if not each.fits]
     last = policy.outcomes[-1] if policy.outcomes else None
     return ReplayReport(
         failed=failed,
@@ -226,19 +188,13 @@ def replay(
         microbatch_size=None if result is None else result.microbatch_size,
         microbatch_unit=unit,
         num_microbatches=None if result is None else result.num_microbatches,
-        tried=tuple(dict.fromkeys(each.microbatch_size for each in tried)),
-        peak_bytes=_peak_of(result, last),
+        tried=tuple(dict.fromkeys(too_large)),
+        peak_bytes=None if last is None else last.peak_bytes,
         limit_bytes=residents.limit or (None if last is None else last.capacity_bytes),
         residents=residents,
         message=message,
         level="plain" if result is None else result.level,
     )
-
-
-def _peak_of(result: StepResult | EvalResult | None, last: Outcome | None) -> int | None:
-    if result is not None and result.peak_bytes is not None:
-        return result.peak_bytes
-    return None if last is None else last.peak_bytes
 
 
 def _limited(
@@ -249,27 +205,6 @@ def _limited(
         return limit_memory(limit, device)
     is_counted = device.type != "cpu" or active_budget() is not None
     return contextlib.nullcontext() if is_counted else MemoryBudget(None)
-
-
-def _run(microbatcher: Microbatcher, failed: FailedBatch) -> StepResult | EvalResult:
-    if failed.phase == "train":
-        return microbatcher.accumulate(failed.batches)
-    microbatcher.hold_reservation()  # in a run, the optimizer's state lies there by then
-    with microbatcher.evaluating():
-        return microbatcher.evaluate(failed.batches[0])
-
-
-def _upcoming_bytes(optimizer: torch.optim.Optimizer | None) -> list[int]:
-    """Of each tensor of state that the optimizer has yet to build."""
-    if optimizer is None:
-        return []
-    stateless = [
-        parameter
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.requires_grad and parameter not in optimizer.state
-    ]
-    return predict_step_memory(optimizer, stateless).state_bytes if stateless else []
 
 
 class _Noting(Policy):

@@ -172,6 +172,18 @@ def test_what_does_not_fit_is_tried_once_and_named() -> None:
     assert f"{max(report.too_large):>6}  does not fit" in str(report)
 
 
+def test_a_size_that_was_measured_may_run_out_of_memory_later(clock: Clock) -> None:
+    class Fills(Takes):
+        def forward(self, inputs: Tensor) -> Tensor:
+            if len(inputs) == ROWS and self.rows.count(ROWS) > 3:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().forward(inputs)
+
+    report = explore(Fills(clock, lambda _: 1), make_loader(), loss_fn=LOSS, max_rows=ROWS)
+    assert report.too_large == (ROWS,)
+    assert report.base == report.measured[-1].microbatch_size < ROWS
+
+
 def test_where_not_one_row_fits_it_says_so() -> None:
     with pytest.raises(SampleTooLargeError, match="1 of"):
         explore(nn.Linear(FEATURES, 3), make_loader(), loss_fn=LOSS, memory_limit="1.5KiB")
@@ -325,22 +337,8 @@ def test_the_command_prints_a_table_and_a_recommendation(
 def test_the_command_measures_evaluations_and_prints_json(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert (
-        main(
-            [
-                "explore",
-                "job.yaml",
-                EVAL_DATA,
-                "--eval",
-                "--json",
-                "--max-steps",
-                "6",
-                "--picture",
-                "a.svg",
-            ]
-        )
-        == 0
-    )
+    options = ["--eval", "--json", "--max-steps", "6", "--picture", "a.svg"]
+    assert main(["explore", "job.yaml", EVAL_DATA, *options]) == 0
     assert "<svg" in Path("a.svg").read_text()
     found = json.loads(capsys.readouterr().out)
     assert found["phase"] == "eval"

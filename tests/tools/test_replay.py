@@ -165,7 +165,7 @@ def test_a_batch_is_run_once_more_and_leaves_no_trace(phase: str) -> None:
     small = replay(failed(tokens(8, 64), phase), model, memory_limit=too_small, **options)
     assert not small.fits
     assert small.tried[-1] == 1
-    what = {"train": "the activations of its rows", "eval": "the optimizer's state"}[phase]
+    what = {"train": "the activations of its rows", "eval": "the optimizer state"}[phase]
     assert small.dominates is not None
     assert small.dominates.startswith(what)
     assert "does not fit: not even 1 row of 8" in str(small)
