@@ -118,6 +118,7 @@ def cuts(
 
 
 _CONTROLS = 6  # at most
+_STRETCHED = 1 / 12_345  # of the loss of a control: a hook that clamps gradients hardly sees it
 _SUMS = 16  # times the eps of the type that is added up in
 _TF32 = 2.0**-10
 _ACCELERATED = 10  # sums in another order for every shape
@@ -238,7 +239,7 @@ class Bench:
                     if loss.requires_grad and not weights.is_nothing[index]:
                         if wants in ("parameters", "seams"):
                             check_own_graph(loss, first_node)
-                        reading.seams.append([*self._backward(loss, given, sums)])
+                        reading.seams.append([*self._backward(loss, shake, given, sums)])
             self._take(reading, sums)
             self._note_foreign(before)
             reading.written |= {path for path, leaf in tensor_leaves(moved) if seen_version(leaf)}
@@ -363,13 +364,24 @@ class Bench:
             return Output(None, {}, convention.predict(model, rows, holds_rows=holds_rows))
 
     def _backward(
-        self, loss: Tensor, given: list[tuple[str, Tensor]], sums: dict[int, Tensor]
+        self,
+        loss: Tensor,
+        shake: int,
+        given: list[tuple[str, Tensor]],
+        sums: dict[int, Tensor],
     ) -> list[tuple[str, Tensor | None]]:
-        """Add gradients to the leaves, or give those by what modules gave."""
+        """Add gradients to the leaves, or give those by what modules gave.
+
+        Of a control's loss, which is one part, a little less, and made up for: what cancels is
+        rounded as it is where losses of parts are weighted.
+        """
+        stretch = loss.new_tensor(1 - shake * _STRETCHED)
         if self.conditions.wants == "seams":
             wanted = [each for _, each in given if each.requires_grad]
-            found = torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ()
-            return [(SEAM, each) for each in found]
+            found: Sequence[Tensor | None] = ()
+            if wanted:
+                found = torch.autograd.grad(loss, wanted, stretch, allow_unused=True)
+            return [(SEAM, None if each is None else each / stretch) for each in found]
         if self.conditions.wants == "parameters":
             self._set_aside(leaves_of(loss))
             for key, (leaf, _) in self._leaves.items():
@@ -379,7 +391,9 @@ class Bench:
                     leaf.grad = total if leaf.grad is None else total + leaf.grad
             hooked = with_hooks([leaf for leaf, _ in self._leaves.values()])
             with HeldHooks(hooked).held():
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward(stretch)  # type: ignore[no-untyped-call]
+            for leaf, _ in self._leaves.values() if shake else ():
+                leaf.grad = None if leaf.grad is None else leaf.grad / stretch
         return list(given)
 
     def _take(self, reading: Reading, sums: dict[int, Tensor]) -> None:

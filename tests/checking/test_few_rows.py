@@ -548,6 +548,29 @@ def test_what_rounding_does_on_an_edge_is_no_wrong_weight(is_trained: bool, num_
     assert found == []
 
 
+class Choices(nn.Module):
+    """Scores of choices, of which the softmax cancels the bias, from features that are small."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 8, dtype=dtype), nn.Linear(8, 1, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(1e-4 * torch.tanh(self.body(x)))
+        return scores.squeeze(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_gradient_that_cancels_is_rounding_however_small_the_others_are(
+    dtype: torch.dtype,
+) -> None:
+    for seed in range(10):
+        torch.manual_seed(seed)
+        data = torch.randn(6, 4, 6, dtype=dtype), torch.randint(4, (6,))
+        step = Microbatcher(Choices(dtype), loss_fn=nn.CrossEntropyLoss(), microbatch_size=2)
+        assert warnings_of(step, data) == []
+
+
 def test_what_one_row_makes_torch_say_is_not_said() -> None:
     def forward(model: Any, batch: Any) -> Any:
         return F.mse_loss(model(batch[0]), batch[1]) + model[0].weight.sum() * batch[1].std()
