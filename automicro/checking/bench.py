@@ -29,7 +29,6 @@ from automicro.checking.reading import (
     is_blind,
     norm_of,
     profile,
-    relative_errors,
 )
 from automicro.checking.state import Snapshot, changed_places
 from automicro.compilation import uncompiled
@@ -81,26 +80,6 @@ class Conditions:
     carries: bool = True
     watches: bool = False
     notes_state: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compared:
-    """Rows together beside the same rows in parts.
-
-    Attributes:
-        whole: the reading of the rows together.
-        parts: that of the parts, whose tensors are let go.
-        found: what differs beyond chance, by how much of its size.
-        errors: of each parameter's gradient, chance included.
-        blind: for each time that chance was measured, since something differed, whether it alone
-            moves so much that a gradient twice as large would not be seen.
-    """
-
-    whole: Reading
-    parts: Reading
-    found: Mapping[str, float]
-    errors: Mapping[str, float]
-    blind: Sequence[bool]
 
 
 def cuts(
@@ -183,12 +162,14 @@ class Bench:
         self._stack.close()
 
     def compare(
-        self, together: CutBatch, apart: CutBatch, *, whole: Reading | None = None
-    ) -> Compared:
-        """Read some rows together, if there is no such reading yet, and in parts."""
-        whole = whole or self.read(together)
-        parts, blind = self.read(apart), list[bool]()
-        errors = relative_errors(parts, whole)
+        self, together: CutBatch, whole: Reading, parts: Reading
+    ) -> tuple[dict[str, float], list[bool]]:
+        """What differs between readings of some rows beyond chance, by how much of its size.
+
+        Lets the tensors of the parts go. Also, for each time that chance was measured, since
+        something differed, whether it alone hides a gradient twice as large.
+        """
+        blind: list[bool] = []
 
         def controls() -> Iterator[Reading]:
             for shake in range(1, _CONTROLS + 1):
@@ -197,8 +178,7 @@ class Bench:
                 yield control
                 del control
 
-        found = gaps(whole, parts, controls())
-        return Compared(whole=whole, parts=parts, found=found, errors=errors, blind=blind)
+        return gaps(whole, parts, controls()), blind
 
     def read(self, cut: CutBatch, *, shake: int = 0) -> Reading:
         """Run the microbatches of a cut, one after the other, from the state as it is.
@@ -375,13 +355,17 @@ class Bench:
         Of a control's loss, which is one part, a little less, and made up for: what cancels is
         rounded as it is where losses of parts are weighted.
         """
-        stretch = loss.new_tensor(1 - shake * _STRETCHED)
+        stretch = loss.new_tensor(1 - shake * _STRETCHED) if shake else None
+
+        def made_up(each: Tensor | None) -> Tensor | None:
+            return each if each is None or stretch is None else each / stretch
+
         if self.conditions.wants == "seams":
             wanted = [each for _, each in given if each.requires_grad]
             found: Sequence[Tensor | None] = ()
             if wanted:
                 found = torch.autograd.grad(loss, wanted, stretch, allow_unused=True)
-            return [(SEAM, None if each is None else each / stretch) for each in found]
+            return [(SEAM, made_up(each)) for each in found]
         if self.conditions.wants == "parameters":
             self._set_aside(leaves_of(loss))
             for key, (leaf, _) in self._leaves.items():
@@ -393,7 +377,7 @@ class Bench:
             with HeldHooks(hooked).held():
                 loss.backward(stretch)  # type: ignore[no-untyped-call]
             for leaf, _ in self._leaves.values() if shake else ():
-                leaf.grad = None if leaf.grad is None else leaf.grad / stretch
+                leaf.grad = made_up(leaf.grad)
         return list(given)
 
     def _take(self, reading: Reading, sums: dict[int, Tensor]) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from automicro.batch.device import on_host
-from automicro.checking.bench import Bench, Compared, Conditions, Failed, cuts, tried
+from automicro.checking.bench import Bench, Conditions, Failed, cuts, tried
 from automicro.checking.draws import CollectiveError, needs_other_ranks
 from automicro.checking.reading import LOSS, SEAM, Reading
 from automicro.checking.rows import MOST_ROWS, Forms, is_telling, telling_rows
@@ -346,8 +346,8 @@ class Checks:
             if not is_training and LOSS not in whole.numbers:
                 track.is_over = True  # there is none
                 return None
-            seen = bench.compare(together, apart, whole=whole)
-            pieces, found, blind = seen.parts, seen.found, seen.blind
+            pieces = bench.read(apart)
+            found, blind = bench.compare(together, whole, pieces)
             initialised = bench.check_writes()
             if initialised and track.looks < 2:
                 warn(_initialises(initialised), BufferWarning)
@@ -370,7 +370,7 @@ class Checks:
                     bench.draws.lowest is not torch.float64 and max(found.values()) < _SLIGHT
                 )
                 bench.conditions = dataclasses.replace(conditions, carries=False)
-                is_state = not bench.compare(together, apart, whole=whole).found
+                is_state = not bench.compare(together, whole, bench.read(apart))[0]
                 text = _said(found, whole, pieces, apart) + _BY_STATE * is_state
                 return Finding(kind="wrong", text=text, is_slight=is_slight, is_state=is_state)
             unheld = ", ".join(sorted(bench.draws.unheld))
@@ -477,8 +477,8 @@ class Checks:
         device = self._computation.device
         together, apart = cuts(self._computation.layout, batch, sizes)
         with Bench(self._computation, Conditions(mode=mode, wants=wants)) as bench:
-            seen = bench.compare(together, apart)
-            whole, parts, found = seen.whole, seen.parts, seen.found
+            whole, parts = bench.read(together), bench.read(apart)
+            found, _ = bench.compare(together, whole, parts)
             if bench.draws.set_once and self._train.looks < 2:
                 return "", {}  # later batches find what the first has set
             finite = {name for name, value in whole.numbers.items() if math.isfinite(value)}
@@ -542,11 +542,14 @@ class Checks:
             parts = telling_rows(layout, batch, num_rows, most=most, seed=seed)
             together, apart = self._cuts(batch, parts)
             with Bench(self._computation, Conditions(mode=mode, wants="outputs")) as bench:
-                seen = bench.compare(together, apart)
+                whole, pieces = bench.read(together), bench.read(apart)
+                found, _ = bench.compare(together, whole, pieces)
                 if bench.draws.unheld:
                     return frozenset(), {}
-            paths = seen.whole.outputs.keys() | seen.parts.outputs.keys()
-            wrong = {path: _output(path, seen, apart) for path in seen.found if path in paths}
+            paths = whole.outputs.keys() | pieces.outputs.keys()
+            wrong = {
+                path: _output(path, whole, pieces, found, apart) for path in found if path in paths
+            }
             return frozenset(paths - wrong.keys()), wrong
 
         for most in _FEWER_ROWS:
@@ -723,9 +726,11 @@ def _odd(numbers: Mapping[str, str], mode: Mode, num_microbatches: int) -> str:
     )
 
 
-def _output(path: str, seen: Compared, apart: CutBatch) -> str:
+def _output(
+    path: str, whole: Reading, parts: Reading, found: Mapping[str, float], apart: CutBatch
+) -> str:
     name = f"the output {path!r}" if path else "the output"
-    one, other = seen.whole.outputs.get(path), seen.parts.outputs.get(path)
+    one, other = whole.outputs.get(path), parts.outputs.get(path)
     rows = f"{sum(apart.sizes)} rows"
     if one is None or other is None or one.shape != other.shape:
         shapes = [None if each is None else tuple(each.shape) for each in (one, other)]
@@ -735,7 +740,7 @@ def _output(path: str, seen: Compared, apart: CutBatch) -> str:
         )
     return (
         f"{name} of a row depends on the rows beside it: for {rows} it is off by "
-        f"{seen.found[path]:.2g} of itself where these are computed in two parts"
+        f"{found[path]:.2g} of itself where these are computed in two parts"
     )
 
 

@@ -17,7 +17,7 @@ from automicro.batchnorm import find_batchnorm, needs_two_rows
 from automicro.checking import report as told
 from automicro.checking.bench import Bench, Conditions, cuts
 from automicro.checking.draws import HeldDraws
-from automicro.checking.reading import LOSS, gaps
+from automicro.checking.reading import LOSS, gaps, relative_errors
 from automicro.checking.report import Comparison, Finding, VerifyReport, finding
 from automicro.checking.rows import telling_rows
 from automicro.errors import BatchError, LossError, RollbackError, describe_error, text_of
@@ -182,8 +182,10 @@ class _Examination:
             tried = replace(tried, averages=self.averages_of(value))
         given = Conditions(**{"batchnorm": True, "notes_state": True, **conditions})
         with Bench(tried, given) as bench:
-            seen = bench.compare(*cuts(self.layout, self.batch, sizes, rows))
-            whole, parts, found, errors = seen.whole, seen.parts, seen.found, seen.errors
+            together, apart = cuts(self.layout, self.batch, sizes, rows)
+            whole, parts = bench.read(together), bench.read(apart)
+            errors = relative_errors(parts, whole)
+            found, blind = bench.compare(together, whole, parts)
             worst = max(errors, key=lambda name: errors[name], default="")
             loss = whole.numbers[LOSS]
             shown = Comparison(
@@ -199,7 +201,7 @@ class _Examination:
                 off={name: size for name, size in found.items() if name not in whole.numbers},
                 errors=errors,
                 shown=shown,
-                by_chance=not found and bool(seen.blind),
+                by_chance=not found and bool(blind),
                 buffers=[each.name for each in places if each.is_buffer],
                 attributes=[each.name.removeprefix("→") for each in places if not each.is_buffer],
                 written=sorted(whole.written),

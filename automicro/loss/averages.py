@@ -451,7 +451,7 @@ def _target_counts(batch: Any, convention: Convention) -> Iterator[tuple[str, st
 def _leaf_counts(batch: Any) -> Iterator[tuple[str, str]]:
     """Masks, lengths, weights of rows: whatever counts something and is not negative."""
     for path, leaf in tensor_leaves(batch):
-        is_hidden = any(key.startswith("_") for key in path.split("."))  # nobody's to write down
+        is_hidden = any(key.startswith("_") for key in path.split("."))  # not to be named in code
         is_plain = leaf.layout is torch.strided and not leaf.is_nested and not leaf.is_complex()
         if is_hidden or not is_plain or leaf.dim() == 0:
             continue
