@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,7 @@ __all__ = [
     "FakeTensorMode",
     "Hooks",
     "OperationMode",
+    "Reduction",
     "all_hooks",
     "all_versions",
     "are_tables_of",
@@ -88,6 +89,7 @@ __all__ = [
     "parameter_table",
     "pop_function_modes",
     "record_memory_history",
+    "reduction_of",
     "run_backward",
     "schema_of",
     "scripted_attributes",
@@ -392,6 +394,56 @@ def is_accumulation(node: Any) -> bool:
     True
     """
     return isinstance(node, torch._C._functions.AccumulateGrad)  # type: ignore[attr-defined]
+
+
+_REDUCTIONS = {1: "mean", 2: "sum"}  # as operations of torch save them
+_CAST = "ToCopyBackward0"
+_SIGNED = 2**63
+
+
+class Reduction(NamedTuple):
+    """How the last operation of a loss made one number of many.
+
+    Attributes:
+        kind: ``"mean"`` or ``"sum"``.
+        shape: of what was reduced; of the input of a loss that reduces.
+        targets: classes that the mean is over, where it is that of `F.nll_loss`.
+        ignore_index: of these.
+        class_weight: of these.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    targets: Tensor | None = None
+    ignore_index: int = 0
+    class_weight: Tensor | None = None
+
+
+def reduction_of(loss: Tensor) -> Reduction | None:
+    """What torch's own last operation says of a loss; None where it is no reduction.
+
+    >>> loss = torch.ones(3, 2, requires_grad=True).mean()
+    >>> reduction_of(loss)[:2], reduction_of(loss / 2)
+    (('mean', (3, 2)), None)
+    """
+    node: Any = loss.grad_fn
+    while node is not None and node.name() == _CAST:
+        node = node.next_functions[0][0]
+    if node is None:
+        return None
+    name = node.name()
+    for start, kind in (("MeanBackward", "mean"), ("SumBackward", "sum")):
+        if name.startswith(start):
+            return Reduction(kind, tuple(node._saved_self_sym_sizes))
+    found = _REDUCTIONS.get(getattr(node, "_saved_reduction", 0))
+    if found is None or not hasattr(node, "_saved_self"):
+        return None
+    if not name.startswith("NllLoss"):
+        return Reduction(found, tuple(node._saved_self.shape))
+    ignored = node._saved_ignore_index  # as if it had no sign
+    ignored -= 2 * _SIGNED if ignored >= _SIGNED else 0
+    shape, weight = tuple(node._saved_self.shape), node._saved_weight
+    return Reduction(found, shape, node._saved_target, ignored, weight)
 
 
 def versions_of(tensors: Iterable[Tensor | None]) -> list[int]:

@@ -85,7 +85,6 @@ class _Track:
     Attributes:
         forms: what its batches have shown.
         splits: which of those that are split are compared: without outputs, and with.
-        number: of batches.
         looks: at a few rows.
         most_rows: of a look.
         failures: looks that failed, as the model does on the whole batch.
@@ -98,7 +97,6 @@ class _Track:
 
     forms: Forms
     splits: tuple[Occasions, Occasions] = field(default_factory=lambda: (Occasions(), Occasions()))
-    number: int = 0
     looks: int = 0
     most_rows: int = MOST_ROWS
     failures: int = 0
@@ -229,11 +227,11 @@ class Checks:
             if self._why_not and track is self._train:
                 self._say_unchecked(self._why_not, may_be_claimed=True)
             return False
-        track.number += 1
         cut = math.gcd(*sizes) or 1
         multiple = multiple if num_rows >= 2 * multiple else 1
-        is_new = self._is_new(track, batch)
-        if not is_new and track.number & (track.number - 1):
+        # What cannot be read for want of memory is not due.
+        is_due = functools.partial(track.forms.is_due, batch)
+        if tried(is_due, self._computation.device, allowed=(Failure.RETRYABLE,)) is not True:
             return False
         seed, track.looks = track.looks, track.looks + 1
         look = functools.partial(self._look, track, batch, num_rows, mode, seed=seed)
@@ -307,11 +305,6 @@ class Checks:
                 )
                 return Finding(kind="wrong", text=text), []
         return Finding(kind="unchecked", text=text, is_final=True), []
-
-    def _is_new(self, track: _Track, batch: Any) -> bool:
-        """Whether a batch shows something new; what cannot be read for want of memory does not."""
-        read = functools.partial(track.forms.is_new, batch)
-        return tried(read, self._computation.device, allowed=(Failure.RETRYABLE,)) is True
 
     def _can_cut(self, batch: Any, num_rows: int) -> bool:
         try:

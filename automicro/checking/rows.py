@@ -53,7 +53,11 @@ def telling_rows(
         kinds = [_by_group(each, multiple, groups) for each in varying(layout, batch, num_rows)]
     taken = {row // multiple for row in without}
     free = [each for each in range(groups) if each not in taken]
-    kinds = [each for each in kinds if each[free].min() != each[free].max()]
+    # What takes few values, as counts do, tells more of a loss than what is another in each row.
+    values = [each[free].unique().numel() for each in kinds]
+    kinds = [
+        kinds[at] for at in sorted(range(len(kinds)), key=values.__getitem__) if values[at] > 1
+    ]
     draw = random.Random(seed)  # not the caller's
     count = max(2, min(most // multiple, len(free)))
     orders = [[free[at] for at in each[free].argsort(stable=True).tolist()] for each in kinds]
@@ -141,6 +145,10 @@ class Forms:
         self._known: dict[str, tuple[int, int]] = {}
         self._classes: dict[str, set[int]] = {}
         self._num = self._news = 0
+
+    def is_due(self, batch: Any) -> bool:
+        """Count a batch; whether it is the first, second, fourth, eighth … or shows news."""
+        return self.is_new(batch) or not self._num & (self._num - 1)
 
     def is_new(self, batch: Any) -> bool:
         """Whether a batch shows something for the first time. Reads whole numbers on the host."""

@@ -169,7 +169,6 @@ class Call:
         standing: the same for its backward, with copies of nothing that is large.
         random: gives what remembers where random numbers stand.
         min_rows: that a slice needs, where there are as many.
-        is_exact: whether BatchNorm sees the rows of all slices.
         is_dry: whether tensors are without data. Then two slices stand for all.
         earlier: slices of this call in the first run, where it is run again, none of one piece;
             else None.
@@ -188,7 +187,6 @@ class Call:
     standing: Replay
     random: Callable[[], RandomState]
     min_rows: int = 1
-    is_exact: bool = False
     is_dry: bool = False
     earlier: Sequence[Earlier] | None = None
     ran: list[Earlier] | None = None

@@ -29,7 +29,7 @@ from automicro.loss.passes import extra_pass, is_extra_pass
 from automicro.memory.oom import Failure, classify, release
 from automicro.modules import ModuleIndex
 from automicro.nested.batchnorm import split_at_norms
-from automicro.nested.look import Looked, look, look_at_positions
+from automicro.nested.check import Check, Checked, check_positions
 from automicro.nested.slices import (
     Call,
     Earlier,
@@ -124,8 +124,8 @@ class NestedSplit:
         batch_split_factor: in place of a size: into how many slices a microbatch is cut.
         microbatch_unit: ``"rows"``; or ``"tokens"``: the first two dimensions, rows and positions,
             are one to the part, which sees tensors of shape (tokens, …).
-        loss_average: what a tail's loss is a mean over, as `Microbatcher` has it; ``"auto"`` finds
-            it out by a look at a few rows.
+        loss_average: what a tail's loss is a mean over, as `Microbatcher` has it; ``"auto"`` reads
+            it off a loss that ends in a mean or sum of torch's.
         batch_layout: where the rows of arguments are, by their names; see `split_batch`.
         batchnorm: what to do where BatchNorm sees a slice in place of the microbatch: ``"warn"``;
             or ``"exact"``: all slices go from one BatchNorm to the next, so that it sees all rows,
@@ -216,7 +216,7 @@ class NestedSplit:
             self._modules = captured_modules(part)
         self._declared = loss_average
         self._policies: dict[int, Policy] = {}
-        self._looked: dict[Any, Looked] = {}
+        self._checks: dict[Any, Check] = {}
         self._ran: dict[tuple[int, int], list[Earlier]] = {}  # calls by rows and random numbers
         self._about: _Known | None = None
         self._earlier: Any = None  # a forward that stood there before
@@ -286,7 +286,7 @@ class NestedSplit:
         """Compute with the parameters of these modules, in the place of those before."""
         if [*map(id, modules)] != [*map(id, self._modules)]:
             self._modules, self._about = list(modules), None
-            self._looked.clear()
+            self._checks.clear()
 
     def attach(self) -> "NestedSplit":
         """Let the module run in slices wherever it is called. Its class and its names stay.
@@ -394,12 +394,13 @@ class NestedSplit:
         else:
             call.check_inputs()
             stages = self._stages(batch)  # before any size is tried
-            looked = self._look(call, given)
-            if looked.averages is not None:
+            checked = self._check(call, given)
+            if checked.averages is not None:
                 if stages is not None:
                     self._refuse("it gives a loss, which is there before all rows have arrived")
-                recompute = _is_half(call) or not looked.is_proportional
-                return split_loss(replace(call, averages=looked.averages), recompute=recompute)
+                recompute = _is_half(call) or not checked.is_proportional
+                call = replace(checked.watch(call), averages=checked.averages)
+                return split_loss(call, recompute=recompute)
             is_tried = call.earlier is None and sizer.begin() >= num_rows
             found = self._if_it_fits(call, sizer) if is_tried else None
             if found is not None:
@@ -501,7 +502,6 @@ class NestedSplit:
             standing=known.standing,
             random=functools.partial(NothingDrawn, ()) if is_dry else known.random,
             min_rows=2 if sizer.batchnorms() and not self._is_exact else 1,
-            is_exact=self._is_exact,
             is_dry=is_dry,
         )
 
@@ -511,20 +511,15 @@ class NestedSplit:
             self._about = _Known(self._modules, [self._part])
         return self._about
 
-    def _look(self, call: Call, given: Mapping[str, Any]) -> Looked:
-        # In evaluation a part may do something else, and without gradients less is seen.
+    def _check(self, call: Call, given: Mapping[str, Any]) -> Checked:
+        # In evaluation a part may do something else.
         how = torch.is_grad_enabled(), *(each.training for each in self._modules)
-        looked = self._looked.get(how)
-        if looked is None:
+        if how not in self._checks:
             self._known.take_shapes(call)
-        if looked is None and self.unit == "tokens" and not call.is_dry:
-            look_at_positions(
-                call, self._modules, given, lambda batch: _flattened({"": batch})[0][""]
-            )
-        num_rows = call.layout.num_rows(call.batch)
-        if looked is None or not looked.is_sure or not looked.holds_for(num_rows):
-            looked = self._looked[how] = look(call, self._modules, self._declared, looked)
-        return looked
+            if self.unit == "tokens" and not call.is_dry:
+                check_positions(call, given, lambda batch: _flattened({"": batch})[0][""])
+            self._checks[how] = Check(self._declared)
+        return self._checks[how](call)
 
     def _beside_earlier(self, call: Call, sizer: "_Sizer") -> Call:
         """The same call, cut as it was before where somebody else's checkpointing runs it again.

@@ -49,7 +49,7 @@ class JointTail(Joint):
     def forward(self, times: Tensor, labels: Tensor, lengths: Tensor) -> Any:  # type: ignore[override]
         scores = super().forward(times, labels).log_softmax(-1)[..., 0]
         there = torch.arange(scores.shape[1]) < lengths[:, None]
-        return -(scores.sum(-1) * there).sum(1).mean()
+        return (scores.sum(-1) * there).sum(1).neg().mean()
 
 
 class Convolution(nn.Module):

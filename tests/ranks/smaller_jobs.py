@@ -108,7 +108,11 @@ def _run_cut(
         optimizer=optimizer,
         observer=observe,
         probe=False,
-        nested={name: part(size) for name, size in options.get("nested", {}).items()},
+        nested={
+            # Declared, so that no fault hits a check.
+            name: {"microbatch_size": part(size), "loss_average": "samples"}
+            for name, size in options.get("nested", {}).items()
+        },
         when_too_large=options.get("levels", "error"),
         **more,
     )

@@ -1,0 +1,539 @@
+"""Whether slices of a part give what the whole gives, and what torch says its loss averages over.
+
+A few rows go through the part whole and in two pieces, as `Bench` lets any computation run: without
+a trace, draws and BatchNorm held. What differs beyond chance is refused by name.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+
+from automicro.batch.tensors import map_tensors, tensor_leaves
+from automicro.checking.bench import Bench, Conditions, Failed, Wanted, cuts, tried
+from automicro.checking.draws import CollectiveError
+from automicro.checking.reading import LOSS, Reading, gaps, relative_errors
+from automicro.checking.rows import Forms, telling_rows
+from automicro.errors import (
+    AutomicroError,
+    LossAverageError,
+    LossAverageWarning,
+    UnsplittableModelError,
+    add_note,
+    warn,
+)
+from automicro.loss.averages import (
+    REMEDY,
+    Average,
+    CutBatch,
+    LossAverage,
+    Samples,
+    Sum,
+    Tokens,
+    candidates,
+    is_declared,
+    read_average,
+)
+from automicro.loss.conventions import TARGET_KEYS, Output
+from automicro.loss.passes import Computation, Mode, extra_pass
+from automicro.loss.weights import BatchWeights
+from automicro.memory.oom import Failure, classify, ignoring_errors
+from automicro.modules import runs_collectives
+from automicro.nested.slices import Call, Unwritten, aliases_of, marked
+from automicro.reach import Reach
+from automicro.sharding import num_ranks
+from automicro.torch_private import reduction_of, uncheckpointed
+from automicro.values import same_values
+
+_ROWS = (4, 2)  # of one comparison; fewer where memory runs out
+_NOISE = 1e-2  # of what is given: so much by chance hides what slices change
+_ROUNDINGS = 32
+_FACTOR = 1024.0  # of gradients, which rounds nothing
+_SLACK = 1e-2
+_SLIGHT = 1e-4
+_SHOWN = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """What is known of a part.
+
+    Attributes:
+        averages: what its loss is a mean over; None where it gives outputs and no loss.
+        is_told: whether torch's own reduction said that.
+        is_proportional: whether its gradient grows as that from behind does. A hook that clamps
+            gradients, or half precision inside of the part, has to know what comes from there.
+        is_over: whether rows were compared.
+    """
+
+    averages: Mapping[str, Average] | None = None
+    is_told: bool = False
+    is_proportional: bool = True
+    is_over: bool = True
+
+    def watch(self, call: Call) -> Call:
+        """The same call, in which each slice's loss has to be reduced as that of the check."""
+        if not self.is_told or self.averages is None:
+            return call
+        compute, average = call.compute, self.averages[""]
+
+        def watched(rows: Mapping[str, Any], tensors: Sequence[Tensor] | None) -> Any:
+            loss = compute(rows, tensors)
+            if loss.requires_grad:
+                now = _told(loss, rows, call.layout.num_rows(rows))
+                if now is None or not _is_like(now, average):
+                    raise LossAverageError(
+                        f"the loss of a part was {average.describe()} and that of this slice is "
+                        f"not, so that slices do not add up; {REMEDY}"
+                    )
+            return loss
+
+        return replace(call, compute=watched)
+
+
+class Check:
+    """Compares a few rows of a part: at calls 1, 2, 4, 8 …, and where arguments are of a new form.
+
+    Args:
+        declared: what its loss is said to be a mean over, or ``"auto"``.
+    """
+
+    def __init__(self, declared: LossAverage) -> None:
+        self._declared = declared
+        self._forms: Forms | None = None
+        self._known: Checked | None = None
+
+    def __call__(self, call: Call) -> Checked:
+        """Compare a few rows of a call, where that is due, and give what is known.
+
+        Raises:
+            LossAverageError: losses of slices do not add up, or it is not said how they would.
+            UnsplittableModelError: slices give other outputs than the whole.
+            BaseException: at the first call, not even two rows fit.
+
+        Warns:
+            LossAverageWarning: chance hides whether slices are the same.
+        """
+        if call.is_dry:
+            return _dry(call)
+        self._forms = self._forms or Forms(call.layout)
+        is_due = self._forms.is_due(call.batch)
+        known = self._known
+        if known is not None and known.is_over and not is_due:
+            return known
+        for most in _ROWS:
+            is_allowed = known is not None or most > _ROWS[-1]
+            found = tried(
+                functools.partial(self._compare, call, most),
+                call.device,
+                allowed=(Failure.RETRYABLE,) if is_allowed else (),
+            )
+            if not isinstance(found, Failed):
+                known = self._known = found
+                break
+        assert known is not None
+        return known
+
+    def _compare(self, call: Call, most: int) -> Checked:
+        modules = _modules_of(call)
+        if num_ranks() > 1 and runs_collectives(modules):
+            raise UnsplittableModelError(_COLLECTIVE)
+        num_rows = call.layout.num_rows(call.batch)
+        pieces = telling_rows(call.layout, call.batch, num_rows, most=most)
+        try:
+            # Gradients tell what a loss averages over, in evaluation, too.
+            with uncheckpointed(), torch.inference_mode(False):
+                return _Comparison(call, pieces, self._declared).run()
+        except CollectiveError:
+            raise UnsplittableModelError(_COLLECTIVE) from None
+        except Exception as error:
+            if classify(error) is Failure.UNRELATED and not isinstance(error, AutomicroError):
+                add_note(error, _HINT)
+            raise
+
+
+def _dry(call: Call) -> Checked:
+    """What a part gives, where tensors have no data: there is nothing to compare."""
+    undo = call.undoing()
+    undo.begin()
+    try:
+        with extra_pass(), uncheckpointed(), torch.no_grad():
+            few = call.layout.take_rows(call.batch, [0, 1])
+            gives_loss = _is_loss(call.compute(few, ()))
+    finally:
+        undo.roll_back()
+    return Checked(averages=_averages("samples") if gives_loss else None)
+
+
+class _Part:
+    """A part, as a way from rows to a loss.
+
+    Attributes:
+        gives_loss: whether it gives a loss, and no outputs.
+        is_proportional: whether its gradient grows as that from behind does.
+        told: what torch says of the last operation of its loss.
+        flatten: makes tokens of what it gives for rows and positions; None where it gives rows.
+    """
+
+    computes_loss_in_model = needs_pairs = has_eval_forward = False
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._rest: Any = None
+        self.gives_loss, self.is_proportional = False, True
+        self.told: Average | None = None
+        self.flatten: Callable[[Any], Any] | None = None
+
+    def train(self, model: nn.Module, microbatch: Any, **_: Any) -> Output:
+        """Read the graph, and let it go."""
+        leaves = tensor_leaves(microbatch)
+        real = [path for path, leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
+        rows, inputs = marked(microbatch, real)
+        aliases = aliases_of(self._call.parameters)
+        loss = self._call.compute(rows, aliases)
+        if loss.requires_grad:
+            needing = set(self._call.inputs())
+            wanted = [leaf for path, leaf in zip(real, inputs, strict=True) if path in needing]
+            wanted = wanted or [min(aliases or inputs, key=Tensor.numel)]
+            self.is_proportional = _is_proportional(loss, wanted)
+            self.told = _told(loss, microbatch, self._call.layout.num_rows(microbatch))
+        return Output(loss.detach(), {}, None)
+
+    def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
+        return Output(self._compute(microbatch), {}, None)
+
+    def predict(self, model: nn.Module, microbatch: Any, **_: Any) -> Any:
+        output = self._compute(microbatch)
+        self.gives_loss = _is_loss(output)
+        if self.flatten is not None:
+            output = output if self.gives_loss else self.flatten(output)
+        elif not self.gives_loss:
+            self._check_form(output, self._call.layout.num_rows(microbatch))
+        leaves = tensor_leaves(output)
+        return {path: leaf if leaf.dim() else leaf[None] for path, leaf in leaves}
+
+    def targets(self, batch: Any) -> Any:
+        return targets_of(batch)
+
+    def _compute(self, rows: Any) -> Any:
+        inputs = Unwritten(rows)
+        output = self._call.compute(rows, ())
+        inputs.check()
+        return output
+
+    def _check_form(self, output: Any, num_rows: int) -> None:
+        """Refuse outputs that cannot be put together again."""
+        if not tensor_leaves(output):
+            _refuse("", f"no tensor but {type(output).__name__}")
+        for path, leaf in tensor_leaves(output):
+            if leaf.shape[:1] != (num_rows,):
+                _refuse(path, f"a tensor of shape {tuple(leaf.shape)} for {num_rows} rows")
+        rest = map_tensors(output, lambda _: torch.zeros((), dtype=torch.int8))
+        self._rest = rest if self._rest is None else self._rest
+        if not same_values(self._rest, rest):
+            _refuse("", "beside tensors something that is another one for each slice")
+
+
+class _Comparison:
+    """Some rows of a call, whole and in two pieces.
+
+    Args:
+        call: of the part.
+        pieces: rows of each.
+        declared: what its loss is said to be a mean over.
+    """
+
+    def __init__(self, call: Call, pieces: Sequence[Sequence[int]], declared: LossAverage) -> None:
+        self._call, self._declared = call, declared
+        self._part = _Part(call)
+        rows = [row for piece in pieces for row in piece]
+        sizes = [*map(len, pieces)]
+        self._whole, self._pieces = cuts(call.layout, call.batch, sizes, rows)
+
+    def run(self) -> Checked:
+        """Compare outputs, or losses weighted by what they average over."""
+        with self._bench("predict", "outputs") as bench:
+            whole = bench.read(self._whole)
+            if not self._part.gives_loss:
+                self._check_outputs(bench, whole)
+                return Checked()
+            bench.conditions = Conditions()
+            bench.read(self._whole)
+        told = None if is_declared(self._declared) else self._part.told
+        averages = _averages(self._declared) if told is None else {"": told}
+        with self._bench("eval", "numbers") as bench:
+            whole = bench.read(self._whole)
+            is_finite = math.isfinite(whole.numbers[LOSS])
+            is_said = told is not None or is_declared(self._declared)
+            if is_finite and self._is_hidden(bench, whole):
+                if not is_said:
+                    raise LossAverageError(f"{_HIDDEN}; {REMEDY}")
+                warn(_HIDDEN, LossAverageWarning)
+            elif not is_said or (is_finite and not self._fits(bench, averages)):
+                self._refuse_memory(bench)
+                self._refuse_average(bench, is_said)
+        return Checked(
+            averages=averages,
+            is_told=told is not None,
+            is_proportional=self._part.is_proportional,
+            is_over=is_finite,
+        )
+
+    def _bench(self, mode: Mode, wants: Wanted) -> Bench:
+        return _bench(self._call, self._part, Conditions(mode=mode, wants=wants, notes_state=True))
+
+    def _is_hidden(self, bench: Bench, whole: Reading) -> bool:
+        """Whether chance moves so much that nothing else can be seen."""
+        noise = whole.distances(bench.read(self._whole, shake=1))
+        most = max(_NOISE, _ROUNDINGS * bench.rounding[1])
+        return any(gap > most * whole.scales.get(name, 0.0) for name, gap in noise.items())
+
+    def _fits(self, bench: Bench, averages: Mapping[str, Average]) -> bool:
+        """Whether losses of pieces add up, weighted by what these count."""
+        bench.computation = replace(bench.computation, eval_averages=averages)
+        whole = bench.read(self._whole)
+        # What counts nothing at all would make nothing of any loss.
+        is_there = math.isclose(whole.numbers[LOSS], whole.each[0], rel_tol=0.1)
+        found, _ = bench.compare(self._whole, whole, bench.read(self._pieces))
+        return is_there and not found
+
+    def _check_outputs(self, bench: Bench, whole: Reading) -> None:
+        if self._is_hidden(bench, whole):
+            warn(_HIDDEN, LossAverageWarning)
+            return
+        found, _ = bench.compare(self._whole, whole, bench.read(self._pieces))
+        if found:
+            self._refuse_memory(bench)
+            _refuse(next(iter(found)), "other values in slices than in the whole")
+
+    def _refuse_memory(self, bench: Bench) -> None:
+        """Refuse a forward that reads what an earlier one wrote: slices would be further ones.
+
+        Raises:
+            UnsplittableModelError: it does, as that of spectral norm.
+        """
+        rows, (size,) = self._whole.batch, self._whole.sizes
+        twice = CutBatch(batch=rows, microbatches=[rows, rows], sizes=[size, size])
+        bench.computation = replace(bench.computation, eval_averages=_averages("none"))
+        carried = bench.read(twice)
+        bench.conditions = replace(bench.conditions, carries=False)
+        if not gaps(bench.read(twice), carried, ()):
+            return
+        names = [place.name for place, _ in carried.state.values()]
+        names = [n.partition(".")[2] if n.startswith("part ") else n for n in names[:4]]
+        raise UnsplittableModelError(
+            "a part with a size of its own reads what its own forward changes "
+            f"({', '.join(names)}): each slice would change them once more; put layers with "
+            "spectral norm into evaluation mode (.eval()), change such things outside of the part, "
+            "or let it begin behind them"
+        )
+
+    def _refuse_average(self, bench: Bench, is_said: bool) -> NoReturn:
+        fitting = self._fitting(bench)
+        remedy = f"pass loss_average={' or '.join(fitting)}, which fit these rows"
+        remedy = remedy if fitting else REMEDY
+        if not is_said:
+            raise LossAverageError(
+                "the loss of a part does not end in a mean or sum of torch's over its rows or "
+                f"targets, so that it is not known how losses of slices add up; {remedy}"
+            )
+        named = f" with loss_average={self._declared!r}" * is_declared(self._declared)
+        raise LossAverageError(
+            f"the losses of slices of a part do not add up to its loss{named}; {remedy}"
+        )
+
+    def _fitting(self, bench: Bench) -> list[str]:
+        """What might be declared, in code: that by which the losses of the pieces add up."""
+        found: list[str] = []
+        read = (*bench.read(self._whole).each, *bench.read(self._pieces).each)
+        whole, *pieces = map(torch.tensor, read)
+        for each in candidates(self._whole.batch, cast(Any, self._part)):
+            if len(found) == _SHOWN:
+                break
+            with ignoring_errors():  # it may not apply
+                weights = BatchWeights(_averages(each.value), [self._pieces])
+                summed = sum(weights.apply(at, loss, {})[0] for at, loss in enumerate(pieces))
+                is_more = any(each.code.startswith(known) for known in found)
+                if not is_more and math.isclose(summed, whole, rel_tol=_SLIGHT):
+                    found.append(each.code)
+        return found
+
+
+def check_positions(call: Call, batch: Any, flatten: Callable[[Any], Any]) -> None:
+    """Refuse a part to which rows and positions are not one.
+
+    Args:
+        call: of tokens.
+        batch: of rows and positions.
+        flatten: makes tokens of these.
+
+    Raises:
+        UnsplittableModelError: it computes something else with tokens.
+    """
+    rows = call.layout.take_rows(batch, list(range(min(2, call.layout.num_rows(batch)))))
+    together, apart = (
+        CutBatch(batch=each, microbatches=[each], sizes=[call.layout.num_rows(each)])
+        for each in (rows, flatten(rows))
+    )
+    part = _Part(call)
+    with uncheckpointed(), _bench(call, part, Conditions(mode="predict", wants="outputs")) as bench:
+        part.flatten = flatten
+        try:
+            whole, *controls = (bench.read(together, shake=shake) for shake in range(3))
+        except Exception as error:
+            if classify(error) is Failure.RETRYABLE:
+                raise
+            return  # it takes nothing but tokens
+        part.flatten = None
+        try:
+            found = gaps(whole, bench.read(apart), controls)
+        except Exception as error:
+            if classify(error) is not Failure.RETRYABLE:
+                add_note(error, _TOKENS)
+            raise
+    for path in found:
+        named = f" {path!r}" if path else ""
+        raise UnsplittableModelError(
+            f"microbatch_unit='tokens': the part gives{named} other values for tokens of shape "
+            "(tokens, …) than for (rows, positions, …), so it computes along positions (a shift, "
+            "a sum over dimension 1, their number); leave the unit out, which cuts rows, or let "
+            "what sees positions happen outside of the part"
+        )
+
+
+def targets_of(batch: Mapping[str, Any]) -> Tensor:
+    """The targets among the arguments of a tail: by name, else the last tensor of whole numbers.
+
+    >>> targets_of({"hidden": torch.ones(2, 3), "target": torch.tensor([1, 2])}).tolist()
+    [1, 2]
+    """
+    leaves = tensor_leaves(batch)
+    if not leaves:
+        raise LossAverageError(f"a tail was given no tensor that could be its targets; {REMEDY}")
+    for name in TARGET_KEYS:
+        if isinstance(batch.get(name), Tensor):
+            return cast(Tensor, batch[name])
+    # Of whole numbers those with the most dimensions: lengths have one.
+    whole = [each for _, each in leaves if each.dim() and _is_whole(each)]
+    most = max((each.dim() for each in whole), default=0)
+    return next((each for each in reversed(whole) if each.dim() == most), leaves[-1][1])
+
+
+def _is_whole(leaf: Tensor) -> bool:
+    return not leaf.is_floating_point() and leaf.dtype is not torch.bool
+
+
+def _bench(call: Call, part: _Part, conditions: Conditions) -> Bench:
+    roots, averages = call.state.roots, _averages("none")
+    computation = Computation(
+        modules=_modules_of(call) or [nn.Identity()],
+        convention=cast(Any, part),
+        averages=averages,
+        averages_of=_averages,
+        eval_averages=averages,
+        layout=call.layout,
+        device=call.device,
+        roots=roots,
+        reach=Reach(roots),
+    )
+    return Bench(computation, conditions)
+
+
+def _modules_of(call: Call) -> list[nn.Module]:
+    return [each for each in call.state.roots.values() if isinstance(each, nn.Module)]
+
+
+def _averages(declared: LossAverage) -> Mapping[str, Average]:
+    return read_average(
+        declared, loss_fn=None, model=nn.Identity(), targets=targets_of, reads_model=False
+    )
+
+
+def _is_loss(output: Any) -> bool:
+    return isinstance(output, Tensor) and output.dim() == 0
+
+
+def _is_proportional(loss: Tensor, wanted: Sequence[Tensor]) -> bool:
+    found = []
+    try:
+        for factor in (1.0, _FACTOR):
+            gradients: Sequence[Tensor | None] = torch.autograd.grad(
+                loss, wanted, loss.new_tensor(factor), retain_graph=True, allow_unused=True
+            )
+            named = {
+                str(at): each / factor for at, each in enumerate(gradients) if each is not None
+            }
+            found.append(Reading(gradients=named))
+    except Exception as error:
+        if classify(error) is Failure.RETRYABLE:
+            raise
+        return True  # it has one backward alone
+    return max(relative_errors(found[1], found[0]).values(), default=0.0) <= _SLACK
+
+
+def _told(loss: Tensor, rows: Mapping[str, Any], num_rows: int) -> Average | None:
+    """What torch's own reduction averaged over, where the loss is that."""
+    reduction = reduction_of(loss)
+    if reduction is None:
+        return None
+    if reduction.kind == "sum":
+        return Sum()
+    if reduction.targets is None:
+        return Samples() if reduction.shape[:1] == (num_rows,) else None
+    given = targets_of(rows)
+    if given.is_floating_point() or not _holds_same(reduction.targets, given):
+        return None
+    ignored, weight = reduction.ignore_index, reduction.class_weight
+    return Tokens(targets_of, ignore_index=ignored, class_weight=weight, reads=True)
+
+
+def _is_like(one: Average, other: Average) -> bool:
+    if not (isinstance(one, Tokens) and isinstance(other, Tokens)):
+        return type(one) is type(other)
+    if one.ignore_index != other.ignore_index:
+        return False
+    if one.class_weight is None or other.class_weight is None:
+        return one.class_weight is other.class_weight
+    return _holds_same(one.class_weight, other.class_weight)
+
+
+def _holds_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same values in order. Views of one memory are not read."""
+    if one.numel() != other.numel():
+        return False
+    is_view = one.data_ptr() == other.data_ptr() and one.is_contiguous() and other.is_contiguous()
+    return is_view or torch.equal(one.flatten(), other.flatten().to(one))
+
+
+def _refuse(path: str, what: str) -> NoReturn:
+    named = f" {path!r}" if path else ""
+    raise UnsplittableModelError(
+        f"a part with a size of its own gives{named} {what}, so it computes something over "
+        "rows and cannot be cut; give a size to a part that computes each row by itself and "
+        "gives rows in dimension 0 (the states of an LSTM have none there; a loss is a tensor "
+        "without any dimension, and the only output)"
+    )
+
+
+_HINT = (
+    "automicro: this was a check of a few rows of a part with a size of its own; where an argument "
+    "holds no rows, say so, as in batch_layout={'mask': 'shared'}"
+)
+_TOKENS = (
+    "automicro: microbatch_unit='tokens' calls the part with tensors of shape (tokens, …), and it "
+    "takes (rows, positions, …) alone; let it take both, as by flatten(0, -2) for hidden states, "
+    "or leave the unit out, which cuts rows"
+)
+_HIDDEN = (
+    "it could not be seen that slices of a part compute the same as the whole: the same rows give "
+    "other values each time"
+)
+_COLLECTIVE = (
+    "a part with a size of its own communicates with other ranks in its forward (SyncBatchNorm, or "
+    "sharded parameters), and ranks may cut it into different numbers of slices; let the part "
+    "begin behind such layers, or end before them"
+)
