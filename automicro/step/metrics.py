@@ -3,7 +3,6 @@
 import contextlib
 import inspect
 import logging
-import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +14,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from automicro.batch.layout import BatchLayout
+from automicro.batch.tensors import tensor_leaves
+from automicro.checking.reading import Reading, gaps
 from automicro.errors import MetricWarning, warn
 from automicro.memory.oom import Failure, classify
 from automicro.state.part import State
@@ -30,7 +31,7 @@ UpdateMetric = Callable[[Any, Any, Any, str], None]
 _MOST_LOOKS = 3
 _MOST_ROWS = 16
 _ROUNDING = 1e-6
-_CLOSE = 1e-3  # of a value, whatever the precision of the outputs
+_EPS = 16.0  # times that of the outputs
 
 
 class Metrics:
@@ -325,7 +326,7 @@ class MetricGuard:
         indices = [index % rows for index in range(max(3, min(rows, _MOST_ROWS)))]
         cut = len(indices) - len(indices) // 3  # unevenly: alike pieces hide a mean of means
 
-        def value_of(pieces: Iterable[Sequence[int]]) -> list[Any]:
+        def read(pieces: Iterable[Sequence[int]]) -> Reading:
             parts = [Metrics(flatten_metrics(metric)), self._random_state()]
             undo = Transaction([State(lambda: {"metric": metric}), *parts])
             try:
@@ -338,17 +339,18 @@ class MetricGuard:
                         self._layout.take_rows(microbatch, list(piece)),
                         name,
                     )
-                return _numbers(metric.compute())
+                return _read(metric.compute(), outputs)
             finally:
                 undo.roll_back()
 
-        def values() -> tuple[list[Any], list[Any]]:
+        def differs() -> bool:
             with warnings.catch_warnings(), torch.no_grad():
                 warnings.simplefilter("ignore")
-                return value_of([indices]), value_of([indices[:cut], indices[cut:]])
+                whole, parts = read([indices]), read([indices[:cut], indices[cut:]])
+                # In another order sums are rounded otherwise.
+                return bool(gaps(whole, parts, (read([indices[::-1]]) for _ in range(1))))
 
-        found = _unless_it_always_fails(values, type(metric).__name__)
-        if found is not None and not _are_close(*found):
+        if _unless_it_always_fails(differs, type(metric).__name__):
             self._warn(metric, "counts updates rather than rows")
 
     def _warn(self, metric: Any, reason: str) -> None:
@@ -593,6 +595,19 @@ def _has_peers() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def _read(value: Any, outputs: Any) -> Reading:
+    """The numbers in a metric's value; texts and objects are not compared."""
+    numbers = {}
+    for at, each in enumerate(_numbers(value)):
+        with contextlib.suppress(TypeError, ValueError):
+            numbers[str(at)] = torch.tensor([float(each)], dtype=torch.float64)
+    types = [leaf.dtype for _, leaf in tensor_leaves(outputs) if leaf.is_floating_point()]
+    eps = max(torch.finfo(each).eps for each in (torch.float32, *types))
+    scales = {name: float(number.abs()) for name, number in numbers.items()}
+    floors = {name: _EPS * eps * scale + _ROUNDING for name, scale in scales.items()}
+    return Reading(outputs=numbers, scales=scales, floors=floors)
+
+
 def _numbers(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
         return [number for key in value for number in _numbers(value[key])]
@@ -603,16 +618,3 @@ def _numbers(value: Any) -> list[Any]:
     if isinstance(value, np.ndarray):
         return list(value.ravel().tolist())
     return [value]
-
-
-def _are_close(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    return len(one) == len(other) and all(map(_is_close, one, other))
-
-
-def _is_close(one: Any, other: Any) -> bool:
-    with contextlib.suppress(TypeError, ValueError):
-        a, b = float(one), float(other)
-        if not (math.isfinite(a) and math.isfinite(b)):
-            return repr(a) == repr(b)
-        return abs(a - b) <= _CLOSE * max(abs(a), abs(b)) + 1e-6
-    return True  # texts and objects are not compared
