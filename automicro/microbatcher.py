@@ -58,7 +58,7 @@ from automicro.step.passes import Passes
 from automicro.step.phase import Phase, Recollection, Shared, choices
 from automicro.step.plan import Cut, ReadBatch, Step
 from automicro.step.results import EvalResult, StepResult
-from automicro.step.run import run
+from automicro.step.fit import fit
 from automicro.step.sorting import RowSorter
 from automicro.step.split_guard import BATCHNORM_MODES, SplitGuard
 from automicro.step.unit import Cost, MicrobatchUnit, order_of, with_padding
@@ -560,7 +560,7 @@ class Microbatcher:
                 self._work = work = TrainingWork(
                     self._setup, self._train, step, metrics, kept, accept
                 )
-                finished = run(step, work, self._train)
+                finished = fit(step, work, self._train)
         finally:
             self._work = None
             self._setup.gradients.are_released = False  # it was so for this batch
@@ -852,7 +852,7 @@ class Microbatcher:
                 predicts=predicts,
                 compares_outputs=compares_outputs,
             )
-            finished = run(step, work, self._eval)
+            finished = fit(step, work, self._eval)
         self._evaluated = finished.cuts
         if finished.result is None:
             return EvalResult(loss=None, **finished.counts)

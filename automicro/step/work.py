@@ -181,7 +181,7 @@ class _Work:
         self._gives_outputs = kept.has_outputs
         self._has_looked = self._has_looked_at_outputs = False
 
-    def look(self, plan: Plan) -> None:
+    def check(self, plan: Plan) -> None:
         checks, kept, mode = self._setup.checks, self._kept, self._mode
         of_outputs = checks.compares_outputs and mode != "train" and self._gives_outputs
         of_outputs = of_outputs and not self._has_looked_at_outputs
@@ -271,7 +271,7 @@ class TrainingWork(_Work):
     """Forward and backward of all batches: their gradients add up, and their losses.
 
     Args:
-        setup: as `_Work`, like the next four.
+        setup: that the Microbatcher was made with.
         phase: of training.
         step: what it brings.
         metrics: updated with every row; None for none.
@@ -322,7 +322,7 @@ class TrainingWork(_Work):
             *self._updated,
         ]
 
-    def attempt(self, plan: Plan) -> Losses:
+    def run(self, plan: Plan) -> Losses:
         passes, ranks, gradients = self._passes, self._ranks, self._gradients
         if plan.num_microbatches > len(plan.cuts):
             for batch, cut in zip(self._step.raw, plan.cuts, strict=True):
@@ -420,7 +420,7 @@ class EvaluationWork(_Work):
     """Forward of one batch: its loss, and what it was divided by. Of this rank's rows alone.
 
     Args:
-        setup: as `_Work`, like the next four.
+        setup: that the Microbatcher was made with.
         phase: of evaluation.
         step: what it brings.
         metrics: updated with every row; None for none.
@@ -455,7 +455,7 @@ class EvaluationWork(_Work):
             *self._updated,
         ]
 
-    def attempt(self, plan: Plan) -> Evaluated:
+    def run(self, plan: Plan) -> Evaluated:
         passes, ranks = self._passes, self._ranks
         forward = passes.predict if self._predicts else passes.evaluate
         cuts = self._cut(plan)

@@ -16,7 +16,7 @@ from automicro.rungs.levels import Level
 from automicro.step.events import Narrator
 from automicro.step.phase import Phase, Shared
 from automicro.step.plan import CutRule, Finished, Plan, ReadBatch, Step
-from automicro.step.run import run as run_step
+from automicro.step.fit import fit as run_step
 from automicro.transaction.transaction import Part
 
 
@@ -43,13 +43,13 @@ class Attempt:
     ) -> None:
         self._attempt, self._parts, self._residents = attempt, parts, residents
 
-    def look(self, plan: Plan) -> None:
+    def check(self, plan: Plan) -> None:
         pass
 
     def parts(self) -> Sequence[Part]:
         return self._parts
 
-    def attempt(self, plan: Plan) -> str:
+    def run(self, plan: Plan) -> str:
         return self._attempt([size for cut in plan.cuts for size in cut.sizes])
 
     def numbers(self, result: str) -> Sequence[float]:
@@ -317,7 +317,7 @@ def test_an_interrupt_while_memory_is_given_back_comes_after_the_rollback(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("automicro.step.attempt.release", interrupted)
+    monkeypatch.setattr("automicro.step.fit.release", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(fits(2, []), 4, Halving(), parts=[part])
     assert not part.is_open

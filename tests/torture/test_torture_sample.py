@@ -116,7 +116,7 @@ def test_the_harness_sees_what_is_left_alive(monkeypatch: pytest.MonkeyPatch) ->
     def hoard(failure: BaseException, *_: object) -> None:
         kept.append(failure)
 
-    monkeypatch.setattr("automicro.step.attempt.release", hoard)
+    monkeypatch.setattr("automicro.step.fit.release", hoard)
     verdict = attempt(Trials(scene("BatchNorm and dropout")), [Fault(100)])
     assert verdict.survivors > 0
     assert verdict.bytes_alive > 0

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import automicro.nested.batchnorm as batchnorm
 import automicro.nested.slices as slices
 import automicro.nested.split as split
-import automicro.step.run as running
+import automicro.step.fit as fitting
 from automicro.loss.passes import is_extra_pass
 from automicro.nested.slices import Earlier
 
@@ -70,7 +70,7 @@ class Noting:
     @contextlib.contextmanager
     def __call__(self) -> Iterator["Noting"]:
         seams: list[tuple[Any, str, Any]] = [
-            (running, "try_once", self._try_once),
+            (fitting, "attempt", self._attempt),
             (split._Sizer, "__init__", self._begin_call),
             (split._Sizer, "begin", self._begin_slices),
             (split.NestedSplit, "_if_it_fits", self._if_it_fits),
@@ -88,7 +88,7 @@ class Noting:
             for (owner, name, _), original in zip(seams, before, strict=True):
                 setattr(owner, name, original)
 
-    def _try_once(self, original: Any, work: Any, plan: Any, *args: Any, **kwargs: Any) -> Any:
+    def _attempt(self, original: Any, work: Any, plan: Any, *args: Any, **kwargs: Any) -> Any:
         self._last = plan.size, plan.level
         self._calls.clear()
         self.begun_at.append(self._count())

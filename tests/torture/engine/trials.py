@@ -595,7 +595,7 @@ def _absorbed_by(mode: FaultMode) -> str:
 
 def _absorbing(stack: Sequence[str]) -> str | None:
     # A look at a part is one of an attempt; what it can do without is marked by itself.
-    is_in_attempt = "try_once" in stack
+    is_in_attempt = "_go_through" in stack
     for name in reversed(stack):
         if name in ABSORBED and not (is_in_attempt and ABSORBED[name] == PROBE):
             return ABSORBED[name]

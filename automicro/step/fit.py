@@ -1,0 +1,264 @@
+"""Fit a step into memory: plan, attempt, commit or roll back, until it fits or nothing is smaller.
+
+The whole of it is `fit` and `attempt`. `Sizes` (sizes.py) says what is tried next, and a `Work`
+(work.py) what is done with it.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar, cast
+
+from automicro.batchnorm import needs_two_rows
+from automicro.errors import RollbackError, add_note, describe_error, remember, text_of
+from automicro.memory.device import peak_bytes
+from automicro.memory.meter import Measured, highs_of, measured_by_all
+from automicro.memory.oom import Failure, classify, empty_cache, first_line, release
+from automicro.memory.residents import ResidentMemory
+from automicro.ranks.interface import (
+    Ranks,
+    Report,
+    Status,
+    StrayedError,
+    announcing_failure,
+)
+from automicro.step.events import Narrator
+from automicro.step.phase import Phase
+from automicro.step.plan import Finished, Plan, Step
+from automicro.step.sizes import Sizes
+from automicro.step.words import explain, leaves_one_alone
+from automicro.transaction.gradients import TouchedGradientsError
+from automicro.transaction.transaction import Part, Transaction
+
+T = TypeVar("T")
+
+
+class Work(Protocol[T]):
+    """What an attempt does, and what it may change. Each step has one of its own.
+
+    It keeps no result and no error, which would keep the tensors of a failed attempt alive.
+
+    Attributes:
+        narrator: tells of it; None where nothing listens.
+    """
+
+    narrator: Narrator | None
+
+    def check(self, plan: Plan) -> None:
+        """Check what splitting may change, before the attempt at a plan that splits."""
+
+    def parts(self) -> Sequence[Part]:
+        """All that an attempt may change. They begin in this order, and roll back in the other."""
+
+    def run(self, plan: Plan) -> T:
+        """Do it, cut as planned."""
+
+    def numbers(self, result: T) -> Sequence[float]:
+        """What of the result is added up over ranks with the last vote."""
+
+    def combined(self, result: T, sums: Sequence[float]) -> T:
+        """The result of all ranks, from this one's and the sums."""
+
+    def accepts(self, result: T) -> bool:
+        """Whether to keep what went through; else it is rolled back, and that is the end."""
+
+    def residents(self) -> ResidentMemory | None:
+        """What lies on the device at any size, for saying why none fits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried(Generic[T]):
+    """An attempt that is over. Unless it was committed, the state is as it was before.
+
+    Attributes:
+        status: of all ranks.
+        result: where it went through.
+        is_committed: whether that was accepted.
+        failure: the error where memory ran out. It holds frames: let go of it.
+        measured: what it took of the device, where that is measured.
+    """
+
+    status: Status
+    result: T | None = None
+    is_committed: bool = False
+    failure: BaseException | None = None
+    measured: Measured | None = None
+
+
+def fit(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
+    """Attempt a step at ever smaller sizes, then at the next level, until it fits.
+
+    Where no rank has any row nothing is attempted, and there is no result.
+
+    Args:
+        step: what it brings at any size.
+        work: what an attempt does.
+        phase: that it belongs to.
+
+    Raises:
+        SampleTooLargeError: the smallest size ran out of memory. As with any other exception, the
+            state is as it was before.
+        RollbackError: the state could not be put back.
+    """
+    sizes = Sizes(step, phase)
+    while True:
+        plan = sizes.plan(work.residents)
+        if plan.num_microbatches == 0:
+            return Finished(result=None, plan=plan)
+        if plan.num_microbatches > len(plan.cuts):
+            with announcing_failure(phase.ranks):
+                work.check(plan)
+        phase.ranks.begin(plan.num_microbatches, training=phase.is_training)
+        tried = attempt(work, plan, phase, sizes)
+        if tried.status is Status.OK:
+            result = cast(T, tried.result)
+            return sizes.succeed(plan, result, tried.measured, is_committed=tried.is_committed)
+        if tried.status is Status.OUT_OF_MEMORY:
+            sizes.fail(plan, tried.failure, tried.measured)
+        else:
+            sizes.repeat(tried.status)
+        del tried  # it holds the failure
+
+
+def attempt(work: Work[T], plan: Plan, phase: Phase, sizes: Sizes) -> Tried[T]:
+    """Attempt a step once, inside a transaction: on all ranks, or on none.
+
+    Raises:
+        RollbackError: the state could not be put back.
+        PeerFailedError: another rank failed for good.
+        BaseException: whatever else than running out of memory; the state is as it was before.
+    """
+    ranks, meter, narrator, device = phase.ranks, phase.meter, work.narrator, phase.device
+    transaction = Transaction(work.parts())
+    tried, failure = caught(functools.partial(_go_through, transaction, work, plan, phase, sizes))
+    if tried is not None:
+        return tried
+    # Outside "except": inside it the traceback keeps the failed attempt's tensors alive, and
+    # neither the rollback nor a retry could use their memory.
+    assert failure is not None
+    try:
+        status = _status(failure, plan, phase, sizes)
+        measured = None if meter is None else meter.end(failure)
+        try:
+            if status is not Status.FATAL or not ranks.is_alone:  # else its frames tell the cause
+                release(failure, device)
+            status = ranks.stop(failure, status, highs_of(measured))
+        except BaseException as error:  # a peer failed, the device was lost, somebody interrupts
+            _roll_back(transaction, error)
+            ranks.fail(error)
+            raise
+        _roll_back(transaction, failure, ranks)
+        if status is Status.FATAL:
+            explain(failure, plan)
+            raise failure
+        # Gradients and copies of this attempt were in the way until now. Kept, their blocks would
+        # be cut up by the next one.
+        empty_cache(device)
+        if status is not Status.OUT_OF_MEMORY:
+            return Tried(status=status)
+        measured = measured_by_all(ranks.told or highs_of(measured), measured)
+        if narrator is not None:
+            reports = narrator.fail(first_line(failure), peak_bytes=peak_bytes(device))
+            remember(failure, reports=tuple(reports))
+        return Tried(status=status, failure=failure, measured=measured)
+    finally:
+        del failure  # it holds this frame: a cycle
+
+
+def _go_through(
+    transaction: Transaction, work: Work[T], plan: Plan, phase: Phase, sizes: Sizes
+) -> Tried[T]:
+    """The attempt up to its commit; an error leaves the transaction open."""
+    ranks, meter, narrator = phase.ranks, phase.meter, work.narrator
+    transaction.begin()
+    if narrator is not None:
+        narrator.begin(plan.cuts, unit=plan.unit, is_measuring=plan.is_measuring)
+    if meter is not None:
+        meter.begin(waits=sizes.compares_seconds)
+    with phase.applying(plan.level):
+        result = work.run(plan)
+    measured = None if meter is None else meter.end()
+    if narrator is not None:
+        narrator.end()
+    transaction.prepare()  # it needs memory as well
+    told = ranks.vote(Report(sums=work.numbers(result), highs=highs_of(measured)))
+    measured = measured_by_all(told.highs, measured)
+    result = work.combined(result, told.sums)
+    is_committed = work.accepts(result)
+    if is_committed:
+        transaction.commit()
+    else:
+        transaction.roll_back()
+    return Tried(status=Status.OK, result=result, is_committed=is_committed, measured=measured)
+
+
+def caught(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """What work gives, or the error that it ended with, outside of any ``except``.
+
+    >>> caught(lambda: 1 // 0)
+    (None, ZeroDivisionError('integer division or modulo by zero'))
+    """
+    try:
+        return work(), None
+    except BaseException as error:
+        return None, error
+
+
+def _status(error: BaseException, plan: Plan, phase: Phase, sizes: Sizes) -> Status:
+    if sizes.can_recut and leaves_one_alone(plan) and needs_two_rows(error):
+        return Status.TWO_ROWS
+    if isinstance(error, StrayedError | TouchedGradientsError):
+        return Status.STRAYED
+    if classify(error) is not Failure.RETRYABLE:
+        return Status.FATAL
+    return Status.SMALLER_PART if phase.has_smaller_parts() else Status.OUT_OF_MEMORY
+
+
+def _roll_back(transaction: Transaction, cause: BaseException, ranks: Ranks | None = None) -> None:
+    """Put the state back, in a second try if need be, or let other ranks know that it failed.
+
+    Raises:
+        RollbackError: it cannot be put back.
+        BaseException: what interrupted the first try, once the second has put the state back.
+    """
+    failure = _try_roll_back(transaction)
+    if failure is None:
+        return
+    try:
+        again = _try_roll_back(transaction)
+        if again is not None:
+            _give_up_rolling_back(again, cause)
+        elif classify(failure) is not Failure.RETRYABLE:
+            raise failure
+    except BaseException as error:
+        if ranks is not None:
+            ranks.fail(error)
+        raise
+    finally:
+        del failure  # it holds this frame: a cycle
+
+
+def _try_roll_back(transaction: Transaction) -> BaseException | None:
+    try:
+        transaction.roll_back()
+    except BaseException as error:
+        return error
+    return None
+
+
+def _give_up_rolling_back(failure: BaseException, cause: BaseException) -> None:
+    if classify(cause) is Failure.CONTEXT_LOST:
+        add_note(
+            cause,
+            f"automicro: the device is lost, nothing could be put back ({text_of(failure)})",
+        )
+        return
+    if isinstance(failure, RollbackError):
+        raise failure from cause
+    if not isinstance(failure, Exception):
+        add_note(failure, "automicro: the state before the batch could not be put back")
+        raise failure
+    raise RollbackError(
+        f"an attempt failed ({describe_error(cause)}), and the state before it could not "
+        f"be put back ({describe_error(failure)}); continue from a checkpoint"
+    ) from cause

@@ -1,0 +1,237 @@
+"""Which size a step tries next, and what is learned from how that went."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NoReturn, TypeVar
+
+from automicro.batch.layout import describe_cut
+from automicro.errors import SampleTooLargeError
+from automicro.memory.meter import Measured
+from automicro.memory.oom import empty_cache, first_line
+from automicro.memory.residents import ResidentMemory
+from automicro.policy.policy import Outcome, Policy
+from automicro.ranks.interface import Status, announcing_failure
+from automicro.step.events import bystander
+from automicro.step.phase import Phase
+from automicro.step.plan import (
+    Finished,
+    Plan,
+    Step,
+    nothing_to_run,
+    plan_alone,
+    plan_together,
+    propose_to,
+)
+from automicro.step.unit import ROWS
+from automicro.step.words import give_up_fixed, reports_of, what_helps, why_nothing_fits
+
+logger = logging.getLogger("automicro.attempts")
+
+T = TypeVar("T")
+
+
+class Sizes:
+    """The sizes of one step: each plan needs less than those that ran out of memory.
+
+    Args:
+        step: what it brings at any size.
+        phase: that it belongs to.
+    """
+
+    def __init__(self, step: Step, phase: Phase) -> None:
+        self._step, self._phase, self._policy = step, phase, step.policy
+        self._recalled_size = phase.begin(step)
+        self._whole_fits_below = dict(phase.ranks.whole_fits_below)
+        self._last_size = phase.size
+        self._learned: dict[str, Any] | None = None  # by the policy, before the first failure
+        self._tried: list[int] = []
+        self._attempts = 0
+        self._failed: Plan | None = None  # the last one
+        self._failure: BaseException | None = None
+
+    def plan(self, residents: Callable[[], ResidentMemory | None]) -> Plan:
+        """What to try next.
+
+        Args:
+            residents: what lies on the device at any size, for saying why none fits.
+
+        Raises:
+            SampleTooLargeError: there is nothing smaller.
+        """
+        while True:
+            plan, failed = _plan(self._step, self._phase), self._failed
+            if plan.num_microbatches == 0:
+                return plan
+            if failed is None or plan.needs_less_than(failed):
+                break
+            if plan.proposed < failed.proposed and plan.size > self._phase.rule.min_rows:
+                # It is the same cut: the slices that would be smaller have less than this.
+                self._policy.record(_failing(plan))
+                self._failed = plan
+            elif self._failure is None:
+                break
+            elif self._phase.cuts_whole_parts():
+                self._failure = self._failed = None
+                break
+            elif not self._policy.climb(failed.row_cost):
+                self._give_up(plan, residents())
+        if self._failure is not None:
+            cut = sum(self._step.rows), plan.size, plan.num_microbatches
+            logger.log(
+                self._loudness,
+                "out of memory, microbatch size %d → %d %s%s (%s)",
+                self._tried[-1],
+                plan.most,
+                plan.unit.removesuffix("s") if plan.most == 1 else plan.unit,
+                f", {self._policy.levels[plan.level]}" if plan.level else "",
+                describe_cut(*cut, unit=plan.unit),
+            )
+            self._failure = None  # it holds frames, which the next attempt may leave by an error
+        if self._last_size is not None and plan.size > self._last_size:
+            # Blocks that are kept for smaller microbatches cannot serve these.
+            empty_cache(self._phase.device)
+            self._last_size = None
+        return plan
+
+    @property
+    def can_recut(self) -> bool:
+        """Whether slices of a single row can be avoided: on several ranks no rows are fixed."""
+        phase = self._phase
+        adapts = self._policy.adapts or not phase.ranks.is_alone
+        return phase.rule.min_rows == 1 and adapts
+
+    @property
+    def compares_seconds(self) -> bool:
+        """Whether the meter waits for the device."""
+        phase = self._phase
+        return not phase.is_repeatable and (self._policy.compares_seconds or phase.fits_overhead)
+
+    def fail(self, plan: Plan, failure: BaseException | None, measured: Measured | None) -> None:
+        """An attempt ran out of memory."""
+        self._attempts += 1
+        self._tried.append(plan.size)
+        if self._phase.ranks.drop_whole_gradients():
+            logger.log(
+                self._loudness,
+                "out of memory, microbatch size %d again, gradients reduced with each microbatch",
+                plan.size,
+            )
+            return
+        if self._learned is None:
+            self._learned = self._policy.state_dict()
+        if plan.unit != ROWS:
+            self._phase.rule.failed = min(self._phase.rule.failed, plan.size)
+        self._record(plan, measured, fits=False)
+        self._failed, self._failure = plan, failure
+
+    def repeat(self, status: Status) -> None:
+        """An attempt says that the same size should be tried again."""
+        if status is Status.TWO_ROWS:
+            self._phase.rule.min_rows = 2
+        if status is Status.SMALLER_PART:  # the others are no question of memory
+            self._attempts += 1
+
+    def succeed(
+        self, plan: Plan, result: T, measured: Measured | None, *, is_committed: bool
+    ) -> Finished[T]:
+        """An attempt went through."""
+        self._record(plan, measured, fits=True)
+        nested_sizes, nested_ooms = self._phase.nested_counts()
+        finished = Finished(
+            result=result,
+            plan=plan,
+            attempts=self._attempts + 1,
+            failed_sizes=tuple(self._tried),
+            is_committed=is_committed,
+            measured=measured,
+            recalled_size=self._recalled_size,
+            grown_from=self._policy.grown_from,
+            exploration=self._policy.exploration,
+            level_name=self._policy.levels[plan.level],
+            nested_sizes=nested_sizes,
+            nested_ooms=nested_ooms,
+        )
+        self._phase.end(finished)
+        return finished
+
+    def _record(self, plan: Plan, took: Measured | None, *, fits: bool) -> None:
+        if type(self._policy).record is Policy.record:  # it learns nothing
+            return
+        if plan.size > plan.most and plan.size >= self._phase.rule.failed:
+            # A row fits, or not, that is larger than slices of others that did not.
+            self._policy.record(replace(_failing(plan), fits=fits))
+            return
+        outcome = replace(_failing(plan), microbatch_size=plan.size, fits=fits)
+        if took is not None:
+            outcome = replace(
+                outcome,
+                peak_bytes=took.peak_bytes,
+                resident_bytes=took.resident_bytes,
+                capacity_bytes=took.capacity_bytes,
+                seconds=None if self._phase.is_repeatable else took.seconds,
+                alloc_retries=took.alloc_retries,
+            )
+        self._policy.record(outcome)
+
+    @property
+    def _loudness(self) -> int:
+        return logging.DEBUG if self._phase.ranks.rank else logging.WARNING
+
+    def _give_up(self, plan: Plan, residents: ResidentMemory | None) -> NoReturn:
+        policy, phase, failure = self._policy, self._phase, self._failure
+        assert failure is not None
+        assert self._learned is not None
+        try:
+            if not policy.adapts:
+                give_up_fixed(failure, plan, self._tried[-1], is_whole=phase.compares_rows)
+            text = why_nothing_fits(
+                plan,
+                self._tried,
+                phase.rule.min_rows,
+                residents,
+                phase.device,
+                who=bystander(failure),
+                levels=policy.levels,
+                helps=what_helps(policy.levels[plan.level] if phase.is_training else None),
+            )
+            raise SampleTooLargeError(
+                f"{text}\nThe last failure: {first_line(failure)}{reports_of(failure)}"
+            ) from failure
+        finally:
+            self._failure = failure = None  # it holds frames: a cycle
+            # An impossible batch teaches nothing about others.
+            policy.load_state_dict(self._learned)
+            phase.ranks.whole_fits_below = self._whole_fits_below
+
+
+def _plan(step: Step, phase: Phase) -> Plan:
+    ranks, rule, spare = phase.ranks, phase.rule, phase.spare
+    if ranks.is_alone:
+        plan = plan_alone(step, rule)
+        if plan.settings:
+            phase.arrange(plan.settings)
+        return plan
+    with announcing_failure(ranks):
+        lacks_rows = spare is not None and spare.is_lacking
+        proposal = propose_to(step, rule, training=phase.is_training, lacks_rows=lacks_rows)
+        phase.arrange(step.policy.settings)
+    agreement = ranks.agree(proposal)
+    if agreement.max_extent == 0:
+        return nothing_to_run(stops=agreement.stops)
+    if agreement.donor is not None and spare is not None:
+        spare.pass_on(agreement.donor)
+    with announcing_failure(ranks):
+        return plan_together(step, rule, agreement, ranks)
+
+
+def _failing(plan: Plan) -> Outcome:
+    """That slices of what was proposed do not fit."""
+    return Outcome(
+        num_rows=plan.extent,
+        microbatch_size=plan.most,
+        fits=False,
+        cost=plan.cost,
+        level=plan.level,
+        settings=plan.settings,
+    )

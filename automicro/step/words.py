@@ -1,0 +1,277 @@
+"""What a step says where it fails: why nothing fits, and what microbatches have to do with it."""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
+
+import torch
+
+from automicro.batchnorm import needs_two_rows
+from automicro.errors import PeerStoppedError, SampleTooLargeError, add_note, facts_of, text_of
+from automicro.memory.device import allocated_bytes, peak_bytes
+from automicro.memory.oom import first_line, unquoted_shortage
+from automicro.memory.residents import ResidentMemory
+from automicro.options import ONE_GRAPH_EACH
+from automicro.rungs.levels import NESTED
+from automicro.step.events import bystander
+from automicro.step.plan import Plan
+from automicro.step.unit import ROWS
+from automicro.units import format_bytes
+
+_LESS_BESIDE = (
+    "let it compute and keep less on the device (detach and move to the host what it keeps)",
+    "take it out",
+    "a larger device",
+)
+
+
+_WOULD_BE_SMALLER = 'microbatch_size="auto" would try smaller ones'
+_ENCODERS_WOULD = (
+    "a loss that compares rows needs all of them, but its encoders may have smaller sizes of their "
+    'own (microbatch_size="auto" in Contrastive), and the batch fewer rows'
+)
+
+
+def give_up_fixed(failure: BaseException, plan: Plan, size: int, *, is_whole: bool) -> NoReturn:
+    """Raise the out-of-memory error of a size that never changes, with what would.
+
+    Args:
+        failure: the error.
+        plan: of the attempt.
+        size: that it had.
+        is_whole: whether batches have to stay whole.
+
+    Raises:
+        BaseException: the failure.
+        SampleTooLargeError: it happened on another rank.
+    """
+    smaller = _ENCODERS_WOULD if is_whole else _WOULD_BE_SMALLER
+    if isinstance(failure, PeerStoppedError):
+        who = "another rank" if failure.culprit is None else f"rank {failure.culprit}"
+        raise SampleTooLargeError(
+            f"the microbatch size is fixed, and {_of(size, plan)} do not fit on {who}; "
+            f"{smaller}. The state is as before the step.{reports_of(failure)}"
+        ) from failure
+    beside = bystander(failure)
+    if beside is not None:
+        add_note(
+            failure,
+            f"automicro: memory ran out in {beside}, while {_of(size, plan)} were "
+            f"computed. The state is as before the step. What helps:{_listed(_LESS_BESIDE)}"
+            f"{reports_of(failure, before=_NEXT_LINE)}",
+        )
+        raise failure
+    all_rows = f"the whole batch of {plan.extent} {plan.unit} does"
+    what = all_rows if size == plan.extent else f"{_of(size, plan)} do"
+    add_note(
+        failure,
+        f"automicro: the microbatch size is fixed, and {what} "
+        f"not fit; {smaller}. The state is as before the step.{reports_of(failure)}",
+    )
+    raise failure
+
+
+_NEXT_LINE = "\n"
+
+
+def _listed(remedies: Iterable[str]) -> str:
+    return "".join(f"\n- {each}" for each in remedies)
+
+
+def reports_of(failure: BaseException, before: str = " ") -> str:
+    """A sentence on the files that were written of a failure; empty where there is none."""
+    written = facts_of(failure).reports
+    return f"{before}More in {', '.join(written)} (automicro doctor reads it)." if written else ""
+
+
+def _of(size: int, plan: Plan) -> str:
+    return f"{size} {plan.unit} of {plan.extent}"
+
+
+def why_nothing_fits(
+    plan: Plan,
+    tried: Sequence[int],
+    min_rows: int,
+    residents: ResidentMemory | None,
+    device: torch.device,
+    *,
+    who: str | None = None,
+    levels: Sequence[str] = ("plain",),
+    helps: Sequence[str] = (),
+) -> str:
+    """What there is to say where the smallest size ran out of memory: a line each, and a list.
+
+    Args:
+        plan: of the last attempt.
+        tried: sizes, in order.
+        min_rows: the fewest rows of a slice.
+        residents: what lies on the device at any size.
+        device: where the work ran.
+        who: the callback or metric in which memory ran out at the last size; None for neither.
+        levels: of the policy, of which the last was tried last.
+        helps: words for what makes the same rows need less.
+    """
+    # A size may have been tried twice, the second time cut into slices of two rows.
+    listed = f"(tried: {', '.join(map(str, dict.fromkeys(tried)))})"
+    unit, extent = plan.unit, plan.extent
+    at_last = f", not even with {levels[plan.level]}" if plan.level else ""
+    text = f"a microbatch of {tried[-1]} of {extent} {unit} does not fit{at_last}, and "
+    state = "\nThe state is as before the step. What helps:"
+    if who is not None:
+        return (
+            f"memory ran out in {who}, with every size {listed} of {extent} {unit}, so that fewer "
+            f"rows do not help.{state}{_listed(_LESS_BESIDE)}"
+        )
+    less_state = ["an optimizer with less state"] if _has_state(residents) else []
+    shared = residents is not None and residents.shared_inputs > 0
+    less_shared = ["less in the parts of the batch that are shared by all rows"] * shared
+    if residents is not None and residents.limit is not None and residents.leaves_nothing:
+        other = ["a smaller model", "a higher limit", "a larger device"]
+        return (
+            f"{text}no size can {listed}: {residents} come to {format_bytes(residents.total)} "
+            f"without any row, and the limit is {format_bytes(residents.limit)}.{state}"
+            f"{_listed([*less_shared, *less_state, *other])}"
+        )
+    floor = ", because BatchNorm cannot train on one row" * (tried[-1] > 1 < min_rows)
+    alone = "" if unit == ROWS else ": it has a single row"
+    text += f"there is no smaller one{floor}{alone} {listed}."
+    facts = []
+    peak, allocated = peak_bytes(device), allocated_bytes(device)
+    if peak is not None:
+        facts.append(f"Peak memory on {device} was {format_bytes(peak)}.")
+    if allocated is not None:
+        facts.append(f"Between attempts {format_bytes(allocated)} were allocated.")
+    if residents is not None and residents.total:
+        limit = f" of {format_bytes(residents.limit)}" if residents.limit is not None else ""
+        facts.append(f"Every size needs {format_bytes(residents.total)}{limit} for {residents}.")
+    # Where more than half is taken without any row, it is not the samples that are large.
+    smaller = ["shorter or smaller samples"]
+    if _is_mostly_taken(residents):
+        smaller = [] if shared else ["a smaller model"]
+    told = "\n" + " ".join(facts) if facts else ""
+    remedies = [*less_shared, *smaller, *helps, *less_state, "a larger device"]
+    return f"{text}{told}{state}{_listed(remedies)}"
+
+
+# What helps besides fewer rows, by level or precision: in words, and as an option. A level switches
+# on what comes before, too.
+_HELPS = {
+    "recompute": ("activation checkpointing", "when_too_large={}"),
+    "offload": ("host memory for what waits for the backward", "when_too_large={}"),
+    NESTED: (
+        "outputs and their loss in slices",
+        "when_too_large={}, or automicro.split where the model is none of transformers'",
+    ),
+    "bf16": ("half precision", "precision='bf16'"),
+}
+
+
+def what_helps(level: str | None) -> list[str]:
+    """Words for what makes the same rows need less; `automicro.plan` says how many bytes.
+
+    Args:
+        level: at which it does not fit; None in evaluation, which has no backward.
+
+    >>> what_helps("plain")[0]
+    "activation checkpointing (when_too_large='recompute')"
+    """
+    on = [] if level in (None, "plain") else str(level).split(" + ")
+    return [
+        f"{how} ({option.format([*on, name] if on else repr(name))})"
+        for name, (how, option) in _HELPS.items()
+        if name not in on and (level is not None or name == "bf16")
+    ]
+
+
+def _is_mostly_taken(residents: ResidentMemory | None) -> bool:
+    if residents is None or residents.limit is None:
+        return False
+    return residents.total > residents.limit / 2
+
+
+def _has_state(residents: ResidentMemory | None) -> bool:
+    return residents is not None and residents.optimizer_state > 0
+
+
+_USED_TWICE = "backward through the graph a second time"  # as torch says it
+# What messages about shapes speak of.
+_SHAPES = re.compile(r"\b(sizes?|shapes?|dims?|dimensions?|dimensional|D)\b|\dD\b", re.IGNORECASE)
+
+
+def leaves_one_alone(plan: Plan) -> bool:
+    """Whether a slice of several, or a filler, has a single row."""
+    # Fillers have one row as well.
+    return plan.num_fillers > 0 or any(cut.leaves_one_alone for cut in plan.cuts)
+
+
+def explain(error: BaseException, plan: Plan) -> None:
+    """Note on an error what microbatches may have to do with it."""
+    _explain_lonely_row(error, plan)
+    if _USED_TWICE in text_of(error) and any(cut.is_split for cut in plan.cuts):
+        add_note(
+            error,
+            "automicro: each microbatch goes backward by itself, so what the forward uses of a "
+            f"graph that was made before it is gone after the first; {ONE_GRAPH_EACH}",
+        )
+    shortage = unquoted_shortage(error)
+    if shortage is not None:
+        add_note(
+            error,
+            f"automicro: memory ran out before this ({first_line(shortage)}), in what this error "
+            "neither was raised from nor quotes, so the batch is not tried again with fewer rows; "
+            "if that is what failed, raise it from that error, or let that one through",
+        )
+
+
+def _explain_lonely_row(error: BaseException, plan: Plan) -> None:
+    if not needs_two_rows(error):
+        _explain_shapes(error, plan)
+        return
+    num_rows = sum(cut.num_rows for cut in plan.cuts)
+    if num_rows == 1:
+        rows = plan.num_global_rows
+        who = "the batch has" if rows == 1 else f"of {rows} rows of all ranks this one has"
+        add_note(
+            error,
+            f"automicro: BatchNorm cannot train on one row, and {who} no more; use drop_last=True "
+            "in the data loader, which leaves such a last batch out, or another batch size",
+        )
+        return
+    if not leaves_one_alone(plan):
+        return
+    add_note(
+        error,
+        f"automicro: BatchNorm cannot train on one row, and slices of at most "
+        f"{plan.size} of {num_rows} rows leave one alone; use "
+        'another microbatch_size, or "auto", which leaves no row alone',
+    )
+
+
+def _explain_shapes(error: BaseException, plan: Plan) -> None:
+    """What works with several rows and not with one has lost the dimension of rows, most likely.
+
+    And what works with a whole batch and not with a part may take its rows in pairs or groups.
+    """
+    is_of_shapes = isinstance(error, RuntimeError | IndexError | ValueError | TypeError)
+    if not (is_of_shapes and _SHAPES.search(text_of(error))):
+        return
+    alone = [cut for cut in plan.cuts if cut.leaves_one_alone]
+    if alone:
+        which = "each microbatch has" if alone[0].largest == 1 else "the last microbatch has"
+        add_note(
+            error,
+            f"automicro: {which} one of {alone[0].num_rows} rows; where more rows do not fail, a "
+            ".squeeze() without a dimension may have taken away that of the rows, too: name the "
+            "dimension, as in .squeeze(-1)",
+        )
+        return
+    split = [cut for cut in plan.cuts if cut.is_split]
+    if split:
+        add_note(
+            error,
+            f"automicro: microbatches have at most {split[0].largest} of {split[0].num_rows} rows; "
+            "where the whole batch does not fail, the forward may take its rows in groups: give "
+            "sizes that hold whole groups, as in microbatch_size=Halving(multiple_of=4); what is "
+            "as long as the batch and holds no rows (a table, positions) needs batch_layout="
+            "{'its name': 'shared'}; or keep batches whole with microbatch_size=None",
+        )
