@@ -12,7 +12,7 @@ from automicro.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from automicro.batch.layout import num_rows, split_batch
-    from automicro.batch.structure import register_batch_type
+    from automicro.batch.types import register_batch_type
     from automicro.batchnorm import find_batchnorm
     from automicro.checking.report import VerifyReport
     from automicro.checking.verify import verify
@@ -118,7 +118,7 @@ _HOMES = {
     "is_out_of_memory": "automicro.memory.oom",
     "num_rows": "automicro.batch.layout",
     "plan": "automicro.tools.plan.plan",
-    "register_batch_type": "automicro.batch.structure",
+    "register_batch_type": "automicro.batch.types",
     "replay": "automicro.tools.replay",
     "split": "automicro.nested.split",
     "split_batch": "automicro.batch.layout",

@@ -52,13 +52,13 @@ from automicro.rungs.levels import Level, WhenTooLarge, chooses_by_time, make_le
 from automicro.state.part import read_state
 from automicro.step.events import Observer
 from automicro.step.fillers import SpareRows
+from automicro.step.fit import fit
 from automicro.step.metrics import MetricGuard, naming_metrics
 from automicro.step.outputs import Carrying, Where
 from automicro.step.passes import Passes
 from automicro.step.phase import Phase, Recollection, Shared, choices
 from automicro.step.plan import Cut, ReadBatch, Step
 from automicro.step.results import EvalResult, StepResult
-from automicro.step.fit import fit
 from automicro.step.sorting import RowSorter
 from automicro.step.split_guard import BATCHNORM_MODES, SplitGuard
 from automicro.step.unit import Cost, MicrobatchUnit, order_of, with_padding

@@ -7,21 +7,16 @@ from typing import Any
 
 import torch
 
-from automicro.batch.cutting import ChosenRows, ConsecutivePieces, Cutter
-from automicro.batch.reading import Decisions, Reader, ambiguous, decide, refuse_rows_in
+from automicro.batch.reading import Decisions, Node, Reader, ambiguous, decide, refuse_rows_in
 from automicro.batch.structure import (
-    STRUCTURES,
-    Kind,
-    Node,
-    batch_type_of,
     builder,
-    join_path,
-    kind_of,
+    elements_like,
     open_container,
     row_encodings,
     with_encodings,
 )
 from automicro.batch.tensors import tensor_leaves
+from automicro.batch.types import STRUCTURES, TENSORS, Kind, Pieces, join_path, kind_of, row_type_of
 from automicro.errors import BatchError
 
 
@@ -194,7 +189,7 @@ class BatchLayout:
         if form is not None and "items" not in decisions.values():
             self._last = form, num_rows
             self._last_cut = form, num_rows, _plain_dims(root)
-        return list(_cut(root, ConsecutivePieces(sizes), num_rows, decisions))
+        return list(_cut(root, Pieces.of_sizes(sizes), num_rows, decisions))
 
     def take_rows(self, batch: Any, indices: Sequence[int]) -> Any:
         """A batch of the rows at `indices`, in that order, copied.
@@ -208,7 +203,7 @@ class BatchLayout:
                 f"Rows {list(indices)} were asked of a batch of {num_rows} rows. Give at least "
                 f"one index, each from 0 to {num_rows - 1}."
             )
-        return _cut(root, ChosenRows(indices), num_rows, decisions)[0]
+        return _cut(root, Pieces([list(indices)]), num_rows, decisions)[0]
 
     def leaves(self, batch: Any) -> list[tuple[str, torch.Tensor]]:
         """All tensors in `batch` with their paths, shared ones too."""
@@ -329,36 +324,29 @@ def _all_paths(value: Any, path: str) -> list[str]:
     return paths
 
 
-def _cut(node: Node, cutter: Cutter, num_rows: int, decisions: Decisions) -> Sequence[Any]:
-    """The pieces of what lies at `node`, one for each piece of the batch."""
+def _cut(node: Node, pieces: Pieces, num_rows: int, decisions: Decisions) -> Sequence[Any]:
+    """What of the value at `node` is in each piece of the batch."""
     kind, value = node.kind, node.value
-    if kind is Kind.TENSOR:
-        return cutter.tensor(value, node.dim)
+    if kind is Kind.ROWS:
+        row_type = row_type_of(type(value))
+        assert row_type is not None
+        return row_type.cut(value, pieces, node.dim, node.path)
     if kind is Kind.SHARED:
-        return [value] * cutter.count
-    if kind is Kind.ARRAY:
-        return cutter.array(value, node.dim)
-    if kind is Kind.PACKED:
-        return cutter.packed(value)
-    if kind is Kind.REGISTERED:
-        batch_type = batch_type_of(type(value))
-        assert batch_type is not None
-        return cutter.registered(value, batch_type, node.path)
+        return [value] * len(pieces)
     if kind is Kind.SEQUENCE and decisions.get(node.path) == "items":
-        return cutter.elements(value)
-    columns = [_cut(child, cutter, num_rows, decisions) for child in node.children]
-    rows = zip(*columns, strict=True) if columns else [()] * cutter.count
-    pieces = list(map(builder(value, node.keys), rows))
+        return [elements_like(value, each) for each in pieces.of(value)]
+    columns = [_cut(child, pieces, num_rows, decisions) for child in node.children]
+    rows = zip(*columns, strict=True) if columns else [()] * len(pieces)
+    found = list(map(builder(value, node.keys), rows))
     encodings = row_encodings(value, num_rows) if kind is Kind.MAPPING else None
     if encodings is not None:
-        cut = cutter.elements(encodings)
-        pieces = [with_encodings(piece, part) for piece, part in zip(pieces, cut, strict=True)]
-    return pieces
+        return list(map(with_encodings, found, pieces.of(encodings)))
+    return found
 
 
 def _plain_dims(node: Node) -> list[int | None]:
     """Along which dimension each tensor of a plain batch is cut; None: shared."""
-    if node.kind is Kind.TENSOR:
+    if node.kind is Kind.ROWS:
         return [node.dim]
     if node.kind is Kind.SHARED:
         return [None] * len(tensor_leaves(node.value))
@@ -384,9 +372,11 @@ def _cut_plain(batch: Any, sizes: list[int], dims: Iterator[int | None]) -> Sequ
 
 
 def _row_dims(node: Node, decisions: Decisions) -> Iterator[tuple[str, int]]:
-    if node.kind is Kind.TENSOR:
-        if not node.value.is_nested and node.value.layout is torch.strided:
-            yield node.path, node.dim % node.value.dim()
+    if node.kind is Kind.ROWS:
+        value: Any = node.value
+        is_tensor = row_type_of(type(value)) is TENSORS and not value.is_nested
+        if is_tensor and value.layout is torch.strided:
+            yield node.path, node.dim % value.dim()
         return
     if node.kind is Kind.SEQUENCE and decisions.get(node.path) == "items":
         return

@@ -6,29 +6,197 @@ counts it allows, the counts of neighbours are intersected, and what remains dec
 """
 
 import types
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
-from automicro.batch.cutting import packed_num_rows
-from automicro.batch.structure import (
-    ANY,
+from automicro.batch.structure import open_container
+from automicro.batch.types import (
     STRUCTURES,
     Kind,
-    Node,
-    agreement,
-    batch_type_of,
-    describe,
     join_path,
     kind_of,
-    open_container,
     or_shared,
+    row_type_of,
     subject,
     where,
 )
 from automicro.errors import BatchError
+
+Counts = frozenset[int | None]
+ANY: Counts = frozenset({None})
+"""The counts of what holds no rows: None stands for "whatever the others have"."""
+
+
+class Node:
+    """One part of a batch: its value, where it lies, and the row counts it allows.
+
+    A list or tuple may allow two readings: `may_be_items`, and `fields`, the counts that its parts
+    agree on (None where they do not). It is open if nothing but the rest of the batch can tell.
+    """
+
+    __slots__ = (
+        "children",
+        "counts",
+        "dim",
+        "fields",
+        "is_open",
+        "keys",
+        "kind",
+        "may_be_items",
+        "path",
+        "reason",
+        "value",
+    )
+
+    def __init__(self, value: Any, kind: Kind, path: str, counts: Counts, dim: int = 0) -> None:
+        self.value = value
+        self.kind = kind
+        self.path = path
+        self.counts = counts
+        self.dim = dim
+        self.keys: Sequence[Any] = ()
+        self.children: Sequence[Node] = ()
+        self.fields: Counts | None = None
+        self.may_be_items = False
+        self.is_open = False
+        self.reason = ""
+
+
+def common_counts(first: Counts, second: Counts) -> Counts:
+    """The row counts that both allow.
+
+    >>> common_counts(frozenset({2, 8}), frozenset({8}))
+    frozenset({8})
+    """
+    if first == second:
+        return first
+    free_first, free_second = None in first, None in second
+    common = {
+        count
+        for count in first | second
+        if (count in first or free_first) and (count in second or free_second)
+    }
+    return frozenset(common)
+
+
+def agreement(nodes: Iterable[Node]) -> Counts:
+    """The row counts that all `nodes` allow.
+
+    Raises:
+        BatchError: there is none; the message names two leaves that disagree.
+    """
+    counts = ANY
+    seen: list[Node] = []
+    for node in nodes:
+        if node.counts is not ANY and node.counts != counts:
+            common = common_counts(counts, node.counts)
+            if not common:
+                raise _disagreement(seen, node)
+            counts = common
+        seen.append(node)
+    return counts
+
+
+def _disagreement(before: Sequence[Node], node: Node) -> BatchError:
+    opponents = [other for other in before if not common_counts(other.counts, node.counts)]
+    others = opponents or [other for other in before if other.counts != ANY]
+    first = _witness(others[0], node.counts)
+    second = _witness(node, first.counts)
+    text = f"The rows of the batch do not agree: {describe(first)}, but {describe(second)}."
+    single = next((leaf for leaf in (first, second) if leaf.counts == {1}), None)
+    if single is not None:
+        return BatchError(
+            f"{text} A single row beside more is ambiguous: declare "
+            f"batch_layout={{{single.path!r}: 'shared'}} if every microbatch should get "
+            f"{where(single.path)} whole, or give it as many rows as the rest."
+        )
+    for leaf, other in ((second, first), (first, second)):
+        if _are_offsets(leaf, other):
+            return BatchError(
+                f"{text} {where(leaf.path)} seems to say where each row begins in "
+                f"{where(other.path)}, as nn.EmbeddingBag takes it, so neither can be cut without "
+                "the other: give a list of one tensor per row and join it in the forward, or hold "
+                "both in a class of your own and register_batch_type it."
+            )
+    return BatchError(
+        f"{text} Give both the same number of rows, or declare what holds no rows "
+        f"(batch_layout={{{second.path!r}: 'shared'}})"
+        f"{_or_dimension(first, second) or _or_list(first, second)}."
+    )
+
+
+def _are_offsets(leaf: Node, other: Node) -> bool:
+    """Whether integers are places in another leaf, from its begin on, in order."""
+    values, pieces = leaf.value, other.value
+    if any(
+        type(each) is not torch.Tensor or each.device.type != "cpu" for each in (values, pieces)
+    ):
+        return False
+    if values.dim() != 1 or values.is_floating_point() or not 1 < len(values) < len(pieces):
+        return False
+    places: list[int] = values.tolist()
+    return places[0] == 0 and places == sorted(places) and places[1] < places[-1] <= len(pieces)
+
+
+def _arrays_first(first: Node, second: Node) -> Iterator[tuple[Node, Node]]:
+    """Each leaf that has dimensions, the later one first, with the other."""
+    for leaf, other in ((second, first), (first, second)):
+        is_array = isinstance(leaf.value, torch.Tensor | np.ndarray) and leaf.kind is Kind.ROWS
+        if is_array and not getattr(leaf.value, "is_nested", False):
+            yield leaf, other
+
+
+def _or_dimension(first: Node, second: Node) -> str:
+    """The end of a remedy, where one of two leaves has the other's rows in another dimension."""
+    for leaf, other in _arrays_first(first, second):
+        for dim, size in enumerate(leaf.value.shape):
+            if size in other.counts and size not in leaf.counts:
+                return f", or which dimension does (batch_layout={{{leaf.path!r}: {dim}}})"
+    return ""
+
+
+def _or_list(first: Node, second: Node) -> str:
+    """The end of a remedy, where each row of one leaf may have several of the other: its images."""
+    for leaf, other in _arrays_first(first, second):
+        counts, fewer = [list(filter(None, each.counts)) for each in (leaf, other)]
+        if counts and fewer and min(counts) >= 2 * max(fewer):
+            return (
+                f"; if each row has several of {where(leaf.path)} (its images, or their patches), "
+                "give a list of one tensor per row and join it in the forward"
+            )
+    return ""
+
+
+def _witness(node: Node, against: Counts) -> Node:
+    """The leaf inside `node` that rules the counts `against` out."""
+    if not node.children or node.may_be_items:
+        return node
+    holding = [child for child in node.children if child.counts != ANY]
+    ruling_out = [child for child in holding if not common_counts(child.counts, against)]
+    return _witness((ruling_out or holding)[0], against)
+
+
+def describe(leaf: Node) -> str:
+    """A leaf in words, with its path, its rows and its shape."""
+    value = leaf.value
+    if isinstance(value, torch.Tensor) and not value.is_nested:
+        what = f"tensor of shape {tuple(value.shape)}"
+    elif isinstance(value, np.ndarray):
+        what = f"array of shape {value.shape}"
+    elif leaf.kind is Kind.SEQUENCE:
+        what = f"{type(value).__name__} of {len(value)} elements"
+    else:
+        what = type(value).__name__
+    if leaf.reason:
+        what += f"; not read as parts: {leaf.reason}"
+    counts = [count for count in leaf.counts if count is not None]
+    rows = " or ".join(f"{count}" for count in sorted(counts))
+    return f"{where(leaf.path)} has {rows} row{'s' * (counts != [1])} ({what})"
+
 
 _ONCE = (types.GeneratorType, map, zip, filter, enumerate)
 _TABLES = ("pandas", "polars", "pyarrow", "datasets", "xarray", "modin", "cudf")
@@ -102,9 +270,6 @@ def _is_like_a_list(cls: type) -> bool:
     return all(hasattr(cls, method) for method in ("__getitem__", "__len__", "append"))
 
 
-_LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
-
-
 class Reader:
     """Reads one batch under declarations and under what earlier batches showed."""
 
@@ -141,8 +306,11 @@ class Reader:
                 f"{type(value).__name__}. Only a list or a tuple can be read as 'items' or "
                 "'fields'; remove the entry or correct its path."
             )
-        if kind is Kind.TENSOR:
-            return self._read_tensor(value, path, dim)
+        if kind is Kind.ROWS:
+            rows = row_type_of(type(value)).count(value, dim, path)  # type: ignore[union-attr]
+            if rows is None:
+                return Node(value, Kind.SHARED, path, ANY)
+            return Node(value, kind, path, frozenset({rows}), dim)
         if kind is Kind.SHARED:
             node = Node(value, kind, path, ANY)
             if callable(value) and not isinstance(value, type | torch.nn.Module):
@@ -155,39 +323,6 @@ class Reader:
             return node
         if kind is Kind.SEQUENCE:
             return self._read_sequence(value, path, dim, declared)
-        return self._read_other_leaf(value, kind, path, dim)
-
-    def _read_tensor(self, value: torch.Tensor, path: str, dim: int) -> Node:
-        if value.is_nested:
-            return Node(value, Kind.TENSOR, path, frozenset({value.size(0)}))
-        if value.layout not in _LAYOUTS:
-            raise BatchError(
-                f"{subject(path)} is a tensor of layout {value.layout}, which cannot be cut into "
-                "rows. Convert it to a dense, COO or CSR tensor, or wrap it in a class known to "
-                f"register_batch_type{or_shared(path)}."
-            )
-        shape = value.shape
-        if not shape:
-            return Node(value, Kind.SHARED, path, ANY)
-        return Node(value, Kind.TENSOR, path, frozenset({rows_along(shape, dim, path)}), dim)
-
-    def _read_other_leaf(self, value: Any, kind: Kind, path: str, dim: int) -> Node:
-        if kind is Kind.ARRAY:
-            if value.ndim == 0:
-                return Node(value, Kind.SHARED, path, ANY)
-            return Node(value, kind, path, frozenset({rows_along(value.shape, dim, path)}), dim)
-        if kind is Kind.PACKED:
-            return Node(value, kind, path, frozenset({packed_num_rows(value)}))
-        if kind is Kind.REGISTERED:
-            batch_type = batch_type_of(type(value))
-            assert batch_type is not None
-            if dim and batch_type.has_dimensions:
-                own = f", or declare batch_layout={{'': {dim}, {path!r}: 0}}" if path else ""
-                raise BatchError(
-                    f"{subject(path)} is a {type(value).__name__}, whose rows are dimension 0 of "
-                    f"its batch_size, and batch_layout says dimension {dim}. Transpose it{own}."
-                )
-            return Node(value, kind, path, frozenset({batch_type.num_rows(value)}))
         raise unknown_type(value, path)
 
     def _read_children(self, node: Node) -> None:
@@ -274,7 +409,7 @@ def look_alike(value: Any) -> bool:
     if not isinstance(value, list) or len(value) < 3:
         return False
     first, *others = value
-    if kind_of(type(first)) not in (Kind.TENSOR, Kind.ARRAY, Kind.REGISTERED):
+    if kind_of(type(first)) is not Kind.ROWS or isinstance(first, PackedSequence):
         return False
     shape = getattr(first, "shape", None)
     return all(
@@ -304,21 +439,11 @@ def are_samples(elements: Sequence[Any]) -> bool:
 
 def _signature(value: Any) -> tuple[Any, ...]:
     kind = kind_of(type(value))
-    if kind is Kind.TENSOR or kind is Kind.ARRAY:
+    if kind is Kind.ROWS and isinstance(value, torch.Tensor | np.ndarray):
         return (type(value), value.dtype, value.ndim)
     if kind is Kind.SEQUENCE:
         return (type(value), type(value[0]) if value else None)
     return (type(value),)
-
-
-def rows_along(shape: Sequence[int], dim: int, path: str) -> int:
-    """The size of dimension `dim`, with an error that tells what to declare where it is absent."""
-    if not -len(shape) <= dim < len(shape):
-        raise BatchError(
-            f"{subject(path)} of shape {tuple(shape)} has no dimension {dim}, where batch_layout "
-            f"says its rows lie. Declare its own: batch_layout={{'': {dim}, {path!r}: 0}}."
-        )
-    return shape[dim]
 
 
 Decisions = dict[str, str]

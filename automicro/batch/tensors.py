@@ -2,28 +2,27 @@
 
 import copy
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
-from automicro.batch.cutting import like_subclass
 from automicro.batch.structure import (
-    STRUCTURES,
-    Kind,
-    batch_type_of,
     builder,
     copy_object,
     is_its_attributes,
-    join_path,
-    kind_of,
     open_container,
     state_of,
 )
-
-TensorFunction = Callable[[torch.Tensor], torch.Tensor]
+from automicro.batch.types import (
+    STRUCTURES,
+    Kind,
+    TensorFunction,
+    join_path,
+    kind_of,
+    row_type_of,
+)
 
 PLAIN = frozenset({str, int, float, bool, type(None), bytes, complex})
 """Types of values that nothing can change."""
@@ -53,20 +52,12 @@ def map_tensors(batch: Any, fn: TensorFunction, *, isolate: bool = False) -> Any
     if cls is dict:
         return {key: map_tensors(part, fn, isolate=isolate) for key, part in batch.items()}
     kind = kind_of(cls)
-    if kind is Kind.SHARED:
-        return batch
-    if kind is Kind.TENSOR:
-        return _map_subclass(batch, fn)
-    if kind is Kind.ARRAY:
-        return copy_array(batch) if isolate else batch
+    if kind is Kind.ROWS:
+        return _map_rows(batch, fn, isolate)
     if kind in STRUCTURES or kind is Kind.SEQUENCE:
         keys, parts = open_container(batch)
         return builder(batch, keys)([map_tensors(part, fn, isolate=isolate) for part in parts])
-    if kind is Kind.PACKED:
-        return _map_packed(batch, fn)
-    if kind is Kind.REGISTERED:
-        return _map_registered(batch, fn, isolate)
-    return copy_object(batch) if isolate else batch
+    return copy_object(batch) if isolate and kind is Kind.UNKNOWN else batch
 
 
 def replace_tensors(batch: Any, others: Mapping[int, torch.Tensor]) -> Any:
@@ -94,28 +85,12 @@ def copy_array(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
     return new
 
 
-def _map_subclass(value: torch.Tensor, fn: TensorFunction) -> torch.Tensor:
-    new = fn(value)
-    return new if new is value else like_subclass([new], value)[0]
-
-
-def _map_packed(value: PackedSequence, fn: TensorFunction) -> PackedSequence:
-    data = fn(value.data)
-    # Indices are not data: they follow to its device, and keep their dtype and their values.
-    order, inverse = (
-        None if indices is None else indices.to(data.device, non_blocking=data.device.type != "cpu")
-        for indices in (value.sorted_indices, value.unsorted_indices)
-    )
-    return PackedSequence(data, value.batch_sizes, order, inverse)
-
-
-def _map_registered(value: Any, fn: TensorFunction, isolate: bool) -> Any:
-    batch_type = batch_type_of(type(value))
-    assert batch_type is not None
-    if batch_type.map_tensors is not None:
-        return batch_type.map_tensors(value, fn)
-    if isinstance(value, torch.Tensor):
-        return fn(value)
+def _map_rows(value: Any, fn: TensorFunction, isolate: bool) -> Any:
+    if isinstance(value, np.ndarray):
+        return copy_array(value) if isolate else value
+    new = row_type_of(type(value)).map(value, fn)  # type: ignore[union-attr]
+    if new is not None:
+        return new
     new = copy.copy(value)
     for name, attribute in state_of(value).items():
         mapped = map_tensors(attribute, fn, isolate=isolate)
@@ -130,17 +105,13 @@ def tensor_leaves(batch: Any, path: str = "") -> list[tuple[str, torch.Tensor]]:
     >>> [path for path, _ in tensor_leaves({"x": torch.ones(2), "y": (torch.ones(2), "a")})]
     ['x', 'y.0']
     """
-    kind = kind_of(type(batch))
-    if kind is Kind.TENSOR:
+    if type(batch) is torch.Tensor:
         return [(path, batch)]
-    if kind is Kind.PACKED:
-        return [(join_path(path, "data"), batch.data)]
-    if kind is Kind.REGISTERED:
-        if isinstance(batch, torch.Tensor):
-            return [(path, batch)]
-        batch_type = batch_type_of(type(batch))
-        if batch_type is not None and batch_type.leaves is not None:
-            return [(join_path(path, key), leaf) for key, leaf in batch_type.leaves(batch)]
+    kind = kind_of(type(batch))
+    if kind is Kind.ROWS:
+        own = row_type_of(type(batch)).leaves(batch)  # type: ignore[union-attr]
+        if own is not None:
+            return [(join_path(path, key) if key else path, leaf) for key, leaf in own]
         attributes = state_of(batch)
         keys, parts = list(attributes), list(attributes.values())
     elif kind in STRUCTURES or kind is Kind.SEQUENCE:
@@ -206,11 +177,11 @@ class Contents:
         if kind in STRUCTURES or kind is Kind.SEQUENCE:
             for part in open_container(value)[1]:
                 self._look(part)
-        elif kind is Kind.ARRAY and value.dtype == object:
-            for part in value.flat:
+        elif kind is Kind.ROWS and isinstance(value, np.ndarray):
+            if value.dtype != object:
+                self.num_elements += value.size
+            for part in value.flat if value.dtype == object else ():
                 self._look(part)
-        elif kind is Kind.ARRAY:
-            self.num_elements += value.size
         elif kind is Kind.UNKNOWN:
             self._look_inside(value)
         elif kind is not Kind.SHARED:

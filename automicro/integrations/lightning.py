@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from automicro.batch.cutting import concat_rows
 from automicro.batch.device import on_host
+from automicro.batch.joining import concat_rows
 from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.checking.draws import HeldDraws

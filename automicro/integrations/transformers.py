@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from automicro.batch.layout import BatchLayout, balanced_sizes
-from automicro.batch.structure import register_batch_type
 from automicro.batch.tensors import map_tensors
+from automicro.batch.types import register_batch_type
 from automicro.checking.reading import LOSS, Reading
 from automicro.errors import (
     BatchError,

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from numpy import ndarray
 from torch import Tensor, nn
 
-from automicro.batch.structure import Kind, kind_of, state_of
+from automicro.batch.structure import state_of
 from automicro.batch.tensors import tensor_leaves
+from automicro.batch.types import Kind, kind_of
 from automicro.errors import LossError
 from automicro.loss.conventions import TARGET_KEYS, Carried, Convention
 from automicro.torch_private import forward_of_class, version_of
@@ -485,7 +486,7 @@ def _places(value: Any, code: str) -> Iterator[tuple[str, Any]]:
         steps = {f"[{key!r}]": value[key] for key in keys if type(key) in (str, int)}
     elif kind in (Kind.SEQUENCE, Kind.NAMED_TUPLE):
         steps = {f"[{index}]": part for index, part in enumerate(value)}
-    elif kind is Kind.RECORD or (kind is Kind.REGISTERED and not isinstance(value, Tensor)):
+    elif kind in (Kind.RECORD, Kind.ROWS) and not isinstance(value, Tensor):
         steps = {f".{name}": part for name, part in state_of(value).items()}
     for step, part in steps.items():
         yield from _places(part, code + step)

@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from automicro.batch.cutting import concat_rows
 from automicro.batch.device import on_host
+from automicro.batch.joining import concat_rows
 from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.errors import BatchError, Bystander, LossError, MetricWarning, warn

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from automicro import Microbatcher
-from automicro.batch.cutting import ChosenRows
+from automicro.batch.types import TENSORS, Pieces
 from automicro.trainer.surroundings import FORMATS, to_channels_last
 
 ROWS, SIDE = 6, 8
@@ -124,7 +124,7 @@ def test_rows_that_are_chosen_are_laid_out_as_slices_are(values: torch.Tensor) -
         long = [tensor.stride(dim) for dim in range(tensor.dim()) if values.stride(dim)]
         return sorted(range(len(long)), key=long.__getitem__)
 
-    (chosen,) = ChosenRows([0, 3, 1]).tensor(values, 0)
+    (chosen,) = TENSORS.cut(values, Pieces([[0, 3, 1]]), 0, "")
     assert torch.equal(chosen, values[[0, 3, 1]])
     assert order(chosen) == order(values[:3])
 

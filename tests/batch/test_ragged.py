@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
-from automicro.batch.cutting import concat_rows
+from automicro.batch.joining import concat_rows
 from automicro.batch.layout import BatchLayout, split_batch
 from tests.batch.structures import ROWS, SIZES, jagged, rows_of, sequences, x, y
 
