@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from automicro.errors import StateWarning, warn
+from automicro.errors import RollbackError, StateWarning, warn
 from automicro.state.capture import Captured, capture
 from automicro.torch_private import is_uninitialized, keeping_versions
 from automicro.values import (
@@ -91,12 +91,16 @@ class State:
         Warns:
             StateWarning: something cannot be put back; said once for each.
         """
-        captured, self._captured = self._captured, None
+        captured = self._captured
         if captured is None:
             return
         try:
             captured.put_back()
+            self._captured = None
             self._give_back(captured, is_committed=False)
+        except RollbackError:
+            self._captured = None  # it fails again, and is not to keep what it holds alive
+            raise
         finally:
             if captured.left_out:
                 self._name(captured)
