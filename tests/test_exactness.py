@@ -41,7 +41,6 @@ from tests.models import (
     VOCABULARY,
     Mlp,
     norm_model,
-    numbers,
     token_targets,
     tokens,
     x,

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from automicro.errors import RollbackError, StateWarning, warn
+from automicro.errors import StateWarning, warn
 from automicro.state.capture import Captured, capture
 from automicro.torch_private import is_uninitialized, keeping_versions
 from automicro.values import (
@@ -98,9 +98,6 @@ class State:
             captured.put_back()
             self._captured = None
             self._give_back(captured, is_committed=False)
-        except RollbackError:
-            self._captured = None  # it fails again, and is not to keep what it holds alive
-            raise
         finally:
             if captured.left_out:
                 self._name(captured)
