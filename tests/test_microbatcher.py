@@ -185,20 +185,6 @@ def test_recovering_under_a_budget_is_bit_identical_to_those_sizes_from_the_star
     assert int(state["norm.num_batches_tracked"]) == microbatches
 
 
-@pytest.mark.parametrize("failing_call", [1, 2, 3, 4])
-def test_whichever_microbatch_fails_the_gradient_is_that_of_the_whole_batch(
-    failing_call: int,
-) -> None:
-    model = Memory(Mlp(), fails=(failing_call,))
-    result = on(model, microbatch_size=Halving(initial=3)).backward(pair())
-    found = gradients(model)
-    model.zero_grad()
-    model.fails = ()
-    F.cross_entropy(model(x()), y()).backward()
-    assert difference(found, gradients(model)) < 1e-9
-    assert (result.attempts, result.ooms, result.num_microbatches) == (2, 1, 6)
-
-
 def test_the_smallest_size_that_does_not_fit_is_an_error_that_says_what_was_tried() -> None:
     model = Memory(Mlp(), most=0)
     microbatcher = on(model)
@@ -322,20 +308,6 @@ def test_a_gans_two_steps_have_the_gradients_of_whole_batches(size: int) -> None
     ):
         Microbatcher(model, forward=forward, modules=[other], microbatch_size=size).backward(whole)
     assert difference(gradients(generator, critic), expected) < 1e-9
-
-
-def test_gradients_of_a_further_module_are_rolled_back() -> None:
-    generator, critic = Mlp(6, 6), Memory(Mlp(6, 1), most=3, fails=(5,))
-    forward = lambda model, batch: critic(model(batch[0])).mean()  # noqa: E731
-    microbatcher = Microbatcher(generator, forward=forward, modules=[critic], probe=False)
-    result = microbatcher.backward(pair())
-    found = gradients(generator, critic)
-    generator.zero_grad()
-    critic.zero_grad()
-    critic.most, critic.fails = ROWS, ()
-    critic(generator(x())).mean().backward()
-    assert result.ooms == 3
-    assert difference(found, gradients(generator, critic)) < 1e-9
 
 
 def test_a_backward_of_ones_own_scales_every_microbatch() -> None:

@@ -234,18 +234,6 @@ def test_an_embedding_that_constrains_itself_is_named() -> None:
         )
 
 
-def test_hooks_run_once_in_the_end_and_not_in_attempts_that_failed() -> None:
-    model: Any = Mlp()
-    seen: list[int] = []
-    model[0].weight.register_hook(lambda gradient: seen.append(1))
-    forward = FailingOnce(loss_of, 2, "in the backward")
-    microbatcher = Microbatcher(
-        model, forward=forward, microbatch_size=Halving(initial=4), probe=False
-    )
-    result = microbatcher.backward((x(), y()))
-    assert (result.ooms, seen) == (1, [1])
-
-
 def test_a_declined_step_runs_no_hook() -> None:
     model: Any = Mlp()
     seen: list[int] = []
@@ -393,24 +381,6 @@ def test_a_constant_that_is_not_zero_is_refused_as_before() -> None:
 
 
 # Leaves, shared or foreign
-
-
-def test_two_microbatchers_on_one_model_take_turns() -> None:
-    def turn(model: Any, step: Callable[[int, Any], Any]) -> list[Tensor]:
-        for index, seed in enumerate((0, 1, 2, 3)):
-            step(index % 2, (numbers(11, 6, seed=seed), y()))
-        return [parameter.grad.clone() for parameter in model.parameters()]
-
-    torch.manual_seed(1)
-    model: Any = Mlp()
-    other = lambda model, batch: model(batch[0]).pow(2).mean(1).mean()  # noqa: E731
-    losses = [loss_of, other]
-    wanted = turn(model, lambda index, batch: losses[index](model, batch).backward())
-    model.zero_grad()
-    several = [Microbatcher(model, forward=each, microbatch_size=3) for each in losses]
-    found = turn(model, lambda index, batch: several[index].backward(batch))
-    for one, another in zip(found, wanted, strict=True):
-        assert float((one - another).abs().max()) < 1e-9
 
 
 def test_a_leaf_first_reached_in_a_later_attempt_is_refused_where_it_cannot_be_told() -> None:

@@ -395,6 +395,60 @@ def sparse_gradients() -> Wired:
     return Wired(model=Model(), forward=loss_of, clears=(1, 2, 3))
 
 
+# State: each row is computed with what the rows before it have left
+
+
+class Position(nn.Module):
+    """Weighs rows by how many there were before, in a buffer and deep in an attribute."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()).double())
+        self.held: dict[str, list[int]] = {"seen": [0]}
+
+    def forward(self, inputs: Tensor) -> Any:
+        places = (self.seen + self.held["seen"][0]) / 2 + torch.arange(len(inputs))
+        self.seen += len(inputs)
+        self.held["seen"][0] += len(inputs)
+        return inputs * (1 + places[:, None] / 100)
+
+
+def a_model_that_counts() -> Wired:
+    model = nn.Sequential(Position(), Mlp())
+    return Wired(model=model, forward=loss_of, options={"batchnorm": "ignore"})
+
+
+def a_closure_that_counts() -> Wired:
+    outer = Position()
+
+    def forward(model: nn.Module, batch: Batch) -> Tensor:
+        return loss_of(model, (outer(batch[0]), batch[1]))
+
+    return Wired(model=Mlp(), forward=forward, options={"batchnorm": "ignore"})
+
+
+def a_generator_of_its_own() -> Wired:
+    class Noisy(Mlp):
+        own = torch.Generator()
+
+        def forward(self, inputs: Tensor) -> Any:
+            noise = torch.rand(inputs.shape, generator=self.own, dtype=torch.float64)
+            return super().forward(inputs + noise)
+
+    Noisy.own.manual_seed(3)
+    return Wired(model=Noisy(), forward=loss_of)
+
+
+def a_model_that_writes_into_its_input() -> Wired:
+    class Doubles(Mlp):
+        def forward(self, inputs: Tensor) -> Any:
+            return super().forward(inputs.mul_(2))
+
+    return Wired(model=Doubles(), forward=loss_of)
+
+
 def zero_where_nothing_counts() -> Wired:
     def forward(model: nn.Module, batch: Batch) -> Tensor:
         counts = batch[1] == 2
@@ -430,6 +484,10 @@ WIRINGS: dict[str, Callable[[], Wired]] = {
     "reentrant checkpoints": reentrant_checkpoints,
     "parameters of some rows, with hooks": parameters_of_some_rows,
     "sparse gradients": sparse_gradients,
+    "a model that counts": a_model_that_counts,
+    "a closure that counts": a_closure_that_counts,
+    "a generator of its own": a_generator_of_its_own,
+    "a model that writes into its input": a_model_that_writes_into_its_input,
     "a constant zero": zero_where_nothing_counts,
 }
 

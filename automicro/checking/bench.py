@@ -44,7 +44,7 @@ from automicro.loss.averages import CutBatch
 from automicro.loss.conventions import Output, outputs_with_rows
 from automicro.loss.passes import Computation, Mode, check_own_graph, extra_pass
 from automicro.loss.weights import BatchWeights
-from automicro.memory.oom import Failure, classify, once_more, release
+from automicro.memory.oom import Failure, classify, release, surely
 from automicro.modules import ModuleIndex
 from automicro.options import check_loss
 from automicro.state.capture import Captured, capture
@@ -431,26 +431,34 @@ class Bench:
     @contextlib.contextmanager
     def _shaking(self, shake: int) -> Iterator[None]:
         """Parameters are off by last bits of what is computed in. No copy of them is made."""
-        views: list[tuple[Tensor, int]] = []
+        shaken: list[tuple[Tensor, Tensor, int]] = []  # and the first value of each
         for each in self._shaken if shake else ():
             kind = _INTEGERS.get(each.dtype)
             is_plain = type(each) in (Tensor, nn.Parameter) and each.layout is torch.strided
             if kind and is_plain and each.device.type != "meta":
                 steps = max(1, round(self.rounding[1] / torch.finfo(each.dtype).eps))
-                views.append((each.data.view(kind), _pattern(steps, shake)))
+                view = each.data.view(kind)
+                first = view.as_strided((min(1, view.numel()),), (1,))
+                shaken.append((view, first.clone(), _pattern(steps, shake)))
         written = self.draws.written
-        for view, bits in views:
-            view.bitwise_xor_(bits)
+
+        def put_back() -> None:
+            self.draws.put_back()
+            for view, first, bits in shaken:
+                if not first.equal(
+                    view.as_strided(first.shape, (1,))
+                ):  # the shaking has come to it
+                    view.bitwise_xor_(bits)
+            self.draws.forget_but(written)  # copies of others hold what was shaken
+            self.draws.put_back()
+
         try:
+            for view, _, bits in shaken:
+                view.bitwise_xor_(bits)
             yield
         finally:
-            if views:
-                self.draws.put_back()
-            for view, bits in views:
-                view.bitwise_xor_(bits)
-            if views:
-                self.draws.forget_but(written)  # copies of others hold what was shaken
-                self.draws.put_back()
+            if shaken:
+                surely(put_back)
 
     @contextlib.contextmanager
     def _seam(self) -> Iterator[list[tuple[str, Tensor]]]:
@@ -644,7 +652,7 @@ def tried(
 
 def _put_back(captured: Captured) -> None:
     try:
-        once_more(captured.put_back, doing="the state of a check was put back")
+        captured.put_back()
     except RollbackError as error:
         warn(
             f"a check of a few rows has left traces ({error}). Keep what a forward writes to in "

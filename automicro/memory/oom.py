@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from automicro.errors import AutomicroError, add_note, text_of
+from automicro.errors import AutomicroError, RollbackError, add_note, text_of
 
 logger = logging.getLogger(__name__)
 
@@ -348,6 +348,39 @@ def release(exception: BaseException, device: torch.device | str | None = None) 
     gc.collect()
     for each in devices:
         empty_cache(each)
+
+
+def surely(work: Callable[[], object]) -> None:
+    """Do what must not be left half-done: where it fails, or Ctrl-C comes, do it once more.
+
+    Args:
+        work: can be done again, also where it was interrupted.
+
+    Raises:
+        BaseException: of the second time; or what interrupted the first, unless memory ran out.
+
+    >>> left = ["half", "whole"]
+    >>> def work():
+    ...     if left.pop(0) == "half":
+    ...         raise torch.OutOfMemoryError("CUDA out of memory.")
+    >>> surely(work)
+    >>> left
+    []
+    """
+    first: BaseException | None = None
+    try:
+        work()
+        return
+    except BaseException as error:
+        first = error
+    try:
+        work()
+        if isinstance(first, RollbackError):  # it was one for something that has passed
+            first = first.__cause__ or first
+        if classify(first) is not Failure.RETRYABLE:
+            raise first
+    finally:
+        first = None  # it holds this frame: a cycle
 
 
 def once_more(work: Callable[[], T], device: torch.device | str | None = None, *, doing: str) -> T:

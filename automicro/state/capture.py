@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro.errors import RollbackError
+from automicro.memory.oom import surely
 from automicro.state.tensors import SMALL_BYTES, Copies, Leaves, is_freed
 from automicro.torch_private import (
     BUFFERS,
@@ -653,9 +654,16 @@ class Captured:
     def put_back(self) -> None:
         """Let everything be as it was. Right also when called twice.
 
+        What fails once is done again, as where memory runs out or Ctrl-C comes meanwhile.
+
         Raises:
-            RollbackError: something was changed that is watched, and not copied. All else is back.
+            RollbackError: something was changed that is watched, and not copied, or cannot be put
+                back. All else is back.
+            BaseException: what interrupted it, once all is back.
         """
+        surely(self._put_back)
+
+    def _put_back(self) -> None:
         for value, its_class in self._of_other_classes():
             object.__setattr__(value, "__class__", its_class)
         for table, flags in self._flags:
@@ -664,12 +672,12 @@ class Captured:
             table.clear()
         has_same_keys = self._has_same_keys()
         others = [each for each in self._held if not (has_same_keys and each.is_as_held())]
-        failures: list[tuple[Any, str]] = []
+        failures: list[tuple[Any, Exception | str]] = []
         for value, kind, held in _entries(others):
             try:
                 _put_back(value, kind, held)
             except Exception as error:  # the rest comes back all the same
-                failures.append((value, str(error)))
+                failures.append((value, error.with_traceback(None)))  # else it holds this frame
         failures += self._copies.put_back()
         self._leaves.put_back()
         if self._large is None:  # else what runs again sets its modes itself
@@ -679,7 +687,8 @@ class Captured:
         if failures:
             names = self.names()
             told = [f"{names.get(id(value), '?')[0]}: {why}" for value, why in failures]
-            raise RollbackError("; ".join(told))
+            errors = (why for _, why in failures if isinstance(why, Exception))
+            raise RollbackError("; ".join(told)) from next(errors, None)
 
     def _of_other_classes(self) -> Iterator[tuple[Any, type]]:
         pairs = zip(self._objects, self._classes, strict=True)

@@ -91,11 +91,12 @@ class State:
         Warns:
             StateWarning: something cannot be put back; said once for each.
         """
-        captured, self._captured = self._captured, None
+        captured = self._captured
         if captured is None:
             return
         try:
             captured.put_back()
+            self._captured = None
             self._give_back(captured, is_committed=False)
         finally:
             if captured.left_out:

@@ -1,5 +1,8 @@
 """Whole batches beside their microbatches: what a few rows do not show."""
 
+import contextlib
+import copy
+import itertools
 import random
 import warnings
 from collections.abc import Callable
@@ -20,6 +23,7 @@ from automicro import (
 from automicro.checking.check import Occasions
 from tests.checking.models import warnings_of
 from tests.outside import Outside
+from tests.torture.engine.faults import Fault, FaultMode
 
 ROWS = 64
 
@@ -64,6 +68,25 @@ def test_it_is_refused_before_anything_has_changed() -> None:
     with pytest.raises(LossAverageError, match="of 64 rows in 4 parts"):
         microbatcher.backward(batch())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore::automicro.LossAverageWarning")
+def test_what_interrupts_the_shaking_of_parameters_leaves_them_as_they_were() -> None:
+    def interrupted(plan: list[Fault]) -> list[str]:
+        torch.manual_seed(0)
+        model, mode = net(), FaultMode(plan)
+        before = copy.deepcopy(model.state_dict())
+        microbatcher = Microbatcher(model, forward=lambda *given: each(*given).sum())
+        with contextlib.suppress(KeyboardInterrupt), mode:
+            microbatcher.backward(batch(8))
+        assert all(before[name].equal(now) for name, now in model.state_dict().items())
+        assert mode.raised_at == [fault.index for fault in plan]
+        return mode.names
+
+    turns = [index for index, name in enumerate(interrupted([])) if "bitwise_xor_" in name]
+    assert len(turns) >= 8
+    for index, after in itertools.product(turns[:8:3], (False, True)):
+        interrupted([Fault(index, after, "interrupt")])
 
 
 def test_after_running_out_of_memory_what_fits_without_gradients_is_compared() -> None:

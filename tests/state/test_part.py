@@ -1,6 +1,8 @@
 """Roots of a host's: an opaque object that is given by name, apart from what is skipped."""
 
+import contextlib
 import gc
+import itertools
 import random
 import threading
 import weakref
@@ -14,7 +16,9 @@ from automicro.errors import StateWarning
 from automicro.state import part
 from automicro.state.capture import capture
 from automicro.state.part import Replay, State
-from tests.state.undone import Box, count
+from tests.state.undone import Box, count, picture
+from tests.torture.engine.faults import Boom, Fault, FaultMode
+from tests.torture.subjects import StateOfEveryKind
 
 
 class Meter(Box):
@@ -123,3 +127,24 @@ def test_a_computation_finds_what_it_reaches_as_it_stood_and_leaves_what_is_ther
     gone = weakref.ref(before)
     del owner, before
     assert replay.take() is gone()  # given back, and used again
+
+
+@pytest.mark.parametrize("kind", ["oom", "boom", "interrupt"])
+def test_a_rollback_that_is_interrupted_anywhere_puts_all_back_before_it_says_so(kind):
+    model = StateOfEveryKind()
+    state = State(lambda: {"model": model})
+
+    def rolled_back(plan):
+        before = picture(model)
+        state.begin()
+        model(torch.zeros(2, 5))
+        with contextlib.suppress(Boom, KeyboardInterrupt), FaultMode(plan) as mode:
+            state.roll_back()
+            assert kind == "oom" or not mode.raised_at
+        assert before == picture(model)
+        return mode
+
+    number = rolled_back([]).num_operations
+    assert number >= 10
+    for index, after in itertools.product(range(number), (False, True)):
+        assert rolled_back([Fault(index, after, kind)]).raised_at == [index]

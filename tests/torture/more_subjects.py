@@ -22,7 +22,7 @@ from tests.torture.subjects import (
     adamw,
     batchnorm_and_dropout,
     classify,
-    replaced_buffer,
+    state_of_every_kind,
     tied_weights,
 )
 
@@ -103,19 +103,6 @@ def named_losses(model: nn.Module, microbatch: tuple[Tensor, Tensor]) -> dict[st
         "classes": nn.functional.cross_entropy(classes, targets),
         "values": nn.functional.mse_loss(numbers, targets.float()),
     }
-
-
-class Unused(nn.Module):
-    """One parameter takes part in nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used = nn.Linear(4, 3)
-        self.unused = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.used(x)
-        return out
 
 
 class InPlace(nn.Module):
@@ -201,10 +188,6 @@ def frozen_part() -> Subject:
     model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
     model[0].requires_grad_(False)
     return classify(model, 4)
-
-
-def no_gradient() -> Subject:
-    return classify(Unused(), 4, keeps_gradient=True)
 
 
 def in_place() -> Subject:
@@ -345,7 +328,7 @@ SUBJECTS: dict[str, MakeSubject] = {
     "GPT-2": gpt2,
     "BERT": bert,
     "tied weights": tied_weights,
-    "replaced buffer": replaced_buffer,
+    "state of every kind": state_of_every_kind,
     "spectral norm": spectral,
     "checkpointing": checkpointed,
     "reentrant checkpointing": checkpointed_reentrant,
@@ -353,7 +336,6 @@ SUBJECTS: dict[str, MakeSubject] = {
     "several losses": several_losses,
     "fp16": half_precision,
     "frozen part": frozen_part,
-    "parameter without gradient": no_gradient,
     "in-place forward": in_place,
     "hooks": hooks,
     "attack": attack,

@@ -1,6 +1,7 @@
 """Subjects whose parts have sizes of their own, and such as are computed at further levels."""
 
 import dataclasses
+import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,9 +69,12 @@ class TiedTail(nn.Module):
 
 
 class Counting(nn.Module):
-    """A part whose buffers change: one in place, one replaced; it draws from a generator."""
+    """A part that counts in buffers (in place, past its version, replaced) and in a number, and
+    draws from a generator of its own and from Python's.
+    """
 
     seen: Tensor
+    size: Tensor
     mean: Tensor
 
     def __init__(self, dropout: float = 0.3) -> None:
@@ -79,16 +83,27 @@ class Counting(nn.Module):
         self.narrow = nn.Linear(2 * WIDTH, WIDTH)
         self.dropout = nn.Dropout(dropout)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("size", torch.zeros(()))
         self.register_buffer("mean", torch.zeros(WIDTH))
-        self.own = torch.Generator().manual_seed(7)
+        self.own, self.calls = torch.Generator().manual_seed(7), 0
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.seen += len(x)
+            self.calls += 1
             self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
-            x = x + 0.01 * torch.rand(x.shape, generator=self.own)
+            self.size.data.mul_(0.9).add_(x.detach().mean(), alpha=0.1)
+            x = x + 0.01 * random.random() * torch.rand(x.shape, generator=self.own)
         out: Tensor = x + self.dropout(self.narrow(torch.relu(self.wide(x))))
         return out
+
+
+class Remembering(Counting):
+    """Computes with what it counts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x * (1 + self.size + 0.1 * self.calls) + 0.1 * self.mean / (1 + self.seen)
 
 
 class Block(nn.Module):
@@ -252,7 +267,7 @@ def recompute_batchnorm() -> Subject:
 
 
 def recompute_buffers() -> Subject:
-    return with_options(classify(residual(Counting), WIDTH), when_too_large=LEVELS, level=1)
+    return with_options(classify(residual(Remembering), WIDTH), when_too_large=LEVELS, level=1)
 
 
 def nested_and_recompute() -> Subject:

@@ -33,11 +33,14 @@ class ConvNet(nn.Module):
         return out
 
 
-class ReplacedBuffer(nn.Module):
-    """A buffer replaced, one counted in place, every kind of generator, and an edited input."""
+class StateOfEveryKind(nn.Module):
+    """Buffers replaced, counted in place and written past their version; a tensor, a list, a dict
+    in a dict and a number that are no buffers; every kind of generator, and an edited input.
+    """
 
     mean: Tensor
     seen: Tensor
+    calls: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,17 +48,27 @@ class ReplacedBuffer(nn.Module):
         self.head = nn.Linear(5, 1)
         self.register_buffer("mean", torch.zeros(5))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("calls", torch.zeros(()))
         self.own = torch.Generator().manual_seed(7)
+        self.scale, self.count = torch.ones(5), 0
+        self.sizes: list[int] = []
+        self.deep: dict[str, dict[str, Any]] = {"last": {}}
 
     def forward(self, x: Tensor) -> Tensor:
         x.add_(0.25)
         if self.training:
             self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
             self.seen += 1
+            self.calls.data.add_(1)
+            self.scale.mul_(0.9)
+            self.count += 1
+            self.sizes.append(len(x))
+            self.deep["last"]["sum"] = x.detach().sum(0)
             noise = random.random() + float(np.random.rand())
             x = x + noise * 0.01 * torch.rand(x.shape, generator=self.own)
+            x = x * self.scale + 0.1 * self.deep["last"]["sum"] / (self.calls + self.count)
         out: Tensor = self.head(torch.tanh(self.layer(x)) - self.mean).squeeze(1)
-        return out
+        return out + 0.01 * sum(self.sizes)
 
 
 class TiedWeights(nn.Module):
@@ -113,8 +126,8 @@ def batchnorm_and_dropout() -> Subject:
     return classify(ConvNet(), 1, 4, 4)
 
 
-def replaced_buffer() -> Subject:
-    model = ReplacedBuffer()
+def state_of_every_kind() -> Subject:
+    model = StateOfEveryKind()
     return Subject(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),

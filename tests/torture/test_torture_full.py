@@ -17,7 +17,7 @@ ALL_FOUR = {
     "MLP",
     "BatchNorm and dropout",
     "tied weights",
-    "replaced buffer",
+    "state of every kind",
     "nested tail",
 }
 # Models of four hundred operations and more, whose mechanisms smaller subjects have: one fault at

@@ -72,7 +72,9 @@ def test_whatever_fails_is_recovered_bit_identically_or_leaves_no_trace(name: st
 @pytest.mark.parametrize(
     "each",
     [
-        *scenes("replaced buffer", SUBJECTS["replaced buffer"], ["backward", "clip", "step"]),
+        *scenes(
+            "state of every kind", SUBJECTS["state of every kind"], ["backward", "clip", "step"]
+        ),
         *scenes("fp16", SUBJECTS["fp16"], ["unscale", "clip", "step"]),
     ],
     ids=str,

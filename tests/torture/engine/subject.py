@@ -186,7 +186,8 @@ def values(run: TortureRun) -> dict[str, Any]:
     for name, buffer in run.model.named_buffers():
         found[f"buffer {name}"] = freeze(buffer)
     for name, module in run.model.named_modules():
-        found[f"mode {name}"] = module.training
+        attributes = {key: each for key, each in vars(module).items() if key[:1] != "_"}
+        found[f"attributes {name}"] = freeze(attributes)
     found["python"] = random.getstate()
     found["numpy"] = freeze(np.random.get_state())
     found["torch"] = freeze(torch.get_rng_state())
