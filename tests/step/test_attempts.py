@@ -14,9 +14,9 @@ from automicro.policy.ladder import Ladder
 from automicro.policy.policy import Policy
 from automicro.rungs.levels import Level
 from automicro.step.events import Narrator
+from automicro.step.fit import fit as run_step
 from automicro.step.phase import Phase, Shared
 from automicro.step.plan import CutRule, Finished, Plan, ReadBatch, Step
-from automicro.step.fit import fit as run_step
 from automicro.transaction.transaction import Part
 
 
