@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from automicro.policy.explore import Explore
     from automicro.policy.halving import Halving
     from automicro.policy.policy import Fixed, Outcome, Policy
+    from automicro.step.events import Observing
+    from automicro.step.feature import Feature, MicrobatchRun
     from automicro.step.results import EvalResult, StepResult
     from automicro.tools.explore import ExploreReport, explore
     from automicro.tools.plan.plan import plan
@@ -107,6 +109,9 @@ _HOMES = {
     "SampleTooLargeError": "automicro.errors",
     "SizeCacheWarning": "automicro.errors",
     "StateWarning": "automicro.errors",
+    "Feature": "automicro.step.feature",
+    "MicrobatchRun": "automicro.step.feature",
+    "Observing": "automicro.step.events",
     "StepResult": "automicro.step.results",
     "Trainer": "automicro.trainer.trainer",
     "UnsplittableModelError": "automicro.errors",
@@ -143,6 +148,7 @@ __all__ = [
     "Evaluator",
     "Explore",
     "ExploreReport",
+    "Feature",
     "FitSummary",
     "Fixed",
     "GradientWarning",
@@ -153,9 +159,11 @@ __all__ = [
     "LossError",
     "MemoryBudget",
     "MetricWarning",
+    "MicrobatchRun",
     "Microbatcher",
     "NestedSplit",
     "NonFiniteLossError",
+    "Observing",
     "OptimizerStepError",
     "Outcome",
     "PaddingWarning",

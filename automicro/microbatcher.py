@@ -50,7 +50,7 @@ from automicro.reach import Reach
 from automicro.remembered.describing import describe_run, describe_shapes
 from automicro.rungs.levels import Level, WhenTooLarge, chooses_by_time, make_levels
 from automicro.state.part import read_state
-from automicro.step.events import Observer
+from automicro.step.feature import Feature
 from automicro.step.fillers import SpareRows
 from automicro.step.fit import fit
 from automicro.step.metrics import MetricGuard, naming_metrics
@@ -157,7 +157,8 @@ class Microbatcher:
             a fourth parameter called ``name`` it is told the metric's name.
         probe: whether to compare, at the first batches that could be split, the gradient of a few
             rows with those of two parts of them.
-        observer: ``observer(event, subject)`` is told of every attempt and every microbatch.
+        features: take part in every attempt, in training and evaluation; see `Feature`, and
+            `Observing` for events.
         remember_sizes: whether ``"auto"`` starts from the size that an earlier run of the same kind
             found, and leaves its own for the next; see ``automicro cache``.
         repeatable: whether no clock decides sizes, so that the same run has the same each time.
@@ -205,7 +206,7 @@ class Microbatcher:
         scales_for_ranks: bool = True,
         sync: str = "each",
         probe: bool | str = True,
-        observer: Observer | None = None,
+        features: Iterable[Feature] = (),
         remember_sizes: bool = False,
         repeatable: bool = False,
     ) -> None:
@@ -252,7 +253,6 @@ class Microbatcher:
             ranks=self._ranks,
             reach=reach,
             spare=self._spare,
-            observer=carrying.hiding(observer),
             repeatable=repeatable,
             roots=roots,
             own_parts=own_parts,
@@ -359,7 +359,6 @@ class Microbatcher:
             computation,
             autocast_dtype=PRECISIONS[check_precision(precision, backward)],
             run_backward=Tensor.backward if backward is None else backward,
-            update_metric=metric_guard.update,
             ranks=self._ranks,
             scales_for_ranks=scales_for_ranks,
         )
@@ -397,6 +396,7 @@ class Microbatcher:
             gradients=gradients,
             memory=self._memory,
             reservation=OptimizerReservation(innermost),
+            features=tuple(features),
         )
         self._work: TrainingWork | None = None  # of the batch that runs
         self._evaluated: Sequence[Cut] = ()  # how the last batch was cut

@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from automicro import Fixed, Halving, MemoryBudget, Microbatcher, is_out_of_memory
 from automicro.batch.layout import BatchLayout
 from automicro.compilation import check_compile, compile_model, dynamic_rows, refuse_cuda_graphs
+from automicro.step.feature import MicrobatchRun
 from automicro.step.plan import Cut
 from automicro.torch_private import compiler_is_loaded
 
@@ -138,7 +139,8 @@ def test_fixed_sizes_are_compiled_as_they_are() -> None:
     passes = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), probe=False)._passes
     for sizes_change, compilations in ((False, 1), (True, 2)):
         (cut,) = passes.cut([batch_of(16)], [Cut([8, 8])], sizes_change=sizes_change)
-        passes.evaluate(cut.microbatches[0], None)
+        rows = cut.microbatches[0]
+        passes.evaluate(MicrobatchRun(0, 8, rows, rows))
         assert counter.frame_count == compilations
         is_symbolic = any(
             isinstance(size, torch.SymInt)

@@ -24,7 +24,8 @@ from automicro.files import write_whole
 from automicro.memory.device import allocated_bytes
 from automicro.memory.residents import measure_residents
 from automicro.options import read_count
-from automicro.step.events import Attempt, Microbatch, OutOfMemory, Resize
+from automicro.step.events import Microbatch, OutOfMemory, Resize
+from automicro.step.feature import Attempt
 from automicro.step.results import EvalResult, StepResult
 from automicro.torch_private import (
     can_record_memory,

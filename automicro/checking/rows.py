@@ -54,7 +54,7 @@ def telling_rows(
     taken = {row // multiple for row in without}
     free = [each for each in range(groups) if each not in taken]
     # What takes few values, as counts do, tells more of a loss than what is another in each row.
-    values = [each[free].unique().numel() for each in kinds]
+    values = [torch.unique(each[free]).numel() for each in kinds]
     kinds = [
         kinds[at] for at in sorted(range(len(kinds)), key=values.__getitem__) if values[at] > 1
     ]

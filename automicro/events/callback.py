@@ -9,15 +9,8 @@ from automicro.errors import Bystander, add_note
 from automicro.events.run import Run
 from automicro.memory.oom import is_out_of_memory
 from automicro.showing import one_line
-from automicro.step.events import (
-    Attempt,
-    Microbatch,
-    Observer,
-    OutOfMemory,
-    Resize,
-    Subject,
-    blame,
-)
+from automicro.step.events import Microbatch, Observing, OutOfMemory, Resize, Subject, blame
+from automicro.step.feature import Attempt, Feature
 from automicro.step.results import EvalResult, StepResult
 
 
@@ -304,15 +297,15 @@ class Callbacks:
                 states[name] = state
         return states
 
-    def observer(self, run: Run) -> Observer | None:
-        """What tells of the events inside a step; None where nobody listens to them."""
+    def features(self, run: Run) -> list[Feature]:
+        """What tells of the events inside a step; nothing where no callback listens to them."""
         if not self.listens(*STEP_EVENTS):
-            return None
+            return []
 
         def observe(event: str, subject: Subject) -> None:
             self.fire(event, run, subject)
 
-        return observe
+        return [Observing(observe)]
 
 
 def _blame(error: BaseException, where: str) -> None:

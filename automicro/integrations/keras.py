@@ -64,7 +64,7 @@ def enable(model: Any, **options: Any) -> Any:
             ``loss_average`` (``"samples"``, ``"none"``, or a callable from ``(x, y,
             sample_weight)`` to what the loss is divided by, where its ``reduction`` does not tell),
             ``memory_limit``, ``batchnorm``, ``gradient_sums``, ``remember_sizes``, ``repeatable``,
-            ``probe``, ``observer``.
+            ``probe``, ``features``.
 
     Returns:
         The model. ``model.automicro`` has what it found: see `Enabled`.

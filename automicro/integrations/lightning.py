@@ -44,7 +44,7 @@ from automicro.microbatcher import Microbatcher
 from automicro.reach import OF_EVERY_MODULE
 from automicro.state.part import State
 from automicro.state.tensors import seen_version
-from automicro.step.events import Subject
+from automicro.step.feature import Feature, MicrobatchRun
 from automicro.step.metrics import TAKES_EITHER, Asking, Metrics, Readings, warn_of_metric
 from automicro.step.results import EvalResult, StepResult
 
@@ -521,7 +521,7 @@ class _Run:
                 "scales_for_ranks": False,  # the mean of each rank's mean, as the host has it
             }
             if trainer.world_size > 1:  # fillers of other ranks run the step as well
-                own["observer"] = self._observe
+                own["features"] = [*self._owner.options.get("features", ()), _Announcing(told)]
                 told.is_announced = True
             self.microbatcher = self._owner.make(**own)
         return self.microbatcher
@@ -533,13 +533,6 @@ class _Run:
             with self._told.overhearing(microbatch):
                 found = self._step(microbatch)
                 return self._told.seen(found[0] if isinstance(found, tuple) else found)
-
-    def _observe(self, event: str, subject: Subject) -> None:
-        if event == "forward_start":
-            self._told.is_next_real = True
-        observer = self._owner.options.get("observer")
-        if observer is not None:
-            observer(event, subject)
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
@@ -1146,6 +1139,16 @@ def _emptied(metric: Any) -> Any:
     shadow.reset()
     shadow._to_sync = metric.dist_sync_on_step  # as a forward's own value is computed
     return shadow
+
+
+class _Announcing(Feature):
+    """Says which forwards are of the batch, and no fillers for other ranks."""
+
+    def __init__(self, told: "_Told") -> None:
+        self._told = told
+
+    def before(self, run: MicrobatchRun) -> None:
+        self._told.is_next_real = True
 
 
 class _Told:

@@ -93,7 +93,7 @@ def enable(trainer: Any, **options: Any) -> Any:
         options: of `Microbatcher`: ``microbatch_size``, ``eval_microbatch_size``,
             ``loss_average`` (where it is neither divided by ``num_items_in_batch`` nor read off the
             model), ``memory_limit``, ``batchnorm``, ``batch_layout``, ``gradient_sums``,
-            ``remember_sizes``, ``repeatable``, ``probe``, ``observer``.
+            ``remember_sizes``, ``repeatable``, ``probe``, ``features``.
 
     Returns:
         The trainer. ``trainer.automicro`` has what it found: see `Enabled`.

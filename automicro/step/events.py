@@ -1,36 +1,13 @@
 """What a step tells of itself while it runs: its attempts, and each microbatch of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
 from automicro.errors import Bystander, add_note, facts_of, remember
-from automicro.step.plan import Cut
-
-
-@dataclass(frozen=True, kw_only=True)
-class Attempt:
-    """One try at a batch. A batch that ran out of memory has several.
-
-    Attributes:
-        phase: ``"train"`` or ``"eval"``.
-        number: 1 for the first.
-        num_rows: of the whole batch.
-        microbatch_size: of the largest microbatch: its rows, or in another unit what it costs.
-        num_microbatches: into how many the batch is cut.
-        is_measuring: whether it is cut smaller than fits, only to measure what its rows need.
-        unit: what sizes are counted in, in the plural.
-    """
-
-    phase: str
-    number: int
-    num_rows: int
-    microbatch_size: int
-    num_microbatches: int
-    is_measuring: bool = False
-    unit: str = "rows"
+from automicro.step.feature import Attempt, Feature, MicrobatchRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,87 +108,81 @@ class Observer(Protocol):
         """Take note."""
 
 
-Tell: TypeAlias = Callable[..., None]
-"""Tells of an event of one microbatch: ``tell("loss_end", loss)``."""
-
-
-class Narrator:
-    """Tells an observer of one step, as it happens.
-
-    Example:
-        >>> told = []
-        >>> narrator = Narrator(lambda event, subject: told.append((event, subject)), "train")
-        >>> narrator.begin([Cut([4, 4])])
-        >>> reports = narrator.fail("CUDA out of memory", peak_bytes=None)
-        >>> narrator.begin([Cut([2, 2, 2, 2])])
-        >>> [event for event, _ in told]
-        ['attempt_start', 'oom', 'resize', 'attempt_start']
-        >>> told[2][1].before, told[2][1].after, told[3][1].number
-        (4, 2, 2)
+class Observing(Feature):
+    """Tells an observer of each attempt and each microbatch, as it happens.
 
     Args:
-        observer: is told.
-        phase: ``"train"`` or ``"eval"``.
+        observer: ``observer(event, subject)``; see `Observer`.
+
+    Example:
+        >>> from torch import nn, randn
+        >>> from automicro import Microbatcher
+        >>> told = []
+        >>> observing = Observing(lambda event, subject: told.append(event))
+        >>> microbatcher = Microbatcher(
+        ...     nn.Linear(8, 2), loss_fn=nn.MSELoss(), microbatch_size=4, features=[observing]
+        ... )
+        >>> _ = microbatcher.backward((randn(4, 8), randn(4, 2)))
+        >>> told[:3], told[-2:]
+        (['attempt_start', 'microbatch_start', 'forward_start'], ['microbatch_end', 'attempt_end'])
     """
 
-    def __init__(self, observer: Observer, phase: str) -> None:
-        self._tell = observer
-        self._phase = phase
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
         self._attempt: Attempt | None = None
 
-    def _observer(self, event: str, subject: Subject) -> None:
+    def _tell(self, event: str, subject: Subject) -> None:
         try:
-            self._tell(event, subject)
+            self._observer(event, subject)
         except BaseException as error:
             if bystander(error) is None:  # else it is known which of several callbacks it was
-                name = getattr(self._tell, "__qualname__", type(self._tell).__qualname__)
-                where = f"{name} (the observer), at {event}"
+                named = getattr(self._observer, "__qualname__", type(self._observer).__qualname__)
+                where = f"{named} (the observer), at {event}"
                 blame(error, Bystander(kind="callback", name=where), f"in the callback {where}")
             raise
 
-    def begin(self, cuts: Sequence[Cut], *, unit: str = "rows", is_measuring: bool = False) -> None:
-        """An attempt begins, with these cuts of each batch."""
-        earlier = self._attempt
-        attempt = Attempt(
-            phase=self._phase,
-            number=1 if earlier is None else earlier.number + 1,
-            num_rows=sum(cut.num_rows for cut in cuts),
-            microbatch_size=max(cut.largest for cut in cuts),
-            num_microbatches=sum(len(cut.sizes) for cut in cuts),
-            is_measuring=is_measuring,
-            unit=unit,
-        )
-        if earlier is not None and earlier.microbatch_size != attempt.microbatch_size:
-            resize = Resize(
-                phase=self._phase,
-                num_rows=attempt.num_rows,
-                before=earlier.microbatch_size,
-                after=attempt.microbatch_size,
-                unit=unit,
-            )
-            self._observer("resize", resize)
-        self._attempt = attempt
-        self._observer("attempt_start", attempt)
+    def begin(self, attempt: Attempt) -> None:
+        earlier, self._attempt = self._attempt, attempt
+        if earlier is not None and attempt.number > 1:
+            before, after = earlier.microbatch_size, attempt.microbatch_size
+            if before != after:
+                resize = Resize(
+                    phase=attempt.phase,
+                    num_rows=attempt.num_rows,
+                    before=before,
+                    after=after,
+                    unit=attempt.unit,
+                )
+                self._tell("resize", resize)
+        self._tell("attempt_start", attempt)
 
-    def end(self) -> None:
-        """The attempt went through."""
-        assert self._attempt is not None
-        self._observer("attempt_end", self._attempt)
+    def end(self, attempt: Attempt) -> None:
+        self._tell("attempt_end", attempt)
 
-    def fail(self, message: str, *, peak_bytes: int | None) -> list[str]:
-        """The attempt ran out of memory and was undone; the files that were written of it."""
-        if self._attempt is None:  # memory ran out before it could begin
-            return []
-        failure = OutOfMemory(attempt=self._attempt, message=message, peak_bytes=peak_bytes)
-        self._observer("oom", failure)
+    def failed(self, attempt: Attempt, message: str, peak_bytes: int | None) -> Sequence[str]:
+        failure = OutOfMemory(attempt=attempt, message=message, peak_bytes=peak_bytes)
+        self._tell("oom", failure)
         return failure.reports
 
-    def microbatch(self, index: int, batch: Any) -> Tell:
-        """What tells of the events of one microbatch."""
+    def before(self, run: MicrobatchRun) -> None:
+        self._say(run, "microbatch_start", "forward_start")
 
-        def tell(event: str, loss: Tensor | None = None) -> None:
-            assert self._attempt is not None
-            subject = Microbatch(attempt=self._attempt, index=index, batch=batch, loss=loss)
-            self._observer(event, subject)
+    def forwarded(self, run: MicrobatchRun) -> None:
+        assert self._attempt is not None
+        self._say(run, "forward_end", *["loss_start"] * (self._attempt.phase == "train"))
 
-        return tell
+    def before_backward(self, run: MicrobatchRun) -> None:
+        self._say(run, "loss_end", "backward_start", loss=run.loss)
+
+    def computed(self, run: MicrobatchRun) -> None:
+        if run.loss is not None:
+            self._say(run, "backward_end", loss=run.loss)
+
+    def after(self, run: MicrobatchRun) -> None:
+        self._say(run, "microbatch_end")
+
+    def _say(self, run: MicrobatchRun, *events: str, loss: Tensor | None = None) -> None:
+        assert self._attempt is not None
+        for event in events:
+            subject = Microbatch(attempt=self._attempt, index=run.index, batch=run.rows, loss=loss)
+            self._tell(event, subject)

@@ -22,7 +22,6 @@ from automicro.ranks.interface import (
     StrayedError,
     announcing_failure,
 )
-from automicro.step.events import Narrator
 from automicro.step.phase import Phase
 from automicro.step.plan import Finished, Plan, Step
 from automicro.step.sizes import Sizes
@@ -37,12 +36,7 @@ class Work(Protocol[T]):
     """What an attempt does, and what it may change. Each step has one of its own.
 
     It keeps no result and no error, which would keep the tensors of a failed attempt alive.
-
-    Attributes:
-        narrator: tells of it; None where nothing listens.
     """
-
-    narrator: Narrator | None
 
     def check(self, plan: Plan) -> None:
         """Check what splitting may change, before the attempt at a plan that splits."""
@@ -52,6 +46,9 @@ class Work(Protocol[T]):
 
     def run(self, plan: Plan) -> T:
         """Do it, cut as planned."""
+
+    def failed(self, message: str, peak_bytes: int | None) -> Sequence[str]:
+        """The attempt ran out of memory and was undone; files that were written of it."""
 
     def numbers(self, result: T) -> Sequence[float]:
         """What of the result is added up over ranks with the last vote."""
@@ -128,7 +125,7 @@ def attempt(work: Work[T], plan: Plan, phase: Phase, sizes: Sizes) -> Tried[T]:
         PeerFailedError: another rank failed for good.
         BaseException: whatever else than running out of memory; the state is as it was before.
     """
-    ranks, meter, narrator, device = phase.ranks, phase.meter, work.narrator, phase.device
+    ranks, meter, device = phase.ranks, phase.meter, phase.device
     transaction = Transaction(work.parts())
     tried, failure = caught(functools.partial(_go_through, transaction, work, plan, phase, sizes))
     if tried is not None:
@@ -157,9 +154,8 @@ def attempt(work: Work[T], plan: Plan, phase: Phase, sizes: Sizes) -> Tried[T]:
         if status is not Status.OUT_OF_MEMORY:
             return Tried(status=status)
         measured = measured_by_all(ranks.told or highs_of(measured), measured)
-        if narrator is not None:
-            reports = narrator.fail(first_line(failure), peak_bytes=peak_bytes(device))
-            remember(failure, reports=tuple(reports))
+        reports = work.failed(first_line(failure), peak_bytes(device))
+        remember(failure, reports=tuple(reports))
         return Tried(status=status, failure=failure, measured=measured)
     finally:
         del failure  # it holds this frame: a cycle
@@ -169,17 +165,13 @@ def _go_through(
     transaction: Transaction, work: Work[T], plan: Plan, phase: Phase, sizes: Sizes
 ) -> Tried[T]:
     """The attempt up to its commit; an error leaves the transaction open."""
-    ranks, meter, narrator = phase.ranks, phase.meter, work.narrator
+    ranks, meter = phase.ranks, phase.meter
     transaction.begin()
-    if narrator is not None:
-        narrator.begin(plan.cuts, unit=plan.unit, is_measuring=plan.is_measuring)
     if meter is not None:
         meter.begin(waits=sizes.compares_seconds)
     with phase.applying(plan.level):
         result = work.run(plan)
     measured = None if meter is None else meter.end()
-    if narrator is not None:
-        narrator.end()
     transaction.prepare()  # it needs memory as well
     told = ranks.vote(Report(sums=work.numbers(result), highs=highs_of(measured)))
     measured = measured_by_all(told.highs, measured)

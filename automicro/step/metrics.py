@@ -16,10 +16,13 @@ from torch.overrides import TorchFunctionMode
 from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import tensor_leaves
 from automicro.checking.reading import Reading, gaps
-from automicro.errors import MetricWarning, warn
+from automicro.errors import Bystander, MetricWarning, warn
 from automicro.memory.oom import Failure, classify
 from automicro.state.part import State
+from automicro.step.events import blame
+from automicro.step.feature import Attempt, Feature, MicrobatchRun
 from automicro.step.plan import Cut
+from automicro.step.unit import order_of
 from automicro.torch_private import children_of
 from automicro.transaction.transaction import Part, Transaction
 
@@ -355,6 +358,51 @@ class MetricGuard:
 
     def _warn(self, metric: Any, reason: str) -> None:
         warn_of_metric(metric, reason, self._warned)
+
+
+class MetricUpdates(Feature):
+    """Updates metrics with every row of a step.
+
+    Args:
+        metrics: of the caller: one, a collection, or several by name.
+        guard: that updates one, and warns of those that come out otherwise.
+        counted: the same, flat.
+        sees: what metrics get of a microbatch.
+        sorts: whether rows reach them in another order than that of the batch.
+    """
+
+    def __init__(
+        self,
+        metrics: Any,
+        guard: MetricGuard,
+        counted: Metrics,
+        sees: Callable[[MicrobatchRun], Any],
+        *,
+        sorts: bool,
+    ) -> None:
+        self._named = metrics if type(metrics) is dict else {type(metrics).__name__: metrics}
+        self._metrics, self._guard, self._counted = metrics, guard, counted
+        self._sees, self._sorts = sees, sorts
+
+    def parts(self) -> Sequence[Part]:
+        return [self._counted]
+
+    def begin(self, attempt: Attempt) -> None:
+        self._guard.expect(self._metrics, attempt.cuts)
+
+    def computed(self, run: MicrobatchRun) -> None:
+        outputs = self._sees(run)
+        for name, metric in self._named.items():
+            try:
+                self._guard.update(metric, outputs, run.inputs, name)
+            except Exception as error:
+                named = Bystander(kind="metric", name=repr(name))
+                blame(error, named, f"while updating {named}")
+                raise
+
+    def end(self, attempt: Attempt) -> None:
+        if self._sorts:
+            self._counted.sort([(cut.sizes, order_of([cut]) or ()) for cut in attempt.cuts])
 
 
 def warn_of_metric(metric: Any, reason: str, warned: set[str]) -> None:

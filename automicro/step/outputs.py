@@ -1,7 +1,6 @@
 """What comes out of a step beside its loss: outputs of all rows, and state for the next batch."""
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
@@ -14,11 +13,12 @@ from automicro.batch.joining import concat_rows
 from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.errors import BatchError, Bystander, LossError, MetricWarning, warn
-from automicro.loss.conventions import Carried, Output, outputs_with_rows
+from automicro.loss.conventions import Carried, outputs_with_rows
 from automicro.memory.budget import active_budget
-from automicro.step.events import Microbatch, blame
-from automicro.step.plan import Cut
+from automicro.step.events import blame
+from automicro.step.feature import Attempt, Feature, MicrobatchRun
 from automicro.step.unit import order_of, with_padding
+from automicro.transaction.transaction import Part
 
 Where: TypeAlias = bool | Literal["host", "device"]
 """Whether outputs are kept, and where: True where their batch lies."""
@@ -27,8 +27,8 @@ _ALIKE = 3  # slices that show something: two may have as many boxes by chance
 _EARLY = 10
 
 
-class Kept:
-    """What the caller asked for of every microbatch's forward. A part of the transaction.
+class Kept(Feature):
+    """What the caller asked for of every microbatch's forward.
 
     Args:
         where: outputs are kept.
@@ -69,7 +69,8 @@ class Kept:
         self._home: torch.device | None = None
         self.outputs: Any = None
         self.carry: Any = None
-        self.roll_back()
+        self._is_training = True
+        self._forget()
 
     @property
     def is_nothing(self) -> bool:
@@ -85,47 +86,35 @@ class Kept:
         """Take note of outputs of which a look has shown whether they can be joined."""
         self._known |= paths
 
-    def begin(self) -> None:
-        """Nothing is kept yet."""
+    def parts(self) -> Sequence[Part]:
+        return [_Forgotten(self._forget)]
 
-    def prepare(self) -> None:
-        """It is joined."""
-
-    def commit(self) -> None:
-        """The caller has it."""
-
-    def roll_back(self) -> None:
+    def _forget(self) -> None:
         self._outputs: list[Any] = []
         self._carries: list[Any] = []
         self._row_dims: Mapping[str, int] = {}
         self.outputs = self.carry = None
 
-    def add(self, output: Output, batch: list[Tensor], num_rows: int) -> None:
+    def computed(self, run: MicrobatchRun) -> None:
         """Keep what is asked for of one microbatch.
-
-        Args:
-            output: of its forward.
-            batch: tensors of the whole one, where it lies.
-            num_rows: of the microbatch.
 
         Raises:
             LossError: state for the next batch has other rows.
         """
+        output = run.output
+        assert output is not None
+        self._is_training = run.loss is not None
         if self._where is not False:
             if self._home is None:
-                self._home = self._find_home(batch)
+                self._home = self._find_home(run.given)
             self._outputs.append(_bring(outputs_with_rows(output.outputs), self._home))
         if self._layout is not None:
             if output.carry is not None:
-                self._read_carry(self._layout, output.carry, num_rows)
+                self._read_carry(self._layout, output.carry, run.num_rows)
             self._carries.append(map_tensors(output.carry, _copied))
 
-    def join(self, cuts: Sequence[Cut], *, is_training: bool = True) -> None:
+    def end(self, attempt: Attempt) -> None:
         """Put all rows together, in the order of their batches.
-
-        Args:
-            cuts: of these batches.
-            is_training: False takes what has no rows, a number say, from a batch that stayed whole.
 
         Raises:
             BatchError: what the forward gave cannot be joined.
@@ -133,7 +122,9 @@ class Kept:
         Warns:
             MetricWarning: it is joined, and shows that it is not one value per row.
         """
-        if not is_training and len(self._outputs) == 1 and cuts[0].packing is None:
+        cuts = attempt.cuts
+        # In evaluation what has no rows, a number say, is taken from a batch that stayed whole.
+        if not self._is_training and len(self._outputs) == 1 and cuts[0].packing is None:
             self.outputs, self._outputs = self._outputs[0], []
         self._warn_of_fixed_lengths([size for cut in cuts for size in cut.sizes])
         is_at_home = self._home is not None and self._home.type == "cpu"
@@ -183,12 +174,12 @@ class Kept:
                     MetricWarning,
                 )
 
-    def _find_home(self, batch: list[Tensor]) -> torch.device | None:
+    def _find_home(self, batch: Any) -> torch.device | None:
         if self._where == "device":
             return None
         if self._where == "host":
             return torch.device("cpu")
-        return next((tensor.device for tensor in batch), self._device)
+        return next((tensor.device for _, tensor in tensor_leaves(batch)), self._device)
 
     def _read_carry(self, layout: BatchLayout, carry: Any, num_rows: int) -> None:
         try:
@@ -203,6 +194,29 @@ class Kept:
                 "the state of its own rows, and let carry_layout=… say in which dimension they lie"
             )
         self._row_dims = layout.row_dims(carry)
+
+
+class _Forgotten(Part):
+    """Lets what an attempt has kept go when it is rolled back.
+
+    Args:
+        forget: does so.
+    """
+
+    def __init__(self, forget: Callable[[], None]) -> None:
+        self._forget = forget
+
+    def begin(self) -> None:
+        """Nothing is kept yet."""
+
+    def prepare(self) -> None:
+        """It is joined."""
+
+    def commit(self) -> None:
+        """The caller has it."""
+
+    def roll_back(self) -> None:
+        self._forget()
 
 
 def _bring(outputs: Any, home: torch.device | None) -> Any:
@@ -367,8 +381,4 @@ class Carrying:
 
 
 def _without_carry(value: Any) -> Any:
-    if isinstance(value, Carried):
-        return value.batch
-    if isinstance(value, Microbatch):
-        return dataclasses.replace(value, batch=_without_carry(value.batch))
-    return value
+    return value.batch if isinstance(value, Carried) else value

@@ -15,7 +15,6 @@ from automicro.batch.tensors import map_tensors
 from automicro.compilation import captures_cuda_graphs, dynamic_rows, uncompiled
 from automicro.errors import (
     BatchError,
-    Bystander,
     LossAverageWarning,
     LossError,
     MetricWarning,
@@ -29,7 +28,7 @@ from automicro.memory.oom import once_more
 from automicro.modules import evaluation_mode
 from automicro.options import check_loss
 from automicro.ranks.interface import OneRank, Ranks
-from automicro.step.events import Tell, blame
+from automicro.step.feature import Features, MicrobatchRun
 from automicro.step.plan import Cut
 from automicro.torch_private import compiler_is_used
 from automicro.transaction.gradients import Gradients
@@ -37,7 +36,7 @@ from automicro.transaction.gradients import Gradients
 T = TypeVar("T")
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 Losses = tuple[Tensor, dict[str, Tensor]]
-Keep = Callable[[Output], None]
+_NO_FEATURES = Features(())
 
 
 class Passes:
@@ -47,7 +46,6 @@ class Passes:
         computation: a model, its loss, and how batches are read.
         autocast_dtype: of forward and loss; None for the model's own.
         run_backward: computes gradients from a loss.
-        update_metric: feeds one metric with outputs and microbatch, and is told its name.
         ranks: that train together; gradients are taken to be averaged over them.
         scales_for_ranks: whether losses are divided by what those of all ranks count; False for
             each rank's own, whose mean over ranks counts.
@@ -64,7 +62,6 @@ class Passes:
         *,
         autocast_dtype: torch.dtype | None,
         run_backward: Callable[[Tensor], Any],
-        update_metric: Callable[[Any, Any, Any, str], None],
         ranks: Ranks | None = None,
         scales_for_ranks: bool = True,
     ) -> None:
@@ -76,7 +73,6 @@ class Passes:
         self.device = computation.device
         self._autocast_dtype = autocast_dtype
         self._run_backward = run_backward
-        self._update_metric = update_metric
         self._ranks = ranks or OneRank()
         self._is_alone = self._ranks.is_alone
         self._can_begin = self._is_alone and run_backward is Tensor.backward
@@ -235,34 +231,35 @@ class Passes:
 
     def train(
         self,
-        microbatch: Any,
+        run: MicrobatchRun,
         weights: BatchWeights,
-        index: int,
-        metrics: Any,
         gradients: Gradients,
-        tell: Tell | None = None,
-        keep: Keep | None = None,
+        features: Features = _NO_FEATURES,
     ) -> Losses:
         """Forward and backward of one microbatch; its losses, detached.
 
-        The model's outputs die here, before the next forward begins, but for what is kept of them.
+        The model's outputs die here, before the next forward begins, but for what features keep.
         Losses are weighted, but where the backward `begins_with` the weight.
 
         Raises:
             LossError: there is no loss, or it cannot be differentiated.
         """
+        index, rows = run.index, run.inputs
         is_nothing = weights.is_nothing[index]
         if is_nothing:
-            microbatch = map_tensors(microbatch, _cut_off)
+            rows = map_tensors(rows, _cut_off)
         if not gradients.is_steady:
             gradients.before_forward()
-        if self._is_plain and tell is None and not self._row_dims:
-            output = self._convention.train(self._modules[0], microbatch)
+        train = self._convention.train
+        if self._is_plain and not (features.forwarded or self._row_dims):
+            output = train(self._modules[0], rows)
         else:
-            output = self._forward(self._convention.train, microbatch, tell)
+            if features.forwarded:
+                train = functools.partial(train, forwarded=lambda: _call(features.forwarded, run))
+            output = self._forward(train, rows)
         if output.losses and not output.has_total and not self._has_looked_at_parts:
             self._warn_of_metrics_among(output.losses)
-        if output.given is not None and metrics is None and not self._has_looked_at_numbers:
+        if not (output.given is None or features.has_metrics or self._has_looked_at_numbers):
             self._warn_of_whole_numbers(output.given)
         loss = check_loss(output.loss, may_be_zero=True)
         weight: Any = weights.of_all[index]
@@ -273,10 +270,9 @@ class Passes:
             begun = (torch.full_like(loss, weight),)
         else:
             loss, parts = weights.apply(index, loss, parts, has_total=output.has_total)
-        if tell is not None:
-            told = loss.detach() * weight if begun else loss.detach()
-            tell("loss_end", told)
-            tell("backward_start", told)
+        if features.before_backward or features.computed or features.after:
+            run.loss = loss.detach() * weight if begun else loss.detach()
+            _call(features.before_backward, run)
         if not loss.requires_grad:
             gradients.skip()
         elif not self._is_alone:
@@ -287,16 +283,30 @@ class Passes:
             gradients.run_for_nothing(self._run_backward, loss)
         else:
             gradients.run(self._run_backward, loss, *begun)
-        if tell is not None:
-            tell("backward_end", told)
-        if metrics is not None:
-            outputs = map_tensors(output.outputs, Tensor.detach)
-            if self._convention.has_eval_forward:
-                outputs = self._eval_forward(microbatch, outputs)
-            self._count(metrics, outputs, microbatch)
-        if keep is not None:
-            keep(output)
+        if features.computed:
+            self._show(run, output, features)
         return weights.report(loss, parts)
+
+    def _show(self, run: MicrobatchRun, output: Output, features: Features) -> None:
+        """Let features see an output, and nothing keep it."""
+        run.output = output
+        try:
+            _call(features.computed, run)
+        finally:
+            run.output = None
+
+    def seen_by_metrics(self, run: MicrobatchRun) -> Any:
+        """What metrics get of a microbatch."""
+        assert run.output is not None
+        if run.loss is None:  # in evaluation
+            return run.output.outputs
+        outputs = map_tensors(run.output.outputs, Tensor.detach)
+        if not self._convention.has_eval_forward:
+            return outputs
+        with evaluation_mode(self._modules), torch.no_grad():
+            return self._forward(
+                lambda _, rows: self._convention.eval_forward(rows, outputs), run.inputs
+            )
 
     def _warn_of_metrics_among(self, losses: Mapping[str, Tensor]) -> None:
         """Warn, the first time, of what is added to the losses and cannot be trained on.
@@ -360,28 +370,22 @@ class Passes:
             for handle in handles:
                 handle.remove()
 
-    def evaluate(self, microbatch: Any, metrics: Any, tell: Tell | None = None) -> Output:
+    def evaluate(self, run: MicrobatchRun, features: Features = _NO_FEATURES) -> Output:
         """Forward of one microbatch for evaluation."""
-        if tell is not None:
-            tell("forward_start")
-        output = self._forward(self._convention.evaluate, microbatch)
-        if tell is not None:
-            tell("forward_end")
-        if output.given is not None and metrics is None and not self._has_looked_at_numbers:
+        output = self._forward(self._convention.evaluate, run.inputs)
+        _call(features.forwarded, run)
+        if not (output.given is None or features.has_metrics or self._has_looked_at_numbers):
             self._warn_of_whole_numbers(output.given)
-        if metrics is not None:
-            self._count(metrics, output.outputs, microbatch)
+        self._show(run, output, features)
         return output
 
-    def predict(self, microbatch: Any, _: Any, tell: Tell | None = None) -> Output:
+    def predict(self, run: MicrobatchRun, features: Features = _NO_FEATURES) -> Output:
         """Forward of one microbatch for its outputs alone."""
-        if tell is not None:
-            tell("forward_start")
         predict = functools.partial(self._convention.predict, holds_rows=self.layout.holds_rows)
-        outputs = self._forward(predict, microbatch)
-        if tell is not None:
-            tell("forward_end")
-        return Output(None, {}, outputs)
+        output = Output(None, {}, self._forward(predict, run.inputs))
+        _call(features.forwarded, run)
+        self._show(run, output, features)
+        return output
 
     def materialize(self, batch: Any) -> None:
         """Let lazy modules take their shapes from one row, before any attempt.
@@ -395,35 +399,16 @@ class Passes:
             moved = next(on_device([row], self.device, isolate=True))
             self._convention.evaluate(self._modules[0], moved)
 
-    def _forward(self, forward: Callable[..., T], microbatch: Any, tell: Tell | None = None) -> T:
-        if tell is not None:
-            forward = functools.partial(forward, forwarded=lambda: _tell_forwarded(tell))
-            tell("forward_start")
+    def _forward(self, forward: Callable[..., T], rows: Any) -> T:
         dtype = self._autocast_dtype
         if dtype is None and not self._row_dims:  # costs as little as can be
-            found = forward(self._modules[0], microbatch)
+            found = forward(self._modules[0], rows)
         else:
             # None of ours leaves the caller's own, around the call, as it is.
             ours = _NOTHING if dtype is None else torch.autocast(self.device.type, dtype)
-            with dynamic_rows(microbatch, self._row_dims), ours:
-                found = forward(self._modules[0], microbatch)
+            with dynamic_rows(rows, self._row_dims), ours:
+                found = forward(self._modules[0], rows)
         return _with_own_losses(found) if self._captures else found
-
-    def _eval_forward(self, microbatch: Any, outputs: Any) -> Any:
-        with evaluation_mode(self._modules), torch.no_grad():
-            return self._forward(
-                lambda _, batch: self._convention.eval_forward(batch, outputs), microbatch
-            )
-
-    def _count(self, metrics: Any, outputs: Any, microbatch: Any) -> None:
-        named = metrics if type(metrics) is dict else {type(metrics).__name__: metrics}
-        for name, metric in named.items():
-            try:
-                self._update_metric(metric, outputs, microbatch, name)
-            except Exception as error:
-                metric_named = Bystander(kind="metric", name=repr(name))
-                blame(error, metric_named, f"while updating {metric_named}")
-                raise
 
 
 def _with_own_losses(output: T) -> T:
@@ -438,9 +423,9 @@ def _own(loss: Any) -> Any:
     return loss.clone() if isinstance(loss, Tensor) else loss
 
 
-def _tell_forwarded(tell: Tell) -> None:
-    tell("forward_end")
-    tell("loss_start")
+def _call(hooks: Sequence[Callable[[MicrobatchRun], None]], run: MicrobatchRun) -> None:
+    for hook in hooks:
+        hook(run)
 
 
 def _cut_off(tensor: Tensor) -> Tensor:

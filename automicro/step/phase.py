@@ -24,7 +24,6 @@ from automicro.reach import Reach
 from automicro.remembered.cache import RememberedSize, RunKey, SizeCache
 from automicro.rungs.levels import Level
 from automicro.state.part import State, taking_shapes
-from automicro.step.events import Narrator, Observer
 from automicro.step.metrics import Metrics, flatten_metrics
 from automicro.step.plan import CutRule, Finished, ReadBatch, Step
 from automicro.step.unit import ROWS
@@ -226,7 +225,6 @@ class Shared:
         ranks: that run steps together.
         reach: modules and generators that the caller's functions get at by themselves.
         spare: rows for the fillers of a rank that has none; None where there are no ranks.
-        observer: told of every attempt; None for nobody.
         repeatable: whether sizes may not depend on how long attempts took.
         roots: modules, functions and further values, by name, whose state an attempt may change.
         own_parts: further state that the caller puts back.
@@ -238,7 +236,6 @@ class Shared:
     ranks: Ranks = field(default_factory=OneRank)
     reach: Reach = field(default_factory=lambda: Reach({}))
     spare: Spare | None = None
-    observer: Observer | None = None
     repeatable: bool = False
     roots: Mapping[str, Any] = field(default_factory=dict)
     own_parts: Sequence[Part] = ()
@@ -271,6 +268,7 @@ class Phase:
         levels: at which microbatches can be computed, as the policy's.
 
     Attributes:
+        name: as given.
         policy: as given.
         size: of the largest microbatch of the last batch, in rows or the unit of sizes; None before
             the first.
@@ -307,7 +305,7 @@ class Phase:
             repeatable=shared.repeatable,
             left_free=shared.ranks.communication_share,
         )
-        self._name = name
+        self.name = name
         self._shared = shared
         self._recollection = recollection
         self._is_new = True
@@ -448,11 +446,6 @@ class Phase:
     def compares_rows(self) -> bool:
         """Whether batches have to stay whole, as a module says of itself."""
         return comparing_rows(self._shared.modules) is not None
-
-    def narrator(self) -> Narrator | None:
-        """What tells of one step; None where nobody listens."""
-        observer = None if self.is_rehearsing else self._shared.observer
-        return None if observer is None else Narrator(observer, self._name)
 
     def metrics(self, metrics: Any) -> Metrics:
         """What is updated with the rows of one step."""

@@ -1,40 +1,42 @@
 """The work of a step: all its microbatches, one after the other, and what they may change."""
 
 import contextlib
-import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from automicro.batch.device import on_device
+from automicro.batch.device import InputWatch, on_device
 from automicro.checking.check import Checks
 from automicro.loss.averages import CutBatch, Weight
+from automicro.loss.conventions import Output
 from automicro.loss.passes import Mode
 from automicro.loss.weights import BatchWeights, add_up
 from automicro.memory.residents import OccupiedDevice, ResidentMemory
 from automicro.modules import ModuleIndex
 from automicro.optimizer.reservation import OptimizerReservation
 from automicro.options import check_history, refuse_constant
-from automicro.step.events import Tell
+from automicro.step.feature import Feature, Features, MicrobatchRun
 from automicro.step.fillers import SpareRows
-from automicro.step.metrics import MetricGuard, Metrics
+from automicro.step.metrics import MetricGuard, MetricUpdates
 from automicro.step.outputs import Kept
-from automicro.step.passes import Keep, Losses, Passes
+from automicro.step.passes import Losses, Passes
 from automicro.step.phase import Phase
-from automicro.step.plan import Cut, Plan, Step
+from automicro.step.plan import Plan, Step
 from automicro.step.split_guard import SplitGuard
-from automicro.step.unit import ROWS, order_of
+from automicro.step.unit import ROWS
 from automicro.transaction.gradients import GradientHistory, Gradients
 from automicro.transaction.parameters import Parameters
 from automicro.transaction.transaction import Part
 from automicro.values import read_scalars, stack_scalars
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def read_losses(losses: Losses) -> Losses:
@@ -118,6 +120,7 @@ class Setup:
         gradients: what is known of them.
         memory: the device, and what lies on it.
         reservation: for the optimizer's first step.
+        features: of the caller.
     """
 
     index: ModuleIndex
@@ -129,27 +132,25 @@ class Setup:
     gradients: GradientHistory
     memory: OccupiedDevice
     reservation: OptimizerReservation
+    features: Sequence[Feature] = ()
 
 
-class _Each(NamedTuple):
-    """One microbatch, on the device.
+class _Watching(Feature):
+    """Notes whether the forward writes into copies of the batch, while that is not known."""
 
-    Attributes:
-        number: among those of this rank, from 0.
-        rows: of it.
-        is_filler: whether it counts for nothing.
-        tell: of its events; None where nobody listens.
-        keep: of its output what is asked for; None for nothing.
-    """
+    def __init__(self, watch: InputWatch, tensors: Callable[[Any], list[Tensor]]) -> None:
+        self._watch, self._tensors = watch, tensors
+        self._used: list[Tensor] = []
 
-    number: int
-    rows: Any
-    is_filler: bool = False
-    tell: Tell | None = None
-    keep: Keep | None = None
+    def before(self, run: MicrobatchRun) -> None:
+        self._used = self._tensors(run.inputs)
+
+    def after(self, run: MicrobatchRun) -> None:
+        used, self._used = self._used, []
+        self._watch.compare(self._tensors(run.given), used)
 
 
-class _Work:
+class _Work(Generic[T]):
     """What training and evaluation have in common.
 
     Args:
@@ -158,34 +159,41 @@ class _Work:
         step: what it brings.
         metrics: updated with every row; None for none.
         kept: what the caller asked for of each forward.
-
-    Attributes:
-        narrator: tells of every microbatch; None where nobody listens.
     """
 
     _mode: Mode = "train"
 
     def __init__(self, setup: Setup, phase: Phase, step: Step, metrics: Any, kept: Kept) -> None:
         self._setup, self._phase, self._step = setup, phase, step
-        self._passes = setup.passes
-        self._ranks = phase.ranks
-        self._metrics, self._kept = metrics, kept
-        self._counted = None if metrics is None else phase.metrics(metrics)
+        self._passes, self._ranks, self._kept = setup.passes, phase.ranks, kept
         self._state = phase.state(metrics)
-        self._updated: list[Part] = [] if self._counted is None else [self._counted]
-        self._updated += phase.own_parts()
-        self._cuts: Sequence[Cut] = ()
-        self._keeps = [] if kept.is_nothing else [kept]
-        self._watch = phase.watch([each.contents for each in step.batches])
-        self.narrator = phase.narrator()
+        self._watch = watch = phase.watch([each.contents for each in step.batches])
+        # The usual step has none of these.
+        features: list[Feature] = [_Watching(watch, self._passes.tensors)] * watch.compares
+        if not phase.is_rehearsing:
+            features += setup.features
+        if metrics is not None:
+            updates = MetricUpdates(
+                metrics,
+                setup.metric_guard,
+                phase.metrics(metrics),
+                self._passes.seen_by_metrics,
+                sorts=phase.rule.unit != ROWS,
+            )
+            features.append(updates)
+        if not kept.is_nothing:
+            features.append(kept)
+        self._features = Features(features, has_metrics=metrics is not None)
         self._gives_outputs = kept.has_outputs
-        self._has_looked = self._has_looked_at_outputs = False
+        self._has_checked = self._has_checked_outputs = False
+        self._number = 0  # of attempts
+        self._let_go()
 
     def check(self, plan: Plan) -> None:
         checks, kept, mode = self._setup.checks, self._kept, self._mode
         of_outputs = checks.compares_outputs and mode != "train" and self._gives_outputs
-        of_outputs = of_outputs and not self._has_looked_at_outputs
-        of_loss = not self._has_looked and checks.compares(mode)
+        of_outputs = of_outputs and not self._has_checked_outputs
+        of_loss = not self._has_checked and checks.compares(mode)
         if not (of_outputs or of_loss):
             return
         every = zip(self._step.raw, self._step.rows, plan.cuts, strict=True)
@@ -195,25 +203,80 @@ class _Work:
         batch, num_rows, cut = split
         with self._ranks.looking_alone():
             if of_outputs:
-                self._has_looked_at_outputs = True
+                self._has_checked_outputs = True
                 known = checks.outputs(batch, num_rows, mode)
                 if kept.has_outputs:
                     kept.know(known)
             if of_loss:
-                self._has_looked = True
+                self._has_checked = True
                 gives_outputs = mode != "train" and self._gives_outputs
                 checks.whole(batch, cut.sizes, mode, gives_outputs=gives_outputs)
 
-    @property
-    def _sorted_metrics(self) -> Metrics | None:
-        """The metrics, where rows reach them in another order than the batch's."""
-        return None if self._phase.rule.unit == ROWS else self._counted
+    def run(self, plan: Plan) -> T:
+        """All microbatches, one after the other: this is the path that features stand beside."""
+        features = self._features
+        self._number += 1
+        features.begin(self._phase.name, self._number, plan)
+        sizes_change = self._phase.policy.adapts
+        cuts = self._passes.cut(self._step.raw, plan.cuts, sizes_change=sizes_change)
+        try:
+            self._begin(plan, cuts)
+            self._run_all(plan, cuts)
+            result = self._total(plan)
+        finally:
+            self._let_go()  # an error that is kept holds this frame, and by it this object
+        features.end()
+        return result
 
-    def _cut(self, plan: Plan) -> list[CutBatch]:
-        self._cuts = plan.cuts
-        if self._metrics is not None:
-            self._setup.metric_guard.expect(self._metrics, plan.cuts)
-        return self._passes.cut(self._step.raw, plan.cuts, sizes_change=self._phase.policy.adapts)
+    def _run_all(self, plan: Plan, cuts: Sequence[CutBatch]) -> None:
+        features, ranks = self._features, self._ranks
+        microbatches = [each for cut in cuts for each in cut.microbatches]
+        sizes = [size for cut in cuts for size in cut.sizes]
+        fillers = self._setup.spare.fillers(plan, self._spares(cuts), self._phase)
+        moved = on_device(
+            [*microbatches, *fillers.rows], self._passes.device, isolate=self._watch.isolate
+        )
+        for index, rows in enumerate(moved):
+            if index >= len(sizes):
+                with fillers.undone(), ranks.microbatch(index, weightless=True):
+                    self._fill(MicrobatchRun(index, 0, rows, rows))
+                continue
+            run = MicrobatchRun(index, sizes[index], microbatches[index], rows)
+            for hook in features.before:
+                hook(run)
+            with ranks.microbatch(index, weightless=self._is_nothing(index)):
+                self._compute(run)
+            for hook in features.after:
+                hook(run)
+            del run, rows  # before the next one comes
+
+    def failed(self, message: str, peak_bytes: int | None) -> Sequence[str]:
+        return self._features.failed(message, peak_bytes)
+
+    def _begin(self, plan: Plan, cuts: Sequence[CutBatch]) -> None:
+        raise NotImplementedError
+
+    def _is_nothing(self, index: int) -> bool:
+        """Whether a microbatch counts for nothing."""
+        return False
+
+    def _compute(self, run: MicrobatchRun) -> None:
+        """Forward and, in training, backward of one microbatch."""
+        raise NotImplementedError
+
+    def _fill(self, run: MicrobatchRun) -> None:
+        """The same for the sake of other ranks' collectives alone."""
+        raise NotImplementedError
+
+    def _total(self, plan: Plan) -> T:
+        """What all microbatches come to."""
+        raise NotImplementedError
+
+    def _let_go(self) -> None:
+        """Hold nothing of an attempt that is over."""
+        self._losses: list[Losses] = []
+        self._weights: BatchWeights | None = None
+        self._cuts: Sequence[CutBatch] = ()
 
     def _spares(self, cuts: Sequence[CutBatch]) -> list[Any]:
         """Batches to take the rows of fillers from: where they are sorted, the shortest."""
@@ -228,46 +291,8 @@ class _Work:
             each = [self._passes.layout.shared(batch) for batch in self._step.raw]
         return max(each, key=lambda tensors: sum(tensor.nbytes for tensor in tensors), default=[])
 
-    def _each(self, cuts: Sequence[CutBatch], fillers: Sequence[Any]) -> Iterator[_Each]:
-        """Every microbatch of this rank, with what comes before and after it.
 
-        What runs one stands in the loop of the caller and not in a function that is handed over:
-        after an error its frame would keep the function, and that all tensors that it refers to.
-        """
-        passes, watch, narrator = self._passes, self._watch, self.narrator
-        microbatches = [each for cut in cuts for each in cut.microbatches]
-        num_real = len(microbatches)
-        keeping = self._keeping(cuts)
-        moved = on_device([*microbatches, *fillers], passes.device, isolate=watch.isolate)
-        for index, microbatch in enumerate(moved):
-            if index >= num_real:
-                yield _Each(index, microbatch, is_filler=True)
-                continue
-            tell = None if narrator is None else narrator.microbatch(index, microbatch)
-            if tell is not None:
-                tell("microbatch_start")
-            used = passes.tensors(microbatch) if watch.compares else ()
-            keep = None if keeping is None else keeping(index)
-            yield _Each(index, microbatch, tell=tell, keep=keep)
-            if watch.compares:
-                watch.compare(passes.tensors(microbatches[index]), used)
-            if tell is not None:
-                tell("microbatch_end")
-        if self._keeps:
-            self._kept.join(self._cuts, is_training=self._mode == "train")
-        if (counted := self._sorted_metrics) is not None:
-            counted.sort([(cut.sizes, order_of([cut]) or ()) for cut in self._cuts])
-
-    def _keeping(self, cuts: Sequence[CutBatch]) -> Callable[[int], Keep] | None:
-        """What keeps the output of a microbatch, by its index; None where nothing is kept."""
-        if not self._keeps:
-            return None
-        batch = [tensor for cut in cuts for tensor in self._passes.tensors(cut.batch)]
-        sizes = [size for cut in cuts for size in cut.sizes]
-        return lambda index: functools.partial(self._kept.add, batch=batch, num_rows=sizes[index])
-
-
-class TrainingWork(_Work):
+class TrainingWork(_Work[Losses]):
     """Forward and backward of all batches: their gradients add up, and their losses.
 
     Args:
@@ -315,52 +340,38 @@ class TrainingWork(_Work):
             self._parameters,
             self._watch,
             *([self._setup.reservation] if self._setup.reservation.is_used else ()),
-            *self._keeps,
             self._phase.random_state(),
             self._state,
             self._gradients,  # hooks at its commit may change all others before it
-            *self._updated,
+            *self._features.parts(),
+            *self._phase.own_parts(),
         ]
 
-    def run(self, plan: Plan) -> Losses:
-        passes, ranks, gradients = self._passes, self._ranks, self._gradients
+    def _begin(self, plan: Plan, cuts: Sequence[CutBatch]) -> None:
+        passes = self._passes
         if plan.num_microbatches > len(plan.cuts):
             for batch, cut in zip(self._step.raw, plan.cuts, strict=True):
                 if cut.is_split:
                     check_history(passes.layout.leaves(batch))
-        cuts = self._cut(plan)
-        weights = passes.weights(cuts, plan.totals)
-        gradients.expect(plan.num_microbatches)
-        losses: list[Losses] = []
-        is_alone = ranks.is_alone  # one process pays for nothing that several need
-        listens = self.narrator is not None or self._keeps or self._watch.compares
-        listens = listens or self._sorted_metrics is not None
-        if is_alone and not listens:  # the usual case, with nothing around a microbatch
-            every = [each for cut in cuts for each in cut.microbatches]
-            moved = on_device(every, passes.device, isolate=self._watch.isolate)
-            for index, rows in enumerate(moved):
-                losses.append(passes.train(rows, weights, index, self._metrics, gradients))
-                del rows
-            return self._summed(losses, weights, plan)
+        self._weights = passes.weights(cuts, plan.totals)
         if plan.totals:
-            passes.check_counts(weights, self._step.denominators)
-        fillers = self._setup.spare.fillers(plan, self._spares(cuts), self._phase)
-        for index, rows, is_filler, tell, keep in self._each(cuts, fillers.rows):
-            if is_filler:
-                with fillers.undone(), ranks.microbatch(index, weightless=True):
-                    losses.append(passes.fill(rows))
-                continue
-            given = rows, weights, index, self._metrics, gradients, tell, keep
-            if is_alone:
-                losses.append(passes.train(*given))
-            else:
-                with ranks.microbatch(index, weightless=weights.is_nothing[index]):
-                    losses.append(passes.train(*given))
-            del given
-        return self._summed(losses, weights, plan)
+            passes.check_counts(self._weights, self._step.denominators)
+        self._gradients.expect(plan.num_microbatches)
 
-    def _summed(self, losses: Sequence[Losses], weights: BatchWeights, plan: Plan) -> Losses:
-        """The losses of all microbatches together, once nothing speaks against them."""
+    def _is_nothing(self, index: int) -> bool:
+        return self._weights is not None and self._weights.is_nothing[index]
+
+    def _compute(self, run: MicrobatchRun) -> None:
+        assert self._weights is not None
+        losses = self._passes.train(run, self._weights, self._gradients, self._features)
+        self._losses.append(losses)
+
+    def _fill(self, run: MicrobatchRun) -> None:
+        self._losses.append(self._passes.fill(run.inputs))
+
+    def _total(self, plan: Plan) -> Losses:
+        losses, weights = self._losses, self._weights
+        assert weights is not None
         if plan.cuts and not self._gradients.is_reached:
             refuse_constant()
         self._gradients.require_untouched()
@@ -416,7 +427,7 @@ class TrainingWork(_Work):
         )
 
 
-class EvaluationWork(_Work):
+class EvaluationWork(_Work[Evaluated]):
     """Forward of one batch: its loss, and what it was divided by. Of this rank's rows alone.
 
     Args:
@@ -444,44 +455,41 @@ class EvaluationWork(_Work):
         self._gives_outputs |= compares_outputs
         self._predicts = predicts
         self._mode = "predict" if predicts else "eval"
-        self._has_looked = predicts  # without a loss there is nothing to see
+        self._has_checked = predicts  # without a loss there is nothing to see
 
     def parts(self) -> list[Part]:
         return [
             self._watch,
-            *self._keeps,
             self._phase.random_state(),
             self._state,
-            *self._updated,
+            *self._features.parts(),
+            *self._phase.own_parts(),
         ]
 
-    def run(self, plan: Plan) -> Evaluated:
-        passes, ranks = self._passes, self._ranks
-        forward = passes.predict if self._predicts else passes.evaluate
-        cuts = self._cut(plan)
-        fillers = self._setup.spare.fillers(plan, self._spares(cuts), self._phase)
-        weights: BatchWeights | None = None
-        losses: list[Losses] = []
-        for index, rows, is_filler, tell, keep in self._each(cuts, fillers.rows):
-            if is_filler:
-                with fillers.undone(), ranks.microbatch(index):
-                    forward(rows, None)
-                continue
-            with ranks.microbatch(index):
-                output = forward(rows, self._metrics, tell)
-            if output.loss is not None:
-                weights = weights or passes.eval_weights(cuts)
-                loss = weights.apply(index, output.loss, output.losses, has_total=output.has_total)
-                losses.append(weights.report(*loss))
-                del loss
-            if keep is not None:
-                keep(output)
-            del output  # before the next forward
+    def _begin(self, plan: Plan, cuts: Sequence[CutBatch]) -> None:
+        self._cuts = cuts
+
+    def _compute(self, run: MicrobatchRun) -> None:
+        output = self._forward(run, self._features)
+        if output.loss is None:
+            return
+        weights = self._weights = self._weights or self._passes.eval_weights(self._cuts)
+        loss = weights.apply(run.index, output.loss, output.losses, has_total=output.has_total)
+        self._losses.append(weights.report(*loss))
+
+    def _fill(self, run: MicrobatchRun) -> None:
+        self._forward(run)
+
+    @property
+    def _forward(self) -> Callable[..., Output]:
+        return self._passes.predict if self._predicts else self._passes.evaluate
+
+    def _total(self, plan: Plan) -> Evaluated:
         for cut in plan.cuts:
             if cut.is_split:
                 self._setup.split_guard.warn_of_evaluation(cut.sizes, self._state)
-        total, parts = add_up(losses) if losses else (None, {})
-        return total, parts, {} if weights is None else weights.totals
+        total, parts = add_up(self._losses) if self._losses else (None, {})
+        return total, parts, {} if self._weights is None else self._weights.totals
 
     def numbers(self, result: Evaluated) -> Sequence[float]:
         return ()

@@ -323,12 +323,12 @@ class Trainer:
             evaluations=list(evaluators),
             make_microbatcher=factory.make_for_callback,
         )
-        observer = callbacks.observer(self._run)
+        features = callbacks.features(self._run)
         self._microbatcher = factory.make(
             microbatch_size=microbatch_size,
             eval_microbatch_size=eval_microbatch_size,
             optimizer=optimizer,
-            observer=observer,
+            features=features,
         )
         if by_clock and seed is not None:
             warn(
@@ -348,7 +348,7 @@ class Trainer:
         sharing = placed.sharing(seed)
         self._evaluating = EvaluationFactory(
             self._microbatcher,
-            partial(factory.make, observer=observer),
+            partial(factory.make, features=features),
             metrics=model_metrics(model, is_train=False) if metrics is None else metrics,
             eval_microbatch_size=eval_microbatch_size,
             interval=every,

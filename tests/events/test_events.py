@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from automicro import Callback, Evaluator, Microbatcher, Run, StepResult
+from automicro import Callback, Evaluator, Microbatcher, Observing, Run, StepResult
 from automicro.events.callback import EVENTS, STEP_EVENTS
 from tests.trainer.runs import make_loader, make_model, make_trainer
 
@@ -207,7 +207,7 @@ def test_events_nobody_listens_to_cost_no_observer() -> None:
             """Listens to nothing inside a step."""
 
     trainer = make_trainer(make_model(), callbacks=[Quiet()])
-    assert trainer._microbatcher._train.narrator() is None
+    assert not trainer._microbatcher._setup.features
 
 
 @pytest.mark.parametrize("wrong", [Callback, object(), [Callback()]])
@@ -292,7 +292,7 @@ def test_a_prediction_tells_of_its_forwards_as_an_evaluation_does() -> None:
         nn.Linear(4, 3),
         loss_fn=nn.CrossEntropyLoss(),
         eval_microbatch_size=3,
-        observer=lambda event, subject: told.append(event),
+        features=[Observing(lambda event, subject: told.append(event))],
     )
     inputs, targets = torch.randn(6, 4), torch.randint(3, (6,))
     microbatcher.evaluate((inputs, targets))

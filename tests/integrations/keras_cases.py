@@ -29,6 +29,7 @@ from automicro import (
     LossAverageError,
     LossError,
     MemoryBudget,
+    Observing,
     SampleTooLargeError,
     UnsplittableModelError,
 )
@@ -464,7 +465,7 @@ def test_modules_of_torch_inside_are_rolled_back_and_named() -> None:
     undisturbed = job(microbatch_size=16, batchnorm="ignore")
     failing = Failing()
     with pytest.warns(BatchNormWarning, match="norm"):
-        disturbed = job(microbatch_size=Halving(), observer=failing)
+        disturbed = job(microbatch_size=Halving(), features=[Observing(failing)])
     assert failing.failed == 2
     assert all(map(torch.equal, disturbed[0], undisturbed[0]))
     assert same(disturbed[1], undisturbed[1])
@@ -743,7 +744,7 @@ def train_on_a_rank(ours: bool) -> Any:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
     if ours:
-        enable(model, observer=observe)
+        enable(model, features=[Observing(observe)])
     rows = slice(rank, None, 2)
     model.fit(INPUTS[rows], LABELS[rows], batch_size=32, epochs=3, verbose=0)
     return told.count("oom"), [each.numpy() for each in model.variables]

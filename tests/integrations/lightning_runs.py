@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
+from automicro import Observing
 from automicro.integrations.lightning import AutoMicrobatch, microbatcher
 from automicro.loss.passes import is_extra_pass
 from automicro.memory.budget import MemoryBudget
@@ -338,7 +339,7 @@ def compare_on_ranks(folder: str, kind: str, parts: int) -> dict[str, Any]:
     strategy: Any = ModelParallelStrategy if kind == "fsdp2" else DDPStrategy
     module = Sharded if kind == "fsdp2" else Module
     plain = run("plain", [], module)
-    ours = run("ours", [AutoMicrobatch(observer=observe)], lambda: short(module()))
+    ours = run("ours", [AutoMicrobatch(features=[Observing(observe)])], lambda: short(module()))
     return {
         "ooms": told.count("oom"),
         "parameters": furthest(*([local(p) for p in each.parameters] for each in (ours, plain))),
@@ -419,7 +420,9 @@ def fabric_loop(
 
     probe = {"probe": False} if isinstance(fabric.strategy, FabricFSDP2) else {}
     loss_fn = nn.CrossEntropyLoss()
-    step = microbatcher(fabric, model, optimizer, loss_fn=loss_fn, observer=observe, **probe)
+    step = microbatcher(
+        fabric, model, optimizer, loss_fn=loss_fn, features=[Observing(observe)], **probe
+    )
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": step}
     if loads is not None:
         fabric.load(loads, state)

@@ -40,6 +40,7 @@ from automicro import (
     LossError,
     MemoryBudget,
     MetricWarning,
+    Observing,
     SampleTooLargeError,
 )
 from automicro.integrations.lightning import AutoMicrobatch, microbatcher, verify
@@ -221,7 +222,7 @@ def test_hooks_of_an_attempt_that_failed_after_them_leave_no_trace(
     make = functools.partial(Plain, dtype=torch.float64)
     plain = fit(tmp_path / "plain", make=make, **case)
     told: list[str] = []
-    line = AutoMicrobatch(observer=lambda event, subject: told.append(event))
+    line = AutoMicrobatch(features=[Observing(lambda event, subject: told.append(event))])
     ours = fit(
         tmp_path / "ours", [line], make=functools.partial(Failing, dtype=torch.float64), **case
     )

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from automicro import Halving, Microbatcher
+from automicro import Halving, Microbatcher, Observing
 from automicro.rungs import offload
 from tests.ranks.faulty_models import Fault, Faults, build
 from tests.ranks.steps import local, squared_error
@@ -106,7 +106,7 @@ def _run_cut(
         microbatch_size=Scripted([each.size for each in cuts]) if cuts else part(options["size"]),
         loss_average="samples",
         optimizer=optimizer,
-        observer=observe,
+        features=[Observing(observe)],
         probe=False,
         nested={
             # Declared, so that no fault hits a check.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from automicro import Microbatcher
+from automicro import Microbatcher, Observing
 from automicro.policy.policy import Outcome, Policy
 from automicro.ranks.coordinated import CoordinatedRanks
 from automicro.ranks.interface import Sync
@@ -71,7 +71,7 @@ class Stepper:
             microbatch_size=self.policy,
             eval_microbatch_size=self.policy,
             optimizer=self.optimizer,
-            observer=self.observe,
+            features=[Observing(self.observe)],
             batchnorm="ignore",
             probe=False,
             **options,

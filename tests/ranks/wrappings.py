@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from automicro import Microbatcher
+from automicro import Microbatcher, Observing
 
 WORDS, WIDTH = 11, 8
 Wrap = Callable[["Transformer"], Any]
@@ -267,7 +267,7 @@ def train(
     def microbatcher(**options: Any) -> Microbatcher:
         return Microbatcher(model, loss_fn=loss_fn, loss_average="samples", sync=sync, **options)
 
-    found = microbatcher(optimizer=optimizer, observer=failing.observe)
+    found = microbatcher(optimizer=optimizer, features=[Observing(failing.observe)])
     used = []
     for step in range(3):
         if sizes:

@@ -13,7 +13,6 @@ from automicro.memory.residents import ResidentMemory
 from automicro.policy.ladder import Ladder
 from automicro.policy.policy import Policy
 from automicro.rungs.levels import Level
-from automicro.step.events import Narrator
 from automicro.step.fit import fit as run_step
 from automicro.step.phase import Phase, Shared
 from automicro.step.plan import CutRule, Finished, Plan, ReadBatch, Step
@@ -33,8 +32,6 @@ def fits(most_rows: int, tried: list[list[int]]) -> Callable[[list[int]], str]:
 class Attempt:
     """A work that is its attempt, with parts that it does not touch."""
 
-    narrator: Narrator | None = None
-
     def __init__(
         self,
         attempt: Callable[[list[int]], str],
@@ -51,6 +48,9 @@ class Attempt:
 
     def run(self, plan: Plan) -> str:
         return self._attempt([size for cut in plan.cuts for size in cut.sizes])
+
+    def failed(self, message: str, peak_bytes: int | None) -> Sequence[str]:
+        return ()
 
     def numbers(self, result: str) -> Sequence[float]:
         return ()

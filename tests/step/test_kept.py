@@ -15,6 +15,7 @@ from automicro import (
     MemoryBudget,
     MetricWarning,
     Microbatcher,
+    Observing,
     SampleTooLargeError,
 )
 from automicro.step.events import Microbatch, Subject
@@ -395,7 +396,7 @@ def test_what_the_caller_gave_sees_batches_as_they_are() -> None:
         loss_average=count,
         carry_layout=1,
         microbatch_size=4,
-        observer=observe,
+        features=[Observing(observe)],
         update_metric=update,
     )
     metric, carry = Rows(), None

@@ -16,13 +16,15 @@ from automicro import (
     Callback,
     MemoryBudget,
     Microbatcher,
+    Observing,
     SampleTooLargeError,
     Trainer,
 )
 from automicro.callbacks import OutOfMemoryReport
 from automicro.checkpoints.store import CheckpointConfig
 from automicro.memory.oom import once_more
-from automicro.step.events import Attempt, OutOfMemory
+from automicro.step.events import OutOfMemory
+from automicro.step.feature import Attempt
 
 STEP = ["attempt_start", "microbatch_start", "forward_start", "forward_end", "loss_end"]
 STEP += ["backward_start", "backward_end", "microbatch_end", "attempt_end"]
@@ -87,7 +89,9 @@ def test_an_observer_is_named_too() -> None:
         if event == "forward_end":
             oom()
 
-    microbatcher = Microbatcher(nn.Linear(4, 3), loss_fn=nn.CrossEntropyLoss(), observer=watch)
+    microbatcher = Microbatcher(
+        nn.Linear(4, 3), loss_fn=nn.CrossEntropyLoss(), features=[Observing(watch)]
+    )
     with pytest.raises(SampleTooLargeError, match=r"in the callback .*watch \(the observer\)"):
         microbatcher.backward((torch.randn(8, 4), torch.randint(3, (8,))))
 

@@ -16,7 +16,7 @@ from automicro.memory import meter as metering
 from automicro.memory.device import AllocatorCounts
 from automicro.memory.meter import Meter
 from automicro.remembered.cache import SizeCache
-from automicro.step.events import Attempt
+from automicro.step.feature import Attempt
 from automicro.trainer.same_on_all_ranks import outline_options
 from tests.trainer.runs import Rows
 

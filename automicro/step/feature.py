@@ -1,0 +1,174 @@
+"""What takes part in a step beside its path: metrics, outputs, observers, or a feature of yours."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from automicro.loss.conventions import Carried, Output
+from automicro.step.plan import Cut, Plan
+from automicro.transaction.transaction import Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One try at a batch. A batch that ran out of memory has several.
+
+    Attributes:
+        phase: ``"train"`` or ``"eval"``.
+        number: 1 for the first.
+        num_rows: of the whole batch.
+        microbatch_size: of the largest microbatch: its rows, or in another unit what it costs.
+        num_microbatches: into how many the batch is cut.
+        is_measuring: whether it is cut smaller than fits, only to measure what its rows need.
+        unit: what sizes are counted in, in the plural.
+        cuts: rows of each microbatch, of each batch.
+    """
+
+    phase: str
+    number: int
+    num_rows: int
+    microbatch_size: int
+    num_microbatches: int
+    is_measuring: bool = False
+    unit: str = "rows"
+    cuts: Sequence[Cut] = field(default=(), repr=False, compare=False)
+
+
+class MicrobatchRun:
+    """One microbatch while it is computed.
+
+    Attributes:
+        index: among those of this rank, from 0.
+        num_rows: of it.
+        given: its rows as they were cut from the batch, where that lies; with the state beside
+            them, where state goes from batch to batch.
+        inputs: the same on the device.
+        output: of the forward, before the backward; None before, and when the microbatch is over.
+        loss: detached, and weighted so that those of all microbatches add up; None before it is
+            known, and in evaluation.
+    """
+
+    __slots__ = ("given", "index", "inputs", "loss", "num_rows", "output")
+
+    def __init__(self, index: int, num_rows: int, given: Any, inputs: Any) -> None:
+        self.index, self.num_rows = index, num_rows
+        self.given, self.inputs = given, inputs
+        self.output: Output | None = None
+        self.loss: Tensor | None = None
+
+    @property
+    def rows(self) -> Any:
+        """The rows on the device, as the batch holds them."""
+        inputs = self.inputs
+        return inputs.batch if isinstance(inputs, Carried) else inputs
+
+
+class Feature:
+    """Takes part in every attempt at a batch. A hook that a subclass leaves out costs nothing.
+
+    An attempt may still fail after any of these: what a hook keeps belongs into a `Part`, or is
+    dropped in `failed`. An exception in a hook ends the step, with its state as it was before.
+
+    Example:
+        >>> import torch
+        >>> from automicro import Microbatcher
+        >>> class LargestLoss(Feature):
+        ...     def begin(self, attempt):
+        ...         self.found = 0.0
+        ...     def computed(self, run):
+        ...         if run.loss is not None:
+        ...             self.found = max(self.found, float(run.loss))
+        >>> largest = LargestLoss()
+        >>> microbatcher = Microbatcher(
+        ...     torch.nn.Linear(8, 2), loss_fn=torch.nn.MSELoss(), features=[largest],
+        ...     microbatch_size=4,
+        ... )
+        >>> result = microbatcher.backward((torch.randn(10, 8), torch.randn(10, 2)))
+        >>> 0 < largest.found < float(result.loss)
+        True
+    """
+
+    def parts(self) -> Sequence[Part]:
+        """What of it an attempt may change, to be committed or rolled back with all else."""
+        return ()
+
+    def begin(self, attempt: Attempt) -> None:
+        """An attempt begins."""
+
+    def before(self, run: MicrobatchRun) -> None:
+        """A microbatch is on the device; its forward comes next."""
+
+    def forwarded(self, run: MicrobatchRun) -> None:
+        """The model has run; a loss function, where there is one, comes next."""
+
+    def before_backward(self, run: MicrobatchRun) -> None:
+        """The loss is known; its backward comes next. Not in evaluation."""
+
+    def computed(self, run: MicrobatchRun) -> None:
+        """Forward and, in training, backward are done; the output is still there."""
+
+    def after(self, run: MicrobatchRun) -> None:
+        """The microbatch is over, and its output is let go."""
+
+    def end(self, attempt: Attempt) -> None:
+        """All microbatches are done, and may still be rolled back."""
+
+    def failed(self, attempt: Attempt, message: str, peak_bytes: int | None) -> Sequence[str]:
+        """The attempt ran out of memory and was undone; files that were written of it."""
+        return ()
+
+
+class Features:
+    """The features of one step. Each hook asks those alone that have it.
+
+    Args:
+        features: in the order in which they are asked; at the end of an attempt from the last to
+            the first.
+        has_metrics: whether metrics are among them.
+    """
+
+    def __init__(self, features: Iterable[Feature], *, has_metrics: bool = False) -> None:
+        self._all = list(features)
+        self._attempt: Attempt | None = None
+        self.has_metrics = has_metrics
+        self.before = self._having("before")
+        self.forwarded = self._having("forwarded")
+        self.before_backward = self._having("before_backward")
+        self.computed = self._having("computed")
+        self.after = self._having("after")
+
+    def _having(self, name: str) -> list[Callable[[MicrobatchRun], None]]:
+        known = getattr(Feature, name)
+        return [getattr(f, name) for f in self._all if getattr(type(f), name) is not known]
+
+    def parts(self) -> list[Part]:
+        return [part for feature in self._all for part in feature.parts()]
+
+    def begin(self, phase: str, number: int, plan: Plan) -> None:
+        if not self._all:
+            return
+        self._attempt = attempt = Attempt(
+            phase=phase,
+            number=number,
+            num_rows=sum(cut.num_rows for cut in plan.cuts),
+            microbatch_size=max((cut.largest for cut in plan.cuts), default=0),
+            num_microbatches=sum(len(cut.sizes) for cut in plan.cuts),
+            is_measuring=plan.is_measuring,
+            unit=plan.unit,
+            cuts=plan.cuts,
+        )
+        for feature in self._all:
+            feature.begin(attempt)
+
+    def end(self) -> None:
+        if self._attempt is not None:
+            for feature in reversed(self._all):
+                feature.end(self._attempt)
+
+    def failed(self, message: str, peak_bytes: int | None) -> list[str]:
+        attempt = self._attempt
+        if attempt is None:  # memory ran out before it could begin
+            return []
+        return [file for each in self._all for file in each.failed(attempt, message, peak_bytes)]
