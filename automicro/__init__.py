@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from automicro.memory.oom import is_out_of_memory
     from automicro.microbatcher import Microbatcher
     from automicro.nested.split import NestedSplit, split
+    from automicro.policy.auto import Halving
     from automicro.policy.explore import Explore
-    from automicro.policy.halving import Halving
     from automicro.policy.policy import Fixed, Outcome, Policy
     from automicro.step.results import EvalResult, StepResult
     from automicro.tools.explore import ExploreReport, explore
@@ -87,7 +87,7 @@ _HOMES = {
     "Fixed": "automicro.policy.policy",
     "DeterminismWarning": "automicro.errors",
     "GradientWarning": "automicro.errors",
-    "Halving": "automicro.policy.halving",
+    "Halving": "automicro.policy.auto",
     "LoggerWarning": "automicro.errors",
     "LossAverageError": "automicro.errors",
     "LossAverageWarning": "automicro.errors",

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from automicro.policy.auto import Halving
 from automicro.policy.explore import Explore, FastestLevel
-from automicro.policy.halving import Halving
 from automicro.policy.ladder import Ladder
 from automicro.policy.policy import Fixed, Policy, require_size
 from automicro.policy.search import Value

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from automicro.policy.halving import GROWTH, Halving
+from automicro.policy.auto import GROWTH, Halving
 from automicro.policy.ladder import Ladder
 from automicro.policy.policy import (
     Exploration,

@@ -9,8 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from automicro.policy.frontier import Failed
-from automicro.policy.pacing import FIRST_RETRY, FIRST_WAIT
+from automicro.policy.auto import FIRST_RETRY, FIRST_WAIT, Point
 from automicro.policy.policy import Exploration, Outcome, Policy, require_cost, require_kind
 
 # Between a cost at which a level fits and one at which it does not, it is tried in the lower half
@@ -46,7 +45,7 @@ class Ladder(Policy):
         ValueError: if there is no level, or two have the same name.
         TypeError: if the policy cannot be copied.
 
-    >>> from automicro.policy.halving import Halving
+    >>> from automicro.policy.auto import Halving
     >>> ladder = Ladder(Halving(), ["plain", "recompute"])
     >>> for size in (2, 1):
     ...     ladder.record(Outcome(num_rows=2, microbatch_size=size, fits=False))
@@ -141,7 +140,7 @@ class Ladder(Policy):
         if failure is not None and failure.capacity_bytes is not None:
             room = failure.capacity_bytes - (failure.resident_bytes or 0)
         here.leave(
-            Failed(rows=1, cost=require_cost(cost), need=need, room=room, batch=self._batches)
+            Point(rows=1, cost=require_cost(cost), need=need, room=room), batch=self._batches
         )
         self._lowest = self.level + 1
         return True
@@ -155,11 +154,11 @@ class Ladder(Policy):
                 level.
         """
         policy = self.at(level)
-        failed = Failed(rows=1, cost=require_cost(cost), need=None, room=None, batch=self._batches)
+        failed = Point(rows=1, cost=require_cost(cost))
         does = policy.suggest(rows, cost)
         if does:
             for lower in self._levels[:level]:
-                lower.failed = failed
+                lower.failed, lower.failed_at = failed, self._batches
         return does
 
     def take_rehearsal(self) -> None:
@@ -281,6 +280,7 @@ class _Level:
         policy: of its sizes.
         fitted: the highest cost at which something fitted; 0.0 before.
         failed: the lowest cost at which nothing did; None before.
+        failed_at: the batch of that.
         lifts: how often that was forgotten.
         before: the policy's state, from before the batch that is running ran out of memory; None
             where it did not.
@@ -288,7 +288,8 @@ class _Level:
 
     policy: Policy
     fitted: float = 0.0
-    failed: Failed | None = None
+    failed: Point | None = None
+    failed_at: int = 0
     lifts: int = 0
     before: dict[str, Any] | None = None
 
@@ -301,7 +302,7 @@ class _Level:
             return False
         return cost <= (self.fitted + fails) / 2
 
-    def leave(self, failed: Failed) -> None:
+    def leave(self, failed: Point, *, batch: int) -> None:
         """Not even the smallest size fitted."""
         known = self.failed
         if known is not None and failed.cost >= known.cost:
@@ -309,7 +310,7 @@ class _Level:
             failed = dataclasses.replace(failed, cost=known.cost / 2)
         if failed.cost <= self.fitted:
             self.fitted = 0.0  # memory is not what it was
-        self.failed = failed
+        self.failed, self.failed_at = failed, batch
         self.forget_batch()
 
     def forget_batch(self) -> None:
@@ -324,7 +325,7 @@ class _Level:
         if failed is None:
             return
         wait = FIRST_WAIT if failed.is_explained else FIRST_RETRY
-        if batch - failed.batch < wait * 2**self.lifts:
+        if batch - self.failed_at < wait * 2**self.lifts:
             return
         if failed.is_explained and not failed.has_room_in(room):
             return
@@ -337,6 +338,7 @@ class _Level:
             "policy": self.policy.state_dict(),
             "fitted": self.fitted,
             "failed": None if self.failed is None else dataclasses.asdict(self.failed),
+            "failed_at": self.failed_at,
             "lifts": self.lifts,
             "before": self.before,
         }
@@ -349,7 +351,8 @@ class _Level:
         return cls(
             policy,
             fitted=float(state["fitted"]),
-            failed=None if failed is None else Failed(**failed),
+            failed=None if failed is None else Point(**failed),
+            failed_at=int(state["failed_at"]),
             lifts=int(state["lifts"]),
             before=state["before"],
         )

@@ -27,8 +27,8 @@ from torch import nn
 
 from automicro.events.run import GlobalBatch, LoopState, Run, Sizes, describe_hours
 from automicro.memory.device import peak_bytes
+from automicro.policy.auto import Halving
 from automicro.policy.explore import Explore, FastestLevel
-from automicro.policy.halving import Halving
 from automicro.policy.ladder import Ladder
 from automicro.policy.policy import Fixed, Policy
 from automicro.step.results import EvalResult, StepResult

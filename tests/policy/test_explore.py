@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from automicro.memory.meter import Measured, highs_of, measured_by_all
+from automicro.policy.auto import Halving
 from automicro.policy.choose import make_policy
 from automicro.policy.explore import Explore, cuts
-from automicro.policy.halving import Halving
 from automicro.policy.policy import Exploration, Outcome, canonical_size
 from tests.policy.machines import Machine, step
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from automicro.policy.auto import Halving
 from automicro.policy.explore import Explore
-from automicro.policy.halving import Halving
 from automicro.policy.ladder import Ladder
 from automicro.policy.policy import Fixed, Outcome, Policy, canonical_size
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from automicro.policy.auto import Halving
 from automicro.policy.choose import with_levels
 from automicro.policy.explore import Explore, FastestLevel
-from automicro.policy.halving import Halving
 from automicro.policy.ladder import Ladder
 from automicro.policy.policy import Exploration, Fixed, Outcome, Policy, canonical_size
 from tests.policy.machines import KINDS, LEVELS, LeveledMachine
