@@ -266,7 +266,7 @@ def test_a_damaged_state_changes_nothing() -> None:
     before = policy.state_dict()
     damages: list[dict[str, Any]] = [
         {"progress": {}},
-        {"fitting": {"kind": "Halving"}},
+        {"levels": {"plain": {"kind": "Halving"}}},
         {"kind": "Halving"},
     ]
     for damage in damages:
@@ -333,7 +333,7 @@ def explore(seed: int) -> Ended | None:
             told.append(policy.exploration)
         if not told and not policy.compares_seconds:
             return None  # there is one size only
-    assert policy._fitting.propose(machine.num_rows) == machine.most_rows  # what fits is found
+    assert policy.plain.propose(machine.num_rows) == machine.most_rows  # what fits is found
     sizes = cuts(machine.num_rows, machine.most_rows)
     best = min(map(machine.true_seconds, sizes))
 

@@ -147,14 +147,13 @@ def test_a_level_that_brings_no_larger_size_is_not_measured() -> None:
     job = Job(fastest(LEVELS), [2, 4, 0.5, 0.25], overhead(4, [1, 1.3, 1.1, 1.4])).run()
     assert job.batch() == (2, 32)
     assert {level for level, *_ in job.plans} == {0, 1, 2}
-    compared = [dict(each.coordinates)["level"] for each in searched(job).candidates]
-    assert compared == ["plain", "offload"]
+    assert [each.kind for each in race_of(job).arms] == [("plain",), ("offload",)]
 
 
-def searched(job: Job) -> Any:
+def race_of(job: Job) -> Any:
     policy = job.policy
     assert isinstance(policy, Explore)
-    return policy._progress.search
+    return policy._progress.race
 
 
 def test_where_one_level_fits_nothing_is_compared_and_that_is_said() -> None:
@@ -280,11 +279,11 @@ def test_explore_finds_a_size_and_a_level_together() -> None:
 
 def test_a_level_is_explored_only_where_fewer_rungs_do_not_fit() -> None:
     job = Job(Explore().with_levels(TWO), [2, 0.5], overhead(1, [1, 1.3]))
-    while searched(job) is None:
+    while race_of(job) is None:
         job.batch()
     sizes: dict[Any, list[Any]] = {}
-    for each in searched(job).candidates:
-        sizes.setdefault(each["level"], []).append(each["microbatch_size"])
+    for each in race_of(job).arms:
+        sizes.setdefault(each.kind[0], []).extend(each.numbers)
     assert sizes == {"plain": [8, 6, 4, 3, 2, 1], "recompute": [32, 16, 11]}
 
 
@@ -486,7 +485,11 @@ def test_ranks_decide_alike_from_what_all_measured_together(name: str) -> None:
 def test_a_damaged_state_changes_nothing() -> None:
     policy = Job(fastest(), [8, 0.5], overhead(4, [1, 1.3])).run(8).policy
     before = policy.state_dict()
-    damages: list[dict[str, Any]] = [{"progress": {}}, {"fitting": {}}, {"kind": "Explore"}]
+    damages: list[dict[str, Any]] = [
+        {"progress": {}},
+        {"levels": {"plain": {}}},
+        {"kind": "Explore"},
+    ]
     for damage in damages:
         with pytest.raises(ValueError, match="state"):
             policy.load_state_dict({**before, **damage})
