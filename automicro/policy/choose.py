@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 
 from automicro.policy.auto import Halving
-from automicro.policy.explore import Explore, FastestLevel, Value
+from automicro.policy.explore import Explore, FastestLevel
 from automicro.policy.ladder import Ladder
 from automicro.policy.policy import Fixed, Policy, require_size
+from automicro.policy.race import Value
 
 
 def _accepted(unit: str, *, may_explore: bool) -> str:

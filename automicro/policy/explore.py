@@ -21,9 +21,7 @@ from automicro.policy.policy import (
     require_cost,
     require_size,
 )
-from automicro.policy.race import Arm, Finding, Measurement, Race
-
-Value = float | str
+from automicro.policy.race import Arm, Finding, Race, Value
 
 # A doubling of the size is expected to save this share of the time, until it is measured.
 EXPECTED = 0.1
@@ -149,7 +147,7 @@ class Explore(Ladder):
             if not values:
                 raise ValueError(f"{name} has no value to choose: give at least one")
         self._choices = {name: tuple(values) for name, values in choices.items()}
-        self._least = {name: values[0] for name, values in self._choices.items()}
+        self._least: dict[str, Value] = {name: values[0] for name, values in self._choices.items()}
         self._progress = _Progress()
         self.exploration: Exploration | None = None
 
@@ -181,20 +179,9 @@ class Explore(Ladder):
         if self._is_idle and not (progress.is_over or progress.needs_least):
             return {name: values[-1] for name, values in self._choices.items()}
         current = progress.current if self._is_at_current else None
-        return self._least if current is None else self._settings_of(current)
-
-    def _settings_of(self, arm: Arm) -> dict[str, Value]:
-        words, numbers = iter(arm.kind[1:]), iter(arm.numbers[1:])
-        return {
-            name: next(words) if isinstance(values[0], str) else next(numbers)
-            for name, values in self._choices.items()
-        }
-
-    def _arm(self, level: str, rows: int, settings: Mapping[str, Value]) -> Arm:
-        values = settings.values()
-        words = [each for each in values if isinstance(each, str)]
-        numbers = [each for each in values if not isinstance(each, str)]
-        return Arm((level, *words), (rows, *numbers))
+        return (
+            self._least if current is None else dict(zip(self._choices, current[2:], strict=True))
+        )
 
     @property
     def _is_at_current(self) -> bool:
@@ -202,7 +189,7 @@ class Explore(Ladder):
         current = self._progress.current
         if current is None or self._progress.is_recovering:
             return False
-        return current.kind[0] == self.levels[self.level]
+        return current[0] == self.levels[self.level]
 
     def level_for(self, num_rows: int, cost: float | None = None) -> int:
         """Return the level of the round, or of the choice, or a higher one that a batch needs.
@@ -223,7 +210,7 @@ class Explore(Ladder):
     def _wanted_level(self) -> int:
         """The level of the round or of the choice."""
         current = self._progress.current
-        return self._progress.stage if current is None else self.levels.index(current.kind[0])
+        return self._progress.stage if current is None else self.levels.index(str(current[0]))
 
     def suggest(self, rows: int, cost: float | None = None, *, level: int = 0) -> bool:
         """Start from a size that an earlier run found; of levels alone, it is the choice.
@@ -236,7 +223,7 @@ class Explore(Ladder):
         does = self.at(level).suggest(rows, cost)
         if does and level > 0 and not self._tries_cuts:
             self._progress.is_over = True
-            self._progress.current = self._arm(self.levels[level], rows, self._least)
+            self._progress.current = (self.levels[level], rows, *self._least.values())
             # At level 0 as many rows did not go whole.
             self._progress.not_whole = rows * require_cost(cost)
         return does
@@ -292,8 +279,7 @@ class Explore(Ladder):
         if progress.is_over:
             self.exploration = None
             if not outcome.fits and not is_least and progress.current is not None:
-                level, rows = progress.current.kind[0], progress.current.numbers[0]
-                progress.current = self._arm(level, int(rows), self._least)
+                progress.current = (*progress.current[:2], *self._least.values())
             return
         if self.exploration is not None:
             self.exploration = dataclasses.replace(self.exploration, is_news=False)
@@ -315,23 +301,23 @@ class Explore(Ladder):
 
     def _exclude(self, outcome: Outcome, cost: float, *, is_least: bool) -> None:
         """What failed is not tried again, nor what needs more."""
-        progress, rungs = self._progress, self._rungs(self.levels[outcome.level])
-        race, elements = progress.race, outcome.microbatch_size * cost
+        progress, race = self._progress, self._progress.race
         assert race is not None
+        rungs, elements = self._rungs(self.levels[outcome.level]), outcome.microbatch_size * cost
+        choices = self._choices.values()
+        asked = [
+            values.index(outcome.settings.get(name, values[0]))
+            for name, values in self._choices.items()
+        ]
 
         def needs_as_much(arm: Arm) -> bool:
-            if not self._rungs(arm.kind[0]) <= rungs:
-                return False
-            if any(
-                values.index(value) < values.index(outcome.settings.get(name, values[0]))
-                for (name, value), values in zip(
-                    self._settings_of(arm).items(), self._choices.values(), strict=True
-                )
-            ):
+            level, rows, *settings = arm
+            needs = [values.index(each) for each, values in zip(settings, choices, strict=True)]
+            if not self._rungs(str(level)) <= rungs or any(map(int.__lt__, needs, asked)):
                 return False
             if not self._tries_cuts:  # its size becomes smaller
                 return not is_least
-            return arm.numbers[0] * progress.cost >= elements
+            return float(rows) * progress.cost >= elements
 
         race.exclude([each for each in race.arms if needs_as_much(each)])
         if not race.arms:  # go on with what fits
@@ -403,31 +389,27 @@ class Explore(Ladder):
             progress.is_over = True
             return
         # The steps that showed what fits were the first at the largest sizes.
-        progress.seen = [each for each in arms if each.numbers[0] == largest[each.kind[0]]]
+        progress.seen = [each for each in arms if each[1] == largest[str(each[0])]]
         progress.race = Race(arms, arms[0], EXPECTED if self._tries_cuts else 0.0)
-        self._go_on(arms[0], has_grown=arms[0].kind[0] != self.levels[outcome.level])
+        self._go_on(arms[0], has_grown=arms[0][0] != self.levels[outcome.level])
         if len(arms) > 1:
             self._tell(self._exploration(arms[0], is_news=False))
             return
         progress.is_over = True
-        if arms[0].kind[0] != self.levels[0]:
+        if arms[0][0] != self.levels[0]:
             self._tell(self._exploration(arms[0], confidence=99, ended="nothing else fits"))
 
     def _arms(self, level: str, rows: int, most: int, *, more_than: int) -> list[Arm]:
         """All that can be chosen at a level, the base first."""
         sizes = cuts(rows, most, multiple_of=self.multiple_of) if self._tries_cuts else [most]
-        settings = [
-            dict(zip(self._choices, values, strict=True))
-            for values in itertools.product(*self._choices.values())
-        ]
-        return [
-            self._arm(level, size, each) for each in settings for size in sizes if size > more_than
-        ]
+        sizes = [each for each in sizes if each > more_than]
+        settings = itertools.product(*self._choices.values())
+        return [(level, size, *values) for values in settings for size in sizes]
 
     def _go_on(self, arm: Arm, *, has_grown: bool) -> None:
         """Begin a round, or go on with the choice: the largest size at a level has no limit."""
-        progress, rows = self._progress, arm.numbers[0]
-        is_largest = rows >= progress.largest[arm.kind[0]]
+        progress, rows = self._progress, int(arm[1])
+        is_largest = rows >= progress.largest[str(arm[0])]
         progress.most = None if is_largest or not self._tries_cuts else rows * progress.cost
         progress.current, progress.has_grown = arm, has_grown
         progress.left, progress.has_run = ROUND, False
@@ -443,8 +425,8 @@ class Explore(Ladder):
         level = self.levels[outcome.level]
         if counts and not self._tries_cuts:
             progress.largest[level] = outcome.microbatch_size
-        place = self._arm(level, int(arm.numbers[0]), dict(self._least) | dict(outcome.settings))
-        if place != arm:
+        settings = self._least | dict(outcome.settings)
+        if (level, arm[1], *settings.values()) != arm:
             progress.left -= 1
             return
         progress.has_run = True
@@ -456,12 +438,12 @@ class Explore(Ladder):
             return
         progress.left -= 1
         elements = outcome.microbatch_size * cost
-        is_alike = abs(math.log2(elements / (arm.numbers[0] * progress.cost))) <= SAME
+        is_alike = abs(math.log2(elements / (float(arm[1]) * progress.cost))) <= SAME
         # A batch of few rows says nothing of others, and is no reason to wait for ever.
         is_usual = 2 * outcome.num_rows >= progress.most_rows_seen
         if counts and is_usual and (is_alike or not self._tries_cuts):
             seconds = outcome.seconds / (outcome.num_rows * cost)
-            progress.race.measurements.append(Measurement(arm, seconds, progress.steps, cost))
+            progress.race.measurements.append((arm, seconds, progress.steps, cost))
 
     def _end_round(self, race: Race) -> None:
         progress, before = self._progress, self._progress.current
@@ -477,8 +459,8 @@ class Explore(Ladder):
         ended = self._why_over(found)
         progress.is_over = ended is not None
         arm = found.best if progress.is_over else found.next
-        is_alike = (arm.kind, arm.numbers[1:]) == (before.kind, before.numbers[1:])
-        self._go_on(arm, has_grown=not is_alike or arm.numbers[0] > before.numbers[0])
+        is_alike = (arm[0], arm[2:]) == (before[0], before[2:])
+        self._go_on(arm, has_grown=not is_alike or float(arm[1]) > float(before[1]))
         self._tell(
             self._exploration(
                 found.best, speedup=found.speedup, confidence=found.confidence, ended=ended
@@ -489,24 +471,23 @@ class Explore(Ladder):
         """Sizes that fit meanwhile join, and those that do not any more are left out."""
         progress = self._progress
         for number, level in enumerate(self.levels):
-            here = [each for each in race.arms if each.kind[0] == level]
+            here = {each: int(each[1]) for each in race.arms if each[0] == level}
             if not here:
                 continue
             fits = self.at(number).propose(progress.rows, progress.cost)
             progress.largest[level] = fits
-            if fits > max(each.numbers[0] for each in here):
-                joins = [Arm(each.kind, (fits, *each.numbers[1:])) for each in here]
-                race.arms += dict.fromkeys(joins)
-            race.exclude([each for each in here if each.numbers[0] > fits])
+            if fits > max(here.values()):
+                race.arms += dict.fromkeys((level, fits, *each[2:]) for each in here)
+            race.exclude([each for each, rows in here.items() if rows > fits])
 
     def _exploration(self, arm: Arm, **more: Any) -> Exploration:
-        level = arm.kind[0]
+        level, rows, *settings = arm
+        if not self._tries_cuts:
+            rows = self._progress.largest[str(level)]
         return Exploration(
-            microbatch_size=int(arm.numbers[0])
-            if self._tries_cuts
-            else self._progress.largest[level],
-            level=level if len(self.levels) > 1 else None,
-            settings=self._settings_of(arm),
+            microbatch_size=int(rows),
+            level=str(level) if len(self.levels) > 1 else None,
+            settings=dict(zip(self._choices, settings, strict=True)),
             steps=self._progress.steps,
             **more,
         )
@@ -527,7 +508,7 @@ class Explore(Ladder):
         """Return everything learned and measured."""
         return super().state_dict() | {
             "among": self._among(),
-            "progress": _plain(dataclasses.asdict(self._progress)),
+            "progress": dataclasses.asdict(self._progress),
         }
 
     def _among(self) -> list[Any]:
@@ -626,13 +607,6 @@ def cuts(num_rows: int, most_rows: int, *, multiple_of: int = 1) -> list[int]:
     return sorted({size for size in sizes if size <= most_rows}, reverse=True)
 
 
-def _plain(value: Any) -> Any:
-    """With lists in place of tuples, named ones above all."""
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
-
-
 @dataclass
 class _Progress:
     """Where exploring stands."""
@@ -663,10 +637,8 @@ class _Progress:
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "_Progress":
         """Return what `dataclasses.asdict`, through JSON, described."""
-        progress = cls(**state)
-        progress.settled = [list(each) for each in progress.settled]
-        progress.largest = dict(progress.largest)
+        progress = cls(**copy.deepcopy(state))
         progress.race = None if state["race"] is None else Race.from_state(state["race"])
-        progress.current = None if state["current"] is None else Arm.of(state["current"])
-        progress.seen = [Arm.of(each) for each in state["seen"]]
+        progress.current = None if state["current"] is None else tuple(state["current"])
+        progress.seen = [tuple(each) for each in state["seen"]]
         return progress

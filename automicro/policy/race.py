@@ -12,12 +12,17 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+Value = float | str
+Arm = tuple[Value, ...]
+"""What can be chosen: words, which have no neighbours, and positive numbers, which have."""
+Measurement = tuple[Arm, float, int, float]
+"""A step: its arm, seconds per unit of work, its number, what a unit is like (a row's length)."""
 
 # Doublings between an arm that was measured and one that may be next.
 REACH = 1.1
@@ -38,41 +43,20 @@ ROUNDS_OF_WEIGHTS = 4
 DRAWS = 2048
 
 
-class Arm(NamedTuple):
-    """One of what can be chosen.
-
-    Attributes:
-        kind: words, which have no neighbours.
-        numbers: positive ones, compared by their logarithms.
-    """
-
-    kind: tuple[str, ...]
-    numbers: tuple[float, ...] = ()
-
-    @classmethod
-    def of(cls, state: Any) -> "Arm":
-        """From what JSON made of one."""
-        kind, numbers = state
-        return cls(tuple(kind), tuple(numbers))
-
-    def distance(self, other: "Arm") -> float:
-        """In doublings, from another of its kind."""
-        pairs = zip(self.numbers, other.numbers, strict=True)
-        return max((abs(math.log2(one / two)) for one, two in pairs), default=0.0)
-
-    def is_between(self, one: "Arm", other: "Arm") -> bool:
-        """Whether each number lies between those of two others, and it is neither of them."""
-        bounds = zip(self.numbers, one.numbers, other.numbers, strict=True)
-        return self not in (one, other) and all(min(a, b) <= x <= max(a, b) for x, a, b in bounds)
+def _kind(arm: Arm) -> Arm:
+    """Its words."""
+    return tuple(each for each in arm if isinstance(each, str))
 
 
-class Measurement(NamedTuple):
-    """One step: seconds per unit of work, its number, and what a unit was like (a row's length)."""
+def _place(arm: Arm) -> tuple[float, ...]:
+    """The logarithms of its numbers."""
+    return tuple(math.log2(each) for each in arm if not isinstance(each, str))
 
-    arm: Arm
-    seconds: float
-    step: int
-    work: float = 1.0
+
+def _is_between(arm: Arm, one: Arm, other: Arm) -> bool:
+    """Whether each number lies between those of two others, and it is neither of them."""
+    bounds = zip(_place(arm), _place(one), _place(other), strict=True)
+    return arm not in (one, other) and all(min(a, b) <= x <= max(a, b) for x, a, b in bounds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,13 +91,13 @@ class Race:
         expected: the share of time that a doubling of the first number is expected to save.
         measurements: so far.
 
-    >>> sizes = [Arm((), (size,)) for size in (4, 8, 16)]
+    >>> sizes = [(size,) for size in (4, 8, 16)]
     >>> race = Race(sizes, base=sizes[2])
     >>> for step in range(12):
     ...     seconds = (2.0, 1.0, 1.2)[step % 3] * (1 + 0.001 * (step % 2))
-    ...     race.measurements.append(Measurement(sizes[step % 3], seconds, step))
+    ...     race.measurements.append((sizes[step % 3], seconds, step, 1.0))
     >>> found = race.find()
-    >>> found.best.numbers, round(found.speedup, 2), found.confidence
+    >>> found.best, round(found.speedup, 2), found.confidence
     ((8,), 1.2, 99)
     """
 
@@ -131,14 +115,14 @@ class Race:
 
     def count(self, arm: Arm) -> int:
         """How many steps of an arm were measured."""
-        return sum(each.arm == arm for each in self.measurements)
+        return sum(each == arm for each, *_ in self.measurements)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Race":
         """The race of which `dataclasses.asdict`, through JSON, gave this."""
-        told = [Measurement(Arm.of(arm), *more) for arm, *more in state["measurements"]]
-        arms = [Arm.of(each) for each in state["arms"]]
-        return cls(arms, Arm.of(state["base"]), state["expected"], told)
+        told = [(tuple(arm), *more) for arm, *more in state["measurements"]]
+        arms = [tuple(each) for each in state["arms"]]
+        return cls(arms, tuple(state["base"]), state["expected"], told)
 
     def find(self) -> Finding:
         """What the measurements say; before the first, that the base is as good a guess as any.
@@ -155,7 +139,7 @@ class Race:
         good = (draws <= lowest[:, None] + margin).mean(axis=0)
         means = draws.mean(axis=0)
         # Of those that are as sure, the one that is faster by the mean, and else the first.
-        told = {each.arm for each in self.measurements}
+        told = {arm for arm, *_ in self.measurements}
         best = max(
             [number for number, each in enumerate(arms) if each in told] or [0],
             key=lambda each: (round(good[each], 2), -round(means[each], 3)),
@@ -168,7 +152,7 @@ class Race:
         near = [each for each in others if self._is_near(arms[each], told)] or others
         challenger = max(near, key=lambda each: worth[each])
         following = min((challenger, best), key=lambda each: self.count(arms[each]))
-        unknown = [each for each in arms if each.kind not in {one.kind for one in told}]
+        unknown = [each for each in arms if _kind(each) not in set(map(_kind, told))]
         return Finding(
             best=arms[best],
             speedup=float(math.exp(means[arms.index(self.base)] - means[best])),
@@ -180,30 +164,32 @@ class Race:
 
     def _is_near(self, arm: Arm, told: Iterable[Arm]) -> bool:
         """Whether an arm close to it, or next to it, was measured: curves hold no farther."""
-        alike = [each for each in self.arms if each.kind == arm.kind]
+        alike = [each for each in self.arms if _kind(each) == _kind(arm)]
         return any(
-            arm.distance(each) <= REACH or not any(one.is_between(arm, each) for one in alike)
+            max(map(abs, np.subtract(_place(arm), _place(each))), default=0.0) <= REACH
+            or not any(_is_between(one, arm, each) for one in alike)
             for each in told
-            if each.kind == arm.kind
+            if _kind(each) == _kind(arm)
         )
 
 
 def _draws(arms: Sequence[Arm], told: Sequence[Measurement], expected: float) -> Array:
     """What the arms may be: (DRAWS, arms), from each model as probable as it is."""
-    used = list(dict.fromkeys([*arms, *(each.arm for each in told)]))
-    index = [used.index(each.arm) for each in told]
+    told_arms, seconds, numbers, works = zip(*told, strict=True)
+    used = list(dict.fromkeys([*arms, *told_arms]))
+    index = [used.index(each) for each in told_arms]
     own, walk, noise, drift, prior = _models()
     k, n = len(arms), len(told)
-    work = np.log2([each.work for each in told])
-    y = np.log([each.seconds for each in told])
-    firsts = [math.log2(each.numbers[0]) if each.numbers else 0.0 for each in used]
+    work = np.log2(works)
+    y = np.log(seconds)
+    firsts = [_place(each)[0] for each in used]
     means = np.median(y) - expected * np.array(firsts)
     y -= means[index]
 
     shared, walks = _kernels(used)
     covariance = shared + walk[:, None, None] ** 2 * walks
     covariance += own[:, None, None] ** 2 * np.eye(len(used))
-    steps = np.array([each.step for each in told], dtype=float)
+    steps = np.array(numbers, dtype=float)
     signal = covariance[:, index][:, :, index] + (drift * noise)[:, None, None] ** 2 * np.exp(
         -np.abs(steps[:, None] - steps) / DRIFT_LENGTH
     )
@@ -256,10 +242,10 @@ def _normal(k: int) -> Array:
 def _kernels(arms: Sequence[Arm]) -> tuple[Array, Array]:
     """What arms have in common with each other: the level and the kind, and walks of unit size."""
     shared = np.full((len(arms), len(arms)), LEVEL**2)
-    for words in zip(*(each.kind for each in arms), strict=True):
+    for words in zip(*map(_kind, arms), strict=True):
         shared += KIND**2 * np.array([[a == b for b in words] for a in words])
     walks = np.zeros_like(shared)
-    for numbers in zip(*(each.numbers for each in arms), strict=True):
-        below = np.log2(max(numbers)) - np.log2(np.array(numbers, dtype=float))
+    for places in zip(*map(_place, arms), strict=True):
+        below = max(places) - np.array(places)
         walks += np.minimum(below[:, None], below)
     return shared, walks

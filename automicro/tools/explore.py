@@ -19,7 +19,7 @@ from automicro.microbatcher import Microbatcher
 from automicro.options import read_count
 from automicro.policy.explore import EXPECTED, ROUND, SURE
 from automicro.policy.policy import Exploration, Outcome, Policy
-from automicro.policy.race import Arm, Measurement, Race
+from automicro.policy.race import Arm, Race
 from automicro.state.capture import capture
 from automicro.tools.pictures import Point, speed_and_memory
 from automicro.trainer.rehearsal import undisturbed
@@ -307,8 +307,8 @@ class _Trials(Policy):
     def __init__(self, batch_rows: int, most: int, emit: Callable[[Exploration], None]) -> None:
         sizes = sorted({*ladder(most), min(batch_rows, most)}, reverse=True)
         self._batch_rows, self._size, self._counts = batch_rows, sizes[0], False
-        base = _arm(min(batch_rows, most))
-        self.race = Race([*map(_arm, sizes)], base, EXPECTED)
+        base = (min(batch_rows, most),)
+        self.race = Race([(size,) for size in sizes], base, EXPECTED)
         self._peaks: dict[int, int | None] = {}
         self.steps, self.ended, self._emit = 0, "sure enough", emit
         self.too_large: set[int] = set()
@@ -324,23 +324,23 @@ class _Trials(Policy):
             race.exclude([each for each in race.arms if _size(each) >= size])
             if is_lost and race.arms:
                 smaller = [each for each in map(_size, race.arms) if each <= size // 2]
-                race.base = _arm(max(self.seconds, default=max(smaller)))
+                race.base = (max(self.seconds, default=max(smaller)),)
             return
         assert outcome.seconds is not None
         self._peaks[size] = max(outcome.peak_bytes or 0, self._peaks.get(size) or 0) or None
         if self._counts:
             seconds = outcome.seconds / outcome.num_rows
-            race.measurements.append(Measurement(_arm(size), seconds, self.steps))
+            race.measurements.append(((size,), seconds, self.steps, 1.0))
             if _size(race.base) < size <= self._batch_rows:
-                race.base = _arm(size)
+                race.base = (size,)
 
     @property
     def seconds(self) -> dict[int, list[float]]:
         """Of a row, by the sizes that fit."""
         found: dict[int, list[float]] = {}
-        for each in self.race.measurements:
-            if each.arm in self.race.arms:
-                found.setdefault(_size(each.arm), []).append(each.seconds)
+        for arm, seconds, *_ in self.race.measurements:
+            if arm in self.race.arms:
+                found.setdefault(_size(arm), []).append(seconds)
         return found
 
     def sizes(self, max_steps: int, max_minutes: float | None) -> Iterator[int]:
@@ -393,12 +393,8 @@ class _Trials(Policy):
             )
 
 
-def _arm(size: int) -> Arm:
-    return Arm((), (size,))
-
-
 def _size(arm: Arm) -> int:
-    return int(arm.numbers[0])
+    return int(arm[0])
 
 
 def ladder(most: int) -> list[int]:
