@@ -395,7 +395,7 @@ class Halving(Policy):
 
     def _decide(self, num_rows: int, cost: float) -> tuple[int, bool]:
         """Return the size to propose, and whether it is only there to measure its peak."""
-        asked = num_rows, cost, self.may_measure
+        asked = num_rows, cost, self.may_measure, self._learned.room
         if self._decided is None or self._decided[0] != asked:
             self._decided = asked, self._decide_anew(num_rows, cost)
         return self._decided[1]
@@ -527,15 +527,17 @@ class Halving(Policy):
             self._record_fit(outcome, point)
         else:
             self._record_failure(outcome.num_rows, point)
-        self._decided = None
+        is_whole = outcome.fits and outcome.microbatch_size == outcome.num_rows
+        if not is_whole or outcome.alloc_retries is not None:  # else the same goes whole again
+            self._decided = None
 
     def _record_fit(self, outcome: Outcome, point: Point) -> None:
         known, rows, cost = self._learned, point.rows, point.cost
         has_changed = known.has_failed or known.start is not None
         if known.ceiling is None:
-            before = int(self._bracket(outcome.num_rows, cost)[0] + ROUNDING)
-            if has_changed and 0 < before * (1 + GROWTH) < rows:
-                self.grown_from = before
+            if has_changed:
+                before = int(self._bracket(outcome.num_rows, cost)[0] + ROUNDING)
+                self.grown_from = before if 0 < before * (1 + GROWTH) < rows else None
             if self.wants_to_measure:
                 known.has_probed = self._decide(outcome.num_rows, cost)[1]
         known.ceiling = None
