@@ -371,4 +371,4 @@ def test_the_choice_and_its_confidence_hold_on_a_sample_of_machines() -> None:
 @pytest.mark.sweep
 @pytest.mark.timeout(1200)
 def test_the_choice_and_its_confidence_hold_on_two_thousand_machines() -> None:
-    check_promises(range(2000), claims_hold=(0.86, 0.94))
+    check_promises(range(2000), claims_hold=(0.86, 0.95))

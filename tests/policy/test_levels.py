@@ -258,9 +258,10 @@ def test_a_fixed_size_races_too() -> None:
 def test_the_state_of_sizes_alone_is_what_is_known_to_fit() -> None:
     for known in (Halving(), Ladder(Halving(), TWO)):
         known.record(Outcome(num_rows=32, microbatch_size=32, fits=False))
-        policy = fastest()
-        policy.load_state_dict(known.state_dict())
-        assert policy.propose(32) == 16
+        for policy in (fastest(), Explore(), Explore().with_levels(TWO)):
+            if known.levels == ("plain",) or policy.levels == known.levels:
+                policy.load_state_dict(known.state_dict())
+                assert policy.propose(32) == 16
 
 
 # "explore": sizes and levels together
