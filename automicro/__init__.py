@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from automicro.memory.oom import is_out_of_memory
     from automicro.microbatcher import Microbatcher
     from automicro.nested.split import NestedSplit, split
+    from automicro.policy.auto import Halving
     from automicro.policy.explore import Explore
-    from automicro.policy.halving import Halving
     from automicro.policy.policy import Fixed, Outcome, Policy
     from automicro.step.events import Observing
     from automicro.step.feature import Feature, MicrobatchRun
@@ -89,7 +89,7 @@ _HOMES = {
     "Fixed": "automicro.policy.policy",
     "DeterminismWarning": "automicro.errors",
     "GradientWarning": "automicro.errors",
-    "Halving": "automicro.policy.halving",
+    "Halving": "automicro.policy.auto",
     "LoggerWarning": "automicro.errors",
     "LossAverageError": "automicro.errors",
     "LossAverageWarning": "automicro.errors",

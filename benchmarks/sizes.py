@@ -19,7 +19,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from automicro.policy.halving import Halving
+from automicro.policy.auto import Halving
 from tests.policy.memory_functions import Device, make_device, train
 
 FAMILIES = ("affine", "lines", "steps")

@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import automicro
 from automicro import Microbatcher
-from automicro.policy.halving import Halving
+from automicro.policy.auto import Halving
 from benchmarks.sizes import (
     FAMILIES,
     Found,

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
+from automicro.policy.auto import Halving
 from automicro.policy.explore import Explore, FastestLevel
-from automicro.policy.halving import Halving
 from automicro.policy.ladder import Ladder
 from automicro.policy.policy import Fixed, Policy, require_size
-from automicro.policy.search import Value
+from automicro.policy.race import Value
 
 
 def _accepted(unit: str, *, may_explore: bool) -> str:

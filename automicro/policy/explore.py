@@ -1,6 +1,6 @@
 """The fastest of what fits: sizes behind "explore", and levels beside sizes that are found.
 
-What fits is found as by "auto", at each level. Then it is measured which is the fastest.
+What fits is found as by "auto", at each level. Then a race tells which is the fastest.
 """
 
 import copy
@@ -8,10 +8,10 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from automicro.policy.halving import GROWTH, Halving
+from automicro.policy.auto import GROWTH, Halving
 from automicro.policy.ladder import Ladder
 from automicro.policy.policy import (
     Exploration,
@@ -19,17 +19,14 @@ from automicro.policy.policy import (
     Policy,
     cut_size,
     require_cost,
-    require_kind,
     require_size,
 )
-from automicro.policy.search import Candidate, Finding, Measurement, Search, Value
+from automicro.policy.race import Arm, Finding, Race, Value
 
-SIZE = "microbatch_size"
-LEVEL = "level"
 # A doubling of the size is expected to save this share of the time, until it is measured.
-EXPECTED = {SIZE: 0.1}
-# Steps of a round that count, and as many before them as are cold: the first at a size compiles
-# and looks for kernels, the first at a larger size than before asks for memory anew.
+EXPECTED = 0.1
+# Steps of a round that count. The first at an arm is cold (it compiles and looks for kernels), and
+# so is the first that asks for more memory than the round before.
 ROUND = 2
 # Batches that finding what fits may take, before the largest that fitted has to do.
 MOST_SETTLING = 16
@@ -50,7 +47,7 @@ _AVERAGES = (
 )
 
 
-class Explore(Policy):
+class Explore(Ladder):
     """Finds the fastest size in the run: every trial is a real training step.
 
     The gradient of a batch does not depend on the size, so nothing is lost but the time that a
@@ -115,7 +112,7 @@ class Explore(Policy):
         sizes = Halving(
             initial=initial, max_microbatch_size=max_microbatch_size, multiple_of=multiple_of
         )
-        self._search_in(sizes, ("plain",), {})
+        self._explore(sizes, ("plain",), {})
 
     def with_levels(
         self, levels: Sequence[str], choices: Mapping[str, Sequence[Value]] | None = None
@@ -139,38 +136,35 @@ class Explore(Policy):
         (('plain', 'recompute'), {'sync': 'each'})
         """
         other = copy.deepcopy(self)
-        other._search_in(other._fitting.at(0), levels, choices or {})
+        other._explore(other.plain, levels, choices or {})
         return other
 
-    def _search_in(
+    def _explore(
         self, sizes: Policy, levels: Sequence[str], choices: Mapping[str, Sequence[Value]]
     ) -> None:
+        super().__init__(sizes, levels)
         for name, values in choices.items():
             if not values:
                 raise ValueError(f"{name} has no value to choose: give at least one")
-        self.multiple_of = sizes.multiple_of
-        self.level = 0
-        self._fitting = Ladder(sizes, levels)
-        self.levels = self._fitting.levels
         self._choices = {name: tuple(values) for name, values in choices.items()}
+        self._least: dict[str, Value] = {name: values[0] for name, values in self._choices.items()}
         self._progress = _Progress()
         self.exploration: Exploration | None = None
 
     def __repr__(self) -> str:
         minutes = "" if self._max_minutes is None else f", max_minutes={self._max_minutes}"
         levels = f", {list(self.levels)}" if len(self.levels) > 1 else ""
-        return f"{type(self).__name__}(max_steps={self._max_steps}{minutes}{levels})"
+        return f"Explore(max_steps={self._max_steps}{minutes}{levels})"
 
     @property
     def compares_seconds(self) -> bool:
         """Whether the seconds of the next attempt are compared."""
-        fitting = self._fitting.at(self.level)
-        return not (self._progress.is_over or self._is_idle) or fitting.compares_seconds
+        return not (self._progress.is_over or self._is_idle) or super().compares_seconds
 
     @property
     def wants_to_measure(self) -> bool:
         """Whether a batch to come might be cut smaller only to measure it, if it may be."""
-        return not self._progress.is_over or self._fitting.wants_to_measure
+        return not self._progress.is_over or super().wants_to_measure
 
     @property
     def _is_idle(self) -> bool:
@@ -185,22 +179,17 @@ class Explore(Policy):
         if self._is_idle and not (progress.is_over or progress.needs_least):
             return {name: values[-1] for name, values in self._choices.items()}
         current = progress.current if self._is_at_current else None
-        return {
-            name: (current and current.get(name)) or values[0]
-            for name, values in self._choices.items()
-        }
+        return (
+            self._least if current is None else dict(zip(self._choices, current[2:], strict=True))
+        )
 
     @property
     def _is_at_current(self) -> bool:
         """Whether the next attempt may be what the round, or the choice, is."""
-        progress = self._progress
-        if progress.current is None or progress.is_recovering:
+        current = self._progress.current
+        if current is None or self._progress.is_recovering:
             return False
-        return self._level_of(progress.current) == self.level
-
-    def _level_of(self, candidate: Candidate) -> int:
-        name = candidate.get(LEVEL)
-        return 0 if name is None else self.levels.index(str(name))
+        return current[0] == self.levels[self.level]
 
     def level_for(self, num_rows: int, cost: float | None = None) -> int:
         """Return the level of the round, or of the choice, or a higher one that a batch needs.
@@ -211,47 +200,38 @@ class Explore(Policy):
             ValueError: if the batch has no rows, or the cost is not positive.
         """
         wanted, known = self._wanted_level, self._progress.not_whole
-        if wanted > 0 and self._fitting.admitted(cost) == 0:
-            elements = num_rows * require_cost(cost)
-            may_fit = known is None or elements <= WHOLE * known
-            if may_fit and self._fitting.at(0).propose(num_rows, cost) >= num_rows:
+        if wanted > 0 and self._admitted(cost) == 0:
+            may_fit = known is None or num_rows * require_cost(cost) <= WHOLE * known
+            if may_fit and self.at(0).propose(num_rows, cost) >= num_rows:
                 return 0
-        return self._fitting.admitted(cost, at_least=wanted)
+        return self._admitted(cost, at_least=wanted)
 
     @property
     def _wanted_level(self) -> int:
         """The level of the round or of the choice."""
-        progress = self._progress
-        return progress.stage if progress.current is None else self._level_of(progress.current)
-
-    def climb(self, cost: float | None = None) -> bool:
-        """Go one level up, after not even the smallest size fitted; False at the highest.
-
-        Raises:
-            ValueError: if the cost is not positive.
-        """
-        self._fitting.level = self.level
-        return self._fitting.climb(cost)
+        current = self._progress.current
+        return self._progress.stage if current is None else self.levels.index(str(current[0]))
 
     def suggest(self, rows: int, cost: float | None = None, *, level: int = 0) -> bool:
-        """Start from a size that an earlier run found.
-
-        Args:
-            rows: of a microbatch.
-            cost: of one of them.
-            level: at which they fitted.
+        """Start from a size that an earlier run found; of levels alone, it is the choice.
 
         Raises:
             TypeError: if the rows are not an int.
             ValueError: if the rows are below 1, the cost is not positive, or there is no such
                 level.
         """
-        return self._fitting.at(level).suggest(rows, cost)
+        does = self.at(level).suggest(rows, cost)
+        if does and level > 0 and not self._tries_cuts:
+            self._progress.is_over = True
+            self._progress.current = (self.levels[level], rows, *self._least.values())
+            # At level 0 as many rows did not go whole.
+            self._progress.not_whole = rows * require_cost(cost)
+        return does
 
     def take_rehearsal(self) -> None:
         """Try nothing that has not fitted yet: levels are only climbed, unless all are known."""
-        self._fitting.take_rehearsal()
-        if len(self.levels) > 1 and self._progress.search is None:
+        super().take_rehearsal()
+        if len(self.levels) > 1 and self._progress.race is None:
             self._progress.is_over, self._progress.stage = True, 0
 
     def propose(self, num_rows: int, cost: float | None = None) -> int:
@@ -260,17 +240,11 @@ class Explore(Policy):
         Raises:
             ValueError: if the batch has no rows, or the cost is not positive.
         """
-        fits = self._fits(num_rows, cost)
-        most = self._progress.most_rows(require_cost(cost)) if self._is_at_current else None
-        if most is None or most >= fits:
+        fits, most = super().propose(num_rows, cost), self._progress.most
+        if most is None or not self._is_at_current:
             return fits
-        return cut_size(num_rows, most, multiple_of=self.multiple_of)
-
-    def _fits(self, num_rows: int, cost: float | None, *, level: int | None = None) -> int:
-        """The largest size that should fit at a level, that of the next attempt unless given."""
-        fitting = self._fitting.at(self.level if level is None else level)
-        fitting.may_measure = self.may_measure
-        return fitting.propose(num_rows, cost)
+        rows = max(1, int(most / require_cost(cost) + 1e-9))
+        return min(fits, cut_size(num_rows, rows, multiple_of=self.multiple_of))
 
     def is_measuring(self, num_rows: int, cost: float | None = None) -> bool:
         """Whether what it proposes for a batch may be smaller than fits, and only there to measure.
@@ -279,17 +253,24 @@ class Explore(Policy):
             ValueError: if the batch has no rows, or the cost is not positive.
         """
         progress = self._progress
-        if progress.is_over or (progress.search is None and progress.stage == 0):
-            return self._fitting.at(self.level).is_measuring(num_rows, cost)
+        if progress.is_over or (progress.race is None and progress.stage == 0):
+            return super().is_measuring(num_rows, cost)
         return not progress.is_recovering
 
     def record(self, outcome: Outcome) -> None:
         """Learn from an attempt: what fits, and how fast it was."""
         progress, cost = self._progress, require_cost(outcome.cost)
         self.level = outcome.level
-        is_smaller = self._fitting.at(self.level).is_measuring(outcome.num_rows, outcome.cost)
-        self._tell_fitting(outcome)
-        if self._is_idle and not (outcome.fits or self._needs_least(outcome.settings)):
+        is_smaller = super().is_measuring(outcome.num_rows, outcome.cost)
+        is_least = dict(self._least) | dict(outcome.settings) == self._least
+        # What fits is asked with the settings that need the least memory, and while it explores,
+        # nothing else compares sizes.
+        if is_least or outcome.fits:
+            seconds = outcome.seconds if progress.is_over else None
+            peak = outcome.peak_bytes if is_least else None
+            super().record(dataclasses.replace(outcome, seconds=seconds, peak_bytes=peak))
+        self.grown_from = self.grown_from if progress.stage == 0 else None
+        if self._is_idle and not (outcome.fits or is_least):
             progress.needs_least = True
             return
         if not outcome.fits and outcome.level == 0 < self._wanted_level:
@@ -297,91 +278,59 @@ class Explore(Policy):
             progress.not_whole = min(progress.not_whole or elements, elements)
         if progress.is_over:
             self.exploration = None
-            if not outcome.fits and not self._needs_least(outcome.settings):
-                progress.current = self._with_least(progress.current)
+            if not outcome.fits and not is_least and progress.current is not None:
+                progress.current = (*progress.current[:2], *self._least.values())
             return
         if self.exploration is not None:
             self.exploration = dataclasses.replace(self.exploration, is_news=False)
         progress.seconds += outcome.seconds or 0.0
         if not outcome.fits:
-            self._take_failure(outcome, cost)
+            progress.is_recovering = True
+            if progress.race is not None:
+                self._exclude(outcome, cost, is_least=is_least)
             return
         if outcome.seconds is not None:
-            if progress.search is None:
+            if progress.race is None:
                 self._settle(outcome, cost)
             else:
-                progress.measured(outcome, cost, of=self._place(outcome), counts=not is_smaller)
-                if progress.is_round_over or progress.steps >= self._max_steps:
-                    self._end_round()
+                self._measure(outcome, cost, counts=not is_smaller)
+                is_round_over = progress.left <= 0 or progress.is_recovering
+                if is_round_over or progress.steps >= self._max_steps:
+                    self._end_round(progress.race)
         progress.is_recovering = False
 
-    def _tell_fitting(self, outcome: Outcome) -> None:
-        """What fits is asked with the settings that need the least memory."""
-        is_least = self._needs_least(outcome.settings)
-        told = outcome
-        if not self._progress.is_over:  # while it explores, nothing else compares sizes
-            told = dataclasses.replace(told, seconds=None)
-        if not is_least:
-            told = dataclasses.replace(told, peak_bytes=None)
-        if is_least or outcome.fits:
-            self._fitting.may_measure = self.may_measure
-            self._fitting.record(told)
-        self.grown_from = self._fitting.grown_from if self._progress.stage == 0 else None
-
-    def _needs_least(self, chosen: Mapping[str, Value]) -> bool:
-        return all(chosen.get(name, each[0]) == each[0] for name, each in self._choices.items())
-
-    def _with_least(self, candidate: Candidate | None) -> Candidate | None:
-        """With the settings that need the least memory."""
-        least = {name: values[0] for name, values in self._choices.items()}
-        return candidate and Candidate.of(**(dict(candidate.coordinates) | least))
-
-    def _take_failure(self, outcome: Outcome, cost: float) -> None:
+    def _exclude(self, outcome: Outcome, cost: float, *, is_least: bool) -> None:
         """What failed is not tried again, nor what needs more."""
-        progress, elements = self._progress, outcome.microbatch_size * cost
-        progress.is_recovering = True
-        if progress.search is None:
-            return
-        rungs, is_least = self._rungs(outcome.level), self._needs_least(outcome.settings)
-        if is_least:
-            progress.failures.append((outcome.level, elements))
-        progress.search.exclude(
-            [
-                each
-                for each in progress.search.candidates
-                if self._rungs(self._level_of(each)) <= rungs
-                and all(
-                    values.index(each[name]) >= values.index(outcome.settings.get(name, values[0]))
-                    for name, values in self._choices.items()
-                )
-                and (not is_least if _rows(each) is None else progress.elements(each) >= elements)
-            ]
-        )
-        if not progress.search.candidates:
-            self._leave_choosing()
+        progress, race = self._progress, self._progress.race
+        assert race is not None
+        rungs, elements = self._rungs(self.levels[outcome.level]), outcome.microbatch_size * cost
+        choices = self._choices.values()
+        asked = [
+            values.index(outcome.settings.get(name, values[0]))
+            for name, values in self._choices.items()
+        ]
 
-    def _leave_choosing(self) -> None:
-        """Nothing is left to compare: go on with what fits."""
-        self._progress = _Progress(is_over=True)
-        self.exploration = None
+        def needs_as_much(arm: Arm) -> bool:
+            level, rows, *settings = arm
+            needs = [values.index(each) for each, values in zip(settings, choices, strict=True)]
+            if not self._rungs(str(level)) <= rungs or any(map(int.__lt__, needs, asked)):
+                return False
+            if not self._tries_cuts:  # its size becomes smaller
+                return not is_least
+            return float(rows) * progress.cost >= elements
 
-    def _place(self, outcome: Outcome) -> dict[str, Value]:
-        """The coordinates of an attempt but for its size."""
-        place: dict[str, Value] = {}
-        if len(self.levels) > 1:
-            place[LEVEL] = self.levels[outcome.level]
-        for name, values in self._choices.items():
-            place[name] = outcome.settings.get(name, values[0])
-        return place
+        race.exclude([each for each in race.arms if needs_as_much(each)])
+        if not race.arms:  # go on with what fits
+            self._progress, self.exploration = _Progress(is_over=True), None
 
-    def _rungs(self, level: int) -> frozenset[str]:
+    def _rungs(self, level: str) -> frozenset[str]:
         """What a level switches on."""
-        return frozenset(self.levels[level].split(" + ")) if level else frozenset()
+        return frozenset(level.split(" + ")) if level != self.levels[0] else frozenset()
 
     def _settle(self, outcome: Outcome, cost: float) -> None:
         """Wait for the largest size that fits at the level in turn, then go on to the next."""
-        progress, stage = self._progress, self._progress.stage
-        is_whole = outcome.microbatch_size == outcome.num_rows
+        progress, stage, rows = self._progress, self._progress.stage, outcome.microbatch_size
+        is_whole = rows == outcome.num_rows
         is_there = outcome.level == stage
         if is_there and stage == 0 and not self._tries_cuts and (is_whole or not self.adapts):
             return  # the fastest of all, as far as this batch tells
@@ -393,33 +342,29 @@ class Explore(Policy):
         elif progress.is_recovering:
             return
         else:
-            rows, known = outcome.num_rows, outcome.cost
-            is_calm = not self._fitting.at(stage).is_measuring(rows, known)
-            is_calm = is_calm and self._fits(rows, known) <= outcome.microbatch_size
+            asked = outcome.num_rows, outcome.cost
+            is_calm = not super().is_measuring(*asked) and super().propose(*asked) <= rows
             if not is_calm and progress.settling < MOST_SETTLING:
                 return
-            progress.settled.append((stage, outcome.microbatch_size, cost, is_whole))
+            progress.settled.append([self.levels[stage], rows, cost, is_whole])
         if not self.may_measure:
-            self._decline(outcome)
+            progress.is_over, progress.stage = True, 0
+            self._tell(Exploration(microbatch_size=rows, ended=_AVERAGES))
             return
         for level in range(stage + 1, len(self.levels)):
-            if self._could_pay(level):
+            if self._could_pay(self.levels[level]):
                 progress.stage, progress.settling = level, 0
                 progress.away = 0 if is_there else MOST_AWAY - 1
-                self._tell(Exploration(microbatch_size=outcome.microbatch_size, is_news=False))
+                self._tell(Exploration(microbatch_size=rows, is_news=False))
                 return
         self._begin(outcome, cost)
 
-    def _could_pay(self, level: int) -> bool:
+    def _could_pay(self, level: str) -> bool:
         """Whether larger sizes might fit than with some of a level's rungs."""
         return not any(
             (is_whole or not self.adapts) and self._rungs(other) < self._rungs(level)
             for other, _, _, is_whole in self._progress.settled
         )
-
-    def _decline(self, outcome: Outcome) -> None:
-        self._progress.is_over, self._progress.stage = True, 0
-        self._tell(Exploration(microbatch_size=outcome.microbatch_size, ended=_AVERAGES))
 
     def _tell(self, exploration: Exploration) -> None:
         if len(self.levels) > 1 and exploration.level is None:
@@ -429,108 +374,120 @@ class Explore(Policy):
     def _begin(self, outcome: Outcome, cost: float) -> None:
         """It is known what fits: measure it."""
         progress, rows = self._progress, outcome.num_rows
-        candidates: list[Candidate] = []
-        largest: dict[int, int] = {}
+        arms: list[Arm] = []
+        largest: dict[str, int] = {}
         for level, size, at_cost, _ in progress.settled:
             known = min(rows, max(1, int(size * at_cost / cost + 1e-9)))
-            less = self._fit_with_less(level, largest)
+            fewer = [largest[each] for each in largest if self._rungs(each) < self._rungs(level)]
+            less = max(fewer, default=0)
             largest[level] = known
-            if known > less * (1 + GROWTH) or not less:
-                candidates += self._candidates(level, rows, known, more_than=less)
-        if not candidates:
+            if not less or known > less * (1 + GROWTH):
+                arms += self._arms(level, rows, known, more_than=less)
+        progress.largest = largest
+        progress.rows, progress.cost, progress.most_rows_seen = rows, cost, rows
+        if not arms:
             progress.is_over = True
             return
-        base = candidates[0]
-        progress.begin(Search(candidates, base, self._expected), rows=rows, cost=cost)
-        progress.has_grown = self._level_of(base) != outcome.level
-        progress.seen = [each for each in candidates if _rows(each) in (None, *largest.values())]
-        progress.sizes = {self.levels[level]: size for level, size in largest.items()}
-        size = _rows(base) or largest[self._level_of(base)]
-        if len(candidates) > 1:
-            self._tell(self._exploration(base, size, is_news=False))
+        # The steps that showed what fits were the first at the largest sizes.
+        progress.seen = [each for each in arms if each[1] == largest[str(each[0])]]
+        progress.race = Race(arms, arms[0], EXPECTED if self._tries_cuts else 0.0)
+        self._go_on(arms[0], has_grown=arms[0][0] != self.levels[outcome.level])
+        if len(arms) > 1:
+            self._tell(self._exploration(arms[0], is_news=False))
             return
-        progress.is_over, progress.current = True, _without_size(base)
-        if self._level_of(base) > 0:
-            self._tell(self._exploration(base, size, confidence=99, ended="nothing else fits"))
+        progress.is_over = True
+        if arms[0][0] != self.levels[0]:
+            self._tell(self._exploration(arms[0], confidence=99, ended="nothing else fits"))
 
-    @property
-    def _expected(self) -> Mapping[str, float]:
-        return EXPECTED if self._tries_cuts else {}
-
-    def _fit_with_less(self, level: int, largest: Mapping[int, int]) -> int:
-        """The most rows that fit with some of a level's rungs; 0 for none."""
-        rungs = self._rungs(level)
-        return max((largest[each] for each in largest if self._rungs(each) < rungs), default=0)
-
-    def _candidates(self, level: int, rows: int, most: int, *, more_than: int) -> list[Candidate]:
+    def _arms(self, level: str, rows: int, most: int, *, more_than: int) -> list[Arm]:
         """All that can be chosen at a level, the base first."""
-        sizes: list[dict[str, Value]] = [{}]
-        if self._tries_cuts:
-            found = cuts(rows, most, multiple_of=self.multiple_of)
-            sizes = [{SIZE: size} for size in found if size > more_than]
-        name = {LEVEL: self.levels[level]} if len(self.levels) > 1 else {}
-        settings = [
-            dict(zip(self._choices, values, strict=True))
-            for values in itertools.product(*self._choices.values())
-        ]
-        return [Candidate.of(**name, **each, **size) for each in settings for size in sizes]
+        sizes = cuts(rows, most, multiple_of=self.multiple_of) if self._tries_cuts else [most]
+        sizes = [each for each in sizes if each > more_than]
+        settings = itertools.product(*self._choices.values())
+        return [(level, size, *values) for values in settings for size in sizes]
 
-    def _end_round(self) -> None:
-        progress = self._progress
-        search = progress.search
-        assert search is not None
-        is_away = not progress.has_run and not progress.is_recovering
-        if is_away and len(search.candidates) > 1 and progress.current is not None:
-            search.exclude([progress.current])  # every batch needs another level
-        if self._tries_cuts:
-            self._refit(search)
-        if not search.candidates:
-            self._leave_choosing()
+    def _go_on(self, arm: Arm, *, has_grown: bool) -> None:
+        """Begin a round, or go on with the choice: the largest size at a level has no limit."""
+        progress, rows = self._progress, int(arm[1])
+        is_largest = rows >= progress.largest[str(arm[0])]
+        progress.most = None if is_largest or not self._tries_cuts else rows * progress.cost
+        progress.current, progress.has_grown = arm, has_grown
+        progress.left, progress.has_run = ROUND, False
+
+    def _measure(self, outcome: Outcome, cost: float, *, counts: bool) -> None:
+        """Take note of a step of a round; it counts if it was not only there to measure a peak."""
+        progress, arm = self._progress, self._progress.current
+        assert progress.race is not None
+        assert arm is not None
+        assert outcome.seconds is not None
+        progress.steps += 1
+        progress.most_rows_seen = max(progress.most_rows_seen, outcome.num_rows)
+        level = self.levels[outcome.level]
+        if counts and not self._tries_cuts:
+            progress.largest[level] = outcome.microbatch_size
+        settings = self._least | dict(outcome.settings)
+        if (level, arm[1], *settings.values()) != arm:
+            progress.left -= 1
             return
-        found = search.find()
+        progress.has_run = True
+        is_cold = progress.has_grown or arm not in progress.seen
+        progress.has_grown = False
+        if arm not in progress.seen:
+            progress.seen.append(arm)
+        if is_cold or progress.is_recovering:
+            return
+        progress.left -= 1
+        elements = outcome.microbatch_size * cost
+        is_alike = abs(math.log2(elements / (float(arm[1]) * progress.cost))) <= SAME
+        # A batch of few rows says nothing of others, and is no reason to wait for ever.
+        is_usual = 2 * outcome.num_rows >= progress.most_rows_seen
+        if counts and is_usual and (is_alike or not self._tries_cuts):
+            seconds = outcome.seconds / (outcome.num_rows * cost)
+            progress.race.measurements.append((arm, seconds, progress.steps, cost))
+
+    def _end_round(self, race: Race) -> None:
+        progress, before = self._progress, self._progress.current
+        assert before is not None
+        if not (progress.has_run or progress.is_recovering) and len(race.arms) > 1:
+            race.exclude([before])  # every batch needs another level
+        if self._tries_cuts:
+            self._refit(race)
+        if not race.arms:
+            self._progress, self.exploration = _Progress(is_over=True), None
+            return
+        found = race.find()
         ended = self._why_over(found)
         progress.is_over = ended is not None
-        size = _rows(found.best)
-        if progress.is_over:
-            level = self._level_of(found.best)
-            is_largest = size is None or size >= self._fits(
-                progress.rows, progress.cost, level=level
-            )
-            progress.current = _without_size(found.best) if is_largest else found.best
-        else:
-            progress.go_on(found.next)
+        arm = found.best if progress.is_over else found.next
+        is_alike = (arm[0], arm[2:]) == (before[0], before[2:])
+        self._go_on(arm, has_grown=not is_alike or float(arm[1]) > float(before[1]))
         self._tell(
             self._exploration(
-                found.best,
-                size or progress.sizes[str(found.best.get(LEVEL) or self.levels[0])],
-                speedup=found.speedup,
-                confidence=found.confidence,
-                ended=ended,
+                found.best, speedup=found.speedup, confidence=found.confidence, ended=ended
             )
         )
 
-    def _refit(self, search: Search) -> None:
+    def _refit(self, race: Race) -> None:
         """Sizes that fit meanwhile join, and those that do not any more are left out."""
         progress = self._progress
-        for level in dict.fromkeys(level for level, *_ in progress.settled):
-            here = [each for each in search.candidates if self._level_of(each) == level]
+        for number, level in enumerate(self.levels):
+            here = {each: int(each[1]) for each in race.arms if each[0] == level}
             if not here:
                 continue
-            fits = self._fits(progress.rows, progress.cost, level=level)
-            failed = [elements for at, elements in progress.failures if at == level]
-            if any(fits * progress.cost >= elements for elements in failed):
-                continue
-            if fits > max(_rows(each) or 0 for each in here):
-                for each in dict.fromkeys(map(_without_size, here)):
-                    search.add(Candidate.of(**dict(each.coordinates), **{SIZE: fits}))
-            search.exclude([each for each in here if (_rows(each) or 0) > fits])
+            fits = self.at(number).propose(progress.rows, progress.cost)
+            progress.largest[level] = fits
+            if fits > max(here.values()):
+                race.arms += dict.fromkeys((level, fits, *each[2:]) for each in here)
+            race.exclude([each for each, rows in here.items() if rows > fits])
 
-    def _exploration(self, candidate: Candidate, size: int, **more: Any) -> Exploration:
-        name = candidate.get(LEVEL)
+    def _exploration(self, arm: Arm, **more: Any) -> Exploration:
+        level, rows, *settings = arm
+        if not self._tries_cuts:
+            rows = self._progress.largest[str(level)]
         return Exploration(
-            microbatch_size=size,
-            level=None if name is None else str(name),
-            settings={each: candidate[each] for each in self._choices},
+            microbatch_size=int(rows),
+            level=str(level) if len(self.levels) > 1 else None,
+            settings=dict(zip(self._choices, settings, strict=True)),
             steps=self._progress.steps,
             **more,
         )
@@ -549,11 +506,9 @@ class Explore(Policy):
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything learned and measured."""
-        return {
-            "kind": type(self).__name__,
+        return super().state_dict() | {
             "among": self._among(),
-            "fitting": self._fitting.state_dict(),
-            "progress": self._progress.state_dict(),
+            "progress": dataclasses.asdict(self._progress),
         }
 
     def _among(self) -> list[Any]:
@@ -563,26 +518,25 @@ class Explore(Policy):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a run was with exploring, in the middle of a round, too.
 
-        Among other levels or choices it begins anew, with what is known to fit.
+        Among other levels or choices it begins anew, with what is known to fit; so it does with
+        the state of the sizes alone, or of a `Ladder` over them.
 
         Raises:
             ValueError: if another kind of policy wrote the state, or it is damaged. Nothing has
                 changed then.
         """
-        require_kind(state, self)
-        fitting = self._fitting.state_dict()
-        try:
-            progress = _Progress.from_state(state["progress"])
-            self._fitting.load_state_dict(state["fitting"])
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            self._fitting.load_state_dict(fitting)
-            raise ValueError(
-                f"the state of an {type(self).__name__} policy is damaged ({error!r}): give what "
-                "its state_dict() returned, or leave it out"
-            ) from error
+        if state.get("kind") == Ladder.__name__:
+            state = state | {"kind": type(self).__name__, "among": None, "progress": {}}
+        super().load_state_dict(state)
+        if state["kind"] != type(self).__name__:
+            self._progress = _Progress()
+        self.exploration = None
+
+    def _load(self, state: dict[str, Any]) -> None:
         is_same = state["among"] == self._among()
-        self._progress = progress if is_same else _Progress()
-        self.level, self.exploration = self._fitting.level, None
+        progress = _Progress.from_state(state["progress"]) if is_same else _Progress()
+        super()._load(state)
+        self._progress = progress
 
 
 class FastestLevel(Explore):
@@ -631,48 +585,11 @@ class FastestLevel(Explore):
         *,
         max_steps: int = MOST_STEPS,
     ) -> None:
-        super().__init__(max_steps=max_steps)
-        self.adapts = policy.adapts
-        self._search_in(policy, levels, choices or {})
+        self._max_steps = require_size(max_steps, name="max_steps")
+        self._max_minutes = None
+        self._explore(policy, levels, choices or {})
 
-    def __repr__(self) -> str:
-        return f"FastestLevel({self.plain!r}, {list(self.levels)})"
-
-    @property
-    def plain(self) -> Policy:
-        """Of the sizes at level 0."""
-        return self._fitting.plain
-
-    def suggest(self, rows: int, cost: float | None = None, *, level: int = 0) -> bool:
-        """Start from a size that an earlier run found; a level above 0 is the choice.
-
-        Raises:
-            TypeError: if the rows are not an int.
-            ValueError: if the rows are below 1, the cost is not positive, or there is no such
-                level.
-        """
-        does = super().suggest(rows, cost, level=level)
-        if does and level > 0:
-            self._progress.is_over = True
-            self._progress.current = Candidate.of(**{LEVEL: self.levels[level]})
-            # At level 0 as many rows did not go whole.
-            self._progress.not_whole = rows * require_cost(cost)
-        return does
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a run was.
-
-        The state of the sizes' policy alone, or of a `Ladder` over it, is what is known to fit.
-
-        Raises:
-            ValueError: if another kind of policy wrote the state, or it is damaged. Nothing has
-                changed then.
-        """
-        if state.get("kind") in ("Ladder", type(self.plain).__name__):
-            self._fitting.load_state_dict(state)
-            self._progress, self.exploration = _Progress(), None
-            return
-        super().load_state_dict(state)
+    __repr__ = Ladder.__repr__
 
 
 def cuts(num_rows: int, most_rows: int, *, multiple_of: int = 1) -> list[int]:
@@ -690,178 +607,38 @@ def cuts(num_rows: int, most_rows: int, *, multiple_of: int = 1) -> list[int]:
     return sorted({size for size in sizes if size <= most_rows}, reverse=True)
 
 
-def _rows(candidate: Candidate) -> int | None:
-    """Its size; None where it is the largest that fits."""
-    size = candidate.get(SIZE)
-    return None if size is None else int(size)
-
-
-def _without_size(candidate: Candidate) -> Candidate:
-    return Candidate.of(**{name: each for name, each in candidate.coordinates if name != SIZE})
-
-
 @dataclass
 class _Progress:
-    """Where exploring stands.
+    """Where exploring stands."""
 
-    Attributes:
-        stage: the level at which it is found what fits.
-        settling: batches that this took.
-        away: of these, those that ran at another level; more where the last level was away, too.
-        settled: levels where it is known, with the largest size, the cost of a row then, and
-            whether that was the whole batch.
-        not_whole: rows × cost of the smallest batch that was to go whole at level 0 and did not,
-            while another level was wanted; None for none.
-        rows: of the batch that measuring began with.
-        cost: of a row of it; sizes are told in rows of this cost.
-        search: what was measured; None until it is known what fits.
-        sizes: the last size at each level, by its name.
-        current: the candidate of the round that is running, and then the one that was chosen;
-            without a size, as many rows as fit; None for level 0.
-        left: measured steps that the round still takes.
-        has_run: whether a step of the round was the candidate's.
-        steps: it took.
-        seconds: it took.
-        has_grown: whether the round that begins asks for more memory than the one before.
-        most_rows_seen: of a batch.
-        seen: candidates that had their first step.
-        failures: levels and rows × cost of microbatches that ran out of memory meanwhile.
-        is_recovering: whether the batch that is running ran out of memory.
-        is_over: whether all is chosen.
-        needs_least: whether a whole batch ran out of memory with other settings than those that
-            need the least.
-    """
-
-    stage: int = 0
-    settling: int = 0
-    away: int = 0
-    settled: list[tuple[int, int, float, bool]] = dataclasses.field(default_factory=list)
-    not_whole: float | None = None
-    rows: int = 0
-    cost: float = 1.0
-    search: Search | None = None
-    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
-    current: Candidate | None = None
-    left: int = 0
-    has_run: bool = False
+    stage: int = 0  # the level at which it is found what fits
+    settling: int = 0  # batches that this took
+    away: int = 0  # of these, those at another level; more where the last level was away, too
+    # Levels where it is known: name, largest size, cost of a row then, whether it was whole.
+    settled: list[list[Any]] = field(default_factory=list)
+    not_whole: float | None = None  # elements of the smallest batch that was to go whole and failed
+    rows: int = 0  # of the batch that measuring began with
+    cost: float = 1.0  # of a row of it; sizes are told in rows of this cost
+    race: Race | None = None  # None until it is known what fits
+    largest: dict[str, int] = field(default_factory=dict)  # size at each level, by its name
+    current: Arm | None = None  # of the round that is running, then the choice
+    most: float | None = None  # elements that a microbatch of it may have; None for any
+    left: int = 0  # measured steps that the round still takes
+    has_run: bool = False  # whether a step of the round was the arm's
+    has_grown: bool = False  # whether the round that begins asks for more memory
     steps: int = 0
     seconds: float = 0.0
-    has_grown: bool = False
-    most_rows_seen: int = 0
-    seen: list[Candidate] = dataclasses.field(default_factory=list)
-    failures: list[tuple[int, float]] = dataclasses.field(default_factory=list)
-    is_recovering: bool = False
-    is_over: bool = False
-    needs_least: bool = False
-
-    @property
-    def is_round_over(self) -> bool:
-        """Whether it is time to decide what comes next."""
-        return self.left <= 0 or self.is_recovering
-
-    def begin(self, search: Search, *, rows: int, cost: float) -> None:
-        """It is known what fits; the steps that showed it were the first at the largest sizes."""
-        self.search, self.rows, self.cost = search, rows, cost
-        self.current, self.left, self.has_run = search.base, ROUND, False
-        self.most_rows_seen = rows
-
-    def go_on(self, following: Candidate) -> None:
-        """Begin a round."""
-        before = self.current
-        assert before is not None
-        is_alike = _without_size(before) == _without_size(following)
-        self.has_grown = not is_alike or (_rows(following) or 0) > (_rows(before) or 0)
-        self.current, self.left, self.has_run = following, ROUND, False
-
-    def most_rows(self, cost: float) -> int | None:
-        """Return the most rows of a microbatch where one of them costs so much; None for any."""
-        rows = None if self.current is None else _rows(self.current)
-        return None if rows is None else max(1, int(rows * self.cost / cost + 1e-9))
-
-    def elements(self, candidate: Candidate) -> float:
-        """Rows × cost of a candidate."""
-        return (_rows(candidate) or 0) * self.cost
-
-    def measured(
-        self, outcome: Outcome, cost: float, *, of: Mapping[str, Value], counts: bool
-    ) -> None:
-        """Take note of a step of a round.
-
-        Args:
-            outcome: of it.
-            cost: of a row.
-            of: its coordinates but for the size.
-            counts: whether it was not cut smaller than fits only to measure its peak.
-        """
-        assert self.search is not None
-        assert outcome.seconds is not None
-        self.steps += 1
-        elements = outcome.microbatch_size * cost
-        self.most_rows_seen = max(self.most_rows_seen, outcome.num_rows)
-        place = Candidate.of(**of)
-        if LEVEL in of and counts:
-            self.sizes[str(of[LEVEL])] = outcome.microbatch_size
-        candidates = [each for each in self.search.candidates if _without_size(each) == place]
-        is_current = self.current is not None and _without_size(self.current) == place
-        self.has_run |= is_current
-        if not candidates or not is_current:
-            self.left -= 1
-            return
-
-        def distance(candidate: Candidate) -> float:
-            if _rows(candidate) is None:
-                return 0.0
-            return abs(math.log2(elements / self.elements(candidate)))
-
-        nearest = min(candidates, key=distance)
-        is_cold = nearest not in self.seen
-        if is_cold:
-            self.seen.append(nearest)
-        has_grown, self.has_grown = self.has_grown, False
-        if is_cold or has_grown or self.is_recovering:
-            return
-        self.left -= 1
-        # A batch of few rows says nothing of others, and is no reason to wait for ever.
-        if not counts or distance(nearest) > SAME or 2 * outcome.num_rows < self.most_rows_seen:
-            return
-        self.search.tell(
-            Measurement(
-                candidate=nearest,
-                seconds=outcome.seconds / (outcome.num_rows * cost),
-                step=self.steps,
-                work=cost,
-            )
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all of it as plain values."""
-        state = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
-        return state | {
-            "settled": [list(each) for each in self.settled],
-            "search": None if self.search is None else self.search.state_dict(),
-            "sizes": dict(self.sizes),
-            "current": None if self.current is None else dict(self.current.coordinates),
-            "seen": [dict(each.coordinates) for each in self.seen],
-            "failures": [list(each) for each in self.failures],
-        }
+    most_rows_seen: int = 0  # of a batch
+    seen: list[Arm] = field(default_factory=list)  # that had their first step
+    is_recovering: bool = False  # whether the batch that is running ran out of memory
+    is_over: bool = False  # whether all is chosen
+    needs_least: bool = False  # whether a whole batch ran out of memory with other settings
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "_Progress":
-        """Return what ``state_dict`` described."""
-        known = {each.name for each in dataclasses.fields(cls)}
-        progress = cls(**{name: value for name, value in state.items() if name in known})
-        if state["search"] is not None:
-            progress.search = Search.from_state(state["search"])
-        progress.settled = [
-            (int(level), int(rows), float(cost), bool(is_whole))
-            for level, rows, cost, is_whole in state["settled"]
-        ]
-        progress.sizes = dict(state["sizes"])
-        progress.current = _candidate_of(state["current"])
-        progress.seen = [_candidate_of(each) or Candidate(()) for each in state["seen"]]
-        progress.failures = [(int(level), float(cost)) for level, cost in state["failures"]]
+        """Return what `dataclasses.asdict`, through JSON, described."""
+        progress = cls(**copy.deepcopy(state))
+        progress.race = None if state["race"] is None else Race.from_state(state["race"])
+        progress.current = None if state["current"] is None else tuple(state["current"])
+        progress.seen = [tuple(each) for each in state["seen"]]
         return progress
-
-
-def _candidate_of(state: Any) -> Candidate | None:
-    return None if state is None else Candidate.of(**state)

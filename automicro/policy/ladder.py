@@ -7,11 +7,11 @@ say), so the sizes that fit differ from level to level, and each has a policy of
 import copy
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from automicro.policy.frontier import Failed
-from automicro.policy.pacing import FIRST_RETRY, FIRST_WAIT
-from automicro.policy.policy import Exploration, Outcome, Policy, require_cost, require_kind
+from automicro.policy.auto import FIRST_RETRY, FIRST_WAIT, Point
+from automicro.policy.policy import Outcome, Policy, require_cost, require_kind
 
 # Between a cost at which a level fits and one at which it does not, it is tried in the lower half
 # only, until less than this share of the latter is left. So trials fail a few times in all.
@@ -46,7 +46,7 @@ class Ladder(Policy):
         ValueError: if there is no level, or two have the same name.
         TypeError: if the policy cannot be copied.
 
-    >>> from automicro.policy.halving import Halving
+    >>> from automicro.policy.auto import Halving
     >>> ladder = Ladder(Halving(), ["plain", "recompute"])
     >>> for size in (2, 1):
     ...     ladder.record(Outcome(num_rows=2, microbatch_size=size, fits=False))
@@ -64,39 +64,40 @@ class Ladder(Policy):
                 'of level 0 first, as in ["plain", "recompute"]'
             )
         try:
-            policies = [policy, *(copy.deepcopy(policy) for _ in levels[1:])]
+            self._policies = [policy, *(copy.deepcopy(policy) for _ in levels[1:])]
         except Exception as error:
             raise TypeError(
                 f"{policy!r} cannot be copied ({error}), and each level needs a copy: give a "
                 "policy that holds plain values, or leave when_too_large out"
             ) from error
-        self.levels = tuple(levels)
-        self.level = 0
-        self.adapts, self.explores = policy.adapts, policy.explores
-        self.multiple_of = policy.multiple_of
-        self._levels = [_Level(each) for each in policies]
+        self.levels, self.level = tuple(levels), 0
+        self.adapts, self.multiple_of = policy.adapts, policy.multiple_of
+        self._fresh = policy.state_dict()
+        self._known = [_Known() for _ in levels]
         self._lowest = 0  # of the batch that is running: nothing leads down within it
         self._batches = 0
         self._is_rehearsed = False
-        self._failure: Outcome | None = None  # the last of the batch that is running
+        # Of the batch that is running: its last failure, and what policies knew before its first.
+        self._failure: Point | None = None
+        self._before: dict[str, Any] = {}
 
     def __repr__(self) -> str:
-        return f"Ladder({self._levels[0].policy!r}, {list(self.levels)})"
+        return f"{type(self).__name__}({self.plain!r}, {list(self.levels)})"
 
     @property
     def plain(self) -> Policy:
         """Of the sizes at level 0."""
-        return self._levels[0].policy
+        return self._policies[0]
 
     @property
     def compares_seconds(self) -> bool:
         """Whether the seconds of the next attempt are compared."""
-        return self._policy().compares_seconds
+        return self.at(self.level).compares_seconds
 
     @property
     def wants_to_measure(self) -> bool:
         """Whether a batch to come might be cut smaller only to measure it, if it may be."""
-        return any(each.policy.wants_to_measure for each in self._levels)
+        return any(each.wants_to_measure for each in self._policies)
 
     def level_for(self, num_rows: int, cost: float | None = None) -> int:
         """Return the lowest level at which a batch may fit.
@@ -104,17 +105,15 @@ class Ladder(Policy):
         Raises:
             ValueError: if the cost is not positive.
         """
-        return self.admitted(cost)
+        return self._admitted(cost)
 
-    def admitted(self, cost: float | None = None, *, at_least: int = 0) -> int:
+    def _admitted(self, cost: float | None, *, at_least: int = 0) -> int:
         """Return the lowest level, from one on, at which rows of a cost may fit."""
-        cost = require_cost(cost)
-        level = max(self._lowest, at_least)
-        while level < len(self._levels) - 1:
-            if self._levels[level].admits(cost, is_rehearsed=self._is_rehearsed):
-                break
-            level += 1
-        return level
+        cost, last = require_cost(cost), len(self.levels) - 1
+        for level in range(max(self._lowest, at_least), last):
+            if self._known[level].admits(cost, is_rehearsed=self._is_rehearsed):
+                return level
+        return last
 
     def at(self, level: int) -> Policy:
         """Return the policy of a level.
@@ -122,9 +121,10 @@ class Ladder(Policy):
         Raises:
             ValueError: if there is no such level.
         """
-        if not 0 <= level < len(self._levels):
-            raise ValueError(f"level={level}, but there are {len(self._levels)}: {self.levels}")
-        return self._levels[level].policy
+        if not 0 <= level < len(self._policies):
+            raise ValueError(f"level={level}, but there are {len(self.levels)}: {self.levels}")
+        self._policies[level].may_measure = self.may_measure
+        return self._policies[level]
 
     def climb(self, cost: float | None = None) -> bool:
         """Go one level up, after not even the smallest size fitted; False at the highest.
@@ -132,19 +132,20 @@ class Ladder(Policy):
         Raises:
             ValueError: if the cost is not positive.
         """
-        if self.level == len(self._levels) - 1:
+        if self.level == len(self.levels) - 1:
             return False
-        here, failure = self._levels[self.level], self._failure
-        need = room = None
-        if failure is not None and failure.peak_bytes is not None:
-            need = failure.peak_bytes - (failure.resident_bytes or 0)
-        if failure is not None and failure.capacity_bytes is not None:
-            room = failure.capacity_bytes - (failure.resident_bytes or 0)
-        here.leave(
-            Failed(rows=1, cost=require_cost(cost), need=need, room=room, batch=self._batches)
-        )
+        failed = dataclasses.replace(self._failure or Point(rows=1, cost=1.0))
+        failed.cost = require_cost(cost)
+        self._known[self.level].leave(failed, batch=self._batches)
+        self._forget_batch(self.level)
         self._lowest = self.level + 1
         return True
+
+    def _forget_batch(self, level: int) -> None:
+        """What a batch that went on at another level taught this one says nothing of others."""
+        before = self._before.pop(self.levels[level], None)
+        if before is not None:
+            self._policies[level].load_state_dict(before)
 
     def suggest(self, rows: int, cost: float | None = None, *, level: int = 0) -> bool:
         """Start from a size that an earlier run found, and the level at which it did.
@@ -154,19 +155,16 @@ class Ladder(Policy):
             ValueError: if the rows are below 1, the cost is not positive, or there is no such
                 level.
         """
-        policy = self.at(level)
-        failed = Failed(rows=1, cost=require_cost(cost), need=None, room=None, batch=self._batches)
-        does = policy.suggest(rows, cost)
-        if does:
-            for lower in self._levels[:level]:
-                lower.failed = failed
+        does = self.at(level).suggest(rows, cost)
+        for lower in self._known[:level] if does else []:
+            lower.leave(Point(rows=1, cost=require_cost(cost)), batch=self._batches)
         return does
 
     def take_rehearsal(self) -> None:
         """From now on no level is tried at costs at which it has not fitted yet."""
         self._is_rehearsed = True
-        for each in self._levels:
-            each.policy.take_rehearsal()
+        for each in self._policies:
+            each.take_rehearsal()
 
     def propose(self, num_rows: int, cost: float | None = None) -> int:
         """Return what the policy of the current level proposes.
@@ -174,7 +172,7 @@ class Ladder(Policy):
         Raises:
             ValueError: if the batch has no rows, or the cost is not positive.
         """
-        return self._policy().propose(num_rows, cost)
+        return self.at(self.level).propose(num_rows, cost)
 
     def is_measuring(self, num_rows: int, cost: float | None = None) -> bool:
         """Whether what the current level's policy proposes is only there to measure.
@@ -182,52 +180,49 @@ class Ladder(Policy):
         Raises:
             ValueError: if the batch has no rows, or the cost is not positive.
         """
-        return self._policy().is_measuring(num_rows, cost)
+        return self.at(self.level).is_measuring(num_rows, cost)
 
     def record(self, outcome: Outcome) -> None:
         """Tell the policy of the level at which an attempt ran."""
-        here = self._levels[outcome.level]
-        if not outcome.fits and here.before is None:
-            here.before = here.policy.state_dict()
         self.level = outcome.level
-        policy = self._policy()
-        policy.record(outcome)
-        self.grown_from, self.exploration = policy.grown_from, policy.exploration
-        self._failure = None if outcome.fits else outcome
+        here, name = self.at(self.level), self.levels[self.level]
+        if not outcome.fits and name not in self._before:
+            self._before[name] = here.state_dict()
+        here.record(outcome)
+        self.grown_from = here.grown_from
+        held, peak, capacity = outcome.resident_bytes, outcome.peak_bytes, outcome.capacity_bytes
+        room = None if capacity is None else capacity - (held or 0)
         if not outcome.fits:
-            self._lowest = max(self._lowest, outcome.level)
+            need = None if peak is None else peak - (held or 0)
+            self._failure = Point(rows=1, cost=require_cost(outcome.cost), need=need, room=room)
+            self._lowest = max(self._lowest, self.level)
             return
         self._batches += 1
-        self._lowest = 0
-        here.fitted = max(here.fitted, require_cost(outcome.cost))
-        room = None
-        if outcome.capacity_bytes is not None:
-            room = outcome.capacity_bytes - (outcome.resident_bytes or 0)
-        for each in self._levels:
-            if each is not here:
-                each.forget_batch()
-            each.before = None
+        self._lowest, self._failure = 0, None
+        self._known[self.level].fitted = max(
+            self._known[self.level].fitted, require_cost(outcome.cost)
+        )
+        self._before.pop(name, None)
+        for level, known in enumerate(self._known):
+            self._forget_batch(level)
             if not self._is_rehearsed:
-                each.lift(room, batch=self._batches)
-
-    def _policy(self) -> Policy:
-        policy = self._levels[self.level].policy
-        policy.may_measure = self.may_measure
-        return policy
+                known.lift(room, batch=self._batches)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what each level has learned, by its name, and where the next batch begins."""
+        learned = zip(self.levels, self._policies, self._known, strict=True)
         return {
-            "kind": "Ladder",
+            "kind": type(self).__name__,
             "levels": {
-                name: each.state_dict()
-                for name, each in zip(self.levels, self._levels, strict=True)
+                name: {"policy": policy.state_dict(), "known": dataclasses.asdict(known)}
+                for name, policy, known in learned
             },
             "level": self.levels[self.level],
             "lowest": self.levels[self._lowest],
             "batches": self._batches,
             "rehearsed": self._is_rehearsed,
             "failure": None if self._failure is None else dataclasses.asdict(self._failure),
+            "before": dict(self._before),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -239,61 +234,56 @@ class Ladder(Policy):
             ValueError: if another kind of policy wrote the state, or it is damaged. Nothing has
                 changed then.
         """
-        plain = self._levels[0].policy
-        if state.get("kind") == type(plain).__name__:
-            plain.load_state_dict(state)
+        if state.get("kind") == type(self.plain).__name__:
+            self.plain.load_state_dict(state)
             return
         require_kind(state, self)
+        before = self.state_dict()
         try:
-            found = {name: state["levels"].get(name) for name in self.levels}
-            told = {
-                name: _Level.from_state(copy.deepcopy(each.policy), found[name])
-                for name, each in zip(self.levels, self._levels, strict=True)
-                if found[name] is not None
-            }
-            level, lowest = self._named(state["level"]), self._named(state["lowest"])
-            batches, is_rehearsed = int(state["batches"]), bool(state["rehearsed"])
-            failure = None if state["failure"] is None else Outcome(**state["failure"])
+            self._load(state)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            self._load(before)
             raise ValueError(
-                f"the state of a Ladder policy is damaged ({error!r}): give what its "
+                f"the state of {type(self).__name__} is damaged ({error!r}): give what its "
                 "state_dict() returned, or leave it out"
             ) from error
-        for index, name in enumerate(self.levels):
-            if name in told:
-                policy = self._levels[index].policy
-                policy.load_state_dict(found[name]["policy"])
-                self._levels[index] = dataclasses.replace(told[name], policy=policy)
-        self.level, self._lowest, self._batches = level, lowest, batches
-        self._is_rehearsed, self._failure = is_rehearsed, failure
+
+    def _load(self, state: dict[str, Any]) -> None:
+        fresh = {"policy": self._fresh, "known": dataclasses.asdict(_Known())}
+        for level, (name, policy) in enumerate(zip(self.levels, self._policies, strict=True)):
+            learned = state["levels"].get(name, fresh)
+            policy.load_state_dict(learned["policy"])
+            self._known[level] = _Known(**learned["known"])
+            self._known[level].failed = _point(learned["known"]["failed"])
+        self.level, self._lowest = self._named(state["level"]), self._named(state["lowest"])
+        self._batches, self._is_rehearsed = int(state["batches"]), bool(state["rehearsed"])
+        self._failure, self._before = _point(state["failure"]), dict(state["before"])
         self.grown_from = None
-        self.exploration: Exploration | None = None
 
     def _named(self, name: str) -> int:
         return self.levels.index(name) if name in self.levels else 0
 
 
-@dataclasses.dataclass
-class _Level:
-    """One level: the policy of its sizes, and the costs of a row at which it is of use.
+def _point(state: dict[str, Any] | None) -> Point | None:
+    return None if state is None else Point(**state)
+
+
+@dataclass
+class _Known:
+    """The costs of a row at which a level is of use.
 
     Attributes:
-        policy: of its sizes.
         fitted: the highest cost at which something fitted; 0.0 before.
         failed: the lowest cost at which nothing did; None before.
         lifts: how often that was forgotten.
-        before: the policy's state, from before the batch that is running ran out of memory; None
-            where it did not.
     """
 
-    policy: Policy
     fitted: float = 0.0
-    failed: Failed | None = None
+    failed: Point | None = None
     lifts: int = 0
-    before: dict[str, Any] | None = None
 
     def admits(self, cost: float, *, is_rehearsed: bool) -> bool:
-        """Whether it is worth an attempt at a cost."""
+        """Whether the level is worth an attempt at a cost."""
         if self.failed is None or cost <= self.fitted:
             return True
         fails = self.failed.cost
@@ -301,55 +291,21 @@ class _Level:
             return False
         return cost <= (self.fitted + fails) / 2
 
-    def leave(self, failed: Failed) -> None:
+    def leave(self, failed: Point, *, batch: int) -> None:
         """Not even the smallest size fitted."""
-        known = self.failed
-        if known is not None and failed.cost >= known.cost:
+        if self.failed is not None and failed.cost >= self.failed.cost:
             # It had been tried at lower costs by what this rank was told: never twice alike.
-            failed = dataclasses.replace(failed, cost=known.cost / 2)
+            failed.cost = self.failed.cost / 2
         if failed.cost <= self.fitted:
             self.fitted = 0.0  # memory is not what it was
+        failed.until = batch + (FIRST_WAIT if failed.is_explained else FIRST_RETRY) * 2**self.lifts
         self.failed = failed
-        self.forget_batch()
-
-    def forget_batch(self) -> None:
-        """What a batch that went on at another level taught this one says nothing of others."""
-        if self.before is not None:
-            self.policy.load_state_dict(self.before)
-            self.before = None
 
     def lift(self, room: int | None, *, batch: int) -> None:
         """Forget a failure that need not repeat."""
         failed = self.failed
-        if failed is None:
+        if failed is None or failed.until is None or batch < failed.until:
             return
-        wait = FIRST_WAIT if failed.is_explained else FIRST_RETRY
-        if batch - failed.batch < wait * 2**self.lifts:
-            return
-        if failed.is_explained and not failed.has_room_in(room):
-            return
-        self.failed = None
-        self.lifts += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all of it as plain values."""
-        return {
-            "policy": self.policy.state_dict(),
-            "fitted": self.fitted,
-            "failed": None if self.failed is None else dataclasses.asdict(self.failed),
-            "lifts": self.lifts,
-            "before": self.before,
-        }
-
-    @classmethod
-    def from_state(cls, policy: Policy, state: dict[str, Any]) -> "_Level":
-        """Return what ``state_dict`` described; the policy takes over its part."""
-        policy.load_state_dict(state["policy"])
-        failed = state["failed"]
-        return cls(
-            policy,
-            fitted=float(state["fitted"]),
-            failed=None if failed is None else Failed(**failed),
-            lifts=int(state["lifts"]),
-            before=state["before"],
-        )
+        if failed.has_room_in(room) or not failed.is_explained:
+            self.failed = None
+            self.lifts += 1

@@ -3,7 +3,7 @@
 import dataclasses
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +17,9 @@ from automicro.batchnorm import find_batchnorm
 from automicro.errors import AutomicroError, SampleTooLargeError
 from automicro.microbatcher import Microbatcher
 from automicro.options import read_count
-from automicro.policy.explore import EXPECTED, ROUND, SIZE, SURE
-from automicro.policy.policy import Outcome, Policy
-from automicro.policy.search import Candidate, Measurement, Search
+from automicro.policy.explore import EXPECTED, ROUND, SURE
+from automicro.policy.policy import Exploration, Outcome, Policy
+from automicro.policy.race import Arm, Race
 from automicro.state.capture import capture
 from automicro.tools.pictures import Point, speed_and_memory
 from automicro.trainer.rehearsal import undisturbed
@@ -147,6 +147,7 @@ def explore(
     max_steps: int = 60,
     max_minutes: float | None = None,
     max_rows: int | None = None,
+    emit: Callable[[Exploration], None] = lambda _: None,
     **options: Any,
 ) -> ExploreReport:
     """Measure which microbatch size is the fastest, and leave everything as it was.
@@ -163,6 +164,7 @@ def explore(
         max_steps: trials.
         max_minutes: in all; None for any time.
         max_rows: of a microbatch; four batches' unless given.
+        emit: called after each round with the size, its speed and the confidence so far.
         options: of `Microbatcher`: ``loss_fn``, ``forward``, ``optimizer``, ``memory_limit``, ….
 
     Raises:
@@ -192,14 +194,14 @@ def explore(
     start = time.monotonic()
     with undisturbed(batches):
         pool = _Pool(batches, BatchLayout(options.get("batch_layout", 0)), max_rows)
-        race = _Race(pool.batch_rows, pool.num_rows)
+        trials = _Trials(pool.batch_rows, pool.num_rows, emit)
         options = {"batchnorm": "ignore", "probe": False, **options}
         microbatcher = Microbatcher(
-            model, microbatch_size=race, eval_microbatch_size=race, **options
+            model, microbatch_size=trials, eval_microbatch_size=trials, **options
         )
         captured = capture({"model": model, "modules": options.get("modules", ())})
         try:
-            for size in race.trials(max_steps, max_minutes):
+            for size in trials.sizes(max_steps, max_minutes):
                 try:
                     batch = pool.about_a_batch(size)
                     if evaluate:
@@ -210,9 +212,9 @@ def explore(
                     if size == 1:
                         raise
         except KeyboardInterrupt:
-            if not race.seconds:
+            if not trials.seconds:
                 raise
-            race.ended = "interrupted"
+            trials.ended = "interrupted"
         finally:
             captured.put_back()
             microbatcher.release_reservation()
@@ -221,21 +223,21 @@ def explore(
             f"{name!r} averages over the rows of a microbatch (BatchNorm): its size changes what "
             "is trained, and not only how fast"
         )
-    found = race.search.find()
+    found = trials.race.find()
     size = _size(found.best)
     return ExploreReport(
         phase="eval" if evaluate else "train",
         microbatch_size=size,
         speedup=found.speedup,
         confidence=found.confidence,
-        base=_size(race.search.base),
+        base=_size(trials.race.base),
         batch_rows=pool.batch_rows,
         global_batch=max(size, round(pool.batch_rows / size) * size),
-        measured=tuple(race.measured()),
-        too_large=tuple(sorted(race.too_large)),
-        steps=race.steps,
+        measured=tuple(trials.measured()),
+        too_large=tuple(sorted(trials.too_large)),
+        steps=trials.steps,
         seconds=time.monotonic() - start,
-        ended=race.ended,
+        ended=trials.ended,
         notes=tuple(pool.notes),
     )
 
@@ -294,7 +296,7 @@ def _joined(parts: Sequence[Any], layout: BatchLayout) -> Any:
     return replace_tensors(parts[0], whole)
 
 
-class _Race(Policy):
+class _Trials(Policy):
     """The size of each trial, what the trials have shown, and which size is tried next.
 
     The base is the largest size that was measured and is no more than the batch.
@@ -302,48 +304,48 @@ class _Race(Policy):
 
     compares_seconds = True
 
-    def __init__(self, batch_rows: int, most: int) -> None:
+    def __init__(self, batch_rows: int, most: int, emit: Callable[[Exploration], None]) -> None:
         sizes = sorted({*ladder(most), min(batch_rows, most)}, reverse=True)
         self._batch_rows, self._size, self._counts = batch_rows, sizes[0], False
-        base = _candidate(min(batch_rows, most))
-        self.search = Search([*map(_candidate, sizes)], base, EXPECTED)
+        base = (min(batch_rows, most),)
+        self.race = Race([(size,) for size in sizes], base, EXPECTED)
         self._peaks: dict[int, int | None] = {}
-        self.steps, self.ended = 0, "sure enough"
+        self.steps, self.ended, self._emit = 0, "sure enough", emit
         self.too_large: set[int] = set()
 
     def propose(self, num_rows: int, cost: float | None = None) -> int:
         return min(num_rows, self._size)
 
     def record(self, outcome: Outcome) -> None:
-        search, size = self.search, self._size
+        race, size = self.race, self._size
         if not outcome.fits:
             self.too_large.add(size)
-            is_lost = _size(search.base) >= size
-            search.exclude([each for each in search.candidates if _size(each) >= size])
-            if is_lost and search.candidates:
-                smaller = [each for each in map(_size, search.candidates) if each <= size // 2]
-                search.base = _candidate(max(self.seconds, default=max(smaller)))
+            is_lost = _size(race.base) >= size
+            race.exclude([each for each in race.arms if _size(each) >= size])
+            if is_lost and race.arms:
+                smaller = [each for each in map(_size, race.arms) if each <= size // 2]
+                race.base = (max(self.seconds, default=max(smaller)),)
             return
         assert outcome.seconds is not None
         self._peaks[size] = max(outcome.peak_bytes or 0, self._peaks.get(size) or 0) or None
         if self._counts:
             seconds = outcome.seconds / outcome.num_rows
-            search.tell(Measurement(candidate=_candidate(size), seconds=seconds, step=self.steps))
-            if _size(search.base) < size <= self._batch_rows:
-                search.base = _candidate(size)
+            race.measurements.append(((size,), seconds, self.steps, 1.0))
+            if _size(race.base) < size <= self._batch_rows:
+                race.base = (size,)
 
     @property
     def seconds(self) -> dict[int, list[float]]:
         """Of a row, by the sizes that fit."""
         found: dict[int, list[float]] = {}
-        for each in self.search.measurements:
-            if each.candidate in self.search.candidates:
-                found.setdefault(_size(each.candidate), []).append(each.seconds)
+        for arm, seconds, *_ in self.race.measurements:
+            if arm in self.race.arms:
+                found.setdefault(_size(arm), []).append(seconds)
         return found
 
-    def trials(self, max_steps: int, max_minutes: float | None) -> Iterator[int]:
+    def sizes(self, max_steps: int, max_minutes: float | None) -> Iterator[int]:
         """Sizes to try; the first trial at a size does not count."""
-        search, start = self.search, time.monotonic()
+        race, start = self.race, time.monotonic()
         counting = [False] * min(_WARM_UP, max_steps // 10)
         while True:
             for self._counts in counting:
@@ -355,12 +357,21 @@ class _Race(Policy):
                 if self._size not in self.too_large:
                     self.steps += 1
                     yield self._size
-            found = search.find()
+            found = race.find()
             self._size = _size(found.next)
+            if self.seconds:
+                self._emit(
+                    Exploration(
+                        microbatch_size=_size(found.best),
+                        speedup=found.speedup,
+                        confidence=found.confidence,
+                        steps=self.steps,
+                    )
+                )
             if self.seconds and found.confidence >= SURE:
                 # A cliff beside the base shows at no other size.
-                beside = {_size(search.base) // 2, 2 * _size(search.base)} - self.seconds.keys()
-                beside &= {*map(_size, search.candidates)}
+                beside = {_size(race.base) // 2, 2 * _size(race.base)} - self.seconds.keys()
+                beside &= {*map(_size, race.arms)}
                 if not beside:
                     return
                 self._size = min(beside)
@@ -368,7 +379,7 @@ class _Race(Policy):
 
     def measured(self) -> Iterator[MeasuredSize]:
         """What was measured of each size, the smallest first."""
-        base = statistics.median(self.seconds[_size(self.search.base)])
+        base = statistics.median(self.seconds[_size(self.race.base)])
         for size, seconds in sorted(self.seconds.items()):
             median = statistics.median(seconds)
             deviation = statistics.median(abs(each - median) for each in seconds)
@@ -382,12 +393,8 @@ class _Race(Policy):
             )
 
 
-def _candidate(size: int) -> Candidate:
-    return Candidate.of(**{SIZE: size})
-
-
-def _size(candidate: Candidate) -> int:
-    return int(candidate[SIZE])
+def _size(arm: Arm) -> int:
+    return int(arm[0])
 
 
 def ladder(most: int) -> list[int]:

@@ -27,8 +27,8 @@ from torch import nn
 
 from automicro.events.run import GlobalBatch, LoopState, Run, Sizes, describe_hours
 from automicro.memory.device import peak_bytes
+from automicro.policy.auto import Halving
 from automicro.policy.explore import Explore, FastestLevel
-from automicro.policy.halving import Halving
 from automicro.policy.ladder import Ladder
 from automicro.policy.policy import Fixed, Policy
 from automicro.step.results import EvalResult, StepResult
@@ -233,12 +233,12 @@ def describe_size(policy: Policy) -> str:
     """
     if isinstance(policy, FastestLevel):
         return f"{describe_size(policy.plain)}, and the fastest of {', '.join(policy.levels)}"
+    if isinstance(policy, Explore):
+        return "explore"
     if isinstance(policy, Ladder):
         return f"{describe_size(policy.plain)}, then {' or '.join(policy.levels[1:])}"
     if isinstance(policy, Halving) and policy.state_dict()["limit"] is None:
         return "auto"
-    if isinstance(policy, Explore):
-        return "explore"
     if isinstance(policy, Fixed):
         size = policy.state_dict()["microbatch_size"]
         return "whole batch" if size is None else str(size)

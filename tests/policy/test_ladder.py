@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from automicro.policy.explore import Explore
-from automicro.policy.halving import Halving
+from automicro.policy.auto import Halving
 from automicro.policy.ladder import Ladder
 from automicro.policy.policy import Fixed, Outcome, Policy, canonical_size
 
@@ -246,14 +245,11 @@ def test_a_policy_that_cannot_be_copied_is_named() -> None:
 def test_what_the_run_loop_asks_is_handed_on() -> None:
     policy = ladder(Halving(multiple_of=4))
     assert (policy.multiple_of, policy.adapts, policy.explores) == (4, True, False)
-    assert ladder(Explore()).explores
-    assert ladder(Explore()).compares_seconds
-    assert ladder(Explore()).wants_to_measure
     policy.may_measure = False
     policy.propose(8)
     policy.level = 1
     policy.propose(8)
-    assert [each.policy.may_measure for each in policy._levels] == [False, False, True]
+    assert [policy.at(level).may_measure for level in (0, 1)] == [False, False]
 
 
 def test_levels_that_a_state_does_not_know_start_anew_and_others_go_on() -> None:

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from automicro.policy.auto import Halving
 from automicro.policy.choose import with_levels
 from automicro.policy.explore import Explore, FastestLevel
-from automicro.policy.halving import Halving
 from automicro.policy.ladder import Ladder
 from automicro.policy.policy import Exploration, Fixed, Outcome, Policy, canonical_size
 from tests.policy.machines import KINDS, LEVELS, LeveledMachine
@@ -147,14 +147,13 @@ def test_a_level_that_brings_no_larger_size_is_not_measured() -> None:
     job = Job(fastest(LEVELS), [2, 4, 0.5, 0.25], overhead(4, [1, 1.3, 1.1, 1.4])).run()
     assert job.batch() == (2, 32)
     assert {level for level, *_ in job.plans} == {0, 1, 2}
-    compared = [dict(each.coordinates)["level"] for each in searched(job).candidates]
-    assert compared == ["plain", "offload"]
+    assert [level for level, *_ in race_of(job).arms] == ["plain", "offload"]
 
 
-def searched(job: Job) -> Any:
+def race_of(job: Job) -> Any:
     policy = job.policy
     assert isinstance(policy, Explore)
-    return policy._progress.search
+    return policy._progress.race
 
 
 def test_where_one_level_fits_nothing_is_compared_and_that_is_said() -> None:
@@ -259,9 +258,10 @@ def test_a_fixed_size_races_too() -> None:
 def test_the_state_of_sizes_alone_is_what_is_known_to_fit() -> None:
     for known in (Halving(), Ladder(Halving(), TWO)):
         known.record(Outcome(num_rows=32, microbatch_size=32, fits=False))
-        policy = fastest()
-        policy.load_state_dict(known.state_dict())
-        assert policy.propose(32) == 16
+        for policy in (fastest(), Explore(), Explore().with_levels(TWO)):
+            if known.levels == ("plain",) or policy.levels == known.levels:
+                policy.load_state_dict(known.state_dict())
+                assert policy.propose(32) == 16
 
 
 # "explore": sizes and levels together
@@ -280,11 +280,11 @@ def test_explore_finds_a_size_and_a_level_together() -> None:
 
 def test_a_level_is_explored_only_where_fewer_rungs_do_not_fit() -> None:
     job = Job(Explore().with_levels(TWO), [2, 0.5], overhead(1, [1, 1.3]))
-    while searched(job) is None:
+    while race_of(job) is None:
         job.batch()
     sizes: dict[Any, list[Any]] = {}
-    for each in searched(job).candidates:
-        sizes.setdefault(each["level"], []).append(each["microbatch_size"])
+    for level, size in race_of(job).arms:
+        sizes.setdefault(level, []).append(size)
     assert sizes == {"plain": [8, 6, 4, 3, 2, 1], "recompute": [32, 16, 11]}
 
 
@@ -486,7 +486,11 @@ def test_ranks_decide_alike_from_what_all_measured_together(name: str) -> None:
 def test_a_damaged_state_changes_nothing() -> None:
     policy = Job(fastest(), [8, 0.5], overhead(4, [1, 1.3])).run(8).policy
     before = policy.state_dict()
-    damages: list[dict[str, Any]] = [{"progress": {}}, {"fitting": {}}, {"kind": "Explore"}]
+    damages: list[dict[str, Any]] = [
+        {"progress": {}},
+        {"levels": {"plain": {}}},
+        {"kind": "Explore"},
+    ]
     for damage in damages:
         with pytest.raises(ValueError, match="state"):
             policy.load_state_dict({**before, **damage})

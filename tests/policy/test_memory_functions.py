@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from automicro.policy.halving import Halving
+from automicro.policy.auto import Halving
 from tests.policy.memory_functions import FAMILIES, Run, make_device, train
 
 ALL = 1000
@@ -13,7 +13,7 @@ SAMPLE = 100
 
 
 def failures_allowed(run: Run) -> float:
-    return math.log2(run.device.batch) + 2 + run.device.doublings
+    return math.ceil(math.log2(run.device.batch)) + 2 + run.device.doublings
 
 
 def check(seeds: int) -> None:

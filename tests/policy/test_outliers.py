@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from automicro.policy.halving import Halving
+from automicro.policy.auto import Halving
 from automicro.policy.policy import Outcome
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from automicro.policy.auto import Halving
 from automicro.policy.choose import make_policy
-from automicro.policy.halving import Halving
 from automicro.policy.policy import Fixed, Outcome, Policy, canonical_size
 
 ROWS = st.integers(1, 2000)

@@ -1,5 +1,6 @@
 """Refine, grow back, thrash and limits of the policy behind "auto"."""
 
+import dataclasses
 import json
 import logging
 import math
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from automicro.policy.halving import Halving
+from automicro.policy.auto import Halving
 from automicro.policy.policy import Outcome, cut_size
 
 ROWS = st.integers(1, 300)
@@ -146,6 +147,16 @@ def test_sizes_grow_when_the_device_reports_what_was_lacking() -> None:
     assert sizes[-1] == 32
     sizes, failures = run_batches(policy, 4, 64, RESIDENT + 700)
     assert (sizes[-1], failures) == (64, 0)
+
+
+def test_sizes_grow_when_as_much_work_takes_less() -> None:
+    """What rows need falls, while the device reports no more room."""
+    policy, capacity = Halving(), RESIDENT + 330
+    run_batches(policy, 4, 64, capacity)
+    for _ in range(2):
+        half = attempt(policy.propose(64), 64, capacity, cost=0.5)
+        policy.record(dataclasses.replace(half, cost=1.0))
+    assert policy.propose(64) == 64
 
 
 def test_sizes_grow_after_many_batches_where_nothing_is_measured() -> None:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from automicro import Microbatcher, Trainer
-from automicro.policy.halving import Halving
+from automicro.policy.auto import Halving
 from automicro.ranks.guards import guard
 
 

@@ -14,7 +14,7 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from automicro import Trainer
-from automicro.policy.halving import Halving
+from automicro.policy.auto import Halving
 from tests.search.contents import CLASSES, FEATURES, IGNORED
 from tests.search.faults import out_of_memory
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -327,7 +328,8 @@ def test_the_command_prints_a_table_and_a_recommendation(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["explore", "job.yaml", "--max-steps", "6"]) == 0
-    out, _ = capsys.readouterr()
+    out, told = capsys.readouterr()
+    assert re.search(r"^exploring: \d+ rows?, \d\.\d\dx base, confidence \d+$", told, re.M)
     assert out.splitlines()[0].split() == ["rows", "rows/s", "spread", "peak", "speed", "steps"]
     assert "\nmicrobatch_size: " in out
     assert "\nglobal batch: it " in out

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro.nested.split import split
-from automicro.policy.halving import Halving
+from automicro.policy.auto import Halving
 from tests.torture.engine.subject import MakeSubject, Subject
 from tests.torture.subjects import BATCHES, ROWS, adamw, classify
 

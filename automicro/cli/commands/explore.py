@@ -20,7 +20,8 @@ Measure which microbatch size is the fastest for a config's model, on its own da
 without training: forward and backward of each size in turns, rolled back, until the
 fastest is known well enough. Sizes do not depend on the batch of the config: rows of
 successive batches are pooled for larger ones. Ctrl-C ends it with the best so far.
-Prints a table, the size, and the global batch nearest to the config's that it divides.
+After each round a line on stderr says how far it is. Prints a table, the size, and the
+global batch nearest to the config's that it divides.
 """
 
 # What the speed of forward and backward does not depend on.
@@ -118,6 +119,7 @@ def _make(
                 max_steps=arguments.max_steps,
                 max_minutes=arguments.max_minutes,
                 max_rows=arguments.max_rows,
+                emit=print,
                 **options,
             )
 

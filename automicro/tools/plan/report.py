@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from automicro.batch.layout import describe_cut
 from automicro.memory.timeline import ACTIVATIONS, Owner, Trace
-from automicro.policy.halving import Halving
+from automicro.policy.auto import Halving
 from automicro.rungs.levels import PLAIN
 from automicro.tools.pictures import new_figure, speed_and_memory, timeline
 from automicro.tools.plan.devices import find_device

@@ -15,7 +15,7 @@ import torch
 from automicro.errors import OptimizerStepError, RollbackError, SampleTooLargeError, facts_of
 from automicro.memory.budget import MemoryBudget
 from automicro.optimizer.step import clip_gradients
-from automicro.policy.halving import Halving
+from automicro.policy.auto import Halving
 from automicro.policy.policy import Outcome, Policy
 from tests.torture.engine.cuts import Cut, Noting
 from tests.torture.engine.faults import Boom, Fault, FaultMode

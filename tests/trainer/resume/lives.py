@@ -158,9 +158,9 @@ def _without_measurements(sizes: dict[str, Any]) -> dict[str, Any]:
     for phase in kept.values():
         learned = phase.get("policy", {}).get("learned")  # parts have sizes of their own
         if learned is not None:
-            del learned["room"], learned["peaks"]
-            for failed in learned["frontier"]["failed"]:
-                del failed[2:4]
+            del learned["room"]
+            for point in [*learned["fits"], *learned["failures"]]:
+                del point["need"], point["room"]
     return kept
 
 

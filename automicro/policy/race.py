@@ -1,0 +1,251 @@
+"""Which of several ways is the fastest, from few measurements that are noisy.
+
+The logarithm of the seconds per unit of work is taken for the sum of a random walk along the
+logarithm of each number (neighbours tell of each other), a part of each arm's own (steps at
+multiples, cliffs), the drift of the machine, what the work of a step is like, and noise with heavy
+tails: a disturbed step counts less. How large each of them is, is averaged over. That gives the
+probability of every order of the arms, and with it the confidence, and the arm to measure next.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Value = float | str
+Arm = tuple[Value, ...]
+"""What can be chosen: words, which have no neighbours, and positive numbers, which have."""
+Measurement = tuple[Arm, float, int, float]
+"""A step: its arm, seconds per unit of work, its number, what a unit is like (a row's length)."""
+
+# Doublings between an arm that was measured and one that may be next.
+REACH = 1.1
+# An arm that is faster by no more than this share is as good as the best.
+TOLERANCE = 0.01
+# Standard deviations, of logarithms: 0.05 is 5 %.
+LEVEL, KIND = 10.0, 0.5  # of all arms; between kinds
+WORK_SLOPE, WORK_SMOOTH = 0.5, 0.1  # the same for a unit of work
+DRIFT_LENGTH = 12.0  # steps over which the machine drifts
+TAIL = 4.0  # degrees of freedom of the noise, which is Student's
+# What is averaged over, with the probabilities beforehand: of the noise, of the walk over one
+# doubling, of each arm's own part, and of the drift in shares of the noise.
+NOISES = {float(noise): 0.1 for noise in np.geomspace(0.002, 0.2, 10)}
+WALKS = {0.08: 0.5, 0.3: 0.5}
+OWN = {0.004: 0.35, 0.03: 0.45, 0.15: 0.2}
+DRIFTS = {0.0: 0.5, 1.0: 0.5}
+ROUNDS_OF_WEIGHTS = 4
+DRAWS = 2048
+
+
+def _kind(arm: Arm) -> Arm:
+    """Its words."""
+    return tuple(each for each in arm if isinstance(each, str))
+
+
+def _place(arm: Arm) -> tuple[float, ...]:
+    """The logarithms of its numbers."""
+    return tuple(math.log2(each) for each in arm if not isinstance(each, str))
+
+
+def _is_between(arm: Arm, one: Arm, other: Arm) -> bool:
+    """Whether each number lies between those of two others, and it is neither of them."""
+    bounds = zip(_place(arm), _place(one), _place(other), strict=True)
+    return arm not in (one, other) and all(min(a, b) <= x <= max(a, b) for x, a, b in bounds)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """What the measurements say.
+
+    Attributes:
+        best: the arm to take.
+        speedup: its speed in shares of the base's.
+        confidence: the probability in percent, given the measured spread, that no arm is more
+            than 1 % faster; 0 … 99.
+        regret: the share of time that knowing everything is expected to win.
+        next: the arm to measure next.
+        next_loss: of the time of one step at ``next``, the share that is expected to be lost.
+    """
+
+    best: Arm
+    speedup: float = 1.0
+    confidence: int = 0
+    regret: float = math.inf
+    next: Arm
+    next_loss: float = 0.0
+
+
+@dataclass
+class Race:
+    """Finds the fastest of several arms.
+
+    Attributes:
+        arms: all that can be chosen.
+        base: what speeds are told in shares of.
+        expected: the share of time that a doubling of the first number is expected to save.
+        measurements: so far.
+
+    >>> sizes = [(size,) for size in (4, 8, 16)]
+    >>> race = Race(sizes, base=sizes[2])
+    >>> for step in range(12):
+    ...     seconds = (2.0, 1.0, 1.2)[step % 3] * (1 + 0.001 * (step % 2))
+    ...     race.measurements.append((sizes[step % 3], seconds, step, 1.0))
+    >>> found = race.find()
+    >>> found.best, round(found.speedup, 2), found.confidence
+    ((8,), 1.2, 99)
+    """
+
+    arms: list[Arm]
+    base: Arm
+    expected: float = 0.0
+    measurements: list[Measurement] = field(default_factory=list)
+
+    def exclude(self, arms: Iterable[Arm]) -> None:
+        """Some do not fit; what they measured still tells of the others."""
+        gone = set(arms)
+        self.arms = [each for each in self.arms if each not in gone]
+        if self.base in gone and self.arms:
+            self.base = self.arms[0]
+
+    def count(self, arm: Arm) -> int:
+        """How many steps of an arm were measured."""
+        return sum(each == arm for each, *_ in self.measurements)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> "Race":
+        """The race of which `dataclasses.asdict`, through JSON, gave this."""
+        told = [(tuple(arm), *more) for arm, *more in state["measurements"]]
+        arms = [tuple(each) for each in state["arms"]]
+        return cls(arms, tuple(state["base"]), state["expected"], told)
+
+    def find(self) -> Finding:
+        """What the measurements say; before the first, that the base is as good a guess as any.
+
+        A kind of which nothing was measured comes next, and nothing is sure before.
+        """
+        arms = self.arms
+        if len(arms) == 1:
+            return Finding(best=arms[0], confidence=99, regret=0.0, next=arms[0])
+        if not self.measurements:
+            return Finding(best=self.base, next=self.base)
+        draws = _draws(arms, self.measurements, self.expected)
+        lowest, margin = draws.min(axis=1), math.log1p(TOLERANCE)
+        good = (draws <= lowest[:, None] + margin).mean(axis=0)
+        means = draws.mean(axis=0)
+        # Of those that are as sure, the one that is faster by the mean, and else the first.
+        told = {arm for arm, *_ in self.measurements}
+        best = max(
+            [number for number, each in enumerate(arms) if each in told] or [0],
+            key=lambda each: (round(good[each], 2), -round(means[each], 3)),
+        )
+        beats = (draws < draws[:, [best]] - margin).mean(axis=0)
+        gains = np.maximum(draws[:, [best]] - draws, 0.0).mean(axis=0)
+        # What would change most, for the time that it takes; the two take turns.
+        worth = (beats + gains) / np.exp(means - means.min())
+        others = [each for each in range(len(arms)) if each != best]
+        near = [each for each in others if self._is_near(arms[each], told)] or others
+        challenger = max(near, key=lambda each: worth[each])
+        following = min((challenger, best), key=lambda each: self.count(arms[each]))
+        unknown = [each for each in arms if _kind(each) not in set(map(_kind, told))]
+        return Finding(
+            best=arms[best],
+            speedup=float(math.exp(means[arms.index(self.base)] - means[best])),
+            confidence=0 if unknown else int(min(99, 100 * good[best])),
+            regret=math.inf if unknown else float((draws[:, best] - lowest).mean()),
+            next=unknown[0] if unknown else arms[following],
+            next_loss=float(max(0.0, math.exp(means[following] - means[best]) - 1)),
+        )
+
+    def _is_near(self, arm: Arm, told: Iterable[Arm]) -> bool:
+        """Whether an arm close to it, or next to it, was measured: curves hold no farther."""
+        alike = [each for each in self.arms if _kind(each) == _kind(arm)]
+        return any(
+            max(map(abs, np.subtract(_place(arm), _place(each))), default=0.0) <= REACH
+            or not any(_is_between(one, arm, each) for one in alike)
+            for each in told
+            if _kind(each) == _kind(arm)
+        )
+
+
+def _draws(arms: Sequence[Arm], told: Sequence[Measurement], expected: float) -> Array:
+    """What the arms may be: (DRAWS, arms), from each model as probable as it is."""
+    told_arms, seconds, numbers, works = zip(*told, strict=True)
+    used = list(dict.fromkeys([*arms, *told_arms]))
+    index = [used.index(each) for each in told_arms]
+    own, walk, noise, drift, prior = _models()
+    k, n = len(arms), len(told)
+    work = np.log2(works)
+    y = np.log(seconds)
+    firsts = [_place(each)[0] for each in used]
+    means = np.median(y) - expected * np.array(firsts)
+    y -= means[index]
+
+    shared, walks = _kernels(used)
+    covariance = shared + walk[:, None, None] ** 2 * walks
+    covariance += own[:, None, None] ** 2 * np.eye(len(used))
+    steps = np.array(numbers, dtype=float)
+    signal = covariance[:, index][:, :, index] + (drift * noise)[:, None, None] ** 2 * np.exp(
+        -np.abs(steps[:, None] - steps) / DRIFT_LENGTH
+    )
+    if np.ptp(work):
+        signal += WORK_SLOPE**2 * np.outer(work - work.mean(), work - work.mean())
+        signal += WORK_SMOOTH**2 * np.exp(-0.5 * (work[:, None] - work) ** 2)
+    # Student's noise, by weights that make it Gaussian: a variational bound.
+    weights = np.ones((len(own), n))
+    for _ in range(ROUNDS_OF_WEIGHTS):
+        noises = noise[:, None] ** 2 / weights
+        inverse = np.linalg.inv(signal + noises[:, :, None] * np.eye(n))
+        solved = np.einsum("gij,j->gi", inverse, y)
+        # Of each step, its own noise as it is expected: from the solved system directly.
+        spread = noises - noises**2 * np.einsum("gii->gi", inverse)
+        squares = ((noises * solved) ** 2 + np.maximum(spread, 0.0)) / noise[:, None] ** 2
+        before, weights = weights, (TAIL + 1) / (TAIL + squares)
+    evidence = np.log(prior) - 0.5 * (solved @ y) + 0.5 * np.linalg.slogdet(inverse)[1]
+    bound = before * squares - (TAIL + 1) * np.log1p(squares / TAIL) - np.log(before)
+    evidence += 0.5 * bound.sum(axis=1)
+    shares = np.exp(evidence - evidence.max())
+    across = covariance[:, :k][:, :, index]
+    centers = means[:k] + np.einsum("gij,gj->gi", across, solved)
+    spreads = covariance[:, :k, :k] - across @ inverse @ across.transpose(0, 2, 1)
+    edges = np.rint(np.cumsum(shares / shares.sum()) * DRAWS).astype(int)
+    parts = []
+    for model in np.flatnonzero(np.diff(edges, prepend=0)):
+        values, vectors = np.linalg.eigh(spreads[model])
+        # The symmetric root: there is one, where signs of eigenvectors are a processor's own.
+        root = (vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T
+        start = edges[model - 1] if model else 0
+        parts.append(centers[model] + _normal(k)[start : edges[model]] @ root)
+    return np.concatenate(parts)
+
+
+@functools.cache
+def _models() -> tuple[Array, ...]:
+    """Each arm's own part, the walk, the noise, the drift in shares of it; probabilities."""
+    grid = list(itertools.product(OWN.items(), WALKS.items(), NOISES.items(), DRIFTS.items()))
+    parts = np.array([[value for value, _ in each] for each in grid]).T
+    prior = np.array([math.prod(share for _, share in each) for each in grid])
+    return *parts, prior / prior.sum()
+
+
+@functools.cache
+def _normal(k: int) -> Array:
+    """The same draws each time, so that every rank decides alike."""
+    return np.random.Generator(np.random.PCG64(17)).standard_normal((DRAWS, k))
+
+
+def _kernels(arms: Sequence[Arm]) -> tuple[Array, Array]:
+    """What arms have in common with each other: the level and the kind, and walks of unit size."""
+    shared = np.full((len(arms), len(arms)), LEVEL**2)
+    for words in zip(*map(_kind, arms), strict=True):
+        shared += KIND**2 * np.array([[a == b for b in words] for a in words])
+    walks = np.zeros_like(shared)
+    for places in zip(*map(_place, arms), strict=True):
+        below = max(places) - np.array(places)
+        walks += np.minimum(below[:, None], below)
+    return shared, walks
