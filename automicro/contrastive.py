@@ -11,10 +11,9 @@ Encoders are parts with sizes of their own (`automicro.split`): memory that runs
 is encoded shrinks the slices of that encoder alone.
 """
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias, cast
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -88,8 +87,8 @@ class Contrastive(nn.Module):
     @property
     def sizes(self) -> dict[str, list[int]]:
         """Rows of the slices in which each encoder ran last."""
-        found = {name: attached_to(encoder) for name, encoder in self.encoders.items()}
-        return {name: nested.sizes for name, nested in found.items() if nested is not None}
+        found = ((name, attached_to(encoder)) for name, encoder in self.encoders.items())
+        return {name: nested.sizes for name, nested in found if nested is not None}
 
     def forward(self, **inputs: Any) -> dict[str, Tensor]:
         """The loss, and the representations of the rows by the names of the encoders.
@@ -108,10 +107,29 @@ class Contrastive(nn.Module):
                 f"{', '.join(sorted(self.encoders))}; name what each of them encodes"
             )
         encoded: dict[str, Tensor] = {}
-        with self._naming_what_does_not_fit(encoded):
+        try:
             for name, encoder in self.encoders.items():
-                encoded[name] = _check(name, _call(encoder, inputs[name]), encoded)
+                encoded[name] = _encode(name, encoder, inputs[name])
+            if len(set(map(len, encoded.values()))) > 1:
+                names = " and ".join(map(repr, encoded))
+                counts = " and ".join(str(len(each)) for each in encoded.values())
+                raise BatchError(
+                    f"the encoders {names} give {counts} rows; row by row they belong together"
+                )
             loss = self.loss(*encoded.values())
+        except Exception as error:
+            if classify(error) is not Failure.RETRYABLE:
+                raise
+            waiting = list(self.encoders)[len(encoded) :]
+            where = f"encoding {waiting[0]!r}" if waiting else "computing the loss"
+            held = format_bytes(sum(each.nbytes for each in encoded.values()))
+            raise torch.OutOfMemoryError(
+                f"memory ran out while {where}, with the smallest slices that its size allows, "
+                f"beside {len(encoded)} of {len(self.encoders)} representations of all rows "
+                f"({held}, and as much for their gradients). Give encoders "
+                'microbatch_size="auto" or a smaller one; if one row at a time does not fit, take '
+                "smaller batches, fewer features, or more devices"
+            ) from error
         if loss.dim():
             raise LossError(
                 f"the loss has the shape {tuple(loss.shape)}; give one number for all rows, such "
@@ -119,45 +137,19 @@ class Contrastive(nn.Module):
             )
         return {"loss": loss, **encoded}
 
-    @contextlib.contextmanager
-    def _naming_what_does_not_fit(self, encoded: Mapping[str, Tensor]) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            if classify(error) is not Failure.RETRYABLE:
-                raise
-            waiting = list(self.encoders)[len(encoded) :]
-            held = sum(each.nbytes for each in encoded.values())
-            where = f"encoding {waiting[0]!r}" if waiting else "computing the loss"
-            raise torch.OutOfMemoryError(
-                f"memory ran out while {where}, with the smallest slices that its size allows, "
-                f"beside {len(encoded)} of {len(self.encoders)} representations of all rows "
-                f"({format_bytes(held)}, and as much for their gradients). Give encoders "
-                'microbatch_size="auto" or a smaller one; if one row at a time does not fit, take '
-                "smaller batches, fewer features, or more devices"
-            ) from error
 
-
-def _call(encoder: nn.Module, given: Any) -> Any:
+def _encode(name: str, encoder: nn.Module, given: Any) -> Tensor:
     if isinstance(given, Mapping):
-        return encoder(**given)
-    return encoder(*given) if isinstance(given, tuple | list) else encoder(given)
-
-
-def _check(name: str, output: Any, earlier: Mapping[str, Tensor]) -> Tensor:
-    if not isinstance(output, Tensor) or output.dim() < 2:
-        what = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output)
-        raise BatchError(
-            f"the encoder {name!r} gives {what}; give one tensor of (rows, features), such as the "
-            "mean over positions"
-        )
-    for other, rows in earlier.items():
-        if len(rows) != len(output):
-            raise BatchError(
-                f"the encoders {other!r} and {name!r} give {len(rows)} and {len(output)} rows; "
-                "row by row they belong together"
-            )
-    return output
+        output = encoder(**given)
+    else:
+        output = encoder(*given) if isinstance(given, tuple | list) else encoder(given)
+    if isinstance(output, Tensor) and output.dim() >= 2:
+        return output
+    what = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output)
+    raise BatchError(
+        f"the encoder {name!r} gives {what}; give one tensor of (rows, features), such as the "
+        "mean over positions"
+    )
 
 
 class InfoNCE(nn.Module):
@@ -232,16 +224,15 @@ class InfoNCE(nn.Module):
         anchors, positives, *others = (
             F.normalize(each, dim=-1) for each in (anchors, positives, *negatives)
         )
-        scale = self.log_scale.exp().to(anchors.device)  # whoever moves encoders may forget it
-        candidates, first = self._of_all(positives)
+        scale = self.log_scale.exp().to(anchors.device)  # encoders may have been moved without it
+        among, first = self._of_all(positives)
         targets = first + torch.arange(len(anchors), device=anchors.device)
-        among = torch.cat([candidates, *(self._of_all(each)[0] for each in others)])
-        loss = cast(Tensor, self.similarities(anchors, among, scale, targets))
-        if not self.is_symmetric:
-            return loss
-        candidates, _ = self._of_all(anchors)
-        back = cast(Tensor, self.similarities(positives, candidates, scale, targets))
-        return (loss + back) / 2
+        among = torch.cat([among, *(self._of_all(each)[0] for each in others)])
+        loss: Tensor = self.similarities(anchors, among, scale, targets)
+        if self.is_symmetric:
+            among, _ = self._of_all(anchors)
+            loss = (loss + self.similarities(positives, among, scale, targets)) / 2
+        return loss
 
     def _of_all(self, rows: Tensor) -> tuple[Tensor, int]:
         return gather_rows(rows, self.group) if self.gathers else (rows, 0)
@@ -250,11 +241,8 @@ class InfoNCE(nn.Module):
 class _Similarities(nn.Module):
     """Cross-entropy of some anchors among all candidates."""
 
-    def forward(
-        self, anchors: Tensor, candidates: Tensor, scale: Tensor, targets: Tensor
-    ) -> Tensor:
-        loss: Tensor = F.cross_entropy(scale * anchors @ candidates.T, targets)
-        return loss
+    def forward(self, anchors: Tensor, candidates: Tensor, scale: Tensor, targets: Tensor) -> Any:
+        return F.cross_entropy(scale * anchors @ candidates.T, targets)
 
 
 def gather_rows(rows: Tensor, group: Group = None) -> tuple[Tensor, int]:
@@ -299,6 +287,4 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         summed = gradients[0].contiguous().clone()
         dist.all_reduce(summed, group=ctx.group)
-        rank = dist.get_rank(ctx.group)
-        first = sum(ctx.sizes[:rank])
-        return summed.narrow(0, first, ctx.sizes[rank]), None, None
+        return torch.split(summed, ctx.sizes)[dist.get_rank(ctx.group)], None, None

@@ -389,14 +389,14 @@ def read_time(name: str, value: str | timedelta | None) -> float | None:
         raise type(error)(f"{name}: {error}") from None
 
 
-def read_norm(name: str, value: float | None) -> float | None:
+def read_amount(name: str, value: float | None) -> float | None:
     """A positive number, or None.
 
     Raises:
         TypeError: not a number.
         ValueError: not above zero.
 
-    >>> read_norm("grad_clip_norm", 1)
+    >>> read_amount("grad_clip_norm", 1)
     1.0
     """
     if value is None:

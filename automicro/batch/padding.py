@@ -7,7 +7,7 @@ wrong.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -60,8 +60,7 @@ class Group:
     @property
     def lengths(self) -> "np.ndarray[Any, Any]":
         """Of each row; at least 1."""
-        lengths: np.ndarray[Any, Any] = np.maximum(self.stops - self.starts, 1)
-        return lengths
+        return np.asarray(np.maximum(self.stops - self.starts, 1))
 
     def window(self, rows: Sequence[int] | slice) -> tuple[int, int]:
         """The first and one past the last position that any of some rows has."""
@@ -70,7 +69,7 @@ class Group:
 
     def take(self, order: "np.ndarray[Any, Any]") -> "Group":
         """The same for rows in another order."""
-        return Group(self.name, self.padded, self.starts[order], self.stops[order], self.parts)
+        return replace(self, starts=self.starts[order], stops=self.stops[order])
 
 
 class Padding:
@@ -100,9 +99,7 @@ class Padding:
 
     def __init__(self, declared: Declared | None = None, *, ignore_index: int = -100) -> None:
         self._declared = _check(declared)
-        self._sources = {
-            each[0] if isinstance(each, tuple) else each for each in self._declared.values()
-        }
+        self._sources = {each[0] for each in self._declared.values() if each is not None}
         self._ignore_index = ignore_index
         # Tensors that once had another length than a group whose length they have now.
         self._apart: set[tuple[str, str]] = set()
@@ -148,7 +145,7 @@ class Padding:
         for path, meaning in self._declared.items():
             if meaning is None:
                 continue
-            source, dim = meaning if isinstance(meaning, tuple) else (meaning, 1)
+            source, dim = meaning
             for each in (path, source):
                 if each not in leaves:
                     raise BatchError(
@@ -179,7 +176,8 @@ class Padding:
     ) -> list[Group]:
         groups = []
         for path, mask in leaves.items():
-            if named[path] not in MASKS or path in taken or not _is_mask(mask, num_rows):
+            is_mask = named[path] in MASKS and mask.dim() == 2 and len(mask) == num_rows
+            if path in taken or not is_mask:
                 continue
             group = _group(path, mask, mask.shape[1], num_rows)
             is_decoder = named[path].startswith("decoder")
@@ -196,9 +194,8 @@ class Padding:
             taken.update(group.parts)
         for path, tensor in leaves.items():
             # Of a decoder that makes its inputs from them.
-            if path in taken or named[path] != "labels" or not groups or tensor.dim() != 2:
-                continue
-            if tensor.shape[0] != num_rows or tensor.is_floating_point():
+            is_text = named[path] == "labels" and tensor.dim() == 2 and len(tensor) == num_rows
+            if path in taken or not groups or not is_text or tensor.is_floating_point():
                 continue
             own = [
                 other
@@ -221,11 +218,10 @@ class Padding:
         if not name.endswith("labels") or tensor.dim() != 2 or tensor.is_floating_point():
             return False
         starts, stops = _extents(tensor != self._ignore_index)
-        is_empty = stops == 0
-        before = group.stops.copy()
+        np.minimum(group.starts, starts, out=group.starts, where=stops > 0)
+        is_later = stops > group.stops
         np.maximum(group.stops, stops, out=group.stops)
-        np.minimum(group.starts, np.where(is_empty, group.starts, starts), out=group.starts)
-        return bool((group.stops > before).any())
+        return bool(is_later.any())
 
     def _read_lengths(
         self,
@@ -236,11 +232,11 @@ class Padding:
     ) -> list[Group]:
         groups = []
         for path, lengths in leaves.items():
-            stem = _stem(named[path])
-            if stem is None or path in taken or lengths.shape != (num_rows,):
+            end = next(filter(named[path].endswith, _LENGTHS), None)
+            is_count = not (lengths.is_floating_point() or lengths.dtype == torch.bool)
+            if end is None or path in taken or lengths.shape != (num_rows,) or not is_count:
                 continue
-            if lengths.is_floating_point() or lengths.dtype == torch.bool:
-                continue
+            stem = named[path].removesuffix(end)
             wanted = {stem, f"{stem}s", *(f"{stem}_{end}" for end in ("ids", "values", "features"))}
             candidates = [
                 other for other in leaves if named[other] in wanted and leaves[other].dim() > 1
@@ -340,27 +336,23 @@ def restore_padding(
     return tensor
 
 
-def _check(declared: Declared | None) -> dict[str, str | tuple[str, int] | None]:
-    if declared is None:
-        return {}
-    if not isinstance(declared, Mapping):
+def _check(declared: Declared | None) -> dict[str, tuple[str, int] | None]:
+    if not isinstance(declared, Mapping | None):
         raise TypeError(
             f"padding is a {type(declared).__name__} and not a mapping; say which tensor has its "
             "lengths where, as in padding={'audio': 'audio_lengths'}"
         )
-    found: dict[str, str | tuple[str, int] | None] = {}
-    for path, meaning in declared.items():
-        if meaning is None or isinstance(meaning, str):
-            found[str(path)] = meaning
-            continue
-        pair: Any = meaning
-        if isinstance(pair, tuple | list) and list(map(type, pair)) == [str, int]:
-            found[str(path)] = (pair[0], pair[1])
-            continue
-        raise TypeError(
-            f"padding[{path!r}] is {meaning!r}; give the path of its lengths or of its mask, "
-            "('audio_lengths', 2) with the dimension that is padded, or None for what is never cut"
-        )
+    found: dict[str, tuple[str, int] | None] = {}
+    for path, meaning in (declared or {}).items():
+        pair: Any = (meaning, 1) if isinstance(meaning, str) else meaning
+        is_pair = isinstance(pair, tuple | list) and list(map(type, pair)) == [str, int]
+        if not (is_pair or pair is None):
+            raise TypeError(
+                f"padding[{path!r}] is {meaning!r}; give the path of its lengths or of its mask, "
+                "('audio_lengths', 2) with the dimension that is padded, or None for what is never "
+                "cut"
+            )
+        found[str(path)] = None if pair is None else (pair[0], pair[1])
     return found
 
 
@@ -369,15 +361,6 @@ def _last(path: str, batch: Any) -> str:
     if path == "1" and isinstance(batch, tuple | list) and len(batch) == 2:
         return "labels"
     return path.rpartition(".")[2]
-
-
-def _stem(name: str) -> str | None:
-    """What lengths are of, by their name."""
-    return next((name.removesuffix(each) for each in _LENGTHS if name.endswith(each)), None)
-
-
-def _is_mask(mask: Tensor, num_rows: int) -> bool:
-    return mask.dim() == 2 and mask.shape[0] == num_rows
 
 
 def _whole(name: str, padded: int, num_rows: int) -> Group:

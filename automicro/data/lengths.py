@@ -1,9 +1,10 @@
 """How long each row of a data set is, wherever that is written down."""
 
+import contextlib
 import csv
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -72,23 +73,28 @@ def _find(lengths: Lengths, dataset: Any, name: str) -> Array:
     if isinstance(lengths, Path | str):
         match = _FILE.fullmatch(str(lengths))
         if match is not None:
-            return _read_file(Path(match["path"]), match["kind"], match["column"], name)
+            try:
+                return _as_numbers(_read_file(**match.groupdict(), name=name), name)
+            except OSError as error:
+                raise ValueError(
+                    f"{name}={match['path']!r} cannot be read ({error}): {_FORMS}"
+                ) from error
         if isinstance(lengths, Path):
             raise ValueError(f"{name}={str(lengths)!r} is of no kind that is read here: {_FORMS}")
-        return _read_column(lengths, dataset, name)
+        return _as_numbers(_read_column(lengths, dataset, name), name)
     if isinstance(lengths, torch.Tensor):
         return lengths.detach().cpu().numpy().astype(np.float64)
     if isinstance(lengths, np.ndarray | Sequence):
         return _as_numbers(lengths, name)
-    if callable(lengths):
-        if dataset is None:
-            raise ValueError(f"{name} is a function of a row: give the dataset whose rows it reads")
-        each = (_length_of(lengths(dataset[row])) for row in range(len(dataset)))
-        return _as_numbers(list(each), name)
-    raise TypeError(f"{name} is a {type(lengths).__name__}: {_FORMS}")
+    if not callable(lengths):
+        raise TypeError(f"{name} is a {type(lengths).__name__}: {_FORMS}")
+    if dataset is None:
+        raise ValueError(f"{name} is a function of a row: give the dataset whose rows it reads")
+    rows = (dataset[row] for row in range(len(dataset)))
+    return _as_numbers([_length_of(lengths(row)) for row in rows], name)
 
 
-def _read_column(column: str, dataset: Any, name: str) -> Array:
+def _read_column(column: str, dataset: Any, name: str) -> list[Any]:
     if dataset is None:
         raise ValueError(f"{name}={column!r} is a column's name: give the dataset that has it")
     columns = getattr(dataset, "column_names", getattr(dataset, "columns", None))
@@ -99,32 +105,24 @@ def _read_column(column: str, dataset: Any, name: str) -> Array:
                 f"{name}={column!r} is no column of the data set (it has {known}): name one of "
                 "these"
             )
-        values = dataset[column]
-        return _as_numbers([_length_of(each) for each in values], name)
+        return list(map(_length_of, dataset[column]))
     try:
-        each = [_length_of(dataset[row][column]) for row in range(len(dataset))]
+        return [_length_of(dataset[row][column]) for row in range(len(dataset))]
     except (KeyError, IndexError, TypeError) as error:
         raise ValueError(
             f"{name}={column!r}: rows of the data set ({type(dataset).__name__}) have no such "
             f"column ({type(error).__name__}: {error}): {_FORMS}"
         ) from error
-    return _as_numbers(each, name)
 
 
 def _length_of(value: Any) -> Any:
-    """A number as it is; of anything that has a length, that."""
-    is_number = getattr(value, "ndim", 1) == 0 or not hasattr(value, "__len__")
-    if is_number or (isinstance(value, str) and _is_number(value)):
+    """A number as it is, also as text; of anything that has a length, that."""
+    if getattr(value, "ndim", 1) == 0 or not hasattr(value, "__len__"):
         return value
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return float(value)
     return len(value)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _as_numbers(values: Any, name: str) -> Array:
@@ -134,34 +132,28 @@ def _as_numbers(values: Any, name: str) -> Array:
         raise ValueError(f"{name} holds what is no number ({error}): {_FORMS}") from None
 
 
-def _read_file(path: Path, kind: str, column: str | None, name: str) -> Array:
-    try:
-        if kind == "npy":
-            return _as_numbers(np.load(path, allow_pickle=False), name)
-        with path.open(encoding="utf-8", newline="") as lines:
-            if kind == "txt":
-                return _as_numbers([line.strip() for line in lines if line.strip()], name)
-            if kind == "jsonl":
-                records = (json.loads(line) for line in lines if line.strip())
-                return _from_records(records, column, path, name)
-            delimiter = "\t" if kind == "tsv" else ","
-            return _from_records(csv.DictReader(lines, delimiter=delimiter), column, path, name)
-    except OSError as error:
-        raise ValueError(f"{name}={str(path)!r} cannot be read ({error}): {_FORMS}") from error
-
-
-def _from_records(records: Any, column: str | None, path: Path, name: str) -> Array:
-    found = []
-    for record in records:
-        fields = record if isinstance(record, Mapping) else {"": record}
-        if column is None and len(fields) == 1:
-            column = next(iter(fields))
-        if column is None or column not in fields:
-            known = ", ".join(map(str, fields))
-            wanted = "" if column is None else f" and no {column!r}"
-            raise ValueError(
-                f"{name}={str(path)!r} has the columns {known}{wanted}: name one of them, as in "
-                f"{str(path) + ':' + str(next(iter(fields), 'seconds'))!r}"
-            )
-        found.append(_length_of(fields[column]))
-    return _as_numbers(found, name)
+def _read_file(path: str, kind: str, column: str | None, name: str) -> Any:
+    if kind == "npy":
+        return np.load(path, allow_pickle=False)
+    with Path(path).open(encoding="utf-8", newline="") as lines:
+        if kind == "txt":
+            return [line.strip() for line in lines if line.strip()]
+        if kind == "jsonl":
+            records: Iterable[Any] = (json.loads(line) for line in lines if line.strip())
+        else:
+            records = csv.DictReader(lines, delimiter="\t" if kind == "tsv" else ",")
+        found = []
+        for record in records:
+            fields = record if isinstance(record, Mapping) else {"": record}
+            if column is None and len(fields) == 1:
+                column = next(iter(fields))
+            if column is None or column not in fields:
+                known = ", ".join(map(str, fields))
+                wanted = "" if column is None else f" and no {column!r}"
+                example = f"{path}:{next(iter(fields), 'seconds')}"
+                raise ValueError(
+                    f"{name}={path!r} has the columns {known}{wanted}: name one of them, as in "
+                    f"{example!r}"
+                )
+            found.append(_length_of(fields[column]))
+        return found

@@ -77,44 +77,42 @@ def length_cost(length: Any, second: Any = 0) -> Any:
     return length * (second + 1)
 
 
-# Sums of decimal numbers may be off by so much, relatively.
-_ROUNDING = 1e-9
-# So many lengths say where edges between buckets lie.
-_ASKED_ROWS = 2**20
-# Batches of fewer rows than this are cut in many places of the order at a time.
-_SMALL = 512
-_BATCHES_IN_A_LANE = 64
+_ROUNDING = 1e-9  # sums of decimal numbers may be off by so much, relatively
+_ASKED_ROWS = 2**20  # so many lengths say where edges between buckets lie
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """How much a batch holds. One of the three is given.
+    """How much a batch holds. One of the first three is given.
 
     Attributes:
-        rows: their number, for all buckets, or of shape (buckets,).
+        rows: their number, one for all buckets or one for each.
         length: the sum of lengths.
         cost: rows × ``cost_of`` the longest.
         cost_of: from the length and second length of rows, as arrays of shape (rows,), to what each
             takes, as an array; longer rows must not take less.
     """
 
-    rows: Array | None = None
+    rows: Sequence[int] | None = None
     length: float | None = None
     cost: float | None = None
     cost_of: Cost = length_cost
 
-    @property
-    def amount(self) -> float:
-        """The budget, with room for rounding."""
-        amount = self.length if self.length is not None else self.cost
-        assert amount is not None
-        return amount * (1 + _ROUNDING)
+    def num_fitting(self, lengths: Sequence[Array]) -> int:
+        """How many of these rows, from the first on, fit into a batch."""
+        if self.length is not None:
+            amount, taken = self.length, np.cumsum(lengths[0])
+        else:
+            assert self.cost is not None
+            longest = (np.maximum.accumulate(each) for each in lengths)
+            amount, taken = self.cost, np.arange(1, len(lengths[0]) + 1) * self.cost_of(*longest)
+        return int(np.searchsorted(taken, amount * (1 + _ROUNDING), side="right"))
 
 
 def derived_edges(values: Array, count: int) -> Array:
     """Edges between so many buckets, each with about the same total.
 
-    There are fewer where many rows have one length. Of very many rows, every so-manieth is asked.
+    There are fewer where many rows have one length. Of very many rows, every n-th is asked.
 
     >>> derived_edges(np.array([1.0, 1.0, 2.0, 4.0]), 2)
     array([2.])
@@ -197,22 +195,13 @@ class Plan:
         number = self.order[place]
         return self.rows[self.starts[number] : self.starts[number + 1]]
 
-    def size(self, place: int) -> int:
-        """How many rows that batch has."""
-        number = self.order[place]
-        return int(self.starts[number + 1] - self.starts[number])
-
     def __iter__(self) -> Iterator[Array]:
         return (self.batch(place) for place in range(len(self)))
 
     @property
     def checksum(self) -> int:
         """Of all of it: plans of the same batches in the same order have the same."""
-        parts = (self.rows, self.starts, self.order)
-        value = 0
-        for part in parts:
-            value = checksum_of(part, value)
-        return value
+        return checksum_of(self.order, checksum_of(self.starts, checksum_of(self.rows)))
 
     def padding_share(self, lengths: Array) -> float:
         """Which share of the batches is padding, where each row is as long as its batch's longest.
@@ -221,10 +210,7 @@ class Plan:
         >>> plan.padding_share(np.array([4.0, 1.0]))
         0.375
         """
-        if not len(self):
-            return 0.0
-        longest = np.maximum.reduceat(lengths[self.rows], self.starts[:-1])
-        padded = float(np.sum(longest * np.diff(self.starts)))
+        padded = sum(len(rows) * float(lengths[rows].max()) for rows in self)
         return 1 - float(lengths.sum()) / padded if padded else 0.0
 
 
@@ -261,8 +247,7 @@ def make_plan(
     if buckets is not None and count:
         rows = rows[np.argsort(buckets[rows], kind="stable")]  # of 16 bits: sorted by their digits
         bounds = np.searchsorted(buckets[rows], np.arange(int(buckets.max()) + 2))
-    cut = _cut_by_rows if budget.rows is not None else _cut_by_amount
-    rows, starts = cut(rows, bounds, lengths, budget)
+    starts = _cut([each[rows] for each in lengths], bounds, budget)
     of_batches = np.zeros(len(starts), np.uint16) if buckets is None else buckets[rows[starts]]
     return Plan(
         rows=rows,
@@ -287,100 +272,22 @@ def _arrange(buckets: Array, random: np.random.Generator | None, together: int) 
     return order[np.lexsort((place, drawn, is_left))]
 
 
-def _cut_by_rows(
-    rows: Array, bounds: Array, lengths: Sequence[Array], budget: Budget
-) -> tuple[Array, Array]:
-    assert budget.rows is not None
-    buckets = len(bounds) - 1  # the last ones may have no rows
-    sizes = budget.rows[:buckets] if budget.rows.ndim else np.repeat(budget.rows, buckets)
-    starts = [
-        np.arange(first, last, size)
-        for first, last, size in zip(bounds[:-1], bounds[1:], sizes, strict=True)
-    ]
-    return rows, np.concatenate(starts)
-
-
-def _cut_by_amount(
-    rows: Array, bounds: Array, lengths: Sequence[Array], budget: Budget
-) -> tuple[Array, Array]:
-    """Where batches begin, greedily; rows may change their places within a bucket."""
-    if not len(rows):
-        return rows, np.empty(0, np.int64)
-    mean = lengths[0].mean() if budget.length is not None else budget.cost_of(*lengths).mean()
-    expected = budget.amount / max(float(mean), budget.amount / len(rows))
-    lane = int(_BATCHES_IN_A_LANE * max(expected, 1))
-    if expected > _SMALL or len(rows) < 16 * lane:
-        return rows, _cut_in_turn([each[rows] for each in lengths], bounds, budget)
-    is_start, is_left = _cut_side_by_side([each[rows] for each in lengths], bounds, budget, lane)
-    kept, left = rows[~is_left], rows[is_left]
-    starts = np.flatnonzero(is_start[~is_left])
-    bounds = np.concatenate(([0], np.cumsum(is_left, dtype=np.int64)))[bounds]
-    more = _cut_in_turn([each[left] for each in lengths], bounds, budget)
-    return np.concatenate((kept, left)), np.concatenate((starts, more + len(kept)))
-
-
-def _cut_in_turn(lengths: Sequence[Array], bounds: Array, budget: Budget) -> Array:
-    """Where batches begin, one batch after the other. Lengths are in the order of the rows."""
-    starts, amount, window = [], budget.amount, 64
-    for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        start = first
-        while start < last:
-            starts.append(start)
+def _cut(lengths: Sequence[Array], bounds: Array, budget: Budget) -> Array:
+    """Where batches begin, each as full as it gets. Lengths are in the order of the rows."""
+    starts: list[int] = []
+    window = 64
+    for bucket, (first, last) in enumerate(itertools.pairwise(bounds.tolist())):
+        if budget.rows is not None:
+            starts += range(first, last, budget.rows[bucket if len(budget.rows) > 1 else 0])
+            continue
+        while first < last:
+            starts.append(first)
             while True:
-                end = min(start + window, last)
-                amounts = _amounts([each[start:end] for each in lengths], budget)
-                fitting = int(np.searchsorted(amounts, amount, side="right"))
-                if fitting < end - start or end == last:
+                end = min(first + window, last)
+                fitting = budget.num_fitting([each[first:end] for each in lengths])
+                if fitting < end - first or end == last:
                     break
                 window *= 2
-            start += max(fitting, 1)
-            window = max(2 * fitting, 16)
+            first += max(fitting, 1)
+            window = 2 * fitting + 16
     return np.array(starts, dtype=np.int64)
-
-
-def _amounts(lengths: Sequence[Array], budget: Budget) -> Array:
-    """What the first rows take together: one, two, and so on."""
-    if budget.length is not None:
-        return np.asarray(np.cumsum(lengths[0]))
-    longest = [np.maximum.accumulate(each) for each in lengths]
-    return np.asarray(np.arange(1, len(lengths[0]) + 1) * budget.cost_of(*longest))
-
-
-def _cut_side_by_side(
-    lengths: Sequence[Array], bounds: Array, budget: Budget, lane: int
-) -> tuple[Array, Array]:
-    """Where batches begin, and which rows are left over: in many lanes at a time, row by row.
-
-    A lane is a stretch of one bucket. What its last batch would hold is left over.
-    """
-    count = len(lengths[0])
-    firsts = np.concatenate([np.arange(a, b, lane) for a, b in itertools.pairwise(bounds)])
-    ends = np.append(firsts[1:], count)  # a bucket ends where the next begins
-    by_size = np.argsort(firsts - ends, kind="stable")  # the longest first
-    firsts, ends = firsts[by_size], ends[by_size]
-    active = np.searchsorted(firsts - ends, -np.arange(lane), side="left")  # of more rows than that
-    is_start = np.zeros(count, bool)
-    rows_of = np.zeros(len(firsts))
-    held = [np.zeros(len(firsts)) for _ in lengths]  # totals, or the longest
-    begun, amount = firsts.copy(), budget.amount
-    for step, lanes in enumerate(active):
-        if not lanes:
-            break
-        at = firsts[:lanes] + step
-        new = [each[at] for each in lengths]
-        if budget.length is not None:
-            grown = [held[0][:lanes] + new[0], *held[1:]]
-            is_over = grown[0] > amount
-        else:
-            grown = [np.maximum(old[:lanes], each) for old, each in zip(held, new, strict=True)]
-            is_over = (rows_of[:lanes] + 1) * budget.cost_of(*grown) > amount
-        is_over |= rows_of[:lanes] == 0
-        for old, sum_or_longest, alone in zip(held, grown, new, strict=True):
-            old[:lanes] = np.where(is_over, alone, sum_or_longest[:lanes])
-        rows_of[:lanes] = np.where(is_over, 1, rows_of[:lanes] + 1)
-        is_start[at[is_over]] = True
-        begun[:lanes][is_over] = at[is_over]
-    edges = np.zeros(count + 1, np.int8)
-    edges[begun] += 1
-    edges[ends] -= 1
-    return is_start, np.cumsum(edges[:-1], dtype=np.int8).astype(bool)

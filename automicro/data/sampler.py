@@ -18,6 +18,7 @@ from automicro.data.plan import (
     Array,
     Budget,
     Cost,
+    Mode,
     Plan,
     assign_buckets,
     checksum_of,
@@ -26,6 +27,7 @@ from automicro.data.plan import (
     make_plan,
 )
 from automicro.errors import CheckpointError
+from automicro.options import read_amount, read_count
 from automicro.torch_private import forget_workers
 
 UNITS = ("seconds", "tokens")
@@ -52,7 +54,7 @@ class LengthBatchSampler(Sampler[list[int]]):
     ``"2D-bucketing-singlet"``.
 
     An epoch is planned as one order of batches, which depends on seed and epoch alone. Of several
-    ranks, each takes every so-manieth of them. Over all ranks every row comes once, and all have as
+    ranks, each takes every n-th of them. Over all ranks every row comes once, and all have as
     many batches: where the last round has fewer batches than ranks, these are split, and where they
     have even fewer rows, each row joins a batch of the round before it, which may then be over its
     budget by one row. Ranks take from the same bucket at a time, but for what is left of each.
@@ -126,44 +128,58 @@ class LengthBatchSampler(Sampler[list[int]]):
     ) -> None:
         if mode not in MODES:
             raise ValueError(f"mode={mode!r} is none of {', '.join(MODES)}: give one of these")
-        self.mode, self.shuffle, self.seed = mode, shuffle, _whole("seed", seed, least=0)
         rule = MODES[mode]
-        given = {"lengths": lengths, "second_lengths": second_lengths}
-        for name, value in list(given.items())[: rule.dimensions]:
-            if value is None:
-                raise ValueError(f"mode={mode!r} goes by {name}, and there are none: give {name}=…")
+        self.mode, self.shuffle, self.seed = mode, shuffle, read_count("seed", seed, least=0)
         # What a mode has no need of may still be told, for reports.
-        self._known = {
-            name: read_lengths(value, dataset, name=name)
-            for name, value in given.items()
-            if value is not None
-        }
-        self._units = {
-            name: _read_unit(option, value, name in self._known)
-            for name, option, value in (
-                ("lengths", "unit", unit),
-                ("second_lengths", "second_unit", second_unit),
+        self._known: dict[str, Array] = {}
+        self._by_unit: dict[str, Array] = {}
+        for number, (name, value, option, counted) in enumerate(
+            (
+                ("lengths", lengths, "unit", unit),
+                ("second_lengths", second_lengths, "second_unit", second_unit),
             )
-        }
+        ):
+            if value is not None:
+                self._known[name] = read_lengths(value, dataset, name=name)
+            elif number < rule.dimensions:
+                raise ValueError(f"mode={mode!r} goes by {name}, and there are none: give {name}=…")
+            if counted is None:
+                continue
+            if counted not in UNITS:
+                units = " or ".join(map(repr, UNITS))
+                raise ValueError(f"{option}={counted!r}: give {units}, or None")
+            if value is None:
+                raise ValueError(
+                    f"{option}={counted!r} is of {name} that were not given: give these"
+                )
+            self._by_unit[counted] = self._known[name]
         self.num_rows = _count_rows(dataset, self._known)
         self._lengths = list(self._known.values())[: rule.dimensions]
-        budgets = {
-            "batch_size": batch_size,
-            "batch_length": batch_length,
-            "batch_cost": batch_cost,
-        }
-        _check_budget(mode, budgets)
+        amounts = {"batch_size": batch_size, "batch_length": batch_length, "batch_cost": batch_cost}
+        _check_budget(mode, amounts)
         if cost is not None and batch_cost is None:
             raise ValueError("cost says what a row adds to batch_cost: give batch_cost, or no cost")
-        self._buckets = _find_buckets(mode, self._lengths, bucket_edges, num_buckets)
+        for option, given, which, other in (
+            ("bucket_edges", bucket_edges, "given", "1D-bucketing"),
+            ("num_buckets", num_buckets, "derived", "1D-bucketing-dyn"),
+        ):
+            if given is not None and rule.buckets != which:
+                raise ValueError(
+                    f"mode={mode!r} takes no {option}: leave it out, or say mode={other!r}"
+                )
+        self._buckets: Array | None = None
+        if rule.buckets == "given":
+            self._buckets = assign_buckets(self._lengths[0], _read_edges(bucket_edges))
+        elif rule.buckets == "derived":
+            self._buckets = derive_buckets(self._lengths, _read_counts(num_buckets, rule))
         self._budget = Budget(
             rows=_read_sizes(batch_size, bucket_edges),
-            length=_read_amount("batch_length", batch_length),
-            cost=_read_amount("batch_cost", batch_cost),
+            length=read_amount("batch_length", batch_length),
+            cost=read_amount("batch_cost", batch_cost),
             cost_of=cost or length_cost,
         )
         self._options = repr((mode, batch_size, batch_length, batch_cost, shuffle))
-        self._rank, self._world_size = _read_place(rank, world_size)
+        self._own_place = _read_place(rank, world_size)
         self._epoch = 0
         self._start = 0  # batches of the plan that were given before this pass
         self._next_start = 0  # the same of the pass to come
@@ -183,8 +199,8 @@ class LengthBatchSampler(Sampler[list[int]]):
 
     @property
     def _place(self) -> tuple[int, int]:
-        if self._rank is not None and self._world_size is not None:
-            return self._rank, self._world_size
+        if self._own_place is not None:
+            return self._own_place
         if dist.is_available() and dist.is_initialized():
             return dist.get_rank(), dist.get_world_size()
         return 0, 1
@@ -192,7 +208,7 @@ class LengthBatchSampler(Sampler[list[int]]):
     @property
     def has_place(self) -> bool:
         """Whether it was told its rank, and does not ask torch.distributed."""
-        return self._rank is not None
+        return self._own_place is not None
 
     def at(self, *, rank: int, world_size: int) -> "LengthBatchSampler":
         """The same batches as a rank takes them.
@@ -201,7 +217,7 @@ class LengthBatchSampler(Sampler[list[int]]):
         1
         """
         other = copy.copy(self)
-        other._rank, other._world_size = _read_place(rank, world_size)
+        other._own_place = _read_place(rank, world_size)
         return other
 
     @property
@@ -242,36 +258,20 @@ class LengthBatchSampler(Sampler[list[int]]):
         return self._plan[1]
 
     def __iter__(self) -> Iterator[list[int]]:
-        plan, rank, world_size = self.plan(), self.rank, self.world_size
         self._start, self._given = self._next_start, 0
-        start = self._start
-        even, last = self._rounds(plan)
-        for round_ in range(even):
+        share = self._share()
+        for number in range(share.rounds):
             self._given += 1
-            yield plan.batch(start + round_ * world_size + rank).tolist()
-        if last is not None:
-            self._given += 1
-            if len(last[rank]):
-                yield last[rank].tolist()
+            if len(rows := share.rows(number)):
+                yield rows.tolist()
         self._next_start = 0  # a whole one
 
     def __len__(self) -> int:
         """How many batches this pass has, on this rank."""
-        even, last = self._rounds(self.plan())
-        return even + (last is not None and len(last[self.rank]) > 0)
+        return len(self._share())
 
-    def _rounds(self, plan: Plan) -> tuple[int, list[Array] | None]:
-        """How many rounds are as planned, and the last one where it is not."""
-        world_size, start = self.world_size, self._start
-        even, rest = divmod(len(plan) - start, world_size)
-        if not rest:
-            return even, None
-        left = [plan.batch(place) for place in range(len(plan) - rest, len(plan))]
-        if sum(map(len, left)) >= world_size or not even:
-            return even, _split(left, world_size)
-        first = start + (even - 1) * world_size
-        full = [plan.batch(first + rank) for rank in range(world_size)]
-        return even - 1, _join(full, np.concatenate(left))
+    def _share(self) -> "_Share":
+        return _Share(self.plan(), self._start, *self._place)
 
     @property
     def num_rounds_before(self) -> int:
@@ -304,22 +304,15 @@ class LengthBatchSampler(Sampler[list[int]]):
         lengths = self._lengths or list(self._known.values())[:1]
         if not lengths:
             return None
-        plan = self.plan()
-        even, last = self._rounds(plan)
-        longest = [np.maximum.reduceat(each[plan.rows], plan.starts[:-1]) for each in lengths]
-        costs = (np.diff(plan.starts) * self._budget.cost_of(*longest))[plan.order]
-        first = self._start + self.rank
-        found = costs[first : first + even * self.world_size : self.world_size].tolist()
-        if last is not None and len(last[self.rank]):
-            rows = last[self.rank]
-            of_last = self._budget.cost_of(*(each[rows].max() for each in lengths))
-            found.append(len(rows) * float(of_last))
-        return list(found)
+        share = self._share()
+        batches = map(share.rows, range(len(share)))
+        cost_of = self._budget.cost_of
+        return [len(rows) * float(cost_of(*(e[rows].max() for e in lengths))) for rows in batches]
 
     @property
     def units(self) -> tuple[str, ...]:
         """What is known of rows: some of "seconds" and "tokens"."""
-        return tuple(unit for unit in self._units.values() if unit is not None)
+        return tuple(self._by_unit)
 
     def total_of(self, number: int, unit: str) -> float:
         """What a batch of this pass holds on this rank, without padding.
@@ -334,15 +327,7 @@ class LengthBatchSampler(Sampler[list[int]]):
         >>> sampler.total_of(0, "seconds"), sampler.total_of(1, "seconds")
         (5.0, 4.0)
         """
-        plan = self.plan()
-        even, last = self._rounds(plan)
-        rows = (
-            plan.batch(self._start + number * self.world_size + self.rank)
-            if number < even or last is None
-            else last[self.rank]
-        )
-        [name] = [name for name, each in self._units.items() if each == unit]
-        return float(self._known[name][rows].sum())
+        return float(self._by_unit[unit][self._share().rows(number)].sum())
 
     def average_batch(self) -> AverageBatch:
         """What a batch of the epoch holds on average, on one device.
@@ -351,11 +336,7 @@ class LengthBatchSampler(Sampler[list[int]]):
         3.0
         """
         count = max(len(self.plan()), 1)
-        totals = {
-            unit: float(self._known[name].sum()) / count
-            for name, unit in self._units.items()
-            if unit is not None
-        }
+        totals = {unit: float(each.sum()) / count for unit, each in self._by_unit.items()}
         return AverageBatch(rows=self.num_rows / count, **totals)
 
     def padding_share(self) -> float:
@@ -389,8 +370,7 @@ class LengthBatchSampler(Sampler[list[int]]):
         True
         """
         given = self._given if batches_given is None else batches_given
-        even, last = self._rounds(self.plan())
-        is_complete = given >= even + (last is not None)
+        is_complete = given >= self._share().rounds
         return {
             "epoch": self._epoch,
             "seed": self.seed,
@@ -423,25 +403,42 @@ class LengthBatchSampler(Sampler[list[int]]):
         return f"LengthBatchSampler({self.mode!r}, {self.num_rows:,} rows)"
 
 
-def _split(batches: list[Array], count: int) -> list[Array]:
-    """So many batches of the same rows: the largest are halved. Empty ones where rows are fewer."""
-    batches = list(batches)
-    while len(batches) < count:
-        largest = max(range(len(batches)), key=lambda place: len(batches[place]))
-        rows = batches[largest]
-        half = -(-len(rows) // 2)
-        batches[largest] = rows[:half]
-        batches.append(rows[half:])
-    return batches
+class _Share:
+    """What a rank takes of a plan, from a batch of it on: one batch of each round of all ranks."""
 
+    def __init__(self, plan: Plan, start: int, rank: int, world_size: int) -> None:
+        self._plan, self._first, self._step = plan, start + rank, world_size
+        self._even, rest = divmod(len(plan) - start, world_size)  # rounds as they are planned
+        self._last: Array | None = None  # of a round that is not
+        if not rest:
+            return
+        left = [plan.batch(place) for place in range(len(plan) - rest, len(plan))]
+        if sum(map(len, left)) >= world_size or not self._even:
+            while len(left) < world_size:  # the largest is halved; rows may be too few for all
+                largest = max(range(len(left)), key=lambda place: len(left[place]))
+                left[largest], half = np.array_split(left[largest], 2)
+                left.append(half)
+            self._last = left[rank]
+            return
+        self._even -= 1
+        places = range(len(plan) - rest - world_size, len(plan) - rest)
+        full = [plan.batch(place) for place in places]
+        smallest = sorted(range(world_size), key=lambda place: len(full[place]))
+        more = np.concatenate(left)  # a row each for the smallest
+        self._last = np.append(full[rank], more[smallest.index(rank) :][:1])
 
-def _join(batches: list[Array], rows: Array) -> list[Array]:
-    """The batches, the smallest with a row more each."""
-    batches = list(batches)
-    smallest = sorted(range(len(batches)), key=lambda place: len(batches[place]))
-    for place, row in zip(smallest, rows, strict=False):
-        batches[place] = np.append(batches[place], row)
-    return batches
+    @property
+    def rounds(self) -> int:
+        return self._even + (self._last is not None)
+
+    def __len__(self) -> int:
+        return self._even + (self._last is not None and len(self._last) > 0)
+
+    def rows(self, number: int) -> Array:
+        """Of a batch, by its round."""
+        if number >= self._even and self._last is not None:
+            return self._last
+        return self._plan.batch(self._first + number * self._step)
 
 
 def with_batch_sampler(loader: Any, sampler: Iterable[list[int]]) -> DataLoader[Any]:
@@ -508,103 +505,51 @@ def _check_budget(mode: str, budgets: Mapping[str, Any]) -> None:
         )
 
 
-def _find_buckets(
-    mode: str,
-    lengths: Sequence[Array],
-    edges: Sequence[float] | None,
-    counts: int | Sequence[int] | None,
-) -> Array | None:
-    rule = MODES[mode]
-    if edges is not None and rule.buckets != "given":
+def _read_edges(edges: Sequence[float] | None) -> Sequence[float]:
+    if edges is None or not len(edges):
         raise ValueError(
-            f"mode={mode!r} takes no bucket_edges: leave them out, or say mode='1D-bucketing'"
+            "mode='1D-bucketing' needs the edges of its buckets: give bucket_edges=[…], or let "
+            "mode='1D-bucketing-dyn' derive them"
         )
-    if counts is not None and rule.buckets != "derived":
-        raise ValueError(
-            f"mode={mode!r} takes no num_buckets: leave it out, or say mode='1D-bucketing-dyn'"
-        )
-    if rule.buckets == "one":
-        return None
-    if rule.buckets == "given":
-        if edges is None or not len(edges):
-            raise ValueError(
-                f"mode={mode!r} needs the edges of its buckets: give bucket_edges=[…], or let "
-                "mode='1D-bucketing-dyn' derive them"
-            )
-        if list(edges) != sorted(set(edges)):
-            raise ValueError(f"bucket_edges={list(edges)} do not ascend: give ascending lengths")
-        return assign_buckets(lengths[0], edges)
-    numbers = _read_counts(counts, rule.dimensions)
-    return derive_buckets(lengths, numbers)
+    if list(edges) != sorted(set(edges)):
+        raise ValueError(f"bucket_edges={list(edges)} do not ascend: give ascending lengths")
+    return edges
 
 
-def _read_counts(counts: int | Sequence[int] | None, dimensions: int) -> tuple[int, ...]:
-    default = DEFAULT_BUCKETS[dimensions]
-    if counts is None:
-        return default
-    numbers = (counts, *default[1:]) if isinstance(counts, int) else tuple(counts)
-    if len(numbers) != dimensions:
-        raise ValueError(
-            f"num_buckets={counts!r}: give {'a number' if dimensions == 1 else 'two numbers'}, "
-            f"such as {default[0] if dimensions == 1 else list(default)}"
-        )
-    for each in numbers:
-        _whole("num_buckets", each)
-    if np.prod(numbers) > 2**16:
+def _read_counts(counts: int | Sequence[int] | None, rule: Mode) -> tuple[int, ...]:
+    default = DEFAULT_BUCKETS[rule.dimensions]
+    given = default if counts is None else counts
+    numbers = (given, *default[1:]) if isinstance(given, int) else tuple(given)
+    if len(numbers) != rule.dimensions:
+        form = f"a number, such as {default[0]}" if rule.dimensions == 1 else "two numbers"
+        raise ValueError(f"num_buckets={counts!r}: give {form}")
+    if np.prod([read_count("num_buckets", each) for each in numbers]) > 2**16:
         raise ValueError(f"num_buckets={counts!r} is too many: give at most {2**16:,} in all")
     return numbers
 
 
-def _read_sizes(sizes: int | Sequence[int] | None, edges: Sequence[float] | None) -> Array | None:
+def _read_sizes(sizes: int | Sequence[int] | None, edges: Sequence[float] | None) -> Any:
     if sizes is None:
         return None
-    if isinstance(sizes, int):
-        return np.array(_whole("batch_size", sizes))
+    if not isinstance(sizes, Sequence):
+        return (read_count("batch_size", sizes),)
     wanted = 0 if edges is None else len(edges) + 1
     if len(sizes) != wanted:
+        each = f"or {wanted}, for each bucket and for what is longer"
+        none = "as only mode='1D-bucketing' has buckets that are known before"
         raise ValueError(
             f"batch_size={list(sizes)} has {len(sizes)} numbers: give one, "
-            + (
-                f"or {wanted}, for each bucket and for what is longer"
-                if wanted
-                else "as only mode='1D-bucketing' has buckets that are known before"
-            )
+            f"{each if wanted else none}"
         )
-    return np.array([_whole("batch_size", each) for each in sizes])
+    return tuple(read_count("batch_size", each) for each in sizes)
 
 
-def _read_amount(name: str, amount: float | None) -> float | None:
-    if amount is None:
-        return None
-    if isinstance(amount, bool) or not isinstance(amount, int | float):
-        raise TypeError(f"{name} is {amount!r}, not a number: give one such as 600.0")
-    if not amount > 0:
-        raise ValueError(f"{name}={amount} holds nothing: give a number above 0")
-    return float(amount)
-
-
-def _read_unit(option: str, unit: str | None, has_lengths: bool) -> str | None:
-    if unit is not None and unit not in UNITS:
-        raise ValueError(f"{option}={unit!r}: give {' or '.join(map(repr, UNITS))}, or None")
-    if unit is not None and not has_lengths:
-        raise ValueError(f"{option}={unit!r} is of lengths that were not given: give these, too")
-    return unit
-
-
-def _read_place(rank: int | None, world_size: int | None) -> tuple[int | None, int | None]:
+def _read_place(rank: int | None, world_size: int | None) -> tuple[int, int] | None:
     if rank is None and world_size is None:
-        return None, None
+        return None
     if rank is None or world_size is None:
         raise ValueError(f"rank={rank}, world_size={world_size}: give both, or neither")
-    _whole("world_size", world_size)
-    if not 0 <= _whole("rank", rank, least=0) < world_size:
+    read_count("world_size", world_size)
+    if not 0 <= read_count("rank", rank, least=0) < world_size:
         raise ValueError(f"rank={rank} is none of {world_size} ranks: give 0 to {world_size - 1}")
     return rank, world_size
-
-
-def _whole(name: str, value: Any, *, least: int = 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}, not a whole number: give an int such as {least}")
-    if value < least:
-        raise ValueError(f"{name}={value} must be at least {least}: give an int such as {least}")
-    return value

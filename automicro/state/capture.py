@@ -691,8 +691,7 @@ class Captured:
             raise RollbackError("; ".join(told)) from next(errors, None)
 
     def _of_other_classes(self) -> Iterator[tuple[Any, type]]:
-        pairs = zip(self._objects, self._classes, strict=True)
-        return (pair for pair in pairs if type(pair[0]) is not pair[1])
+        return (e for e in zip(self._objects, self._classes, strict=True) if type(e[0]) is not e[1])
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -66,8 +66,9 @@ class State:
         Raises:
             TypeError: a declared root holds what cannot be put back.
         """
-        roots = self._roots()
-        if not (self._is_held and _are_same(roots, self._replay.roots)):
+        roots, held = self._roots(), self._replay.roots
+        is_same = roots.keys() == held.keys() and all(roots[name] is held[name] for name in roots)
+        if not (self._is_held and is_same):
             self._replay = Replay(roots, skip=self._skip())
         self._captured = self._replay.take()
         if self._declared and self._captured.left_out is not self._left_out:
@@ -110,8 +111,7 @@ class State:
 
     def changed_tensors(self, *, by_content: bool = True) -> set[int]:
         """Ids of those that are others than at `begin`; see `Captured.changed_tensors`."""
-        captured = self._captured
-        return set() if captured is None else captured.changed_tensors(by_content=by_content)
+        return self._captured.changed_tensors(by_content=by_content) if self._captured else set()
 
     def _name(self, captured: Captured) -> None:
         names, found = captured.names(), collections.defaultdict[str, list[str]](list)
@@ -170,10 +170,6 @@ def read_state(values: Iterable[Any]) -> tuple[list[Any], dict[str, Any]]:
         else:
             roots[f"state[{index}]"] = value
     return parts, roots
-
-
-def _are_same(one: Roots, other: Roots) -> bool:
-    return one.keys() == other.keys() and all(one[name] is other[name] for name in one)
 
 
 class Replay:

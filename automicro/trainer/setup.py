@@ -22,7 +22,7 @@ from automicro.optimizer.scaling import GradientScaler
 from automicro.options import (
     check_choice,
     read_accumulation,
-    read_norm,
+    read_amount,
     read_time,
     resolve_device,
     unwrapped,
@@ -338,7 +338,7 @@ def assemble_fit(
     schedule = build_scheduler(options.scheduler, optimizer)
     scheduler_interval = read_scheduler_interval(schedule, options.scheduler_interval)
     require_same(run.device, partial(outline_given, optimizer, schedule), what="optimizers")
-    grad_clip_norm = read_norm("grad_clip_norm", options.grad_clip_norm)
+    grad_clip_norm = read_amount("grad_clip_norm", options.grad_clip_norm)
     guard = FinitenessGuard(check_choice("non_finite", options.non_finite, NON_FINITE_MODES))
     rehearse = read_rehearsal(options.rehearse)
     tokens = TokenCounter(options.count_tokens, max_duration=run.max_duration, eval_interval=every)

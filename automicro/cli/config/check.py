@@ -51,8 +51,8 @@ from automicro.options import (
     SYNCS,
     check_choice,
     read_accumulation,
+    read_amount,
     read_count,
-    read_norm,
     read_time,
 )
 from automicro.policy.choose import make_policy
@@ -569,7 +569,7 @@ _READERS: Mapping[str, Callable[[Any], object]] = {
     "precision": lambda value: check_choice("precision", value, PRECISIONS),
     "gradient_sums": lambda value: check_choice("gradient_sums", value, GRADIENT_SUMS),
     "sync": lambda value: check_choice("sync", value, SYNCS),
-    "grad_clip_norm": partial(read_norm, "grad_clip_norm"),
+    "grad_clip_norm": partial(read_amount, "grad_clip_norm"),
     "non_finite": lambda value: check_choice("non_finite", value, NON_FINITE_MODES),
     "parallel": read_parallel,
     "device": choose_device,
