@@ -805,7 +805,7 @@ class Microbatcher:
         self._index.refresh()
         if not self._ranks.is_alone:
             self._ranks.settle(self._index.parameters)
-        step = self._read(batches, self._split_guard.allowed_policy(self._train.policy))
+        step = self._read(batches, self._split_guard.allowed(self._train.policy))
         self._split_guard.allow_measuring(step.policy)
         self._check_few(step, "train")
         return step
@@ -838,7 +838,7 @@ class Microbatcher:
                 self._ranks.settle()
                 self._index.refresh()
                 batches = self._spare.given(batch)
-                policy = self._split_guard.allowed_in_evaluation(self._eval.policy)
+                policy = self._split_guard.allowed(self._eval.policy, evaluates=True)
                 step = self._read(batches, policy, "predict" if predicts else "eval")
                 self._split_guard.allow_measuring(policy)
                 if not predicts:

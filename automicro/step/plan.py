@@ -350,25 +350,6 @@ def plan_alone(step: Step, rule: CutRule) -> Plan:
     policy = step.policy
     policy.level = _level_for(step)
     unit = policy.multiple_of
-    if len(step.batches) == 1:
-        [batch] = step.batches
-        extent = batch.extent
-        proposed = _propose(batch, policy, rule)
-        cut = rule.cut_batch(batch, proposed, multiple_of=unit)
-        return Plan(
-            cuts=[cut],
-            size=cut.largest,
-            num_microbatches=len(cut.sizes),
-            extent=extent,
-            cost=batch.cost,
-            num_global_rows=batch.num_rows,
-            stops=step.wants_to_stop,
-            unit=rule.unit,
-            is_measuring=policy.is_measuring(extent, batch.cost),
-            proposed=proposed,
-            level=policy.level,
-            settings=policy.settings,
-        )
     sizes = [_propose(each, policy, rule) for each in step.batches]
     cuts = [
         rule.cut_batch(each, size, multiple_of=unit)

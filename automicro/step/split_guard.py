@@ -45,47 +45,34 @@ class SplitGuard:
         self._named_buffers: set[str] = set()
         self._named_state: set[str] = set()
 
-    def allowed_policy(self, policy: Policy) -> Policy:
-        """The policy, or whole batches only where BatchNorm disables splitting.
+    def allowed(self, policy: Policy, *, evaluates: bool = False) -> Policy:
+        """The policy, or whole batches only where layers that average over them disable splitting.
+
+        In evaluation these are layers without running statistics.
 
         Raises:
             UnsplittableModelError: BatchNorm forbids what the policy might propose.
         """
         if self._mode not in ("error", "disable", "exact"):
             return policy
-        if policy is self._whole or policy.state_dict() == Fixed(None).state_dict():
+        whole = Fixed(None) if evaluates else self._whole
+        if policy is whole or policy.state_dict() == Fixed(None).state_dict():
             return policy
         names = self._batchnorm_names()
         if not names:
             return policy
         if self._mode != "error":  # "exact": the model itself cuts, stage by stage
-            return self._whole
-        raise UnsplittableModelError(
-            f"batchnorm='error', and layers average over the batch: {', '.join(names[:5])}"
-            f"{f' and {len(names) - 5} more' if len(names) > 5 else ''}. Replace them (GroupNorm) "
-            "or freeze their statistics (.eval()), or train on whole batches only with "
-            "microbatch_size=None or batchnorm='disable'"
-        )
-
-    def allowed_in_evaluation(self, policy: Policy) -> Policy:
-        """The same in evaluation, where layers without running statistics average over a batch.
-
-        Raises:
-            UnsplittableModelError: BatchNorm forbids what the policy might propose.
-        """
-        if self._mode not in ("error", "disable", "exact") or not self._index.batchnorms:
-            return policy
-        whole = Fixed(None)
-        names = self._batchnorm_names()
-        if not names or policy.state_dict() == whole.state_dict():
-            return policy
-        if self._mode != "error":
             return whole
+        listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        averaging = "layers average over the batch"
+        remedy = "Replace them (GroupNorm) or freeze their statistics (.eval()), or train on"
+        if evaluates:
+            averaging = "layers without running statistics average over it in evaluation, too"
+            remedy = "Replace them (GroupNorm), or evaluate"
+        size = "eval_microbatch_size" if evaluates else "microbatch_size"
         raise UnsplittableModelError(
-            f"batchnorm='error', and layers without running statistics average over the batch, in "
-            f"evaluation as well: {', '.join(names[:5])}"
-            f"{f' and {len(names) - 5} more' if len(names) > 5 else ''}. Replace them (GroupNorm), "
-            "or evaluate whole batches only with eval_microbatch_size=None or batchnorm='disable'"
+            f"batchnorm='error', and {averaging}: {listed}. {remedy} whole batches only with "
+            f"{size}=None or batchnorm='disable'"
         )
 
     def allow_measuring(self, policy: Policy) -> None:
@@ -100,7 +87,7 @@ class SplitGuard:
 
     @staticmethod
     def could_split(policy: Policy, rows: Sequence[int], *, by_cost: bool = False) -> bool:
-        """Whether the policy, as `allowed_policy` gave it, might ever split batches of these rows.
+        """Whether the policy, as `allowed` gave it, might ever split batches of these rows.
 
         Several are split in any case, and so are rows with costs, to save padding.
         """

@@ -132,7 +132,7 @@ def build(make: MakeSubject, policy: Policy, eval_policy: Policy) -> TortureRun:
 
 def climb_to(microbatcher: Microbatcher, level: int) -> None:
     """Let the next batch begin at a level of ``when_too_large`` at least."""
-    policy = microbatcher._split_guard.allowed_policy(microbatcher._train.policy)
+    policy = microbatcher._split_guard.allowed(microbatcher._train.policy)
     while (lowest := policy.level_for(1)) < level:
         policy.level = lowest
         policy.climb()
