@@ -348,5 +348,5 @@ class TestEvaluationWithoutRunningStatistics:
         assert torch.equal(found[0].loss, whole.loss)
 
     def test_error_refuses_with_the_remedy_of_evaluation(self) -> None:
-        with pytest.raises(UnsplittableModelError, match=r"evaluation as well: 1.*eval_microbatch"):
+        with pytest.raises(UnsplittableModelError, match=r"evaluation, too: 1.*eval_microbatch"):
             self.evaluate(eval_microbatch_size=3, microbatch_size=None, batchnorm="error")
