@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from automicro.state.part import Replay
+from automicro.torch_private import saving
 from automicro.transaction.rng import RandomState
 
 
@@ -38,18 +39,31 @@ class AsItStood(contextlib.AbstractContextManager[None]):
         self._replays, self._random = replays, random
         self.before = [replay.take(self) for replay in replays]
         random.begin()
+        self._has_drawn = True
         self._entered: list[contextlib.AbstractContextManager[None]] = []
 
-    def first(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def first(self) -> Iterator[None]:
         """Around the first run."""
-        return contextlib.nullcontext()
+        yield
+        self._has_drawn = self._random.has_moved
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Around each further run."""
-        with self._random.replaying(), contextlib.ExitStack() as stack:
+        moved: set[int | None] = set()
+        with contextlib.ExitStack() as stack:
+            if self._has_drawn:
+                stack.enter_context(self._random.replaying())
             for replay, before in zip(self._replays, self.before, strict=True):
+                changed = before.changed_tensors(by_content=False)
+                moved |= {storage_of(each) for each in before.tensors if id(each) in changed}
                 stack.enter_context(replay.as_it_stood(before))
+            if moved:
+                # What is saved of them is read by the backward, when they are as they are now.
+                stack.enter_context(
+                    saving(lambda each: each.clone() if storage_of(each) in moved else each)
+                )
             yield
 
     # Torch enters one object before each further run, of which there may be several.
@@ -64,6 +78,19 @@ class AsItStood(contextlib.AbstractContextManager[None]):
     def written(self) -> list[Tensor]:
         """Large tensors and frozen parameters that were written into, and cannot be put back."""
         return [tensor for before in self.before for tensor in before.written()]
+
+
+def storage_of(tensor: Tensor) -> int | None:
+    """Tells the memory of one tensor from that of others, as long as it lives; None: it has none.
+
+    >>> import torch
+    >>> tensor = torch.ones(2)
+    >>> storage_of(tensor) == storage_of(tensor[1:])
+    True
+    """
+    with contextlib.suppress(NotImplementedError, RuntimeError):
+        return id(tensor.untyped_storage())
+    return None
 
 
 def computed_again(run: Callable[..., Any], tensors: Sequence[Tensor], stood: AsItStood) -> Any:

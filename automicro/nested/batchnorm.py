@@ -12,9 +12,8 @@ back through evaluation mode, less ``weight / deviation / N · (Σ dy + x̂ · �
 """
 
 import contextlib
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -25,19 +24,14 @@ from automicro.batch.device import on_host
 from automicro.batch.tensors import tensor_leaves
 from automicro.errors import UnsplittableModelError
 from automicro.memory.budget import active_budget
-from automicro.memory.oom import Failure, classify, release
 from automicro.nested.slices import (
     Call,
-    Calls,
-    Earlier,
+    Cut,
     Gradients,
     Joined,
     Slice,
     Standing,
     aliases_of,
-    keep_for_backward,
-    kept_for_backward,
-    outputs_to_autograd,
     refuse_twice,
     tolerance_of,
     with_inputs,
@@ -270,59 +264,22 @@ class _Pass:
         self.joined: Joined | None = None
 
     def forward(self, batch: Any) -> Joined:
-        """The outputs of all rows. Where memory runs out, all begins again in smaller slices.
-
-        Raises:
-            BaseException: whatever else than running out of memory, or that of the smallest slices.
-        """
+        """The outputs of all rows."""
         call = self.call
-        num_rows = call.layout.num_rows(batch)
-        if call.earlier is None:
-            self._cut(call.cut(num_rows, call.sizer.begin()))
-        else:
-            self._cut([each.size for each in call.earlier])
-        while True:
-            failure: BaseException | None = None
-            undo = call.undoing()
-            undo.begin()
-            try:
-                joined = self._through_stages(batch)
-            except Exception as error:
-                if classify(error) is not Failure.RETRYABLE:
-                    raise
-                failure = error
-            if failure is None:
-                undo.commit()
-                if call.ran is not None:
-                    call.ran.extend(map(Earlier, self.sizes))
-                if call.earlier is None:
-                    call.sizer.end(self.sizes)
-                return joined
-            # Outside "except": inside it the traceback keeps the tensors of the slice alive.
-            try:
-                self._host = Host()
-                release(failure, call.device)
-                undo.roll_back()
-                smaller = call.sizer.smaller(max(self.sizes))
-                if smaller is None or call.earlier is not None:
-                    raise failure
-                self._cut(call.cut(num_rows, smaller))
-            finally:
-                failure = None  # it holds this frame: a cycle
-
-    def _cut(self, sizes: Sequence[int]) -> None:
-        """Let slices have these rows; tests note them here."""
-        self.sizes = list(sizes)
+        self.sizes = call.sizes()
+        with call.naming(max(self.sizes)):
+            joined = self._through_stages(batch)
+        call.sizer.end(self.sizes)
+        return joined
 
     def _through_stages(self, batch: Any) -> Joined:
         self._host = Host()
         self._random: dict[tuple[int, int], RandomState] = {}
-        self._calls: defaultdict[tuple[int, int], Calls] = defaultdict(Calls)
         stages = self._stages
         self._norms = {node: _Norm(str(node.target), layer) for node, layer in stages.norms.items()}
         buffers = self._stages.buffers()
         versions = all_versions(buffers)
-        slices = self._slices(batch)
+        slices = Cut(self.call, batch, self.sizes).slices
         joined = Joined(sum(self.sizes))
         last = len(stages.stages) - 1
         with torch.no_grad():
@@ -330,8 +287,7 @@ class _Pass:
                 for each in slices:
                     before = self.call.random()
                     before.begin()
-                    with self._calls[number, each.index].noting():
-                        values = self._run(number, self._given(number, each), ())
+                    values = self._run(number, self._given(number, each), ())
                     if before.has_moved:
                         self._random[number, each.index] = before
                     for node in stages.ahead(number):
@@ -351,16 +307,6 @@ class _Pass:
             for norm in self._norms.values():
                 norm.commit()
         return joined
-
-    def _slices(self, batch: Any) -> list[Slice]:
-        starts = [sum(self.sizes[:at]) for at in range(len(self.sizes))]
-        pieces = self.call.layout.split(batch, self.sizes)
-        return [
-            Slice(index, start, start + size, piece)
-            for index, (start, size, piece) in enumerate(
-                zip(starts, self.sizes, pieces, strict=True)
-            )
-        ]
 
     def _input_of(self, node: fx.Node, values: Mapping[fx.Node, Any], each: Slice) -> Tensor:
         source = node.all_input_nodes[0]
@@ -398,7 +344,7 @@ class _Pass:
     ) -> None:
         """Add the gradients of inputs and parameters, stage by stage from the last."""
         aliases = aliases_of(parameters)
-        slices = self._slices(batch)
+        slices = Cut(self.call, batch, self.sizes).slices
         stages = self._stages.stages
         for number in reversed(range(len(stages))):
             for each in slices:
@@ -452,8 +398,7 @@ class _Pass:
         random = self._random.get((number, each.index))
         again = contextlib.nullcontext() if random is None else random.replaying()
         own = self._own[number]
-        calls = self._calls[number, each.index]
-        with again, torch.enable_grad(), calls.repeating():
+        with again, torch.enable_grad():
             values = self._run(number, started, aliases)
         del started
         made, gradients = [], []
@@ -497,6 +442,70 @@ class _Pass:
             norm.add([next(everything) for _ in norm.leaves])
 
 
+def keep_for_backward(
+    ctx: Any, call: Call, paths: Sequence[str], tensors: Sequence[Tensor]
+) -> None:
+    """Keep what a part is computed again from.
+
+    Args:
+        ctx: of the operation.
+        call: of the part.
+        paths: of the inputs that need a gradient.
+        tensors: these inputs, then the parameters.
+    """
+    # Autograd keeps tensors, and sees when they change; who watches it may keep them elsewhere.
+    leaves = dict(tensor_leaves(call.batch))
+    ctx.others = [path for path in leaves if path not in paths]
+    ctx.num_tensors = len(tensors)
+    ctx.save_for_backward(*tensors, *(leaves[path] for path in ctx.others))
+    template = with_inputs(call.batch, {path: torch.empty(0) for path in leaves})
+    ctx.call, ctx.paths = replace(call, batch=template), paths
+    ctx.autocast = Autocast(call.device)
+    ctx.set_materialize_grads(False)
+
+
+def kept_for_backward(ctx: Any) -> tuple[Any, dict[str, Tensor], Sequence[Tensor]]:
+    """The batch again, with leaves in the place of inputs; these inputs, and the parameters."""
+    saved = ctx.saved_tensors  # once: what is computed again refuses to give them twice
+    tensors, others = saved[: ctx.num_tensors], saved[ctx.num_tensors :]
+    inputs = dict(zip(ctx.paths, tensors, strict=False))
+    leaves = {path: each.detach() for path, each in inputs.items()}
+    batch = with_inputs(ctx.call.batch, leaves | dict(zip(ctx.others, others, strict=True)))
+    return batch, inputs, tensors[len(inputs) :]
+
+
+def outputs_to_autograd(ctx: Any, joined: Joined) -> tuple[Tensor, ...]:
+    """All outputs, of which whole numbers have no gradient."""
+    numbers = [
+        each for each in joined.tensors if not (each.is_floating_point() or each.is_complex())
+    ]
+    ctx.mark_non_differentiable(*numbers)
+    return tuple(joined.tensors)
+
+
+class Autocast:
+    """How autocast is set, to be set so again.
+
+    Args:
+        device: that the part computes on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        kinds = dict.fromkeys((device.type, "cpu"))
+        self._settings = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in kinds
+            if torch.amp.is_autocast_available(kind)
+        ]
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for kind, dtype, enabled in self._settings:
+                stack.enter_context(torch.autocast(kind, dtype, enabled))
+            yield
+
+
 def _waiting(node: fx.Node, value: Any) -> Any:
     if isinstance(value, Tensor) or not tensor_leaves({"": value}):
         return value
@@ -515,9 +524,9 @@ class _InStages(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         inputs = dict(zip(paths, tensors, strict=False))
         batch = with_inputs(call.batch, {path: each.detach() for path, each in inputs.items()})
-        ctx.standing = Standing(call)
-        done.joined = joined = done.forward(batch)
-        ctx.standing.settle()
+        ctx.standing = Standing(call, max(call.sizes()))
+        with ctx.standing.first():
+            done.joined = joined = done.forward(batch)
         keep_for_backward(ctx, call, paths, tensors)
         done.call = ctx.call
         ctx.done = done
@@ -534,14 +543,9 @@ class _InStages(torch.autograd.Function):
                 "call backward once (retain_graph=True does not keep it), or compute it again"
             )
         ctx.done = None
-        try:
-            sums = Gradients(inputs, parameters, call.layout.row_dims(batch))
-            with ctx.standing.again(), ctx.autocast.again():
-                done.backward(batch, ctx.paths, given, parameters, sums)
-        except Exception as error:
-            if classify(error) is Failure.RETRYABLE:
-                call.sizer.smaller(max(done.sizes))  # whoever tries again has smaller slices
-            raise
+        sums = Gradients(inputs, parameters, call.layout.row_dims(batch))
+        with ctx.standing, ctx.autocast.again():
+            done.backward(batch, ctx.paths, given, parameters, sums)
         return None, None, None, *sums.all()
 
 
@@ -549,7 +553,7 @@ def split_at_norms(call: Call, stages: Stages) -> Any:
     """The outputs of a part with BatchNorm for all rows, slice by slice."""
     inputs = call.inputs()
     done = _Pass(call, stages)
-    if not torch.is_grad_enabled() or not (inputs or call.parameters):
+    if not call.is_differentiated:
         return done.forward(call.batch).whole()
     tensors = [*inputs.values(), *call.parameters]
     operation: Any = _InStages

@@ -22,7 +22,6 @@ from torch.utils.checkpoint import CheckpointError
 from automicro.errors import RollbackError, add_note, describe_error
 from automicro.memory.oom import Failure, classify
 from automicro.nested.again import AsItStood, computed_again
-from automicro.nested.slices import Calls, num_shrunk
 from automicro.ranks.interface import StrayedError
 from automicro.state.part import Replay
 from automicro.torch_private import (
@@ -32,7 +31,7 @@ from automicro.torch_private import (
     is_in_checkpoint,
     is_of_checkpoint,
     refuses_hooks,
-    showing_saved,
+    saving,
     tells_of_writing,
     version_of,
 )
@@ -107,8 +106,7 @@ class _Saved:
     """What a forward saves for the backward, as few numbers as show whether it is the same again.
 
     >>> one, other, third = _Saved(), _Saved(), _Saved()
-    >>> one.add(torch.ones(3)), other.add(torch.ones(3)), third.add(torch.ones(3) * 2)
-    (None, None, None)
+    >>> _ = one.add(torch.ones(3)), other.add(torch.ones(3)), third.add(torch.ones(3) * 2)
     >>> one.is_like(other), one.is_like(third)
     (True, False)
     """
@@ -119,15 +117,15 @@ class _Saved:
         self._sums: dict[torch.device, Tensor] = {}
 
     @torch.no_grad()
-    def add(self, tensor: Tensor) -> None:
+    def add(self, tensor: Tensor) -> Tensor:
         """Count one that is saved."""
         is_strided = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
         # Bytes are workspaces of kernels, of which not all is written.
         if not is_strided or tensor.is_quantized or tensor.dtype is torch.uint8:
-            return
+            return tensor
         device = tensor.device
         if not tensor.numel() or device.type == "meta":
-            return
+            return tensor
         self._count += 1
         places = torch.arange(0, tensor.numel(), -(-tensor.numel() // _SAMPLES), device=device)
         found = tensor.take(places)
@@ -139,6 +137,7 @@ class _Saved:
         weights *= 1 + self._count * 0.6180339887 % 1  # tensors may not change places
         sums = torch.stack([found @ weights, found.abs().sum()])
         self._sums[device] = self._sums[device] + sums if device in self._sums else sums
+        return tensor
 
     def is_like(self, other: "_Saved") -> bool:
         """Whether it is the same: to the bit on a CPU, elsewhere but for rounding."""
@@ -183,7 +182,6 @@ class _Run(AsItStood):
     def __init__(self, block: Block, random: RandomState, arguments: Sequence[Any]) -> None:
         self._block = block
         self._saved = _Saved() if block.num_done in _COMPARED else None
-        self._parts = Calls()
         keeps = not getattr(block.module, "_can_checkpoint_with_cache", False)
         caches = {id(each): each for each in arguments if keeps and comes_from(each, *_CACHES)}
         objects = {id(each): each for each in arguments if id(each) not in caches}
@@ -195,7 +193,7 @@ class _Run(AsItStood):
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
         block = self._block
-        with self._parts.noting(), _showing(self._saved):
+        with super().first(), _showing(self._saved):
             yield
         written = self.written()
         if any(map(is_owned, written)):
@@ -213,23 +211,19 @@ class _Run(AsItStood):
     def again(self) -> Iterator[None]:
         self._block.turn = next(_turns)
         saved = None if self._saved is None else _Saved()
-        shrunk = num_shrunk()
         try:
-            with super().again(), self._parts.repeating(), _showing(saved):
+            with super().again(), _showing(saved):
                 yield
         except Exception as error:
             if not ends_checkpoint(error):
                 self._explain(error)
                 raise
-            self._compare(saved, is_cut_alike=num_shrunk() == shrunk)
+            self._compare(saved)
             raise
-        self._compare(saved, is_cut_alike=num_shrunk() == shrunk)
+        self._compare(saved)
 
-    def _compare(self, saved: _Saved | None, *, is_cut_alike: bool) -> None:
-        # Where memory ran out in a slice of a part, smaller ones round otherwise.
-        if saved is None or self._saved is None or not is_cut_alike:
-            return
-        if not saved.is_like(self._saved):
+    def _compare(self, saved: _Saved | None) -> None:
+        if saved is not None and self._saved is not None and not saved.is_like(self._saved):
             raise self._block.leave_out(_OTHERWISE) from None
 
     def _explain(self, error: Exception) -> None:
@@ -251,7 +245,7 @@ class _Run(AsItStood):
 
 
 def _showing(saved: _Saved | None) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext() if saved is None else showing_saved(saved.add)
+    return contextlib.nullcontext() if saved is None else saving(saved.add)
 
 
 @dataclass(frozen=True)

@@ -600,9 +600,14 @@ def test_an_error_of_a_blocks_own_in_its_second_forward_is_raised() -> None:
 def test_that_the_second_time_is_the_first_again_is_asked_for_rarely() -> None:
     model, loss_of = Noting(Steps), mean_square(batch_for("plain"))
     level = level_of("recompute", model)
-    saved: list[int] = []
+    saved: list[Tensor] = []
+
+    def add(_: Any, tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Saved, "add", lambda *_: saved.append(1))
+        patch.setattr(_Saved, "add", add)
         counts = []
         for _ in range(18):
             take_step(model, loss_of, level)
