@@ -274,16 +274,67 @@ class Standing(AsItStood):
             )
 
 
-def _again(call: Call, each: Slice) -> Any:
+def _again(call: Call, parameters: Callable[[], Sequence[Tensor]], each: Slice) -> Any:
     """The output of a slice, which keeps what it is given alone."""
     leaves = dict(tensor_leaves(each.batch))
     template = with_inputs(each.batch, {path: torch.empty(0) for path in leaves})
-    compute, num_rows = call.compute, each.num_rows
+    compute, num_rows, waiting = call.compute, each.num_rows, [parameters]
 
     def compute_again(*tensors: Tensor) -> Any:
-        return compute(with_inputs(template, dict(zip(leaves, tensors, strict=True))), ())
+        rows = with_inputs(template, dict(zip(leaves, tensors, strict=True)))
+        return compute(rows, waiting.pop()() if waiting else ())
 
     return computed_again(compute_again, list(leaves.values()), Standing(call, num_rows))
+
+
+class _Summed(torch.autograd.Function):
+    """Half precision parameters, for which gradients of all slices are rounded once."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: list[Tensor | None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.sums, ctx.types = sums, [each.dtype for each in tensors]
+        ctx.set_materialize_grads(False)
+        return tuple(each.view_as(each) for each in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> Any:
+        found = list(ctx.sums)
+        ctx.sums[:] = [None] * len(found)
+        pairs = zip(found, ctx.types, strict=True)
+        return None, *(None if each is None else each.to(dtype) for each, dtype in pairs)
+
+
+class _Adding(torch.autograd.Function):
+    """The same in one slice. What it gives to the sums goes no further."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: list[Tensor | None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.sums = sums
+        ctx.set_materialize_grads(False)
+        return tuple(each.view_as(each) for each in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        for index, gradient in enumerate(gradients):
+            if gradient is not None:
+                wide, before = gradient.to(_wide(gradient.dtype)), ctx.sums[index]
+                ctx.sums[index] = wide if before is None else before + wide
+        return None, *(None for _ in gradients)
+
+
+def _summed(call: Call) -> Callable[[], Sequence[Tensor]]:
+    """Gives the parameters for each slice; none where they can stay as they are."""
+    halves = [each for each in call.parameters if _wide(each.dtype) is not each.dtype]
+    if not halves:
+        return tuple
+    sums: list[Tensor | None] = [None] * len(halves)
+    aliases = _apply(_Summed, sums, *halves)
+
+    def of_slice() -> Sequence[Tensor]:
+        found = dict(zip(map(id, halves), _apply(_Adding, sums, *aliases), strict=True))
+        return [found.get(id(each), each) for each in call.parameters]
+
+    return of_slice
 
 
 def _once(call: Call, each: Slice) -> Any:
@@ -588,7 +639,7 @@ def split_loss(call: Call, *, recompute: bool) -> Tensor:
         tensors = [*inputs.values(), *call.parameters]
         return cast(Tensor, _apply(_Tail, call, list(inputs), *tensors))
     total: tuple[Tensor, torch.dtype] | None = None
-    for each, loss in cut.run(functools.partial(_how(call), call)):
+    for each, loss in cut.run(_how(call)):
         total = _added(total, cut.weighted(each, loss))
     return _narrow(total)
 
@@ -596,11 +647,13 @@ def split_loss(call: Call, *, recompute: bool) -> Tensor:
 def split_outputs(call: Call) -> Any:
     """The outputs of a part for all rows, slice by slice."""
     joined = Joined(call.num_rows)
-    for each, found in Cut(call, call.batch).run(functools.partial(_how(call), call)):
+    for each, found in Cut(call, call.batch).run(_how(call)):
         joined.put(each, found)
         del found
     return joined.whole()
 
 
-def _how(call: Call) -> Callable[[Call, Slice], Any]:
-    return _again if call.is_differentiated else _once
+def _how(call: Call) -> Callable[[Slice], Any]:
+    if not call.is_differentiated:
+        return functools.partial(_once, call)
+    return functools.partial(_again, call, _summed(call))

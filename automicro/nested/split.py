@@ -31,10 +31,9 @@ from automicro.loss.averages import LossAverage
 from automicro.loss.passes import extra_pass, is_extra_pass
 from automicro.modules import ModuleIndex
 from automicro.nested.again import storage_of
-from automicro.nested.batchnorm import split_at_norms
+from automicro.nested.batchnorm import Stages, split_at_norms
 from automicro.nested.check import Check, Checked, check_positions
 from automicro.nested.slices import Call, split_loss, split_outputs
-from automicro.nested.stages import Stages
 from automicro.policy.choose import make_policy
 from automicro.policy.policy import Outcome, Policy, require_rows, require_size
 from automicro.reach import OF_EVERY_MODULE, Reach, captured_modules
@@ -472,7 +471,9 @@ class NestedSplit:
             finally:
                 self._is_inside = False
             if tensors is not None and torch.is_grad_enabled():
-                _refuse_strangers(output, rows, [*(tensors or places.parameters), *places.frozen])
+                are_apart = tensors and all(each.is_leaf for each in tensors)
+                own = tensors if are_apart else [*tensors, *places.parameters]
+                _refuse_strangers(output, rows, [*own, *places.frozen])
                 if is_new:
                     _refuse_left_behind(known.index)
                 is_new = False
