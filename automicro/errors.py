@@ -166,6 +166,7 @@ class Facts:
         is_committed: whether it was raised only after the batch was committed.
         keys: of a config that it is about, dotted.
         reports: files that tell more of it.
+        part: with a size of its own, which is smaller now because of it.
     """
 
     is_told: bool = False
@@ -174,6 +175,7 @@ class Facts:
     is_committed: bool = False
     keys: tuple[str, ...] = ()
     reports: tuple[str, ...] = ()
+    part: str | None = None
 
 
 _FACTS = "__automicro_facts__"

@@ -91,12 +91,12 @@ __all__ = [
     "record_memory_history",
     "reduction_of",
     "run_backward",
+    "saving",
     "schema_of",
     "scripted_attributes",
     "set_gradient_hooks",
     "set_inductor_deterministic",
     "set_scripted",
-    "showing_saved",
     "sparse_parts",
     "tell_no_more",
     "tell_of_shortage",
@@ -560,13 +560,13 @@ def is_in_checkpoint() -> bool:
 
 
 @contextlib.contextmanager
-def showing_saved(show: Callable[[Tensor], None]) -> Iterator[None]:
-    """Let somebody see each tensor that is saved for the backward, whoever's hooks then take it.
+def saving(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Let another tensor be saved for the backward in the place of each, whoever's hooks take it.
 
     >>> seen = []
-    >>> with showing_saved(seen.append):
+    >>> with saving(lambda tensor: seen.append(tensor) or tensor):
     ...     _ = torch.ones(2, requires_grad=True).exp()
-    >>> seen == []  # nobody takes it
+    >>> seen == []  # no hooks take it
     True
     """
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -576,11 +576,10 @@ def showing_saved(show: Callable[[Tensor], None]) -> Iterator[None]:
     pack, unpack = hooks
 
     @functools.wraps(pack)
-    def shown(tensor: Tensor) -> Any:
-        show(tensor)
-        return pack(tensor)
+    def changed(tensor: Tensor) -> Any:
+        return pack(change(tensor))
 
-    with torch.autograd.graph.saved_tensors_hooks(shown, unpack):
+    with torch.autograd.graph.saved_tensors_hooks(changed, unpack):
         yield
 
 

@@ -1,23 +1,20 @@
-"""One call of a part, computed slice by slice: as one operation of autograd, with its gradients.
+"""One call of a part, computed slice by slice, with its gradients.
 
-Only one slice's activations are alive at a time. Two operations do it:
+Only one slice's activations are alive at a time. Two ways do it:
 
 - A *tail* gives a loss. The gradient of each slice is taken at once, in the forward, so nothing is
   computed twice; what waits for the backward are gradients, as large as inputs and parameters. This
   is what fused linear cross-entropy kernels do (Hsu et al. 2024, Liger Kernel), for any tail.
-- A *middle* part gives outputs for each row. Its slices run without a graph, and again with one in
-  the backward, as activation checkpointing does (Chen et al. 2016), with the same random numbers.
+- A *middle* part gives outputs for each row. Each slice is checkpointed (Chen et al. 2016), and
+  finds everything as it stood when it is computed again in the backward.
 
-Parameters enter both as inputs, and slices see aliases of them: so hooks on them, and those of
-wrappers that reduce gradients over ranks, run once, as they do for a part that is not cut. Where
-memory runs out in a slice, that slice is undone and cut smaller, and nothing else is.
+Where memory runs out in a slice, the attempt ends, and the part's slices are smaller in the next.
 """
 
 import contextlib
-import copy
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -27,9 +24,9 @@ from automicro.batch.layout import BatchLayout, balanced_sizes
 from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.errors import BatchError, UnsplittableModelError
 from automicro.loss.averages import Average, CutBatch
-from automicro.loss.passes import is_extra_pass
 from automicro.loss.weights import BatchWeights
-from automicro.memory.oom import Failure, classify, release
+from automicro.memory.oom import Failure, classify
+from automicro.nested.again import AsItStood, computed_again
 from automicro.state.part import Replay
 from automicro.torch_private import FakeTensor, all_versions, uncheckpointed
 from automicro.transaction.rng import RandomState
@@ -53,102 +50,16 @@ def tolerance_of(value: Tensor) -> float:
 
 
 class Sizer(Protocol):
-    """Proposes the rows of a slice, and is told what became of it."""
+    """Says how many rows a slice has, and is told what became of it."""
 
     def begin(self) -> int:
-        """Rows of a slice, at most."""
+        """Rows of a slice, at most; the same until a forward that follows a backward."""
 
-    def smaller(self, size: int) -> int | None:
-        """Rows to go on with after a size that did not fit; None where there is nothing smaller."""
+    def failed(self, size: int, error: BaseException | None = None) -> bool:
+        """Memory ran out in a slice of so many rows; whether the next ones are smaller."""
 
     def end(self, sizes: Sequence[int]) -> None:
         """All slices went through."""
-
-
-class Calls:
-    """Calls of parts in something that is run again in a backward, to be cut the same way there.
-
-    Sizes may have changed by then, and other slices draw other random numbers.
-    """
-
-    def __init__(self) -> None:
-        self._found: list[tuple[object, Sequence[Earlier]]] = []
-        self._waiting: Iterator[tuple[object, Sequence[Earlier]]] | None = None
-
-    @contextlib.contextmanager
-    def noting(self) -> Iterator[None]:
-        """Around the first run."""
-        self._found, self._waiting = [], None
-        with self._running():
-            yield
-
-    @contextlib.contextmanager
-    def repeating(self) -> Iterator[None]:
-        """Around each further run."""
-        self._waiting = iter(self._found)
-        with self._running():
-            yield
-
-    @contextlib.contextmanager
-    def _running(self) -> Iterator[None]:
-        token = _running.set(self)
-        try:
-            yield
-        finally:
-            _running.reset(token)
-
-    def earlier(self, call: object) -> "Sequence[Earlier] | None":
-        """The slices of the next call in the first run; None where this is the first."""
-        if self._waiting is None:
-            return None
-        known, slices = next(self._waiting, (None, None))
-        return slices if known == call else None
-
-    def begin(self, call: object) -> "list[Earlier] | None":
-        """What takes the slices of the next call in the first run; it stays empty for one piece."""
-        if self._waiting is not None:
-            return None
-        slices: list[Earlier] = []
-        self._found.append((call, slices))
-        return slices
-
-    def forget_inside(self, slices: "list[Earlier] | None") -> None:
-        """Leave out what has begun since a call did, for it begins again."""
-        if slices is None:
-            return
-        at = next(n for n, (_, each) in enumerate(self._found) if each is slices)
-        del self._found[at + 1 :]
-
-
-_num_shrunk = 0
-
-
-def num_shrunk() -> int:
-    """How often a slice did not fit in this process, and was cut smaller."""
-    return _num_shrunk
-
-
-_running: ContextVar[Calls | None] = ContextVar("_running", default=None)
-
-
-def running_calls() -> Calls | None:
-    """Those of what is run now, where that is run again in a backward, and not looked at alone."""
-    return None if is_extra_pass() else _running.get()
-
-
-@dataclass(frozen=True)
-class Earlier:
-    """A slice of a call that was run before.
-
-    Attributes:
-        size: rows.
-        random: numbers that it began with, where it drew any.
-        calls: of parts inside of it.
-    """
-
-    size: int
-    random: RandomState | None = None
-    calls: Calls | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,9 +81,6 @@ class Call:
         random: gives what remembers where random numbers stand.
         min_rows: that a slice needs, where there are as many.
         is_dry: whether tensors are without data. Then two slices stand for all.
-        earlier: slices of this call in the first run, where it is run again, none of one piece;
-            else None.
-        ran: takes the slices of this call; None where nobody runs it again.
     """
 
     batch: Mapping[str, Any]
@@ -188,8 +96,15 @@ class Call:
     random: Callable[[], RandomState]
     min_rows: int = 1
     is_dry: bool = False
-    earlier: Sequence[Earlier] | None = None
-    ran: list[Earlier] | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return self.layout.num_rows(self.batch)
+
+    @property
+    def is_differentiated(self) -> bool:
+        """Whether anything needs a gradient of it."""
+        return torch.is_grad_enabled() and bool(self.parameters or self.inputs())
 
     def inputs(self) -> dict[str, Tensor]:
         """The tensors of the batch that need a gradient, by their paths."""
@@ -216,24 +131,23 @@ class Call:
                     "tensor with the rows in dimension 0, and their lengths"
                 )
 
-    def cut(self, num_rows: int, size: int) -> list[int]:
-        """Sizes of slices of at most so many rows."""
-        return balanced_sizes(num_rows, size, min_rows=self.min_rows)
+    def sizes(self) -> list[int]:
+        """Rows of all slices."""
+        return balanced_sizes(self.num_rows, self.sizer.begin(), min_rows=self.min_rows)
 
     def undoing(self) -> Transaction:
         """What undoes all that a slice changes."""
         return Transaction([self.state.undone(), self.random()])
 
     @contextlib.contextmanager
-    def leaving_no_trace(self) -> Iterator[None]:
-        """Put back afterwards what is changed meanwhile."""
-        random = self.random()
-        random.begin()
-        with self.state.leaving_no_trace():
-            try:
-                yield
-            finally:
-                random.roll_back()
+    def naming(self, size: int) -> Iterator[None]:
+        """Around what may run out of memory for so many rows: that names the part, and shrinks."""
+        try:
+            yield
+        except Exception as error:
+            if classify(error) is Failure.RETRYABLE:
+                self.sizer.failed(size, error)
+            raise
 
     def split(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
         """Slices of a batch, those that are computed."""
@@ -244,7 +158,7 @@ class Call:
         return self.layout.split(batch, [*few, left] if left else few)[:_OF_DRY]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Slice:
     """Some rows of a batch.
 
@@ -253,192 +167,179 @@ class Slice:
         start: the first row.
         stop: the row after the last.
         batch: of these rows.
-        random: numbers that it began with before, where it drew any.
-        calls: of parts inside of it.
     """
 
     index: int
     start: int
     stop: int
     batch: Any
-    random: RandomState | None = None
-    calls: Calls = field(default_factory=Calls)
 
     @property
     def num_rows(self) -> int:
         return self.stop - self.start
 
 
-class Walk:
-    """Through the rows of a batch, slice by slice.
+class Cut:
+    """A batch in slices.
 
     Args:
         call: of the part.
         batch: of the call; with other tensors, maybe, of the same rows.
-        earlier: the slices, where the rows were walked through before; else sizes are found.
+        sizes: rows of the slices, where they are known.
     """
 
-    def __init__(
-        self,
-        call: Call,
-        batch: Any,
-        earlier: Sequence[Earlier] | None = None,
-    ) -> None:
+    def __init__(self, call: Call, batch: Any, sizes: Sequence[int] | None = None) -> None:
         self._call, self._batch = call, batch
-        self._num_rows = call.layout.num_rows(batch)
-        self._earlier = None if earlier is None else list(earlier)
-        self._has_shrunk = False
-        self._index = self._start = 0
-        if earlier is None:
-            self._cut(call.cut(self._num_rows, call.sizer.begin()))
-        else:
-            self._cut([each.size for each in earlier])
+        sizes = call.sizes() if sizes is None else sizes
+        pieces = call.split(batch, sizes)
+        self.sizes = list(sizes[: len(pieces)])
+        self.slices: list[Slice] = []
+        start = 0
+        for index, (size, piece) in enumerate(zip(self.sizes, pieces, strict=True)):
+            self.slices.append(Slice(index, start, start + size, piece))
+            start += size
 
-    def _cut(self, sizes: Sequence[int]) -> None:
-        self._pieces = self._call.split(self._batch, sizes)
-        self.sizes = list(sizes[: len(self._pieces)])
-        self._weights: BatchWeights | None = None
-
-    @property
-    def is_second(self) -> bool:
-        """Whether the rows were walked through before."""
-        return self._earlier is not None
-
-    @property
+    @functools.cached_property
     def weights(self) -> BatchWeights:
-        """Of the losses of slices, as they are cut now."""
-        if self._weights is None:
-            assert self._call.averages is not None
-            cut = CutBatch(batch=self._batch, microbatches=self._pieces, sizes=self.sizes)
-            self._weights = BatchWeights(self._call.averages, [cut])
-        return self._weights
+        """Of the losses of slices."""
+        assert self._call.averages is not None
+        pieces = [each.batch for each in self.slices]
+        cut = CutBatch(batch=self._batch, microbatches=pieces, sizes=self.sizes)
+        return BatchWeights(self._call.averages, [cut])
 
-    def slices(self) -> Iterator[Slice]:
-        """Those that are left. After one that failed, call `shrink` and ask again."""
-        while self._index < len(self.sizes):
-            size = self.sizes[self._index]
-            stop = self._start + size
-            found = Slice(self._index, self._start, stop, self._pieces[self._index])
-            if self._earlier is not None:
-                earlier = self._earlier[self._index]
-                found.random, found.calls = earlier.random, earlier.calls or Calls()
-            yield found
-            self._index, self._start = self._index + 1, stop
-        if self._earlier is None or self._has_shrunk:
-            self._call.sizer.end(self.sizes)
+    def weighted(self, each: Slice, loss: Tensor) -> Tensor:
+        """What a slice adds to the loss. It has no gradient where no target counts."""
+        weighted = self.weights.apply(each.index, loss, {})[0]
+        return weighted.detach() if self.weights.is_nothing[each.index] else weighted
 
-    def shrink(self, failure: BaseException) -> None:
-        """Cut what is left smaller than the slice that failed.
+    def run(self, compute: Callable[[Slice], T]) -> Iterator[tuple[Slice, T]]:
+        """Compute slice after slice.
 
-        Where rows were walked through before, a slice that drew random numbers stays as it is: its
-        numbers are those of all its rows. The next call has smaller ones.
-
-        Raises:
-            BaseException: the failure, where there is nothing smaller.
+        Args:
+            compute: what is wanted of a slice.
         """
-        failed = self.sizes[self._index]
-        size = self._call.sizer.smaller(failed)
-        if size is None or size < self._call.min_rows:
-            raise failure
-        self._has_shrunk = True
-        global _num_shrunk
-        _num_shrunk += 1
-        done = self.sizes[: self._index]
-        if self._earlier is None:
-            self._cut([*done, *self._call.cut(self._num_rows - self._start, size)])
-            return
-        if self._earlier[self._index].random is not None:
-            raise failure
-        parts = self._call.cut(failed, size)
-        self._earlier[self._index : self._index + 1] = map(Earlier, parts)
-        self._cut([each.size for each in self._earlier])
-
-
-def run_slices(
-    call: Call, walk: Walk, compute: Callable[[Slice], T], done: list[Earlier] | None = None
-) -> Iterator[tuple[Slice, T]]:
-    """Compute slice after slice; those that do not fit are undone, and cut smaller.
-
-    Args:
-        call: of the part.
-        walk: through its rows.
-        compute: what is wanted of a slice. It may keep nothing of one that fails.
-        done: takes the slices as they were, to run them again; None where nobody does.
-
-    Raises:
-        BaseException: whatever else than running out of memory, or that of the smallest slice.
-    """
-    while True:
-        failure: BaseException | None = None
-        for each in walk.slices():
-            random = call.random()
-            undo = Transaction([call.state.undone(), random])
-            undo.begin()
+        for each in self.slices:
             inputs = Unwritten(each.batch)
-            try:
-                with each.calls.repeating() if walk.is_second else each.calls.noting():
-                    found = compute(each)
-            except Exception as error:
-                if classify(error) is not Failure.RETRYABLE:
-                    raise
-                failure = error
-                break
+            with self._call.naming(each.num_rows):
+                found = compute(each)
             inputs.check()
-            has_drawn = done is not None and random.has_moved
-            if done is not None:
-                drawn = copy.copy(random) if has_drawn else None
-                done.append(Earlier(each.num_rows, drawn, each.calls))
-            undo.commit()
             yield each, found
             del found
-        if failure is None:
-            return
-        # Outside "except": inside it the traceback keeps the tensors of the slice alive.
-        try:
-            release(failure, call.device)
-            undo.roll_back()
-            inputs.check(failure)
-            walk.shrink(failure)
-        finally:
-            failure = None  # it holds this frame: a cycle
+        self._call.sizer.end(self.sizes)
 
 
-class Standing:
-    """What a part computes with besides its inputs and trained parameters, as it stands now.
-
-    It is computed again in the backward, and its mode may be another one by then, or what
-    ``torch.func.functional_call`` put there may be gone.
+class Standing(AsItStood):
+    """A slice that is computed again in the backward.
 
     Args:
         call: of the part.
+        size: rows of the slice.
     """
 
-    def __init__(self, call: Call) -> None:
-        self._state = call.state
-        self._before = call.standing.take(self)
-        self._own: set[int] = set()
+    def __init__(self, call: Call, size: int) -> None:
+        self._naming = functools.partial(call.naming, size)
+        self._parameters, self._versions = call.parameters, all_versions(call.parameters)
+        self._own: frozenset[int] = frozenset()
+        super().__init__([call.standing], call.random())
 
-    def settle(self) -> None:
-        """The part itself may have changed what is another than at first."""
-        self._own = set(map(id, self._before.written()))
+    @contextlib.contextmanager
+    def first(self) -> Iterator[None]:
+        with super().first():
+            yield
+        # The part itself may have changed what is another than at first.
+        self._own = frozenset(map(id, self.written()))
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """As it stood, for a while.
+        self._check()
+        with self._naming(), super().again():
+            yield
+
+    def _check(self) -> None:
+        """Refuse other values of what the part computes with.
 
         Raises:
             UnsplittableModelError: the values of a tensor are others by now.
         """
-        for each in self._before.written():
-            if id(each) not in self._own and each.is_floating_point():
-                path, _ = self._before.names().get(id(each), ("?", ""))
-                raise UnsplittableModelError(
-                    f"{path.partition('.')[2]!r} of a part with a size of its own was written into "
-                    "between its forward and its backward, which computes the part again; call "
-                    "backward before, or put a new tensor in its place"
-                )
-        with self._state.as_it_stood(self._before):
-            yield
+        now = all_versions(self._parameters)
+        versions = zip(self._parameters, now, self._versions, strict=True)
+        written = [each for each, version, before in versions if version != before]
+        written += [e for e in self.written() if id(e) not in self._own and e.is_floating_point()]
+        for each in written:
+            path, _ = self.before[0].names().get(id(each), ("?", ""))
+            raise UnsplittableModelError(
+                f"{path.partition('.')[2]!r} of a part with a size of its own was written into "
+                "between its forward and its backward, which computes the part again; call "
+                "backward before, or put a new tensor in its place"
+            )
+
+
+def _again(call: Call, parameters: Callable[[], Sequence[Tensor]], each: Slice) -> Any:
+    """The output of a slice, which keeps what it is given alone."""
+    leaves = dict(tensor_leaves(each.batch))
+    template = with_inputs(each.batch, {path: torch.empty(0) for path in leaves})
+    compute, num_rows, waiting = call.compute, each.num_rows, [parameters]
+
+    def compute_again(*tensors: Tensor) -> Any:
+        rows = with_inputs(template, dict(zip(leaves, tensors, strict=True)))
+        return compute(rows, waiting.pop()() if waiting else ())
+
+    return computed_again(compute_again, list(leaves.values()), Standing(call, num_rows))
+
+
+class _Summed(torch.autograd.Function):
+    """Half precision parameters, for which gradients of all slices are rounded once."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: list[Tensor | None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.sums, ctx.types = sums, [each.dtype for each in tensors]
+        ctx.set_materialize_grads(False)
+        return tuple(each.view_as(each) for each in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> Any:
+        found = list(ctx.sums)
+        ctx.sums[:] = [None] * len(found)
+        pairs = zip(found, ctx.types, strict=True)
+        return None, *(None if each is None else each.to(dtype) for each, dtype in pairs)
+
+
+class _Adding(torch.autograd.Function):
+    """The same in one slice. What it gives to the sums goes no further."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: list[Tensor | None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.sums = sums
+        ctx.set_materialize_grads(False)
+        return tuple(each.view_as(each) for each in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        for index, gradient in enumerate(gradients):
+            if gradient is not None:
+                wide, before = gradient.to(_wide(gradient.dtype)), ctx.sums[index]
+                ctx.sums[index] = wide if before is None else before + wide
+        return None, *(None for _ in gradients)
+
+
+def _summed(call: Call) -> Callable[[], Sequence[Tensor]]:
+    """Gives the parameters for each slice; none where they can stay as they are."""
+    halves = [each for each in call.parameters if _wide(each.dtype) is not each.dtype]
+    if not halves:
+        return tuple
+    sums: list[Tensor | None] = [None] * len(halves)
+    aliases = _apply(_Summed, sums, *halves)
+
+    def of_slice() -> Sequence[Tensor]:
+        found = dict(zip(map(id, halves), _apply(_Adding, sums, *aliases), strict=True))
+        return [found.get(id(each), each) for each in call.parameters]
+
+    return of_slice
+
+
+def _once(call: Call, each: Slice) -> Any:
+    """The output of a slice without a gradient."""
+    return call.compute(each.batch, ())
 
 
 class Unwritten:
@@ -469,18 +370,8 @@ class Unwritten:
         ) from cause
 
 
-def loss_of(call: Call, batch: Any) -> Tensor:
-    """The loss of a batch without any gradient, slice by slice."""
-    walk = Walk(call, batch, call.earlier)
-    total: tuple[Tensor, torch.dtype] | None = None
-    for each, loss in run_slices(call, walk, lambda each: call.compute(each.batch, ()), call.ran):
-        total = _added(total, walk.weights.apply(each.index, cast(Tensor, loss), {})[0])
-    return _narrow(total)
-
-
 def _added(total: tuple[Tensor, torch.dtype] | None, loss: Tensor) -> tuple[Tensor, torch.dtype]:
     """A sum of losses, rounded once, and the type that they have."""
-    loss = loss.detach()
     wide = loss.to(_wide(loss.dtype))
     return wide if total is None else total[0] + wide, loss.dtype
 
@@ -488,15 +379,6 @@ def _added(total: tuple[Tensor, torch.dtype] | None, loss: Tensor) -> tuple[Tens
 def _narrow(total: tuple[Tensor, torch.dtype] | None) -> Tensor:
     assert total is not None
     return total[0].to(total[1])
-
-
-def outputs_of(call: Call, batch: Any) -> Any:
-    """The outputs of all rows without any gradient, slice by slice."""
-    outputs = Joined(call.layout.num_rows(batch))
-    walk = Walk(call, batch, call.earlier)
-    for each, found in run_slices(call, walk, lambda each: call.compute(each.batch, ()), call.ran):
-        outputs.put(each, found)
-    return outputs.whole()
 
 
 class Joined:
@@ -510,6 +392,7 @@ class Joined:
         self._num_rows = num_rows
         self._form: Any = None
         self.tensors: list[Tensor] = []
+        self._placed: dict[int, list[tuple[int, Tensor]]] = {}  # by output: what has a gradient
 
     def _is_formed_like(self, output: Any) -> bool:
         """Whether what stands beside tensors is that of the first slice."""
@@ -543,19 +426,57 @@ class Joined:
                 "not known; give it as a tensor with the rows in dimension 0, or compute it "
                 "outside of the part"
             )
-        for whole, leaf in zip(self.tensors, leaves, strict=True):
+        for at, (whole, leaf) in enumerate(zip(self.tensors, leaves, strict=True)):
             if whole.shape[1:] != leaf.shape[1:]:
                 raise BatchError(
                     f"slices of a part give shapes {tuple(whole.shape[1:])} and "
                     f"{tuple(leaf.shape[1:])} behind the rows; pad to the length of the whole "
                     "batch, and not to that of the slice"
                 )
-            whole[each.start : each.stop] = leaf
+            rows = whole[each.start : each.stop]
+            if leaf.requires_grad:
+                self._placed.setdefault(at, []).append((each.start, _placed(leaf, rows)))
+            else:
+                rows.copy_(leaf)
 
     def whole(self, tensors: Sequence[Tensor] | None = None) -> Any:
         """The outputs of all rows, in the structure of one slice's."""
-        waiting = iter(self.tensors if tensors is None else tensors)
+        found = list(self.tensors if tensors is None else tensors)
+        for at, placed in self._placed.items():
+            starts, tokens = zip(*placed, strict=True)
+            found[at] = cast(Tensor, _apply(_Whole, [found[at]], starts, *tokens))
+        waiting = iter(found)
         return map_tensors(self._form, lambda _: next(waiting))
+
+
+class _Placed(torch.autograd.Function):
+    """Copies rows of a slice to their place. What stands for them then takes no memory."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, rows: list[Tensor]) -> Tensor:
+        rows[0].copy_(leaf)
+        return leaf.new_empty(()).expand(leaf.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None
+
+
+def _placed(leaf: Tensor, rows: Tensor) -> Tensor:
+    return cast(Tensor, _apply(_Placed, leaf, [rows]))
+
+
+class _Whole(torch.autograd.Function):
+    """The rows of all slices, which lie in their places already."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: list[Tensor], starts: Sequence[int], *placed: Tensor) -> Tensor:
+        ctx.places = [(start, len(each)) for start, each in zip(starts, placed, strict=True)]
+        return whole[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, None, *(gradients[0].narrow(0, *place) for place in ctx.places)
 
 
 class Gradients:
@@ -665,19 +586,18 @@ class _Tail(torch.autograd.Function):
         batch = with_inputs(call.batch, {path: each.detach() for path, each in inputs.items()})
         sums = Gradients(inputs, call.parameters, call.layout.row_dims(batch))
         aliases = aliases_of(call.parameters)
-        walk = Walk(call, batch, call.earlier)
+        cut = Cut(call, batch)
 
         def loss_and_gradients(each: Slice) -> tuple[Tensor, Sequence[Tensor | None]]:
             with torch.enable_grad(), uncheckpointed():
                 rows, leaves = marked(each.batch, paths)
-                loss = call.compute(rows, aliases)
-                weighted, _ = walk.weights.apply(each.index, loss, {})
-                if walk.weights.is_nothing[each.index]:
-                    return weighted.detach(), ()
+                weighted = cut.weighted(each, call.compute(rows, aliases))
+                if cut.weights.is_nothing[each.index]:
+                    return weighted, ()
                 return weighted.detach(), _gradients(weighted, [*leaves, *aliases])
 
         total: tuple[Tensor, torch.dtype] | None = None
-        for each, (loss, gradients) in run_slices(call, walk, loss_and_gradients, call.ran):
+        for each, (loss, gradients) in cut.run(loss_and_gradients):
             sums.add(each, gradients)
             del gradients
             total = _added(total, loss)
@@ -696,143 +616,10 @@ class _Tail(torch.autograd.Function):
         return None, None, *sums.all(gradient)
 
 
-def keep_for_backward(
-    ctx: Any, call: Call, paths: Sequence[str], tensors: Sequence[Tensor]
-) -> None:
-    """Keep what a part is computed again from.
-
-    Args:
-        ctx: of the operation.
-        call: of the part.
-        paths: of the inputs that need a gradient.
-        tensors: these inputs, then the parameters.
-    """
-    # Autograd keeps tensors, and sees when they change; who watches it may keep them elsewhere.
-    leaves = dict(tensor_leaves(call.batch))
-    ctx.others = [path for path in leaves if path not in paths]
-    ctx.num_tensors = len(tensors)
-    ctx.save_for_backward(*tensors, *(leaves[path] for path in ctx.others))
-    template = with_inputs(call.batch, {path: torch.empty(0) for path in leaves})
-    ctx.call, ctx.paths = replace(call, batch=template, parameters=()), paths
-    ctx.autocast = Autocast(call.device)
-    ctx.set_materialize_grads(False)
-
-
-def kept_for_backward(ctx: Any) -> tuple[Any, dict[str, Tensor], Sequence[Tensor]]:
-    """The batch again, with leaves in the place of inputs; these inputs, and the parameters."""
-    saved = ctx.saved_tensors  # once: what is computed again refuses to give them twice
-    tensors, others = saved[: ctx.num_tensors], saved[ctx.num_tensors :]
-    inputs = dict(zip(ctx.paths, tensors, strict=False))
-    leaves = {path: each.detach() for path, each in inputs.items()}
-    batch = with_inputs(ctx.call.batch, leaves | dict(zip(ctx.others, others, strict=True)))
-    return batch, inputs, tensors[len(inputs) :]
-
-
-def outputs_to_autograd(ctx: Any, joined: Joined) -> tuple[Tensor, ...]:
-    """All outputs, of which whole numbers have no gradient."""
-    numbers = [
-        each for each in joined.tensors if not (each.is_floating_point() or each.is_complex())
-    ]
-    ctx.mark_non_differentiable(*numbers)
-    return tuple(joined.tensors)
-
-
-class _Recomputed(torch.autograd.Function):
-    """Outputs of all slices, or their loss; computed again in the backward, for the gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, call: Call, paths: Sequence[str], joined: Joined | None, *tensors: Tensor
-    ) -> Any:
-        inputs = dict(zip(paths, tensors, strict=False))
-        batch = with_inputs(call.batch, {path: each.detach() for path, each in inputs.items()})
-        ctx.standing = Standing(call)
-        walk = Walk(call, batch, call.earlier)
-        ran: list[Earlier] = [] if call.ran is None else call.ran
-        total: tuple[Tensor, torch.dtype] | None = None
-
-        def compute(each: Slice) -> Any:
-            return call.compute(each.batch, ())
-
-        for each, found in run_slices(call, walk, compute, ran):
-            if joined is not None:
-                joined.put(each, found)
-            else:
-                total = _added(total, walk.weights.apply(each.index, found, {})[0])
-            del found
-        ctx.standing.settle()
-        keep_for_backward(ctx, call, paths, tensors)
-        ctx.slices = ran
-        ctx.is_tail = joined is None
-        return _narrow(total) if joined is None else outputs_to_autograd(ctx, joined)
-
-    @staticmethod
-    def backward(ctx: Any, *given: Tensor | None) -> Any:
-        refuse_twice()
-        call, paths = ctx.call, ctx.paths
-        batch, inputs, parameters = kept_for_backward(ctx)
-        sums = Gradients(inputs, parameters, call.layout.row_dims(batch))
-        aliases = aliases_of(parameters)
-        walk = Walk(call, batch, ctx.slices)
-
-        def gradients_of(each: Slice) -> Sequence[Tensor | None]:
-            if ctx.is_tail and walk.weights.is_nothing[each.index]:
-                return ()
-            again = contextlib.nullcontext() if each.random is None else each.random.replaying()
-            with again, torch.enable_grad(), ctx.autocast.again():
-                rows, leaves = marked(each.batch, paths)
-                output = call.compute(rows, aliases)
-            wanted = [*leaves, *aliases]
-            if ctx.is_tail:
-                with torch.enable_grad():
-                    weighted, _ = walk.weights.apply(each.index, output, {})
-                return _gradients(weighted, wanted, given[0])
-            outputs, weights = [], []
-            for (_, leaf), gradient in zip(tensor_leaves(output), given, strict=True):
-                if gradient is not None and leaf.requires_grad:
-                    outputs.append(leaf)
-                    weights.append(gradient[each.start : each.stop])
-            if not outputs:
-                return [None] * len(wanted)
-            return torch.autograd.grad(outputs, wanted, weights, allow_unused=True)
-
-        # The first time has changed the buffers already.
-        with call.leaving_no_trace(), ctx.standing.again():
-            for each, gradients in run_slices(call, walk, gradients_of):
-                sums.add(each, gradients)
-                del gradients
-        return None, None, None, *sums.all()
-
-
-def _gradients(
-    loss: Tensor, wanted: Sequence[Tensor], gradient: Tensor | None = None
-) -> Sequence[Tensor | None]:
+def _gradients(loss: Tensor, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
     if not loss.requires_grad:
         return [None] * len(wanted)
-    return torch.autograd.grad(loss, wanted, gradient, allow_unused=True)
-
-
-class Autocast:
-    """How autocast is set, to be set so again.
-
-    Args:
-        device: that the part computes on.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        kinds = dict.fromkeys((device.type, "cpu"))
-        self._settings = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in kinds
-            if torch.amp.is_autocast_available(kind)
-        ]
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for kind, dtype, enabled in self._settings:
-                stack.enter_context(torch.autocast(kind, dtype, enabled))
-            yield
+    return torch.autograd.grad(loss, wanted, allow_unused=True)
 
 
 def _apply(operation: Any, *given: Any) -> Any:
@@ -846,21 +633,27 @@ def split_loss(call: Call, *, recompute: bool) -> Tensor:
         call: of the part.
         recompute: whether gradients are taken in the backward, where a loss scale is known.
     """
-    inputs = call.inputs()
-    if not torch.is_grad_enabled() or not (inputs or call.parameters):
-        return loss_of(call, call.batch)
-    tensors = [*inputs.values(), *call.parameters]
-    if recompute:
-        return cast(Tensor, _apply(_Recomputed, call, list(inputs), None, *tensors))
-    return cast(Tensor, _apply(_Tail, call, list(inputs), *tensors))
+    cut = Cut(call, call.batch)
+    if call.is_differentiated and not (recompute and not all(cut.weights.is_nothing)):
+        inputs = call.inputs()
+        tensors = [*inputs.values(), *call.parameters]
+        return cast(Tensor, _apply(_Tail, call, list(inputs), *tensors))
+    total: tuple[Tensor, torch.dtype] | None = None
+    for each, loss in cut.run(_how(call)):
+        total = _added(total, cut.weighted(each, loss))
+    return _narrow(total)
 
 
 def split_outputs(call: Call) -> Any:
     """The outputs of a part for all rows, slice by slice."""
-    inputs = call.inputs()
-    if not torch.is_grad_enabled() or not (inputs or call.parameters):
-        return outputs_of(call, call.batch)
-    joined = Joined(call.layout.num_rows(call.batch))
-    tensors = [*inputs.values(), *call.parameters]
-    found = _apply(_Recomputed, call, list(inputs), joined, *tensors)
-    return joined.whole(found)
+    joined = Joined(call.num_rows)
+    for each, found in Cut(call, call.batch).run(_how(call)):
+        joined.put(each, found)
+        del found
+    return joined.whole()
+
+
+def _how(call: Call) -> Callable[[Slice], Any]:
+    if not call.is_differentiated:
+        return functools.partial(_once, call)
+    return functools.partial(_again, call, _summed(call))

@@ -22,23 +22,18 @@ from automicro.errors import (
     BatchNormWarning,
     GradientWarning,
     UnsplittableModelError,
+    add_note,
+    facts_of,
+    remember,
     warn,
 )
 from automicro.loss.averages import LossAverage
 from automicro.loss.passes import extra_pass, is_extra_pass
-from automicro.memory.oom import Failure, classify, release
 from automicro.modules import ModuleIndex
-from automicro.nested.batchnorm import split_at_norms
+from automicro.nested.again import storage_of
+from automicro.nested.batchnorm import Stages, split_at_norms
 from automicro.nested.check import Check, Checked, check_positions
-from automicro.nested.slices import (
-    Call,
-    Earlier,
-    Unwritten,
-    running_calls,
-    split_loss,
-    split_outputs,
-)
-from automicro.nested.stages import Stages
+from automicro.nested.slices import Call, split_loss, split_outputs
 from automicro.policy.choose import make_policy
 from automicro.policy.policy import Outcome, Policy, require_rows, require_size
 from automicro.reach import OF_EVERY_MODULE, Reach, captured_modules
@@ -49,7 +44,6 @@ from automicro.torch_private import (
     forward_of_class,
     has_forward_hooks,
     in_backward,
-    is_in_checkpoint,
     is_traced,
     is_transformed,
     parameter_table,
@@ -68,8 +62,7 @@ P = TypeVar("P", bound=Callable[..., Any])
 
 BATCHNORM = ("warn", "exact")
 
-_MOST_RAN = 1024  # calls that somebody may make again
-_DRAWN = NothingDrawn(())  # of slices that stay as they are, as if they had drawn
+_MOST_SIZES = 1024  # that are fixed until a backward
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes)
 _WITHOUT_BATCHNORM = "Or let the part begin behind these layers, or end before them."
@@ -116,7 +109,7 @@ class NestedSplit:
       backward, with the same random numbers. It pays where what it *gives* is much smaller than
       what it computes on the way.
 
-    Memory that runs out inside shrinks this part's slices alone, and redoes that slice alone.
+    Memory that runs out inside ends the attempt, and shrinks this part's slices alone.
 
     Args:
         part: a module; or a function, whose parameters are those of ``modules``.
@@ -217,7 +210,9 @@ class NestedSplit:
         self._declared = loss_average
         self._policies: dict[int, Policy] = {}
         self._checks: dict[Any, Check] = {}
-        self._ran: dict[tuple[int, int], list[Earlier]] = {}  # calls by rows and random numbers
+        self._fixed: dict[tuple[int, float, int], int] = {}  # sizes of calls, until a backward
+        self._is_over = False  # whether a backward has begun since these were fixed
+        self._before: dict[int, dict[str, Any]] = {}  # what was known before the first failure
         self._about: _Known | None = None
         self._earlier: Any = None  # a forward that stood there before
         self._last: _Sizer | None = None
@@ -234,8 +229,8 @@ class NestedSplit:
         self.ooms = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        forgotten: dict[str, Any] = {"_about": None, "_last": None, "_names": None, "_ran": {}}
-        return {**vars(self), **forgotten, "_is_inside": False}
+        forgotten: dict[str, Any] = {"_about": None, "_last": None, "_names": None, "_fixed": {}}
+        return {**vars(self), **forgotten, "_before": {}, "_is_inside": False}
 
     def __repr__(self) -> str:
         return f"NestedSplit({self.name}, microbatch_size={self._policy!r})"
@@ -275,7 +270,7 @@ class NestedSplit:
         policies = {int(key): copy.deepcopy(self._policy) for key in state}
         for key, policy in policies.items():
             policy.load_state_dict(state[str(key)])
-        self._policies = policies
+        self._policies, self._fixed = policies, {}
 
     def of(self, part: Callable[..., Any]) -> "NestedSplit":
         """The same sizes for another function, which computes the same."""
@@ -321,10 +316,9 @@ class NestedSplit:
 
     def took_shortage(self) -> bool:
         """Whether memory ran out inside since the last question, and slices are smaller now."""
-        if self._in_backward:  # of a part in one piece
-            self._in_backward = False
-            if self._last is not None and self._last.smaller(self._last.num_rows) is not None:
-                self.has_shrunk = True
+        if self._in_backward and not self.has_shrunk and self._last is not None and self.sizes:
+            self._last.failed(max(self.sizes))
+        self._in_backward = False
         self._about = None  # it may know buffers that slices of the lost attempt have made
         found, self.has_shrunk = self.has_shrunk, False
         return found
@@ -333,7 +327,7 @@ class NestedSplit:
         """Have slices next time, where the last call was in one piece, which keeps activations."""
         # Each call is asked about once: the next attempt may not come as far as this part.
         last, self._last = self._last, None
-        if last is None or self.sizes != [last.num_rows] or last.smaller(last.num_rows) is None:
+        if last is None or self.sizes != [last.num_rows] or not last.failed(last.num_rows):
             return False
         self.has_shrunk = False
         return True
@@ -384,13 +378,8 @@ class NestedSplit:
             raise
         sizer = self._last = _Sizer(self, num_rows, cost_of_row(Contents(batch), num_rows))
         call = self._call(forward, names, batch, sizer)
-        if (calls := running_calls()) is not None:
-            key = self, num_rows
-            call = replace(call, earlier=calls.earlier(key), ran=calls.begin(key))
-        elif self.adapts and not call.is_dry:
-            call = self._beside_earlier(call, sizer)
-        if num_rows == 1 or call.earlier == []:
-            outputs = self._whole(call, sizer)
+        if num_rows == 1:
+            outputs = self._in_one_piece(call)
         else:
             call.check_inputs()
             stages = self._stages(batch)  # before any size is tried
@@ -400,13 +389,14 @@ class NestedSplit:
                     self._refuse("it gives a loss, which is there before all rows have arrived")
                 recompute = _is_half(call) or not checked.is_proportional
                 call = replace(checked.watch(call), averages=checked.averages)
-                return split_loss(call, recompute=recompute)
-            is_tried = call.earlier is None and sizer.begin() >= num_rows
-            found = self._if_it_fits(call, sizer) if is_tried else None
-            if found is not None:
-                outputs = found[0]
+                loss = split_loss(call, recompute=recompute)
+                self._note_backward(call, loss)
+                return loss
+            if sizer.begin() >= num_rows:
+                outputs = self._in_one_piece(call)
             else:
                 outputs = split_outputs(call) if stages is None else split_at_norms(call, stages)
+                self._note_backward(call, outputs)
         if shape is None or (isinstance(outputs, Tensor) and not outputs.dim()):
             return outputs
         return map_tensors(outputs, lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]))
@@ -481,7 +471,9 @@ class NestedSplit:
             finally:
                 self._is_inside = False
             if tensors is not None and torch.is_grad_enabled():
-                _refuse_strangers(output, rows, [*tensors, *places.frozen])
+                are_apart = tensors and all(each.is_leaf for each in tensors)
+                own = tensors if are_apart else [*tensors, *places.parameters]
+                _refuse_strangers(output, rows, [*own, *places.frozen])
                 if is_new:
                     _refuse_left_behind(known.index)
                 is_new = False
@@ -501,7 +493,7 @@ class NestedSplit:
             state=known.state,
             standing=known.standing,
             random=functools.partial(NothingDrawn, ()) if is_dry else known.random,
-            min_rows=2 if sizer.batchnorms() and not self._is_exact else 1,
+            min_rows=self._min_rows,
             is_dry=is_dry,
         )
 
@@ -521,68 +513,60 @@ class NestedSplit:
             self._checks[how] = Check(self._declared)
         return self._checks[how](call)
 
-    def _beside_earlier(self, call: Call, sizer: "_Sizer") -> Call:
-        """The same call, cut as it was before where somebody else's checkpointing runs it again.
+    def size_of(self, num_rows: int, cost: float) -> int:
+        """Rows of a slice, at most.
 
-        Nobody tells which call it is. The random numbers that it begins with do.
+        They stay until a forward that follows a backward: what is computed again in the backward,
+        or once more in an attempt, is cut as it was.
         """
-        key = sizer.num_rows, self._known.numbers()
-        if in_backward():
-            return replace(call, earlier=self._ran.get(key))
-        sizer.key = key
-        return call
+        if self._is_over and not in_backward():
+            self._fixed.clear()
+            self._is_over = False
+        key = num_rows, cost, self.finer
+        if key not in self._fixed:
+            if len(self._fixed) > _MOST_SIZES:
+                self._fixed.clear()
+            self._fixed[key] = -(-self.policy_of(num_rows).propose(num_rows, cost) // self.finer)
+        return self._fixed[key]
 
-    def remember(self, key: tuple[int, int] | None, slices: list[Earlier]) -> None:
-        """How a call was cut, should it be made again; none for one piece."""
-        if key is None:
-            return
-        self._ran.pop(key, None)
-        self._ran[key] = slices
-        if len(self._ran) > _MOST_RAN:
-            del self._ran[next(iter(self._ran))]
+    @property
+    def _min_rows(self) -> int:
+        """The fewest of a slice: BatchNorm needs two."""
+        return 2 if self.batchnorms() and not self._is_exact else 1
 
-    def _whole(self, call: Call, sizer: "_Sizer") -> Any:
-        """The output in one piece, as it is or as it was the first time."""
-        try:
-            return self._in_one_piece(call)
-        except Exception as error:
-            if call.earlier is not None and classify(error) is Failure.RETRYABLE:
-                sizer.smaller(sizer.num_rows)  # whoever tries again has slices
-            raise
+    def shrink(self, outcome: Outcome) -> int | None:
+        """Rows of a slice after a size that did not fit; None where there is nothing smaller."""
+        key, policy = _key_of(outcome.num_rows), self.policy_of(outcome.num_rows)
+        if not policy.adapts:
+            return None
+        self._before.setdefault(key, policy.state_dict())
+        policy.record(outcome)
+        self._is_over = True
+        proposed = policy.propose(outcome.num_rows, outcome.cost)
+        self.has_shrunk = self._min_rows <= proposed < outcome.microbatch_size
+        if not self.has_shrunk:
+            # Nothing smaller is left: that teaches nothing about other calls.
+            policy.load_state_dict(self._before.pop(key))
+            return None
+        self.ooms += 1
+        return proposed
 
-    def _if_it_fits(self, call: Call, sizer: "_Sizer") -> tuple[Any] | None:
-        """The output in one piece; None where that does not fit, and slices may."""
-        undo = call.undoing()
-        undo.begin()
-        inputs = Unwritten(call.batch)
-        failure: BaseException | None = None
-        try:
-            found = (self._in_one_piece(call),)
-            undo.commit()
-            return found
-        except Exception as error:
-            if classify(error) is not Failure.RETRYABLE:
-                raise
-            failure = error
-        # Outside "except": inside it the traceback keeps the tensors alive.
-        try:
-            release(failure, call.device)
-            undo.roll_back()
-            if sizer.smaller(sizer.num_rows) is None or is_in_checkpoint():
-                raise failure
-            inputs.check(failure)
-            if (calls := running_calls()) is not None:
-                calls.forget_inside(call.ran)
-        finally:
-            failure = None  # it holds this frame: a cycle
-        return None
+    def note_sizes(self, sizes: Sequence[int]) -> None:
+        """All slices of a call went through."""
+        self._before.pop(_key_of(sum(sizes)), None)
+        self.sizes, self.has_shrunk = list(sizes), False
+        self.warn_of_slices(sizes)
 
     def _in_one_piece(self, call: Call) -> Any:
         """The usual forward. It is noted when its backward runs, should memory run out there."""
-        output = call.compute(call.batch, None)
-        self.sizes = [call.layout.num_rows(call.batch)]
-        if self._last is not None:
-            self.remember(self._last.key, [])
+        num_rows = call.num_rows
+        with call.naming(num_rows):
+            output = call.compute(call.batch, None)
+        self.sizes = [num_rows]
+        self._note_backward(call, output)
+        return output
+
+    def _note_backward(self, call: Call, output: Any) -> None:
         if torch.is_grad_enabled():
             outputs = [leaf for _, leaf in tensor_leaves(output)]
             for in_backward, leaves in ((True, outputs), (False, call.inputs().values())):
@@ -590,16 +574,16 @@ class NestedSplit:
                     if leaf.grad_fn is not None:
                         hook: Any = functools.partial(self._note, in_backward)
                         leaf.register_hook(hook)  # type: ignore[no-untyped-call]
-        return output
 
     def _note(self, in_backward: bool, _: Tensor) -> None:
         self._in_backward = in_backward
+        self._is_over = True
 
     def policy_of(self, num_rows: int) -> Policy:
         """What finds sizes for calls of about as many rows: others leave it more room, or less."""
         if not self._policy.adapts:
             return self._policy
-        key = (num_rows - 1).bit_length()
+        key = _key_of(num_rows)
         if key not in self._policies:
             self._policies[key] = copy.deepcopy(self._policy)
         return self._policies[key]
@@ -640,57 +624,51 @@ class NestedSplit:
         return module is not self._part and has_forward_hooks(module)
 
 
+def _key_of(num_rows: int) -> int:
+    return (num_rows - 1).bit_length()
+
+
 class _Sizer:
-    """Finds the sizes of the slices of one call."""
+    """The sizes of the slices of one call."""
 
     def __init__(self, nested: NestedSplit, num_rows: int, cost: float) -> None:
         self.num_rows = num_rows
         self._nested, self._cost = nested, cost
         self._policy = nested.policy_of(num_rows)
-        self._before: dict[str, Any] | None = None
-        self.key: tuple[int, int] | None = None  # of the call, where it may be made again
 
     def begin(self) -> int:
-        return -(-self._policy.propose(self.num_rows, self._cost) // self._nested.finer)
+        return self._nested.size_of(self.num_rows, self._cost)
 
-    def smaller(self, size: int) -> int | None:
-        if not self._policy.adapts:
-            return None
-        if self._before is None:
-            self._before = self._policy.state_dict()
-        self._policy.record(self._outcome(size, fits=False))
-        proposed = self._policy.propose(self.num_rows, self._cost)
-        if proposed >= size:
-            # Nothing smaller is left: that teaches nothing about other calls.
-            self._policy.load_state_dict(self._before)
-            self._before = None
-            self._nested.has_shrunk = False
-            return None
-        logger.log(
-            logging.DEBUG if is_extra_pass() else logging.WARNING,
+    def failed(self, size: int, error: BaseException | None = None) -> bool:
+        # Where a part inside of this one is smaller now, that is enough. An extra pass teaches
+        # nothing, so that it leaves no trace.
+        if is_extra_pass() or (error is not None and facts_of(error).part is not None):
+            return False
+        nested = self._nested
+        proposed = nested.shrink(self._outcome(size, fits=False))
+        if proposed is None:
+            return False
+        if error is not None:
+            remember(error, part=nested.name)
+            add_note(
+                error,
+                f"automicro: memory ran out in {nested.name}, a part with a size of its own, in a "
+                f"slice of {size} of {self.num_rows} {nested.unit}; the next ones have {proposed}",
+            )
+        logger.warning(
             "out of memory in %s, slices of %d → %d %s of %d",
-            self._nested.name,
+            nested.name,
             size,
             proposed,
-            self._nested.unit,
+            nested.unit,
             self.num_rows,
         )
-        self._nested.ooms += not is_extra_pass()
-        self._nested.has_shrunk = True
-        return proposed
+        return True
 
     def end(self, sizes: Sequence[int]) -> None:
         if not is_extra_pass():
             self._policy.record(self._outcome(max(sizes[-1], min(sizes)), fits=True))
-        elif self._before is not None:  # an extra pass teaches nothing, so that it leaves no trace
-            self._policy.load_state_dict(self._before)
-        self._nested.remember(self.key, [Earlier(size, _DRAWN) for size in sizes])
-        self._nested.sizes = list(sizes)
-        self._nested.has_shrunk = False
-        self._nested.warn_of_slices(sizes)
-
-    def batchnorms(self) -> list[str]:
-        return self._nested.batchnorms()
+        self._nested.note_sizes(sizes)
 
     def _outcome(self, size: int, *, fits: bool) -> Outcome:
         return Outcome(
@@ -945,22 +923,16 @@ def _refuse_strangers(output: Any, rows: Any, parameters: Sequence[Tensor]) -> N
     inputs = [given for _, given in tensor_leaves(rows)]
     known |= {id(leaf) for given in inputs for leaf in _leaves(given)}
     # A view of an input that a forward marks, for the sake of its checkpointing, loses nothing.
-    marked = {_storage_of(given) for given in inputs if not given.requires_grad} - {None}
+    marked = {storage_of(given) for given in inputs if not given.requires_grad} - {None}
     for _, leaf in tensor_leaves(output):
         for found in _leaves(leaf):
-            if id(found) not in known and _storage_of(found) not in marked:
+            if id(found) not in known and storage_of(found) not in marked:
                 raise UnsplittableModelError(
                     f"the part computes with a tensor of shape {tuple(found.shape)} that needs a "
                     "gradient and is neither an argument nor a parameter of its modules; give it "
                     "as an argument, or name the module that holds it: split(part, modules=[…]); "
                     "where weight_norm is on the part itself, give the size to a module around it"
                 )
-
-
-def _storage_of(tensor: Tensor) -> int | None:
-    with contextlib.suppress(NotImplementedError, RuntimeError):  # it has none
-        return id(tensor.untyped_storage())  # the same as long as the tensor lives
-    return None
 
 
 def _refuse_left_behind(index: ModuleIndex) -> None:

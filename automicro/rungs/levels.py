@@ -30,11 +30,13 @@ PLAIN = "plain"
 """The name of level 0."""
 
 RECOMPUTE, OFFLOAD, NESTED = "recompute", "offload", "nested"
-RUNGS = (RECOMPUTE, OFFLOAD, NESTED)  # a further rung is named here, and made in `_Maker.rung`
+RUNGS = (RECOMPUTE, OFFLOAD, NESTED)  # a further rung is named here, and made in `_made`
 # A tail in slices leaves outputs without logits, which metrics may want.
 _OF_AUTO = (RECOMPUTE, OFFLOAD)
+_ALONE = ("error", "auto")
 _CHOICES = ("error", *RUNGS, "auto")
-
+_LISTED = " and ".join(RUNGS)
+_EXAMPLE = "as in {'recompute': ['encoder.layers.*'], 'offload': True}"
 _NAME_THEM = "name them, as in when_too_large={'recompute': ['encoder.layers.*']}"
 
 
@@ -95,20 +97,16 @@ class Level:
         """What it does, in one sentence for people."""
         return ", and ".join(rung.describe() for rung in self.rungs) or "everything is kept"
 
-    def applied(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
         """Around forward and backward of all microbatches of an attempt.
 
         Modules are as before when it ends, however it ends.
         """
-        return _all_of(self.rungs) if self.rungs else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _all_of(rungs: Sequence[Rung]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for rung in rungs:
-            stack.enter_context(rung.applied())
-        yield
+        with contextlib.ExitStack() as stack:
+            for rung in self.rungs:
+                stack.enter_context(rung.applied())
+            yield
 
 
 @dataclass
@@ -117,7 +115,7 @@ class Recompute:
 
     Args:
         blocks: of the modules, by name.
-        random: takes every generator that a forward may draw from, as it is.
+        random: gives what remembers every generator that a forward may draw from.
     """
 
     blocks: list[Block]
@@ -129,10 +127,6 @@ class Recompute:
     def applied(self) -> Iterator[None]:
         with recomputing(self.blocks, self.random):
             yield
-        self._tell_if_unused()
-
-    def _tell_if_unused(self) -> None:
-        """Say by name that none of the blocks was called, after an attempt that went through."""
         waiting = [block for block in self.blocks if not block.left_out]
         if self._has_told or not waiting or any(block.is_used for block in waiting):
             return
@@ -223,20 +217,20 @@ def make_levels(
     ['plain', 'recompute', 'offload', 'recompute + offload']
     """
     wanted, is_auto = _read(when_too_large)
-    make = _Maker(list(modules), device, generators)
+    modules = list(modules)
+    devices = functools.cache(lambda: devices_of(modules, device))
     rungs: list[Rung] = []
     for name, names in wanted.items():
         try:
-            rungs.append(make.rung(name, names))
+            rungs.append(_made(name, names, modules, lambda: RandomState(devices(), generators)))
         except ValueError as error:
             if not is_auto or names is not None:
                 raise
             logger.info("nothing is computed again in the backward: %s", error)
-    plain = [Level()]
     if is_auto:
-        alone = [Level((rung,)) for rung in rungs]
-        return plain + alone + ([Level(tuple(rungs))] if len(rungs) > 1 else [])
-    return plain + [Level(tuple(rungs[: index + 1])) for index in range(len(rungs))]
+        further = [Level(tuple(rungs))] if len(rungs) > 1 else []
+        return [Level(), *(Level((rung,)) for rung in rungs), *further]
+    return [Level(tuple(rungs[:number])) for number in range(len(rungs) + 1)]
 
 
 def chooses_by_time(when_too_large: WhenTooLarge) -> bool:
@@ -261,195 +255,139 @@ def check_levels(when_too_large: Any) -> None:
 
 def _read(given: Any) -> tuple[dict[str, list[str] | None], bool]:
     """Rungs in order with the names of what they are for, and whether it is ``"auto"``."""
-    if isinstance(given, str):
-        check_choice("when_too_large", given, _CHOICES)
-        if given == "error":
-            return {}, False
-        return (dict.fromkeys(_OF_AUTO), True) if given == "auto" else ({given: None}, False)
-    if isinstance(given, Mapping):
-        return _read_mapping(given)
-    if not isinstance(given, Sequence):
-        raise TypeError(
-            f"when_too_large={given!r} is of type {type(given).__name__}; use one of "
-            f"{', '.join(_CHOICES)}, a list of {' and '.join(RUNGS)}, or {_example()}"
-        )
     wanted: dict[str, list[str] | None] = {}
-    for each in given:
-        if each in ("auto", "error"):
-            raise ValueError(
-                f"when_too_large={given!r} lists {each!r}, which stands alone: give "
-                f"when_too_large={each!r}, or a list of {' and '.join(RUNGS)}"
-            )
-        if isinstance(each, str):
-            check_choice("when_too_large", each, RUNGS)
-            found: dict[str, list[str] | None] = {each: None}
-        elif isinstance(each, Mapping) and "auto" not in each:
-            found, _ = _read_mapping(each)
-        else:
-            raise TypeError(
-                f"when_too_large={given!r} lists {each!r} of type {type(each).__name__}; list "
-                f"{' and '.join(RUNGS)}, in the order in which they are to be tried"
-            )
-        twice = wanted.keys() & found.keys()
-        if twice:
-            raise ValueError(
-                f"when_too_large={given!r} names {min(twice)!r} twice; a level has all rungs that "
-                "come before it, so name each once"
-            )
-        wanted |= found
-    if not wanted:
+    items = _items(given)
+    is_alone = len(items) == 1 and isinstance(given, str | Mapping)
+    if not items:
         raise ValueError('when_too_large is empty; use "error" for no level but the plain one')
-    return wanted, False
-
-
-def _read_mapping(given: Mapping[Any, Any]) -> tuple[dict[str, list[str] | None], bool]:
-    is_auto = "auto" in given
-    if is_auto and len(given) > 1:
-        raise ValueError(
-            f"when_too_large={dict(given)!r} names further rungs beside 'auto', which has them "
-            "all; leave them out"
-        )
-    if not given:
-        raise ValueError('when_too_large is empty; use "error" for no level but the plain one')
-    wanted: dict[str, list[str] | None] = dict.fromkeys(_OF_AUTO) if is_auto else {}
-    for name, value in given.items():
-        check_choice("when_too_large", name, (*RUNGS, "auto"))
-        if name in (OFFLOAD, NESTED):
-            if value is not True and value is not None:
-                raise ValueError(
-                    f"when_too_large={dict(given)!r}: {name!r} has no names, but {value!r}; "
-                    f"{_example()}"
-                )
-            wanted[name] = None
-            continue
-        wanted[RECOMPUTE] = _read_names(given, value)
+    for name, value in items:
+        check_choice("when_too_large", name, _CHOICES)
+        if name in _ALONE and not is_alone:
+            raise ValueError(
+                f"when_too_large={given!r} lists {name!r}, which stands alone: give "
+                f"when_too_large={name!r}, or a list of {_LISTED}"
+            )
+        if name in wanted:
+            raise ValueError(
+                f"when_too_large={given!r} names {name!r} twice; a level has all rungs that come "
+                "before it, so name each once"
+            )
+        wanted[name] = _read_names(given, name, value)
+    is_auto = "auto" in wanted
+    if is_auto:
+        wanted = {**dict.fromkeys(_OF_AUTO), RECOMPUTE: wanted["auto"]}
+    wanted.pop("error", None)
     return wanted, is_auto
 
 
-def _read_names(given: Mapping[Any, Any], value: Any) -> list[str] | None:
+def _items(given: Any) -> list[tuple[Any, Any]]:
+    """Each rung with what is said of it."""
+    if isinstance(given, str):
+        return [(given, None)]
+    if isinstance(given, Mapping):
+        return list(given.items())
+    if not isinstance(given, Sequence):
+        raise TypeError(
+            f"when_too_large={given!r} is of type {type(given).__name__}; use one of "
+            f"{', '.join(_CHOICES)}, a list of {_LISTED}, or {_EXAMPLE}"
+        )
+    for each in given:
+        if not isinstance(each, str | Mapping):
+            raise TypeError(
+                f"when_too_large={given!r} lists {each!r} of type {type(each).__name__}; list "
+                f"{_LISTED}, in the order in which they are to be tried"
+            )
+    return [item for each in given for item in _items(each)]
+
+
+def _read_names(given: Any, rung: str, value: Any) -> list[str] | None:
     if value is None or value is True:
         return None
+    if rung in (OFFLOAD, NESTED):
+        raise ValueError(
+            f"when_too_large={given!r}: {rung!r} has no names, but {value!r}; {_EXAMPLE}"
+        )
     names = [value] if isinstance(value, str) else value
     is_list = isinstance(names, Sequence) and all(isinstance(each, str) for each in names)
     if not is_list or not names:
         raise TypeError(
-            f"when_too_large={dict(given)!r}: {value!r} of type {type(value).__name__} names no "
-            f"blocks; {_example()}"
+            f"when_too_large={given!r}: {value!r} of type {type(value).__name__} names no "
+            f"blocks; {_EXAMPLE}"
         )
     return list(names)
 
 
-def _example() -> str:
-    return "as in {'recompute': ['encoder.layers.*'], 'offload': True}"
+def _made(
+    name: str, names: list[str] | None, modules: list[nn.Module], random: Callable[[], RandomState]
+) -> Rung:
+    if name == OFFLOAD:
+        return Offload(modules)
+    if name == RECOMPUTE:
+        return Recompute(_blocks(modules, names), random)
+    model = find_language_model(modules[0])
+    if model is None:
+        raise ValueError(
+            f"{type(modules[0]).__name__} is no language model of transformers', whose head and "
+            "loss are known by name; give the part that computes them a size of its own with "
+            "nested={…}, or leave 'nested' out of when_too_large"
+        )
+    return NestedTail(LanguageTail(model, {"microbatch_unit": "tokens"}))
 
 
-@dataclass
-class _Maker:
-    """Makes rungs for modules."""
+def _blocks(modules: list[nn.Module], names: list[str] | None) -> list[Block]:
+    """Those to compute again.
 
-    modules: list[nn.Module]
-    device: torch.device
-    generators: Iterable[Any] | Callable[[], Iterable[Any]]
-
-    def rung(self, name: str, names: list[str] | None) -> Rung:
-        if name == OFFLOAD:
-            return Offload(self.modules)
-        if name == NESTED:
-            return NestedTail(self._tail())
-        return Recompute(self._blocks(names), self._random)
-
-    def _tail(self) -> LanguageTail:
-        model = find_language_model(self.modules[0])
-        if model is None:
+    Raises:
+        ValueError: there are none. The message has the remedy.
+    """
+    if names is None:
+        # A part with a size of its own computes again already, unless it runs in one piece.
+        found = find_blocks(modules, but=_has_own_size) or find_blocks(modules)
+        if not found:
             raise ValueError(
-                f"{type(self.modules[0]).__name__} is no language model of transformers', whose "
-                "head and loss are known by name; give the part that computes them a size of its "
-                "own with nested={…}, or leave 'nested' out of when_too_large"
+                f"{type(modules[0]).__name__} has no repeated blocks that could be computed again "
+                f"in the backward (modules of one class in an nn.ModuleList or nn.Sequential); "
+                f"{_NAME_THEM}"
             )
-        return LanguageTail(model, {"microbatch_unit": "tokens"})
-
-    @functools.cached_property
-    def _devices(self) -> tuple[torch.device, ...]:
-        return devices_of(self.modules, self.device)
-
-    def _random(self) -> RandomState:
-        state = RandomState(self._devices, self.generators)
-        state.begin()
-        return state
-
-    def _blocks(self, names: list[str] | None) -> list[Block]:
-        if names is None:
-            # A part with a size of its own computes again already, unless it runs in one piece.
-            found = find_blocks(self.modules, but=_has_own_size) or find_blocks(self.modules)
-            if not found:
-                kind = type(self.modules[0]).__name__
+    else:
+        found = named_blocks(modules, names)
+        for name, block in found.items():
+            if not is_called(block):
                 raise ValueError(
-                    f"{kind} has no repeated blocks that could be computed again in the backward "
-                    f"(modules of one class in an nn.ModuleList or nn.Sequential); {_NAME_THEM}"
+                    f"{name} is of type {type(block).__name__}, which holds modules and is never "
+                    f"called itself; name what is inside of it, as in {name + '.*'!r}"
                 )
-        else:
-            found = named_blocks(self.modules, names)
-            _refuse_lists(found)
-        found = self._without_done(found)
-        self._refuse_compiled(found)
-        return [
-            Block(name, block)
-            for name, block in found.items()
-            if not isinstance(block, torch.jit.ScriptModule)
-        ]
+    every = [module for root in modules for module in root.modules()]
+    done = [module for module in every if recomputes_already(module)]
+    inside = {id(part) for outer in done for part in outer.modules()}
+    left = {
+        name: block
+        for name, block in found.items()
+        if id(block) not in inside and not any(map(recomputes_already, block.modules()))
+    }
+    if not left:
+        raise ValueError(
+            f"{shown_blocks(found)} compute again in the backward already (gradient checkpointing "
+            "is on), so 'recompute' has nothing to do; leave it out, or switch that off and let it "
+            "be switched on where it is needed"
+        )
+    _refuse_compiled(every, set(map(id, left.values())))
+    is_scripted = torch.jit.ScriptModule
+    return [Block(name, each) for name, each in left.items() if not isinstance(each, is_scripted)]
 
-    def _without_done(self, found: dict[str, nn.Module]) -> dict[str, nn.Module]:
-        """Those that nobody else has told to compute again."""
-        inside = {
-            id(part)
-            for root in self.modules
-            for outer in root.modules()
-            if recomputes_already(outer)
-            for part in outer.modules()
-        }
-        left = {
-            name: block
-            for name, block in found.items()
-            if id(block) not in inside and not any(map(recomputes_already, block.modules()))
-        }
-        if found and not left:
+
+def _refuse_compiled(modules: Iterable[nn.Module], blocks: set[int]) -> None:
+    for module in modules:
+        is_block = not blocks.isdisjoint((id(module), id(getattr(module, "_orig_mod", None))))
+        if is_compiled(module) and not is_block:
+            if blocks.isdisjoint(map(id, module.modules())):
+                continue
             raise ValueError(
-                f"{shown_blocks(found)} compute again in the backward already (gradient "
-                "checkpointing is on), so 'recompute' has nothing to do; leave it out, or switch "
-                "that off and let it be switched on where it is needed"
-            )
-        return left
-
-    def _refuse_compiled(self, found: Mapping[str, nn.Module]) -> None:
-        blocks = {id(block) for block in found.values()}
-        for root in self.modules:
-            for module in root.modules():
-                if id(module) in blocks or not is_compiled(module):
-                    continue
-                inside = {id(part) for part in module.modules()} & blocks
-                if inside and not _is_shell(module, blocks):
-                    raise ValueError(
-                        f"the model is compiled as a whole ({type(module).__name__}), and what is "
-                        "inside of compiled code cannot be computed again block by block; compile "
-                        "each block (block.compile()) in place of the model, or use "
-                        "when_too_large='offload'"
-                    )
-
-
-def _refuse_lists(found: Mapping[str, nn.Module]) -> None:
-    for name, block in found.items():
-        if not is_called(block):
-            raise ValueError(
-                f"{name} is of type {type(block).__name__}, which holds modules and is never "
-                f"called itself; name what is inside of it, as in {name + '.*'!r}"
+                f"the model is compiled as a whole ({type(module).__name__}), and what is inside "
+                "of compiled code cannot be computed again block by block; compile each block "
+                "(block.compile()) in place of the model, or use when_too_large='offload'"
             )
 
 
 def _has_own_size(module: nn.Module) -> bool:
-    """Whether a module is a part with a size of its own."""
     return attached_to(module) is not None
-
-
-def _is_shell(module: nn.Module, blocks: set[int]) -> bool:
-    """Whether a compiled module is a block's own wrapper, or lies in a block."""
-    return id(getattr(module, "_orig_mod", None)) in blocks

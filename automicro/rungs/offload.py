@@ -25,36 +25,22 @@ SMALL_BYTES = 1 << 16
 _MOST_ON_THE_WAY = 2  # storages that a side stream still reads
 
 
-class _Staying(NamedTuple):
-    """A tensor that stays on the device, and its version when it was saved.
+class _Packed(NamedTuple):
+    """A tensor that waits for the backward.
 
-    It is detached: one that knows the operation that saved it would keep that alive for ever.
+    Attributes:
+        tensor: itself, detached, for one that knows the operation that saved it would keep that
+            alive for ever; or of one whose storage went to the host what shares its version and
+            its type, and holds no memory.
+        version: when it was saved.
+        place: its size, stride and offset in its storage.
+        stored: its storage on the host; None where it stays.
     """
 
     tensor: Tensor
     version: int
-
-
-class _Gone(NamedTuple):
-    """A tensor whose storage went to the host.
-
-    Attributes:
-        stored: its storage.
-        dtype: of the tensor, as the next three.
-        size: in elements.
-        stride: in elements.
-        offset: in elements.
-        counter: shares the version of the tensor, and holds no memory.
-        version: of the tensor when it was saved.
-    """
-
-    stored: "_Stored"
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    counter: Tensor
-    version: int
+    place: tuple[Any, Any, int] = ((), (), 0)
+    stored: "_Stored | None" = None
 
 
 class _Stored:
@@ -123,23 +109,13 @@ class OffloadHooks:
         if tensor.is_inference():
             return tensor
         version = version_of(tensor)
-        if not _is_plain(tensor):
-            return _Staying(tensor.detach(), version)
-        storage = tensor.untyped_storage()
-        if storage.nbytes() < SMALL_BYTES or id(storage) in self._staying:
-            return _Staying(tensor.detach(), version)
+        storage = tensor.untyped_storage() if _is_plain(tensor) else None
+        if storage is None or storage.nbytes() < SMALL_BYTES or id(storage) in self._staying:
+            return _Packed(tensor.detach(), version)
         with torch.no_grad():
             stored = self._stored(tensor, storage, version)
-            counter = counter_of(tensor)
-        return _Gone(
-            stored,
-            tensor.dtype,
-            tensor.size(),
-            tensor.stride(),
-            int(tensor.storage_offset()),
-            counter,
-            version,
-        )
+            place = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+            return _Packed(counter_of(tensor), version, place, stored)
 
     def _stored(self, tensor: Tensor, storage: torch.UntypedStorage, version: int) -> _Stored:
         known = self._known.get(id(storage))
@@ -186,15 +162,24 @@ class OffloadHooks:
             self._arrive()
         if isinstance(packed, Tensor):
             return packed
-        if isinstance(packed, _Staying):
-            _require_unchanged(packed.tensor, packed.tensor.shape, packed.version)
-            return packed.tensor
-        _require_unchanged(packed.counter, packed.size, packed.version)
+        tensor: Tensor
+        tensor, version, place, stored = packed
+        if version_of(tensor) != version:
+            size = list(tensor.size() if stored is None else place[0])
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: [{tensor.type()} {size}] is at version {version_of(tensor)}; "
+                f"expected version {version} instead. Hint: enable anomaly detection to find the "
+                "operation that failed to compute its gradient, with "
+                "torch.autograd.set_detect_anomaly(True)."
+            )
+        if stored is None:
+            return tensor
         with torch.no_grad():
-            whole = packed.stored.on_device()
-            itemsize = packed.dtype.itemsize
-            typed = whole[: whole.numel() // itemsize * itemsize].view(packed.dtype)
-            found: Tensor = typed.as_strided(packed.size, packed.stride, packed.offset)
+            whole = stored.on_device()
+            itemsize = tensor.dtype.itemsize
+            typed = whole[: whole.numel() // itemsize * itemsize].view(tensor.dtype)
+            found: Tensor = typed.as_strided(*place)
             return found
 
     def __call__(self) -> AbstractContextManager[None]:
@@ -219,17 +204,6 @@ def _is_plain(tensor: Tensor) -> bool:
         and not tensor.is_quantized
         and tensor.device.type != "meta"
     )
-
-
-def _require_unchanged(tensor: Tensor, size: Sequence[int], version: int) -> None:
-    now = version_of(tensor)
-    if now != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: [{tensor.type()} {list(size)}] is at version {now}; expected version "
-            f"{version} instead. Hint: enable anomaly detection to find the operation that failed "
-            "to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
-        )
 
 
 @contextlib.contextmanager

@@ -1,17 +1,12 @@
 """Blocks keep their input alone, and compute again in the backward what they did in the forward.
 
-The second time a block finds all that it reaches as it was the first time: generators of random
-numbers, buffers, parameters that were in place for a while, modes and attributes of its modules,
-objects and variables that it shares with others, autocast. What the second time changes is put
-back. So the gradients are the same to the last bit.
-
-An argument may hold something else by then. So in the first attempts what is saved for the
-backward the second time is compared with the first time, and a block that saves something else, or
-fails, is left out by name.
+The second time a block finds everything as it stood (`AsItStood`), so that its gradients are the
+same to the last bit. What capture does not reach may be another by then. So in the first attempts
+what is saved for the backward the second time is compared with the first time, and a block that
+saves something else, or fails, is left out by name.
 """
 
 import contextlib
-import copy
 import functools
 import itertools
 import logging
@@ -22,28 +17,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import CheckpointError
 
 from automicro.errors import RollbackError, add_note, describe_error
 from automicro.memory.oom import Failure, classify
-from automicro.nested.slices import Calls, num_shrunk
+from automicro.nested.again import AsItStood, computed_again
 from automicro.ranks.interface import StrayedError
-from automicro.state.capture import Captured
 from automicro.state.part import Replay
 from automicro.torch_private import (
-    all_versions,
     call_of,
     counter_of,
     ends_checkpoint,
     is_in_checkpoint,
     is_of_checkpoint,
     refuses_hooks,
-    showing_saved,
+    saving,
     tells_of_writing,
     version_of,
 )
 from automicro.transaction.rng import RandomState
-from automicro.values import comes_from, is_owned
+from automicro.values import comes_from, is_owned, is_plain
 
 logger = logging.getLogger(__name__)
 
@@ -56,24 +49,15 @@ _OTHERWISE = (
 )
 _CACHES = ("transformers.Cache", "transformers.EncoderDecoderCache")
 
-Shows = Callable[[], RandomState]
-
 _turns = itertools.count(1)
 
 
 class LeftOutError(StrayedError):
-    """A block did what computing it again cannot repeat.
+    """A block did what cannot be computed again.
 
-    It is left out from now on, and the attempt has to be made again. It reaches nobody outside of
-    a step.
+    The block is left out from now on, and the attempt is made again. The error does not leave a
+    step.
     """
-
-
-@dataclass(frozen=True)
-class _Hole:
-    """Where a tensor stood among the arguments."""
-
-    index: int
 
 
 @dataclass
@@ -101,11 +85,6 @@ class Block:
     turn: int = 0
     num_done: int = 0
 
-    @property
-    def is_compared(self) -> bool:
-        """Whether the second time is compared with the first: in the first attempt, and rarely."""
-        return self.num_done in _COMPARED
-
     @functools.cached_property
     def replay(self) -> Replay:
         """Of all that its forward finds beside its arguments, and may change."""
@@ -123,64 +102,50 @@ class Block:
         return LeftOutError(f"{self.name} {why}")
 
 
-def _size(tensor: Tensor) -> str:
-    return f"{tensor.nbytes} bytes" if tensor.layout is torch.strided else str(list(tensor.shape))
-
-
 class _Saved:
     """What a forward saves for the backward, as few numbers as show whether it is the same again.
 
     >>> one, other, third = _Saved(), _Saved(), _Saved()
-    >>> one.add(torch.ones(3)), other.add(torch.ones(3)), third.add(torch.ones(3) * 2)
-    (None, None, None)
+    >>> _ = one.add(torch.ones(3)), other.add(torch.ones(3)), third.add(torch.ones(3) * 2)
     >>> one.is_like(other), one.is_like(third)
     (True, False)
     """
 
     def __init__(self) -> None:
         self._count = 0
-        # By device, so that nobody waits for one: a weighted sum, and that of absolute values.
-        self._sums: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        # A weighted sum and that of absolute values: by device, so that none is waited for.
+        self._sums: dict[torch.device, Tensor] = {}
 
-    def add(self, tensor: Tensor) -> None:
+    @torch.no_grad()
+    def add(self, tensor: Tensor) -> Tensor:
         """Count one that is saved."""
+        is_strided = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
         # Bytes are workspaces of kernels, of which not all is written.
-        is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-        if not is_plain or not tensor.numel() or tensor.dtype is torch.uint8:
-            return
-        if tensor.is_quantized or tensor.device.type == "meta":
-            return
+        if not is_strided or tensor.is_quantized or tensor.dtype is torch.uint8:
+            return tensor
+        device = tensor.device
+        if not tensor.numel() or device.type == "meta":
+            return tensor
         self._count += 1
-        with torch.no_grad():
-            step = -(-tensor.numel() // _SAMPLES)
-            places = torch.arange(0, tensor.numel(), step, device=tensor.device)
-            found = _real(tensor.take(places)).nan_to_num(1.0, 2.0, 3.0)
-            shares = torch.linspace(1, 2, found.numel(), device=tensor.device, dtype=torch.double)
-            weight = 1 + self._count * 0.6180339887 % 1
-            signed = (found.flatten() * shares).sum() * weight
-            if tensor.device.type == "cpu" and tensor.is_floating_point():
-                signed = signed + tensor.sum().double().nan_to_num(1.0, 2.0, 3.0) * weight
-            sums = signed, found.abs().sum()
-            earlier = self._sums.get(tensor.device)
-            self._sums[tensor.device] = (
-                sums if earlier is None else (earlier[0] + sums[0], earlier[1] + sums[1])
-            )
+        places = torch.arange(0, tensor.numel(), -(-tensor.numel() // _SAMPLES), device=device)
+        found = tensor.take(places)
+        found = torch.view_as_real(found.resolve_conj()) if found.is_complex() else found
+        if device.type == "cpu" and tensor.is_floating_point():
+            found = torch.cat([found.double(), tensor.sum().double().reshape(1)])
+        found = found.double().nan_to_num(1.0, 2.0, 3.0).flatten()
+        weights = torch.linspace(1, 2, len(found), device=device, dtype=torch.double)
+        weights *= 1 + self._count * 0.6180339887 % 1  # tensors may not change places
+        sums = torch.stack([found @ weights, found.abs().sum()])
+        self._sums[device] = self._sums[device] + sums if device in self._sums else sums
+        return tensor
 
     def is_like(self, other: "_Saved") -> bool:
         """Whether it is the same: to the bit on a CPU, elsewhere but for rounding."""
         return self._sums.keys() == other._sums.keys() and all(
-            abs(float(signed) - float(other._sums[device][0]))
-            <= (0 if device.type == "cpu" else _ROUNDING * float(size))
-            for device, (signed, size) in self._sums.items()
+            abs(float(mine[0]) - float(other._sums[device][0]))
+            <= (0 if device.type == "cpu" else _ROUNDING * float(mine[1]))
+            for device, mine in self._sums.items()
         )
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return (
-        torch.view_as_real(tensor.resolve_conj()).double()
-        if tensor.is_complex()
-        else tensor.double()
-    )
 
 
 class _Plain:
@@ -211,274 +176,140 @@ def _same(value: Any) -> Any:
     return value
 
 
-class _Call:
-    """One call of a block: first in the forward, then as often as a backward asks for it.
+class _Run(AsItStood):
+    """One call of a block: first in the forward, then as often as a backward asks for it."""
 
-    Args:
-        block: that is called.
-        forward: its own.
-        random: takes the generators as they are.
-    """
-
-    def __init__(
-        self,
-        block: Block,
-        forward: Callable[..., Any],
-        random: Callable[[], RandomState],
-    ) -> None:
-        self._block, self._forward, self._random = block, forward, random
-        self._before: tuple[Captured, RandomState] | None = None
-        self._given: tuple[Any, Any] | None = None  # the first time alone
-        self._structure: Any = None
-        self._parts = Calls()
-        self._saved: _Saved | None = None  # where the second time is compared
-
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The first time."""
-        tensors: list[Tensor] = []
-        self._given = args, kwargs
-        self._structure = _taken_out(self._given, tensors)
-        self._block.given += [
-            (counter_of(each), version_of(each))
-            for each in tensors
-            if type(each) is Tensor and not each.is_inference()
-        ]
-        try:
-            return checkpoint(self, *tensors, use_reentrant=False, preserve_rng_state=False)
-        except RuntimeError as error:
-            if not refuses_hooks(error):
-                raise
-            why = "runs transforms of torch.func, which know no checkpoints"
-            raise self._block.leave_out(why) from error
-
-    def __call__(self, *tensors: Tensor) -> Any:
-        before = self._before
-        if before is None:
-            return self._first(tensors)
-        block, earlier = self._block, self._saved
-        block.turn = next(_turns)
-        if earlier is None:
-            with self._naming_failures():
-                return self._again(before, tensors)
-        saved, shrunk = _Saved(), num_shrunk()
-        try:
-            with self._naming_failures(), showing_saved(saved.add):
-                output = self._again(before, tensors)
-        except Exception as error:
-            if ends_checkpoint(error):
-                self._compare(saved, earlier, is_cut_alike=num_shrunk() == shrunk)
-            raise
-        self._compare(saved, earlier, is_cut_alike=num_shrunk() == shrunk)
-        return output
-
-    def _compare(self, saved: _Saved, earlier: _Saved, *, is_cut_alike: bool) -> None:
-        # Where memory ran out in a slice of a part, smaller ones round otherwise.
-        if is_cut_alike and not saved.is_like(earlier):
-            raise self._block.leave_out(_OTHERWISE) from None
-
-    def _again(self, before: tuple[Captured, RandomState], tensors: Sequence[Tensor]) -> Any:
-        state, random = before
-        now = self._random()
-        try:
-            with self._block.replay.as_it_stood(state), self._parts.repeating():
-                random.put_back()
-                args, kwargs = _filled(self._structure, tensors)
-                return _with_copies(self._block.module, self._forward, args, kwargs)
-        except RollbackError as error:
-            raise self._block.leave_out(f"changes what cannot be put back ({error})") from error
-        finally:
-            now.put_back()
+    def __init__(self, block: Block, random: RandomState, arguments: Sequence[Any]) -> None:
+        self._block = block
+        self._saved = _Saved() if block.num_done in _COMPARED else None
+        keeps = not getattr(block.module, "_can_checkpoint_with_cache", False)
+        caches = {id(each): each for each in arguments if keeps and comes_from(each, *_CACHES)}
+        objects = {id(each): each for each in arguments if id(each) not in caches}
+        self._has_caches = bool(caches)
+        found = [{str(n): each for n, each in enumerate(e.values())} for e in (objects, caches)]
+        replays = [Replay(each, large=block.changing) for each in found if each]
+        super().__init__([block.replay, *replays], random)
 
     @contextlib.contextmanager
-    def _naming_failures(self) -> Iterator[None]:
-        """What went through the first time, and not the second, may go by what changed since."""
-        try:
+    def first(self) -> Iterator[None]:
+        block = self._block
+        with super().first(), _showing(self._saved):
             yield
-        except StrayedError:
-            raise
-        except Exception as error:
-            if ends_checkpoint(error) or classify(error) is not Failure.UNRELATED:
-                raise
-            if is_of_checkpoint(error):  # the block has caught what ends it
-                raise self._block.leave_out(f"{_OTHERWISE} ({describe_error(error)})") from error
-            add_note(
-                error,
-                f"automicro: {self._block.name} was computed again in the backward "
-                "(when_too_large), and its first forward went through; where it goes by something "
-                "that changed since, leave it out, by naming those that are to be computed again: "
-                'when_too_large={"recompute": ["encoder.layers.*"]}',
-            )
-            raise
-
-    def _first(self, tensors: Sequence[Tensor]) -> Any:
-        block, random = self._block, self._random()
-        before = block.replay.take(self)
-        assert self._given is not None
-        (args, kwargs), self._given = self._given, None
-        watched = [tensor for tensor in tensors if not tensor.is_inference()]
-        versions = all_versions(watched)
-        attributes = _attributes_of(args, kwargs)
-        saved = _Saved() if block.is_compared else None
-        comparing = contextlib.nullcontext() if saved is None else showing_saved(saved.add)
-        with self._parts.noting(), comparing:
-            output = _with_copies(block.module, self._forward, args, kwargs)
-        written = before.written()
+        written = self.written()
         if any(map(is_owned, written)):
             raise block.leave_out("writes into a frozen parameter")
         if written:
             block.changing.update({id(tensor): tensor for tensor in written})
-            raise LeftOutError(f"{block.name} writes into a buffer of {_size(written[0])}")
-        if all_versions(watched) != versions:
-            raise block.leave_out("writes into what it is called with")
-        if not _is_same(_taken_out((args, kwargs), []), self._structure):
-            raise block.leave_out("changes a list or a dictionary that it is called with")
-        for name, (value, known) in attributes.items():
-            if not _is_same(vars(value), known):
-                raise block.leave_out(f"changes an object that it is called with: {name}")
-        self._before, self._saved = (before, random), saved
-        return output
+            first = written[0]
+            size = f"{first.nbytes} bytes" if first.layout is torch.strided else list(first.shape)
+            raise LeftOutError(f"{block.name} writes into a buffer of {size}")
+        if self._has_caches:
+            # In training nothing reads what layers put there, and it would be kept until then.
+            self.before[-1].put_back()
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        self._block.turn = next(_turns)
+        saved = None if self._saved is None else _Saved()
+        try:
+            with super().again(), _showing(saved):
+                yield
+        except Exception as error:
+            if not ends_checkpoint(error):
+                self._explain(error)
+                raise
+            self._compare(saved)
+            raise
+        self._compare(saved)
+
+    def _compare(self, saved: _Saved | None) -> None:
+        if saved is not None and self._saved is not None and not saved.is_like(self._saved):
+            raise self._block.leave_out(_OTHERWISE) from None
+
+    def _explain(self, error: Exception) -> None:
+        """What went through the first time, and not the second, may go by what changed since."""
+        block = self._block
+        if isinstance(error, RollbackError):
+            raise block.leave_out(f"changes what cannot be put back ({error})") from error
+        if isinstance(error, StrayedError) or classify(error) is not Failure.UNRELATED:
+            return
+        if is_of_checkpoint(error):  # the block has caught what ends it
+            raise block.leave_out(f"{_OTHERWISE} ({describe_error(error)})") from error
+        add_note(
+            error,
+            f"automicro: {block.name} was computed again in the backward (when_too_large), and its "
+            "first forward went through; where it goes by something that changed since, leave it "
+            "out, by naming those that are to be computed again: "
+            'when_too_large={"recompute": ["encoder.layers.*"]}',
+        )
 
 
-def _taken_out(value: Any, tensors: list[Tensor]) -> Any:
-    """The same with holes for tensors, which are added to a list."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return _Hole(len(tensors) - 1)
+def _showing(saved: _Saved | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if saved is None else saving(saved.add)
+
+
+@dataclass(frozen=True)
+class _Hole:
+    """Where a tensor stood among the arguments."""
+
+    index: int
+
+
+def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same containers, with something else in them."""
     if type(value) is tuple or type(value) is list:
-        return type(value)(_taken_out(each, tensors) for each in value)
+        return type(value)([_changed(each, change) for each in value])
     if type(value) is dict:
-        return {key: _taken_out(each, tensors) for key, each in value.items()}
-    return value
+        return {key: _changed(each, change) for key, each in value.items()}
+    return change(value)
 
 
-def _filled(value: Any, tensors: Sequence[Tensor]) -> Any:
-    if isinstance(value, _Hole):
-        return tensors[value.index]
-    if type(value) is tuple or type(value) is list:
-        return type(value)(_filled(each, tensors) for each in value)
-    if type(value) is dict:
-        return {key: _filled(each, tensors) for key, each in value.items()}
-    return value
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether containers hold the same objects in the same places."""
-    if isinstance(one, _Hole):
-        found: bool = one == other
-        return found
-    if type(one) is not type(other):
-        return False
-    if type(one) is tuple or type(one) is list:
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    if type(one) is dict:
-        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
-    return one is other
-
-
-def _attributes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Objects among the arguments that have attributes, and these."""
-    named = {f"argument {index}": value for index, value in enumerate(args)} | kwargs
-    return {
-        f"{name} ({type(value).__name__})": (value, dict(vars(value)))
-        for name, value in named.items()
-        if hasattr(value, "__dict__") and not isinstance(value, Tensor | nn.Module | type)
-    }
-
-
-def _caches_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Caches of transformers, which a layer fills when it is called."""
-    return [each for each in [*args, *kwargs.values()] if comes_from(each, *_CACHES)]
-
-
-def _with_copies(
-    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+def _computed(
+    block: Block,
+    forward: Callable[..., Any],
+    random: RandomState,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
-    """Call a layer with copies of the empty caches among its arguments.
+    """The output of a block, which is computed again in the backward."""
+    tensors: list[Tensor] = []
+    objects: list[Any] = []
 
-    It runs twice, and would fill them twice. In training nobody reads what they would hold. Without
-    any cache its tensors would lie otherwise in memory, and be multiplied with other rounding.
-    """
-    caches = _caches_in(args, kwargs)
-    if not caches or getattr(module, "_can_checkpoint_with_cache", False):
+    def take_out(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            return _Hole(len(tensors) - 1)
+        if not is_plain(value):
+            objects.append(value)
+        return value
+
+    structure = _changed((args, kwargs), take_out)
+    waiting = [(args, kwargs)]  # the first time: the caller sees what is done to its lists
+    del args, kwargs
+
+    def run(*tensors: Tensor) -> Any:
+        def put_in(value: Any) -> Any:
+            return tensors[value.index] if type(value) is _Hole else value
+
+        args, kwargs = waiting.pop() if waiting else _changed(structure, put_in)
         return forward(*args, **kwargs)
-    layer = _layer_index(module)
-    copies = {id(each): _copy_of(each, layer) for each in caches}
-    originals = {id(copies[id(each)]): each for each in caches}
-    output = forward(
-        *(copies.get(id(each), each) for each in args),
-        **{key: copies.get(id(each), each) for key, each in kwargs.items()},
-    )
-    if type(output) is tuple:
-        return tuple(originals.get(id(each), each) for each in output)
-    return originals.get(id(output), output)
 
-
-def _copy_of(cache: Any, layer: int | None) -> Any:
-    """A cache that a layer may fill, or any layer where it is not known which, beside another."""
-    twin = _shallow_copy(cache)
-    own = vars(twin)
-    for name, value in own.items():
-        if comes_from(value, *_CACHES):
-            own[name] = _copy_of(value, layer)
-    layers = own.get("layers")
-    if isinstance(layers, list):
-        wanted = range(len(layers)) if layer is None else [layer] if layer < len(layers) else []
-        for index in wanted:
-            layers[index] = _shallow_copy(layers[index])
-    return twin
-
-
-def _shallow_copy(value: Any) -> Any:
-    twin = copy.copy(value)
-    own = vars(twin)
-    own.update({key: copy.copy(e) for key, e in own.items() if type(e) in (list, dict, set)})
-    return twin
-
-
-def _fills_what_is_in_use(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a layer is called with a cache that something of this layer was in before."""
-    if getattr(module, "_can_checkpoint_with_cache", False):
-        return False
-    layer = _layer_index(module)
-    return any(_is_in_use(cache, layer) for cache in _caches_in(args, kwargs))
-
-
-def _layer_index(module: nn.Module) -> int | None:
-    """Which layer of its model a module says that it is."""
-    found = [getattr(part, "layer_idx", None) for part in module.modules()]
-    return next((index for index in found if type(index) is int), None)
-
-
-def _is_in_use(cache: Any, layer: int | None) -> bool:
-    """Whether a cache holds something of a layer, or of any where that is not known."""
-    caches = [
-        getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")
+    block.given += [
+        (counter_of(each), version_of(each))
+        for each in tensors
+        if type(each) is Tensor and not each.is_inference()
     ]
-    if any(each is not None for each in caches):
-        return any(_is_in_use(each, layer) for each in caches if each is not None)
-    layers = getattr(cache, "layers", None)
-    if layer is None or not isinstance(layers, list):
-        return _holds_tensors(cache)
-    return layer < len(layers) and _holds_tensors(layers[layer])
-
-
-def _holds_tensors(value: Any, depth: int = 4) -> bool:
-    """Whether there are any but single numbers, such as the width of a window."""
-    if isinstance(value, Tensor):
-        return value.ndim > 0 and value.numel() > 0
-    if depth == 0:
-        return False
-    if isinstance(value, list | tuple):
-        return any(_holds_tensors(each, depth - 1) for each in value)
-    if isinstance(value, dict):
-        return any(_holds_tensors(each, depth - 1) for each in value.values())
-    if hasattr(value, "__dict__") and not isinstance(value, type | nn.Module):
-        return any(_holds_tensors(each, depth - 1) for each in vars(value).values())
-    return False
+    try:
+        return computed_again(run, tensors, _Run(block, random, objects))
+    except RuntimeError as error:
+        if not refuses_hooks(error):
+            raise
+        why = "runs transforms of torch.func, which know no checkpoints"
+        raise block.leave_out(why) from error
 
 
 def recomputes_already(module: nn.Module) -> bool:
-    """Whether a module, or what is inside, was told by somebody else to compute again.
+    """Whether a module, or what is inside, is told by others to compute again.
 
     >>> recomputes_already(nn.Linear(2, 2))
     False
@@ -497,14 +328,10 @@ def recomputing(blocks: Sequence[Block], random: Callable[[], RandomState]) -> I
 
     Args:
         blocks: by what they are called with; those that are left out compute as ever.
-        random: takes every generator that a forward may draw from, as it is.
+        random: gives what remembers every generator that a forward may draw from.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
-    >>> def take():
-    ...     state = RandomState([])
-    ...     state.begin()
-    ...     return state
-    >>> with recomputing([Block("all", model)], take):
+    >>> with recomputing([Block("all", model)], lambda: RandomState([])):
     ...     model(torch.ones(3, 2)).sum().backward()
     >>> "forward" in vars(model)
     False
@@ -528,7 +355,7 @@ def recomputing(blocks: Sequence[Block], random: Callable[[], RandomState]) -> I
             undone = [block for block in blocks if block.is_undone and not block.left_out]
             if not undone or not tells_of_writing(error):
                 raise
-            why = "is called with a tensor that is written to afterwards"
+            why = "is called with a tensor that is written to, by itself or afterwards"
             errors = [block.leave_out(why) for block in undone]
             raise errors[0] from error
         finally:
@@ -563,13 +390,8 @@ def _replaced(block: Block, random: Callable[[], RandomState]) -> Iterator[None]
         if is_in_checkpoint():
             block.leave_out("runs in a checkpoint of the model's own already")
             return forward(*args, **kwargs)
-        if _fills_what_is_in_use(block.module, args, kwargs):
-            block.leave_out(
-                "is called with a cache that holds something, and would add to it twice"
-            )
-            return forward(*args, **kwargs)
         block.is_used = True
-        return _Call(block, forward, random).run(args, kwargs)
+        return _computed(block, forward, random(), args, kwargs)
 
     table[name] = _Plain(run, block.module, table.get(name))
     try:

@@ -58,7 +58,7 @@ def test_levels_by_name(given: Any, names: list[str]) -> None:
         ([3], TypeError, "lists 3 of type int"),
         ({"recompute": 3}, TypeError, "3 of type int names no blocks"),
         ({"offload": ["head"]}, ValueError, "'offload' has no names"),
-        ({"auto": None, "offload": True}, ValueError, "further rungs beside 'auto'"),
+        ({"auto": None, "offload": True}, ValueError, "lists 'auto', which stands alone"),
         ({"recompute": ["encoder.layer.*"]}, ValueError, r"did you mean 'encoder.layers.\*'\?"),
         ({"auto": ["haed"]}, ValueError, r"did you mean 'head'\?"),
         (

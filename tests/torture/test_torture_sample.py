@@ -174,7 +174,7 @@ class Places(FaultMode):
 
     def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         names = {frame.name for frame in traceback.extract_stack()}
-        if {"_again", "run_slices", "compute"} <= names and not is_extra_pass():
+        if {"recompute_fn", "compute_again"} <= names and not is_extra_pass():
             self.found.append(self.num_operations)
         return super().run(func, types, args, kwargs)
 
@@ -190,6 +190,6 @@ def test_a_slice_that_fails_in_a_second_forward_leaves_no_block_out(
         first.play(run)
     with caplog.at_level(logging.WARNING, logger="automicro"):
         verdicts = [attempt(trials, [Fault(each, after=True)]) for each in places.found]
-    assert any(each.outcome == "recovered in a part" for each in verdicts)
+    assert any(each.outcome == "recovered: the part is smaller" for each in verdicts)
     assert not any(each.faults for each in verdicts)
     assert "is not computed again" not in caplog.text

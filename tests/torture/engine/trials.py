@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import gc
-import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -406,8 +405,8 @@ ABSORBED = {
     "_judge_loss": PART_LOOK,
 }
 
-# What `run_slices` calls to compute a slice.
-_OF_A_SLICE = ("loss_and_gradients", "gradients_of", "compute", "<lambda>")
+# What computes a slice of a part.
+_OF_A_SLICE = {"loss_and_gradients", "_again", "_once", "compute_again", "_through_stages"}
 
 
 @dataclass
@@ -447,16 +446,13 @@ def _judge_success(trials: Trials, trial: Trial) -> TrialVerdict:
     bytes_alive = mode.ledger.allocated_bytes
     end = trials.scene.go_on(run)
     clean = trials.reference_of(trial.noted.cut or Cut(trials.first_size), end.cuts)
-    is_in_part = not ooms and any(map(_is_in_slice, mode.raised_in))
     if ooms:
         verdict = TrialVerdict("recovered")
-    elif is_in_part:
-        verdict = TrialVerdict("recovered in a part")
     elif result.attempts > 1:
         verdict = TrialVerdict("recovered: the part is smaller")
     else:
         verdict = TrialVerdict(f"no attempt lost: {_absorbed_by(mode)}")
-    if ooms or is_in_part:
+    if ooms or result.attempts > 1:
         verdict.survivors = mode.survivors(_end_of_last_failed_attempt(trial))
         if _absorbed_by(mode) != PROBE:
             verdict.bytes_alive = bytes_alive - clean.allocated_bytes
@@ -480,16 +476,13 @@ def _can_stay(trials: Trials, mode: FaultMode) -> bool:
     if len(mode.raised_at) > 1 or not _is_in_slice(mode.raised_in[0]):
         return False
     cut = trials.reference(trials.first_size).cut
-    every = [size for call in cut.parts or () for walk in call for size in walk] if cut else []
+    every = cut.parts or () if cut else ()
     return min(every, default=1) > 1
 
 
 def _is_in_slice(stack: Sequence[str]) -> bool:
     """Whether an operation was one of the slice of a part, which can be cut smaller."""
-    following = itertools.pairwise(stack)
-    return "_through_stages" in stack or any(
-        name == "run_slices" and inner in _OF_A_SLICE for name, inner in following
-    )
+    return not _OF_A_SLICE.isdisjoint(stack)
 
 
 def _judge_committed(trials: Trials, trial: Trial, raised: BaseException) -> TrialVerdict:
