@@ -65,6 +65,7 @@ class Checked:
     Attributes:
         averages: what its loss is a mean over; None where it gives outputs and no loss.
         is_told: whether torch's own reduction said that.
+        gives_count: whether it gives a sum and what it counted, ``(sum, count)``.
         is_proportional: whether its gradient grows as that from behind does. A hook that clamps
             gradients, or half precision inside of the part, has to know what comes from there.
         is_over: whether rows were compared.
@@ -72,17 +73,27 @@ class Checked:
 
     averages: Mapping[str, Average] | None = None
     is_told: bool = False
+    gives_count: bool = False
     is_proportional: bool = True
     is_over: bool = True
 
-    def watch(self, call: Call) -> Call:
-        """The same call, in which each slice's loss has to be reduced as that of the check."""
-        if not self.is_told or self.averages is None:
+    def watch(self, call: Call, counts: list[Any] | None = None) -> Call:
+        """The same call, in which each slice's loss is reduced as that of the check.
+
+        Args:
+            call: of the part.
+            counts: takes what each slice counted, where it gives that, too.
+        """
+        if self.averages is None or not (self.is_told or self.gives_count):
             return call
         compute, average = call.compute, self.averages[""]
 
         def watched(rows: Mapping[str, Any], tensors: Sequence[Tensor] | None) -> Any:
             loss = compute(rows, tensors)
+            if counts is not None:
+                loss, count = loss
+                counts.append(count)
+                return loss
             if loss.requires_grad:
                 now = _told(loss, rows, call.layout.num_rows(rows))
                 if now is None or not _is_like(now, average):
@@ -163,10 +174,12 @@ def _dry(call: Call) -> Checked:
     try:
         with extra_pass(), uncheckpointed(), torch.no_grad():
             few = call.layout.take_rows(call.batch, [0, 1])
-            gives_loss = _is_loss(call.compute(few, ()))
+            output = call.compute(few, ())
     finally:
         undo.roll_back()
-    return Checked(averages=_averages("samples") if gives_loss else None)
+    if is_counted(output):
+        return Checked(averages=_averages("none"), gives_count=True)
+    return Checked(averages=_averages("samples") if _is_loss(output) else None)
 
 
 class _Part:
@@ -174,6 +187,7 @@ class _Part:
 
     Attributes:
         gives_loss: whether it gives a loss, and no outputs.
+        gives_count: whether that is a sum, beside what it counted.
         is_proportional: whether its gradient grows as that from behind does.
         told: what torch says of the last operation of its loss.
         flatten: makes tokens of what it gives for rows and positions; None where it gives rows.
@@ -184,7 +198,7 @@ class _Part:
     def __init__(self, call: Call) -> None:
         self._call = call
         self._rest: Any = None
-        self.gives_loss, self.is_proportional = False, True
+        self.gives_loss, self.gives_count, self.is_proportional = False, False, True
         self.told: Average | None = None
         self.flatten: Callable[[Any], Any] | None = None
 
@@ -195,6 +209,7 @@ class _Part:
         rows, inputs = marked(microbatch, real)
         aliases = aliases_of(self._call.parameters)
         loss = self._call.compute(rows, aliases)
+        loss = loss[0] if self.gives_count else loss
         if loss.requires_grad:
             needing = set(self._call.inputs())
             wanted = [leaf for path, leaf in zip(real, inputs, strict=True) if path in needing]
@@ -204,11 +219,16 @@ class _Part:
         return Output(loss.detach(), {}, None)
 
     def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
-        return Output(self._compute(microbatch), {}, None)
+        output = self._compute(microbatch)
+        if not self.gives_count:
+            return Output(output, {}, None)
+        loss, count = output
+        return Output(loss, {"its count": torch.as_tensor(count, dtype=torch.float64)}, None)
 
     def predict(self, model: nn.Module, microbatch: Any, **_: Any) -> Any:
         output = self._compute(microbatch)
-        self.gives_loss = _is_loss(output)
+        self.gives_count = is_counted(output)
+        self.gives_loss = self.gives_count or _is_loss(output)
         if self.flatten is not None:
             output = output if self.gives_loss else self.flatten(output)
         elif not self.gives_loss:
@@ -264,6 +284,13 @@ class _Comparison:
             bench.conditions = Conditions()
             bench.read(self._whole)
         told = None if is_declared(self._declared) else self._part.told
+        if self._part.gives_count:
+            if is_declared(self._declared):
+                raise LossAverageError(
+                    f"a part gives a sum and its count, and loss_average={self._declared!r} says "
+                    "that it gives a mean; leave loss_average out, or give the mean alone"
+                )
+            told = Sum()
         averages = _averages(self._declared) if told is None else {"": told}
         with self._bench("eval", "numbers") as bench:
             whole = bench.read(self._whole)
@@ -278,7 +305,8 @@ class _Comparison:
                 self._refuse_average(bench, is_said)
         return Checked(
             averages=averages,
-            is_told=told is not None,
+            is_told=told is not None and not self._part.gives_count,
+            gives_count=self._part.gives_count,
             is_proportional=self._part.is_proportional,
             is_over=is_finite,
         )
@@ -455,6 +483,17 @@ def _averages(declared: LossAverage) -> Mapping[str, Average]:
 
 def _is_loss(output: Any) -> bool:
     return isinstance(output, Tensor) and output.dim() == 0
+
+
+def is_counted(output: Any) -> bool:
+    """Whether an output is a sum and a count: two numbers, of which the first is a tensor.
+
+    >>> is_counted((torch.tensor(3.5), 7)), is_counted((torch.ones(2), 7))
+    (True, False)
+    """
+    if type(output) is not tuple or len(output) != 2 or not _is_loss(output[0]):
+        return False
+    return isinstance(output[1], int | float) or _is_loss(output[1])
 
 
 def _is_proportional(loss: Tensor, wanted: Sequence[Tensor]) -> bool:

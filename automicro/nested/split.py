@@ -118,7 +118,8 @@ class NestedSplit:
         microbatch_unit: ``"rows"``; or ``"tokens"``: the first two dimensions, rows and positions,
             are one to the part, which sees tensors of shape (tokens, …).
         loss_average: what a tail's loss is a mean over, as `Microbatcher` has it; ``"auto"`` reads
-            it off a loss that ends in a mean or sum of torch's.
+            it off a loss that ends in a mean or sum of torch's. A tail may also give
+            ``(sum, count)``, and the model divides one by the other.
         batch_layout: where the rows of arguments are, by their names; see `split_batch`.
         batchnorm: what to do where BatchNorm sees a slice in place of the microbatch: ``"warn"``;
             or ``"exact"``: all slices go from one BatchNorm to the next, so that it sees all rows,
@@ -388,10 +389,11 @@ class NestedSplit:
                 if stages is not None:
                     self._refuse("it gives a loss, which is there before all rows have arrived")
                 recompute = _is_half(call) or not checked.is_proportional
-                call = replace(checked.watch(call), averages=checked.averages)
+                counts: list[Any] | None = [] if checked.gives_count else None
+                call = replace(checked.watch(call, counts), averages=checked.averages)
                 loss = split_loss(call, recompute=recompute)
                 self._note_backward(call, loss)
-                return loss
+                return loss if counts is None else (loss, sum(counts))
             if sizer.begin() >= num_rows:
                 outputs = self._in_one_piece(call)
             else:

@@ -614,6 +614,31 @@ def test_targets_that_torch_ignores_count_for_nothing(shape: tuple[int, ...]) ->
         targets[5:20] = 255
 
 
+@pytest.mark.parametrize("dtype", [torch.double, torch.bfloat16])
+def test_a_tail_may_give_a_sum_and_what_it_counted(dtype: torch.dtype) -> None:
+    head = nn.Linear(WIDTH, 3).to(dtype)
+
+    def tail(hidden: Tensor, depth: Tensor) -> tuple[Tensor, Tensor]:
+        there = depth > 0
+        return (head(hidden) - depth).abs()[there].sum(), there.sum()
+
+    def loss(compute: Any) -> Tensor:
+        total, count = compute(hidden, depth)
+        assert count == (depth > 0).sum()
+        output: Tensor = total / count
+        return output
+
+    hidden = torch.randn(ROWS, WIDTH).to(dtype).requires_grad_()
+    depth = torch.randn(ROWS, 3).to(dtype)
+    part = split(tail, microbatch_size=3)
+    needed = hidden, head.weight
+    wanted = torch.autograd.grad(loss(tail), needed)
+    found = torch.autograd.grad(loss(part), needed)
+    rtol = 1e-9 if dtype is torch.double else 2e-2
+    torch.testing.assert_close(found, wanted, rtol=rtol, atol=rtol)
+    assert part.sizes == [3, 3, 2, 2]
+
+
 def test_targets_that_a_tail_changes_are_not_those_of_the_batch() -> None:
     head = nn.Linear(WIDTH, 5).double()
 
