@@ -2,7 +2,7 @@
 
 import contextlib
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from automicro.batch.device import on_host
@@ -10,33 +10,7 @@ from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import map_tensors
 from automicro.errors import BatchError, describe_error
 from automicro.ranks.interface import Ranks, announcing_failure
-from automicro.step.phase import Phase
 from automicro.step.plan import Plan
-from automicro.transaction.transaction import Transaction
-
-
-class Fillers:
-    """Microbatches that count for nothing, run so that other ranks find their collectives met.
-
-    Args:
-        rows: of each, where the batch lies.
-        undo: a transaction around what a forward changes beside gradients.
-
-    Attributes:
-        rows: as given.
-    """
-
-    def __init__(self, rows: Sequence[Any], undo: Callable[[], Transaction]) -> None:
-        self.rows = rows
-        self._undo = undo
-
-    @contextlib.contextmanager
-    def undone(self) -> Iterator[None]:
-        """Let no buffer and no random number show what is done meanwhile."""
-        transaction = self._undo()
-        transaction.begin()
-        yield  # where it fails, the whole attempt is rolled back
-        transaction.roll_back()
 
 
 class SpareRows:
@@ -110,12 +84,9 @@ class SpareRows:
                 "first batch"
             ) from error
 
-    def fillers(self, plan: Plan, batches: Sequence[Any], phase: Phase) -> Fillers:
-        """Those of a plan."""
-        rows: list[Any] = []
-        if plan.num_fillers:
-            rows = [self._take(batches, phase.rule.min_rows)] * plan.num_fillers
-        return Fillers(rows, phase.undoing)
+    def fillers(self, plan: Plan, batches: Sequence[Any], min_rows: int) -> list[Any]:
+        """The rows of each microbatch of a plan that counts for nothing, where the batch lies."""
+        return [self._take(batches, min_rows)] * plan.num_fillers if plan.num_fillers else []
 
     def _take(self, batches: Sequence[Any], num_rows: int) -> Any:
         source = batches[0] if batches else self._kept

@@ -213,11 +213,11 @@ def _roll_back(transaction: Transaction, cause: BaseException, ranks: Ranks | No
         RollbackError: it cannot be put back.
         BaseException: what interrupted the first try, once the second has put the state back.
     """
-    failure = _try_roll_back(transaction)
+    failure, again = caught(transaction.roll_back)[1], None
     if failure is None:
         return
     try:
-        again = _try_roll_back(transaction)
+        again = caught(transaction.roll_back)[1]
         if again is not None:
             _give_up_rolling_back(again, cause)
         elif classify(failure) is not Failure.RETRYABLE:
@@ -227,15 +227,7 @@ def _roll_back(transaction: Transaction, cause: BaseException, ranks: Ranks | No
             ranks.fail(error)
         raise
     finally:
-        del failure  # it holds this frame: a cycle
-
-
-def _try_roll_back(transaction: Transaction) -> BaseException | None:
-    try:
-        transaction.roll_back()
-    except BaseException as error:
-        return error
-    return None
+        del failure, again  # they hold this frame: a cycle
 
 
 def _give_up_rolling_back(failure: BaseException, cause: BaseException) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,9 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import tensor_leaves
+from automicro.checking.bench import tried
 from automicro.checking.reading import Reading, gaps
 from automicro.errors import Bystander, MetricWarning, warn
-from automicro.memory.oom import Failure, classify
 from automicro.state.part import State
 from automicro.step.events import blame
 from automicro.step.feature import Attempt, Feature, MicrobatchRun
@@ -25,8 +24,6 @@ from automicro.step.plan import Cut
 from automicro.step.unit import order_of
 from automicro.torch_private import children_of
 from automicro.transaction.transaction import Part, Transaction
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 UpdateMetric = Callable[[Any, Any, Any, str], None]
@@ -353,7 +350,7 @@ class MetricGuard:
                 # In another order sums are rounded otherwise.
                 return bool(gaps(whole, parts, (read([indices[::-1]]) for _ in range(1))))
 
-        if _unless_it_always_fails(differs, type(metric).__name__):
+        if tried(differs) is True:  # a few rows may be too few for it, or memory is short
             self._warn(metric, "counts updates rather than rows")
 
     def _warn(self, metric: Any, reason: str) -> None:
@@ -427,30 +424,6 @@ def warn_of_metric(metric: Any, reason: str, warned: set[str]) -> None:
         "keep batches whole with microbatch_size=None",
         MetricWarning,
     )
-
-
-def _unless_it_always_fails(look: Callable[[], T], name: str) -> T | None:
-    """What a look finds; None where a few rows are too few for a metric, or memory is short.
-
-    Raises:
-        Exception: what comes once, and not again, is no matter of the few rows.
-    """
-    try:
-        return look()
-    except Exception as error:
-        failure = error
-    try:
-        if classify(failure) is Failure.RETRYABLE:
-            logger.debug("no memory to look at the metric %s", name)
-            return None
-        try:
-            look()
-        except Exception as error:
-            logger.debug("cannot look at the metric %s: %s", name, error)
-            return None
-        raise failure
-    finally:
-        del failure  # it holds this frame: a cycle
 
 
 def _known_reason(metric: Any) -> str:

@@ -388,9 +388,13 @@ class Phase:
         """Guard the batches of a step against a model that writes into its input."""
         return InputWatch(self._inputs, batches, self.device)
 
-    def undoing(self) -> Transaction:
-        """Undoes what a forward outside of the step's own changes."""
-        return Transaction([self._beside, self.random_state()])
+    @contextlib.contextmanager
+    def undone(self) -> Iterator[None]:
+        """Let no state and no random number show what a forward beside the step's own does."""
+        transaction = Transaction([self._beside, self.random_state()])
+        transaction.begin()
+        yield  # where it fails, the whole attempt is rolled back
+        transaction.roll_back()
 
     def initializing(self) -> contextlib.AbstractContextManager[None]:
         """Let modules take their shapes meanwhile, and nothing else change that is there."""

@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from torch import Tensor
@@ -134,20 +134,12 @@ def slices_of(sizes: Sequence[int]) -> list[slice]:
     return [slice(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
 
 
-class Packed(Protocol):
-    """How a batch was cut."""
+def order_of(cuts: Sequence[Any]) -> list[int] | None:
+    """Of each row of some batches, its place among the rows of all slices; None: in order.
 
-    @property
-    def sizes(self) -> Sequence[int]:
-        """Rows of each slice."""
-
-    @property
-    def packing(self) -> Packing | None:
-        """The rows, where they are sorted."""
-
-
-def order_of(cuts: Sequence[Packed]) -> list[int] | None:
-    """Of each row of some batches, its place among the rows of all slices; None: in order."""
+    Args:
+        cuts: how each batch was cut, with ``sizes`` and ``packing``.
+    """
     if all(cut.packing is None for cut in cuts):
         return None
     order: list[int] = []
@@ -157,7 +149,7 @@ def order_of(cuts: Sequence[Packed]) -> list[int] | None:
     return order
 
 
-def with_padding(outputs: Sequence[Any], cuts: Sequence[Packed], *, fill: float = 0) -> list[Any]:
+def with_padding(outputs: Sequence[Any], cuts: Sequence[Any], *, fill: float = 0) -> list[Any]:
     """Outputs of all slices, padded with a number to what the whole batch would have given.
 
     What has the length of its slice in every slice is taken for padded where slices have several

@@ -232,13 +232,12 @@ class _Work(Generic[T]):
         features, ranks = self._features, self._ranks
         microbatches = [each for cut in cuts for each in cut.microbatches]
         sizes = [size for cut in cuts for size in cut.sizes]
-        fillers = self._setup.spare.fillers(plan, self._spares(cuts), self._phase)
-        moved = on_device(
-            [*microbatches, *fillers.rows], self._passes.device, isolate=self._watch.isolate
-        )
+        min_rows = self._phase.rule.min_rows
+        every = [*microbatches, *self._setup.spare.fillers(plan, self._spares(cuts), min_rows)]
+        moved = on_device(every, self._passes.device, isolate=self._watch.isolate)
         for index, rows in enumerate(moved):
             if index >= len(sizes):
-                with fillers.undone(), ranks.microbatch(index, weightless=True):
+                with self._phase.undone(), ranks.microbatch(index, weightless=True):
                     self._fill(MicrobatchRun(index, 0, rows, rows))
                 continue
             run = MicrobatchRun(index, sizes[index], microbatches[index], rows)
