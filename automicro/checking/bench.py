@@ -7,7 +7,7 @@ import random
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ from automicro.loss.averages import CutBatch
 from automicro.loss.conventions import Output, outputs_with_rows
 from automicro.loss.passes import Computation, Mode, check_own_graph, extra_pass
 from automicro.loss.weights import BatchWeights
-from automicro.memory.oom import Failure, classify, release, surely
+from automicro.memory.oom import Failure, caught, classify, release, surely
 from automicro.modules import ModuleIndex
 from automicro.options import check_loss
 from automicro.state.capture import Captured, capture
@@ -632,14 +632,12 @@ def tried(
     >>> tried(lambda: 1 // 0)
     Failed(kind=<Failure.UNRELATED...>, error=<class 'ZeroDivisionError'>, why='ZeroDivisionError...
     """
-    failure: Exception | None = None
+    found, failure = caught(work)
+    if failure is None:
+        return cast(T, found)
     try:
-        return work()
-    except RollbackError:
-        raise  # that something was not put back is never passed over
-    except Exception as error:
-        failure = error
-    try:
+        if isinstance(failure, RollbackError) or not isinstance(failure, Exception):
+            raise failure  # that something was not put back is never passed over
         kind = classify(failure)
         if kind not in allowed:
             raise failure

@@ -4,7 +4,7 @@ import math
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -61,14 +61,8 @@ def highs_of(measured: Measured | None) -> list[float]:
         return []
     # Of capacities the lowest counts.
     capacity = None if measured.capacity_bytes is None else -measured.capacity_bytes
-    values = (
-        measured.peak_bytes,
-        measured.resident_bytes,
-        capacity,
-        measured.alloc_retries,
-        measured.seconds,
-    )
-    return [_UNKNOWN if value is None else float(value) for value in values]
+    values = measured.peak_bytes, measured.resident_bytes, capacity, measured.alloc_retries
+    return [_UNKNOWN if each is None else float(each) for each in (*values, measured.seconds)]
 
 
 def measured_by_all(highs: Sequence[float], own: Measured | None) -> Measured | None:
@@ -82,16 +76,15 @@ def measured_by_all(highs: Sequence[float], own: Measured | None) -> Measured | 
     """
     if own is None or not highs or highs[4] == _UNKNOWN:
         return None
-    peak, resident, capacity, retries = (
-        None if value == _UNKNOWN else int(value) for value in highs[:4]
-    )
-    return Measured(
+    known = [None if value == _UNKNOWN else int(value) for value in highs[:4]]
+    peak, resident, capacity, retries = known
+    return replace(
+        own,
         peak_bytes=peak,
         resident_bytes=resident,
         capacity_bytes=None if capacity is None else -capacity,
         seconds=highs[4],
         alloc_retries=retries,
-        has_waited=own.has_waited,
     )
 
 

@@ -17,7 +17,7 @@ import logging
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -350,6 +350,21 @@ def release(exception: BaseException, device: torch.device | str | None = None) 
         empty_cache(each)
 
 
+def caught(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """What work gives, or the error that it ended with.
+
+    Inside ``except`` a traceback keeps the tensors of what failed alive, and no memory can be
+    given back.
+
+    >>> caught(lambda: 1 // 0)
+    (None, ZeroDivisionError('integer division or modulo by zero'))
+    """
+    try:
+        return work(), None
+    except BaseException as error:
+        return None, error
+
+
 def surely(work: Callable[[], object]) -> None:
     """Do what must not be left half-done: where it fails, or Ctrl-C comes, do it once more.
 
@@ -367,12 +382,9 @@ def surely(work: Callable[[], object]) -> None:
     >>> left
     []
     """
-    first: BaseException | None = None
-    try:
-        work()
+    _, first = caught(work)
+    if first is None:
         return
-    except BaseException as error:
-        first = error
     try:
         work()
         if isinstance(first, RollbackError):  # it was one for something that has passed
@@ -380,7 +392,7 @@ def surely(work: Callable[[], object]) -> None:
         if classify(first) is not Failure.RETRYABLE:
             raise first
     finally:
-        first = None  # it holds this frame: a cycle
+        del first  # it holds this frame: a cycle
 
 
 def once_more(work: Callable[[], T], device: torch.device | str | None = None, *, doing: str) -> T:
@@ -397,15 +409,12 @@ def once_more(work: Callable[[], T], device: torch.device | str | None = None, *
     >>> once_more(lambda: 3, doing="counting")
     3
     """
-    failure: BaseException | None = None
+    found, failure = caught(work)
+    if failure is None:
+        return cast(T, found)
     try:
-        return work()
-    except Exception as error:
-        if classify(error) is not Failure.RETRYABLE:
-            raise
-        failure = error
-    # Outside "except": inside it the traceback keeps what failed alive.
-    try:
+        if classify(failure) is not Failure.RETRYABLE:
+            raise failure
         logger.warning(
             "out of memory while %s (%s): memory was given back, and it is tried once more",
             doing,
@@ -413,7 +422,7 @@ def once_more(work: Callable[[], T], device: torch.device | str | None = None, *
         )
         release(failure, device)
     finally:
-        failure = None  # it holds this frame: a cycle
+        del failure  # it holds this frame: a cycle
     try:
         return work()
     except Exception as error:

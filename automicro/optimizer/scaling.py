@@ -6,13 +6,13 @@ writes in place, which is done once or reported as half done (`write_in_place`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from automicro.errors import OptimizerStepError, text_of
-from automicro.memory.oom import Failure, classify, release
+from automicro.memory.oom import Failure, caught, classify, release
 from automicro.ranks.interface import OneRank, Ranks
 from automicro.sharding import has_shards
 from automicro.torch_private import overflows
@@ -35,19 +35,16 @@ def write_in_place(action: Callable[[], T], device: torch.device, half_applied: 
     >>> write_in_place(lambda: 3, torch.device("cpu"), "may be half applied")
     3
     """
-    failure: BaseException | None = None
+    found, failure = caught(action)
+    if failure is None:
+        return cast(T, found)
     try:
-        return action()
-    except Exception as error:
-        if classify(error) is not Failure.RETRYABLE:
-            raise
-        failure = error
-    # Outside "except": inside it the traceback keeps what failed alive.
-    try:
+        if not isinstance(failure, Exception) or classify(failure) is not Failure.RETRYABLE:
+            raise failure
         release(failure, device)
         raise OptimizerStepError(f"{half_applied} It said: {text_of(failure)}") from failure
     finally:
-        failure = None  # it holds this frame: a cycle
+        del failure  # it holds this frame: a cycle
 
 
 class GradientScaler:

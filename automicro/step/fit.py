@@ -5,7 +5,7 @@ The whole of it is `fit` and `attempt`. `Sizes` (sizes.py) says what is tried ne
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar, cast
 
@@ -13,7 +13,7 @@ from automicro.batchnorm import needs_two_rows
 from automicro.errors import RollbackError, add_note, describe_error, remember, text_of
 from automicro.memory.device import peak_bytes
 from automicro.memory.meter import Measured, highs_of, measured_by_all
-from automicro.memory.oom import Failure, classify, empty_cache, first_line, release
+from automicro.memory.oom import Failure, caught, classify, empty_cache, first_line, release
 from automicro.memory.residents import ResidentMemory
 from automicro.ranks.interface import (
     Ranks,
@@ -182,18 +182,6 @@ def _go_through(
     else:
         transaction.roll_back()
     return Tried(status=Status.OK, result=result, is_committed=is_committed, measured=measured)
-
-
-def caught(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    """What work gives, or the error that it ended with, outside of any ``except``.
-
-    >>> caught(lambda: 1 // 0)
-    (None, ZeroDivisionError('integer division or modulo by zero'))
-    """
-    try:
-        return work(), None
-    except BaseException as error:
-        return None, error
 
 
 def _status(error: BaseException, plan: Plan, phase: Phase, sizes: Sizes) -> Status:
