@@ -38,8 +38,8 @@ class Failure(enum.Enum):
 
 class _Sign(NamedTuple):
     begins: str
-    means: Failure
     source: str
+    means: Failure = Failure.RETRYABLE
     if_full: bool = False  # means nothing where the device has memory left
 
 
@@ -55,65 +55,52 @@ _LOST = (
 # The first row that fits decides. Patterns are anchored at the beginning of the text.
 _SIGNS = (
     # Fewer rows do not help: the loader makes whole batches, in a process or thread of its own.
-    _Sign(r"Caught \w+ in (DataLoader worker|pin memory)", Failure.UNRELATED, "DataLoader"),
+    _Sign(r"Caught \w+ in (DataLoader worker|pin memory)", "DataLoader", Failure.UNRELATED),
     # A communicator that failed on one rank hangs or fails on the others: no retry is safe.
-    _Sign(r"(\[[^\]]*\]:? *)*(NCCL|RCCL) [Ee]rror\b", Failure.CONTEXT_LOST, "NCCL, RCCL"),
-    _Sign(r"nccl(UnhandledCuda|System|Internal)Error\b", Failure.CONTEXT_LOST, "NCCL"),
-    _Sign(rf"(CUDA|HIP)( driver)? error: {_LOST}", Failure.CONTEXT_LOST, "CUDA, HIP"),
-    _Sign(rf"Triton Error \[(CUDA|HIP)\]:.*?{_LOST}", Failure.CONTEXT_LOST, "Triton"),
-    _Sign(r".*\bUR_RESULT_ERROR_DEVICE_LOST\b", Failure.CONTEXT_LOST, "XPU"),
+    _Sign(r"(\[[^\]]*\]:? *)*(NCCL|RCCL) [Ee]rror\b", "NCCL, RCCL", Failure.CONTEXT_LOST),
+    _Sign(r"nccl(UnhandledCuda|System|Internal)Error\b", "NCCL", Failure.CONTEXT_LOST),
+    _Sign(rf"(CUDA|HIP)( driver)? error: {_LOST}", "CUDA, HIP", Failure.CONTEXT_LOST),
+    _Sign(rf"Triton Error \[(CUDA|HIP)\]:.*?{_LOST}", "Triton", Failure.CONTEXT_LOST),
+    _Sign(r".*\bUR_RESULT_ERROR_DEVICE_LOST\b", "XPU", Failure.CONTEXT_LOST),
     # Allocators.
     _Sign(
         r"(CUDA|HIP|XPU|NPU|MPS|MLU|HPU|MUSA|GCU|GPU|TPU|CPU) out of memory(\.|:|$)",
-        Failure.RETRYABLE,
         "torch's allocators",
     ),
     _Sign(
         r"(CUDA|HIP)( driver| runtime)? [Ee]rror:? ?(\([^()\n]{0,200}\))?( at [^\n]{0,200}?)?"
         r"(: ?| )out of memory\b",
-        Failure.RETRYABLE,
         "CUDA, HIP; flash-attention",
     ),
     _Sign(
         r"Allocation on device \d+ would exceed allowed memory\. \(out of memory\)",
-        Failure.RETRYABLE,
         "cudaMallocAsync",
     ),
     # The allocator asks the driver who holds the memory before it reports, and on some machines
     # (MIG, containers) the driver does not answer. Nothing else comes this way.
     _Sign(
         r'NVML_SUCCESS == [^\n]{0,80}?INTERNAL ASSERT FAILED at "[^"\n]*CUDACachingAllocator',
-        Failure.RETRYABLE,
         "CUDA without NVML",
     ),
-    _Sign(r"(cuda|hip) runtime error \(2\) ?: out of memory", Failure.RETRYABLE, "CUDA, HIP"),
-    _Sign(r"MPS backend out of memory\b", Failure.RETRYABLE, "MPS"),
+    _Sign(r"(cuda|hip) runtime error \(2\) ?: out of memory", "CUDA, HIP"),
+    _Sign(r"MPS backend out of memory\b", "MPS"),
     _Sign(
         r"(Native API failed|level_zero backend failed)\b.*?\b(UR_RESULT|PI)_ERROR_OUT_OF_"
         r"(DEVICE_MEMORY|HOST_MEMORY|RESOURCES)\b",
-        Failure.RETRYABLE,
         "XPU",
     ),
     _Sign(
         r"(\[enforce fail at [^\]]*\][^\n]{0,80}?)?DefaultCPUAllocator: "
         r"(can't allocate|not enough) memory",
-        Failure.RETRYABLE,
         "CPU (Linux, macOS; Windows)",
     ),
-    _Sign(r"std::bad_alloc($|: out_of_memory\b)", Failure.RETRYABLE, "C++, RMM"),
-    _Sign(r"unable to mmap [^\n]*: Cannot allocate memory \(12\)", Failure.RETRYABLE, "mmap"),
-    _Sign(
-        r"(could not create|failed to allocate) a memory( object)?\.?$", Failure.RETRYABLE, "oneDNN"
-    ),
-    _Sign(
-        r"MKL FFT error: [^\n]*\b([Mm]emory allocation failed|[Ii]nsufficient memory)",
-        Failure.RETRYABLE,
-        "MKL",
-    ),
+    _Sign(r"std::bad_alloc($|: out_of_memory\b)", "C++, RMM"),
+    _Sign(r"unable to mmap [^\n]*: Cannot allocate memory \(12\)", "mmap"),
+    _Sign(r"(could not create|failed to allocate) a memory( object)?\.?$", "oneDNN"),
+    _Sign(r"MKL FFT error: [^\n]*\b([Mm]emory allocation failed|[Ii]nsufficient memory)", "MKL"),
     # Libraries that allocate workspace of their own.
     _Sign(
         r"(CUDA|HIP) error: (CU|HIP|ROC)(BLAS|SPARSE)_STATUS_(ALLOC_FAILED|INSUFFICIENT_RESOURCES)",
-        Failure.RETRYABLE,
         "cuBLAS, cuSPARSE, hipBLAS, hipSPARSE",
     ),
     # With no memory left for a handle, cuBLAS often says that it was not initialised. So it does
@@ -121,42 +108,34 @@ _SIGNS = (
     _Sign(
         r"(CUDA|HIP) error: (CU|HIP|ROC)(BLAS|SPARSE)_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR),? "
         r"when calling `(cu|hip|roc)(blas|blasLt|sparse)(Create\(|_create_handle)",
-        Failure.RETRYABLE,
         "cuBLAS, cuSPARSE, hipBLAS, hipSPARSE",
     ),
     _Sign(
         r"(cu|hip|roc)solver error: (CU|HIP|ROC)SOLVER_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR),? "
         r"when calling `(cu|hip|roc)solver(Dn|Sp)?Create\(",
-        Failure.RETRYABLE,
         "cuSOLVER, hipSOLVER",
     ),
     _Sign(
         r"(CUDA|HIP) error: (insufficient resources|resource allocation failed) when calling",
-        Failure.RETRYABLE,
         "cuSPARSE, in words",
     ),
     _Sign(
-        r"(cu|hip|roc)solver error: (CU|HIP|ROC)SOLVER_STATUS_ALLOC_FAILED",
-        Failure.RETRYABLE,
-        "cuSOLVER, hipSOLVER",
+        r"(cu|hip|roc)solver error: (CU|HIP|ROC)SOLVER_STATUS_ALLOC_FAILED", "cuSOLVER, hipSOLVER"
     ),
-    _Sign(r"(cu|hip)FFT error: (CU|HIP)FFT_ALLOC_FAILED", Failure.RETRYABLE, "cuFFT, hipFFT"),
+    _Sign(r"(cu|hip)FFT error: (CU|HIP)FFT_ALLOC_FAILED", "cuFFT, hipFFT"),
     _Sign(
         r"cuDNN error: CUDNN_STATUS_(ALLOC_FAILED"
         r"|INTERNAL_ERROR_(HOST|DEVICE)_ALLOCATION_FAILED)",
-        Failure.RETRYABLE,
         "cuDNN",
     ),
     # With no memory left for a handle or its code, cuDNN and cuFFT give no better reason.
     _Sign(
         r"cuDNN error: CUDNN_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR)\b",
-        Failure.RETRYABLE,
         "cuDNN on a full device",
         if_full=True,
     ),
     _Sign(
         r"(cu|hip)FFT error: (CU|HIP)FFT_INTERNAL_ERROR",
-        Failure.RETRYABLE,
         "cuFFT, hipFFT on a full device",
         if_full=True,
     ),
@@ -164,44 +143,32 @@ _SIGNS = (
     _Sign(
         r"cuDNN error: CUDNN_STATUS_NOT_SUPPORTED\. This error may appear if you passed in a "
         r"non-contiguous input",
-        Failure.RETRYABLE,
         "cuDNN",
     ),
-    _Sign(
-        r"Unable to find a valid cuDNN algorithm to run convolution", Failure.RETRYABLE, "cuDNN 7"
-    ),
-    _Sign(
-        r"(FIND|GET) was unable to find an engine to execute this computation",
-        Failure.RETRYABLE,
-        "cuDNN 8 and 9",
-    ),
+    _Sign(r"Unable to find a valid cuDNN algorithm to run convolution", "cuDNN 7"),
+    _Sign(r"(FIND|GET) was unable to find an engine to execute this computation", "cuDNN 8 and 9"),
     _Sign(
         r"(miopenStatusAllocFailed|MIOpen(\(HIP\))?:? [Ee]rror:? [^\n]*"
         r"(miopenStatusAllocFailed|\b[Oo]ut of memory\b))",
-        Failure.RETRYABLE,
         "MIOpen",
     ),
     # Not Triton's OutOfResources: a kernel too large for shared memory is so at every size.
-    _Sign(r"Triton Error \[(CUDA|HIP|ZE)\]:[^\n]*\bout of memory$", Failure.RETRYABLE, "Triton"),
+    _Sign(r"Triton Error \[(CUDA|HIP|ZE)\]:[^\n]*\bout of memory$", "Triton"),
     # Other libraries that share the device.
     _Sign(
         r"RESOURCE_EXHAUSTED: [^\n]*?(\b([Oo]ut|[Rr]an out) of memory\b|\bOOM\b"
         r"|\b[Ff]ailed to allocate\b|\ballocating \d)",
-        Failure.RETRYABLE,
         "jax, XLA",
     ),
-    _Sign(r"Error out of memory at line \d+ in file ", Failure.RETRYABLE, "bitsandbytes"),
-    _Sign(
-        r"[^\n]{0,300}?\bcuda (execution )?failed with error 2\b", Failure.RETRYABLE, "spconv, cumm"
-    ),
+    _Sign(r"Error out of memory at line \d+ in file ", "bitsandbytes"),
+    _Sign(r"[^\n]{0,300}?\bcuda (execution )?failed with error 2\b", "spconv, cumm"),
     # Names of the driver's own error, wherever a library puts them: cupy, thrust, numba, rmm …
     _Sign(
         r"[^\n]{0,300}?\b(CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation"
         r"|hipErrorOutOfMemory|hipErrorMemoryAllocation)(: out of memory|[.)\]'\"]|\s|$)",
-        Failure.RETRYABLE,
         "CUDA, HIP by name",
     ),
-    _Sign(r"cu\w+ failed: out of memory\b", Failure.RETRYABLE, "pycuda"),
+    _Sign(r"cu\w+ failed: out of memory\b", "pycuda"),
 )
 _COMPILED = tuple((re.compile(sign.begins), sign) for sign in _SIGNS)
 
