@@ -479,25 +479,21 @@ def with_batch_sampler(loader: Any, sampler: Iterable[list[int]]) -> DataLoader[
 
 
 def _count_rows(dataset: Any, known: Mapping[str, Array]) -> int:
-    counts = {name: len(each) for name, each in known.items()}
-    if len(set(counts.values())) > 1:
-        first, second = counts.values()
-        raise ValueError(
-            f"lengths has {first:,} numbers and second_lengths {second:,}: give one of each for "
-            "every row"
-        )
-    if counts:
-        return next(iter(counts.values()))
-    if dataset is None or not hasattr(dataset, "__len__"):
+    if not known and not hasattr(dataset, "__len__"):
         raise ValueError("nothing says how many rows there are: give a dataset with a length")
-    return len(dataset)
+    counts = list(map(len, known.values())) or [len(dataset)]
+    if min(counts) != max(counts):
+        raise ValueError(
+            f"lengths has {counts[0]:,} numbers and second_lengths {counts[1]:,}: give one of each "
+            "for every row"
+        )
+    return counts[0]
 
 
 def _check_budget(mode: str, budgets: Mapping[str, Any]) -> None:
     wanted = MODES[mode].budgets
     given = [name for name, value in budgets.items() if value is not None]
-    useless = [name for name in given if name not in wanted]
-    if useless or len(given) != 1:
+    if len(given) != 1 or given[0] not in wanted:
         has = ", ".join(f"{name}={budgets[name]!r}" for name in given) or "none"
         one = wanted[0] if len(wanted) == 1 else f"one of {', '.join(wanted)}"
         raise ValueError(
