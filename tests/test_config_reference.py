@@ -62,7 +62,7 @@ def test_every_plain_option_of_the_primitive_is_there() -> None:
     # The Trainer scales the loss itself, for fp16, and listens itself; state is carried from batch
     # to batch in loops of people's own; a seed says that a run is to be repeatable; and trainers of
     # others have state, averages and ranks of their own.
-    others = {"backward", "carry_layout", "observer", "repeatable"}
+    others = {"backward", "carry_layout", "features", "repeatable"}
     others |= {"state", "eval_loss_average", "scales_for_ranks"}
     assert set(inspect.signature(Microbatcher).parameters) - known <= others
 

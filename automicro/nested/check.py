@@ -179,7 +179,7 @@ def _dry(call: Call) -> Checked:
         undo.roll_back()
     if is_counted(output):
         return Checked(averages=_averages("none"), gives_count=True)
-    return Checked(averages=_averages("samples") if _is_loss(output) else None)
+    return Checked(averages=_averages("samples") if is_loss(output) else None)
 
 
 class _Part:
@@ -228,7 +228,7 @@ class _Part:
     def predict(self, model: nn.Module, microbatch: Any, **_: Any) -> Any:
         output = self._compute(microbatch)
         self.gives_count = is_counted(output)
-        self.gives_loss = self.gives_count or _is_loss(output)
+        self.gives_loss = self.gives_count or is_loss(output)
         if self.flatten is not None:
             output = output if self.gives_loss else self.flatten(output)
         elif not self.gives_loss:
@@ -481,7 +481,8 @@ def _averages(declared: LossAverage) -> Mapping[str, Average]:
     )
 
 
-def _is_loss(output: Any) -> bool:
+def is_loss(output: Any) -> bool:
+    """Whether an output is a tensor without any dimension."""
     return isinstance(output, Tensor) and output.dim() == 0
 
 
@@ -491,9 +492,9 @@ def is_counted(output: Any) -> bool:
     >>> is_counted((torch.tensor(3.5), 7)), is_counted((torch.ones(2), 7))
     (True, False)
     """
-    if type(output) is not tuple or len(output) != 2 or not _is_loss(output[0]):
+    if type(output) is not tuple or len(output) != 2 or not is_loss(output[0]):
         return False
-    return isinstance(output[1], int | float) or _is_loss(output[1])
+    return isinstance(output[1], int | float) or is_loss(output[1])
 
 
 def _is_proportional(loss: Tensor, wanted: Sequence[Tensor]) -> bool:

@@ -32,7 +32,7 @@ from automicro.loss.passes import extra_pass, is_extra_pass
 from automicro.modules import ModuleIndex
 from automicro.nested.again import storage_of
 from automicro.nested.batchnorm import Stages, split_at_norms
-from automicro.nested.check import Check, Checked, check_positions
+from automicro.nested.check import Check, Checked, check_positions, is_counted, is_loss
 from automicro.nested.slices import Call, split_loss, split_outputs
 from automicro.policy.choose import make_policy
 from automicro.policy.policy import Outcome, Policy, require_rows, require_size
@@ -379,7 +379,8 @@ class NestedSplit:
             raise
         sizer = self._last = _Sizer(self, num_rows, cost_of_row(Contents(batch), num_rows))
         call = self._call(forward, names, batch, sizer)
-        if num_rows == 1:
+        stays_whole = not self.adapts and sizer.begin() >= num_rows
+        if num_rows == 1 or stays_whole:
             outputs = self._in_one_piece(call)
         else:
             call.check_inputs()
@@ -399,7 +400,7 @@ class NestedSplit:
             else:
                 outputs = split_outputs(call) if stages is None else split_at_norms(call, stages)
                 self._note_backward(call, outputs)
-        if shape is None or (isinstance(outputs, Tensor) and not outputs.dim()):
+        if shape is None or is_loss(outputs) or is_counted(outputs):
             return outputs
         return map_tensors(outputs, lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]))
 
