@@ -239,7 +239,7 @@ class Learned:
     is_rehearsed: bool = False
     is_unsettled: bool = False  # memory changes: from now on each failure doubles the wait
     batches: int = 0
-    failed: int = 0  # attempts, since memory changed
+    trials: int = 0  # that failed since memory changed
     wait: int = 0
     quiet_until: int = 0
     retry: int = FIRST_RETRY
@@ -424,7 +424,10 @@ class Halving(Policy):
         count = -(-num_rows // size)
         following = cut_size(num_rows, -(-num_rows // (count - 1)), multiple_of=self.multiple_of)
         exact = self._predicted_rows(chord, cost, error=0.0) or 0.0
-        if following <= min(exact, most) and self._cut(num_rows, cost, following) > size:
+        # Where costs differ from batch to batch there is often none within the lower half of a
+        # bracket; once as many trials have failed as its logarithm, that ends.
+        bound = most if known.trials <= num_rows.bit_length() else min(most, halfway)
+        if following <= min(exact, bound) and self._cut(num_rows, cost, following) > size:
             return following, False
         # With one peak, what rows need cannot be told from what every size needs.
         if known.has_probed or chord[1] is not None or self._cut(num_rows, cost, most) <= size:
@@ -593,7 +596,7 @@ class Halving(Policy):
         if is_old:
             known.retry, known.may_double = 2 * known.retry, True
         if has_room or is_old:
-            known.is_unsettled, known.trusts_peaks, known.failed = True, True, 0
+            known.is_unsettled, known.trusts_peaks, known.trials = True, True, 0
             self._learned.faster.forget()
 
     def _record_failure(self, num_rows: int, point: Point) -> None:
@@ -614,10 +617,8 @@ class Halving(Policy):
         if smallest is None or point.elements <= smallest.elements:
             _keep(known.failures, (_class(cost), None), point)
         known.has_failed, known.may_double = True, False
-        known.failed = 1 if regressed else known.failed + 1
-        # From the first sign that memory changes, and after all failures that finding a size may
-        # take, each doubles the wait: they are logarithmic in the batches, whatever happens.
-        known.is_unsettled |= regressed or known.failed > num_rows.bit_length()
+        known.trials = 0 if regressed else known.trials + (proven is not None)
+        known.is_unsettled |= regressed
         if known.is_unsettled:
             known.wait = max(FIRST_WAIT, 2 * known.wait)
             known.quiet_until = max(known.quiet_until, known.batches + known.wait)

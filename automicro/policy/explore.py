@@ -349,13 +349,13 @@ class Explore(Ladder):
             progress.settled.append([self.levels[stage], rows, cost, is_whole])
         if not self.may_measure:
             progress.is_over, progress.stage = True, 0
-            self._tell(Exploration(microbatch_size=rows, ended=_AVERAGES))
+            self._tell(self.levels[self.level], rows, ended=_AVERAGES)
             return
         for level in range(stage + 1, len(self.levels)):
             if self._could_pay(self.levels[level]):
                 progress.stage, progress.settling = level, 0
                 progress.away = 0 if is_there else MOST_AWAY - 1
-                self._tell(Exploration(microbatch_size=rows, is_news=False))
+                self._tell(self.levels[self.level], rows, is_news=False)
                 return
         self._begin(outcome, cost)
 
@@ -366,10 +366,16 @@ class Explore(Ladder):
             for other, _, _, is_whole in self._progress.settled
         )
 
-    def _tell(self, exploration: Exploration) -> None:
-        if len(self.levels) > 1 and exploration.level is None:
-            exploration = dataclasses.replace(exploration, level=self.levels[self.level])
-        self.exploration = exploration
+    def _tell(self, level: Value, rows: int, **more: Any) -> None:
+        name = str(level) if len(self.levels) > 1 else None
+        self.exploration = Exploration(microbatch_size=rows, level=name, **more)
+
+    def _tell_of(self, arm: Arm, **more: Any) -> None:
+        level, rows, *settings = arm
+        if not self._tries_cuts:
+            rows = self._progress.largest[str(level)]
+        more["settings"] = dict(zip(self._choices, settings, strict=True))
+        self._tell(level, int(rows), steps=self._progress.steps, **more)
 
     def _begin(self, outcome: Outcome, cost: float) -> None:
         """It is known what fits: measure it."""
@@ -393,11 +399,11 @@ class Explore(Ladder):
         progress.race = Race(arms, arms[0], EXPECTED if self._tries_cuts else 0.0)
         self._go_on(arms[0], has_grown=arms[0][0] != self.levels[outcome.level])
         if len(arms) > 1:
-            self._tell(self._exploration(arms[0], is_news=False))
+            self._tell_of(arms[0], is_news=False)
             return
         progress.is_over = True
         if arms[0][0] != self.levels[0]:
-            self._tell(self._exploration(arms[0], confidence=99, ended="nothing else fits"))
+            self._tell_of(arms[0], confidence=99, ended="nothing else fits")
 
     def _arms(self, level: str, rows: int, most: int, *, more_than: int) -> list[Arm]:
         """All that can be chosen at a level, the base first."""
@@ -461,11 +467,7 @@ class Explore(Ladder):
         arm = found.best if progress.is_over else found.next
         is_alike = (arm[0], arm[2:]) == (before[0], before[2:])
         self._go_on(arm, has_grown=not is_alike or float(arm[1]) > float(before[1]))
-        self._tell(
-            self._exploration(
-                found.best, speedup=found.speedup, confidence=found.confidence, ended=ended
-            )
-        )
+        self._tell_of(found.best, speedup=found.speedup, confidence=found.confidence, ended=ended)
 
     def _refit(self, race: Race) -> None:
         """Sizes that fit meanwhile join, and those that do not any more are left out."""
@@ -479,18 +481,6 @@ class Explore(Ladder):
             if fits > max(here.values()):
                 race.arms += dict.fromkeys((level, fits, *each[2:]) for each in here)
             race.exclude([each for each, rows in here.items() if rows > fits])
-
-    def _exploration(self, arm: Arm, **more: Any) -> Exploration:
-        level, rows, *settings = arm
-        if not self._tries_cuts:
-            rows = self._progress.largest[str(level)]
-        return Exploration(
-            microbatch_size=int(rows),
-            level=str(level) if len(self.levels) > 1 else None,
-            settings=dict(zip(self._choices, settings, strict=True)),
-            steps=self._progress.steps,
-            **more,
-        )
 
     def _why_over(self, found: Finding) -> str | None:
         progress = self._progress

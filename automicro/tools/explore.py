@@ -122,8 +122,7 @@ class ExploreReport:
             lines.append(
                 f"{each.microbatch_size:>6}  {each.rows_per_second:>10,.1f}  {spread:>6}  "
                 f"{peak:>11}  {each.speedup:>5.2f}x  {each.steps:>5}"
-                + "  ←"
-                * (each.microbatch_size == self.microbatch_size)
+                f"{'  ←' * (each.microbatch_size == self.microbatch_size)}"
             )
         lines += [f"{size:>6}  does not fit" for size in self.too_large]
         lines.append(
@@ -349,8 +348,7 @@ class _Trials(Policy):
         counting = [False] * min(_WARM_UP, max_steps // 10)
         while True:
             for self._counts in counting:
-                minutes = (time.monotonic() - start) / 60
-                is_late = max_minutes is not None and minutes >= max_minutes
+                is_late = max_minutes is not None and time.monotonic() - start >= 60 * max_minutes
                 if self.seconds and (is_late or self.steps >= max_steps):
                     self.ended = f"{max_minutes=:g}" if is_late else f"{max_steps=}"
                     return
@@ -360,14 +358,8 @@ class _Trials(Policy):
             found = race.find()
             self._size = _size(found.next)
             if self.seconds:
-                self._emit(
-                    Exploration(
-                        microbatch_size=_size(found.best),
-                        speedup=found.speedup,
-                        confidence=found.confidence,
-                        steps=self.steps,
-                    )
-                )
+                told: dict[str, Any] = {"speedup": found.speedup, "confidence": found.confidence}
+                self._emit(Exploration(microbatch_size=_size(found.best), steps=self.steps, **told))
             if self.seconds and found.confidence >= SURE:
                 # A cliff beside the base shows at no other size.
                 beside = {_size(race.base) // 2, 2 * _size(race.base)} - self.seconds.keys()

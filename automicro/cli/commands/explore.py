@@ -16,12 +16,10 @@ if TYPE_CHECKING:
     from automicro.tools.explore import ExploreReport
 
 DESCRIPTION = """\
-Measure which microbatch size is the fastest for a config's model, on its own data,
-without training: forward and backward of each size in turns, rolled back, until the
-fastest is known well enough. Sizes do not depend on the batch of the config: rows of
-successive batches are pooled for larger ones. Ctrl-C ends it with the best so far.
-After each round a line on stderr says how far it is. Prints a table, the size, and the
-global batch nearest to the config's that it divides.
+Measure which microbatch size is the fastest for a config's model, on its own data:
+forward and backward, rolled back, in turns, until it is known well enough. Successive
+batches are pooled for larger sizes. A line after each round, on stderr, says how far it
+is; Ctrl-C ends it. Prints a table, the size, and the nearest global batch it divides.
 """
 
 # What the speed of forward and backward does not depend on.
