@@ -44,6 +44,7 @@ from automicro.nested.slices import (
     Slice,
     Standing,
     aliases_of,
+    naming,
     refuse_twice,
     tolerance_of,
     with_inputs,
@@ -628,7 +629,7 @@ class _Pass:
         """The outputs of all rows."""
         call = self.call
         self.sizes = call.sizes()
-        with call.naming(max(self.sizes)):
+        with naming(call.sizer, max(self.sizes)):
             joined = self._through_stages(batch)
         call.sizer.end(self.sizes)
         return joined

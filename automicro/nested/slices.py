@@ -139,16 +139,6 @@ class Call:
         """What undoes all that a slice changes."""
         return Transaction([self.state.undone(), self.random()])
 
-    @contextlib.contextmanager
-    def naming(self, size: int) -> Iterator[None]:
-        """Around what may run out of memory for so many rows: that names the part, and shrinks."""
-        try:
-            yield
-        except Exception as error:
-            if classify(error) is Failure.RETRYABLE:
-                self.sizer.failed(size, error)
-            raise
-
     def split(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
         """Slices of a batch, those that are computed."""
         if not self.is_dry:
@@ -156,6 +146,17 @@ class Call:
         few = list(sizes[:_OF_DRY])
         left = self.layout.num_rows(batch) - sum(few)
         return self.layout.split(batch, [*few, left] if left else few)[:_OF_DRY]
+
+
+@contextlib.contextmanager
+def naming(sizer: Sizer, size: int) -> Iterator[None]:
+    """Around what may run out of memory for so many rows: then the error names the part."""
+    try:
+        yield
+    except Exception as error:
+        if classify(error) is Failure.RETRYABLE:
+            sizer.failed(size, error)
+        raise
 
 
 @dataclass(frozen=True)
@@ -220,7 +221,7 @@ class Cut:
         """
         for each in self.slices:
             inputs = Unwritten(each.batch)
-            with self._call.naming(each.num_rows):
+            with naming(self._call.sizer, each.num_rows):
                 found = compute(each)
             inputs.check()
             yield each, found
@@ -237,7 +238,7 @@ class Standing(AsItStood):
     """
 
     def __init__(self, call: Call, size: int) -> None:
-        self._naming = functools.partial(call.naming, size)
+        self._naming = functools.partial(naming, call.sizer, size)  # the call holds the batch
         self._parameters, self._versions = call.parameters, all_versions(call.parameters)
         self._own: frozenset[int] = frozenset()
         super().__init__([call.standing], call.random())

@@ -33,7 +33,7 @@ from automicro.modules import ModuleIndex
 from automicro.nested.again import storage_of
 from automicro.nested.batchnorm import Stages, split_at_norms
 from automicro.nested.check import Check, Checked, check_positions, is_counted, is_loss
-from automicro.nested.slices import Call, split_loss, split_outputs
+from automicro.nested.slices import Call, naming, split_loss, split_outputs
 from automicro.policy.choose import make_policy
 from automicro.policy.policy import Outcome, Policy, require_rows, require_size
 from automicro.reach import OF_EVERY_MODULE, Reach, captured_modules
@@ -563,7 +563,7 @@ class NestedSplit:
     def _in_one_piece(self, call: Call) -> Any:
         """The usual forward. It is noted when its backward runs, should memory run out there."""
         num_rows = call.num_rows
-        with call.naming(num_rows):
+        with naming(call.sizer, num_rows):
             output = call.compute(call.batch, None)
         self.sizes = [num_rows]
         self._note_backward(call, output)
