@@ -232,7 +232,6 @@ class Learned:
     failures: dict[Key, Point] = field(default_factory=dict)
     ceiling: int | None = None  # rows to try next in a batch that ran out of memory
     room: int | None = None  # bytes that the last attempt could have
-    trusts_peaks: bool = True  # no trial has failed, so the next goes right to what is predicted
     has_probed: bool = False  # a smaller size was measured
     may_double: bool = False  # a failure was forgotten that nothing explains
     has_failed: bool = False
@@ -417,7 +416,7 @@ class Halving(Policy):
         if predicted is None:
             doubled = 2 * size if known.may_double else size
             return max(size, self._cut(num_rows, cost, min(most, doubled))), False
-        trial = min(predicted, most, math.inf if known.trusts_peaks else halfway)
+        trial = min(predicted, most, halfway)
         if (larger := self._cut(num_rows, cost, trial)) > size:
             return larger, False
         # The next cut is nearest to what was measured: there the prediction needs no reserve.
@@ -596,7 +595,7 @@ class Halving(Policy):
         if is_old:
             known.retry, known.may_double = 2 * known.retry, True
         if has_room or is_old:
-            known.is_unsettled, known.trusts_peaks, known.trials = True, True, 0
+            known.is_unsettled, known.trials = True, 0
             self._learned.faster.forget()
 
     def _record_failure(self, num_rows: int, point: Point) -> None:
@@ -633,7 +632,6 @@ class Halving(Policy):
         if proven is None:
             known.ceiling = half
         else:
-            known.trusts_peaks = False
             # Where peaks are measured, later trials narrow a bracket however wide.
             known.ceiling = (
                 max(proven, half)

@@ -13,7 +13,7 @@ SAMPLE = 100
 
 
 def failures_allowed(run: Run) -> float:
-    return math.ceil(math.log2(run.device.batch)) + 2 + run.device.doublings
+    return math.log2(run.device.batch) + 2 + run.device.doublings
 
 
 def check(seeds: int) -> None:
