@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from automicro.batch.device import cost_of_row
 from automicro.batch.layout import balanced_sizes
+from automicro.batch.reading import refusing_cycles
 from automicro.batch.tensors import Contents
 from automicro.checking.check import Checks
 from automicro.compilation import refuse_cuda_graphs
-from automicro.errors import BatchError
 from automicro.loss.averages import Average, LossAverage, is_declared, read_average
 from automicro.loss.conventions import choose_convention
 from automicro.loss.passes import Computation, Mode, accept_writes
@@ -231,8 +231,7 @@ class Microbatcher:
             "backward": backward,
             "update_metric": update_metric,
         }
-        numbered = enumerate(self._modules)
-        roots = {f"modules[{i}]" if i else "": each for i, each in numbered} | functions
+        roots = {f"modules[{i}]" if i else "": m for i, m in enumerate(self._modules)} | functions
         self._reach = reach = Reach(roots)
         own_parts, declared = read_state(state)
         roots |= declared
@@ -296,14 +295,8 @@ class Microbatcher:
             if remember_sizes and isinstance(size, str) and unit.is_rows:
                 shapes = functools.partial(describe_shapes, layout=self._layout)
                 recollection = Recollection(describe, shapes)
-            policy = make_policy(size, name=argument, unit=unit.name)
+            policy = make_policy(size, name=argument, unit=unit.name, repeatable=repeatable)
             unit.refuse_policy(policy, argument)
-            if policy.explores and repeatable:
-                raise ValueError(
-                    f"{argument}={size!r} finds sizes by the clock, and repeatable=True asks for "
-                    "the same each time; leave repeatable out, or give the size that it found, "
-                    f"as in {argument}=16"
-                )
             return Phase(
                 name,
                 leveled(policy) if levels else policy,
@@ -477,12 +470,7 @@ class Microbatcher:
         self._eval.load_state_dict(state["eval"])
 
     def backward(
-        self,
-        batch: Any,
-        metrics: Any = None,
-        *,
-        return_outputs: Where = False,
-        carry: Any = None,
+        self, batch: Any, metrics: Any = None, *, return_outputs: Where = False, carry: Any = None
     ) -> StepResult:
         """Forward and backward of a whole batch: its exact gradient is added to ``.grad``.
 
@@ -565,10 +553,8 @@ class Microbatcher:
             self._work = None
             self._setup.gradients.are_released = False  # it was so for this batch
         if finished.result is None:
-            nothing = torch.tensor(math.nan)
-            return StepResult(
-                loss=nothing, rank_loss=nothing, is_committed=False, **finished.counts
-            )
+            nan = torch.tensor(math.nan)
+            return StepResult(loss=nan, rank_loss=nan, is_committed=False, **finished.counts)
         loss, losses = finished.result
         self._nested.notice_step()
         return StepResult(
@@ -800,11 +786,9 @@ class Microbatcher:
         """Read the batches of a training step, and look at a few rows where that is due."""
         batches = check_step(batches, may_be_none=not self._ranks.is_alone)
         self._carrying.refuse_several(batches)
-        if not self._ranks.is_alone:
-            self._ranks.settle()  # else it finds whole parameters in the place of their parts
+        self._ranks.settle()  # else it finds whole parameters in the place of their parts
         self._index.refresh()
-        if not self._ranks.is_alone:
-            self._ranks.settle(self._index.parameters)
+        self._ranks.settle(self._index.parameters)
         step = self._read(batches, self._split_guard.allowed(self._train.policy))
         self._split_guard.allow_measuring(step.policy)
         self._check_few(step, "train")
@@ -868,11 +852,8 @@ class Microbatcher:
 
     def _read(self, batches: Sequence[Any], policy: Policy, mode: Mode = "train") -> Step:
         """Batches as a step, each read once. Lazy modules take their shapes from the first."""
-        read = once_more(
-            functools.partial(self._read_once, batches),
-            self._device,
-            doing="reading the structure of the batch",
-        )
+        reading = functools.partial(self._read_once, batches)
+        read = once_more(reading, self._device, doing="reading the structure of the batch")
         rows = [each.num_rows for each in read]
         if mode != "predict":
             self._passes.check_form(batches, rows)
@@ -892,16 +873,11 @@ class Microbatcher:
 
     def _read_once(self, batches: Sequence[Any]) -> list[ReadBatch]:
         found = []
-        try:
+        with refusing_cycles():
             for batch, num_rows in zip(batches, self._spare.rows_of(batches), strict=True):
                 each = Contents(batch)
                 cost = cost_of_row(each, num_rows)
                 found.append(ReadBatch(batch=batch, num_rows=num_rows, cost=cost, contents=each))
-        except RecursionError as error:
-            raise BatchError(
-                "a container in the batch holds itself, so that reading the batch has no end; "
-                "leave it out, or put it into an object of a class of your own, which is not opened"
-            ) from error
         return found
 
 

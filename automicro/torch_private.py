@@ -397,8 +397,6 @@ def is_accumulation(node: Any) -> bool:
 
 
 _REDUCTIONS = {1: "mean", 2: "sum"}  # as operations of torch save them
-_CAST = "ToCopyBackward0"
-_SIGNED = 2**63
 
 
 class Reduction(NamedTuple):
@@ -427,23 +425,21 @@ def reduction_of(loss: Tensor) -> Reduction | None:
     (('mean', (3, 2)), None)
     """
     node: Any = loss.grad_fn
-    while node is not None and node.name() == _CAST:
+    while node is not None and node.name() == "ToCopyBackward0":
         node = node.next_functions[0][0]
-    if node is None:
-        return None
-    name = node.name()
-    for start, kind in (("MeanBackward", "mean"), ("SumBackward", "sum")):
-        if name.startswith(start):
-            return Reduction(kind, tuple(node._saved_self_sym_sizes))
+    name = "" if node is None else node.name()
+    kind = next((each for each in ("Mean", "Sum") if name.startswith(f"{each}Backward")), None)
+    if kind is not None:
+        return Reduction(kind.lower(), tuple(node._saved_self_sym_sizes))
     found = _REDUCTIONS.get(getattr(node, "_saved_reduction", 0))
     if found is None or not hasattr(node, "_saved_self"):
         return None
+    shape = tuple(node._saved_self.shape)
     if not name.startswith("NllLoss"):
-        return Reduction(found, tuple(node._saved_self.shape))
-    ignored = node._saved_ignore_index  # as if it had no sign
-    ignored -= 2 * _SIGNED if ignored >= _SIGNED else 0
-    shape, weight = tuple(node._saved_self.shape), node._saved_weight
-    return Reduction(found, shape, node._saved_target, ignored, weight)
+        return Reduction(found, shape)
+    ignored = node._saved_ignore_index
+    ignored -= 2**64 * (ignored >= 2**63)  # it is told as if it had no sign
+    return Reduction(found, shape, node._saved_target, ignored, node._saved_weight)
 
 
 def versions_of(tensors: Iterable[Tensor | None]) -> list[int]:

@@ -5,6 +5,7 @@ looking at it alone often cannot tell. So every part of a batch becomes a `Node`
 counts it allows, the counts of neighbours are intersected, and what remains decides.
 """
 
+import contextlib
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
@@ -196,6 +197,22 @@ def describe(leaf: Node) -> str:
     counts = [count for count in leaf.counts if count is not None]
     rows = " or ".join(f"{count}" for count in sorted(counts))
     return f"{where(leaf.path)} has {rows} row{'s' * (counts != [1])} ({what})"
+
+
+@contextlib.contextmanager
+def refusing_cycles() -> Iterator[None]:
+    """Refuse a batch that holds itself.
+
+    Raises:
+        BatchError: reading it has no end.
+    """
+    try:
+        yield
+    except RecursionError as error:
+        raise BatchError(
+            "a container in the batch holds itself, so that reading the batch has no end; leave it "
+            "out, or put it into an object of a class of your own, which is not opened"
+        ) from error
 
 
 _ONCE = (types.GeneratorType, map, zip, filter, enumerate)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from automicro.batch.types import Kind, kind_of
+from automicro.batch.types import Kind, kind_of, state_of
 from automicro.errors import BatchError
 from automicro.memory.oom import Failure, classify
 
@@ -184,21 +184,6 @@ _OF_ITS_OWN = (
     "__next__",
 )
 """Methods of a class whose values hold more than their attributes: a file, memory of C."""
-
-
-def state_of(value: Any) -> dict[str, Any]:
-    """The attributes of an object, in its dictionary and in slots.
-
-    >>> state_of(types.SimpleNamespace(a=1))
-    {'a': 1}
-    """
-    state = dict(getattr(value, "__dict__", ()))
-    for base in type(value).__mro__:
-        slots = vars(base).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if not name.startswith("__") and hasattr(value, name):
-                state[name] = getattr(value, name)
-    return state
 
 
 def copy_object(value: Any) -> Any:

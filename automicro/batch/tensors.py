@@ -13,7 +13,6 @@ from automicro.batch.structure import (
     copy_object,
     is_its_attributes,
     open_container,
-    state_of,
 )
 from automicro.batch.types import (
     STRUCTURES,
@@ -22,6 +21,7 @@ from automicro.batch.types import (
     join_path,
     kind_of,
     row_type_of,
+    state_of,
 )
 
 PLAIN = frozenset({str, int, float, bool, type(None), bytes, complex})

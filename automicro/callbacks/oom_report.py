@@ -11,10 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from automicro.batch.tensors import tensor_leaves
 from automicro.errors import AutomicroWarning, describe_error, warn

@@ -445,9 +445,7 @@ class Bench:
         def put_back() -> None:
             self.draws.put_back()
             for view, first, bits in shaken:
-                if not first.equal(
-                    view.as_strided(first.shape, (1,))
-                ):  # the shaking has come to it
+                if not first.equal(view.as_strided(first.shape, (1,))):  # it was shaken
                     view.bitwise_xor_(bits)
             self.draws.forget_but(written)  # copies of others hold what was shaken
             self.draws.put_back()

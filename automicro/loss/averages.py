@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from numpy import ndarray
 from torch import Tensor, nn
 
-from automicro.batch.structure import state_of
 from automicro.batch.tensors import tensor_leaves
-from automicro.batch.types import Kind, kind_of
+from automicro.batch.types import Kind, kind_of, state_of
 from automicro.errors import LossError
 from automicro.loss.conventions import TARGET_KEYS, Carried, Convention
 from automicro.torch_private import forward_of_class, version_of

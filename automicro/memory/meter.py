@@ -76,8 +76,7 @@ def measured_by_all(highs: Sequence[float], own: Measured | None) -> Measured | 
     """
     if own is None or not highs or highs[4] == _UNKNOWN:
         return None
-    known = [None if value == _UNKNOWN else int(value) for value in highs[:4]]
-    peak, resident, capacity, retries = known
+    peak, resident, capacity, retries = (None if v == _UNKNOWN else int(v) for v in highs[:4])
     return replace(
         own,
         peak_bytes=peak,

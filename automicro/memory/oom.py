@@ -217,10 +217,8 @@ def _classify(exception: BaseException, seen: set[int]) -> Failure:
     found = {_classify_one(error, seen) for error in _walk(exception, seen, _what_it_stands_for)}
     if not isinstance(exception, Exception):
         found.discard(Failure.RETRYABLE)
-    for failure in (Failure.CONTEXT_LOST, Failure.UNRELATED, Failure.RETRYABLE):
-        if failure in found:
-            return failure
-    return Failure.UNRELATED
+    order = Failure.CONTEXT_LOST, Failure.UNRELATED, Failure.RETRYABLE
+    return next((each for each in order if each in found), Failure.UNRELATED)
 
 
 def is_out_of_memory(exception: BaseException) -> bool:

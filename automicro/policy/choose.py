@@ -20,19 +20,27 @@ def _accepted(unit: str, *, may_explore: bool) -> str:
     )
 
 
+def _by_clock(name: str, size: object) -> str:
+    return (
+        f"{name}={size!r} finds sizes by the clock, and repeatable=True asks for the same each "
+        f"time; leave repeatable out, or give the size that it found, as in {name}=16"
+    )
+
+
 def make_policy(
     microbatch_size: int | str | Policy | None,
     *,
     name: str = "microbatch_size",
     unit: str = "rows",
     may_explore: bool = True,
+    repeatable: bool = False,
 ) -> Policy:
     """Return the policy that a ``microbatch_size`` stands for.
 
     An int is a fixed size, ``"auto"`` starts with the whole batch and halves, ``"explore"`` looks
     for the fastest of the sizes that fit, None is always the whole batch, and a policy stands for
-    itself. ``name`` is how errors call it, ``unit`` what it is counted in, and ``may_explore``
-    whether they offer to explore.
+    itself. ``name`` is how errors call it, ``unit`` what it is counted in, ``may_explore``
+    whether they offer to explore, and ``repeatable`` whether the clock must not decide.
 
     Raises:
         TypeError: if the value is of a type that cannot be a size, or a policy that does not derive
@@ -47,8 +55,10 @@ def make_policy(
     if isinstance(microbatch_size, str):
         if microbatch_size == "auto":
             return Halving()
-        if microbatch_size == "explore":
+        if microbatch_size == "explore" and not repeatable:
             return Explore()
+        if microbatch_size == "explore":
+            raise ValueError(_by_clock(name, microbatch_size))
         accepted = _accepted(unit, may_explore=may_explore)
         raise ValueError(f"{name}={microbatch_size!r} means nothing: {accepted}")
     # The class of a policy has all the methods of one, but nothing to call them on.
@@ -58,6 +68,8 @@ def make_policy(
             f"say {microbatch_size.__name__}(...)"
         )
     if isinstance(microbatch_size, Policy):
+        if microbatch_size.explores and repeatable:
+            raise ValueError(_by_clock(name, microbatch_size))
         return microbatch_size
     if hasattr(microbatch_size, "propose"):
         raise TypeError(

@@ -69,10 +69,7 @@ _GONE = object()
 
 
 def capture(
-    roots: Mapping[str, Any],
-    *,
-    skip: Iterable[Any] = (),
-    large: Mapping[int, Tensor] | None = None,
+    roots: Mapping[str, Any], *, skip: Iterable[Any] = (), large: Mapping[int, Tensor] | None = None
 ) -> "Captured":
     """Hold all that is reached from some values, as it is now.
 

@@ -196,11 +196,7 @@ class Replay:
     """
 
     def __init__(
-        self,
-        roots: Roots,
-        *,
-        skip: Iterable[Any] = (),
-        large: Mapping[int, Tensor] | None = None,
+        self, roots: Roots, *, skip: Iterable[Any] = (), large: Mapping[int, Tensor] | None = None
     ) -> None:
         self.roots, self._skip, self._large = roots, skip, large
         self._free: list[Captured] = []

@@ -15,13 +15,7 @@ from automicro.memory.device import peak_bytes
 from automicro.memory.meter import Measured, highs_of, measured_by_all
 from automicro.memory.oom import Failure, caught, classify, empty_cache, first_line, release
 from automicro.memory.residents import ResidentMemory
-from automicro.ranks.interface import (
-    Ranks,
-    Report,
-    Status,
-    StrayedError,
-    announcing_failure,
-)
+from automicro.ranks.interface import Ranks, Report, Status, StrayedError, announcing_failure
 from automicro.step.phase import Phase
 from automicro.step.plan import Finished, Plan, Step
 from automicro.step.sizes import Sizes
@@ -221,8 +215,7 @@ def _roll_back(transaction: Transaction, cause: BaseException, ranks: Ranks | No
 def _give_up_rolling_back(failure: BaseException, cause: BaseException) -> None:
     if classify(cause) is Failure.CONTEXT_LOST:
         add_note(
-            cause,
-            f"automicro: the device is lost, nothing could be put back ({text_of(failure)})",
+            cause, f"automicro: the device is lost, nothing could be put back ({text_of(failure)})"
         )
         return
     if isinstance(failure, RollbackError):
