@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from automicro import MemoryBudget, Microbatcher, Trainer
 from automicro.contrastive import Contrastive, InfoNCE
-from automicro.errors import BatchError, LossError
+from automicro.errors import BatchError, LossError, UnsplittableModelError
 from automicro.rungs.blocks import find_blocks
 from tests.torture.engine.subject import climb_to
 
@@ -301,7 +301,7 @@ def test_wrong_uses_are_refused_with_their_remedy() -> None:
     with pytest.raises(LossError, match=r"the loss has the shape \(13,\); give one number"):
         bad(**batch_of())
     flat = Contrastive({"one": nn.Flatten(0)}, lambda one: one.sum(), microbatch_size=None)
-    with pytest.raises(BatchError, match=r"the encoder 'one' gives shape \(6,\); give one tensor"):
+    with pytest.raises(UnsplittableModelError, match=r"a tensor of shape \(6,\) for 3 rows"):
         flat(one=torch.ones(3, 2))
 
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from automicro.batch.device import on_host
-from automicro.batch.joining import concat_rows
 from automicro.batch.layout import BatchLayout
+from automicro.batch.structure import concat_rows
 from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.checking.draws import HeldDraws
 from automicro.checking.reading import LOSS, Reading

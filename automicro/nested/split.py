@@ -379,8 +379,7 @@ class NestedSplit:
             raise
         sizer = self._last = _Sizer(self, num_rows, cost_of_row(Contents(batch), num_rows))
         call = self._call(forward, names, batch, sizer)
-        stays_whole = not self.adapts and sizer.begin() >= num_rows
-        if num_rows == 1 or stays_whole:
+        if num_rows == 1:
             outputs = self._in_one_piece(call)
         else:
             call.check_inputs()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from automicro.batch.device import on_host
-from automicro.batch.joining import concat_rows
 from automicro.batch.layout import BatchLayout
+from automicro.batch.structure import concat_rows
 from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.errors import BatchError, Bystander, LossError, MetricWarning, warn
 from automicro.loss.conventions import Carried, outputs_with_rows

@@ -406,6 +406,7 @@ def test_what_slices_would_change_is_refused_by_name() -> None:
     refused(lambda x: x.softmax(0), "other values in slices")
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's tracer asks for it
 @pytest.mark.sweep
 def test_a_compiled_model_breaks_its_graph_around_a_part() -> None:
     torch.manual_seed(0)
