@@ -46,7 +46,7 @@ from automicro.modules import runs_collectives
 from automicro.nested.slices import Call, Unwritten, aliases_of, marked
 from automicro.reach import Reach
 from automicro.sharding import num_ranks
-from automicro.torch_private import reduction_of, uncheckpointed
+from automicro.torch_private import in_backward, reduction_of, uncheckpointed
 from automicro.values import same_values
 
 _ROWS = (4, 2)  # of one comparison; fewer where memory runs out
@@ -131,9 +131,11 @@ class Check:
         """
         if call.is_dry:
             return _dry(call)
+        known = self._known
+        if known is not None and in_backward():
+            return known  # it is computed again there
         self._forms = self._forms or Forms(call.layout)
         is_due = self._forms.is_due(call.batch)
-        known = self._known
         if known is not None and known.is_over and not is_due:
             return known
         for most in _ROWS:
