@@ -1161,7 +1161,7 @@ class _Told:
     Attributes:
         kept: what the step appends to lists, and what metrics return.
         host_log: the host's own ``log``.
-        is_announced: whether an observer says which forwards are of the batch, and no fillers.
+        is_announced: whether a feature says which forwards are of the batch, and no fillers.
         is_next_real: it has said so of the next.
         undo: takes back what hooks wrote to parameters.
         is_by_rows: whether losses are means over rows, as far as was said.

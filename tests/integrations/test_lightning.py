@@ -401,7 +401,7 @@ def test_sizes_travel_in_checkpoints(tmp_path: Path) -> None:
     ours.trainer.save_checkpoint(tmp_path / "ours.ckpt")
     again = AutoMicrobatch(memory_limit="330KiB")
     told: list[Any] = []
-    again.options["observer"] = lambda event, subject: told.append(event)
+    again.options["features"] = [Observing(lambda event, subject: told.append(event))]
     trainer = runs.trainer_of(tmp_path, [again], max_epochs=2, num_sanity_val_steps=0)
     trainer.fit(runs.Module(), runs.loader(), ckpt_path=tmp_path / "ours.ckpt")
     assert told.count("attempt_start") > told.count("oom") == 0
