@@ -277,7 +277,7 @@ class Stages:
         return first if writes and isinstance(first, fx.Node) else None
 
     def _check_writes(self, nodes: Sequence[fx.Node]) -> None:
-        """Stages change the order, so nobody else may read what a node writes into."""
+        """Stages change the order, so no other node may read what one writes into."""
         self._writes: dict[fx.Node, fx.Node] = {}
         for node in nodes:
             written = self._written(node)

@@ -134,7 +134,7 @@ def attempt(work: Work[T], plan: Plan, phase: Phase, sizes: Sizes) -> Tried[T]:
             if status is not Status.FATAL or not ranks.is_alone:  # else its frames tell the cause
                 release(failure, device)
             status = ranks.stop(failure, status, highs_of(measured))
-        except BaseException as error:  # a peer failed, the device was lost, somebody interrupts
+        except BaseException as error:  # a peer failed, the device was lost, Ctrl-C came
             _roll_back(transaction, error)
             ranks.fail(error)
             raise
