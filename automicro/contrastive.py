@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from automicro.errors import BatchError, LossError
 from automicro.memory.oom import Failure, classify
-from automicro.nested.split import attached_to, split
+from automicro.nested.split import split
 from automicro.policy.policy import Policy
+from automicro.step.parts import attached_to
 from automicro.units import format_bytes
 
 Group: TypeAlias = "dist.ProcessGroup | None"

@@ -19,18 +19,16 @@ from automicro.batch.reading import refusing_cycles
 from automicro.batch.tensors import Contents
 from automicro.checking.check import Checks
 from automicro.compilation import refuse_cuda_graphs
-from automicro.loss.averages import Average, LossAverage, is_declared, read_average
+from automicro.features import answering_words, exact_batchnorm
+from automicro.loss.averages import LossAverage, is_declared, read_average
 from automicro.loss.conventions import choose_convention
 from automicro.loss.passes import Computation, Mode, accept_writes
 from automicro.memory.oom import once_more
 from automicro.memory.residents import OccupiedDevice, ResidentMemory
 from automicro.modules import comparing_rows, evaluation_mode
-from automicro.nested.parts import NestedParts, NestedSizes
 from automicro.optimizer.reservation import OptimizerReservation
 from automicro.options import (
-    GRADIENT_SUMS,
     PRECISIONS,
-    SYNCS,
     check_choice,
     check_model,
     check_modules,
@@ -42,27 +40,21 @@ from automicro.options import (
     resolve_device,
     unwrapped,
 )
-from automicro.policy.choose import make_policy, with_levels
 from automicro.policy.policy import Fixed, Policy
 from automicro.ranks.discovery import announcing_failed_construction, find_ranks
 from automicro.ranks.interface import Ranks, announcing_failure
 from automicro.reach import Reach
-from automicro.remembered.describing import describe_run, describe_shapes
-from automicro.rungs.levels import Level, WhenTooLarge, chooses_by_time, make_levels
-from automicro.state.part import read_state
-from automicro.step.feature import Feature
-from automicro.step.fillers import SpareRows
+from automicro.step.feature import Feature, takes_part
 from automicro.step.fit import fit
 from automicro.step.metrics import MetricGuard, naming_metrics
-from automicro.step.outputs import Carrying, Where
+from automicro.step.outputs import Keeper, Where
 from automicro.step.passes import Passes
-from automicro.step.phase import Phase, Recollection, Shared, choices
-from automicro.step.plan import Cut, ReadBatch, Step
+from automicro.step.phase import leveled, make_phase
+from automicro.step.plan import Cut, ReadBatch, Step, order_of, with_padding
 from automicro.step.results import EvalResult, StepResult
-from automicro.step.sorting import RowSorter
+from automicro.step.setup import Setup
 from automicro.step.split_guard import BATCHNORM_MODES, SplitGuard
-from automicro.step.unit import Cost, MicrobatchUnit, order_of, with_padding
-from automicro.step.work import EvaluationWork, Setup, TrainingWork
+from automicro.step.work import Engine, EvaluationWork, TrainingWork
 from automicro.transaction.gradients import GradientHistory
 
 
@@ -89,35 +81,18 @@ class Microbatcher:
             trained by all ranks together, which make the same calls in the same order.
         loss_fn: ``loss_fn(model(inputs), targets)`` on batches of ``(inputs, targets)``.
         forward: ``forward(model, microbatch)`` returning the loss, ``(loss, outputs)`` or a
-            mapping with ``"loss"``. Without ``loss_fn`` and ``forward``, the model has Composer's
-            interface or is called as ``model(**batch).loss``.
+            mapping with ``"loss"``. One that takes ``num_items_in_batch``, too, is told how many
+            targets count, and divides its loss by them. Without ``loss_fn`` and ``forward``, the
+            model has Composer's interface or is called as ``model(**batch).loss``.
         backward: replaces ``loss.backward()``, for loss scalers and other trainers.
         microbatch_size: rows: an int, ``"auto"``, ``"explore"`` (the fastest that fits), None (the
             whole batch), or a policy.
         eval_microbatch_size: the same for `evaluate`.
-        microbatch_unit: what sizes are counted in: ``"rows"``; or ``"tokens"``, ``"seconds"`` or
-            the cost of a row: then the rows of a batch are sorted by it and packed into
-            microbatches that cost no more than the size with their padding, which is cut to the
-            longest row of each.
-        nested: sizes of parts of the model that need far smaller slices than the rest, by their
-            names in the model: ``{"joint": "auto"}``, an int, or a mapping of `NestedSplit`'s
-            arguments; or splits that were made already.
-        when_too_large: what to do where not even the smallest size fits, in training: ``"error"``;
-            ``"recompute"`` (repeated blocks keep their input alone, and compute again in the
-            backward), ``"offload"`` (what is saved for the backward waits in host memory), or a
-            list of these in order, of which each adds to those before; ``"auto"`` for what is
-            fastest of them by measured seconds, also where smaller sizes would fit.
-        padding: where the lengths of padded tensors are, where names do not tell: by the path of
-            a tensor the path of its lengths or of its mask, a pair of that and the dimension that
-            is padded, or None for one that is never cut.
-        cut_padding: ``"auto"`` where a look shows that a row computes the same without, True to do
-            it unseen, False never.
         loss_average: what the loss is a mean over: ``"samples"``, ``"tokens"``, ``"none"`` (a
             sum), a callable from a microbatch to what its loss was divided by, a mapping of these
             by the name of the loss, ``{"language": "tokens", "balance": "samples"}``,
             ``"auto"`` to read it off the loss or the model, or ``"model"`` to read it off a model
             of Hugging Face's whose loss ``forward`` hands on.
-        eval_loss_average: the same in evaluation, if it is another.
         batchnorm: what to do when a batch is split although layers average over it: ``"warn"``,
             ``"error"``, ``"disable"`` (train on whole batches), ``"ignore"``; or ``"exact"``: with
             the statistics of the whole batch, at the price of a second forward, for models that
@@ -129,39 +104,15 @@ class Microbatcher:
         device: where the model computes; its parameters' device unless given.
         memory_limit: bytes or text such as ``"24MiB"``: a `MemoryBudget` on a CPU, the process's
             share of the device on CUDA, where ``"80%"`` or 0.8 say it, too.
-        strict_divisible: refuse a batch that is not a multiple of the microbatch size.
         precision: ``"fp32"``, or ``"bf16"`` or ``"fp16"`` for autocast of the forward and the
             loss. ``"fp16"`` needs a ``backward`` that scales the loss.
-        gradient_sums: what the gradients of parameters in bf16 or fp16 add up in, where a batch is
-            split: ``"fp32"``, which rounds once, as a whole batch does, and holds four bytes for
-            each number meanwhile; or ``"native"``, the parameters' own type. On several ranks it
-            is always their own.
         batch_layout: which dimension holds the rows, and which parts are shared; see
             `split_batch`.
-        carry_layout: the same of state that goes from batch to batch, such as a recurrent model's
-            (dimension 1 of an ``nn.LSTM``'s). With it ``forward(model, microbatch, carry)`` takes
-            the state of its rows, None at the start, and returns a mapping with ``"loss"`` and
-            ``"carry"``; see `backward`.
-        state: further state that a step changes, which a failed attempt must leave as it was:
-            lists, dicts, modules, objects with attributes, each with all that it holds; or objects
-            with ``begin``, ``prepare``, ``commit`` and ``roll_back``, which do it themselves.
-        scales_for_ranks: whether losses of several ranks are divided by what all of them count,
-            so that the gradient is that of one batch. False leaves ranks to whoever calls: each
-            has its own mean, and the wrapper averages those of all, as ``DistributedDataParallel``
-            does by itself.
-        sync: with which microbatch a model that ``fully_shard`` was applied to reduces gradients:
-            ``"each"``; or ``"auto"`` for the last one, which holds gradients of whole parameters
-            meanwhile: with each again where memory runs out.
-        update_metric: ``update_metric(metric, outputs, microbatch)`` in place of
-            ``metric.update(outputs, targets)``, which does not shift a causal model's logits. With
-            a fourth parameter called ``name`` it is told the metric's name.
         probe: whether to compare, at the first batches that could be split, the gradient of a few
             rows with those of two parts of them.
-        features: take part in every attempt, in training and evaluation; see `Feature`, and
-            `Observing` for events.
-        remember_sizes: whether ``"auto"`` starts from the size that an earlier run of the same kind
-            found, and leaves its own for the next; see ``automicro cache``.
-        repeatable: whether no clock decides sizes, so that the same run has the same each time.
+        features: what stands beside the path of a batch: nested parts, memory savers, sizes in
+            tokens, remembered sizes and more, of `automicro.features`; observers (`Observing`); or
+            a `Feature` of yours.
 
     Attributes:
         wants_to_stop: set it on any rank to ask for the end of the run: the next batch is still
@@ -174,6 +125,7 @@ class Microbatcher:
     `LossAverageError` of `backward` or `evaluate`, and not a warning.
     """
 
+    @answering_words
     @announcing_failed_construction
     def __init__(
         self,
@@ -184,213 +136,127 @@ class Microbatcher:
         backward: Callable[[Tensor], Any] | None = None,
         microbatch_size: int | str | Policy | None = "auto",
         eval_microbatch_size: int | str | Policy | None = "auto",
-        microbatch_unit: str | Cost = "rows",
-        nested: NestedParts = None,
-        when_too_large: WhenTooLarge = "error",
-        padding: Mapping[str, str | tuple[str, int] | None] | None = None,
-        cut_padding: bool | str = "auto",
         loss_average: LossAverage = "auto",
-        eval_loss_average: LossAverage | None = None,
         batchnorm: str = "warn",
         optimizer: torch.optim.Optimizer | None = None,
         modules: Iterable[nn.Module] = (),
         device: torch.device | str | None = None,
         memory_limit: str | int | float | None = None,
-        strict_divisible: bool = False,
         precision: str = "fp32",
-        gradient_sums: str = "fp32",
         batch_layout: int | Mapping[str, Any] = 0,
-        carry_layout: int | Mapping[str, Any] | None = None,
-        update_metric: Callable[..., None] | None = None,
-        state: Iterable[Any] = (),
-        scales_for_ranks: bool = True,
-        sync: str = "each",
         probe: bool | str = True,
         features: Iterable[Feature] = (),
-        remember_sizes: bool = False,
-        repeatable: bool = False,
     ) -> None:
         check_model(model)
-        self._model = model
-        self._modules = [model, *check_modules(modules)]
-        if isinstance(loss_fn, nn.Module) and loss_fn not in self._modules:
-            self._modules.append(loss_fn)  # it may hold parameters and buffers of its own
-        _refuse_to_cut(
-            self._modules,
-            microbatch_size=microbatch_size,
-            eval_microbatch_size=eval_microbatch_size,
+        everything = [model, *check_modules(modules)]
+        if isinstance(loss_fn, nn.Module) and loss_fn not in everything:
+            everything.append(loss_fn)  # it may hold parameters and buffers of its own
+        sizes = {"microbatch_size": microbatch_size, "eval_microbatch_size": eval_microbatch_size}
+        _refuse_to_cut(everything, **sizes)
+        setup = Setup(
+            model=unwrapped(model),
+            modules=everything,
+            device=resolve_device(device, model),
+            batch_layout=batch_layout,
+            functions={"forward": forward, "loss_fn": loss_fn, "backward": backward},
+            optimizer=check_optimizer(optimizer, everything),
+            precision=check_precision(precision, backward),
         )
-        innermost = check_optimizer(optimizer, self._modules)
-        self._ranks = find_ranks(self._modules, sync=check_choice("sync", sync, SYNCS))
-        self._device = resolve_device(device, model)
-        self._carrying = carrying = Carrying(batch_layout, carry_layout)
-        self._layout = carrying.layout
-        functions = {
-            "forward": forward,
-            "loss_fn": loss_fn,
-            "backward": backward,
-            "update_metric": update_metric,
-        }
-        roots = {f"modules[{i}]" if i else "": m for i, m in enumerate(self._modules)} | functions
-        self._reach = reach = Reach(roots)
-        own_parts, declared = read_state(state)
-        roots |= declared
-        self._nested = NestedSizes(nested, model=unwrapped(model), modules=self._modules)
+        asked = list(features)
         if check_choice("batchnorm", batchnorm, BATCHNORM_MODES) == "exact":
-            self._nested.attach_model(unwrapped(model), microbatch_size)
-        self._spare = SpareRows(self._layout, self._ranks)
-        self._unit = unit = MicrobatchUnit(
-            microbatch_unit,
-            layout=self._layout,
-            padding=padding,
-            ignore_index=getattr(loss_fn, "ignore_index", -100),
-        )
-        unit.refuse(carries=carrying.is_on, strict_divisible=strict_divisible)
-        shared = Shared(
-            modules=self._modules,
-            device=self._device,
-            ranks=self._ranks,
-            reach=reach,
-            spare=self._spare,
-            repeatable=repeatable,
-            roots=roots,
-            own_parts=own_parts,
-            nested=self._nested.parts,
-        )
+            asked.append(exact_batchnorm(microbatch_size))
+        for feature in asked:
+            feature.attach(setup)
+        setup.unit.check(setup)
+        setup.ranks = ranks = find_ranks(everything, sync=setup.sync)
+        self._setup, self._model, self._modules = setup, model, everything
+        self._ranks, self._device, self._index = ranks, setup.device, setup.index
+        self._keeper = Keeper(setup.device, setup.carrying.carry_layout)
+        self._levels = levels = list(setup.levels(setup))
 
-        self._levels = levels = make_levels(
-            when_too_large, self._modules, self._device, generators=reach.generators
-        )
-
-        for tail in {id(t): t for level in levels for t in level.tails}.values():
-            self._nested.add(tail)
-
-        def leveled(policy: Policy) -> Policy:
-            # Slices by cost have rows of many lengths, whose seconds are not alike.
-            by_time = chooses_by_time(when_too_large) and unit.is_rows and not repeatable
-            further = choices(self._nested.parts(), self._ranks)
-            if len(levels) > 1 or (further and policy.explores):
-                names = [level.name for level in levels]
-                return with_levels(policy, names, by_time=by_time, choices=further)
-            return policy
-
-        def make_phase(
-            name: str,
-            size: Any,
-            argument: str,
-            *,
-            strict: bool = False,
-            levels: Sequence[Level] = (),
-        ) -> Phase:
-            describe = functools.partial(
-                describe_run,
-                self._modules,
-                device=self._device,
-                optimizer=innermost,
-                precision=precision,
-                phase=name,
-                world_size=self._ranks.world_size,
-            )
-            recollection: Recollection | None = None
-            if remember_sizes and isinstance(size, str) and unit.is_rows:
-                shapes = functools.partial(describe_shapes, layout=self._layout)
-                recollection = Recollection(describe, shapes)
-            policy = make_policy(size, name=argument, unit=unit.name, repeatable=repeatable)
-            unit.refuse_policy(policy, argument)
-            return Phase(
-                name,
-                leveled(policy) if levels else policy,
-                shared,
-                strict_divisible=strict,
-                unit=unit.name,
-                recollection=recollection,
-                levels=levels,
-            )
-
-        self._train = make_phase(
-            "train", microbatch_size, "microbatch_size", strict=strict_divisible, levels=levels
-        )
-        self._eval = make_phase("eval", eval_microbatch_size, "eval_microbatch_size")
-        refuse_cuda_graphs(self._modules, sizes_change=self._train.adapts or self._eval.adapts)
-        self._index = shared.index
-        whole = self._train.policy if microbatch_size is None else leveled(Fixed(None))
+        self._train = make_phase("train", microbatch_size, setup, levels)
+        self._eval = make_phase("eval", eval_microbatch_size, setup)
+        refuse_cuda_graphs(everything, sizes_change=self._train.adapts or self._eval.adapts)
+        whole = self._train.policy
+        if microbatch_size is not None:
+            whole = leveled(Fixed(None), levels, setup)
         self._split_guard = SplitGuard(self._index, batchnorm, whole)
+
+        hiding = setup.carrying.hiding
         convention = choose_convention(
-            unwrapped(model), forward=forward, loss_fn=loss_fn, carries=carrying.is_on
+            setup.model,
+            forward=forward,
+            loss_fn=loss_fn,
+            carries=setup.carrying.is_on,
+            count=loss_average,
         )
-
-        def averages_of(declared: LossAverage) -> dict[str, Average]:
-            return read_average(
-                carrying.hiding(declared),
-                loss_fn=loss_fn,
-                model=unwrapped(model),
-                targets=convention.targets,
-                reads_model=convention.computes_loss_in_model,
-            )
-
-        averages = averages_of(loss_average)
-        metric_guard = MetricGuard(
-            naming_metrics(carrying.hiding(update_metric) or convention.update_metric),
-            self._layout,
-            self._train.random_state,
-            is_callers=update_metric is not None or hasattr(unwrapped(model), "update_metric"),
+        averages_of = functools.partial(
+            read_average,
+            loss_fn=loss_fn,
+            model=setup.model,
+            targets=convention.targets,
+            reads_model=convention.computes_loss_in_model,
+            counts_items=convention.counts_items,
         )
+        averages = eval_averages = averages_of(hiding(loss_average))
+        if setup.eval_loss_average is not None:
+            eval_averages = averages_of(hiding(setup.eval_loss_average))
         computation = Computation(
-            modules=self._modules,
+            modules=everything,
             convention=convention,
             averages=averages,
-            averages_of=averages_of,
-            eval_averages=(
-                averages if eval_loss_average is None else averages_of(eval_loss_average)
+            averages_of=lambda declared: averages_of(hiding(declared)),
+            eval_averages=eval_averages,
+            layout=setup.carrying.layout,
+            device=setup.device,
+            roots=setup.roots,
+            reach=setup.reach,
+        )
+        self._sort = None if setup.sorter is None else setup.sorter(setup, computation)
+        update_metric = hiding(setup.functions.get("update_metric"))
+        self._engine = engine = Engine(
+            passes=Passes(
+                computation,
+                autocast_dtype=PRECISIONS[precision],
+                run_backward=Tensor.backward if backward is None else backward,
+                ranks=ranks,
+                scales_for_ranks=setup.scales_for_ranks,
             ),
-            layout=self._layout,
-            device=self._device,
-            roots=roots,
-            reach=reach,
-        )
-        self._passes = Passes(
-            computation,
-            autocast_dtype=PRECISIONS[check_precision(precision, backward)],
-            run_backward=Tensor.backward if backward is None else backward,
-            ranks=self._ranks,
-            scales_for_ranks=scales_for_ranks,
-        )
-        self._checks = Checks(
-            computation,
-            declared=is_declared(loss_average),
-            off=not check_probe(probe)
-            or self._ranks.rank != 0
-            or comparing_rows(self._modules) is not None,
-            refuses=probe == "error",
-            is_alone=not self._ranks.communicates_in_forward,
-        )
-        self._sorter = RowSorter(unit, computation, self._ranks, cut_padding=cut_padding)
-        gradients = GradientHistory(
-            self._modules,
-            sums_in_float32=check_choice("gradient_sums", gradient_sums, GRADIENT_SUMS) == "fp32",
-            is_alone=self._ranks.is_alone,
-            can_look=not self._ranks.communicates_in_forward,
-        )
-        self._memory = OccupiedDevice(
-            self._device,
-            self._modules,
-            innermost,
-            memory_limit,
-            sums_in_float32=gradients.sums_in_float32 and self._ranks.is_alone,
-        )
-
-        self._setup = Setup(
-            passes=self._passes,
-            index=self._index,
-            spare=self._spare,
+            index=setup.index,
+            spare=setup.spare,
             split_guard=self._split_guard,
-            metric_guard=metric_guard,
-            checks=self._checks,
-            gradients=gradients,
-            memory=self._memory,
-            reservation=OptimizerReservation(innermost),
-            features=tuple(features),
+            metric_guard=MetricGuard(
+                naming_metrics(update_metric or convention.update_metric),
+                setup.carrying.layout,
+                self._train.random_state,
+                is_callers=update_metric is not None or hasattr(setup.model, "update_metric"),
+            ),
+            checks=Checks(
+                computation,
+                declared=is_declared(loss_average),
+                off=not check_probe(probe)
+                or ranks.rank != 0
+                or comparing_rows(everything) is not None,
+                refuses=probe == "error",
+                is_alone=not ranks.communicates_in_forward,
+            ),
+            gradients=GradientHistory(
+                everything,
+                sums_in_float32=setup.sums_in_float32,
+                is_alone=ranks.is_alone,
+                can_look=not ranks.communicates_in_forward,
+            ),
+            memory=OccupiedDevice(
+                setup.device,
+                everything,
+                setup.optimizer,
+                memory_limit,
+                sums_in_float32=setup.sums_in_float32 and ranks.is_alone,
+            ),
+            reservation=OptimizerReservation(setup.optimizer),
+            features=list(filter(takes_part, asked)),
         )
+        self._passes, self._checks, self._memory = engine.passes, engine.checks, engine.memory
         self._work: TrainingWork | None = None  # of the batch that runs
         self._evaluated: Sequence[Cut] = ()  # how the last batch was cut
         self.wants_to_stop = False
@@ -402,7 +268,7 @@ class Microbatcher:
     def microbatch_size(self) -> int | None:
         """Size of the largest microbatch of the last training batch; None before the first.
 
-        In rows, or in the ``microbatch_unit``.
+        In rows, or in the `MicrobatchUnit`.
         """
         return self._train.size
 
@@ -415,8 +281,9 @@ class Microbatcher:
         """What is done at a level that a result names, in words.
 
         Example:
+            >>> from automicro.features import WhenTooLarge
             >>> microbatcher = Microbatcher(
-            ...     nn.Linear(8, 2), loss_fn=nn.MSELoss(), when_too_large="offload"
+            ...     nn.Linear(8, 2), loss_fn=nn.MSELoss(), features=[WhenTooLarge("offload")]
             ... )
             >>> microbatcher.describe_level("offload")
             'what is saved for the backward waits in host memory'
@@ -436,7 +303,7 @@ class Microbatcher:
     @property
     def reach(self) -> Reach:
         """Modules and generators that the modules and functions of a step get at by themselves."""
-        return self._reach
+        return self._setup.reach
 
     def unsaved_state(self, batch: Any) -> list[str]:
         """Names of attributes and variables that forwards change, and no checkpoint holds.
@@ -450,12 +317,12 @@ class Microbatcher:
         if not self._ranks.is_alone:
             return []
         with self._memory.limited():
-            return self._checks.unsaved_state(batch, self._layout.num_rows(batch))
+            return self._checks.unsaved_state(batch, self._setup.carrying.layout.num_rows(batch))
 
     def state_dict(self) -> dict[str, Any]:
         """The sizes that were found, as plain values."""
         state = {"train": self._train.state_dict(), "eval": self._eval.state_dict()}
-        nested = self._nested.state_dict()
+        nested = self._setup.parts.state_dict()
         return state | ({"nested": nested} if nested else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -465,7 +332,7 @@ class Microbatcher:
             ValueError: a state of other policies than these.
         """
         check_state(state, {"train": None, "eval": None})
-        self._nested.load_state_dict(state.get("nested", {}))
+        self._setup.parts.load_state_dict(state.get("nested", {}))
         self._train.load_state_dict(state["train"])
         self._eval.load_state_dict(state["eval"])
 
@@ -481,7 +348,7 @@ class Microbatcher:
             return_outputs: whether to give the outputs of all rows, detached, in order: True where
                 the batch lies, ``"host"``, or ``"device"``. They take memory there.
             carry: the state that the batch before left, ``result.carry``, of as many rows; None at
-                the start. It needs ``carry_layout``.
+                the start. It needs a `Carry`.
 
         Raises:
             SampleTooLargeError: the smallest microbatch does not fit.
@@ -491,12 +358,13 @@ class Microbatcher:
         After any exception the state is as it was before the call.
 
         Example:
+            >>> from automicro.features import Carry
             >>> lstm = nn.LSTM(3, 4, num_layers=2, batch_first=True)
             >>> def forward(model, batch, carry):
             ...     outputs, carry = model(batch, carry)
             ...     return {"loss": outputs.square().mean(), "carry": carry}
             >>> microbatcher = Microbatcher(
-            ...     lstm, forward=forward, loss_average="samples", carry_layout=1
+            ...     lstm, forward=forward, loss_average="samples", features=[Carry(1)]
             ... )
             >>> carry = None
             >>> for batch in torch.randn(6, 10, 3).split(5, dim=1):
@@ -505,7 +373,7 @@ class Microbatcher:
             >>> [tuple(state.shape) for state in carry]
             [(2, 6, 4), (2, 6, 4)]
         """
-        batches = self._spare.given(self._carrying.beside(batch, carry))
+        batches = self._setup.spare.given(self._setup.carrying.beside(batch, carry))
         return self.accumulate(batches, metrics, return_outputs=return_outputs)
 
     def accumulate(
@@ -540,23 +408,23 @@ class Microbatcher:
             >>> microbatcher.accumulate(batches).num_samples
             11
         """
-        kept = self._carrying.keep(return_outputs, self._device)
+        kept = self._keeper.keep(return_outputs)
         try:
             with self._memory.limited(), self._split_guard.explaining_memory():
                 with announcing_failure(self._ranks):
                     step = self._prepare(batches)
                 self._work = work = TrainingWork(
-                    self._setup, self._train, step, metrics, kept, accept
+                    self._engine, self._train, step, metrics, kept, accept
                 )
                 finished = fit(step, work, self._train)
         finally:
             self._work = None
-            self._setup.gradients.are_released = False  # it was so for this batch
+            self._engine.gradients.are_released = False  # it was so for this batch
         if finished.result is None:
             nan = torch.tensor(math.nan)
             return StepResult(loss=nan, rank_loss=nan, is_committed=False, **finished.counts)
         loss, losses = finished.result
-        self._nested.notice_step()
+        self._setup.parts.notice_step()
         return StepResult(
             loss=loss,
             losses=losses,
@@ -595,7 +463,7 @@ class Microbatcher:
 
         After any exception the state is as it was before the call.
         """
-        batch = self._carrying.beside(batch, carry)
+        batch = self._setup.carrying.beside(batch, carry)
         return self._without_gradients(
             batch, metrics, return_outputs, compares_outputs=compares_outputs
         )
@@ -611,22 +479,25 @@ class Microbatcher:
             >>> microbatcher.predict(torch.randn(5, 8)).shape
             torch.Size([5, 2])
         """
-        batch = self._carrying.beside(batch, carry)
+        batch = self._setup.carrying.beside(batch, carry)
         return self._without_gradients(batch, None, True, predicts=True).outputs
 
     def remove_parts(self) -> None:
-        """Let the parts that ``nested`` named run in one piece again, for whoever has the model.
+        """Let the parts that `Nested` named run in one piece again, for whoever has the model.
 
         Example:
+            >>> from automicro.features import Nested
             >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
-            >>> microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), nested={"1": "auto"})
+            >>> microbatcher = Microbatcher(
+            ...     model, loss_fn=nn.MSELoss(), features=[Nested({"1": "auto"})]
+            ... )
             >>> "forward" in vars(model[1])
             True
             >>> microbatcher.remove_parts()
             >>> "forward" in vars(model[1])
             False
         """
-        self._nested.remove()
+        self._setup.parts.remove()
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         """Evaluation mode for several batches, with one change of modes around all of them.
@@ -656,7 +527,7 @@ class Microbatcher:
             >>> result.is_committed, model.weight.grad is None
             (False, True)
         """
-        with self._train.rehearsing(), self._eval.rehearsing(), self._spare.unchanged():
+        with self._train.rehearsing(), self._eval.rehearsing(), self._setup.spare.unchanged():
             yield
 
     @property
@@ -665,19 +536,19 @@ class Microbatcher:
 
         Known from the first batch on.
         """
-        return self._setup.reservation.unknown
+        return self._engine.reservation.unknown
 
     def residents(self, *, training: bool) -> ResidentMemory:
         """What lies on the device at any size, with what the optimizer's first step will add.
 
         Known from the first batch on.
         """
-        upcoming = self._setup.reservation.upcoming_bytes
+        upcoming = self._engine.reservation.upcoming_bytes
         return self._memory.measure(training=training, upcoming_bytes=upcoming)
 
     def hold_reservation(self) -> None:
         """Hold memory for the optimizer's first step now, as a batch does while it runs."""
-        self._setup.reservation.begin()
+        self._engine.reservation.begin()
 
     def release_reservation(self) -> None:
         """Give back the memory that is held for the optimizer's first step.
@@ -685,7 +556,7 @@ class Microbatcher:
         Its ``step`` does so by itself. Call this where the batch runs in a closure that ``step``
         was given, which has passed the place where it would.
         """
-        self._setup.reservation.roll_back()
+        self._engine.reservation.roll_back()
 
     def release_gradients(self) -> None:
         """Let go of the gradients of earlier batches where the next batch's forward clears them.
@@ -707,7 +578,7 @@ class Microbatcher:
             ...     microbatcher.release_gradients()
             ...     _ = microbatcher.backward(batch)
         """
-        self._setup.gradients.are_released = True
+        self._engine.gradients.are_released = True
 
     def know_state(self, names: Iterable[str]) -> None:
         """Do not warn of attributes of the model that each microbatch changes.
@@ -763,13 +634,15 @@ class Microbatcher:
             among the rows of all parts; None where these are in order.
 
         Example:
+            >>> from automicro.features import MicrobatchUnit
             >>> kept = []
             >>> def forward(model, batch):
             ...     kept.append(batch["input_ids"])
             ...     return model(batch["input_ids"].double()[..., None]).mean()
             >>> microbatcher = Microbatcher(
             ...     nn.Linear(1, 1).double(), forward=forward, loss_average="samples",
-            ...     eval_microbatch_size=3, microbatch_unit="tokens", cut_padding=True, probe=False,
+            ...     eval_microbatch_size=3, probe=False,
+            ...     features=[MicrobatchUnit("tokens", cut_padding=True)],
             ... )
             >>> ids = torch.tensor([[7, 0, 0], [4, 5, 6], [9, 0, 0]])
             >>> batch = {"input_ids": ids, "attention_mask": (ids > 0).long()}
@@ -785,7 +658,7 @@ class Microbatcher:
     def _prepare(self, batches: Sequence[Any]) -> Step:
         """Read the batches of a training step, and look at a few rows where that is due."""
         batches = check_step(batches, may_be_none=not self._ranks.is_alone)
-        self._carrying.refuse_several(batches)
+        self._setup.carrying.refuse_several(batches)
         self._ranks.settle()  # else it finds whole parameters in the place of their parts
         self._index.refresh()
         self._ranks.settle(self._index.parameters)
@@ -796,7 +669,7 @@ class Microbatcher:
 
     def _check_few(self, step: Step, mode: Mode) -> None:
         """Compare a few rows of the first batch with parts of them, where it could be split."""
-        policy, by_cost = step.policy, not self._unit.is_rows
+        policy, by_cost = step.policy, self._sort is not None
         could_split = self._split_guard.could_split(policy, step.rows, by_cost=by_cost)
         if self._checks.is_over(mode) or not (step.batches and could_split):
             return
@@ -816,19 +689,19 @@ class Microbatcher:
         predicts: bool = False,
         compares_outputs: bool = False,
     ) -> EvalResult:
-        kept = self._carrying.keep(return_outputs, self._device)
+        kept = self._keeper.keep(return_outputs)
         with self._memory.limited(), evaluation_mode(self._modules), torch.no_grad():
             with announcing_failure(self._ranks):
                 self._ranks.settle()
                 self._index.refresh()
-                batches = self._spare.given(batch)
+                batches = self._setup.spare.given(batch)
                 policy = self._split_guard.allowed(self._eval.policy, evaluates=True)
                 step = self._read(batches, policy, "predict" if predicts else "eval")
                 self._split_guard.allow_measuring(policy)
                 if not predicts:
                     self._check_few(step, "eval")
             work = EvaluationWork(
-                self._setup,
+                self._engine,
                 self._eval,
                 step,
                 metrics,
@@ -864,8 +737,8 @@ class Microbatcher:
             with self._train.initializing():
                 self._passes.materialize(batches[0])
             self._index.refresh()
-        if not self._unit.is_rows:
-            read = self._sorter.sort(read, mode)
+        if self._sort is not None:
+            read = list(self._sort(read, mode))
             self._index.refresh()  # a look may have made layers
         return Step(
             batches=read, policy=policy, denominators=denominators, wants_to_stop=self.wants_to_stop
@@ -874,7 +747,7 @@ class Microbatcher:
     def _read_once(self, batches: Sequence[Any]) -> list[ReadBatch]:
         found = []
         with refusing_cycles():
-            for batch, num_rows in zip(batches, self._spare.rows_of(batches), strict=True):
+            for batch, num_rows in zip(batches, self._setup.spare.rows_of(batches), strict=True):
                 each = Contents(batch)
                 cost = cost_of_row(each, num_rows)
                 found.append(ReadBatch(batch=batch, num_rows=num_rows, cost=cost, contents=each))

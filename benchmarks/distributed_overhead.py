@@ -43,6 +43,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from automicro import Halving, Microbatcher
+from automicro.features import RankReduction
 from automicro.ranks.coordinated import CoordinatedRanks
 from automicro.ranks.interface import Sync
 from benchmarks.overhead import Transformer, median_with_interval
@@ -196,7 +197,11 @@ def measure_sync(
     batch = (torch.randint(256, (ROWS, LENGTH)), torch.randint(256, (ROWS, LENGTH)))
     model = wrapped(kind)
     step = Microbatcher(
-        model, loss_fn=F.cross_entropy, microbatch_size=size, probe=False, sync="auto"
+        model,
+        loss_fn=F.cross_entropy,
+        microbatch_size=size,
+        probe=False,
+        features=[RankReduction("auto")],
     )
     ranks = step.ranks
     assert isinstance(ranks, CoordinatedRanks)

@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from automicro import Microbatcher, is_extra_pass
+from automicro.features import MicrobatchUnit
 
 ROWS, LONGEST, BUDGET_ROWS = 48, 256, 4
 BUDGET = BUDGET_ROWS * LONGEST
@@ -194,7 +195,7 @@ def by_cost(job: Job, model: nn.Module) -> Microbatcher:
         forward=whole,
         loss_average=job.average,
         microbatch_size=BUDGET,
-        microbatch_unit=job.unit,
+        features=[MicrobatchUnit(job.unit)],
         probe=False,
     )
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro import Microbatcher, SampleTooLargeError
+from automicro.features import with_features
 from automicro.rungs.levels import Level, make_levels
 from automicro.units import format_bytes, parse_bytes
 
@@ -130,7 +131,7 @@ class Runner:
         self._model = copy.deepcopy(job.make())
         when: dict[str, Any] = {} if level is not None else {"when_too_large": "auto"}
         self._microbatcher = Microbatcher(
-            self._model, memory_limit=job.limit, **when, **job.options
+            self._model, memory_limit=job.limit, **with_features(when), **with_features(job.options)
         )
         self._level = level
         if level is not None and not level.is_plain:

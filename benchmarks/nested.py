@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from automicro import Microbatcher, split
+from automicro.features import Nested
 
 
 class Joint(nn.Module):
@@ -100,7 +101,9 @@ def under_one_limit(name: str, steps: int) -> list[tuple[str, int, float, float]
     found = []
     for unit in (None, *units):
         part = {} if unit is None else {"tail": {"microbatch_unit": unit}}
-        microbatcher = Microbatcher(copy.deepcopy(model), memory_limit=limit, nested=part)
+        microbatcher = Microbatcher(
+            copy.deepcopy(model), memory_limit=limit, features=[Nested(part)]
+        )
         seconds = []
         for _ in range(steps + 4):  # sizes are found in the first ones
             start = time.perf_counter()
@@ -167,7 +170,9 @@ def found_together(name: str, steps: int) -> tuple[str, float, str, float]:
     def made(size: int | str, of_part: int | str) -> Microbatcher:
         own = copy.deepcopy(model)
         nested = {"tail": of_part}
-        return Microbatcher(own, memory_limit=limit, nested=nested, microbatch_size=size)
+        return Microbatcher(
+            own, memory_limit=limit, features=[Nested(nested)], microbatch_size=size
+        )
 
     explored = made("explore", "auto")
     for _ in range(steps):

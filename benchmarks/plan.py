@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from automicro.features import RankReduction
 from benchmarks.sizes_of_peers import repair_torchvision
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -509,7 +510,7 @@ def _measure_shard(
         microbatch_size=rows,
         batchnorm="ignore",
         probe=False,
-        sync=sync,
+        features=[RankReduction(sync)],
     )
     for _ in range(3):
         gc.collect()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 from automicro import Microbatcher, StepResult
+from automicro.features import with_features
 from tests.models import (
     IGNORED,
     IMAGE,
@@ -54,7 +55,9 @@ class Case:
     tolerance: float = 1e-9
 
     def microbatcher(self, model: nn.Module, size: Any, **options: Any) -> Microbatcher:
-        return Microbatcher(model, microbatch_size=size, **{**self.options, **options})
+        return Microbatcher(
+            model, microbatch_size=size, **with_features({**self.options, **options})
+        )
 
 
 def gradients(*modules: nn.Module) -> dict[str, Tensor | None]:

@@ -18,6 +18,7 @@ from automicro.cli.config.schema import (
     type_in_words,
 )
 from automicro.data import LengthBatchSampler
+from automicro.features import WORDS
 from automicro.microbatcher import Microbatcher
 from automicro.trainer.evaluators import Evaluator
 from automicro.trainer.trainer import Trainer
@@ -64,7 +65,7 @@ def test_every_plain_option_of_the_primitive_is_there() -> None:
     # others have state, averages and ranks of their own.
     others = {"backward", "carry_layout", "features", "repeatable"}
     others |= {"state", "eval_loss_average", "scales_for_ranks"}
-    assert set(inspect.signature(Microbatcher).parameters) - known <= others
+    assert {*inspect.signature(Microbatcher).parameters, *WORDS} - known <= others
 
 
 def test_everything_that_is_made_has_a_key() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from automicro import MemoryBudget, Microbatcher, Trainer
 from automicro.contrastive import Contrastive, InfoNCE
 from automicro.errors import BatchError, LossError, UnsplittableModelError
+from automicro.features import WhenTooLarge
 from automicro.rungs.blocks import find_blocks
 from tests.torture.engine.subject import climb_to
 
@@ -428,7 +429,9 @@ def test_levels_change_no_bit(size: Any, level: int) -> None:
     found: list[Any] = []
     for climbs in (0, level):
         model = layered(size, dropout=0.4)
-        microbatcher = Microbatcher(model, when_too_large=["recompute", "offload"], **WHOLE)
+        microbatcher = Microbatcher(
+            model, features=[WhenTooLarge(["recompute", "offload"])], **WHOLE
+        )
         climb_to(microbatcher, climbs)
         torch.manual_seed(2)
         result = microbatcher.backward(batch)
@@ -443,7 +446,7 @@ def test_levels_change_no_bit(size: Any, level: int) -> None:
 def test_layers_of_encoders_compute_again_and_not_encoders_that_do_so_already() -> None:
     model = layered(4, dropout=0.0)
     assert list(find_blocks([model])) == ["encoders.one", "encoders.other"]
-    microbatcher = Microbatcher(model, when_too_large="recompute", **WHOLE)
+    microbatcher = Microbatcher(model, features=[WhenTooLarge("recompute")], **WHOLE)
     climb_to(microbatcher, 1)
     with pytest.MonkeyPatch.context() as patch:
         seen: list[str] = []
@@ -505,7 +508,7 @@ def test_clip_of_transformers_has_the_gradient_of_its_own_loss(level: int) -> No
     loss = InfoNCE(math.exp(-float(clip.logit_scale.detach())), microbatch_size=5).double()
     loss.log_scale.data.copy_(clip.logit_scale.data)
     model = Contrastive(encoders, loss, microbatch_size=4)
-    microbatcher = Microbatcher(model, when_too_large="recompute", **WHOLE)
+    microbatcher = Microbatcher(model, features=[WhenTooLarge("recompute")], **WHOLE)
     climb_to(microbatcher, level)
     result = microbatcher.backward({"text": words, "image": images})
     assert max(model.sizes["text"]) == max(model.sizes["image"]) == 4

@@ -17,6 +17,7 @@ from automicro import (
     Microbatcher,
     RollbackError,
 )
+from automicro.features import EvalLossAverage, StepState
 from tests import models
 from tests.models import ROWS, Mlp
 from tests.outside import Outside
@@ -63,7 +64,7 @@ def test_state_of_the_caller_is_as_no_failed_attempt_had_been(evaluates: bool) -
         loss_average="samples",
         microbatch_size="auto",
         eval_microbatch_size="auto",
-        state=[host],
+        features=[StepState([host])],
         probe=False,
         batchnorm="ignore",
     )
@@ -97,7 +98,11 @@ class Counted:
 def test_a_part_of_the_callers_own_is_begun_committed_and_rolled_back() -> None:
     part, told = Counted(), list[int]()
     step = Microbatcher(
-        Mlp(), forward=limited(told), loss_average="samples", state=[part], probe=False
+        Mlp(),
+        forward=limited(told),
+        loss_average="samples",
+        features=[StepState([part])],
+        probe=False,
     )
     assert step.backward((x, y)).ooms == 1
     assert part.calls == ["begin", "roll_back", "begin", "prepare", "commit"]
@@ -105,7 +110,9 @@ def test_a_part_of_the_callers_own_is_begun_committed_and_rolled_back() -> None:
 
 def test_state_that_only_another_object_could_replace_is_named() -> None:
     state = [itertools.count()]
-    step = Microbatcher(Mlp(), loss_fn=nn.CrossEntropyLoss(), state=state, probe=False)
+    step = Microbatcher(
+        Mlp(), loss_fn=nn.CrossEntropyLoss(), features=[StepState(state)], probe=False
+    )
     with pytest.raises(TypeError, match=r"state\[0\] \(of type count\) .* begin, prepare, commit"):
         step.backward((x, y))
 
@@ -113,12 +120,14 @@ def test_state_that_only_another_object_could_replace_is_named() -> None:
 @pytest.mark.parametrize("value", [3, "name", None, len])
 def test_state_that_nothing_can_change_is_refused(value: Any) -> None:
     with pytest.raises(TypeError, match=r"state=\[…\] holds .* pass the object that holds it"):
-        Microbatcher(Mlp(), loss_fn=nn.CrossEntropyLoss(), state=[value])
+        Microbatcher(Mlp(), loss_fn=nn.CrossEntropyLoss(), features=[StepState([value])])
 
 
 def test_state_that_cannot_be_copied_is_named() -> None:
     held = {"rows": (each for each in range(3))}
-    step = Microbatcher(Mlp(), loss_fn=nn.CrossEntropyLoss(), state=[held], probe=False)
+    step = Microbatcher(
+        Mlp(), loss_fn=nn.CrossEntropyLoss(), features=[StepState([held])], probe=False
+    )
     with pytest.raises(
         TypeError, match=r"state\[0\]\['rows'\] \(of type generator\) cannot be put back.*pass"
     ):
@@ -137,7 +146,7 @@ def test_training_and_evaluation_may_average_over_different_things() -> None:
         model,
         forward=forward,
         loss_average="none",
-        eval_loss_average="samples",
+        features=[EvalLossAverage("samples")],
         microbatch_size=3,
         eval_microbatch_size=3,
     )
@@ -152,7 +161,7 @@ def test_a_look_at_an_evaluation_takes_its_own_average() -> None:
         Mlp(),
         forward=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="sum"),
         loss_average="none",
-        eval_loss_average="samples",
+        features=[EvalLossAverage("samples")],
         eval_microbatch_size=3,
     )
     with pytest.warns(LossAverageWarning, match="the loss is .* eval_microbatch_size=None"):

@@ -23,6 +23,7 @@ from automicro import (
     Policy,
     SampleTooLargeError,
 )
+from automicro.features import with_features
 from automicro.loss.weights import BatchWeights
 from tests.callbacks.runs import Scripted
 from tests.cases import difference, gradients
@@ -30,7 +31,9 @@ from tests.models import CLASSES, ROWS, Memory, Mlp, numbers, pair, x, y
 
 
 def on(model: nn.Module, **options: Any) -> Microbatcher:
-    return Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), **{"probe": False, **options})
+    return Microbatcher(
+        model, loss_fn=nn.CrossEntropyLoss(), **with_features({"probe": False, **options})
+    )
 
 
 # Sizes
@@ -423,7 +426,7 @@ def test_rows_in_groups_that_are_cut_through_are_named_with_the_way_out(call: st
     batch = torch.randn(24, 8)
     model = nn.Linear(8, 1)
     sizes: dict[str, Any] = {"microbatch_size": 7, "eval_microbatch_size": 7}
-    microbatcher = Microbatcher(model, forward=of_groups, probe=False, **sizes)
+    microbatcher = Microbatcher(model, forward=of_groups, probe=False, **with_features(sizes))
     with pytest.raises(RuntimeError, match="is invalid for input of size 6") as caught:
         getattr(microbatcher, call)(batch)
     [note] = caught.value.__notes__
@@ -431,7 +434,7 @@ def test_rows_in_groups_that_are_cut_through_are_named_with_the_way_out(call: st
     assert "microbatch_size=Halving(multiple_of=4)" in note
     assert "batch_layout={'its name': 'shared'}" in note
     sizes = dict.fromkeys(sizes, Halving(multiple_of=4, initial=7))
-    microbatcher = Microbatcher(model, forward=of_groups, probe=False, **sizes)
+    microbatcher = Microbatcher(model, forward=of_groups, probe=False, **with_features(sizes))
     loss = getattr(microbatcher, call)(batch).loss
     torch.testing.assert_close(loss, of_groups(model, batch).detach())
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro import Microbatcher, SampleTooLargeError, Trainer
+from automicro.features import Nested, WhenTooLarge, with_features
 from tests.outside import Unreached
 
 WIDTH, BLOCKS, LENGTH = 32, 16, 512
@@ -54,7 +55,7 @@ def trained(rows: int = 1, **options: Any) -> tuple[dict[str, Tensor], list[Any]
     torch.manual_seed(1)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    microbatcher = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), **options)
+    microbatcher = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), **with_features(options))
     results = []
     for batch in batches(rows=rows):
         results.append(microbatcher.backward(batch))
@@ -118,9 +119,9 @@ def test_the_level_is_in_the_state() -> None:
     options: dict[str, Any] = {
         "loss_fn": nn.CrossEntropyLoss(), "memory_limit": limit, "when_too_large": "recompute"
     }  # fmt: skip
-    first = Microbatcher(model, **options)
+    first = Microbatcher(model, **with_features(options))
     first.backward(batches()[0])
-    second = Microbatcher(copy.deepcopy(model), **options)
+    second = Microbatcher(copy.deepcopy(model), **with_features(options))
     second.load_state_dict(first.state_dict())
     assert second.backward(batches()[0]).attempts == 1
 
@@ -129,7 +130,10 @@ def test_rows_that_fit_as_they_come_are_computed_so() -> None:
     torch.manual_seed(1)
     model, limit = Model(), int(needed() * 0.5)
     microbatcher = Microbatcher(
-        model, loss_fn=nn.CrossEntropyLoss(), memory_limit=limit, when_too_large="recompute"
+        model,
+        loss_fn=nn.CrossEntropyLoss(),
+        memory_limit=limit,
+        features=[WhenTooLarge("recompute")],
     )
     long, short = torch.randn(1, LENGTH, WIDTH), torch.randn(1, LENGTH // 8, WIDTH)
     targets = torch.zeros(1, dtype=torch.long)
@@ -202,7 +206,9 @@ def level_found(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Found]:
 
         def microbatcher(limit: Any, **more: Any) -> Microbatcher:
             model.zero_grad()
-            return Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), memory_limit=limit, **more)
+            return Microbatcher(
+                model, loss_fn=nn.CrossEntropyLoss(), memory_limit=limit, **with_features(more)
+            )
 
         two = microbatcher("1GiB").backward((batch[0][:2], batch[1][:2]))
         assert two.peak_bytes is not None
@@ -252,7 +258,11 @@ def test_where_runs_are_to_be_repeatable_no_clock_decides(
 
 def refusal(model: nn.Module, batch: Any, limit: int | str, **options: Any) -> str:
     microbatcher = Microbatcher(
-        model, loss_fn=nn.CrossEntropyLoss(), memory_limit=limit, probe=False, **options
+        model,
+        loss_fn=nn.CrossEntropyLoss(),
+        memory_limit=limit,
+        probe=False,
+        **with_features(options),
     )
     with pytest.raises(SampleTooLargeError) as caught:
         microbatcher.backward(batch)
@@ -313,7 +323,9 @@ def test_the_model_and_its_random_numbers_are_as_before_the_message() -> None:
 def test_where_all_fits_a_part_runs_in_one_piece() -> None:
     model, batch = Model(), batches(1, rows=64)[0]
     microbatcher = Microbatcher(
-        model, loss_fn=nn.CrossEntropyLoss(), when_too_large="auto", nested={"head": "auto"}
+        model,
+        loss_fn=nn.CrossEntropyLoss(),
+        features=[WhenTooLarge("auto"), Nested({"head": "auto"})],
     )
     for _ in range(3):
         result = microbatcher.backward(batch)

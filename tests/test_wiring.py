@@ -23,6 +23,7 @@ from automicro import (
     Policy,
     RollbackError,
 )
+from automicro.features import GradientSums, with_features
 from automicro.torch_private import gradient_hooks
 from tests.models import Mlp, numbers, x, y
 from tests.outside import Unreached
@@ -91,7 +92,9 @@ def test_every_step_leaves_what_plain_torch_leaves(name: str, size: int) -> None
     wanted, log = expected(name)
     wired = made(name)
     options = {"forward": wired.forward, **wired.options}
-    microbatcher = Microbatcher(wired.model, microbatch_size=size, probe=False, **options)
+    microbatcher = Microbatcher(
+        wired.model, microbatch_size=size, probe=False, **with_features(options)
+    )
     found = train(wired, microbatcher.backward)
     assert_same(found, wanted)
     assert_same_log(wired, log)
@@ -137,7 +140,7 @@ def test_an_out_of_memory_error_changes_nothing(name: str, call: int, when: str)
     forward = FailingOnce(wired.forward, call, when)
     options = {**wired.options, "forward": forward, "loss_fn": None}
     microbatcher = Microbatcher(
-        wired.model, microbatch_size=Halving(initial=4), probe=False, **options
+        wired.model, microbatch_size=Halving(initial=4), probe=False, **with_features(options)
     )
     found = train(wired, microbatcher.backward)
     assert forward.calls > call
@@ -423,7 +426,7 @@ def narrow_errors(dtype: torch.dtype, num_microbatches: int, **options: Any) -> 
         loss_fn=nn.CrossEntropyLoss(),
         microbatch_size=1024 // num_microbatches,
         probe=False,
-        **options,
+        **with_features(options),
     ).backward((inputs, targets))
     pairs: Any = list(zip(model.parameters(), wide.parameters(), strict=True))
     wrong = sum(float((p.grad.double() - q.grad).pow(2).sum()) for p, q in pairs)
@@ -476,7 +479,7 @@ def test_float32_sums_take_no_third_set_of_narrow_gradients(sums: str, most: flo
     model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(12))).bfloat16()
     size = sum(parameter.nbytes for parameter in model.parameters())
     microbatcher = Microbatcher(
-        model, loss_fn=nn.MSELoss(), microbatch_size=1, probe=False, gradient_sums=sums
+        model, loss_fn=nn.MSELoss(), microbatch_size=1, probe=False, features=[GradientSums(sums)]
     )
     with MemoryBudget(None) as budget:
         budget.track(model)
@@ -488,7 +491,7 @@ def test_float32_sums_take_no_third_set_of_narrow_gradients(sums: str, most: flo
 
 def test_a_sum_that_is_not_known_is_refused() -> None:
     with pytest.raises(ValueError, match=r"gradient_sums='fp64' is not known"):
-        Microbatcher(Mlp(), forward=loss_of, gradient_sums="fp64")
+        Microbatcher(Mlp(), forward=loss_of, features=[GradientSums("fp64")])
 
 
 def test_whole_batches_of_narrow_parameters_are_left_to_torch() -> None:

@@ -30,6 +30,7 @@ from automicro import (
     split_batch,
     verify,
 )
+from automicro.features import Carry, with_features
 
 TABLE = Path(__file__).with_name("messages.md")
 
@@ -50,7 +51,7 @@ SHARED = model()
 
 def backward(batch: object = (X, Y), module: nn.Module | None = None, **options: Any) -> object:
     options = {"loss_fn": LOSS, **options}
-    return Microbatcher(module or model(), **options).backward(batch)
+    return Microbatcher(module or model(), **with_features(options)).backward(batch)
 
 
 def frozen() -> nn.Module:
@@ -103,13 +104,15 @@ PRIMITIVE: dict[str, Callable[[], object]] = {
     "carry without a layout": lambda: Microbatcher(model(), loss_fn=LOSS).backward((X, Y), carry=X),
     "carry without forward": lambda: backward(carry_layout=1),
     "forward without carry": lambda: Microbatcher(
-        model(), forward=lambda model, batch, carry: LOSS(model(batch[0]), batch[1]), carry_layout=1
+        model(),
+        forward=lambda model, batch, carry: LOSS(model(batch[0]), batch[1]),
+        features=[Carry(1)],
     ).backward((X, Y)),
     "carry of other rows": lambda: Microbatcher(
-        model(), forward=lambda model, batch, carry: {"loss": X.sum()}, carry_layout=0
+        model(), forward=lambda model, batch, carry: {"loss": X.sum()}, features=[Carry(0)]
     ).backward((X, Y), carry=X[:1]),
     "carry from batch to batch that are one": lambda: Microbatcher(
-        model(), forward=lambda model, batch, carry: {"loss": X.sum()}, carry_layout=0
+        model(), forward=lambda model, batch, carry: {"loss": X.sum()}, features=[Carry(0)]
     ).accumulate([(X, Y)]),
     "model not a module": lambda: Microbatcher(cast("nn.Module", len)),
     "model in data parallel": lambda: Microbatcher(nn.DataParallel(model())),

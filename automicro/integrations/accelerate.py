@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from automicro.features import with_features
 from automicro.integrations.host import import_host, require_seam
 from automicro.microbatcher import Microbatcher
 from automicro.step.outputs import Where
@@ -88,15 +89,14 @@ def microbatcher(
     if accelerator.scaler is not None:
         # It makes its scale when it is first used, and that would be inside an attempt.
         accelerator.scaler.scale(torch.zeros((), device=accelerator.device))
+    options |= {"probe": probe, "scales_for_ranks": scales_for_ranks}
     step = _InAccelerator(
         accelerator,
         model,
         loss_fn=loss_fn,
         forward=forward,
         optimizer=optimizer,
-        scales_for_ranks=scales_for_ranks,
-        probe=probe,
-        **options,
+        **with_features(options),
     )
     if step.ranks.world_size != accelerator.num_processes:
         raise ValueError(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from automicro.batch.tensors import tensor_leaves
 from automicro.checking.reading import LOSS, Reading, relative_errors
+from automicro.features import WORDS
 from automicro.loss.conventions import Output
 from automicro.microbatcher import Microbatcher
 
@@ -117,7 +118,7 @@ def check_options(taken: str, options: Mapping[str, Any], *, own: Sequence[str],
     for name in own:
         if name in options:
             raise TypeError(f"enable({taken}, {name}=…): {who} says that itself; leave it out")
-    unknown = set(options) - set(inspect.signature(Microbatcher).parameters)
+    unknown = set(options) - {*inspect.signature(Microbatcher).parameters, *WORDS}
     if unknown:
         raise TypeError(
             f"enable has no option {', '.join(sorted(unknown))}; use those of Microbatcher: "

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from automicro.batchnorm import find_batchnorm
 from automicro.errors import BatchNormWarning, LossError, UnsplittableModelError, warn
+from automicro.features import with_features
 from automicro.integrations.host import (
     Replacements,
     check_options,
@@ -263,18 +264,20 @@ class Enabled:
         average = read_average(self._model, self._average)
         counts = average if callable(average) else None
         new = _Made(key=key, is_sum=average == "none")
+        beside = {
+            "update_metric": lambda metric, outputs, flat: metric.update(
+                lambda: self._count(new, outputs, new.pack(flat))
+            ),
+            "state": [each for each in metrics_of(self._model) if _is_own(each)],
+        }
         new.microbatcher = Microbatcher(
             Variables(self._model, variables),
             forward=lambda _, flat: self._forward(new, new.pack(flat)),
             backward=self._backward,
             loss_average=average if counts is None else lambda flat: counts(new.pack(flat)),
-            update_metric=lambda metric, outputs, flat: metric.update(
-                lambda: self._count(new, outputs, new.pack(flat))
-            ),
             modules=list(_of_torch(self._model).values()),
-            state=[each for each in metrics_of(self._model) if _is_own(each)],
             batchnorm="ignore",  # Keras' layers are none of torch's, and warned of here
-            **self._allowed(),
+            **with_features({**self._allowed(), **beside}),
         )
         return new
 

@@ -30,6 +30,7 @@ from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.checking.draws import HeldDraws
 from automicro.checking.reading import LOSS, Reading
 from automicro.errors import BatchError, LossError, MetricWarning, RollbackError, warn
+from automicro.features import WORDS, with_features
 from automicro.integrations.host import (
     AccumulationReport,
     Group,
@@ -80,7 +81,7 @@ _OURS = frozenset(
         *("scales_for_ranks", "carry_layout", "update_metric", "device"),
     )
 )
-_OPTIONS = frozenset(inspect.signature(Microbatcher).parameters) - _OURS
+_OPTIONS = (frozenset(inspect.signature(Microbatcher).parameters) | frozenset(WORDS)) - _OURS
 _OF_EVERY_LIGHTNING_MODULE = frozenset(vars(LightningModule()))
 _STRATEGIES = {
     "DeepSpeedStrategy": "keeps gradients of its own, which cannot be rolled back; use "
@@ -181,7 +182,7 @@ class AutoMicrobatch(Callback):
             own: arguments of the integration's.
         """
         options = {"probe": "error", **self.options}
-        made = Microbatcher(**{**options, **own})
+        made = Microbatcher(**with_features({**options, **own}))
         if self._sizes:
             try:
                 made.load_state_dict(self._sizes)
@@ -1553,7 +1554,9 @@ def microbatcher(
         )
     _refuse_strategy(fabric.strategy)
     given = {"probe": "error", "scales_for_ranks": False, **options}
-    return Microbatcher(model, backward=fabric.backward, optimizer=optimizer, **given)
+    return Microbatcher(
+        model, backward=fabric.backward, optimizer=optimizer, **with_features(given)
+    )
 
 
 _REMEDY = (

@@ -43,6 +43,7 @@ from automicro.errors import (
     describe_error,
     warn,
 )
+from automicro.features import with_features
 from automicro.integrations.host import (
     AccumulationReport,
     Group,
@@ -477,14 +478,10 @@ class Enabled:
             "optimizer" in own
         ):  # after a forward, which leaves the root of FSDP2 with whole parameters
             own["modules"] = self._further_modules(model)
-        microbatcher = Microbatcher(
-            model,
-            loss_average="none" if divides else self._mean(model) if splits else declared or "auto",
-            state=[self._noted, self._beside],
-            scales_for_ranks=False,
-            **own,
-            **{name: value for name, value in self._options.items() if name != "loss_average"},
-        )
+        mean = "none" if divides else self._mean(model) if splits else declared or "auto"
+        beside = {"state": [self._noted, self._beside], "scales_for_ranks": False}
+        options = {**self._options, **own, **beside, "loss_average": mean}
+        microbatcher = Microbatcher(model, **with_features(options))
         self._recall(name, microbatcher)
         return _Made(
             model=model,

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from automicro.batch.tensors import tensor_leaves
 from automicro.batch.types import Kind, kind_of, state_of
 from automicro.errors import LossError
-from automicro.loss.conventions import TARGET_KEYS, Carried, Convention
+from automicro.loss.conventions import IGNORED as IGNORED
+from automicro.loss.conventions import ITEMS, TARGET_KEYS, Carried, Convention
 from automicro.torch_private import forward_of_class, version_of
 from automicro.values import read_scalars
 
 Weight: TypeAlias = float | Tensor
 
-IGNORED = -100  # torch's and transformers' default `ignore_index`
 REMEDY = (
     "pass loss_average='samples', 'tokens' or 'none' (a sum), or a callable that gives the number "
     "that a microbatch's loss was divided by"
@@ -254,6 +254,7 @@ def read_average(
     model: nn.Module,
     targets: Callable[[Any], Any],
     reads_model: bool,
+    counts_items: bool = False,
 ) -> dict[str, Average]:
     """What each loss averages over: as declared, or as the loss or the model says of itself.
 
@@ -266,10 +267,20 @@ def read_average(
         model: asked for its declared loss type where there is no ``loss_fn``.
         targets: finds the targets in a batch.
         reads_model: whether the model computes its own loss (Hugging Face's convention).
+        counts_items: whether the forward is told the number of targets that it divides by.
 
     Raises:
-        TypeError, ValueError: a ``loss_average`` that is none of these.
+        TypeError, ValueError: a ``loss_average`` that is none of these, or that is another than
+            the number that the forward is told.
     """
+    if counts_items and not callable(loss_average):
+        if loss_average not in ("auto", "tokens"):
+            raise ValueError(
+                f"loss_average={loss_average!r}, and forward takes {ITEMS}, over which its loss is "
+                "a mean; leave loss_average out, or give a function that counts the items of a "
+                "microbatch"
+            )
+        return {"": Tokens(targets)}
 
     def read_off() -> Average | None:
         if loss_fn is not None:

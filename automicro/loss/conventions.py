@@ -3,7 +3,7 @@
 In the order in which they are looked for:
 
 1. ``forward(model, microbatch)`` as the caller wrote it, which may give ``(None, outputs)`` in
-   evaluation;
+   evaluation, and which is told the targets that count where it takes ``num_items_in_batch``;
 2. ``loss_fn`` and batches of ``(inputs, targets)``;
 3. a model with Composer's interface: ``forward(batch)``, ``loss(outputs, batch)``, which may be
    several by name or in a row, and ``eval_forward(batch, outputs)``;
@@ -13,6 +13,7 @@ In the order in which they are looked for:
 
 import dataclasses
 import functools
+import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -26,6 +27,8 @@ from automicro.errors import BatchError, LossError
 from automicro.torch_private import FakeTensor
 
 TARGET_KEYS = ("labels", "label", "targets", "target")
+ITEMS = "num_items_in_batch"
+IGNORED = -100  # torch's and transformers' default `ignore_index`
 HOW_TO_GIVE_A_LOSS = (
     "pass loss_fn=… for batches of (inputs, targets), or forward=… that takes (model, microbatch) "
     "and returns the loss"
@@ -77,9 +80,10 @@ class Convention:
         computes_loss_in_model: whether the loss is among the model's outputs.
         needs_pairs: whether a batch has to be ``(inputs, targets)``.
         has_eval_forward: whether metrics get something else than the outputs of training.
+        counts_items: whether the loss is divided by a number that it is told.
     """
 
-    computes_loss_in_model = needs_pairs = has_eval_forward = False
+    computes_loss_in_model = needs_pairs = has_eval_forward = counts_items = False
 
     def _call(self, model: nn.Module, microbatch: Any) -> Any:
         return _call(model, microbatch)
@@ -136,6 +140,7 @@ def choose_convention(
     forward: Callable[..., Any] | None,
     loss_fn: Callable[..., Any] | None,
     carries: bool = False,
+    count: Any = None,
 ) -> Convention:
     """Pick the way to the loss; see the module's text for the order.
 
@@ -145,6 +150,8 @@ def choose_convention(
         loss_fn: the caller's.
         carries: whether ``forward`` takes and gives state that goes from batch to batch. Batches
             are then `Carried`.
+        count: gives the number that a ``forward`` with ``num_items_in_batch`` is told of a
+            microbatch; unless it can be called, the targets that are not ignored are counted.
 
     Raises:
         TypeError: ``forward`` or ``loss_fn`` cannot be called.
@@ -165,12 +172,12 @@ def choose_convention(
         )
     if carries and forward is None:
         raise ValueError(
-            "carry_layout=… was given without forward=…, and only that says how the state goes in "
+            "Carry(…) was given without forward=…, and only that says how the state goes in "
             "and comes out; pass a forward that takes (model, microbatch, carry) and returns a "
             "mapping with 'loss' and 'carry'"
         )
     if forward is not None:
-        return _CarryingForward(forward) if carries else _OwnForward(forward)
+        return (_CarryingForward if carries else _OwnForward)(forward, count)
     if loss_fn is not None:
         return _LossFunction(loss_fn)
     if all(callable(getattr(model, name, None)) for name in ("loss", "eval_forward")):
@@ -181,11 +188,17 @@ def choose_convention(
 class _OwnForward(Convention):
     """The caller's ``forward(model, microbatch)``."""
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
+    def __init__(self, forward: Callable[..., Any], count: Any = None) -> None:
         self._forward = forward
+        self._count = count if callable(count) else _count_targets
+        self.counts_items = _takes(forward, ITEMS)
+
+    def _told(self, microbatch: Any) -> dict[str, Any]:
+        # Of its own rows: weighted by them, losses add up to the batch's over all of its items.
+        return {ITEMS: self._count(microbatch)} if self.counts_items else {}
 
     def _call(self, model: nn.Module, microbatch: Any) -> Any:
-        return self._forward(model, microbatch)
+        return self._forward(model, microbatch, **self._told(microbatch))
 
     def predict(self, model: nn.Module, microbatch: Any, *, holds_rows: bool = False) -> Any:
         outputs = self.evaluate(model, microbatch).outputs
@@ -209,12 +222,12 @@ class _CarryingForward(_OwnForward):
     """The caller's ``forward(model, microbatch, carry)``; batches are `Carried`."""
 
     def _call(self, model: nn.Module, microbatch: Any) -> Any:
-        return self._forward(model, *microbatch)
+        return self._forward(model, *microbatch, **self._told(microbatch.batch))
 
     def _read(self, given: Any) -> Output:
         if not isinstance(given, Mapping) or "carry" not in given:
             raise LossError(
-                f"forward returned {_named(given)}, and with carry_layout=… it has to return a "
+                f"forward returned {_named(given)}, and with Carry(…) it has to return a "
                 "mapping with 'loss' and 'carry', the state for the next batch (None for none)"
             )
         rest = {name: value for name, value in given.items() if name != "carry"}
@@ -483,6 +496,20 @@ def _find_targets(batch: Any) -> Any:
         f"{' or '.join(repr(key) for key in TARGET_KEYS[:3])} in a mapping, use a pair "
         "(inputs, targets), or pass loss_average=… (and update_metric=…) as a callable"
     )
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin
+        return False
+
+
+def _count_targets(batch: Any) -> Any:
+    targets = _find_targets(batch)
+    if targets.is_floating_point():
+        return len(targets)
+    return (targets != IGNORED).sum().clamp(min=1)  # of none the loss is zero, and not NaN
 
 
 def _predictions(outputs: Any) -> Any:

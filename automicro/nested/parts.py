@@ -3,7 +3,7 @@
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
@@ -12,12 +12,15 @@ from torch import Tensor, nn
 
 from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import map_tensors
-from automicro.errors import AutomicroWarning, UnsplittableModelError, warn
+from automicro.errors import UnsplittableModelError
 from automicro.loss.averages import IGNORED
 from automicro.loss.passes import extra_pass
 from automicro.modules import evaluation_mode
 from automicro.nested.slices import tolerance_of
-from automicro.nested.split import NestedSplit, attached_parts, attached_to, num_attachments, split
+from automicro.nested.split import NestedSplit, split
+from automicro.step.feature import Feature
+from automicro.step.parts import SizedParts, attached_to
+from automicro.step.setup import Setup
 from automicro.torch_private import FakeTensor, uncompiled
 
 NestedParts: TypeAlias = Mapping[str, Any] | Iterable[NestedSplit] | None
@@ -25,160 +28,113 @@ NestedParts: TypeAlias = Mapping[str, Any] | Iterable[NestedSplit] | None
 TAIL = "tail"
 """Stands for head and loss of a language model, unless a module is called so."""
 
-_PATIENCE = 8  # steps until a part that nothing calls is named
 _LARGEST = 1000.0  # in the place of logits, when a look is taken at what is done to them
 
 
-class NestedSizes:
-    """The parts of a model that have sizes of their own.
+class Nested(Feature):
+    """Gives parts of the model sizes of their own, for parts that need far smaller slices.
 
     Args:
-        nested: as `Microbatcher` has it.
-        model: whose parts the names are of.
-        modules: the model, and further ones that may hold parts.
+        parts: by their names in the model ``"auto"``, an int, or a mapping of `NestedSplit`'s
+            arguments; ``"tail"`` is head and loss of a language model. Or splits of functions,
+            as `split` gave them.
 
     Raises:
-        TypeError, ValueError: no such part, or a size that makes no sense.
+        TypeError, ValueError: sizes that make no sense; in ``attach``, no such part.
+
+    Example:
+        >>> from automicro import Microbatcher
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+        >>> microbatcher = Microbatcher(
+        ...     model, loss_fn=nn.MSELoss(), features=[Nested({"1": 2})], microbatch_size=None
+        ... )
+        >>> microbatcher.backward((torch.randn(6, 8), torch.randn(6, 2))).nested_sizes
+        {'1': 2}
     """
 
-    def __init__(
-        self, nested: NestedParts, *, model: nn.Module, modules: Sequence[nn.Module]
-    ) -> None:
-        self._modules = modules
-        self._given: dict[str, NestedSplit] = {}
-        self._tails: list[LanguageTail] = []
-        self._own: list[NestedSplit | LanguageTail] = []  # that were attached here
-        self._unseen: list[NestedSplit | LanguageTail] = []  # of these, that have not run yet
-        self._attached: tuple[int, Mapping[str, NestedSplit]] | None = None
-        self._unseen_steps: int | None = 0  # None: all that was named here has run
-        if isinstance(nested, str | nn.Module):
+    def __init__(self, parts: NestedParts) -> None:
+        self._named: dict[str, dict[str, Any]] = {}
+        self._given: list[NestedSplit] = []
+        if isinstance(parts, str | nn.Module):
             raise TypeError(
-                f"nested={nested!r} names no size; give sizes by the names of modules: "
+                f"nested={parts!r} names no size; give sizes by the names of modules: "
                 "{'joint': 'auto'}, or what split() returned, in a list"
             )
-        if isinstance(nested, Mapping):
-            for name, options in nested.items():
-                self._attach(model, name, check_options(name, options))
-            self._unseen = list(self._own)
-        else:
-            for index, each in enumerate(nested or ()):
-                if not isinstance(each, NestedSplit):
-                    raise TypeError(
-                        f"nested holds {each!r}, which is no NestedSplit; give what split() "
-                        "returned, or sizes by the names of modules: {'joint': 'auto'}"
-                    )
-                self._given[f"nested[{index}]"] = each
-
-    def attach_model(self, model: nn.Module, microbatch_size: Any) -> None:
-        """Give the model as a whole a size of its own, unless it has one."""
-        if attached_to(model) is None:
-            self._attach_part("model", model, microbatch_size=microbatch_size, batchnorm="exact")
-
-    def _attach(self, model: nn.Module, name: str, options: Mapping[str, Any]) -> None:
-        modules = dict(model.named_modules())
-        if name in modules and name:
-            there = attached_to(modules[name])
-            if there is None:
-                self._attach_part(name, modules[name], **options)
-            elif not there.is_like(NestedSplit(_nothing, **options)):
-                raise ValueError(
-                    f"nested gives {name!r} {dict(options)}, and it has a size of its own already: "
-                    f"{there!r}; give it once, or take the first one back with .remove()"
+        if isinstance(parts, Mapping):
+            self._named = {name: check_options(name, each) for name, each in parts.items()}
+            return
+        for each in parts or ():
+            if not isinstance(each, NestedSplit):
+                raise TypeError(
+                    f"nested holds {each!r}, which is no NestedSplit; give what split() "
+                    "returned, or sizes by the names of modules: {'joint': 'auto'}"
                 )
-            return
-        language_model = find_language_model(model)
-        if name == TAIL and language_model is not None:
-            tail = LanguageTail.of(language_model)
-            if tail is None:
-                tail = LanguageTail(language_model, options)
-                tail.attach()
-                self._own.append(tail)
-            self.add(tail)
-            return
-        names = [TAIL, *filter(None, modules)] if language_model is not None else list(modules)[1:]
-        close = difflib.get_close_matches(name, names, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(names[:8])}"
-        raise ValueError(
-            f"nested names {name!r}, and {type(model).__name__} has no module of that name{hint}"
-        )
+            self._given.append(each)
 
-    def _attach_part(self, name: str, module: nn.Module, **options: Any) -> None:
-        part = split(module, **options)
-        part.name = name
-        self._own.append(part)
+    def attach(self, setup: Setup) -> None:
+        self.attach_to(setup.model, setup.parts)
 
-    def remove(self) -> None:
-        """Let parts that were attached here run in one piece again."""
-        for part in self._own:
-            if part.is_attached:
-                part.remove()
-        self._own.clear()
+    def attach_to(self, model: nn.Module, parts: SizedParts) -> None:
+        """Give parts of a model their sizes.
 
-    def add(self, tail: "LanguageTail") -> None:
-        """Count a language model's tail among the parts."""
-        self._tails.append(tail)
-
-    def parts(self) -> Collection[NestedSplit]:
-        """All of them."""
-        return self._by_name().values()
-
-    def _by_name(self) -> Mapping[str, NestedSplit]:
-        if self._attached is None or self._attached[0] != num_attachments():
-            self._attached = num_attachments(), self._given | attached_parts(self._modules)
-        if not self._tails:
-            return self._attached[1]
-        tails = {name: part for tail in self._tails for name, part in tail.splits.items()}
-        return {**tails, **self._attached[1]}
-
-    def notice_step(self) -> None:
-        """Name the parts that no step has called so far: their sizes do nothing.
-
-        Warns:
-            AutomicroWarning: once, after some steps.
+        Raises:
+            ValueError: no such part, or one that has another size already.
         """
-        if self._unseen_steps is None:
-            return
-        self._unseen = [each for each in self._unseen if not each.has_run]
-        self._unseen_steps += 1
-        if not self._unseen:
-            self._unseen_steps = None
-        elif self._unseen_steps == _PATIENCE:
-            self._unseen_steps = None
-            names = ", ".join(repr(each.name) for each in self._unseen)
-            warn(
-                f"nested gives sizes to {names}, and {_PATIENCE} steps have not called it: the "
-                "size does nothing. Name a module that is called (a list of modules, or a "
-                "layer whose weight alone is used, is not; the tail of a language model runs where "
-                "the model itself is given labels)",
-                AutomicroWarning,
+        for index, each in enumerate(self._given):
+            parts.give(f"nested[{index}]", each)
+        for name, options in self._named.items():
+            _attach(model, name, options, parts)
+
+
+class ExactBatchNorm(Feature):
+    """Cuts the model as a whole, so that BatchNorm sees all rows; unless it has a size already.
+
+    Args:
+        microbatch_size: of its slices.
+    """
+
+    def __init__(self, microbatch_size: Any) -> None:
+        self._size = microbatch_size
+
+    def attach(self, setup: Setup) -> None:
+        if attached_to(setup.model) is None:
+            options = {"microbatch_size": self._size, "batchnorm": "exact"}
+            setup.parts.own(_attached("model", setup.model, options))
+
+
+def _attach(model: nn.Module, name: str, options: Mapping[str, Any], parts: SizedParts) -> None:
+    modules = dict(model.named_modules())
+    if name in modules and name:
+        there = attached_to(modules[name])
+        if there is None:
+            parts.own(_attached(name, modules[name], options), is_named=True)
+        elif not there.is_like(NestedSplit(_nothing, **options)):
+            raise ValueError(
+                f"nested gives {name!r} {dict(options)}, and it has a size of its own already: "
+                f"{there!r}; give it once, or take the first one back with .remove()"
             )
+        return
+    language_model = find_language_model(model)
+    if name == TAIL and language_model is not None:
+        tail = LanguageTail.of(language_model)
+        if tail is None:
+            tail = LanguageTail(language_model, options)
+            tail.attach()
+            parts.own(tail, is_named=True)
+        parts.add(tail)
+        return
+    names = [TAIL, *filter(None, modules)] if language_model is not None else list(modules)[1:]
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(names[:8])}"
+    raise ValueError(
+        f"nested names {name!r}, and {type(model).__name__} has no module of that name{hint}"
+    )
 
-    def begin_anew(self, finer: int) -> None:
-        """Let all whose sizes adapt forget what they found, and be cut so much finer."""
-        for each in self._by_name().values():
-            each.sizes = []
-            if each.adapts:
-                each.load_state_dict({})
-                each.finer = finer
 
-    @property
-    def adapts(self) -> bool:
-        """Whether any sizes may change."""
-        return any(each.adapts for each in self._by_name().values())
-
-    def sizes(self) -> dict[str, list[int]]:
-        """Rows of the slices of the last call of each part, by its name."""
-        return {name: each.sizes for name, each in self._by_name().items() if each.sizes}
-
-    def state_dict(self) -> dict[str, Any]:
-        """The sizes that were found, as plain values."""
-        return {name: each.state_dict() for name, each in self._by_name().items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with sizes that were found earlier; those of parts that are gone are left out."""
-        for name, each in self._by_name().items():
-            if name in state:
-                each.load_state_dict(state[name])
+def _attached(name: str, module: nn.Module, options: Mapping[str, Any]) -> NestedSplit:
+    part = split(module, **options)
+    part.name = name
+    return part
 
 
 def read_options(name: str, options: Any) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from automicro.policy.policy import Outcome, Policy, require_rows, require_size
 from automicro.reach import OF_EVERY_MODULE, Reach, captured_modules
 from automicro.sharding import is_sharded
 from automicro.state.part import Replay, taking_shapes
+from automicro.step.parts import attached_to, count_attachment, num_attachments
 from automicro.torch_private import (
     FakeTensor,
     forward_of_class,
@@ -296,7 +297,7 @@ class NestedSplit:
         if not isinstance(part, nn.Module):
             raise TypeError("only a module can be attached to; call what split() gave in its place")
         if not self.is_attached:
-            _count_attachment()
+            count_attachment()
             self._earlier = part.__dict__.get("forward")
             part.forward = _Forward(self)
         return self
@@ -305,7 +306,7 @@ class NestedSplit:
         """Let the module run in one piece again."""
         if not self.is_attached:
             return
-        _count_attachment()
+        count_attachment()
         del self._part.forward  # type: ignore[attr-defined]
         if self._earlier is not None:
             self._part.forward = self._earlier  # type: ignore[attr-defined]
@@ -834,35 +835,6 @@ def _positions(function: Callable[..., Any]) -> tuple[list[str], str | None]:
         elif parameter.kind is parameter.VAR_POSITIONAL:
             rest = parameter.name
     return names, rest
-
-
-def attached_to(part: Any) -> NestedSplit | None:
-    """The size of its own that a module has; None for none."""
-    forward = getattr(part, "__dict__", {}).get("forward")
-    return forward.nested if isinstance(forward, _Forward) else None
-
-
-_attachments = 0
-
-
-def _count_attachment() -> None:
-    global _attachments
-    _attachments += 1
-
-
-def num_attachments() -> int:
-    """How often a part was given a size of its own, or lost it: while it stays, parts do."""
-    return _attachments
-
-
-def attached_parts(modules: Iterable[nn.Module]) -> dict[str, NestedSplit]:
-    """The parts of some modules that have sizes of their own, by their names."""
-    return {
-        name: nested
-        for root in modules
-        for name, module in root.named_modules()
-        if (nested := attached_to(module)) is not None
-    }
 
 
 def split(part: P, **options: Any) -> NestedSplit:

@@ -3,10 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from automicro.policy.auto import Halving
-from automicro.policy.explore import Explore, FastestLevel
-from automicro.policy.ladder import Ladder
 from automicro.policy.policy import Fixed, Policy, require_size
-from automicro.policy.race import Value
 
 
 def _accepted(unit: str, *, may_explore: bool) -> str:
@@ -56,6 +53,8 @@ def make_policy(
         if microbatch_size == "auto":
             return Halving()
         if microbatch_size == "explore" and not repeatable:
+            from automicro.policy.explore import Explore
+
             return Explore()
         if microbatch_size == "explore":
             raise ValueError(_by_clock(name, microbatch_size))
@@ -88,7 +87,7 @@ def with_levels(
     levels: Sequence[str],
     *,
     by_time: bool,
-    choices: Mapping[str, Sequence[Value]] | None = None,
+    choices: Mapping[str, Sequence[float | str]] | None = None,
 ) -> Policy:
     """Return a policy that finds the level beside the size.
 
@@ -112,9 +111,12 @@ def with_levels(
     Ladder(Halving(initial=None), ['plain', 'recompute'])
     >>> with_levels(Halving(), ["plain", "recompute"], by_time=True)
     FastestLevel(Halving(initial=None), ['plain', 'recompute'])
-    >>> with_levels(Explore(), ["plain", "recompute"], by_time=True)
+    >>> with_levels(make_policy("explore"), ["plain", "recompute"], by_time=True)
     Explore(max_steps=60, ['plain', 'recompute'])
     """
+    from automicro.policy.explore import Explore, FastestLevel
+    from automicro.policy.ladder import Ladder
+
     if isinstance(policy, Explore):
         return policy.with_levels(levels, choices)
     if by_time:

@@ -16,11 +16,13 @@ import torch
 from torch import nn
 
 from automicro.nested.parts import LanguageTail, find_language_model
-from automicro.nested.split import attached_to
 from automicro.options import check_choice
 from automicro.rungs.blocks import find_blocks, is_called, named_blocks, shown_blocks
 from automicro.rungs.offload import offloading
 from automicro.rungs.recompute import Block, recomputes_already, recomputing
+from automicro.step.feature import Feature
+from automicro.step.parts import attached_to
+from automicro.step.setup import Setup
 from automicro.torch_private import is_compiled
 from automicro.transaction.rng import RandomState, devices_of
 
@@ -40,7 +42,8 @@ _EXAMPLE = "as in {'recompute': ['encoder.layers.*'], 'offload': True}"
 _NAME_THEM = "name them, as in when_too_large={'recompute': ['encoder.layers.*']}"
 
 
-WhenTooLarge: TypeAlias = str | Sequence[Any] | Mapping[str, Any]
+Savers: TypeAlias = str | Sequence[Any] | Mapping[str, Any]
+"""As `WhenTooLarge` has them."""
 
 
 class Rung(Protocol):
@@ -186,8 +189,48 @@ class NestedTail:
         return "the logits and their loss are computed in slices"
 
 
+class WhenTooLarge(Feature):
+    """Saves memory where not even the smallest microbatch fits, in training.
+
+    Args:
+        savers: ``"recompute"`` (repeated blocks keep their input alone, and compute again in the
+            backward), ``"offload"`` (what is saved for the backward waits in host memory),
+            ``"nested"`` (logits and loss of a language model are computed in slices), or a list of
+            these in order, of which each adds to those before. In a mapping the value of
+            ``"recompute"`` names the blocks, with ``*`` for one part of a name:
+            ``{"recompute": ["encoder.layers.*"], "offload": True}``. ``"auto"`` for what is
+            fastest of them by measured seconds, also where smaller sizes would fit; ``"error"``
+            for none.
+
+    Raises:
+        TypeError, ValueError: it is none of these; where a Microbatcher is made, no block is found.
+
+    Example:
+        >>> from automicro import Microbatcher
+        >>> microbatcher = Microbatcher(
+        ...     nn.Linear(8, 2), loss_fn=nn.MSELoss(), features=[WhenTooLarge("offload")]
+        ... )
+        >>> microbatcher.describe_level("offload")
+        'what is saved for the backward waits in host memory'
+    """
+
+    def __init__(self, savers: Savers) -> None:
+        self._savers, self._is_auto = savers, _read(savers)[1]
+
+    def attach(self, setup: Setup) -> None:
+        setup.levels, setup.levels_by_time = self._made, self._is_auto
+
+    def _made(self, setup: Setup) -> list[Level]:
+        levels = make_levels(
+            self._savers, setup.modules, setup.device, generators=setup.reach.generators
+        )
+        for tail in {id(tail): tail for level in levels for tail in level.tails}.values():
+            setup.parts.add(tail)
+        return levels
+
+
 def make_levels(
-    when_too_large: WhenTooLarge,
+    when_too_large: Savers,
     modules: Sequence[nn.Module],
     device: torch.device,
     *,
@@ -231,15 +274,6 @@ def make_levels(
         further = [Level(tuple(rungs))] if len(rungs) > 1 else []
         return [Level(), *(Level((rung,)) for rung in rungs), *further]
     return [Level(tuple(rungs[:number])) for number in range(len(rungs) + 1)]
-
-
-def chooses_by_time(when_too_large: WhenTooLarge) -> bool:
-    """Whether the fastest level is wanted, and not the first that fits.
-
-    >>> chooses_by_time("auto"), chooses_by_time("recompute")
-    (True, False)
-    """
-    return _read(when_too_large)[1]
 
 
 def check_levels(when_too_large: Any) -> None:

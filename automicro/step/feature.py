@@ -8,6 +8,7 @@ from torch import Tensor
 
 from automicro.loss.conventions import Carried, Output
 from automicro.step.plan import Cut, Plan
+from automicro.step.setup import Setup
 from automicro.transaction.transaction import Part
 
 
@@ -90,6 +91,9 @@ class Feature:
         True
     """
 
+    def attach(self, setup: Setup) -> None:
+        """A Microbatcher is made with it, and may be made in another way."""
+
     def parts(self) -> Sequence[Part]:
         """What of it an attempt may change, to be committed or rolled back with all else."""
         return ()
@@ -118,6 +122,14 @@ class Feature:
     def failed(self, attempt: Attempt, message: str, peak_bytes: int | None) -> Sequence[str]:
         """The attempt ran out of memory and was undone; files that were written of it."""
         return ()
+
+
+_HOOKS = [name for name in vars(Feature) if not name.startswith("_") and name != "attach"]
+
+
+def takes_part(feature: Feature) -> bool:
+    """Whether a feature has any hook of an attempt."""
+    return any(getattr(type(feature), name) is not getattr(Feature, name) for name in _HOOKS)
 
 
 class Features:

@@ -20,8 +20,7 @@ from automicro.errors import Bystander, MetricWarning, warn
 from automicro.state.part import State
 from automicro.step.events import blame
 from automicro.step.feature import Attempt, Feature, MicrobatchRun
-from automicro.step.plan import Cut
-from automicro.step.unit import order_of
+from automicro.step.plan import Cut, order_of
 from automicro.torch_private import children_of
 from automicro.transaction.transaction import Part, Transaction
 

@@ -1,8 +1,7 @@
 """What comes out of a step beside its loss: outputs of all rows, and state for the next batch."""
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -13,11 +12,11 @@ from automicro.batch.layout import BatchLayout
 from automicro.batch.structure import concat_rows
 from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.errors import BatchError, Bystander, LossError, MetricWarning, warn
-from automicro.loss.conventions import Carried, outputs_with_rows
+from automicro.loss.conventions import outputs_with_rows
 from automicro.memory.budget import active_budget
 from automicro.step.events import blame
 from automicro.step.feature import Attempt, Feature, MicrobatchRun
-from automicro.step.unit import order_of, with_padding
+from automicro.step.plan import order_of, with_padding
 from automicro.transaction.transaction import Part
 
 Where: TypeAlias = bool | Literal["host", "device"]
@@ -186,12 +185,12 @@ class Kept(Feature):
             found = layout.num_rows(carry)
         except BatchError as error:
             raise LossError(
-                f"forward returned a carry that cannot be read by carry_layout=…: {error}"
+                f"forward returned a carry that cannot be read by Carry(…): {error}"
             ) from error
         if found != num_rows:
             raise LossError(
                 f"forward returned a carry of {found} rows for a microbatch of {num_rows}; return "
-                "the state of its own rows, and let carry_layout=… say in which dimension they lie"
+                "the state of its own rows, and let Carry(…) say in which dimension they lie"
             )
         self._row_dims = layout.row_dims(carry)
 
@@ -236,149 +235,23 @@ def _copied(tensor: Tensor) -> Tensor:
 _NOTHING_KEPT = Kept(False, torch.device("cpu"), None)
 
 
-class CarriedLayout(BatchLayout):
-    """Where a batch and the state beside it have their rows.
-
-    Example:
-        >>> layout = CarriedLayout(0, 1)
-        >>> both = Carried(torch.zeros(4, 3), torch.zeros(2, 4, 8))
-        >>> layout.num_rows(both), [tuple(each.carry.shape) for each in layout.split(both, [3, 1])]
-        (4, [(2, 3, 8), (2, 1, 8)])
+class Keeper:
+    """Keeps what is asked for of the forwards of each step.
 
     Args:
-        batch_layout: of the batch; see `split_batch`.
-        carry_layout: the same of the state.
+        device: where the model computes.
+        carry_layout: of state for the next batch; None where there is none.
     """
 
-    def __init__(
-        self, batch_layout: int | Mapping[str, Any], carry_layout: int | Mapping[str, Any]
-    ) -> None:
-        super().__init__()
-        self._batch, self.carry = BatchLayout(batch_layout), BatchLayout(carry_layout)
-
-    def num_rows(self, batch: Carried) -> int:
-        num_rows = self._batch.num_rows(batch.batch)
-        self.holds_rows = self._batch.holds_rows
-        if batch.carry is None:
-            return num_rows
-        carried = self._about_carry(self.carry.num_rows, batch.carry)
-        if carried != num_rows:
-            raise BatchError(
-                f"The rows of the carry and of the batch disagree: {carried} and {num_rows}. "
-                "Pass the state of the same rows (drop_last=True gives every batch as many), or "
-                "carry=None to begin anew. Let carry_layout=… say where the state has its rows, "
-                "and batch_layout=… the batch: both are 1 where time comes first."
-            )
-        return num_rows
-
-    def split(self, batch: Carried, sizes: Sequence[int]) -> list[Any]:
-        batches = self._batch.split(batch.batch, sizes)
-        carries = [None] * len(sizes)
-        if batch.carry is not None:
-            carries = self.carry.split(batch.carry, sizes)
-        return list(map(Carried, batches, carries))
-
-    def take_rows(self, batch: Carried, indices: Sequence[int]) -> Carried:
-        carry = None if batch.carry is None else self.carry.take_rows(batch.carry, indices)
-        return Carried(self._batch.take_rows(batch.batch, indices), carry)
-
-    def row_dims(self, batch: Carried) -> dict[str, int]:
-        found = {"batch": self._batch.row_dims(batch.batch)}
-        if batch.carry is not None:
-            found["carry"] = self.carry.row_dims(batch.carry)
-        return {
-            f"{name}.{path}" if path else name: dim
-            for name, dims in found.items()
-            for path, dim in dims.items()
-        }
-
-    @staticmethod
-    def _about_carry(read: Callable[[Any], int], carry: Any) -> int:
-        try:
-            return read(carry)
-        except BatchError as error:
-            raise BatchError(f"In carry, whose layout carry_layout=… declares: {error}") from error
-
-
-class Carrying:
-    """Whether state goes from batch to batch, and all that follows from it.
-
-    What the caller gave knows batches as the data loader gives them, without the state beside.
-
-    Args:
-        batch_layout: of the batch; see `split_batch`.
-        carry_layout: of the state; None where there is none.
-
-    Attributes:
-        layout: of what is cut.
-        is_on: whether there is state.
-
-    Example:
-        >>> carrying = Carrying(0, 1)
-        >>> carrying.hiding(len)(carrying.beside([1, 2, 3], None))
-        3
-    """
-
-    def __init__(
-        self, batch_layout: int | Mapping[str, Any], carry_layout: int | Mapping[str, Any] | None
-    ) -> None:
-        self.is_on = carry_layout is not None
+    def __init__(self, device: torch.device, carry_layout: BatchLayout | None) -> None:
+        self._device, self._carry_layout = device, carry_layout
         self._known: set[str] = set()
         self._steps = 0
-        self._carry_layout: BatchLayout | None = None
-        self.layout = BatchLayout(batch_layout)
-        if carry_layout is not None:
-            self.layout = layout = CarriedLayout(batch_layout, carry_layout)
-            self._carry_layout = layout.carry
 
-    def beside(self, batch: Any, carry: Any) -> Any:
-        """A batch with its state; None where a rank has no batch.
-
-        Raises:
-            ValueError: there is state, and nothing was said of its rows.
-        """
-        if self.is_on:
-            return None if batch is None else Carried(batch, carry)
-        if carry is not None:
-            raise ValueError(
-                "carry=… was given to a Microbatcher without carry_layout=…; say in which "
-                "dimension the state has its rows: Microbatcher(…, carry_layout=1) for nn.LSTM"
-            )
-        return batch
-
-    def keep(self, where: object, device: torch.device) -> Kept:
+    def keep(self, where: object) -> Kept:
         """What keeps outputs and state of one step; see `Kept`."""
         if where is False and self._carry_layout is None:
             return _NOTHING_KEPT
         self._steps += 1
         is_early = self._steps <= _EARLY
-        return Kept(where, device, self._carry_layout, self._known, is_early=is_early)
-
-    def refuse_several(self, batches: Iterable[Any]) -> None:
-        """Refuse batches that are to be taken as one, unless they are one with its state.
-
-        Raises:
-            ValueError: each of them begins where the one before ended.
-        """
-        if self.is_on and not all(isinstance(each, Carried) for each in batches):
-            raise ValueError(
-                "accumulate takes batches as if they were one, and with carry_layout=… each begins "
-                "where the one before ended; call backward for each of them before the optimizer's "
-                "step, with carry=result.carry of the one before"
-            )
-
-    def hiding(self, function: Any) -> Any:
-        """A function of the caller's, or several by name; it gets batches without their state."""
-        if isinstance(function, Mapping):
-            return {name: self.hiding(each) for name, each in function.items()}
-        if not self.is_on or not callable(function):
-            return function
-
-        def told(*arguments: Any, **options: Any) -> Any:
-            return function(*map(_without_carry, arguments), **options)
-
-        return functools.update_wrapper(told, function, updated=())
-
-
-def _without_carry(value: Any) -> Any:
-    return value.batch if isinstance(value, Carried) else value
+        return Kept(where, self._device, self._carry_layout, self._known, is_early=is_early)

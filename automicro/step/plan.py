@@ -3,17 +3,43 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from automicro.batch.layout import balanced_sizes
 from automicro.batch.tensors import Contents
 from automicro.errors import BatchError
 from automicro.memory.meter import Measured
-from automicro.policy.packing import Overhead
 from automicro.policy.policy import Exploration, Policy
 from automicro.ranks.interface import Agreement, Proposal, Ranks, rows_of_microbatches
 from automicro.step.results import Counts
-from automicro.step.unit import ROWS, Packing
+
+ROWS = "rows"
+"""What sizes are counted in, unless rows have costs."""
+
+
+class Packing(Protocol):
+    """The rows of a batch in an order of their own, where they have costs.
+
+    Attributes:
+        extent: what the whole batch costs as one slice, in whole units.
+    """
+
+    @property
+    def extent(self) -> int: ...
+
+    def largest(self, sizes: Sequence[int]) -> int:
+        """What the costliest of these slices costs, in whole units."""
+
+    def cut(self, microbatches: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
+        """Microbatches of these rows, each without the padding that all of its rows have."""
+
+    def restored(
+        self, outputs: Sequence[Any], sizes: Sequence[int], *, fill: float = 0
+    ) -> list[Any]:
+        """Outputs of these slices, padded to what the whole batch would have given."""
+
+    def places(self) -> list[int]:
+        """Of each row of the batch as it came, its place here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +116,8 @@ class CutRule:
         strict_divisible: whether all slices must have the same number of rows.
         min_rows: the fewest rows of a slice; 2 where BatchNorm refuses a single row.
         unit: what sizes are counted in, in the plural.
-        overhead: what a slice costs whatever it holds, where rows have costs.
         failed: the smallest size that ran out of memory, where rows have costs.
+        wants_seconds: whether it learns from how long attempts take.
 
     >>> CutRule().cut(10, 4), CutRule().cut(50, 16, multiple_of=8)
     ([4, 3, 3], [16, 16, 16, 2])
@@ -100,8 +126,11 @@ class CutRule:
     strict_divisible: bool = False
     min_rows: int = 1
     unit: str = ROWS
-    overhead: Overhead = field(default_factory=Overhead)
     failed: float = math.inf
+
+    @property
+    def wants_seconds(self) -> bool:
+        return False
 
     def cut_batch(self, batch: ReadBatch, size: int, *, multiple_of: int = 1) -> "Cut":
         """How a batch is cut into slices of at most a size.
@@ -109,12 +138,28 @@ class CutRule:
         Raises:
             BatchError: as `cut`.
         """
-        packing = batch.packing
-        if packing is None:
-            return Cut(self.cut(batch.num_rows, size, multiple_of=multiple_of), batch.cost)
-        overhead = self.overhead.of(packing.average)
-        sizes = packing.pack(size, overhead=overhead, min_rows=self.min_rows)
-        return Cut(sizes, batch.cost, packing)
+        return Cut(self.cut(batch.num_rows, size, multiple_of=multiple_of), batch.cost)
+
+    def learn(self, finished: "Finished[Any]") -> None:
+        """A step is over."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned, as plain values."""
+        return {"min_rows": self.min_rows}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what was learned earlier.
+
+        Raises:
+            ValueError: sizes of another unit.
+        """
+        unit = state.get("unit", ROWS)
+        if unit != self.unit:
+            raise ValueError(
+                f"the sizes of this state are {unit}, and those of this run {self.unit}; "
+                "give the microbatch_unit that it was saved with, or leave the state out"
+            )
+        self.min_rows = state["min_rows"]
 
     def cut(self, num_rows: int, size: int, *, multiple_of: int = 1) -> list[int]:
         """The rows of each slice, the largest first.
@@ -199,6 +244,28 @@ class Cut:
     def leaves_one_alone(self) -> bool:
         """Whether one of several slices has a single row."""
         return self.is_split and min(self.sizes) == 1
+
+
+def order_of(cuts: Sequence[Cut]) -> list[int] | None:
+    """Of each row of some batches, its place among the rows of all slices; None: in order."""
+    if all(cut.packing is None for cut in cuts):
+        return None
+    order: list[int] = []
+    for cut in cuts:
+        assert cut.packing is not None
+        before = len(order)
+        order += [place + before for place in cut.packing.places()]
+    return order
+
+
+def with_padding(outputs: Sequence[Any], cuts: Sequence[Cut], *, fill: float = 0) -> list[Any]:
+    """Outputs of all slices, padded with a number to what the whole batch would have given."""
+    found, remaining = [], list(outputs)
+    for cut in cuts:
+        own, remaining = remaining[: len(cut.sizes)], remaining[len(cut.sizes) :]
+        packing = cut.packing
+        found += own if packing is None else packing.restored(own, cut.sizes, fill=fill)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

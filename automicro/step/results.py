@@ -38,7 +38,7 @@ class StepResult:
         outputs: of the forward, for all rows (of this rank) in order, detached, where they were
             asked for: what it returned beside the loss.
         carry: state for the next batch, detached, its rows in order, where the Microbatcher has a
-            ``carry_layout``.
+            `Carry`.
         loss: 0-d, detached, of the whole batch (of all ranks), on the device: reading it waits for
             the device. On the host where ``accept`` was given.
         losses: the parts of the loss by name, where the forward gives several; as ``loss``. Each is

@@ -15,6 +15,7 @@ from automicro.ranks.interface import Status, announcing_failure
 from automicro.step.events import bystander
 from automicro.step.phase import Phase
 from automicro.step.plan import (
+    ROWS,
     Finished,
     Plan,
     Step,
@@ -23,7 +24,6 @@ from automicro.step.plan import (
     plan_together,
     propose_to,
 )
-from automicro.step.unit import ROWS
 from automicro.step.words import give_up_fixed, reports_of, what_helps, why_nothing_fits
 
 logger = logging.getLogger("automicro.attempts")
@@ -213,13 +213,12 @@ def _plan(step: Step, phase: Phase) -> Plan:
             phase.arrange(plan.settings)
         return plan
     with announcing_failure(ranks):
-        lacks_rows = spare is not None and spare.is_lacking
-        proposal = propose_to(step, rule, training=phase.is_training, lacks_rows=lacks_rows)
+        proposal = propose_to(step, rule, training=phase.is_training, lacks_rows=spare.is_lacking)
         phase.arrange(step.policy.settings)
     agreement = ranks.agree(proposal)
     if agreement.max_extent == 0:
         return nothing_to_run(stops=agreement.stops)
-    if agreement.donor is not None and spare is not None:
+    if agreement.donor is not None:
         spare.pass_on(agreement.donor)
     with announcing_failure(ranks):
         return plan_together(step, rule, agreement, ranks)

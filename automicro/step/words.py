@@ -12,10 +12,8 @@ from automicro.memory.device import allocated_bytes, peak_bytes
 from automicro.memory.oom import first_line, unquoted_shortage
 from automicro.memory.residents import ResidentMemory
 from automicro.options import ONE_GRAPH_EACH
-from automicro.rungs.levels import NESTED
 from automicro.step.events import bystander
-from automicro.step.plan import Plan
-from automicro.step.unit import ROWS
+from automicro.step.plan import ROWS, Plan
 from automicro.units import format_bytes
 
 _LESS_BESIDE = (
@@ -158,7 +156,7 @@ def why_nothing_fits(
 _HELPS = {
     "recompute": ("activation checkpointing", "when_too_large={}"),
     "offload": ("host memory for what waits for the backward", "when_too_large={}"),
-    NESTED: (
+    "nested": (
         "outputs and their loss in slices",
         "when_too_large={}, or automicro.split where the model is none of transformers'",
     ),

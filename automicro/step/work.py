@@ -26,9 +26,8 @@ from automicro.step.metrics import MetricGuard, MetricUpdates
 from automicro.step.outputs import Kept
 from automicro.step.passes import Losses, Passes
 from automicro.step.phase import Phase
-from automicro.step.plan import Plan, Step
+from automicro.step.plan import ROWS, Plan, Step
 from automicro.step.split_guard import SplitGuard
-from automicro.step.unit import ROWS
 from automicro.transaction.gradients import GradientHistory, Gradients
 from automicro.transaction.parameters import Parameters
 from automicro.transaction.transaction import Part
@@ -107,8 +106,8 @@ Evaluated = tuple[Tensor | None, dict[str, Tensor], dict[str, Weight | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
-    """What a Microbatcher was made with, and has learned; the work of each step uses it.
+class Engine:
+    """Runs the microbatches of every step, and knows what it has learned of the model.
 
     Attributes:
         index: of all parameters and buffers that take part.
@@ -154,7 +153,7 @@ class _Work(Generic[T]):
     """What training and evaluation have in common.
 
     Args:
-        setup: that the Microbatcher was made with.
+        engine: that runs microbatches.
         phase: that the step belongs to.
         step: what it brings.
         metrics: updated with every row; None for none.
@@ -163,19 +162,19 @@ class _Work(Generic[T]):
 
     _mode: Mode = "train"
 
-    def __init__(self, setup: Setup, phase: Phase, step: Step, metrics: Any, kept: Kept) -> None:
-        self._setup, self._phase, self._step = setup, phase, step
-        self._passes, self._ranks, self._kept = setup.passes, phase.ranks, kept
+    def __init__(self, engine: Engine, phase: Phase, step: Step, metrics: Any, kept: Kept) -> None:
+        self._engine, self._phase, self._step = engine, phase, step
+        self._passes, self._ranks, self._kept = engine.passes, phase.ranks, kept
         self._state = phase.state(metrics)
         self._watch = watch = phase.watch([each.contents for each in step.batches])
         # The usual step has none of these.
         features: list[Feature] = [_Watching(watch, self._passes.tensors)] * watch.compares
         if not phase.is_rehearsing:
-            features += setup.features
+            features += engine.features
         if metrics is not None:
             updates = MetricUpdates(
                 metrics,
-                setup.metric_guard,
+                engine.metric_guard,
                 phase.metrics(metrics),
                 self._passes.seen_by_metrics,
                 sorts=phase.rule.unit != ROWS,
@@ -190,7 +189,7 @@ class _Work(Generic[T]):
         self._let_go()
 
     def check(self, plan: Plan) -> None:
-        checks, kept, mode = self._setup.checks, self._kept, self._mode
+        checks, kept, mode = self._engine.checks, self._kept, self._mode
         of_outputs = checks.compares_outputs and mode != "train" and self._gives_outputs
         of_outputs = of_outputs and not self._has_checked_outputs
         of_loss = not self._has_checked and checks.compares(mode)
@@ -233,7 +232,7 @@ class _Work(Generic[T]):
         microbatches = [each for cut in cuts for each in cut.microbatches]
         sizes = [size for cut in cuts for size in cut.sizes]
         min_rows = self._phase.rule.min_rows
-        every = [*microbatches, *self._setup.spare.fillers(plan, self._spares(cuts), min_rows)]
+        every = [*microbatches, *self._engine.spare.fillers(plan, self._spares(cuts), min_rows)]
         moved = on_device(every, self._passes.device, isolate=self._watch.isolate)
         for index, rows in enumerate(moved):
             if index >= len(sizes):
@@ -295,7 +294,7 @@ class TrainingWork(_Work[Losses]):
     """Forward and backward of all batches: their gradients add up, and their losses.
 
     Args:
-        setup: that the Microbatcher was made with.
+        engine: that runs microbatches.
         phase: of training.
         step: what it brings.
         metrics: updated with every row; None for none.
@@ -305,24 +304,24 @@ class TrainingWork(_Work[Losses]):
 
     def __init__(
         self,
-        setup: Setup,
+        engine: Engine,
         phase: Phase,
         step: Step,
         metrics: Any,
         kept: Kept,
         accept: Accept | None = None,
     ) -> None:
-        super().__init__(setup, phase, step, metrics, kept)
+        super().__init__(engine, phase, step, metrics, kept)
         self._accept = accept
         self._gradients = Gradients(
-            setup.index.known, setup.gradients, inputs=self._watch.requiring_grad
+            engine.index.known, engine.gradients, inputs=self._watch.requiring_grad
         )
         self._shared: GlobalLoss | None = None
         if not phase.ranks.is_alone:
             self._shared = GlobalLoss(
                 phase.device,
                 at_once=accept is not None,
-                num_means=1 if setup.passes.scales_for_ranks else phase.ranks.world_size,
+                num_means=1 if engine.passes.scales_for_ranks else phase.ranks.world_size,
             )
         self._own: tuple[Losses, BatchWeights, Mapping[str, float]] | None = None
         self._parameters: Parameters | None = None
@@ -333,12 +332,12 @@ class TrainingWork(_Work[Losses]):
             self._parameters.begin()
 
     def parts(self) -> list[Part]:
-        index = self._setup.index
+        index = self._engine.index
         self._parameters = Parameters(index.parameters, index.names_of)
         return [
             self._parameters,
             self._watch,
-            *([self._setup.reservation] if self._setup.reservation.is_used else ()),
+            *([self._engine.reservation] if self._engine.reservation.is_used else ()),
             self._phase.random_state(),
             self._state,
             self._gradients,  # hooks at its commit may change all others before it
@@ -387,8 +386,8 @@ class TrainingWork(_Work[Losses]):
             return
         most = max(plan.cuts, key=lambda cut: len(cut.sizes), default=None)
         if most is not None and most.is_split:
-            counting = self._setup.checks.counting
-            self._setup.split_guard.warn(most.sizes, self._state, counting)
+            counting = self._engine.checks.counting
+            self._engine.split_guard.warn(most.sizes, self._state, counting)
 
     @property
     def rank_loss(self) -> Tensor | None:
@@ -419,9 +418,9 @@ class TrainingWork(_Work[Losses]):
         return self._accept is None or self._accept(result[0])
 
     def residents(self) -> ResidentMemory | None:
-        return self._setup.memory.measure(
+        return self._engine.memory.measure(
             training=True,
-            upcoming_bytes=self._setup.reservation.upcoming_bytes,
+            upcoming_bytes=self._engine.reservation.upcoming_bytes,
             shared_inputs=self._shared_inputs(),
         )
 
@@ -430,7 +429,7 @@ class EvaluationWork(_Work[Evaluated]):
     """Forward of one batch: its loss, and what it was divided by. Of this rank's rows alone.
 
     Args:
-        setup: that the Microbatcher was made with.
+        engine: that runs microbatches.
         phase: of evaluation.
         step: what it brings.
         metrics: updated with every row; None for none.
@@ -441,7 +440,7 @@ class EvaluationWork(_Work[Evaluated]):
 
     def __init__(
         self,
-        setup: Setup,
+        engine: Engine,
         phase: Phase,
         step: Step,
         metrics: Any,
@@ -450,7 +449,7 @@ class EvaluationWork(_Work[Evaluated]):
         predicts: bool = False,
         compares_outputs: bool = False,
     ) -> None:
-        super().__init__(setup, phase, step, metrics, kept)
+        super().__init__(engine, phase, step, metrics, kept)
         self._gives_outputs |= compares_outputs
         self._predicts = predicts
         self._mode = "predict" if predicts else "eval"
@@ -486,7 +485,7 @@ class EvaluationWork(_Work[Evaluated]):
     def _total(self, plan: Plan) -> Evaluated:
         for cut in plan.cuts:
             if cut.is_split:
-                self._setup.split_guard.warn_of_evaluation(cut.sizes, self._state)
+                self._engine.split_guard.warn_of_evaluation(cut.sizes, self._state)
         total, parts = add_up(self._losses) if self._losses else (None, {})
         return total, parts, {} if self._weights is None else self._weights.totals
 
@@ -500,4 +499,4 @@ class EvaluationWork(_Work[Evaluated]):
         return not self._phase.is_rehearsing
 
     def residents(self) -> ResidentMemory | None:
-        return self._setup.memory.measure(training=False, shared_inputs=self._shared_inputs())
+        return self._engine.memory.measure(training=False, shared_inputs=self._shared_inputs())

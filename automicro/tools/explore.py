@@ -15,6 +15,7 @@ from automicro.batch.structure import concat_rows
 from automicro.batch.tensors import replace_tensors, tensor_leaves
 from automicro.batchnorm import find_batchnorm
 from automicro.errors import AutomicroError, SampleTooLargeError
+from automicro.features import with_features
 from automicro.microbatcher import Microbatcher
 from automicro.options import read_count
 from automicro.policy.explore import EXPECTED, ROUND, SURE
@@ -195,9 +196,8 @@ def explore(
         pool = _Pool(batches, BatchLayout(options.get("batch_layout", 0)), max_rows)
         trials = _Trials(pool.batch_rows, pool.num_rows, emit)
         options = {"batchnorm": "ignore", "probe": False, **options}
-        microbatcher = Microbatcher(
-            model, microbatch_size=trials, eval_microbatch_size=trials, **options
-        )
+        sizes = {"microbatch_size": trials, "eval_microbatch_size": trials}
+        microbatcher = Microbatcher(model, **with_features({**options, **sizes}))
         captured = capture({"model": model, "modules": options.get("modules", ())})
         try:
             for size in trials.sizes(max_steps, max_minutes):

@@ -11,6 +11,8 @@ from torch import nn
 
 from automicro.batch.layout import BatchLayout, describe_cut
 from automicro.errors import SampleTooLargeError, text_of
+from automicro.features import with_features
+from automicro.lengths.unit import unit_name
 from automicro.memory.budget import MemoryBudget, active_budget
 from automicro.memory.device import limit_memory
 from automicro.memory.oom import is_out_of_memory
@@ -19,8 +21,8 @@ from automicro.microbatcher import Microbatcher
 from automicro.options import resolve_device
 from automicro.policy.choose import make_policy
 from automicro.policy.policy import Outcome, Policy
+from automicro.step.plan import ROWS
 from automicro.step.results import EvalResult, StepResult
-from automicro.step.unit import ROWS, unit_name
 from automicro.trainer.failed_batch import FailedBatch, load_batch
 from automicro.units import format_bytes
 
@@ -161,7 +163,7 @@ def replay(
     policy = _Noting(make_policy(options.pop(name, "auto"), name=name, unit=unit))
     limit = options.pop("memory_limit", None)
     options = {"batchnorm": "ignore", "probe": False, **options, name: policy}
-    microbatcher = Microbatcher(model, **options)
+    microbatcher = Microbatcher(model, **with_features(options))
     result: StepResult | EvalResult | None = None
     message: str | None = None
     with _limited(limit, resolve_device(options.get("device"), model)):

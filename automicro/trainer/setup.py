@@ -16,6 +16,8 @@ from automicro.checkpoints.store import CheckpointConfig
 from automicro.compilation import compile_model
 from automicro.data import LengthBatchSampler
 from automicro.events.run import GlobalBatch
+from automicro.features import with_features
+from automicro.lengths.unit import unit_name
 from automicro.microbatcher import Microbatcher
 from automicro.modules import is_parallel
 from automicro.optimizer.scaling import GradientScaler
@@ -29,7 +31,6 @@ from automicro.options import (
 )
 from automicro.policy.choose import make_policy
 from automicro.policy.policy import Policy
-from automicro.step.unit import unit_name
 from automicro.trainer.context import RunContext
 from automicro.trainer.data.feed import Feed
 from automicro.trainer.data.loading import (
@@ -136,7 +137,7 @@ class MicrobatcherFactory:
         Args:
             options: of `Microbatcher`, in place of the trainer's.
         """
-        microbatcher = Microbatcher(self._model, **{**self._options, **options})
+        microbatcher = Microbatcher(self._model, **with_features({**self._options, **options}))
         if self._is_scaled and self.scaler is None:
             self.scaler = GradientScaler(self._device, ranks=microbatcher.ranks)
         return microbatcher

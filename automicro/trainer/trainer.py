@@ -14,14 +14,14 @@ from automicro.checkpoints.store import CheckpointConfig
 from automicro.errors import DeterminismWarning, warn
 from automicro.events.callback import Callback, Callbacks
 from automicro.events.run import LoopState, PhaseState, Run
+from automicro.lengths.unit import Cost
 from automicro.loggers import Logger, LoggerGroup
 from automicro.loss.averages import LossAverage
 from automicro.nested.parts import NestedParts
 from automicro.options import check_model, read_count, read_flag
 from automicro.policy.explore import Explore
 from automicro.policy.policy import Policy
-from automicro.rungs.levels import WhenTooLarge
-from automicro.step.unit import Cost
+from automicro.rungs.levels import Savers
 from automicro.trainer.context import Recorder, RunContext
 from automicro.trainer.data.loading import check_loader, check_passes
 from automicro.trainer.device import seed_everything
@@ -208,7 +208,7 @@ class Trainer:
         eval_microbatch_size: int | str | Policy | None = "auto",
         microbatch_unit: str | Cost = "rows",
         nested: NestedParts = None,
-        when_too_large: WhenTooLarge = "error",
+        when_too_large: Savers = "error",
         padding: Mapping[str, Any] | None = None,
         cut_padding: bool | str = "auto",
         loss_average: LossAverage = "auto",

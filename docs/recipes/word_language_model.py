@@ -1,7 +1,7 @@
 """A recurrent language model, whose hidden state goes on from batch to batch.
 
 Text runs down the columns, so the rows of a batch are in dimension 1: `batch_layout=1`, and
-`carry_layout=1` for the hidden state. `backward(batch, carry=hidden)` gives each microbatch the
+`Carry(1)` for the hidden state. `backward(batch, carry=hidden)` gives each microbatch the
 state of its rows, and `result.carry` is the new one, joined and detached, which the loop did by
 hand. An attempt that fails has moved no state on.
 """
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from automicro import Microbatcher
+from automicro.features import Carry
 
 DROPOUT = 0.2
 BPTT = 16
@@ -90,7 +91,7 @@ def microbatched(epochs=3, batch_size=48, ntoken=200, lr=5.0):
         output, hidden = model(data, hidden)
         return {"loss": criterion(output.flatten(0, 1), targets.flatten()), "carry": hidden}
 
-    microbatcher = Microbatcher(model, forward=forward, batch_layout=1, carry_layout=1)
+    microbatcher = Microbatcher(model, forward=forward, batch_layout=1, features=[Carry(1)])
     history = []
     for _ in range(epochs):
         hidden = model.init_hidden(batch_size)

@@ -13,6 +13,7 @@ import sounds
 from automicro import Microbatcher
 from automicro.cli.config.build import Recipe
 from automicro.data import LengthBatchSampler
+from automicro.features import MicrobatchUnit
 from automicro.trainer.report import FitSummary
 from tests.config_jobs import build_trainer, load_config
 from tests.trainer.runs import assert_same
@@ -134,7 +135,7 @@ def test_sounds_have_the_gradient_of_the_whole_batch(unit: str, size: int) -> No
     microbatcher = Microbatcher(
         model,
         microbatch_size=size if unit == "seconds" else 50 * size,
-        microbatch_unit=unit,
+        features=[MicrobatchUnit(unit)],
         loss_average="samples",
     )
     result = microbatcher.backward(batch)
@@ -171,7 +172,7 @@ def test_instructions_have_the_gradient_of_the_whole_batch(size: int) -> None:
         model,
         forward=forward,
         microbatch_size=size,
-        microbatch_unit="tokens",
+        features=[MicrobatchUnit("tokens")],
         loss_average=lambda batch: (batch["labels"][:, 1:] != instructions.IGNORED).sum(),
     )
     result = microbatcher.backward(batch)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import sounds
 from automicro import Microbatcher
+from automicro.features import MicrobatchUnit, Nested
 from transducer import Joint, Transducer, transducer_loss
 
 FRAMES, LABELS, CLASSES = 4, 3, 5
@@ -158,9 +159,8 @@ def test_the_gradient_is_that_of_the_whole_batch(unit: str, nested: Any) -> None
     microbatcher = Microbatcher(
         model,
         microbatch_size=4 if unit == "rows" else 10,
-        microbatch_unit=unit,
+        features=[MicrobatchUnit(unit), Nested(nested)],
         loss_average="samples",
-        nested=nested,
     )
     result = microbatcher.backward(batch)
     assert result.num_microbatches > 1
@@ -175,7 +175,7 @@ def test_the_joint_finds_out_that_it_gives_a_mean_over_rows() -> None:
     whole.backward()
     expected = gradient(model)
     microbatcher = Microbatcher(
-        model, microbatch_size=None, loss_average="samples", nested={"joint": 3}
+        model, microbatch_size=None, loss_average="samples", features=[Nested({"joint": 3})]
     )
     result = microbatcher.backward(batch)
     assert result.nested_sizes == {"joint": 3}

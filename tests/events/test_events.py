@@ -207,7 +207,7 @@ def test_events_nobody_listens_to_cost_no_observer() -> None:
             """Listens to nothing inside a step."""
 
     trainer = make_trainer(make_model(), callbacks=[Quiet()])
-    assert not trainer._microbatcher._setup.features
+    assert not trainer._microbatcher._engine.features
 
 
 @pytest.mark.parametrize("wrong", [Callback, object(), [Callback()]])

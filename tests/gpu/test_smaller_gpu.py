@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from automicro import Contrastive, Microbatcher, StepResult
 from automicro.contrastive import InfoNCE
+from automicro.features import Nested
 from tests.gpu.conftest import Record
 from tests.gpu.device import (
     DEVICE,
@@ -191,7 +192,7 @@ def named(seed: int = 2) -> dict[str, Tensor]:
 def test_a_tail_that_ran_out_of_memory_shrinks_alone_and_has_the_same_bits(precision: str) -> None:
     def run(size: Any, limit: int) -> tuple[dict[str, Tensor], StepResult]:
         net = Tailed().to(DEVICE)
-        step = Microbatcher(net, nested={"tail": size}, precision=precision)
+        step = Microbatcher(net, features=[Nested({"tail": size})], precision=precision)
         torch.manual_seed(3)
         with room(limit):
             result = step.backward(named())

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from automicro import BatchError, LossError, Microbatcher
+from automicro.features import with_features
 from automicro.loss.conventions import choose_convention, outputs_with_rows
 from tests.models import CLASSES, ROWS, ComposerStyle, Mlp, x, y
 
@@ -41,7 +42,7 @@ class MereAttribute(Keyword):
 
 
 def train(model: nn.Module, batch: Any, **options: Any) -> float:
-    microbatcher = Microbatcher(model, microbatch_size=3, **options)
+    microbatcher = Microbatcher(model, microbatch_size=3, **with_features(options))
     loss = float(microbatcher.backward(batch).loss)
     assert all(p.grad is not None for p in model.parameters())
     return loss
@@ -107,7 +108,7 @@ def test_ways_to_a_loss_that_make_no_sense_are_refused(
     options: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        Microbatcher(Mlp(), **options)
+        Microbatcher(Mlp(), **with_features(options))
 
 
 @pytest.mark.parametrize("size", [None, 3])
@@ -228,11 +229,28 @@ def test_a_batch_without_any_way_to_a_loss_is_an_error_with_the_ways() -> None:
         Microbatcher(Keyword()).backward({"inputs": x()})
 
 
+@pytest.mark.parametrize("count", [None, lambda batch: float((batch["labels"] > 0).sum())])
+def test_a_forward_that_takes_the_number_of_items_is_told_what_it_divides_by(count: Any) -> None:
+    def forward(model: nn.Module, batch: Any, num_items_in_batch: Any) -> Tensor:
+        losses = F.cross_entropy(model(batch["inputs"]), batch["labels"], reduction="none")
+        return torch.where(batch["labels"] > 0, losses, 0).sum() / max(float(num_items_in_batch), 1)
+
+    batch, model = {"inputs": x(), "labels": y()}, Mlp()
+    batch["labels"][:4] = -100 if count is None else 0  # a microbatch of no item
+    items = (batch["labels"] != -100).sum() if count is None else (batch["labels"] > 0).sum()
+    (wanted,) = torch.autograd.grad(forward(model, batch, items), [next(model.parameters())])
+    average = {} if count is None else {"loss_average": count}
+    Microbatcher(model, forward=forward, microbatch_size=3, **average).backward(batch)
+    torch.testing.assert_close(next(model.parameters()).grad, wanted, rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="takes num_items_in_batch, over which its loss"):
+        Microbatcher(model, forward=forward, loss_average="samples")
+
+
 # Evaluation
 
 
 def evaluate(model: nn.Module, batch: Any, metric: Any = None, **options: Any) -> Any:
-    microbatcher = Microbatcher(model, eval_microbatch_size=3, **options)
+    microbatcher = Microbatcher(model, eval_microbatch_size=3, **with_features(options))
     return microbatcher.evaluate(batch, metrics=metric, return_outputs=True)
 
 

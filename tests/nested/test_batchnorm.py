@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from automicro import Halving, MemoryBudget, Microbatcher, Trainer, split
 from automicro.errors import UnsplittableModelError
+from automicro.features import Nested, WhenTooLarge, with_features
 from automicro.transaction.rng import foreign_states
 from tests.outside import Outside
 from tests.torture.engine.faults import Fault, FaultMode
@@ -645,7 +646,11 @@ def test_together_with_others_it_is_the_whole_batch(name: str) -> None:
     level = options.pop("level", 0)
     model = combined(freezes)
     microbatcher = Microbatcher(
-        model, loss_fn=nn.CrossEntropyLoss(), batchnorm="exact", probe=False, **options
+        model,
+        loss_fn=nn.CrossEntropyLoss(),
+        batchnorm="exact",
+        probe=False,
+        **with_features(options),
     )
     climb_to(microbatcher, level)
     metric = torchmetrics.Accuracy(task="multiclass", num_classes=3)
@@ -682,7 +687,10 @@ def test_in_half_precision_it_is_the_whole_batch_but_for_rounding(precision: Any
 @pytest.mark.parametrize("options", [3, {"microbatch_size": 3, "batchnorm": "exact"}])
 def test_a_part_with_batchnorm_inside_of_such_a_model_is_refused(options: Any) -> None:
     microbatcher = Microbatcher(
-        combined(), loss_fn=nn.CrossEntropyLoss(), batchnorm="exact", nested={"1": options}
+        combined(),
+        loss_fn=nn.CrossEntropyLoss(),
+        batchnorm="exact",
+        features=[Nested({"1": options})],
     )
     with pytest.raises(UnsplittableModelError, match=r"'1' has a size of its own, and BatchNorm"):
         microbatcher.backward(some_rows(13))
@@ -700,7 +708,7 @@ def test_memory_that_runs_out_anywhere_leaves_the_whole_batch_or_nothing(nested:
             loss_fn=nn.CrossEntropyLoss(),
             batchnorm="exact",
             microbatch_size="auto",
-            nested=nested,
+            features=[Nested(nested)],
             memory_limit="1GiB",
             probe=False,
         )
@@ -741,9 +749,11 @@ def test_memory_that_runs_out_while_the_forward_is_traced_is_no_refusal() -> Non
         model,
         loss_fn=lambda output, _: output.square().mean(),
         microbatch_size="auto",
-        nested={"1": {"microbatch_size": Halving(initial=3), "batchnorm": "exact"}},
+        features=[
+            Nested({"1": {"microbatch_size": Halving(initial=3), "batchnorm": "exact"}}),
+            WhenTooLarge({"recompute": ["1"]}),
+        ],
         batchnorm="disable",
-        when_too_large={"recompute": ["1"]},
     )
     microbatcher.backward((rows, torch.zeros(7)))
     assert trigger.has_failed
@@ -764,7 +774,7 @@ def test_levels_are_for_whole_batches_too() -> None:
         model,
         loss_fn=nn.CrossEntropyLoss(),
         batchnorm="disable",
-        when_too_large=["recompute", "offload"],
+        features=[WhenTooLarge(["recompute", "offload"])],
         memory_limit="4MiB",
         probe=False,
     )
@@ -791,7 +801,7 @@ def test_what_ran_in_one_piece_has_slices_where_memory_runs_out_behind_it() -> N
         model,
         loss_fn=Hungry(),
         microbatch_size=None,
-        nested={"1": {"microbatch_size": "auto", "batchnorm": "exact"}},
+        features=[Nested({"1": {"microbatch_size": "auto", "batchnorm": "exact"}})],
         loss_average="samples",
         probe=False,
     )

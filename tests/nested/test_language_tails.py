@@ -10,6 +10,7 @@ from torch import Tensor
 
 from automicro import Microbatcher
 from automicro.errors import UnsplittableModelError
+from automicro.features import Nested
 from automicro.nested.parts import LanguageTail, MissingLogits
 
 transformers = pytest.importorskip("transformers")
@@ -91,13 +92,13 @@ def test_a_language_model_learns_the_same_with_its_tail_in_slices(
         del given["attention_mask"]
     wanted_loss, wanted = loss_and_gradients(model, given)
     options = {"microbatch_size": 2, "microbatch_unit": unit}
-    microbatcher = Microbatcher(model, microbatch_size=None, nested={"tail": options})
+    microbatcher = Microbatcher(model, microbatch_size=None, features=[Nested({"tail": options})])
     loss, found = loss_and_gradients(model, given)
     torch.testing.assert_close(loss, wanted_loss, rtol=1e-5, atol=0)
     assert found.keys() == wanted.keys()
     for key, gradient in wanted.items():
         torch.testing.assert_close(found[key], gradient, rtol=1e-4, atol=2e-6)
-    (sizes,) = microbatcher._nested.sizes().values()
+    (sizes,) = [part.sizes for part in microbatcher._setup.parts.all() if part.sizes]
     assert max(sizes) == 2
 
 
@@ -105,7 +106,7 @@ def test_a_soft_cap_on_logits_is_refused_however_small_these_are() -> None:
     model = language_model("gemma2")
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(1e-3)
-    Microbatcher(model, nested={"tail": 2})
+    Microbatcher(model, features=[Nested({"tail": 2})])
     with pytest.raises(UnsplittableModelError, match="does something to its logits"):
         model(**batch(with_count=False))
 
@@ -113,12 +114,12 @@ def test_a_soft_cap_on_logits_is_refused_however_small_these_are() -> None:
 @pytest.mark.parametrize(("name", "kind"), [("bert", "MaskedLM"), ("bart", "Seq2SeqLM")])
 def test_a_model_that_computes_its_loss_by_itself_is_refused(name: str, kind: str) -> None:
     with pytest.raises(ValueError, match="its forward computes its loss by itself"):
-        Microbatcher(language_model(name, kind), nested={"tail": 2})
+        Microbatcher(language_model(name, kind), features=[Nested({"tail": 2})])
 
 
 def test_whoever_asks_for_logits_that_are_not_there_is_told() -> None:
     model = language_model("llama")
-    Microbatcher(model, nested={"tail": 2})
+    Microbatcher(model, features=[Nested({"tail": 2})])
     given = batch(with_count=False)
     logits = model(**given).logits
     assert isinstance(logits, MissingLogits)
@@ -142,19 +143,18 @@ def test_evaluation_and_removal_leave_the_model_as_it_was() -> None:
     given = batch(with_count=False)
     with torch.no_grad():
         wanted = model(**given).loss
-    microbatcher = Microbatcher(model, microbatch_size=2, nested={"tail": 2})
+    microbatcher = Microbatcher(model, microbatch_size=2, features=[Nested({"tail": 2})])
     result = microbatcher.backward(given)
     with torch.no_grad():
         assert torch.equal(model(**given).loss, wanted)
     torch.testing.assert_close(torch.as_tensor(result.loss), wanted, rtol=1e-5, atol=0)
-    for tail in microbatcher._nested._tails:
-        tail.remove()
+    microbatcher.remove_parts()
     assert model(**given).logits.shape == (5, 9, 67)
 
 
 def test_a_model_that_was_trained_can_be_copied_and_saved() -> None:
     model, given = language_model("llama"), batch(with_count=True)
-    Microbatcher(model, nested={"tail": 2})
+    Microbatcher(model, features=[Nested({"tail": 2})])
     wanted, _ = loss_and_gradients(model, given)
     file = io.BytesIO()
     torch.save(model, file)
@@ -165,7 +165,7 @@ def test_a_model_that_was_trained_can_be_copied_and_saved() -> None:
 
 def test_a_head_that_is_replaced_between_steps_is_the_tails() -> None:
     model, given = language_model("llama"), batch(with_count=False)
-    Microbatcher(model, nested={"tail": 2})
+    Microbatcher(model, features=[Nested({"tail": 2})])
     loss_and_gradients(model, given)
     model.resize_token_embeddings(80)
     loss, found = loss_and_gradients(model, given)
@@ -181,7 +181,7 @@ def test_a_head_that_is_replaced_between_steps_is_the_tails() -> None:
 def test_a_compiled_language_model_keeps_its_tail() -> None:
     model, given = language_model("llama"), batch(with_count=False)
     _, wanted = loss_and_gradients(model, given)
-    Microbatcher(model, nested={"tail": 2})
+    Microbatcher(model, features=[Nested({"tail": 2})])
     try:
         for inside in (False, True):
             run: Any = model if inside else torch.compile(model, backend="eager")

@@ -22,6 +22,7 @@ from automicro import (
     split,
 )
 from automicro.errors import LossAverageError
+from automicro.features import Nested, WhenTooLarge
 from automicro.rungs.levels import make_levels
 from automicro.torch_private import in_backward
 from tests.nested.parts_in_slices import CASES, ROWS, gradients, made, same, twin
@@ -119,7 +120,9 @@ def test_only_where_the_part_cannot_shrink_does_the_microbatch(limit: str, dropo
     batch = torch.randn(64, 16), torch.randn(64, 2)
     other = twin(model)
     plain = Microbatcher(other, loss_fn=nn.MSELoss(), memory_limit=limit)
-    nested = Microbatcher(model, loss_fn=nn.MSELoss(), nested={"2": "auto"}, memory_limit=limit)
+    nested = Microbatcher(
+        model, loss_fn=nn.MSELoss(), features=[Nested({"2": "auto"})], memory_limit=limit
+    )
     sizes = []
     for each, trained in ((plain, other), (nested, model)):
         try:
@@ -136,7 +139,7 @@ def test_only_where_the_part_cannot_shrink_does_the_microbatch(limit: str, dropo
 def test_a_part_whose_single_row_does_not_fit_ends_with_an_error_that_says_so() -> None:
     model = nn.Sequential(nn.Linear(16, 16), Heavy(100_000))
     microbatcher = Microbatcher(
-        model, loss_fn=nn.MSELoss(), nested={"1": "auto"}, memory_limit="7.5MiB"
+        model, loss_fn=nn.MSELoss(), features=[Nested({"1": "auto"})], memory_limit="7.5MiB"
     )
     with pytest.raises(torch.OutOfMemoryError):
         microbatcher.backward((torch.randn(8, 16), torch.randn(8, 2)))
@@ -160,7 +163,7 @@ def test_a_shortage_before_a_part_is_reached_ends() -> None:
         assert attempts < 40, "it begins again without an end"
 
     model.register_forward_pre_hook(count)
-    microbatcher = Microbatcher(model, when_too_large="nested", memory_limit="8MiB")
+    microbatcher = Microbatcher(model, features=[WhenTooLarge("nested")], memory_limit="8MiB")
     with pytest.raises(SampleTooLargeError):
         microbatcher.backward({"input_ids": ids, "labels": ids})
 
@@ -312,8 +315,7 @@ def test_a_part_that_does_not_fit_in_one_piece_in_a_block_that_is_computed_again
     microbatcher = Microbatcher(
         model,
         loss_fn=nn.MSELoss(),
-        nested={"0.0.part": "auto", "0.1.part": "auto"},
-        when_too_large="recompute",
+        features=[Nested({"0.0.part": "auto", "0.1.part": "auto"}), WhenTooLarge("recompute")],
         probe=False,
     )
     climb_to(microbatcher, 1)

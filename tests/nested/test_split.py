@@ -16,6 +16,7 @@ from automicro.errors import (
     LossAverageError,
     UnsplittableModelError,
 )
+from automicro.features import Nested
 
 ROWS, WIDTH, CLASSES = 10, 8, 50
 
@@ -109,7 +110,7 @@ def test_memory_that_runs_out_inside_shrinks_the_part_alone() -> None:
     ]
     model.zero_grad()
     microbatcher = Microbatcher(
-        model, loss_fn=nn.MSELoss(), nested={"1": "auto"}, memory_limit="2.5MiB"
+        model, loss_fn=nn.MSELoss(), features=[Nested({"1": "auto"})], memory_limit="2.5MiB"
     )
     for attempts in (None, 1):
         model.zero_grad()
@@ -470,19 +471,19 @@ def test_an_argument_without_rows_that_looks_like_them_is_hinted_at() -> None:
 def test_a_size_that_was_given_before_is_not_silently_another_one() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, 2))
     for _ in range(2):
-        Microbatcher(model, loss_fn=nn.MSELoss(), nested={"1": 2})
+        Microbatcher(model, loss_fn=nn.MSELoss(), features=[Nested({"1": 2})])
     with pytest.raises(ValueError, match=r"nested gives '1' .*5.*already.*\.remove\(\)"):
-        Microbatcher(model, loss_fn=nn.MSELoss(), nested={"1": 5})
+        Microbatcher(model, loss_fn=nn.MSELoss(), features=[Nested({"1": 5})])
     wrongs: list[Any] = ["1", model[1]]
     for wrong in wrongs:
         with pytest.raises(TypeError, match="names no size; give sizes by the names of modules"):
-            Microbatcher(model, loss_fn=nn.MSELoss(), nested=wrong)
+            Microbatcher(model, loss_fn=nn.MSELoss(), features=[Nested(wrong)])
 
 
 def test_sizes_that_were_found_leave_a_size_that_is_fixed() -> None:
     def made(size: Any) -> Microbatcher:
         model = nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, 2))
-        return Microbatcher(model, loss_fn=nn.MSELoss(), nested={"1": size})
+        return Microbatcher(model, loss_fn=nn.MSELoss(), features=[Nested({"1": size})])
 
     batch = torch.randn(ROWS, WIDTH), torch.randn(ROWS, 2)
     adapting = made("auto")
@@ -757,7 +758,7 @@ def test_a_part_that_no_step_calls_is_named() -> None:
             return {"loss": F.linear(self.used(x), self.head.weight).square().mean()}
 
     options: Any = {"microbatch_size": None, "loss_average": "samples"}
-    microbatcher = Microbatcher(Borrowed(), nested={"head": 2, "used": 2}, **options)
+    microbatcher = Microbatcher(Borrowed(), features=[Nested({"head": 2, "used": 2})], **options)
     batch = {"x": torch.randn(ROWS, WIDTH)}
     for _ in range(7):
         microbatcher.backward(batch)
@@ -780,4 +781,4 @@ def test_a_part_that_takes_no_tokens_is_told_what_the_unit_calls_it_with() -> No
 def test_a_dotted_name_that_was_taken_apart_is_told_as_one_key() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
     with pytest.raises(ValueError, match=r"for a module, '0\.0' is one key"):
-        Microbatcher(model, loss_fn=nn.MSELoss(), nested={"0": {"0": "auto"}})
+        Microbatcher(model, loss_fn=nn.MSELoss(), features=[Nested({"0": {"0": "auto"}})])

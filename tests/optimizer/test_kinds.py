@@ -578,7 +578,7 @@ def test_state_by_other_keys_is_held_before_the_first_step_only() -> None:
     held = []
     for number in range(3):
         microbatcher.backward(batch(number))
-        held.append(microbatcher._setup.reservation.reserved_bytes)
+        held.append(microbatcher._engine.reservation.reserved_bytes)
         optimizer.step()
         optimizer.zero_grad()
     assert held[0] > 0
@@ -627,9 +627,9 @@ def test_lightnings_wrapper_is_taken_for_what_is_inside() -> None:
     assert check_optimizer(outer, [model]) is inner
     microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), optimizer=outer)  # type: ignore[arg-type]
     microbatcher.backward(batch(0))
-    assert microbatcher._setup.reservation.reserved_bytes > 0
+    assert microbatcher._engine.reservation.reserved_bytes > 0
     inner.step()
-    assert microbatcher._setup.reservation.reserved_bytes == 0
+    assert microbatcher._engine.reservation.reserved_bytes == 0
 
 
 @pytest.mark.parametrize("wrap", [LightningOptimizer, None], ids=["lightning", "accelerate"])

@@ -141,7 +141,7 @@ def test_a_dropped_microbatcher_leaves_no_placeholder_alive() -> None:
     optimizer = torch.optim.Adam(model.parameters())
     microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), optimizer=optimizer)
     microbatcher.backward(batches()[0])
-    placeholders = [weakref.ref(each) for each in microbatcher._setup.reservation._placeholders]
+    placeholders = [weakref.ref(each) for each in microbatcher._engine.reservation._placeholders]
     assert len(placeholders) > 0
     del microbatcher
     gc.collect()

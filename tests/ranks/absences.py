@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from automicro import Microbatcher, Trainer
+from automicro.features import Carry
 from automicro.policy.auto import Halving
 from automicro.ranks.guards import guard
 
@@ -269,7 +270,7 @@ def carried_and_kept(kind: str) -> list[tuple[int, float, int]]:
         return {"loss": outputs.square().mean(), "outputs": outputs, "carry": carry}
 
     found = Microbatcher(
-        model, forward=forward, loss_average="samples", carry_layout=1, microbatch_size=2
+        model, forward=forward, loss_average="samples", features=[Carry(1)], microbatch_size=2
     )
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(rank)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from automicro import Microbatcher
+from automicro.features import RememberSizes, WhenTooLarge
 from automicro.memory.residents import measure_residents
 from automicro.optimizer import step as clipping
 from automicro.optimizer.scaling import GradientScaler
@@ -61,7 +62,11 @@ def climb(kind: str, when_too_large: str) -> dict[str, Any]:
         return loss
 
     microbatcher = Microbatcher(
-        model, forward=forward, loss_average="samples", when_too_large=when_too_large, probe=False
+        model,
+        forward=forward,
+        loss_average="samples",
+        features=[WhenTooLarge(when_too_large)],
+        probe=False,
     )
     policy = microbatcher._train.policy
     levels, failed, gradients = [], [], []
@@ -93,7 +98,7 @@ def race(kind: str) -> dict[str, Any]:
         return loss
 
     microbatcher = Microbatcher(
-        model, forward=forward, loss_average="samples", when_too_large="auto", probe=False
+        model, forward=forward, loss_average="samples", features=[WhenTooLarge("auto")], probe=False
     )
     policy = microbatcher._train.policy
     levels, told = [], []
@@ -179,7 +184,7 @@ def remember(folder: str) -> list[Any]:
             model,
             loss_fn=nn.MSELoss(),
             memory_limit=["10MiB", "270KiB"][rank],
-            remember_sizes=True,
+            features=[RememberSizes()],
             probe=False,
         )
         for _ in range(3):
@@ -188,7 +193,11 @@ def remember(folder: str) -> list[Any]:
         told.append((result.microbatch_size, microbatcher._train.size))
     told.append(sorted(os.listdir(folder)))
     fresh = Microbatcher(
-        wide("ddp"), loss_fn=nn.MSELoss(), memory_limit="10MiB", remember_sizes=True, probe=False
+        wide("ddp"),
+        loss_fn=nn.MSELoss(),
+        memory_limit="10MiB",
+        features=[RememberSizes()],
+        probe=False,
     )
     result = fresh.backward(batch(256))
     return [*told, result.recalled_size, result.failed_sizes]

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from automicro import Microbatcher, PaddingWarning
+from automicro.features import MicrobatchUnit
 from tests.step.texts import IGNORED, Reader, texts
 
 Lengths = Sequence[Sequence[int]]  # of the rows of each batch of a rank
@@ -70,8 +71,7 @@ def train(
         model,
         loss_average="tokens",
         microbatch_size=size,
-        microbatch_unit="tokens",
-        cut_padding=declared,
+        features=[MicrobatchUnit("tokens", cut_padding=declared)],
         probe=False,
     )
     batches = [texts(list(rows), padded=padded) for rows in ranks[rank] if rows]
@@ -102,8 +102,7 @@ def evaluate(kind: str, ranks: Sequence[Lengths], size: Any) -> dict[str, Any]:
         model,
         loss_average="tokens",
         eval_microbatch_size=size,
-        microbatch_unit="tokens",
-        cut_padding=True if kind == "fsdp" else "auto",
+        features=[MicrobatchUnit("tokens", cut_padding=True if kind == "fsdp" else "auto")],
         probe=False,
     )
     [rows] = ranks[rank]
@@ -129,7 +128,11 @@ def fail(kind: str) -> tuple[str, str]:
     """One rank has a batch whose lengths nothing tells."""
     model, rank = reader(kind), dist.get_rank()
     microbatcher = Microbatcher(
-        model, loss_average="tokens", microbatch_size=24, microbatch_unit="tokens", probe=False
+        model,
+        loss_average="tokens",
+        microbatch_size=24,
+        features=[MicrobatchUnit("tokens")],
+        probe=False,
     )
     batch: dict[str, Tensor] = texts([9, 3, 6])
     if rank == 1:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from automicro import Microbatcher
+from automicro.features import RankReduction, WhenTooLarge
 from automicro.rungs import offload
 from automicro.rungs.blocks import repeated_blocks
 from automicro.rungs.levels import Recompute
@@ -52,11 +53,10 @@ def train(kind: str, family: Family, options: dict[str, Any], name: str) -> dict
     microbatcher = Microbatcher(
         model,
         microbatch_size=2,
-        when_too_large=when,
+        features=[WhenTooLarge(when), RankReduction(options.get("sync", "each"))],
         forward=family.forward,
         optimizer=optimizer,
         probe=False,
-        sync=options.get("sync", "each"),
     )
     torch.manual_seed(100 + dist.get_rank())
     np.random.seed(dist.get_rank())  # SpecAugment draws from it

@@ -31,7 +31,9 @@ def step_for_ever(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
     )
     microbatcher = Microbatcher(
-        _wrapped(kind), loss_fn=torch.nn.MSELoss(), microbatch_size=2, remember_sizes=False
+        _wrapped(kind),
+        loss_fn=torch.nn.MSELoss(),
+        microbatch_size=2,
     )
     batch = (torch.ones(4, 8), torch.zeros(4, 8))
     for _ in range(3):

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from automicro import Microbatcher, split
 from automicro.errors import UnsplittableModelError
+from automicro.features import Nested
 from automicro.sharding import is_sharded
 
 
@@ -86,7 +87,11 @@ def differences(how: str, gives_loss: bool, in_own_loop: bool) -> dict[str, Any]
             model(x[rows], targets[rows])["loss"].backward()
     else:
         microbatcher = Microbatcher(
-            model, forward=_forward, microbatch_size="auto", loss_average="samples", nested=[nested]
+            model,
+            forward=_forward,
+            microbatch_size="auto",
+            loss_average="samples",
+            features=[Nested([nested])],
         )
         for _ in range(2):
             model.zero_grad()
@@ -125,7 +130,11 @@ def shortage_in_backward(how: str) -> dict[str, Any]:
     nested = split(part, microbatch_size="auto")
     part.most = (3, 100)[rank]
     microbatcher = Microbatcher(
-        model, forward=_forward, microbatch_size="auto", loss_average="samples", nested=[nested]
+        model,
+        forward=_forward,
+        microbatch_size="auto",
+        loss_average="samples",
+        features=[Nested([nested])],
     )
     batch = {"x": torch.randn(8, 6), "targets": torch.randint(5, (8,))}
     result = microbatcher.backward(batch)

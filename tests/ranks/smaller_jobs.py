@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automicro import Halving, Microbatcher, Observing
+from automicro.features import Nested, WhenTooLarge
 from automicro.rungs import offload
 from tests.ranks.faulty_models import Fault, Faults, build
 from tests.ranks.steps import local, squared_error
@@ -106,14 +107,18 @@ def _run_cut(
         microbatch_size=Scripted([each.size for each in cuts]) if cuts else part(options["size"]),
         loss_average="samples",
         optimizer=optimizer,
-        features=[Observing(observe)],
         probe=False,
-        nested={
-            # Declared, so that no fault hits a check.
-            name: {"microbatch_size": part(size), "loss_average": "samples"}
-            for name, size in options.get("nested", {}).items()
-        },
-        when_too_large=options.get("levels", "error"),
+        features=[
+            Observing(observe),
+            Nested(
+                {
+                    # Declared, so that no fault hits a check.
+                    name: {"microbatch_size": part(size), "loss_average": "samples"}
+                    for name, size in options.get("nested", {}).items()
+                }
+            ),
+            WhenTooLarge(options.get("levels", "error")),
+        ],
         **more,
     )
     torch.manual_seed(100 + dist.get_rank())

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from automicro import Microbatcher
 from automicro.errors import PeerFailedError
+from automicro.features import RankReduction
 from tests.ranks.steps import local
 from tests.ranks.world import World
 
@@ -55,7 +56,7 @@ def compare(kind: str, scales: bool, fails: bool) -> dict[str, Any]:
         loss_fn=loss_fn,
         loss_average="tokens",
         microbatch_size="auto",
-        scales_for_ranks=scales,
+        features=[RankReduction(scales=scales)],
         probe=False,
     )
     result = step.backward((inputs, targets))

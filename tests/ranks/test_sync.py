@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 import automicro.ranks.guards.fsdp
 from automicro import Microbatcher
 from automicro.errors import SampleTooLargeError
+from automicro.features import RankReduction
 from automicro.ranks.coordinated import CoordinatedRanks
 from automicro.ranks.interface import Sync
 from tests.ranks.faulty_models import Fault, Faults, build
@@ -345,7 +346,7 @@ def train_beside_nothing(empty: int) -> float:
         loss_average=lambda batch: int((batch[1] >= 0).sum()),
         microbatch_size=2,
         probe=False,
-        sync="auto",
+        features=[RankReduction("auto")],
     )
     step.backward((x[6 * rank :][:6], y[6 * rank :][:6]))
     assert step.ranks.synced is Sync.LAST
@@ -382,7 +383,7 @@ def within(limit_bytes: int, state: dict[str, Any] | None = None) -> dict[str, A
         microbatch_size=16,
         memory_limit=limit_bytes,
         probe=False,
-        sync="auto",
+        features=[RankReduction("auto")],
     )
     if state is not None:
         step.load_state_dict(state)
@@ -410,7 +411,7 @@ def test_whole_gradients_are_held_where_memory_allows_it_and_else_not(world2: Wo
 
 def test_an_unknown_sync_is_refused() -> None:
     with pytest.raises(ValueError, match=r"sync='late' is not known"):
-        Microbatcher(nn.Linear(2, 2), loss_fn=mean_square, sync="late")
+        Microbatcher(nn.Linear(2, 2), loss_fn=mean_square, features=[RankReduction("late")])
 
 
 def after_an_impossible_batch() -> Sync:
@@ -424,7 +425,13 @@ def after_an_impossible_batch() -> Sync:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return mean_square(outputs, targets)
 
-    step = Microbatcher(model, loss_fn=loss_fn, loss_average="samples", probe=False, sync="auto")
+    step = Microbatcher(
+        model,
+        loss_fn=loss_fn,
+        loss_average="samples",
+        probe=False,
+        features=[RankReduction("auto")],
+    )
     x, y = choosing_batch(range(1))
     impossible.fill_(1)
     with pytest.raises(SampleTooLargeError):

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from automicro import Microbatcher
 from automicro.errors import BufferWarning
+from automicro.features import RankReduction
 
 WORDS, LENGTH = 7, 5
 
@@ -97,7 +98,9 @@ def train_on_words(
 ) -> list[Tensor]:
     """Loss and whole gradient of a step, of batches of so many rows, each given in parts."""
     model = tagger(kind)
-    microbatcher = Microbatcher(model, microbatch_size=3, probe=False, sync=sync, **LOSSES[loss])
+    microbatcher = Microbatcher(
+        model, microbatch_size=3, probe=False, features=[RankReduction(sync)], **LOSSES[loss]
+    )
     inputs, targets = words(sum(rows))
     rank = dist.get_rank() if kind else 0
     if 0 in rows:

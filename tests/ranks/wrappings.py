@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from automicro import Microbatcher, Observing
+from automicro.features import RankReduction, with_features
 
 WORDS, WIDTH = 11, 8
 Wrap = Callable[["Transformer"], Any]
@@ -265,7 +266,13 @@ def train(
     failing = FailingOperation(-1 if fault is None else fault[2])
 
     def microbatcher(**options: Any) -> Microbatcher:
-        return Microbatcher(model, loss_fn=loss_fn, loss_average="samples", sync=sync, **options)
+        return Microbatcher(
+            model,
+            loss_fn=loss_fn,
+            loss_average="samples",
+            features=[RankReduction(sync)],
+            **with_features(options),
+        )
 
     found = microbatcher(optimizer=optimizer, features=[Observing(failing.observe)])
     used = []

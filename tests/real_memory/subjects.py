@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics.classification import MulticlassAccuracy
 
 from automicro import Microbatcher
+from automicro.features import UpdateMetric
 from tests.outside import Unreached
 from tests.torture.engine.subject import TortureRun
 
@@ -150,7 +151,7 @@ def build(subject: str, optimizer: str = "AdamW", rows: int = ROWS) -> TortureRu
     chosen = OPTIMIZERS[optimizer](model.parameters())
     if subject == "GPT-2":
         batches = [_tokens(rows, *shape) for _ in range(4)]
-        microbatcher = Microbatcher(model, optimizer=chosen, update_metric=_count_rows)
+        microbatcher = Microbatcher(model, optimizer=chosen, features=[UpdateMetric(_count_rows)])
         return TortureRun(
             model=model,
             optimizer=chosen,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from automicro import Evaluator, Halving, Microbatcher, SizeCacheWarning, Trainer
 from automicro.checkpoints.store import CheckpointConfig
+from automicro.features import with_features
 from automicro.remembered.cache import RememberedSize, SizeCache
 from automicro.step.results import StepResult
 from automicro.trainer.report import FitSummary
@@ -80,7 +81,9 @@ def test_a_second_microbatcher_starts_at_the_size_of_the_first() -> None:
 
     def steps(**options: Any) -> list[StepResult]:
         model = make_model()
-        step = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), memory_limit=LIMIT, **options)
+        step = Microbatcher(
+            model, loss_fn=nn.CrossEntropyLoss(), memory_limit=LIMIT, **with_features(options)
+        )
         return [step.backward(batch) for _ in range(4)]
 
     first = steps(remember_sizes=True)
@@ -243,11 +246,11 @@ def broken(*_: Any, **__: Any) -> Any:
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        ("automicro.microbatcher", "describe_run"),
-        ("automicro.microbatcher", "describe_shapes"),
-        ("automicro.step.phase.SizeCache", "remember"),
-        ("automicro.step.phase.SizeCache", "find"),
-        ("automicro.step.phase.SizeCache", "__init__"),
+        ("automicro.remembered.recollection", "describe_run"),
+        ("automicro.remembered.recollection", "describe_shapes"),
+        ("automicro.remembered.recollection.SizeCache", "remember"),
+        ("automicro.remembered.recollection.SizeCache", "find"),
+        ("automicro.remembered.recollection.SizeCache", "__init__"),
     ],
 )
 def test_nothing_about_remembering_can_stop_a_run(

@@ -15,6 +15,7 @@ from torch import nn
 
 from automicro import Microbatcher, SizeCacheWarning
 from automicro.cli import main
+from automicro.features import RememberSizes
 from automicro.remembered import cache as remembered
 from automicro.remembered.cache import SizeCache
 from tests.remembered.test_remembering import KEY, SIZE, size_of
@@ -39,7 +40,7 @@ def train(**options: Any) -> list[int]:
         loss_fn=nn.MSELoss(),
         device="cpu",
         memory_limit="112KiB",
-        remember_sizes=True,
+        features=[RememberSizes()],
         probe=False,
         **options,
     )

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from automicro import Microbatcher
 from automicro.errors import UnsplittableModelError
+from automicro.features import WhenTooLarge
 from automicro.memory.budget import MemoryBudget
 from automicro.rungs import offload
-from automicro.rungs.levels import Recompute
+from automicro.rungs.levels import Level, Recompute
 from tests.rungs.families import LANGUAGE, OF_TORCHVISION, OTHERS, Family
 from tests.torture.engine.subject import climb_to
 
@@ -49,7 +50,7 @@ def trained(family: Family, when: Any, level: int, *, is_measured: bool = True) 
     """Two optimization batches of two microbatches at a level."""
     model = family.make()
     options = {"microbatch_size": 2, "probe": False, "forward": family.forward, **family.options}
-    microbatcher = Microbatcher(model, when_too_large=when, **options)
+    microbatcher = Microbatcher(model, features=[WhenTooLarge(when)], **options)
     if level:
         climb_to(microbatcher, level)
     torch.manual_seed(1)
@@ -271,7 +272,9 @@ def test_a_prefix_in_the_cache_is_computed_again() -> None:
     family = then("mistral", with_prefix)
     plain, found = trained(family, "error", 0), trained(family, "recompute", 1)
     assert differing(plain, found) == []
-    (rung,) = found.microbatcher._levels[1].rungs
+    level = found.microbatcher._levels[1]
+    assert isinstance(level, Level)
+    (rung,) = level.rungs
     assert isinstance(rung, Recompute)
     assert [block.is_used for block in rung.blocks] == [True] * 3
 
@@ -282,6 +285,8 @@ def test_layers_that_are_not_named_fill_the_cache_of_their_own(which: str) -> No
     plain = trained(family, "error", 0)
     found = trained(family, {"recompute": [f"model.layers.{which}"]}, 1)
     assert differing(plain, found) == []
-    (rung,) = found.microbatcher._levels[1].rungs
+    level = found.microbatcher._levels[1]
+    assert isinstance(level, Level)
+    (rung,) = level.rungs
     assert isinstance(rung, Recompute)
     assert [block.is_used for block in rung.blocks] == [True, True]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from automicro import LossAverageWarning, MemoryBudget, Microbatcher
+from automicro.features import with_features
 from tests.cases import masked_mean
 from tests.models import Memory
 
@@ -76,11 +77,11 @@ def test_running_out_of_memory_in_any_batch_rolls_back_all_of_them(rows: tuple[i
         ),
     }
     options["loss_fn"] = nn.CrossEntropyLoss()
-    result = Microbatcher(Memory(ours, most=4), **options).accumulate(batches, seen)
+    result = Microbatcher(Memory(ours, most=4), **with_features(options)).accumulate(batches, seen)
     assert (result.attempts, result.failed_sizes) == (2, (8,))
     assert (result.microbatch_size, result.num_microbatches) == (4, 4)
     assert seen.weight == 16
-    Microbatcher(fixed, microbatch_size=4, **options).accumulate(batches)
+    Microbatcher(fixed, microbatch_size=4, **with_features(options)).accumulate(batches)
     for mine, theirs in zip(ours.parameters(), fixed.parameters(), strict=True):
         assert mine.grad is not None
         assert theirs.grad is not None

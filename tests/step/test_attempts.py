@@ -7,15 +7,16 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from torch import nn
 
 from automicro import BatchError, Fixed, Halving, Outcome, RollbackError, SampleTooLargeError
 from automicro.memory.residents import ResidentMemory
 from automicro.policy.ladder import Ladder
 from automicro.policy.policy import Policy
-from automicro.rungs.levels import Level
 from automicro.step.fit import fit as run_step
-from automicro.step.phase import Phase, Shared
+from automicro.step.phase import Phase
 from automicro.step.plan import CutRule, Finished, Plan, ReadBatch, Step
+from automicro.step.setup import Plain, Setup
 from automicro.transaction.transaction import Part
 
 
@@ -65,6 +66,12 @@ class Attempt:
         return self._residents
 
 
+def phase_of(policy: Policy, rule: CutRule | None = None) -> Phase:
+    setup = Setup(model=nn.Module(), modules=[], device=torch.device("cpu"))
+    levels = [Plain() for _ in policy.levels]
+    return Phase("train", policy, setup, rule=rule or CutRule(), levels=levels)
+
+
 def run(
     attempt: Callable[[list[int]], str],
     num_rows: int | list[int],
@@ -76,13 +83,7 @@ def run(
 ) -> Finished[str]:
     rows = [num_rows] if isinstance(num_rows, int) else num_rows
     step = Step(batches=[ReadBatch(batch=None, num_rows=each) for each in rows], policy=policy)
-    phase = Phase(
-        "train",
-        policy,
-        Shared(modules=[], device=torch.device("cpu")),
-        levels=[Level() for _ in policy.levels],
-    )
-    phase.rule = rule or phase.rule
+    phase = phase_of(policy, rule)
     return run_step(step, Attempt(attempt, parts, residents), phase)
 
 
@@ -186,12 +187,7 @@ def test_batches_of_one_step_run_at_the_level_that_the_neediest_has() -> None:
     levels = []
     for batches in (rows, rows[1:]):
         step = Step(batches=batches, policy=policy)
-        phase = Phase(
-            "train",
-            policy,
-            Shared(modules=[], device=torch.device("cpu")),
-            levels=[Level() for _ in policy.levels],
-        )
+        phase = phase_of(policy)
         levels.append(run_step(step, Attempt(lambda _: "done"), phase).level)
     assert levels == [1, 0]
 

@@ -18,6 +18,7 @@ from automicro import (
     Observing,
     SampleTooLargeError,
 )
+from automicro.features import Carry, UpdateMetric
 from automicro.step.events import Microbatch, Subject
 from tests.ranks.steps import HalvingOnly
 
@@ -285,7 +286,7 @@ def carried(
         forward=forward,
         optimizer=optimizer,
         loss_average="samples",
-        carry_layout=1,
+        features=[Carry(1)],
         **options,
     )
     losses, carry = [], None
@@ -348,7 +349,7 @@ def test_state_that_the_forward_writes_into_stays_as_given() -> None:
 def test_evaluation_and_prediction_carry_too() -> None:
     model = Recurrent("LSTM").double()
     microbatcher = Microbatcher(
-        model, forward=step, loss_average="samples", carry_layout=1, eval_microbatch_size=4
+        model, forward=step, loss_average="samples", features=[Carry(1)], eval_microbatch_size=4
     )
     carry = expected = None
     for batch in windows():
@@ -394,10 +395,8 @@ def test_what_the_caller_gave_sees_batches_as_they_are() -> None:
         model,
         forward=step,
         loss_average=count,
-        carry_layout=1,
+        features=[Carry(1), UpdateMetric(update), Observing(observe)],
         microbatch_size=4,
-        features=[Observing(observe)],
-        update_metric=update,
     )
     metric, carry = Rows(), None
     for batch in windows():
@@ -409,7 +408,7 @@ def test_what_the_caller_gave_sees_batches_as_they_are() -> None:
 
 def test_state_of_other_rows_is_refused() -> None:
     model = Recurrent("GRU").double()
-    microbatcher = Microbatcher(model, forward=step, loss_average="samples", carry_layout=1)
+    microbatcher = Microbatcher(model, forward=step, loss_average="samples", features=[Carry(1)])
     first, second, *_ = windows()
     carry = microbatcher.backward(first, carry=None).carry
     shorter = {name: each[:4] for name, each in second.items()}
@@ -423,7 +422,9 @@ def test_state_of_other_rows_is_refused() -> None:
 @pytest.mark.parametrize("layout", [0, {"": 2}])
 def test_rows_in_another_dimension_are_refused(layout: Any) -> None:
     model = Recurrent("GRU").double()
-    microbatcher = Microbatcher(model, forward=step, loss_average="samples", carry_layout=layout)
+    microbatcher = Microbatcher(
+        model, forward=step, loss_average="samples", features=[Carry(layout)]
+    )
     with pytest.raises(LossError, match=r"a carry of \d rows for a microbatch of 6; .*dimension"):
         microbatcher.backward(windows()[0])
 
@@ -431,7 +432,9 @@ def test_rows_in_another_dimension_are_refused(layout: Any) -> None:
 def test_a_part_of_the_state_that_is_none_at_first_may_be_declared() -> None:
     model = Recurrent("LSTM").double()
     layout = {"0": 1, "1": 1}
-    microbatcher = Microbatcher(model, forward=step, loss_average="samples", carry_layout=layout)
+    microbatcher = Microbatcher(
+        model, forward=step, loss_average="samples", features=[Carry(layout)]
+    )
     carry = None
     for batch in windows():
         carry = microbatcher.backward(batch, carry=carry).carry
@@ -443,18 +446,18 @@ def test_a_forward_that_gives_no_state_is_refused() -> None:
         return loss
 
     model = Recurrent("GRU").double()
-    microbatcher = Microbatcher(model, forward=forward, loss_average="samples", carry_layout=1)
+    microbatcher = Microbatcher(model, forward=forward, loss_average="samples", features=[Carry(1)])
     with pytest.raises(LossError, match="a mapping with 'loss' and 'carry'"):
         microbatcher.backward(windows()[0])
 
 
 def test_state_needs_a_layout_a_forward_and_one_batch_at_a_time() -> None:
     model = Recurrent("GRU").double()
-    with pytest.raises(ValueError, match=r"carry_layout=1\) for nn.LSTM"):
+    with pytest.raises(ValueError, match=r"features=\[Carry\(1\)\] for nn.LSTM"):
         Microbatcher(model, forward=step).backward(windows()[0], carry=torch.zeros(2, 6, 4))
-    with pytest.raises(ValueError, match="carry_layout=… was given without forward=…"):
-        Microbatcher(model, loss_fn=nn.MSELoss(), carry_layout=1)
-    microbatcher = Microbatcher(model, forward=step, carry_layout=1, loss_average="samples")
+    with pytest.raises(ValueError, match=r"Carry[(]…[)] was given without forward=…"):
+        Microbatcher(model, loss_fn=nn.MSELoss(), features=[Carry(1)])
+    microbatcher = Microbatcher(model, forward=step, features=[Carry(1)], loss_average="samples")
     with pytest.raises(ValueError, match="call backward for each of them"):
         microbatcher.accumulate(windows())
 
@@ -463,7 +466,7 @@ def test_state_that_makes_a_graph_across_batches_is_cut_off() -> None:
     model = Recurrent("GRU").double()
     twin = copy.deepcopy(model)
     microbatcher = Microbatcher(
-        model, forward=step, loss_average="samples", carry_layout=1, microbatch_size=2
+        model, forward=step, loss_average="samples", features=[Carry(1)], microbatch_size=2
     )
     first, second, *_ = windows()
     carry = microbatcher.backward(first).carry

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro import BatchError, Microbatcher, PaddingWarning, SampleTooLargeError
+from automicro.features import MicrobatchUnit, Repeatable, UpdateMetric, with_features
 from tests.cases import difference, gradients
 from tests.ranks.steps import HalvingOnly
 from tests.step.texts import IGNORED, Listener, Reader, sounds, texts, transcribe
@@ -41,7 +42,7 @@ def test_texts_have_the_gradient_of_the_whole_batch(size: Any, left: bool) -> No
     plain = model(**batch)
     model.seen.clear()
     microbatcher = Microbatcher(
-        model, microbatch_size=size, microbatch_unit="tokens", loss_average="tokens"
+        model, microbatch_size=size, features=[MicrobatchUnit("tokens")], loss_average="tokens"
     )
     result = microbatcher.backward(batch, return_outputs=True)
     assert difference(gradients(model), expected) < 1e-9
@@ -70,7 +71,9 @@ def test_sounds_with_their_lengths_have_the_gradient_of_the_whole_batch(size: An
         forward=transcribe,
         loss_average="samples",
         microbatch_size=size,
-        microbatch_unit=lambda row: (int(row["audio_lengths"]), int(row["label_lengths"])),
+        features=[
+            MicrobatchUnit(lambda row: (int(row["audio_lengths"]), int(row["label_lengths"])))
+        ],
     )
     seen: list[tuple[int, int]] = []
     model.register_forward_pre_hook(lambda _, given: seen.append((*given[0].shape[:2],)))
@@ -101,8 +104,7 @@ def test_inputs_and_targets_of_a_pair(reduction: str) -> None:
         forward=lambda model, each: loss_fn(model(each[0]), each[1]),
         loss_average="none" if reduction == "sum" else lambda each: (each[1] != IGNORED).sum(),
         microbatch_size=30,
-        microbatch_unit="tokens",
-        padding={"0": "2", "1": "2"},
+        features=[MicrobatchUnit("tokens", padding={"0": "2", "1": "2"})],
     )
     microbatcher.backward(batch)
     assert difference(gradients(model), expected) < 1e-9
@@ -112,7 +114,7 @@ def test_several_batches_count_as_one() -> None:
     model = Reader()
     batches = [texts(LENGTHS, padded=30), texts([4, 30, 6])]
     microbatcher = Microbatcher(
-        model, microbatch_size=40, microbatch_unit="tokens", loss_average="tokens"
+        model, microbatch_size=40, features=[MicrobatchUnit("tokens")], loss_average="tokens"
     )
 
     def loss() -> Tensor:
@@ -133,7 +135,7 @@ def test_evaluation_and_prediction_keep_the_order_of_rows() -> None:
     plain = model(**batch)
     model.train()
     microbatcher = Microbatcher(
-        model, eval_microbatch_size=24, microbatch_unit="tokens", loss_average="tokens"
+        model, eval_microbatch_size=24, features=[MicrobatchUnit("tokens")], loss_average="tokens"
     )
     result = microbatcher.evaluate(batch, return_outputs=True)
     real = batch["attention_mask"].bool()
@@ -151,9 +153,11 @@ def test_metrics_that_keep_rows_keep_their_order() -> None:
     microbatcher = Microbatcher(
         model,
         eval_microbatch_size=24,
-        microbatch_unit="tokens",
+        features=[
+            MicrobatchUnit("tokens"),
+            UpdateMetric(lambda metric, outputs, each: metric.update(outputs["pooled"].sum(-1))),
+        ],
         loss_average="tokens",
-        update_metric=lambda metric, outputs, each: metric.update(outputs["pooled"].sum(-1)),
     )
     kept = torchmetrics.CatMetric()
     for given in (batch, texts([3, 1, 30])):
@@ -167,7 +171,7 @@ def test_a_model_that_sees_padding_keeps_it_and_is_named() -> None:
     model, batch = Reader(sees_padding=True), texts(LENGTHS)
     expected = whole(model, lambda: model(**batch)["loss"])
     microbatcher = Microbatcher(
-        model, microbatch_size=60, microbatch_unit="tokens", loss_average="tokens"
+        model, microbatch_size=60, features=[MicrobatchUnit("tokens")], loss_average="tokens"
     )
     with pytest.warns(PaddingWarning, match="computes something else without padding"):
         result = microbatcher.backward(batch)
@@ -181,7 +185,7 @@ def test_texts_that_are_padded_on_the_left_need_their_positions() -> None:
     del batch["position_ids"]
     expected = whole(model, lambda: model(**batch)["loss"])
     microbatcher = Microbatcher(
-        model, microbatch_size=60, microbatch_unit="tokens", loss_average="tokens"
+        model, microbatch_size=60, features=[MicrobatchUnit("tokens")], loss_average="tokens"
     )
     with pytest.warns(PaddingWarning, match="position_ids"):
         microbatcher.backward(batch)
@@ -215,7 +219,7 @@ def test_the_first_word_after_padding_is_predicted_from_padding(counts: bool) ->
         batch["labels"][mask.cumsum(1) == 1] = IGNORED
     expected = whole(model, lambda: model(**batch)["loss"])
     microbatcher = Microbatcher(
-        model, microbatch_size=60, microbatch_unit="tokens", loss_average="tokens"
+        model, microbatch_size=60, features=[MicrobatchUnit("tokens")], loss_average="tokens"
     )
     if counts:
         with pytest.warns(PaddingWarning, match="without .*at the first word"):
@@ -248,7 +252,7 @@ def test_rows_of_nothing_but_padding_say_nothing_of_padding(sees_padding: bool) 
     batch["labels"] = torch.arange(6) % 3
     expected = whole(model, lambda: model(**batch)["loss"])
     microbatcher = Microbatcher(
-        model, microbatch_size=12, microbatch_unit="tokens", loss_average="samples"
+        model, microbatch_size=12, features=[MicrobatchUnit("tokens")], loss_average="samples"
     )
     with pytest.warns(PaddingWarning) if sees_padding else warnings.catch_warnings():
         microbatcher.backward(batch)
@@ -261,9 +265,8 @@ def test_whoever_knows_says_whether_padding_is_cut(declared: bool) -> None:
     microbatcher = Microbatcher(
         model,
         microbatch_size=60,
-        microbatch_unit="tokens",
+        features=[MicrobatchUnit("tokens", cut_padding=declared)],
         loss_average="tokens",
-        cut_padding=declared,
         probe=False,
     )
     result = microbatcher.backward(batch)
@@ -279,7 +282,7 @@ def test_labels_that_count_in_padding_are_named_and_kept(is_empty: bool) -> None
         batch["attention_mask"].zero_()
     expected = whole(model, lambda: model(**batch)["loss"])
     microbatcher = Microbatcher(
-        model, microbatch_size=60, microbatch_unit="tokens", loss_average="tokens"
+        model, microbatch_size=60, features=[MicrobatchUnit("tokens")], loss_average="tokens"
     )
     with pytest.warns(PaddingWarning, match=r"'labels' count .* ignore_index"):
         microbatcher.backward(batch)
@@ -291,7 +294,7 @@ def test_a_tensor_that_may_be_padded_is_named() -> None:
     batch["weights_of_words"] = torch.ones(11, 17)
     options: dict[str, Any] = {"microbatch_unit": "tokens", "loss_average": "tokens"}
     with pytest.raises(BatchError, match=r"'weights_of_words' of shape \(11, 17\) may be padded"):
-        Microbatcher(model, **options).backward(batch)
+        Microbatcher(model, **with_features(options)).backward(batch)
     seen: list[tuple[Any, Any]] = []
 
     def note(_: nn.Module, arguments: Any, given: dict[str, Tensor]) -> None:
@@ -301,7 +304,9 @@ def test_a_tensor_that_may_be_padded_is_named() -> None:
     for declared, same in (("attention_mask", True), (None, False)):
         seen.clear()
         microbatcher = Microbatcher(
-            model, microbatch_size=30, padding={"weights_of_words": declared}, **options
+            model,
+            microbatch_size=30,
+            **with_features({**options, "padding": {"weights_of_words": declared}}),
         )
         microbatcher.backward(batch)
         assert all(one == other for one, other in seen[-3:]) is same
@@ -310,7 +315,7 @@ def test_a_tensor_that_may_be_padded_is_named() -> None:
 def test_a_size_that_equals_the_length_by_chance_is_none_once_it_was_another() -> None:
     model = Reader()
     microbatcher = Microbatcher(
-        model, microbatch_size=30, microbatch_unit="tokens", loss_average="tokens"
+        model, microbatch_size=30, features=[MicrobatchUnit("tokens")], loss_average="tokens"
     )
     for padded in (20, 17):
         batch = texts(LENGTHS, padded=padded)
@@ -337,7 +342,9 @@ def test_batches_that_cannot_be_sorted(change: Callable[[Any], Any], message: st
     model, batch = Reader(), texts(LENGTHS)
     change(batch)
     with pytest.raises(BatchError, match=message):
-        Microbatcher(model, microbatch_unit="tokens", loss_average="tokens").backward(batch)
+        Microbatcher(model, features=[MicrobatchUnit("tokens")], loss_average="tokens").backward(
+            batch
+        )
 
 
 @pytest.mark.parametrize(
@@ -366,12 +373,14 @@ def test_batches_that_cannot_be_sorted(change: Callable[[Any], Any], message: st
 )
 def test_options_that_mean_nothing(options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
-        Microbatcher(Reader(), loss_average="tokens", **options)
+        Microbatcher(Reader(), loss_average="tokens", **with_features(options))
 
 
 @pytest.mark.parametrize("cost", [0.001, -1, float("nan"), "long", (1, 2, "x")])
 def test_costs_that_are_none(cost: Any) -> None:
-    microbatcher = Microbatcher(Reader(), loss_average="tokens", microbatch_unit=lambda row: cost)
+    microbatcher = Microbatcher(
+        Reader(), loss_average="tokens", features=[MicrobatchUnit(lambda row: cost)]
+    )
     with pytest.raises(BatchError, match=r"microbatch_unit (gave|tells)"):
         microbatcher.backward(texts(LENGTHS))
 
@@ -381,7 +390,7 @@ def test_seconds_are_read_from_the_batch() -> None:
     batch["durations"] = torch.tensor(LENGTHS) / 2
     expected = whole(model, lambda: model(**batch)["loss"])
     microbatcher = Microbatcher(
-        model, microbatch_size=10, microbatch_unit="seconds", loss_average="tokens"
+        model, microbatch_size=10, features=[MicrobatchUnit("seconds")], loss_average="tokens"
     )
     result = microbatcher.backward(batch)
     assert difference(gradients(model), expected) < 1e-9
@@ -401,11 +410,10 @@ def test_the_limit_is_learnt_in_tokens_and_a_failed_attempt_leaves_no_trace() ->
         microbatcher = Microbatcher(
             model,
             microbatch_size=size,
-            microbatch_unit="tokens",
+            features=[MicrobatchUnit("tokens"), Repeatable()],
             loss_average="tokens",
             memory_limit=limit,
             optimizer=optimizer,
-            repeatable=True,
         )
         results = []
         for seed in range(4):
@@ -425,7 +433,7 @@ def test_the_limit_is_learnt_in_tokens_and_a_failed_attempt_leaves_no_trace() ->
 
 def test_a_row_that_is_too_long_says_so_in_tokens() -> None:
     microbatcher = Microbatcher(
-        Reader(), microbatch_unit="tokens", loss_average="tokens", memory_limit="60KiB"
+        Reader(), features=[MicrobatchUnit("tokens")], loss_average="tokens", memory_limit="60KiB"
     )
     expected = r"of \d+ tokens does not fit, and .* single row"
     with pytest.raises(SampleTooLargeError, match=expected):
@@ -434,7 +442,7 @@ def test_a_row_that_is_too_long_says_so_in_tokens() -> None:
 
 def test_a_state_of_rows_is_refused_by_one_of_tokens() -> None:
     rows = Microbatcher(Reader(), loss_average="tokens")
-    tokens = Microbatcher(Reader(), loss_average="tokens", microbatch_unit="tokens")
+    tokens = Microbatcher(Reader(), loss_average="tokens", features=[MicrobatchUnit("tokens")])
     tokens.load_state_dict(tokens.state_dict())
     with pytest.raises(ValueError, match="the sizes of this state are rows"):
         tokens.load_state_dict(rows.state_dict())
@@ -452,8 +460,9 @@ def test_short_rows_are_cut_further_where_one_long_row_costs_as_much() -> None:
     microbatcher = Microbatcher(
         model,
         loss_average="tokens",
-        microbatch_unit=lambda row: float(row["attention_mask"].sum()) ** 2,
-        cut_padding=True,
+        features=[
+            MicrobatchUnit(lambda row: float(row["attention_mask"].sum()) ** 2, cut_padding=True)
+        ],
         probe=False,
     )
     model.register_forward_pre_hook(run_out, with_kwargs=True)
@@ -475,7 +484,10 @@ def test_a_row_that_does_not_fit_at_all_ends_it() -> None:
 
     model.register_forward_pre_hook(run_out, with_kwargs=True)
     microbatcher = Microbatcher(
-        model, loss_average="tokens", microbatch_unit="tokens", cut_padding=True, probe=False
+        model,
+        loss_average="tokens",
+        features=[MicrobatchUnit("tokens", cut_padding=True)],
+        probe=False,
     )
     with pytest.raises(SampleTooLargeError, match=r"a microbatch of 20 of .* it has a single row"):
         microbatcher.backward(texts([20, *[4] * 12]))
@@ -487,7 +499,7 @@ def test_lengths_beside_a_mask_are_not_counted_twice() -> None:
     sizes = []
     for more in ({}, {"input_lengths": batch["attention_mask"].sum(1)}):
         microbatcher = Microbatcher(
-            model, microbatch_size=40, microbatch_unit="tokens", loss_average="tokens"
+            model, microbatch_size=40, features=[MicrobatchUnit("tokens")], loss_average="tokens"
         )
         result = microbatcher.backward({**batch, **more})
         sizes.append((result.microbatch_size, result.num_microbatches))
@@ -503,7 +515,7 @@ def test_as_many_rows_as_places_are_no_padding() -> None:
         forward=transcribe,
         loss_average="samples",
         microbatch_size=30,
-        microbatch_unit="tokens",
+        features=[MicrobatchUnit("tokens")],
     )
     microbatcher.backward(batch)
     assert difference(gradients(model), expected) < 1e-9
@@ -520,11 +532,11 @@ def test_a_square_batch_with_its_rows_in_the_second_dimension_is_not_cut_along_t
     expected = whole(model, lambda: forward(model, batch))
     options: dict[str, Any] = {"forward": forward, "batch_layout": 1, "loss_average": "tokens"}
     with pytest.raises(BatchError, match="rows first"):
-        Microbatcher(model, microbatch_unit="tokens", **options).backward(batch)
+        Microbatcher(model, features=[MicrobatchUnit("tokens")], **options).backward(batch)
     microbatcher = Microbatcher(
         model,
         microbatch_size=8,
-        microbatch_unit=lambda row: float(row["attention_mask"].sum()),
+        features=[MicrobatchUnit(lambda row: float(row["attention_mask"].sum()))],
         **options,
     )
     assert microbatcher.backward(batch).num_microbatches > 1

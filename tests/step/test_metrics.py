@@ -27,6 +27,7 @@ from torchmetrics import regression as of_numbers
 from torchmetrics.functional.classification import binary_accuracy
 
 from automicro import Evaluator, Halving, MetricWarning, Microbatcher, Trainer
+from automicro.features import UpdateMetric
 from automicro.step.metrics import Asking, Readings, flatten_metrics
 from tests.acceptance.torchmetrics_families import INPUTS, NAMED, N, numbers
 from tests.outside import Unreached
@@ -103,7 +104,8 @@ def test_what_a_metric_counts_is_uncounted(kind: str, call: str) -> None:
     policy = Halving(initial=4, refine=False, grow=False)
     options: dict[str, Any] = {"loss_fn": mean, "probe": False}
     if kind == "a list of torchmetrics":
-        options["update_metric"] = lambda metric, outputs, batch: metric.update(outputs)
+        update = UpdateMetric(lambda metric, outputs, batch: metric.update(outputs))
+        options["features"] = [update]
     once = Microbatcher(
         Given(3, 11), microbatch_size=policy, eval_microbatch_size=policy, **options
     )
@@ -517,7 +519,7 @@ def evaluate_with(number: Callable[[Tensor], Any], metric: Any) -> None:
         loss_fn=mean,
         eval_microbatch_size=7,
         probe=False,
-        update_metric=lambda metric, outputs, batch: metric.update(number(outputs)),
+        features=[UpdateMetric(lambda metric, outputs, batch: metric.update(number(outputs)))],
     )
     mb.evaluate(INPUTS["numbers"](), metric)
 
@@ -569,7 +571,7 @@ def test_a_mean_over_rows_is_not() -> None:
 
     metric = MeanMetric()
     mb = Microbatcher(
-        Given(), loss_fn=mean, eval_microbatch_size=7, probe=False, update_metric=update
+        Given(), loss_fn=mean, eval_microbatch_size=7, probe=False, features=[UpdateMetric(update)]
     )
     batch = INPUTS["numbers"]()
     mb.evaluate(batch, metric)
@@ -585,7 +587,7 @@ def test_a_function_that_asks_for_it_is_told_the_name_of_each_metric() -> None:
         metric.update(outputs if name == "all" else outputs[:, :1])
 
     metrics = {"all": MeanMetric(), "first": MeanMetric()}
-    mb = Microbatcher(nn.Linear(3, 2), loss_fn=nn.MSELoss(), update_metric=update)
+    mb = Microbatcher(nn.Linear(3, 2), loss_fn=nn.MSELoss(), features=[UpdateMetric(update)])
     batch = torch.randn(4, 3), torch.randn(4, 2)
     mb.evaluate(batch, metrics)
     assert told == ["all", "first"]
@@ -606,7 +608,7 @@ def any_keyword(metric: Any, outputs: Tensor, batch: Any, **options: Any) -> Non
 @pytest.mark.parametrize("update", [named, any_keyword])
 def test_a_function_that_does_not_ask_is_told_no_name(update: Callable[..., None]) -> None:
     metric = MeanMetric()
-    mb = Microbatcher(nn.Linear(3, 2), loss_fn=nn.MSELoss(), update_metric=update)
+    mb = Microbatcher(nn.Linear(3, 2), loss_fn=nn.MSELoss(), features=[UpdateMetric(update)])
     mb.evaluate((torch.randn(4, 3), torch.randn(4, 2)), metric)
     assert metric.update_called
 

@@ -17,6 +17,7 @@ from automicro import (
 )
 from automicro.checkpoints.store import CheckpointConfig
 from automicro.checkpoints.writing import list_checkpoints
+from automicro.features import Repeatable
 from automicro.loggers import JSONLinesLogger
 from automicro.policy.policy import Policy
 from automicro.step.results import StepResult
@@ -196,4 +197,4 @@ def test_a_seed_and_exploring_are_warned_of_and_deterministic_is_refused() -> No
     with pytest.raises(ValueError, match=r"deterministic=True .* give the size that it found"):
         make_trainer(make_model(), deterministic=True, eval_microbatch_size=Explore())
     with pytest.raises(ValueError, match=r"repeatable=True asks for the same each time; leave"):
-        Microbatcher(make_model(), microbatch_size="explore", repeatable=True)
+        Microbatcher(make_model(), microbatch_size="explore", features=[Repeatable()])

@@ -86,7 +86,7 @@ def _make(
     """Make what takes part, and return what measures it."""
     from automicro.cli.job import make_computation
     from automicro.errors import ConfigError
-    from automicro.step.unit import ROWS
+    from automicro.step.plan import ROWS
     from automicro.tools.explore import explore
     from automicro.trainer.evaluators import read_evaluators
     from automicro.trainer.surroundings import noting

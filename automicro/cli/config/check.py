@@ -9,7 +9,6 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from automicro.batch.layout import BatchLayout
-from automicro.batch.padding import Padding
 from automicro.checkpoints.store import CheckpointConfig
 from automicro.cli.config.keys import (
     KEYS,
@@ -43,6 +42,9 @@ from automicro.cli.config.schema import (
 from automicro.compilation import check_compile
 from automicro.data.plan import MODES
 from automicro.errors import ConfigError
+from automicro.lengths.padding import Padding
+from automicro.lengths.sorting import check_cut_padding
+from automicro.lengths.unit import check_unit
 from automicro.memory.oom import first_line
 from automicro.nested.parts import check_nested
 from automicro.options import (
@@ -57,9 +59,7 @@ from automicro.options import (
 )
 from automicro.policy.choose import make_policy
 from automicro.rungs.levels import check_levels
-from automicro.step.sorting import check_cut_padding
 from automicro.step.split_guard import BATCHNORM_MODES
-from automicro.step.unit import check_unit
 from automicro.trainer.device import choose_device
 from automicro.trainer.evaluators import INHERITED
 from automicro.trainer.optimizer import SCHEDULER_INTERVALS

@@ -28,7 +28,7 @@ from automicro.loss.conventions import Convention, choose_convention
 from automicro.loss.passes import extra_pass
 from automicro.memory.timeline import BATCH, BUFFERS, GRADIENTS, OPTIMIZER, PARAMETERS, Trace
 from automicro.modules import evaluation_mode
-from automicro.nested.parts import NestedSizes
+from automicro.nested.parts import Nested
 from automicro.optimizer.reservation import StepMemory, predict_step_memory, undisturbed
 from automicro.options import PRECISIONS, check_loss
 from automicro.reach import captured_modules
@@ -38,11 +38,12 @@ from automicro.rungs.levels import (
     Offload,
     Recompute,
     Rung,
-    WhenTooLarge,
+    Savers,
     make_levels,
 )
 from automicro.rungs.offload import offloading
 from automicro.state.tensors import LARGE_BYTES
+from automicro.step.parts import SizedParts
 from automicro.tools.plan.kernels import STEP, TAIL, StepRecorder
 from automicro.torch_private import FakeTensorMode, is_uninitialized, is_wrapper
 from automicro.transaction.gradients import NARROW
@@ -101,7 +102,7 @@ class Job:
     optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None
     on_accelerator: bool = True
     before_ampere: bool = False
-    when_too_large: WhenTooLarge = "error"
+    when_too_large: Savers = "error"
     nested: Mapping[str, Any] | None = None
 
 
@@ -150,10 +151,11 @@ class DryRun:
         self._modules, loss_fn, forward = self._copied(roots, job.loss_fn, job.forward)
         self._convention = choose_convention(self._modules[0], forward=forward, loss_fn=loss_fn)
         self.num_rows = job.layout.num_rows(job.batch)
-        self._nested = NestedSizes(job.nested, model=self.model, modules=self._modules)
+        self._nested = SizedParts(self._modules)
+        Nested(job.nested).attach_to(self.model, self._nested)
         self.levels = self._levels_of(job.when_too_large)
 
-    def _levels_of(self, when_too_large: WhenTooLarge) -> list[Level]:
+    def _levels_of(self, when_too_large: Savers) -> list[Level]:
         """Those of the copy. Their rungs are what `Conditions` name from then on.
 
         Raises:
@@ -178,12 +180,12 @@ class DryRun:
     @property
     def has_parts(self) -> bool:
         """Whether any part has a size of its own."""
-        return bool(list(self._nested.parts()))
+        return bool(self._nested.all())
 
     @property
     def has_adapting_parts(self) -> bool:
         """Whether any part has a size of its own that may change."""
-        return self._nested.adapts
+        return any(each.adapts for each in self._nested.all())
 
     def slices(self, rows: int, *, splits: bool, conditions: Conditions) -> dict[str, int]:
         """Rows of the largest slice of each part with a size of its own, by its name, in a step."""
@@ -314,7 +316,11 @@ class DryRun:
             self.step(1, splits=False, conditions=conditions)  # shows what has a gradient
         microbatch = self._rows(rows)
         self.step_memory()
-        self._nested.begin_anew(conditions.finer)
+        for part in self._nested.all():
+            part.sizes = []
+            if part.adapts:
+                part.load_state_dict({})
+                part.finer = conditions.finer
         recorder = StepRecorder(
             on_accelerator=self.job.on_accelerator, before_ampere=self.job.before_ampere
         )
@@ -339,8 +345,9 @@ class DryRun:
                     f"{_where(error)}"
                 ) from error
         self.assumptions |= recorder.assumptions
-        sizes = self._nested.sizes()
-        self._slices[rows, splits, conditions] = {name: max(each) for name, each in sizes.items()}
+        self._slices[rows, splits, conditions] = {
+            name: max(part.sizes) for name, part in self._nested.by_name().items() if part.sizes
+        }
         return recorder.trace()
 
     def _rows(self, rows: int) -> Any:

@@ -35,7 +35,7 @@ from automicro.rungs.levels import (
     OFFLOAD,
     RECOMPUTE,
     Level,
-    WhenTooLarge,
+    Savers,
     check_levels,
 )
 from automicro.tools.plan.devices import find_device, read_memory
@@ -382,7 +382,7 @@ def plan(
     precision: str = "fp32",
     gradient_sums: str = "fp32",
     recompute: bool = False,
-    when_too_large: WhenTooLarge = "error",
+    when_too_large: Savers = "error",
     nested: Mapping[str, Any] | None = None,
     sync: str = "each",
     train: bool = True,

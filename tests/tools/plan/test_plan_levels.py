@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import automicro
 from automicro import MemoryBudget, Microbatcher
+from automicro.features import Nested
 from tests.sweeps import mostly_in_sweeps
 from tests.tools.plan.conftest import adam, real_peak
 
@@ -174,7 +175,7 @@ def test_the_planned_slices_run_without_a_shortage() -> None:
             model,
             optimizer=adam(model.parameters()),
             microbatch_size=report.microbatch_size,
-            nested={"tail": report.nested_sizes["tail"]},
+            features=[Nested({"tail": report.nested_sizes["tail"]})],
         )
         result = microbatcher.backward(named(2048))
     assert (result.ooms, result.nested_sizes) == (0, report.nested_sizes)

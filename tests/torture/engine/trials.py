@@ -383,7 +383,7 @@ class Trials:
 
 def _count_reservation(run: TortureRun, mode: FaultMode) -> None:
     """Know the placeholders that are there: an attempt that fails gives them back and takes new."""
-    mode.ledger.see(run.microbatcher._setup.reservation._placeholders, [])
+    mode.ledger.see(run.microbatcher._engine.reservation._placeholders, [])
 
 
 HALF_APPLIED = "half applied"

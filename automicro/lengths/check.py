@@ -11,11 +11,11 @@ import numpy as np
 from torch import Tensor
 
 from automicro.batch.device import on_host
-from automicro.batch.padding import Group, cut_padding
 from automicro.checking.bench import Bench, Conditions, Failed, tried
 from automicro.checking.draws import CollectiveError, needs_other_ranks
 from automicro.checking.reading import LOSS, Reading, gaps
 from automicro.errors import AutomicroError
+from automicro.lengths.padding import Group, cut_padding
 from automicro.loss.averages import CutBatch
 from automicro.loss.passes import Computation, Mode
 from automicro.memory.oom import Failure

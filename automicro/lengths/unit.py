@@ -1,7 +1,7 @@
 """What the size of a microbatch is counted in: rows, or what rows of varying length cost.
 
-Where rows have costs, those of a batch are sorted by them, packed into slices (`policy.packing`),
-and each slice is cut to its own longest row (`batch.padding`). A policy then proposes a budget:
+Where rows have costs, those of a batch are sorted by them, packed into slices (`packing`),
+and each slice is cut to its own longest row (`padding`). A policy then proposes a budget:
 what a slice may cost with its padding, in whole units, takes the place of its rows.
 """
 
@@ -15,23 +15,26 @@ import numpy as np
 from torch import Tensor
 
 from automicro.batch.layout import BatchLayout
-from automicro.batch.padding import Declared, Group, Padding, cut_padding, restore_padding
 from automicro.batch.tensors import replace_tensors, tensor_leaves
 from automicro.errors import BatchError
-from automicro.options import check_choice
-from automicro.policy.packing import (
+from automicro.lengths.packing import (
     Array,
     Combine,
+    Overhead,
     pack,
     pack_lengths,
     without_lonely_rows,
 )
+from automicro.lengths.padding import Group, Padding, cut_padding, restore_padding
+from automicro.options import check_choice
 from automicro.policy.policy import Policy
+from automicro.step.plan import ROWS, Cut, CutRule, Finished, ReadBatch
+from automicro.step.setup import Setup, Unit
 
 Cost: TypeAlias = Callable[[Any], float | tuple[float, ...]]
 """What a row costs, from a batch of this one row; several lengths stand for their product."""
 
-ROWS, TOKENS, SECONDS = "rows", "tokens", "seconds"
+TOKENS, SECONDS = "tokens", "seconds"
 _DURATIONS = ("seconds", "duration", "durations", "duration_seconds")
 _OR_COST = "or a function from a batch of one row to what it costs"
 
@@ -47,7 +50,7 @@ def _product(lengths: Array) -> Array:
 
 
 @dataclass(frozen=True, eq=False)
-class Packing:
+class SortedRows:
     """The rows of one batch, sorted by cost.
 
     Attributes:
@@ -114,6 +117,46 @@ class Packing:
             for microbatch, rows in zip(microbatches, slices_of(sizes), strict=True)
         ]
 
+    def places(self) -> list[int]:
+        """Of each row of the batch as it came, its place here."""
+        found: list[int] = np.argsort(self.order).tolist()
+        return found
+
+    def restored(
+        self, outputs: Sequence[Any], sizes: Sequence[int], *, fill: float = 0
+    ) -> list[Any]:
+        """Outputs of these slices, padded with a number to what the whole batch would have given.
+
+        What has the length of its slice in every slice is taken for padded where slices have
+        several lengths, or where a look has shown it.
+        """
+        if not self.groups:
+            return list(outputs)
+        rows = slices_of(sizes)
+        windows = {g.name: [g.window(each) for each in rows] for g in self.groups}
+        padded = {group.name: group.padded for group in self.groups}
+        leaves = [tensor_leaves(output) for output in outputs]
+        dims = {
+            path: _length_dims(
+                [tensor for _, tensor in column], windows, self.output_dims.get(path, {})
+            )
+            for column in zip(*leaves, strict=False)
+            for path, _ in column[:1]
+        }
+        whole = []
+        for index, (output, own) in enumerate(zip(outputs, leaves, strict=True)):
+            restored: dict[int, Tensor] = {}
+            for path, tensor in own:
+                places = {
+                    dim: (windows[name][index][0], padded[name])
+                    for dim, name in dims.get(path, {}).items()
+                    if tensor.shape[dim] < padded[name]
+                }
+                if places:
+                    restored[id(tensor)] = restore_padding(tensor, places, fill=fill)
+            whole.append(replace_tensors(output, restored))
+        return whole
+
     def _costs(self, sizes: Sequence[int]) -> list[float]:
         return [
             size * float(self.combine(self.lengths[rows].max(0)))
@@ -132,66 +175,6 @@ def slices_of(sizes: Sequence[int]) -> list[slice]:
     """
     stops = np.cumsum(sizes).tolist()
     return [slice(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
-
-
-def order_of(cuts: Sequence[Any]) -> list[int] | None:
-    """Of each row of some batches, its place among the rows of all slices; None: in order.
-
-    Args:
-        cuts: how each batch was cut, with ``sizes`` and ``packing``.
-    """
-    if all(cut.packing is None for cut in cuts):
-        return None
-    order: list[int] = []
-    for cut in cuts:
-        assert cut.packing is not None
-        order += (np.argsort(cut.packing.order) + len(order)).tolist()
-    return order
-
-
-def with_padding(outputs: Sequence[Any], cuts: Sequence[Any], *, fill: float = 0) -> list[Any]:
-    """Outputs of all slices, padded with a number to what the whole batch would have given.
-
-    What has the length of its slice in every slice is taken for padded where slices have several
-    lengths, or where a look has shown it.
-    """
-    found, remaining = [], list(outputs)
-    for cut in cuts:
-        own, remaining = remaining[: len(cut.sizes)], remaining[len(cut.sizes) :]
-        packing = cut.packing
-        found += own if packing is None else _padded(own, cut.sizes, packing, fill)
-    return found
-
-
-def _padded(
-    outputs: Sequence[Any], sizes: Sequence[int], packing: Packing, fill: float
-) -> list[Any]:
-    if not packing.groups:
-        return list(outputs)
-    rows = slices_of(sizes)
-    windows = {g.name: [g.window(each) for each in rows] for g in packing.groups}
-    padded = {group.name: group.padded for group in packing.groups}
-    leaves = [tensor_leaves(output) for output in outputs]
-    dims = {
-        path: _length_dims(
-            [tensor for _, tensor in column], windows, packing.output_dims.get(path, {})
-        )
-        for column in zip(*leaves, strict=False)
-        for path, _ in column[:1]
-    }
-    whole = []
-    for index, (output, own) in enumerate(zip(outputs, leaves, strict=True)):
-        restored: dict[int, Tensor] = {}
-        for path, tensor in own:
-            places = {
-                dim: (windows[name][index][0], padded[name])
-                for dim, name in dims.get(path, {}).items()
-                if tensor.shape[dim] < padded[name]
-            }
-            if places:
-                restored[id(tensor)] = restore_padding(tensor, places, fill=fill)
-        whole.append(replace_tensors(output, restored))
-    return whole
 
 
 def _length_dims(
@@ -239,27 +222,70 @@ def unit_name(unit: str | Cost) -> str:
     return unit if isinstance(unit, str) else "units of cost"
 
 
-class MicrobatchUnit:
-    """What microbatch sizes are counted in, and how rows are sorted by it.
-
-    Args:
-        unit: ``"rows"``, ``"tokens"``, ``"seconds"``, or the cost of a row.
-        layout: where batches have their rows.
-        padding: where the lengths of padded tensors are; see `Padding`.
-        ignore_index: the label that counts for nothing.
+@dataclass
+class PackingRule(CutRule):
+    """Packs rows into slices that cost no more than a size.
 
     Attributes:
-        name: in the plural.
-        is_rows: whether rows are as they come.
-        padding: reads the lengths of rows.
-        output_dims: see `Packing`; filled by whoever looks.
+        overhead: what a slice costs whatever it holds.
+    """
 
-    Raises:
-        TypeError: not a unit.
-        ValueError: an unknown word.
+    overhead: Overhead = field(default_factory=Overhead)
+
+    @property
+    def wants_seconds(self) -> bool:
+        return self.overhead.wants_seconds
+
+    def cut_batch(self, batch: ReadBatch, size: int, *, multiple_of: int = 1) -> Cut:
+        packing = batch.packing
+        assert isinstance(packing, SortedRows)
+        overhead = self.overhead.of(packing.average)
+        sizes = packing.pack(size, overhead=overhead, min_rows=self.min_rows)
+        return Cut(sizes, batch.cost, packing)
+
+    def learn(self, finished: Finished[Any]) -> None:
+        measured = finished.measured
+        if measured is None or not measured.has_waited:
+            return
+        if finished.attempts > 1 or not finished.cuts:
+            return  # memory that was given back is asked for anew
+        self.overhead.record(
+            seconds=measured.seconds,
+            slices=finished.plan.num_microbatches,
+            padded=sum(
+                cut.packing.padded(cut.sizes)
+                for cut in finished.cuts
+                if isinstance(cut.packing, SortedRows)
+            ),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        failed = None if math.isinf(self.failed) else self.failed
+        learned = {"unit": self.unit, "overhead": self.overhead.state_dict(), "failed": failed}
+        return super().state_dict() | learned
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        if "overhead" in state:
+            self.overhead.load_state_dict(state["overhead"])
+            failed = state.get("failed")
+            self.failed = math.inf if failed is None else failed
+
+
+class CostUnit(Unit):
+    """A unit in which rows have costs, by which they are sorted.
+
+    Args:
+        unit: ``"tokens"``, ``"seconds"``, or the cost of a row.
+        padding: reads the lengths of rows.
+        layout: where batches have their rows.
+
+    Attributes:
+        padding: as given.
+        output_dims: see `SortedRows`; filled by the check of padding.
 
     >>> import torch
-    >>> unit = MicrobatchUnit("tokens", layout=BatchLayout())
+    >>> unit = CostUnit("tokens", Padding(None), BatchLayout())
     >>> batch = {"input_ids": torch.arange(8).view(2, 4),
     ...          "attention_mask": torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])}
     >>> packing = unit.packing(batch, unit.groups(batch, 2), 2, cuts=True)
@@ -267,48 +293,28 @@ class MicrobatchUnit:
     ([1, 0], 6, [1, 1])
     """
 
-    def __init__(
-        self,
-        unit: str | Cost,
-        *,
-        layout: BatchLayout,
-        padding: Declared | None = None,
-        ignore_index: int = -100,
-    ) -> None:
-        check_unit(unit)
+    is_rows = False
+
+    def __init__(self, unit: str | Cost, padding: Padding, layout: BatchLayout) -> None:
         self.name = unit_name(unit)
         self._cost = None if isinstance(unit, str) else unit
-        self.is_rows = unit == ROWS
-        if self.is_rows and padding is not None:
-            raise ValueError(
-                "padding=… says how rows are cut to their own lengths, which microbatch_unit='rows'"
-                " never does; give microbatch_unit='tokens', 'seconds' or a cost, or leave it out"
-            )
         self._layout = layout
         self.output_dims: dict[str, dict[int, str]] = {}
-        self.padding = Padding(padding, ignore_index=ignore_index)
+        self.padding = padding
 
-    def refuse(self, *, carries: bool, strict_divisible: bool) -> None:
-        """Refuse what rows that are sorted cannot have.
-
-        Raises:
-            ValueError: state goes from batch to batch, or slices must have the same rows.
-        """
-        for name, is_on in (("carry_layout", carries), ("strict_divisible=True", strict_divisible)):
-            if is_on and not self.is_rows:
+    def check(self, setup: Setup) -> None:
+        carries = setup.carrying.is_on
+        for name, is_on in (
+            ("Carry", carries),
+            ("strict_divisible", setup.strict_divisible),
+        ):
+            if is_on:
                 raise ValueError(
                     f"microbatch_unit={self.name!r} sorts the rows of each batch and cuts them "
                     f"into unequal slices, which does not go with {name}; leave one of them out"
                 )
 
-    def refuse_policy(self, policy: Policy, argument: str) -> None:
-        """Refuse a policy that is about rows.
-
-        Raises:
-            ValueError: it looks for the fastest number of them, or for multiples.
-        """
-        if self.is_rows:
-            return
+    def check_policy(self, policy: Policy, argument: str) -> None:
         if policy.explores:
             raise ValueError(
                 f"{argument}='explore' looks for the fastest number of rows, and slices of "
@@ -319,6 +325,9 @@ class MicrobatchUnit:
                 f"{argument} has multiple_of={policy.multiple_of}, a number of rows, and sizes are "
                 f"{self.name}; leave it out"
             )
+
+    def rule(self, *, strict_divisible: bool) -> CutRule:
+        return PackingRule(strict_divisible=strict_divisible, unit=self.name)
 
     def groups(self, batch: Any, num_rows: int) -> list[Group]:
         """What is padded in a batch; see `Padding.read`.
@@ -337,7 +346,9 @@ class MicrobatchUnit:
             )
         return groups
 
-    def packing(self, batch: Any, groups: Sequence[Group], num_rows: int, *, cuts: bool) -> Packing:
+    def packing(
+        self, batch: Any, groups: Sequence[Group], num_rows: int, *, cuts: bool
+    ) -> SortedRows:
         """The rows of a batch, sorted.
 
         Args:
@@ -359,7 +370,7 @@ class MicrobatchUnit:
             table, combine = self._costs(batch, num_rows)
         # Rows of equal cost stay in their order.
         order = np.argsort(-combine(table), kind="stable")
-        return Packing(
+        return SortedRows(
             order=order,
             lengths=table[order],
             combine=combine,

@@ -3,16 +3,18 @@
 from collections.abc import Sequence
 
 from automicro.batch.device import on_host
-from automicro.batch.padding import Group
 from automicro.batch.tensors import Contents
 from automicro.checking.draws import needs_other_ranks
-from automicro.checking.padding import PaddingSeen, Verdict, look_at_padding, padded_rows
 from automicro.errors import PaddingWarning, warn
+from automicro.lengths.check import PaddingSeen, Verdict, look_at_padding, padded_rows
+from automicro.lengths.padding import Declared, Group, Padding
+from automicro.lengths.unit import Cost, CostUnit, check_unit, refuse_inputs_with_gradients
 from automicro.loss.passes import Computation, Mode
 from automicro.memory.oom import once_more
 from automicro.ranks.interface import Ranks
-from automicro.step.plan import ReadBatch
-from automicro.step.unit import MicrobatchUnit, refuse_inputs_with_gradients
+from automicro.step.feature import Feature
+from automicro.step.plan import ROWS, ReadBatch
+from automicro.step.setup import Setup, Sort
 
 _PATIENCE = 4  # looks that could not tell
 _DECLARE = "cut_padding=True cuts it all the same, cut_padding=False says nothing of it"
@@ -33,6 +35,71 @@ def check_cut_padding(value: object) -> None:
         )
 
 
+class MicrobatchUnit(Feature):
+    """Counts microbatch sizes in tokens, seconds, or the cost of a row, in place of rows.
+
+    The rows of a batch are sorted by cost and packed into microbatches that cost no more than the
+    size with their padding, which is cut to the longest row of each.
+
+    Args:
+        unit: ``"tokens"``, ``"seconds"``, a function from a batch of one row to what it costs; or
+            ``"rows"``, which changes nothing.
+        padding: where the lengths of padded tensors are, where names do not tell: by the path of
+            a tensor the path of its lengths or of its mask, a pair of that and the dimension that
+            is padded, or None for one that is never cut.
+        cut_padding: ``"auto"`` where a check shows that a row computes the same without, True to do
+            it unseen, False never.
+
+    Raises:
+        TypeError, ValueError: not a unit, or an option that does not go with it.
+
+    Example:
+        >>> import torch
+        >>> from automicro import Microbatcher
+        >>> model = torch.nn.Linear(1, 1)
+        >>> def forward(model, batch):
+        ...     return model(batch["input_ids"].float()[..., None]).mean()
+        >>> microbatcher = Microbatcher(
+        ...     model, forward=forward, loss_average="tokens", microbatch_size=4, probe=False,
+        ...     features=[MicrobatchUnit("tokens", cut_padding=True)],
+        ... )
+        >>> ids = torch.tensor([[7, 0, 0], [4, 5, 6], [9, 0, 0]])
+        >>> batch = {"input_ids": ids, "attention_mask": (ids > 0).long()}
+        >>> batch["labels"] = torch.where(ids > 0, ids, -100)
+        >>> result = microbatcher.backward(batch)
+        >>> result.num_microbatches, result.microbatch_unit
+        (2, 'tokens')
+    """
+
+    def __init__(
+        self,
+        unit: str | Cost,
+        *,
+        padding: Declared | None = None,
+        cut_padding: bool | str = "auto",
+    ) -> None:
+        check_unit(unit)
+        check_cut_padding(cut_padding)
+        if unit == ROWS and padding is not None:
+            raise ValueError(
+                "padding=… says how rows are cut to their own lengths, which microbatch_unit='rows'"
+                " never does; give microbatch_unit='tokens', 'seconds' or a cost, or leave it out"
+            )
+        self._unit, self._padding, self._cut_padding = unit, padding, cut_padding
+
+    def attach(self, setup: Setup) -> None:
+        if self._unit == ROWS:
+            return
+        ignore_index = getattr(setup.functions.get("loss_fn"), "ignore_index", -100)
+        padding = Padding(self._padding, ignore_index=ignore_index)
+        setup.unit = unit = CostUnit(self._unit, padding, setup.carrying.layout)
+
+        def sorter(setup: Setup, computation: Computation) -> Sort:
+            return RowSorter(unit, computation, setup.ranks, cut_padding=self._cut_padding).sort
+
+        setup.sorter = sorter
+
+
 class RowSorter:
     """Sorts the rows of batches by cost; cuts padding where a look shows that nothing changes.
 
@@ -40,21 +107,17 @@ class RowSorter:
         unit: what rows cost.
         computation: model and loss.
         ranks: that decide together.
-        cut_padding: ``"auto"``, or True or False for whoever knows.
-
-    Raises:
-        ValueError: none of these.
+        cut_padding: as `MicrobatchUnit`.
     """
 
     def __init__(
         self,
-        unit: MicrobatchUnit,
+        unit: CostUnit,
         computation: Computation,
         ranks: Ranks,
         *,
         cut_padding: bool | str = "auto",
     ) -> None:
-        check_cut_padding(cut_padding)
         self._unit = unit
         self._computation = computation
         self._ranks = ranks

@@ -1,0 +1,266 @@
+"""Features of a run, which a `Microbatcher` takes in ``features=``, and the words for them.
+
+The Trainer, configs and other trainers say each in one word: ``remember_sizes=True`` is
+``features=[RememberSizes()]``, and `with_features` reads the words.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
+
+from automicro.loss.averages import LossAverage
+from automicro.options import GRADIENT_SUMS, SYNCS, check_choice
+from automicro.step.carrying import Carrying
+from automicro.step.feature import Feature
+from automicro.step.setup import Setup
+
+if TYPE_CHECKING:
+    from automicro.lengths.sorting import MicrobatchUnit
+    from automicro.nested.parts import Nested
+    from automicro.remembered.recollection import RememberSizes
+    from automicro.rungs.levels import WhenTooLarge
+
+__all__ = [
+    "Carry",
+    "EvalLossAverage",
+    "Feature",
+    "GradientSums",
+    "MicrobatchUnit",
+    "Nested",
+    "RankReduction",
+    "RememberSizes",
+    "Repeatable",
+    "StepState",
+    "StrictDivisible",
+    "UpdateMetric",
+    "WhenTooLarge",
+    "with_features",
+]
+
+P = ParamSpec("P")
+
+# Loaded by those alone who use them.
+_HOMES = {
+    "MicrobatchUnit": "automicro.lengths.sorting",
+    "Nested": "automicro.nested.parts",
+    "RememberSizes": "automicro.remembered.recollection",
+    "WhenTooLarge": "automicro.rungs.levels",
+}
+
+
+class Carry(Feature):
+    """State goes from batch to batch, such as a recurrent model's.
+
+    ``forward(model, microbatch, carry)`` takes the state of its rows, None at the start, and
+    returns a mapping with ``"loss"`` and ``"carry"``; see `Microbatcher.backward`.
+
+    Args:
+        layout: where the state has its rows: a dimension (1 of an ``nn.LSTM``'s), or a mapping as
+            ``batch_layout`` has it.
+    """
+
+    def __init__(self, layout: int | Mapping[str, Any]) -> None:
+        self._layout = layout
+
+    def attach(self, setup: Setup) -> None:
+        setup.carrying = Carrying(setup.batch_layout, self._layout)
+
+
+class EvalLossAverage(Feature):
+    """The loss is a mean over something else in evaluation.
+
+    Args:
+        average: as ``loss_average`` of a `Microbatcher`.
+    """
+
+    def __init__(self, average: LossAverage) -> None:
+        self._average = average
+
+    def attach(self, setup: Setup) -> None:
+        setup.eval_loss_average = self._average
+
+
+class GradientSums(Feature):
+    """Chooses what gradients of parameters in bf16 or fp16 add up in, where a batch is split.
+
+    Args:
+        sums: ``"fp32"``, as without this feature, which rounds once, as a whole batch does, and
+            holds four bytes for each number meanwhile; or ``"native"``, the parameters' own type.
+            On several ranks it is always their own.
+
+    Raises:
+        ValueError: another word.
+    """
+
+    def __init__(self, sums: str) -> None:
+        self._in_float32 = check_choice("gradient_sums", sums, GRADIENT_SUMS) == "fp32"
+
+    def attach(self, setup: Setup) -> None:
+        setup.sums_in_float32 = self._in_float32
+
+
+class RankReduction(Feature):
+    """Chooses how losses and gradients of several ranks come together.
+
+    Args:
+        sync: with which microbatch a model that ``fully_shard`` was applied to reduces gradients:
+            ``"each"``; or ``"auto"`` for the last one, which holds gradients of whole parameters
+            meanwhile: with each again where memory runs out.
+        scales: whether losses are divided by what those of all ranks count, so that the gradient
+            is that of one batch. False for each rank's own mean, of which the wrapper takes the
+            mean, as ``DistributedDataParallel`` does by itself.
+
+    Raises:
+        ValueError: another word.
+    """
+
+    def __init__(self, sync: str = "each", *, scales: bool = True) -> None:
+        self._sync, self._scales = check_choice("sync", sync, SYNCS), scales
+
+    def attach(self, setup: Setup) -> None:
+        setup.sync, setup.scales_for_ranks = self._sync, self._scales
+
+
+class Repeatable(Feature):
+    """No clock decides sizes, so that the same run has the same each time."""
+
+    def attach(self, setup: Setup) -> None:
+        setup.repeatable = True
+
+
+class StepState(Feature):
+    """A step changes further state, which a failed attempt must leave as it was.
+
+    Args:
+        values: lists, dicts, modules, objects with attributes, each with all that it holds; or
+            objects with ``begin``, ``prepare``, ``commit`` and ``roll_back``, which do it
+            themselves.
+    """
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._values = list(values)
+
+    def attach(self, setup: Setup) -> None:
+        setup.state += self._values
+
+
+class StrictDivisible(Feature):
+    """Refuses a batch that is not a multiple of the microbatch size."""
+
+    def attach(self, setup: Setup) -> None:
+        setup.strict_divisible = True
+
+
+class UpdateMetric(Feature):
+    """Updates metrics by a function in place of ``metric.update(outputs, targets)``.
+
+    Args:
+        update: takes metric, outputs and microbatch; and the metric's name, where it has a fourth
+            parameter called ``name``.
+    """
+
+    def __init__(self, update: Callable[..., None]) -> None:
+        self._update = update
+
+    def attach(self, setup: Setup) -> None:
+        setup.functions["update_metric"] = self._update
+
+
+class Word(NamedTuple):
+    """The word for a feature, or for one of its arguments, outside of a Microbatcher.
+
+    Attributes:
+        feature: its name here.
+        argument: of it; None where the word says that the feature is wanted.
+        default: at which it says nothing.
+    """
+
+    feature: str
+    argument: str | None
+    default: Any
+
+
+WORDS = {
+    "microbatch_unit": Word("MicrobatchUnit", "unit", "rows"),
+    "padding": Word("MicrobatchUnit", "padding", None),
+    "cut_padding": Word("MicrobatchUnit", "cut_padding", "auto"),
+    "nested": Word("Nested", "parts", None),
+    "when_too_large": Word("WhenTooLarge", "savers", "error"),
+    "eval_loss_average": Word("EvalLossAverage", "average", None),
+    "strict_divisible": Word("StrictDivisible", None, False),
+    "gradient_sums": Word("GradientSums", "sums", "fp32"),
+    "carry_layout": Word("Carry", "layout", None),
+    "update_metric": Word("UpdateMetric", "update", None),
+    "state": Word("StepState", "values", ()),
+    "scales_for_ranks": Word("RankReduction", "scales", True),
+    "sync": Word("RankReduction", "sync", "each"),
+    "remember_sizes": Word("RememberSizes", None, False),
+    "repeatable": Word("Repeatable", None, False),
+}
+"""Each word that says something makes a feature; those of one feature make it together."""
+
+
+def with_features(words: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a `Microbatcher`, from arguments of it and words for features.
+
+    Raises:
+        TypeError, ValueError: a word that makes no sense, with its remedy.
+
+    Example:
+        >>> made = with_features({"precision": "bf16", "repeatable": True, "sync": "each"})
+        >>> made["precision"], [type(each).__name__ for each in made["features"]]
+        ('bf16', ['Repeatable'])
+    """
+    features = list(words.get("features", ()))
+    wanted = [w.feature for name, w in WORDS.items() if words.get(name, w.default) != w.default]
+    for feature in dict.fromkeys(wanted):
+        named = {name: word for name, word in WORDS.items() if word.feature == feature}
+        given = {
+            word.argument: words.get(name, word.default)
+            for name, word in named.items()
+            if word.argument is not None
+        }
+        features.append(_class_of(feature)(**given))
+    others = {name: value for name, value in words.items() if name not in WORDS}
+    return {**others, "features": features} if features else others
+
+
+def exact_batchnorm(microbatch_size: Any) -> Feature:
+    """The feature that ``batchnorm="exact"`` stands for."""
+    from automicro.nested.parts import ExactBatchNorm
+
+    return ExactBatchNorm(microbatch_size)
+
+
+def answering_words(construct: Callable[P, None]) -> Callable[P, None]:
+    """Let a constructor that is given a word for a feature name the feature.
+
+    Args:
+        construct: an ``__init__`` that takes features.
+    """
+
+    @functools.wraps(construct)
+    def answering(*args: P.args, **kwargs: P.kwargs) -> None:
+        for name in kwargs:
+            if name in WORDS:
+                word = WORDS[name]
+                value = "" if word.argument is None else f"{word.argument}=…"
+                raise TypeError(
+                    f"Microbatcher has no argument {name}: what is beside the path of a batch is "
+                    f"a feature. Give features=[automicro.features.{word.feature}({value})]"
+                )
+        construct(*args, **kwargs)
+
+    return answering
+
+
+def _class_of(feature: str) -> Callable[..., Feature]:
+    found: Callable[..., Feature] = globals().get(feature) or __getattr__(feature)
+    return found
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,1 @@
+"""Sizes counted in tokens, seconds or costs: rows are sorted, packed and cut to their lengths."""

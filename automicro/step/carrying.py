@@ -1,0 +1,149 @@
+"""State that goes from batch to batch, such as a recurrent model's, beside the batch."""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from automicro.batch.layout import BatchLayout
+from automicro.errors import BatchError
+from automicro.loss.conventions import Carried
+
+
+class CarriedLayout(BatchLayout):
+    """Where a batch and the state beside it have their rows.
+
+    Example:
+        >>> import torch
+        >>> layout = CarriedLayout(0, 1)
+        >>> both = Carried(torch.zeros(4, 3), torch.zeros(2, 4, 8))
+        >>> layout.num_rows(both), [tuple(each.carry.shape) for each in layout.split(both, [3, 1])]
+        (4, [(2, 3, 8), (2, 1, 8)])
+
+    Args:
+        batch_layout: of the batch; see `split_batch`.
+        carry_layout: the same of the state.
+    """
+
+    def __init__(
+        self, batch_layout: int | Mapping[str, Any], carry_layout: int | Mapping[str, Any]
+    ) -> None:
+        super().__init__()
+        self._batch, self.carry = BatchLayout(batch_layout), BatchLayout(carry_layout)
+
+    def num_rows(self, batch: Carried) -> int:
+        num_rows = self._batch.num_rows(batch.batch)
+        self.holds_rows = self._batch.holds_rows
+        if batch.carry is None:
+            return num_rows
+        carried = self._about_carry(self.carry.num_rows, batch.carry)
+        if carried != num_rows:
+            raise BatchError(
+                f"The rows of the carry and of the batch disagree: {carried} and {num_rows}. "
+                "Pass the state of the same rows (drop_last=True gives every batch as many), or "
+                "carry=None to begin anew. Let Carry(…) say where the state has its rows, "
+                "and batch_layout=… the batch: both are 1 where time comes first."
+            )
+        return num_rows
+
+    def split(self, batch: Carried, sizes: Sequence[int]) -> list[Any]:
+        batches = self._batch.split(batch.batch, sizes)
+        carries = [None] * len(sizes)
+        if batch.carry is not None:
+            carries = self.carry.split(batch.carry, sizes)
+        return list(map(Carried, batches, carries))
+
+    def take_rows(self, batch: Carried, indices: Sequence[int]) -> Carried:
+        carry = None if batch.carry is None else self.carry.take_rows(batch.carry, indices)
+        return Carried(self._batch.take_rows(batch.batch, indices), carry)
+
+    def row_dims(self, batch: Carried) -> dict[str, int]:
+        found = {"batch": self._batch.row_dims(batch.batch)}
+        if batch.carry is not None:
+            found["carry"] = self.carry.row_dims(batch.carry)
+        return {
+            f"{name}.{path}" if path else name: dim
+            for name, dims in found.items()
+            for path, dim in dims.items()
+        }
+
+    @staticmethod
+    def _about_carry(read: Callable[[Any], int], carry: Any) -> int:
+        try:
+            return read(carry)
+        except BatchError as error:
+            raise BatchError(f"In carry, whose layout Carry(…) declares: {error}") from error
+
+
+class Carrying:
+    """Whether state goes from batch to batch, and all that follows from it.
+
+    What the caller gave knows batches as the data loader gives them, without the state beside.
+
+    Args:
+        batch_layout: of the batch; see `split_batch`.
+        carry_layout: of the state; None where there is none.
+
+    Attributes:
+        layout: of what is cut.
+        carry_layout: of the state; None where there is none.
+        is_on: whether there is state.
+
+    Example:
+        >>> carrying = Carrying(0, 1)
+        >>> carrying.hiding(len)(carrying.beside([1, 2, 3], None))
+        3
+    """
+
+    def __init__(
+        self, batch_layout: int | Mapping[str, Any], carry_layout: int | Mapping[str, Any] | None
+    ) -> None:
+        self.is_on = carry_layout is not None
+        self.carry_layout: BatchLayout | None = None
+        self.layout = BatchLayout(batch_layout)
+        if carry_layout is not None:
+            self.layout = layout = CarriedLayout(batch_layout, carry_layout)
+            self.carry_layout = layout.carry
+
+    def beside(self, batch: Any, carry: Any) -> Any:
+        """A batch with its state; None where a rank has no batch.
+
+        Raises:
+            ValueError: there is state, and nothing was said of its rows.
+        """
+        if self.is_on:
+            return None if batch is None else Carried(batch, carry)
+        if carry is not None:
+            raise ValueError(
+                "carry=… was given to a Microbatcher without Carry(…); say in which "
+                "dimension the state has its rows: features=[Carry(1)] for nn.LSTM"
+            )
+        return batch
+
+    def refuse_several(self, batches: Iterable[Any]) -> None:
+        """Refuse batches that are to be taken as one, unless they are one with its state.
+
+        Raises:
+            ValueError: each of them begins where the one before ended.
+        """
+        if self.is_on and not all(isinstance(each, Carried) for each in batches):
+            raise ValueError(
+                "accumulate takes batches as if they were one, and with Carry(…) each begins "
+                "where the one before ended; call backward for each of them before the optimizer's "
+                "step, with carry=result.carry of the one before"
+            )
+
+    def hiding(self, function: Any) -> Any:
+        """A function of the caller's, or several by name; it gets batches without their state."""
+        if isinstance(function, Mapping):
+            return {name: self.hiding(each) for name, each in function.items()}
+        if not self.is_on or not callable(function):
+            return function
+
+        def told(*arguments: Any, **options: Any) -> Any:
+            return function(*map(_without_carry, arguments), **options)
+
+        return functools.update_wrapper(told, function, updated=())
+
+
+def _without_carry(value: Any) -> Any:
+    return value.batch if isinstance(value, Carried) else value
