@@ -48,7 +48,7 @@ from automicro.ranks.discovery import announcing_failed_construction, find_ranks
 from automicro.ranks.interface import Ranks, announcing_failure
 from automicro.reach import Reach
 from automicro.remembered.describing import describe_run, describe_shapes
-from automicro.rungs.levels import Level, WhenTooLarge, chooses_by_time, make_levels
+from automicro.savers.levels import Level, WhenTooLarge, chooses_by_time, make_levels
 from automicro.state.part import read_state
 from automicro.step.feature import Feature
 from automicro.step.fillers import SpareRows

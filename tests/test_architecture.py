@@ -35,7 +35,7 @@ LAYERS = (
     ("checking",),
     ("nested",),
     ("contrastive",),
-    ("rungs",),
+    ("savers",),
     ("step",),
     ("microbatcher",),
     ("events",),

@@ -22,7 +22,7 @@ from automicro.policy.policy import Policy
 from automicro.ranks.interface import OneRank, Ranks, Sync, announcing_failure
 from automicro.reach import Reach
 from automicro.remembered.cache import RememberedSize, RunKey, SizeCache
-from automicro.rungs.levels import Level
+from automicro.savers.levels import Level
 from automicro.state.part import State, taking_shapes
 from automicro.step.metrics import Metrics, flatten_metrics
 from automicro.step.plan import CutRule, Finished, ReadBatch, Step

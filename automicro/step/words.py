@@ -12,7 +12,7 @@ from automicro.memory.device import allocated_bytes, peak_bytes
 from automicro.memory.oom import first_line, unquoted_shortage
 from automicro.memory.residents import ResidentMemory
 from automicro.options import ONE_GRAPH_EACH
-from automicro.rungs.levels import NESTED
+from automicro.savers.levels import NESTED
 from automicro.step.events import bystander
 from automicro.step.plan import Plan
 from automicro.step.unit import ROWS

@@ -20,7 +20,7 @@ from automicro.nested.parts import NestedParts
 from automicro.options import check_model, read_count, read_flag
 from automicro.policy.explore import Explore
 from automicro.policy.policy import Policy
-from automicro.rungs.levels import WhenTooLarge
+from automicro.savers.levels import WhenTooLarge
 from automicro.step.unit import Cost
 from automicro.trainer.context import Recorder, RunContext
 from automicro.trainer.data.loading import check_loader, check_passes

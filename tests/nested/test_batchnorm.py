@@ -20,7 +20,7 @@ from automicro.errors import UnsplittableModelError
 from automicro.transaction.rng import foreign_states
 from tests.outside import Outside
 from tests.torture.engine.faults import Fault, FaultMode
-from tests.torture.engine.subject import climb_to
+from tests.torture.engine.subject import begin_at_level
 
 ROWS, CHANNELS, CLASSES = 7, 4, 5
 
@@ -647,7 +647,7 @@ def test_together_with_others_it_is_the_whole_batch(name: str) -> None:
     microbatcher = Microbatcher(
         model, loss_fn=nn.CrossEntropyLoss(), batchnorm="exact", probe=False, **options
     )
-    climb_to(microbatcher, level)
+    begin_at_level(microbatcher, level)
     metric = torchmetrics.Accuracy(task="multiclass", num_classes=3)
     result = microbatcher.accumulate([some_rows(size) for size in sizes], metrics=metric)
     assert result.level in ("plain" if level == 0 else " + ".join(LEVELS[:level]), "offload")

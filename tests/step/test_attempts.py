@@ -12,7 +12,7 @@ from automicro import BatchError, Fixed, Halving, Outcome, RollbackError, Sample
 from automicro.memory.residents import ResidentMemory
 from automicro.policy.ladder import Ladder
 from automicro.policy.policy import Policy
-from automicro.rungs.levels import Level
+from automicro.savers.levels import Level
 from automicro.step.fit import fit as run_step
 from automicro.step.phase import Phase, Shared
 from automicro.step.plan import CutRule, Finished, Plan, ReadBatch, Step

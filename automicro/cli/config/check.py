@@ -56,7 +56,7 @@ from automicro.options import (
     read_time,
 )
 from automicro.policy.choose import make_policy
-from automicro.rungs.levels import check_levels
+from automicro.savers.levels import check_levels
 from automicro.step.sorting import check_cut_padding
 from automicro.step.split_guard import BATCHNORM_MODES
 from automicro.step.unit import check_unit

@@ -1,6 +1,6 @@
 """Levels: how microbatches are computed where even the smallest does not fit.
 
-Level 0 is plain. Each further one switches rungs on, which take less memory and more time, and
+Level 0 is plain. Each further one switches savers on, which take less memory and more time, and
 change no number.
 """
 
@@ -18,9 +18,9 @@ from torch import nn
 from automicro.nested.parts import LanguageTail, find_language_model
 from automicro.nested.split import attached_to
 from automicro.options import check_choice
-from automicro.rungs.blocks import find_blocks, is_called, named_blocks, shown_blocks
-from automicro.rungs.offload import offloading
-from automicro.rungs.recompute import Block, recomputes_already, recomputing
+from automicro.savers.blocks import find_blocks, is_called, named_blocks, shown_blocks
+from automicro.savers.offload import offloading
+from automicro.savers.recompute import Block, recomputes_already, recomputing
 from automicro.torch_private import is_compiled
 from automicro.transaction.rng import RandomState, devices_of
 
@@ -30,12 +30,12 @@ PLAIN = "plain"
 """The name of level 0."""
 
 RECOMPUTE, OFFLOAD, NESTED = "recompute", "offload", "nested"
-RUNGS = (RECOMPUTE, OFFLOAD, NESTED)  # a further rung is named here, and made in `_made`
+SAVERS = (RECOMPUTE, OFFLOAD, NESTED)  # a further saver is named here, and made in `_made`
 # A tail in slices leaves outputs without logits, which metrics may want.
 _OF_AUTO = (RECOMPUTE, OFFLOAD)
 _ALONE = ("error", "auto")
-_CHOICES = ("error", *RUNGS, "auto")
-_LISTED = " and ".join(RUNGS)
+_CHOICES = ("error", *SAVERS, "auto")
+_LISTED = " and ".join(SAVERS)
 _EXAMPLE = "as in {'recompute': ['encoder.layers.*'], 'offload': True}"
 _NAME_THEM = "name them, as in when_too_large={'recompute': ['encoder.layers.*']}"
 
@@ -43,7 +43,7 @@ _NAME_THEM = "name them, as in when_too_large={'recompute': ['encoder.layers.*']
 WhenTooLarge: TypeAlias = str | Sequence[Any] | Mapping[str, Any]
 
 
-class Rung(Protocol):
+class Saver(Protocol):
     """One way to take less memory.
 
     Attributes:
@@ -73,29 +73,29 @@ class Level:
         'what is saved for the backward waits in host memory'
 
     Attributes:
-        rungs: that are switched on, in order.
+        savers: that are switched on, in order.
     """
 
-    rungs: tuple[Rung, ...] = ()
+    savers: tuple[Saver, ...] = ()
 
     @property
     def name(self) -> str:
-        """Of all rungs, or `PLAIN`."""
-        return " + ".join(rung.name for rung in self.rungs) or PLAIN
+        """Of all savers, or `PLAIN`."""
+        return " + ".join(saver.name for saver in self.savers) or PLAIN
 
     @property
     def tails(self) -> list[LanguageTail]:
         """Of language models, that run in slices."""
-        return [rung.tail for rung in self.rungs if isinstance(rung, NestedTail)]
+        return [saver.tail for saver in self.savers if isinstance(saver, NestedTail)]
 
     @property
     def is_plain(self) -> bool:
         """Whether nothing is switched on."""
-        return not self.rungs
+        return not self.savers
 
     def describe(self) -> str:
         """What it does, in one sentence for people."""
-        return ", and ".join(rung.describe() for rung in self.rungs) or "everything is kept"
+        return ", and ".join(saver.describe() for saver in self.savers) or "everything is kept"
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -104,8 +104,8 @@ class Level:
         Modules are as before when it ends, however it ends.
         """
         with contextlib.ExitStack() as stack:
-            for rung in self.rungs:
-                stack.enter_context(rung.applied())
+            for saver in self.savers:
+                stack.enter_context(saver.applied())
             yield
 
 
@@ -219,18 +219,18 @@ def make_levels(
     wanted, is_auto = _read(when_too_large)
     modules = list(modules)
     devices = functools.cache(lambda: devices_of(modules, device))
-    rungs: list[Rung] = []
+    savers: list[Saver] = []
     for name, names in wanted.items():
         try:
-            rungs.append(_made(name, names, modules, lambda: RandomState(devices(), generators)))
+            savers.append(_made(name, names, modules, lambda: RandomState(devices(), generators)))
         except ValueError as error:
             if not is_auto or names is not None:
                 raise
             logger.info("nothing is computed again in the backward: %s", error)
     if is_auto:
-        further = [Level(tuple(rungs))] if len(rungs) > 1 else []
-        return [Level(), *(Level((rung,)) for rung in rungs), *further]
-    return [Level(tuple(rungs[:number])) for number in range(len(rungs) + 1)]
+        further = [Level(tuple(savers))] if len(savers) > 1 else []
+        return [Level(), *(Level((saver,)) for saver in savers), *further]
+    return [Level(tuple(savers[:number])) for number in range(len(savers) + 1)]
 
 
 def chooses_by_time(when_too_large: WhenTooLarge) -> bool:
@@ -254,7 +254,7 @@ def check_levels(when_too_large: Any) -> None:
 
 
 def _read(given: Any) -> tuple[dict[str, list[str] | None], bool]:
-    """Rungs in order with the names of what they are for, and whether it is ``"auto"``."""
+    """Memory savers in order with the names of what they are for, and whether it is ``"auto"``."""
     wanted: dict[str, list[str] | None] = {}
     items = _items(given)
     is_alone = len(items) == 1 and isinstance(given, str | Mapping)
@@ -269,7 +269,7 @@ def _read(given: Any) -> tuple[dict[str, list[str] | None], bool]:
             )
         if name in wanted:
             raise ValueError(
-                f"when_too_large={given!r} names {name!r} twice; a level has all rungs that come "
+                f"when_too_large={given!r} names {name!r} twice; a level has all savers that come "
                 "before it, so name each once"
             )
         wanted[name] = _read_names(given, name, value)
@@ -281,7 +281,7 @@ def _read(given: Any) -> tuple[dict[str, list[str] | None], bool]:
 
 
 def _items(given: Any) -> list[tuple[Any, Any]]:
-    """Each rung with what is said of it."""
+    """Each saver with what is said of it."""
     if isinstance(given, str):
         return [(given, None)]
     if isinstance(given, Mapping):
@@ -300,12 +300,12 @@ def _items(given: Any) -> list[tuple[Any, Any]]:
     return [item for each in given for item in _items(each)]
 
 
-def _read_names(given: Any, rung: str, value: Any) -> list[str] | None:
+def _read_names(given: Any, saver: str, value: Any) -> list[str] | None:
     if value is None or value is True:
         return None
-    if rung in (OFFLOAD, NESTED):
+    if saver in (OFFLOAD, NESTED):
         raise ValueError(
-            f"when_too_large={given!r}: {rung!r} has no names, but {value!r}; {_EXAMPLE}"
+            f"when_too_large={given!r}: {saver!r} has no names, but {value!r}; {_EXAMPLE}"
         )
     names = [value] if isinstance(value, str) else value
     is_list = isinstance(names, Sequence) and all(isinstance(each, str) for each in names)
@@ -319,7 +319,7 @@ def _read_names(given: Any, rung: str, value: Any) -> list[str] | None:
 
 def _made(
     name: str, names: list[str] | None, modules: list[nn.Module], random: Callable[[], RandomState]
-) -> Rung:
+) -> Saver:
     if name == OFFLOAD:
         return Offload(modules)
     if name == RECOMPUTE:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from automicro import Microbatcher
 from automicro.errors import UnsplittableModelError
 from automicro.memory.budget import MemoryBudget
-from automicro.rungs import offload
-from automicro.rungs.levels import Recompute
-from tests.rungs.families import LANGUAGE, OF_TORCHVISION, OTHERS, Family
-from tests.torture.engine.subject import climb_to
+from automicro.savers import offload
+from automicro.savers.levels import Recompute
+from tests.savers.families import LANGUAGE, OF_TORCHVISION, OTHERS, Family
+from tests.torture.engine.subject import begin_at_level
 
 pytest.importorskip("transformers")
 
@@ -51,7 +51,7 @@ def trained(family: Family, when: Any, level: int, *, is_measured: bool = True) 
     options = {"microbatch_size": 2, "probe": False, "forward": family.forward, **family.options}
     microbatcher = Microbatcher(model, when_too_large=when, **options)
     if level:
-        climb_to(microbatcher, level)
+        begin_at_level(microbatcher, level)
     torch.manual_seed(1)
     random.seed(1)
     np.random.seed(1)
@@ -271,9 +271,9 @@ def test_a_prefix_in_the_cache_is_computed_again() -> None:
     family = then("mistral", with_prefix)
     plain, found = trained(family, "error", 0), trained(family, "recompute", 1)
     assert differing(plain, found) == []
-    (rung,) = found.microbatcher._levels[1].rungs
-    assert isinstance(rung, Recompute)
-    assert [block.is_used for block in rung.blocks] == [True] * 3
+    (saver,) = found.microbatcher._levels[1].savers
+    assert isinstance(saver, Recompute)
+    assert [block.is_used for block in saver.blocks] == [True] * 3
 
 
 @pytest.mark.parametrize("which", ["[02]", "[12]"])
@@ -282,6 +282,6 @@ def test_layers_that_are_not_named_fill_the_cache_of_their_own(which: str) -> No
     plain = trained(family, "error", 0)
     found = trained(family, {"recompute": [f"model.layers.{which}"]}, 1)
     assert differing(plain, found) == []
-    (rung,) = found.microbatcher._levels[1].rungs
-    assert isinstance(rung, Recompute)
-    assert [block.is_used for block in rung.blocks] == [True, True]
+    (saver,) = found.microbatcher._levels[1].savers
+    assert isinstance(saver, Recompute)
+    assert [block.is_used for block in saver.blocks] == [True, True]
