@@ -255,49 +255,35 @@ def check_levels(when_too_large: Any) -> None:
 
 def _read(given: Any) -> tuple[dict[str, list[str] | None], bool]:
     """Memory savers in order with the names of what they are for, and whether it is ``"auto"``."""
+    is_list = isinstance(given, Sequence) and not isinstance(given, str)
     wanted: dict[str, list[str] | None] = {}
-    items = _items(given)
-    is_alone = len(items) == 1 and isinstance(given, str | Mapping)
-    if not items:
+    for each in given if is_list else [given]:
+        if not isinstance(each, str | Mapping):
+            raise TypeError(
+                f"when_too_large={given!r}: {each!r} is of type {type(each).__name__}; use one of "
+                f"{', '.join(_CHOICES)}, a list of {_LISTED}, or {_EXAMPLE}"
+            )
+        for name, value in each.items() if isinstance(each, Mapping) else [(each, None)]:
+            check_choice("when_too_large", name, _CHOICES)
+            if name in wanted:
+                raise ValueError(
+                    f"when_too_large={given!r} names {name!r} twice; a level has all savers that "
+                    "come before it, so name each once"
+                )
+            wanted[name] = _read_names(given, name, value)
+    if not wanted:
         raise ValueError('when_too_large is empty; use "error" for no level but the plain one')
-    for name, value in items:
-        check_choice("when_too_large", name, _CHOICES)
-        if name in _ALONE and not is_alone:
+    for name in _ALONE:
+        if name in wanted and (is_list or len(wanted) > 1):
             raise ValueError(
                 f"when_too_large={given!r} lists {name!r}, which stands alone: give "
                 f"when_too_large={name!r}, or a list of {_LISTED}"
             )
-        if name in wanted:
-            raise ValueError(
-                f"when_too_large={given!r} names {name!r} twice; a level has all savers that come "
-                "before it, so name each once"
-            )
-        wanted[name] = _read_names(given, name, value)
     is_auto = "auto" in wanted
     if is_auto:
         wanted = {**dict.fromkeys(_OF_AUTO), RECOMPUTE: wanted["auto"]}
     wanted.pop("error", None)
     return wanted, is_auto
-
-
-def _items(given: Any) -> list[tuple[Any, Any]]:
-    """Each saver with what is said of it."""
-    if isinstance(given, str):
-        return [(given, None)]
-    if isinstance(given, Mapping):
-        return list(given.items())
-    if not isinstance(given, Sequence):
-        raise TypeError(
-            f"when_too_large={given!r} is of type {type(given).__name__}; use one of "
-            f"{', '.join(_CHOICES)}, a list of {_LISTED}, or {_EXAMPLE}"
-        )
-    for each in given:
-        if not isinstance(each, str | Mapping):
-            raise TypeError(
-                f"when_too_large={given!r} lists {each!r} of type {type(each).__name__}; list "
-                f"{_LISTED}, in the order in which they are to be tried"
-            )
-    return [item for each in given for item in _items(each)]
 
 
 def _read_names(given: Any, saver: str, value: Any) -> list[str] | None:

@@ -55,7 +55,7 @@ def test_levels_by_name(given: Any, names: list[str]) -> None:
         (["offload", "offload"], ValueError, "names 'offload' twice"),
         (3, TypeError, "of type int; use one of error, recompute, offload, nested, auto"),
         (True, TypeError, "of type bool"),
-        ([3], TypeError, "lists 3 of type int"),
+        ([3], TypeError, "3 is of type int"),
         ({"recompute": 3}, TypeError, "3 of type int names no blocks"),
         ({"offload": ["head"]}, ValueError, "'offload' has no names"),
         ({"auto": None, "offload": True}, ValueError, "lists 'auto', which stands alone"),
