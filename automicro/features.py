@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from automicro.lengths.sorting import MicrobatchUnit
     from automicro.nested.parts import Nested
     from automicro.remembered.recollection import RememberSizes
-    from automicro.rungs.levels import WhenTooLarge
+    from automicro.savers.levels import WhenTooLarge
 
 __all__ = [
     "Carry",
@@ -45,7 +45,7 @@ _HOMES = {
     "MicrobatchUnit": "automicro.lengths.sorting",
     "Nested": "automicro.nested.parts",
     "RememberSizes": "automicro.remembered.recollection",
-    "WhenTooLarge": "automicro.rungs.levels",
+    "WhenTooLarge": "automicro.savers.levels",
 }
 
 

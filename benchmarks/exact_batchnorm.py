@@ -21,6 +21,7 @@ import pathlib
 import platform
 import statistics
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -34,13 +35,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from automicro import MemoryBudget, Microbatcher, UnsplittableModelError, split
 from automicro.batchnorm import sees_the_batch
 from automicro.nested import batchnorm
-from automicro.nested.batchnorm import Stages
+from automicro.nested.batchnorm import Stages, to_device, to_host
 from automicro.units import format_bytes
 from benchmarks.sizes_of_peers import repair_torchvision
 
 
-class Host(batchnorm.Host):
-    """Counts what waits.
+class Host:
+    """Where tensors wait, and how many bytes of them do.
 
     Attributes:
         peak_bytes: the most that waited at once.
@@ -48,39 +49,43 @@ class Host(batchnorm.Host):
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self._sizes: dict[Any, int] = {}
-        self.peak_bytes = self.moved_bytes = 0
+        self._values: dict[Any, tuple[Tensor, torch.device]] = {}
+        self._bytes = self.peak_bytes = self.moved_bytes = 0
 
-    def put(self, key: Any, value: Any) -> None:
-        super().put(key, value)
-        self._sizes[key] = value.nbytes if isinstance(value, Tensor) else 0
-        self.moved_bytes += self._sizes[key]
-        self.peak_bytes = max(self.peak_bytes, sum(self._sizes.values()))
+    def put(self, key: Any, value: Tensor) -> None:
+        self._values[key] = self.to_host(value), value.device
 
-    def get(self, key: Any) -> Any:
-        self.moved_bytes += self._sizes[key]
-        return super().get(key)
-
-    def pop(self, key: Any) -> Any:
-        value = super().pop(key)
-        self._sizes.pop(key, None)
-        return value
+    def get(self, key: Any) -> Tensor:
+        return self.to_device(*self._values[key])
 
     def drop(self, key: Any) -> None:
-        super().drop(key)
-        self._sizes.pop(key, None)
+        del self._values[key]
+
+    def to_host(self, value: Tensor, **options: Any) -> Tensor:
+        held = to_host(value, **options)
+        self._count(held.nbytes)
+        self.moved_bytes += held.nbytes
+        self.peak_bytes = max(self.peak_bytes, self._bytes)
+        weakref.finalize(held, self._count, -held.nbytes)
+        return held
+
+    def to_device(self, held: Tensor, device: torch.device) -> Tensor:
+        self.moved_bytes += held.nbytes
+        return to_device(held, device)
+
+    def _count(self, num_bytes: int) -> None:
+        self._bytes += num_bytes
 
 
 @contextlib.contextmanager
 def counting(host: Host) -> Iterator[None]:
     """Let what waits between stages wait there."""
-    usual = batchnorm.Host
-    batchnorm.Host = lambda: host  # type: ignore[misc,assignment]
+    usual = batchnorm.to_host, batchnorm.to_device
+    batchnorm.to_host, batchnorm.to_device = host.to_host, host.to_device
     try:
         yield
     finally:
-        batchnorm.Host = usual  # type: ignore[misc]
+        batchnorm.to_host, batchnorm.to_device = usual
 
 
 # What it is compared with

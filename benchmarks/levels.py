@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from automicro import Microbatcher, SampleTooLargeError
 from automicro.features import with_features
-from automicro.rungs.levels import Level, make_levels
+from automicro.savers.levels import Level, make_levels
 from automicro.units import format_bytes, parse_bytes
 
 
@@ -136,7 +136,7 @@ class Runner:
         self._level = level
         if level is not None and not level.is_plain:
             # The level of another copy of the model stands for its blocks.
-            name = [each.name for each in level.rungs]
+            name = [each.name for each in level.savers]
             self._level = make_levels(name, [self._model], torch.device("cpu"))[-1]
         self.result: Any = None
         for _ in range(steps):

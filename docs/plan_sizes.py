@@ -87,7 +87,7 @@ def planned(family: Family) -> list[tuple[int, list[str]]]:
     batch: Any = {"input_ids": ids, "labels": ids}
     job = Job(model=family.make, batch=batch, layout=BatchLayout(), optimizer=torch.optim.AdamW)
     steps = DryRun(job)
-    conditions = Conditions(precision="bf16", rungs=("recompute",))
+    conditions = Conditions(precision="bf16", savers=("recompute",))
     planners = {ranks: Planner(steps, conditions, ranks, 2 * SIZES[-1]) for ranks in RANKS}
     return [
         (ranks, [field(planner, name) for name in SHOWN]) for ranks, planner in planners.items()

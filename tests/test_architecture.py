@@ -35,7 +35,7 @@ LAYERS = (
     ("checking",),
     ("step",),
     ("lengths", "nested", "remembered"),
-    ("contrastive", "rungs"),
+    ("contrastive", "savers"),
     ("features",),
     ("microbatcher",),
     ("events",),

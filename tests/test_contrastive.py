@@ -14,8 +14,8 @@ from automicro import MemoryBudget, Microbatcher, Trainer
 from automicro.contrastive import Contrastive, InfoNCE
 from automicro.errors import BatchError, LossError, UnsplittableModelError
 from automicro.features import WhenTooLarge
-from automicro.rungs.blocks import find_blocks
-from tests.torture.engine.subject import climb_to
+from automicro.savers.blocks import find_blocks
+from tests.torture.engine.subject import begin_at_level
 
 ROWS, FEATURES, WORDS = 13, 6, 50
 TEMPERATURE = float(torch.exp(-torch.tensor(-math.log(0.07)).double()))  # a float32 of the model
@@ -432,7 +432,7 @@ def test_levels_change_no_bit(size: Any, level: int) -> None:
         microbatcher = Microbatcher(
             model, features=[WhenTooLarge(["recompute", "offload"])], **WHOLE
         )
-        climb_to(microbatcher, climbs)
+        begin_at_level(microbatcher, climbs)
         torch.manual_seed(2)
         result = microbatcher.backward(batch)
         found.append((gradients(model), float(result.loss), torch.get_rng_state()))
@@ -447,7 +447,7 @@ def test_layers_of_encoders_compute_again_and_not_encoders_that_do_so_already() 
     model = layered(4, dropout=0.0)
     assert list(find_blocks([model])) == ["encoders.one", "encoders.other"]
     microbatcher = Microbatcher(model, features=[WhenTooLarge("recompute")], **WHOLE)
-    climb_to(microbatcher, 1)
+    begin_at_level(microbatcher, 1)
     with pytest.MonkeyPatch.context() as patch:
         seen: list[str] = []
 
@@ -455,7 +455,7 @@ def test_layers_of_encoders_compute_again_and_not_encoders_that_do_so_already() 
             seen.append(block.name)
             return contextlib.nullcontext()
 
-        patch.setattr("automicro.rungs.recompute._replaced", replaced)
+        patch.setattr("automicro.savers.recompute._replaced", replaced)
         microbatcher.backward(
             {name: torch.randn(ROWS, 8, dtype=torch.double) for name in ("one", "other")}
         )
@@ -509,7 +509,7 @@ def test_clip_of_transformers_has_the_gradient_of_its_own_loss(level: int) -> No
     loss.log_scale.data.copy_(clip.logit_scale.data)
     model = Contrastive(encoders, loss, microbatch_size=4)
     microbatcher = Microbatcher(model, features=[WhenTooLarge("recompute")], **WHOLE)
-    climb_to(microbatcher, level)
+    begin_at_level(microbatcher, level)
     result = microbatcher.backward({"text": words, "image": images})
     assert max(model.sizes["text"]) == max(model.sizes["image"]) == 4
     assert result.level == ["plain", "recompute"][level]

@@ -6,7 +6,8 @@ forward reaches, parameters that were in place for a while. What the second time
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -28,7 +29,7 @@ class AsItStood(contextlib.AbstractContextManager[None]):
         >>> import torch
         >>> x, scale = torch.ones(2, requires_grad=True), [3.0]
         >>> stood = AsItStood([Replay({"scale": scale})], RandomState([]))
-        >>> y = computed_again(lambda x: (scale[0] * x).exp(), [x], stood)
+        >>> y = computed_again(lambda x: (scale[0] * x).exp(), (x,), {}, stood)
         >>> scale[0] = 0.0
         >>> y.sum().backward()
         >>> torch.equal(x.grad, 3 * y), scale
@@ -95,8 +96,52 @@ def storage_of(tensor: Tensor) -> int | None:
     return None
 
 
-def computed_again(run: Callable[..., Any], tensors: Sequence[Tensor], stood: AsItStood) -> Any:
-    """Call a function of tensors, which keeps these alone and is called again in the backward."""
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor stood among the arguments."""
+
+    index: int
+
+
+def changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same tuples, lists and dictionaries, with something else in them.
+
+    >>> changed([1, (2, {"a": 3})], lambda each: each + 1)
+    [2, (3, {'a': 4})]
+    """
+    if type(value) is tuple or type(value) is list:
+        return type(value)([changed(each, change) for each in value])
+    if type(value) is dict:
+        return {key: changed(each, change) for key, each in value.items()}
+    return change(value)
+
+
+def computed_again(
+    function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], stood: AsItStood
+) -> Any:
+    """Call a function that keeps its arguments alone, and is called again in the backward.
+
+    Autograd keeps the tensors among them, and sees when they change.
+    """
+    tensors: list[Tensor] = []
+
+    def take_out(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        tensors.append(value)
+        return _Place(len(tensors) - 1)
+
+    structure = changed((args, kwargs), take_out)
+    waiting = [(args, kwargs)]  # the first time: the caller sees what is done to its lists
+    del args, kwargs
+
+    def run(*tensors: Tensor) -> Any:
+        def put_in(value: Any) -> Any:
+            return tensors[value.index] if type(value) is _Place else value
+
+        args, kwargs = waiting.pop() if waiting else changed(structure, put_in)
+        return function(*args, **kwargs)
+
     return checkpoint(
         run,
         *tensors,

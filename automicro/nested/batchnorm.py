@@ -21,9 +21,6 @@ import inspect
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import compress
-from operator import not_
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -47,7 +44,6 @@ from automicro.nested.slices import (
     naming,
     refuse_twice,
     tolerance_of,
-    with_inputs,
 )
 from automicro.state.capture import capture
 from automicro.torch_private import AnyBatchNorm, all_versions, call_hooks
@@ -55,8 +51,6 @@ from automicro.transaction.rng import RandomState
 
 PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 """BatchNorms that normalise, scale and shift, and do nothing else."""
-
-SCALE_AND_SHIFT = ("weight", "bias")
 
 _REMEDY = (
     "use GroupNorm there, or freeze these layers with .eval(), or leave out this part's size (with "
@@ -75,12 +69,14 @@ class Stage(NamedTuple):
         nodes: in order.
         inputs: made by earlier stages, or given to the model.
         outputs: that later stages need.
+        ahead: BatchNorms that wait for all rows of this stage.
         dead: of each node, what nothing after it in the stage needs.
     """
 
     nodes: Sequence[fx.Node]
     inputs: Sequence[fx.Node]
     outputs: Sequence[fx.Node]
+    ahead: Sequence[fx.Node]
     dead: Sequence[Sequence[fx.Node]]
 
 
@@ -244,7 +240,8 @@ class Stages:
         level = self._levels
         own = [node for node in nodes if node.op in _CALLS and level[node] == number]
         is_last = number == level[self._output]
-        users = [*own, self._output] if is_last else own
+        ahead = [node for node in self.norms if level[node] == number + 1]
+        users = [*own, *ahead, *([self._output] if is_last else ())]
         inputs = dict.fromkeys(
             each
             for node in users
@@ -252,14 +249,14 @@ class Stages:
             if each.op == "placeholder" or (each.op in _CALLS and level[each] < number)
         )
         outputs = [node for node in own if any(level[user] > number for user in node.users)]
-        kept = {*outputs, *(self._output.all_input_nodes if is_last else ())}
+        kept = {*outputs, *(each for node in users[len(own) :] for each in node.all_input_nodes)}
         last: dict[fx.Node, fx.Node] = {}
         for node in own:
             last.update(dict.fromkeys([*node.all_input_nodes, node], node))
         dead = [
             [each for each, at in last.items() if at is node and each not in kept] for node in own
         ]
-        return Stage(own, list(inputs), outputs, dead)
+        return Stage(own, list(inputs), outputs, ahead, dead)
 
     def _written(self, node: fx.Node) -> fx.Node | None:
         """What a node writes into: its first argument, or nothing."""
@@ -343,39 +340,19 @@ class Stages:
         """What the module gives, from the values of the last stage."""
         return fx.node.map_arg(self._output.args[0], lambda node: values[node])
 
-    def level(self, node: fx.Node) -> int:
-        """The stage that computes a node."""
-        return self._levels[node]
-
-    def ahead(self, number: int) -> list[fx.Node]:
-        """The BatchNorms that wait for all rows of a stage."""
-        return [node for node in self.norms if self._levels[node] == number + 1]
-
-    def parameters(self, number: int) -> list[nn.Parameter]:
-        """What a stage computes with, but for scale and shift of its BatchNorms."""
-        found: dict[nn.Parameter, None] = {}
+    def parameters(self, number: int) -> set[int]:
+        """Ids of the parameters that a stage computes with, and of other things."""
+        found: list[Any] = []
         for node in self.stages[number].nodes:
-            for each in node.all_input_nodes:
-                if each.op == "get_attr":
-                    value = operator.attrgetter(str(each.target))(self._module)
-                    if isinstance(value, nn.Parameter):
-                        found[value] = None
+            reads = [str(each.target) for each in node.all_input_nodes if each.op == "get_attr"]
+            found += [operator.attrgetter(each)(self._module) for each in reads]
             if node.op == "call_module":
-                own = self.layer(node).named_parameters()
-                is_norm = node in self.norms
-                found.update(
-                    (each, None) for name, each in own if not (is_norm and name in SCALE_AND_SHIFT)
-                )
-        return list(found)
+                found += self.layer(node).parameters()
+        return set(map(id, found))
 
-    def buffers(self) -> list[Tensor]:
-        """Of the module."""
-        return list(self._module.buffers())
-
-    def first_use(self, node: fx.Node) -> int:
-        """The first stage that needs a value, besides that which computes it."""
-        later = (self._levels[user] for user in node.users)
-        return min(each for each in later if each > self._levels[node])
+    def versions(self) -> list[int]:
+        """Of the module's buffers."""
+        return all_versions(list(self._module.buffers()))
 
 
 class _Tracer(fx.Tracer):
@@ -392,505 +369,452 @@ class _Tracer(fx.Tracer):
         return is_leaf or isinstance(m, AnyBatchNorm) or self._is_part(m)
 
 
-@contextlib.contextmanager
-def in_evaluation(layer: nn.Module) -> Iterator[None]:
-    """A layer in evaluation mode, and what it holds in its own."""
-    before = layer.training
-    layer.training = False
-    try:
-        yield
-    finally:
-        layer.training = before
+def _moments(x: Tensor) -> tuple[int, Tensor, Tensor]:
+    """How many values each channel of (rows, channels, …) has, their means and variances.
 
-
-@dataclass(frozen=True)
-class Moments:
-    """How many values, their means, and the sums of their squared distances from these.
-
-    >>> x = torch.arange(8.0).reshape(4, 2)
-    >>> both = Moments.of(x[:1]) + Moments.of(x[1:])
-    >>> both.count, both.mean, both.variance(), both.variance(correction=1)
-    (4, tensor([3., 4.]), tensor([5., 5.]), tensor([6.6667, 6.6667]))
+    In float32 at least.
     """
-
-    count: int
-    mean: Tensor
-    distance: Tensor
-
-    @classmethod
-    def of(cls, x: Tensor) -> "Moments":
-        """For each channel of an input (rows, channels, …); in float32 at least."""
-        count = x.numel() // x.shape[1]
-        half = x.dtype in (torch.float16, torch.bfloat16)
-        dims = [dim for dim in range(x.dim()) if dim != 1]
-        variance, mean = torch.var_mean(x.float() if half else x, dims, correction=0)
-        return cls(count, mean, variance * count)
-
-    def __add__(self, other: "Moments") -> "Moments":
-        """Of the values of both, by the rule of Chan, Golub and LeVeque (1983)."""
-        count = self.count + other.count
-        apart = other.mean - self.mean
-        between = apart.square() * (self.count * other.count / count)
-        mean = self.mean + apart * (other.count / count)
-        return Moments(count, mean, self.distance + other.distance + between)
-
-    def variance(self, correction: int = 0) -> Tensor:
-        return self.distance / (self.count - correction)
+    dims = [dim for dim in range(x.dim()) if dim != 1]
+    is_half = x.dtype in (torch.float16, torch.bfloat16)
+    variance, mean = torch.var_mean(x.float() if is_half else x, dims, correction=0)
+    return x.numel() // x.shape[1], mean, variance
 
 
 class _Norm:
-    """One use of a BatchNorm: statistics of all rows, and the gradients that these need.
+    """One use of a BatchNorm, with the statistics of all rows.
+
+    Args:
+        name: of the layer.
+        layer: itself.
+        moments: of each slice.
+
+    Raises:
+        ValueError: there is one value per channel, which torch refuses, too.
 
     Attributes:
-        leaves: scale and shift, of its own; of one and zero where the layer has none.
+        mean: of all rows; without a gradient, as the next one.
+        variance: of all rows.
     """
 
-    def __init__(self, name: str, layer: nn.Module) -> None:
-        self._name = name
-        self._layer: Any = layer
-        self._moments: Moments | None = None
-        self._sums: list[Tensor] | None = None
-
-    def see(self, x: Tensor) -> None:
-        """Count the rows of a slice."""
-        if self._moments is None and type(self._layer) not in PLAIN:
-            self._require_usual(x.detach()[:4])
-        found = Moments.of(x)
-        self._moments = found if self._moments is None else self._moments + found
-
-    def begin(self) -> None:
-        """All rows have been seen.
-
-        Raises:
-            ValueError: that was one value per channel, which torch refuses, too.
-        """
-        self._statistics = moments = self._require_moments()
-        if moments.count == 1:
+    def __init__(
+        self, name: str, layer: Any, moments: Sequence[tuple[int, Tensor, Tensor]]
+    ) -> None:
+        self._layer = layer
+        counts, means, variances = zip(*moments, strict=True)
+        self._count = sum(counts)
+        if self._count == 1:
             raise ValueError(
-                f"Expected more than 1 value per channel when training, and {self._name} got one"
+                f"Expected more than 1 value per channel when training, and {name} got one"
             )
-        self._variance = moments.variance()
-        ones, zeros = torch.ones_like(moments.mean), torch.zeros_like(moments.mean)
-        self.leaves = [
-            (other if own is None else own.detach().to(other.dtype, copy=True)).requires_grad_()
-            for own, other in ((self._layer.weight, ones), (self._layer.bias, zeros))
-        ]
+        shares = means[0].new_tensor(counts)[:, None] / self._count
+        apart = torch.stack(means) - means[0]  # differences keep the digits of large means
+        mean = (shares * apart).sum(0)
+        self.mean = mean + means[0]
+        self.variance = (shares * (torch.stack(variances) + (apart - mean).square())).sum(0)
 
-    def _require_moments(self) -> Moments:
-        assert self._moments is not None
-        return self._moments
+    def affine(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        """Scale and shift, through which gradients go on to the statistics.
 
-    def normalise(self, x: Tensor) -> Tensor:
+        To evaluation mode statistics are constants. What these change is in scale and shift, too,
+        whose gradients are the two sums that the gradient of the input needs.
+
+        Args:
+            mean: with its gradient.
+            variance: likewise.
+        """
+        weight, bias = _affine(self._layer, mean)
+        eps, deviation = self._layer.eps, (variance + self._layer.eps).sqrt()
+        scale = weight * ((self.variance + eps).sqrt() / deviation)
+        return scale, bias + (self.mean - mean) * (weight / deviation)
+
+    def through_statistics(
+        self, x: Tensor, of_mean: Tensor | None, of_variance: Tensor | None
+    ) -> Tensor | None:
+        """The part of the gradient of an input that comes through mean and variance."""
+        if of_mean is None or of_variance is None:
+            return None
+        slope = of_variance * (2 / self._count)
+        offset = of_mean / self._count - slope * self.mean
+        shape = [1, -1, *[1] * (x.dim() - 2)]
+        wide = x.detach().to(slope.dtype)
+        return torch.addcmul(offset.view(shape), wide, slope.view(shape)).to(x.dtype)
+
+    def normalised(self, x: Tensor, affine: Sequence[Tensor]) -> Tensor:
         """The output for a slice."""
-        given = self._statistics.mean, self._variance, self.leaves
         if len(x) > 1:
-            return self._apply(x, *given)
+            return _normalised(self._layer, x, self.mean, self.variance, affine)
         # The backward of torch's kernel for CPUs is wrong (2.13) for a single row whose gradient
         # lies in memory as if channels were last, with a stride of rows that is none.
-        output = self._apply(x.contiguous(), *given)
+        output = _normalised(self._layer, x.contiguous(), self.mean, self.variance, affine)
         if output.requires_grad:
             output.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
         return output
 
-    def _apply(self, x: Tensor, mean: Tensor, variance: Tensor, leaves: Sequence[Tensor]) -> Tensor:
-        layer = self._layer
-        if type(layer) in PLAIN:
-            scale, shift = leaves
-            return F.batch_norm(x, mean, variance, scale, shift, training=False, eps=layer.eps)
-        own: dict[str, Tensor] = {"running_mean": mean, "running_var": variance}
-        for name, leaf in zip(SCALE_AND_SHIFT, leaves, strict=True):
-            if getattr(layer, name) is not None:
-                own[name] = leaf
-        with in_evaluation(layer):
-            return cast(Tensor, torch.func.functional_call(layer, own, (x,)))
-
-    def _require_usual(self, x: Tensor) -> None:
-        """Refuse a derived class that does something else with statistics than to normalise."""
-        layer = self._layer
-        if x.numel() <= x.shape[1]:
-            return
-        buffers = {name: each.clone() for name, each in layer.named_buffers(recurse=False)}
-        moments = Moments.of(x)
-        affine = [layer.weight, layer.bias]
-        random = RandomState([x.device] if x.device.type != "cpu" else [])
-        random.begin()
-        trained = torch.func.functional_call(layer, buffers, (x,))
-        random.roll_back()
-        random.begin()
-        found = self._apply(x, moments.mean, moments.variance(), affine)
-        random.roll_back()
-        coarse = tolerance_of(x)
-        if not torch.allclose(trained, found, rtol=coarse, atol=coarse):
-            raise UnsplittableModelError(
-                f"{self._name}, a {type(layer).__name__}, does something else with the statistics "
-                "of its rows than to normalise with them, so it cannot be computed in slices; use "
-                "nn.BatchNorm there, or leave out this part's size"
-            )
-
-    def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """Count what a slice gives to the gradients of scale and shift."""
-        found = [each for each in gradients if each is not None]
-        if len(found) == 2:
-            self._sums = found if self._sums is None else [*map(torch.add, self._sums, found)]
-
-    def through_statistics(self, x: Tensor) -> Tensor | None:
-        """The part of the gradient of an input that comes through mean and variance."""
-        if self._sums is None:
-            return None
-        of_scale, of_shift = self._sums
-        deviation = (self._variance + self._layer.eps).rsqrt()
-        factor = self.leaves[0].detach() * deviation / -self._statistics.count
-        slope = factor * deviation * of_scale
-        offset = factor * of_shift - slope * self._statistics.mean
-        shape = [1, -1, *[1] * (x.dim() - 2)]
-        wide = x.to(slope.dtype)
-        return torch.addcmul(offset.view(shape), wide, slope.view(shape)).to(x.dtype)
-
-    def gradients(self) -> list[tuple[Tensor, Tensor]]:
-        """Of the layer's own scale and shift, where it has them."""
-        own = [self._layer.weight, self._layer.bias]
-        pairs = zip(own, self._sums or [], strict=False)
-        return [(parameter, found) for parameter, found in pairs if parameter is not None]
-
     def commit(self) -> None:
         """Count the rows in the running statistics, as one batch."""
-        layer, moments = self._layer, self._statistics
+        layer = self._layer
         if not layer.training or layer.running_mean is None:
             return
         layer.num_batches_tracked.add_(1)
         momentum = layer.momentum
         if momentum is None:
             momentum = 1.0 / float(layer.num_batches_tracked)
-        layer.running_mean.lerp_(moments.mean.to(layer.running_mean.dtype), momentum)
-        variance = moments.variance(correction=1)
+        layer.running_mean.lerp_(self.mean.to(layer.running_mean.dtype), momentum)
+        variance = self.variance * (self._count / (self._count - 1))
         layer.running_var.lerp_(variance.to(layer.running_var.dtype), momentum)
 
 
-class Host:
-    """Values that wait on the host, in pinned memory where the device is another."""
+def _affine(layer: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+    if layer.weight is None:
+        return torch.ones_like(like), torch.zeros_like(like)
+    bias = torch.zeros_like(like) if layer.bias is None else layer.bias
+    return layer.weight.to(like.dtype), bias.to(like.dtype)
 
-    def __init__(self) -> None:
-        self._values: dict[Any, tuple[Any, torch.device | None]] = {}
 
-    def put(self, key: Any, value: Any) -> None:
-        if not isinstance(value, Tensor):
-            self._values[key] = value, None
-            return
-        with on_host():
-            pinned = value.device.type == "cuda"
-            held = torch.empty_like(value, device="cpu", requires_grad=False, pin_memory=pinned)
-            held.copy_(value.detach(), non_blocking=pinned)
-        self._values[key] = held, value.device
+def _normalised(
+    layer: Any, x: Tensor, mean: Tensor, variance: Tensor, affine: Sequence[Tensor]
+) -> Tensor:
+    scale, shift = affine
+    if type(layer) in PLAIN:
+        return F.batch_norm(x, mean, variance, scale, shift, training=False, eps=layer.eps)
+    own = {"running_mean": mean, "running_var": variance}
+    if layer.weight is None:  # it neither scales nor shifts by itself
+        shape = [-1, *[1] * (x.dim() - 2)]
+        offset = mean - mean * scale + shift * (variance + layer.eps).sqrt()
+        x = torch.addcmul(offset.view(shape), x.to(scale.dtype), scale.view(shape)).to(x.dtype)
+    else:
+        own |= {"weight": scale} if layer.bias is None else {"weight": scale, "bias": shift}
+    training, layer.training = layer.training, False
+    try:
+        return cast(Tensor, torch.func.functional_call(layer, own, (x,)))
+    finally:
+        layer.training = training
 
-    def get(self, key: Any) -> Any:
-        """A copy, on the device that the value came from."""
-        held, device = self._values[key]
-        budget = active_budget()
-        if device is None:
-            return held
-        if device.type == "cpu":
-            return held.clone() if budget is None else budget.transfer(held)
+
+def _require_usual(name: str, layer: Any, x: Tensor) -> None:
+    """Refuse a derived class that does something else with statistics than to normalise."""
+    if type(layer) in PLAIN or x.numel() <= x.shape[1]:
+        return
+    buffers = {name: each.clone() for name, each in layer.named_buffers(recurse=False)}
+    _, mean, variance = _moments(x)
+    random = RandomState([x.device])
+    random.begin()
+    with random.replaying():
+        trained = torch.func.functional_call(layer, buffers, (x,))
+    with random.replaying():
+        found = _normalised(layer, x, mean, variance, _affine(layer, mean))
+    coarse = tolerance_of(x)
+    if not torch.allclose(trained, found, rtol=coarse, atol=coarse):
+        raise UnsplittableModelError(
+            f"{name}, a {type(layer).__name__}, does something else with the statistics "
+            "of its rows than to normalise with them, so it cannot be computed in slices; use "
+            "nn.BatchNorm there, or leave out this part's size"
+        )
+
+
+def to_host(value: Tensor, *, waits: bool = False) -> Tensor:
+    """A copy that waits on the host, in pinned memory where the device is another.
+
+    Args:
+        value: on the device.
+        waits: whether it is there before this returns, for autograd to add it up.
+    """
+    with on_host():
+        pinned = value.device.type == "cuda"
+        held = torch.empty_like(value, device="cpu", requires_grad=False, pin_memory=pinned)
+        return held.copy_(value.detach(), non_blocking=pinned and not waits)
+
+
+def to_device(held: Tensor, device: torch.device) -> Tensor:
+    """A copy of what waits."""
+    if device.type != "cpu":
         return held.to(device, non_blocking=True)
-
-    def pop(self, key: Any) -> Any:
-        """A copy; nothing waits any longer. None where nothing did."""
-        if key not in self._values:
-            return None
-        value = self.get(key)
-        del self._values[key]
-        return value
-
-    def drop(self, key: Any) -> None:
-        self._values.pop(key, None)
+    budget = active_budget()
+    return held.clone() if budget is None else budget.transfer(held)
 
 
 class _Pass:
-    """All slices through all stages, forth and back.
+    """What the stages of one call have in common.
 
     Args:
         call: of the part.
         stages: of it.
+        slices: of the call.
+
+    Attributes:
+        spans: the first row of each slice, and that after its last.
+        norms: those whose rows have all been seen.
+        devices: of what waits on the host.
     """
 
-    def __init__(self, call: Call, stages: Stages) -> None:
-        self.call, self._stages = call, stages
-        self._places = {id(each): at for at, each in enumerate(call.parameters)}
-        self._own = [
-            [
-                at
-                for each in stages.parameters(number)
-                if (at := self._places.get(id(each))) is not None
-            ]
-            for number in range(len(stages.stages))
-        ]
-        self.joined: Joined | None = None
-
-    def forward(self, batch: Any) -> Joined:
-        """The outputs of all rows."""
-        call = self.call
-        self.sizes = call.sizes()
-        with naming(call.sizer, max(self.sizes)):
-            joined = self._through_stages(batch)
-        call.sizer.end(self.sizes)
-        return joined
-
-    def _through_stages(self, batch: Any) -> Joined:
-        self._host = Host()
-        self._random: dict[tuple[int, int], RandomState] = {}
-        stages = self._stages
-        self._norms = {node: _Norm(str(node.target), layer) for node, layer in stages.norms.items()}
-        buffers = self._stages.buffers()
-        versions = all_versions(buffers)
-        slices = Cut(self.call, batch, self.sizes).slices
-        joined = Joined(sum(self.sizes))
-        last = len(stages.stages) - 1
-        with torch.no_grad():
-            for number, stage in enumerate(stages.stages):
-                for each in slices:
-                    before = self.call.random()
-                    before.begin()
-                    values = self._run(number, self._given(number, each), ())
-                    if before.has_moved:
-                        self._random[number, each.index] = before
-                    for node in stages.ahead(number):
-                        self._norms[node].see(self._input_of(node, values, each))
-                    for node in stage.outputs:
-                        self._host.put((node, each.index), _waiting(node, values[node]))
-                    if number == last:
-                        joined.put(each, stages.output(values))
-                    del values
-                for node in stages.ahead(number):
-                    self._norms[node].begin()
-            if versions != all_versions(buffers):
-                raise UnsplittableModelError(
-                    "the forward of a part with BatchNorm changes other buffers, too, and it runs "
-                    "in slices; update them outside of it, or leave out this part's size"
-                )
-            for norm in self._norms.values():
-                norm.commit()
-        return joined
-
-    def _input_of(self, node: fx.Node, values: Mapping[fx.Node, Any], each: Slice) -> Tensor:
-        source = node.all_input_nodes[0]
-        found = each.batch[source.target] if source.op == "placeholder" else values[source]
-        return cast(Tensor, found)
-
-    def _given(self, number: int, each: Slice) -> dict[fx.Node, Any]:
-        """What a stage needs of earlier ones, on the device."""
-        given: dict[fx.Node, Any] = {}
-        for node in self._stages.stages[number].inputs:
-            if node.op != "placeholder":
-                given[node] = self._host.get((node, each.index))
-            elif node.target in each.batch:
-                given[node] = each.batch[node.target]
-            else:
-                given[node] = self._stages.constants.get(str(node.target))
-        return given
-
-    def _run(
-        self, number: int, given: Mapping[fx.Node, Any], tensors: Sequence[Tensor]
-    ) -> dict[fx.Node, Any]:
-        def normalise(node: fx.Node, x: Tensor) -> Tensor:
-            return self._norms[node].normalise(x)
-
-        with self.call.holding(tensors):
-            return self._stages.run(number, given, normalise)
-
-    def backward(
-        self,
-        batch: Any,
-        paths: Sequence[str],
-        given: Sequence[Tensor | None],
-        parameters: Sequence[Tensor],
-        sums: Gradients,
-    ) -> None:
-        """Add the gradients of inputs and parameters, stage by stage from the last."""
-        aliases = aliases_of(parameters)
-        slices = Cut(self.call, batch, self.sizes).slices
-        stages = self._stages.stages
-        for number in reversed(range(len(stages))):
-            for each in slices:
-                self._backward(number, each, paths, given, aliases, sums)
-            for node in stages[number].inputs:
-                if node.op != "placeholder" and self._stages.first_use(node) == number:
-                    for each in slices:
-                        self._host.drop((node, each.index))
-        for each in slices:
-            sums.add(each, self._of_inputs(each, paths) + [None] * len(aliases))
-        everything = Slice(0, 0, sum(self.sizes), batch)
-        for norm in self._norms.values():
-            of_parameters: list[Tensor | None] = [None] * len(aliases)
-            for parameter, gradient in norm.gradients():
-                if id(parameter) in self._places:
-                    of_parameters[self._places[id(parameter)]] = gradient
-            sums.add(everything, [None] * len(paths) + of_parameters)
-
-    def _of_inputs(self, each: Slice, paths: Sequence[str]) -> list[Tensor | None]:
-        """The gradients of what a slice was given, BatchNorms of the input itself included."""
-        found = {path: self._host.pop((path, each.index)) for path in paths}
-        for node, norm in self._norms.items():
-            path = str(node.all_input_nodes[0].target)
-            if node.all_input_nodes[0].op == "placeholder" and path in found:
-                more = norm.through_statistics(each.batch[path].detach())
-                if more is not None:
-                    found[path] = more if found[path] is None else more.add_(found[path])
-        return list(found.values())
-
-    def _backward(
-        self,
-        number: int,
-        each: Slice,
-        paths: Sequence[str],
-        given: Sequence[Tensor | None],
-        aliases: Sequence[Tensor],
-        sums: Gradients,
-    ) -> None:
-        stage = self._stages.stages[number]
-        leaves: dict[Any, Tensor] = {}
-        started: dict[fx.Node, Any] = {}
-        for node, value in self._given(number, each).items():
-            is_given = node.op == "placeholder"
-            key = str(node.target) if is_given else node
-            needs = key in paths or not is_given
-            if needs and isinstance(value, Tensor) and value.is_floating_point():
-                leaves[key] = leaf = value.detach().requires_grad_()
-                with torch.enable_grad():
-                    value = leaf.view_as(leaf)  # hooks may be put on what is no leaf
-            started[node] = value
-        random = self._random.get((number, each.index))
-        again = contextlib.nullcontext() if random is None else random.replaying()
-        own = self._own[number]
-        with again, torch.enable_grad():
-            values = self._run(number, started, aliases)
-        del started
-        made, gradients = [], []
-        if number == len(self._stages.stages) - 1:
-            outputs = tensor_leaves(self._stages.output(values))
-            for (_, leaf), gradient in zip(outputs, given, strict=True):
-                if gradient is not None and leaf.requires_grad:
-                    made.append(leaf)
-                    gradients.append(gradient[each.start : each.stop])
-        for node in stage.outputs:
-            value, found = values[node], self._host.pop((node, each.index, "gradient"))
-            if not isinstance(value, Tensor) or not value.requires_grad:
-                continue
-            for user in node.users:
-                if user in self._norms:
-                    more = self._norms[user].through_statistics(value.detach())
-                    if more is not None:
-                        found = more if found is None else more.add_(found)
-            if found is not None:
-                made.append(value)
-                gradients.append(found)
-        del values
-        if not made:
-            return
-        norms = [self._norms[node] for node in stage.nodes if node in self._norms]
-        wanted = [*leaves.values(), *(aliases[at] for at in own)]
-        for norm in norms:
-            wanted += norm.leaves
-        everything = iter(torch.autograd.grad(made, wanted, gradients, allow_unused=True))
-        for key in leaves:
-            gradient = next(everything)
-            if gradient is not None:
-                place = (key, each.index) if isinstance(key, str) else (key, each.index, "gradient")
-                earlier = self._host.pop(place)
-                self._host.put(place, gradient if earlier is None else gradient + earlier)
-        of_parameters: list[Tensor | None] = [None] * len(aliases)
-        for at in own:
-            of_parameters[at] = next(everything)
-        sums.add(each, [None] * len(paths) + of_parameters)
-        for norm in norms:
-            norm.add([next(everything) for _ in norm.leaves])
-
-
-class Autocast:
-    """How autocast is set, to be set so again.
-
-    Args:
-        device: that the part computes on.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        kinds = dict.fromkeys((device.type, "cpu"))
-        self._settings = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in kinds
-            if torch.amp.is_autocast_available(kind)
+    def __init__(self, call: Call, stages: Stages, slices: Sequence[Slice]) -> None:
+        self.stages, self.holding, self.parameters = stages, call.holding, call.parameters
+        self.spans = [(each.start, each.stop) for each in slices]
+        self.norms: dict[fx.Node, _Norm] = {}
+        self.devices: dict[fx.Node, torch.device] = {}
+        self.stood = Standing(call, max(each.num_rows for each in slices))
+        kinds = filter(torch.amp.is_autocast_available, {call.device.type, "cpu"})
+        self._autocast = [
+            torch.autocast(each, torch.get_autocast_dtype(each), torch.is_autocast_enabled(each))
+            for each in kinds
         ]
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for kind, dtype, enabled in self._settings:
-                stack.enter_context(torch.autocast(kind, dtype, enabled))
+    def again(self, random: RandomState) -> Iterator[None]:
+        """All as it stood, and random numbers as of a stage."""
+        with self.stood.again(), random.replaying(), contextlib.ExitStack() as stack:
+            for each in self._autocast:
+                stack.enter_context(each)
             yield
 
 
-def _waiting(node: fx.Node, value: Any) -> Any:
-    if isinstance(value, Tensor) or not tensor_leaves({"": value}):
-        return value
-    raise UnsplittableModelError(
-        f"{node.name}, a {type(value).__name__}, would wait for all rows to arrive at a BatchNorm, "
-        "and what holds tensors cannot; take them out of it before that layer"
-    )
+class _Stage:
+    """A stage of all slices, one after the other: in the forward, and again in the backward.
+
+    It is given the inputs of each slice, then parameters, then scales and shifts. It gives what
+    later stages need of each slice, then mean and variance for each BatchNorm ahead; the last one
+    gives the outputs of all rows.
+
+    Args:
+        done: what the stages of this call share.
+        number: of it.
+        random: where its random numbers begin.
+    """
+
+    def __init__(self, done: _Pass, number: int, random: RandomState) -> None:
+        self._pass, self._number, self._random = done, number, random
+        self.spec = done.stages.stages[number]
+        self._is_last = number == len(done.stages.stages) - 1
+        self.norms = [node for node in self.spec.nodes if node in done.stages.norms]
+        own = done.stages.parameters(number)
+        self._own = [at for at, each in enumerate(done.parameters) if id(each) in own]
+        random.begin()
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """That it computes with."""
+        return [self._pass.parameters[at] for at in self._own]
+
+    def again(self) -> contextlib.AbstractContextManager[None]:
+        """Around the backward."""
+        return self._pass.again(self._random)
+
+    def waits(self) -> list[bool]:
+        """Which inputs of slices wait on the host."""
+        return [node in self._pass.devices for node in self.spec.inputs] * len(self._pass.spans)
+
+    def of_slices(self, nodes: Sequence[fx.Node], values: Sequence[Any]) -> list[Sequence[Any]]:
+        """As many of each slice as there are nodes; behind them the rest."""
+        starts = [len(nodes) * at for at in range(len(self._pass.spans))]
+        rest = values[len(nodes) * len(starts) :]
+        return [*(values[at : at + len(nodes)] for at in starts), rest]
+
+    def _brought(self, given: Sequence[Any]) -> list[Any]:
+        """The inputs of a slice, on the device."""
+        devices = self._pass.devices
+        pairs = zip(self.spec.inputs, given, strict=True)
+        return [to_device(e, devices[node]) if node in devices else e for node, e in pairs]
+
+    def _compute(
+        self, given: Sequence[Any], tensors: Sequence[Tensor], affine: Sequence[Tensor]
+    ) -> tuple[dict[fx.Node, Any], Any]:
+        """Of a slice: the values that are left, and its outputs."""
+        stages, norms = self._pass.stages, self._pass.norms
+        pairs = dict(zip(self.norms, zip(affine[::2], affine[1::2], strict=True), strict=True))
+
+        def normalise(node: fx.Node, x: Tensor) -> Tensor:
+            return norms[node].normalised(x, pairs[node])
+
+        with self._pass.holding(tensors):
+            started = dict(zip(self.spec.inputs, given, strict=True))
+            values = stages.run(self._number, started, normalise)
+        return values, stages.output(values) if self._is_last else ()
+
+    def forward(self, joined: Joined, values: Sequence[Any]) -> list[Any]:
+        *of_slices, shared = self.of_slices(self.spec.inputs, values)
+        layers, found = self._pass.stages.norms, list[Any]()
+        moments: dict[fx.Node, list[Any]] = {node: [] for node in self.spec.ahead}
+        for given, (start, stop) in zip(of_slices, self._pass.spans, strict=True):
+            made, outputs = self._compute(self._brought(given), (), shared[len(self._own) :])
+            for node in self.spec.ahead:
+                source = node.all_input_nodes[0]
+                if start == 0:
+                    _require_usual(str(node.target), layers[node], made[source].detach()[:4])
+                moments[node].append(_moments(made[source].detach()))
+            found += [self._put(node, made[node]) for node in self.spec.outputs]
+            if self._is_last:
+                joined.put(Slice(0, start, stop, None), outputs)
+            del made, outputs  # else they lie beside the next slice
+        for node in self.spec.ahead:
+            norm = self._pass.norms[node] = _Norm(str(node.target), layers[node], moments[node])
+            found += norm.mean.clone(), norm.variance.clone()
+        return [*found, *joined.tensors]
+
+    def _put(self, node: fx.Node, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            self._pass.devices[node] = value.device
+            return to_host(value)
+        if not tensor_leaves({"": value}):
+            return value
+        raise UnsplittableModelError(
+            f"{node.name}, a {type(value).__name__}, would wait for all rows to arrive at a "
+            "BatchNorm, and what holds tensors cannot; take them out of it before that layer"
+        )
+
+    def backward(
+        self, values: Sequence[Any], gradients: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """The gradients of what it is given, from those of what it gives."""
+        *of_slices, shared = self.of_slices(self.spec.inputs, values)
+        *arrived, rest = self.of_slices(self.spec.outputs, gradients)
+        sums, aliases, found = Gradients({}, shared, {}), aliases_of(shared), list[Any]()
+        for given, span, own in zip(of_slices, self._pass.spans, arrived, strict=True):
+            of_inputs, of_shared = self._of_slice(span, given, aliases, [*own, *rest])
+            found += of_inputs
+            sums.add(Slice(0, *span, None), of_shared)
+            del of_shared  # else it lies beside the next slice
+        return [*found, *sums.all()]
+
+    def _of_slice(
+        self,
+        span: tuple[int, int],
+        given: Sequence[Any],
+        aliases: Sequence[Tensor],
+        arrived: Sequence[Tensor | None],
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """The gradients of a slice's inputs, and what it adds to those of what slices share."""
+        num_waiting, tensors = len(self.spec.outputs), list(self._pass.parameters)
+        for at, alias in zip(self._own, aliases, strict=False):
+            tensors[at] = alias
+        leaves = [
+            each.detach().requires_grad_() if _needs(like) else each
+            for each, like in zip(self._brought(given), given, strict=True)
+        ]
+        with torch.enable_grad():  # hooks may be put on what is no leaf
+            started = [each.view_as(each) if _needs(each) else each for each in leaves]
+            made, outputs = self._compute(started, tensors, aliases[len(self._own) :])
+        pairs = self._arrived(made, arrived[:num_waiting], arrived[num_waiting:])
+        pairs += [
+            (leaf, each[slice(*span)])
+            for (_, leaf), each in zip(tensor_leaves(outputs), arrived[num_waiting:], strict=False)
+            if each is not None and leaf.requires_grad
+        ]
+        del started, made, outputs
+        taken: list[Tensor | None] = [None] * (sum(map(_needs, leaves)) + len(aliases))
+        if pairs:
+            roots, gradients = zip(*pairs, strict=True)
+            wanted = [*filter(_needs, leaves), *aliases]
+            taken[:] = torch.autograd.grad(roots, wanted, gradients, allow_unused=True)
+        found = [taken.pop(0) if _needs(each) else None for each in leaves]
+        return [*map(self._left, self.spec.inputs, found)], taken
+
+    def _left(self, node: fx.Node, gradient: Tensor | None) -> Tensor | None:
+        """The gradient of an input, on the host if that waits there."""
+        if gradient is None or node not in self._pass.devices:
+            return gradient
+        return to_host(gradient, waits=True)
+
+    def _arrived(
+        self,
+        made: Mapping[fx.Node, Any],
+        waiting: Sequence[Tensor | None],
+        of_statistics: Sequence[Tensor | None],
+    ) -> list[tuple[Tensor, Tensor]]:
+        """What goes on from a slice, with its gradients."""
+        found = {
+            node: to_device(each, self._pass.devices[node])
+            for node, each in zip(self.spec.outputs, waiting, strict=True)
+            if each is not None
+        }
+        for node, *each in zip(
+            self.spec.ahead, of_statistics[::2], of_statistics[1::2], strict=False
+        ):
+            source = node.all_input_nodes[0]
+            more = self._pass.norms[node].through_statistics(made[source], *each)
+            if more is not None:
+                found[source] = more.add_(found[source]) if source in found else more
+        return [(made[node], each) for node, each in found.items() if _needs(made[node])]
+
+
+def _needs(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 class _InStages(torch.autograd.Function):
-    """Outputs of all slices, stage by stage; computed again in the backward."""
+    """A stage of all slices, computed again in the backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, done: _Pass, call: Call, paths: Sequence[str], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        leaves = dict(tensor_leaves(call.batch))
-        inputs = dict(zip(paths, tensors, strict=False))
-        batch = with_inputs(call.batch, {path: each.detach() for path, each in inputs.items()})
-        ctx.standing = Standing(call, max(call.sizes()))
-        with ctx.standing.first():
-            done.joined = joined = done.forward(batch)
-        # Autograd keeps tensors, and sees when they change; other hooks may keep them elsewhere.
-        ctx.paths = [*paths, *(path for path in leaves if path not in inputs)]
-        ctx.save_for_backward(*tensors, *(leaves[path] for path in ctx.paths[len(paths) :]))
-        empty = {path: torch.empty(0) for path in leaves}
-        done.call = replace(call, batch=with_inputs(call.batch, empty))
-        ctx.done, ctx.num_inputs, ctx.autocast = done, len(paths), Autocast(call.device)
+    def forward(ctx: Any, stage: _Stage, joined: Joined, *values: Any) -> tuple[Any, ...]:
+        ctx.stage = stage
         ctx.set_materialize_grads(False)
-        real = (each.is_floating_point() or each.is_complex() for each in joined.tensors)
-        ctx.mark_non_differentiable(*compress(joined.tensors, map(not_, real)))
-        return tuple(joined.tensors)
+        # Autograd keeps tensors, and sees when they change; other hooks may keep them elsewhere.
+        kept = [isinstance(each, Tensor) for each in values]
+        for at, is_waiting in enumerate(stage.waits()):
+            kept[at] &= not is_waiting
+        pairs = list(zip(values, kept, strict=True))
+        ctx.save_for_backward(*(each if is_kept else None for each, is_kept in pairs))
+        ctx.others = [None if is_kept else each for each, is_kept in pairs]
+        return tuple(stage.forward(joined, values))
 
     @staticmethod
-    def backward(ctx: Any, *given: Tensor | None) -> Any:
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         refuse_twice()
-        saved = ctx.saved_tensors  # once: what is computed again refuses to give them twice
-        done, ctx.done = ctx.done, None
-        if done is None:
+        others, ctx.others = ctx.others, None
+        if others is None:
             raise RuntimeError(
                 "what waited for the backward of a part with BatchNorm was used by an earlier one; "
                 "call backward once (retain_graph=True does not keep it), or compute it again"
             )
-        others = len(done.call.parameters) + ctx.num_inputs
-        paths, parameters = ctx.paths[: ctx.num_inputs], saved[ctx.num_inputs : others]
-        given_again = [*saved[: ctx.num_inputs], *saved[others:]]
-        values = {p: each.detach() for p, each in zip(ctx.paths, given_again, strict=True)}
-        batch = with_inputs(done.call.batch, values)
-        inputs = {path: values[path] for path in paths}
-        sums = Gradients(inputs, parameters, done.call.layout.row_dims(batch))
-        with ctx.standing, ctx.autocast.again():
-            done.backward(batch, paths, given, parameters, sums)
-        return None, None, None, *sums.all()
+        pairs = zip(ctx.saved_tensors, others, strict=True)
+        values = [other if saved is None else saved for saved, other in pairs]
+        with ctx.stage.again():
+            return None, None, *ctx.stage.backward(values, gradients)
 
 
 def split_at_norms(call: Call, stages: Stages) -> Any:
     """The outputs of a part with BatchNorm for all rows, slice by slice."""
-    inputs = call.inputs()
-    done = _Pass(call, stages)
-    if not call.is_differentiated:
-        return done.forward(call.batch).whole()
-    tensors = [*inputs.values(), *call.parameters]
-    operation: Any = _InStages
-    found = operation.apply(done, call, list(inputs), *tensors)
-    joined, done.joined = done.joined, None
-    assert joined is not None
-    return joined.whole(found)
+    sizes = call.sizes()
+    with naming(call.sizer, max(sizes)), torch.set_grad_enabled(call.is_differentiated):
+        outputs = _through_stages(call, stages, sizes)
+    call.sizer.end(sizes)
+    return outputs
+
+
+def _through_stages(call: Call, stages: Stages, sizes: Sequence[int]) -> Any:
+    slices, joined = Cut(call, call.batch, sizes).slices, Joined(sum(sizes))
+    versions, done = stages.versions(), _Pass(call, stages, slices)
+    rest: Sequence[Any] = ()
+    waiting: list[dict[Any, Any]] = [{**stages.constants, **each.batch} for each in slices]
+    affine: dict[fx.Node, tuple[Tensor, Tensor]] = {}
+    with done.stood.first():
+        for number, spec in enumerate(stages.stages):
+            stage = _Stage(done, number, call.random())
+            found = [each[_key(node)] for each in waiting for node in spec.inputs]
+            found += [*stage.parameters, *(e for node in stage.norms for e in affine[node])]
+            if torch.is_grad_enabled():
+                operation: Any = _InStages
+                found = list(operation.apply(stage, joined, *found))
+            else:
+                found = stage.forward(joined, found)
+            needed = {_key(node) for later in stages.stages[number + 1 :] for node in later.inputs}
+            *of_slices, rest = stage.of_slices(spec.outputs, found)
+            for each, values in zip(waiting, of_slices, strict=True):
+                each.update(zip(spec.outputs, values, strict=True))
+                for key in each.keys() - needed:
+                    del each[key]
+            for node, *statistics in zip(spec.ahead, rest[::2], rest[1::2], strict=False):
+                affine[node] = done.norms[node].affine(*statistics)
+        if versions != stages.versions():
+            raise UnsplittableModelError(
+                "the forward of a part with BatchNorm changes other buffers, too, and it runs "
+                "in slices; update them outside of it, or leave out this part's size"
+            )
+        with torch.no_grad():
+            for norm in done.norms.values():
+                norm.commit()
+    return joined.whole(rest)
+
+
+def _key(node: fx.Node) -> Any:
+    """What a value is known by while it waits: an argument by its name."""
+    return node.target if node.op == "placeholder" else node

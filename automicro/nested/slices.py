@@ -275,19 +275,6 @@ class Standing(AsItStood):
             )
 
 
-def _again(call: Call, parameters: Callable[[], Sequence[Tensor]], each: Slice) -> Any:
-    """The output of a slice, which keeps what it is given alone."""
-    leaves = dict(tensor_leaves(each.batch))
-    template = with_inputs(each.batch, {path: torch.empty(0) for path in leaves})
-    compute, num_rows, waiting = call.compute, each.num_rows, [parameters]
-
-    def compute_again(*tensors: Tensor) -> Any:
-        rows = with_inputs(template, dict(zip(leaves, tensors, strict=True)))
-        return compute(rows, waiting.pop()() if waiting else ())
-
-    return computed_again(compute_again, list(leaves.values()), Standing(call, num_rows))
-
-
 class _Summed(torch.autograd.Function):
     """Half precision parameters, for which gradients of all slices are rounded once."""
 
@@ -336,11 +323,6 @@ def _summed(call: Call) -> Callable[[], Sequence[Tensor]]:
         return [found.get(id(each), each) for each in call.parameters]
 
     return of_slice
-
-
-def _once(call: Call, each: Slice) -> Any:
-    """The output of a slice without a gradient."""
-    return call.compute(each.batch, ())
 
 
 class Unwritten:
@@ -655,6 +637,13 @@ def split_outputs(call: Call) -> Any:
 
 
 def _how(call: Call) -> Callable[[Slice], Any]:
+    """Computes a slice, and again in the backward, where there is one."""
     if not call.is_differentiated:
-        return functools.partial(_once, call)
-    return functools.partial(_again, call, _summed(call))
+        return lambda each: call.compute(each.batch, ())
+    parameters, compute = _summed(call), call.compute  # a call holds the whole batch
+
+    def twice(each: Slice) -> Any:
+        stood = Standing(call, each.num_rows)
+        return computed_again(compute, (each.batch, parameters()), {}, stood)
+
+    return twice

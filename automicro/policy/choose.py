@@ -97,7 +97,7 @@ def with_levels(
 
     Args:
         policy: of the sizes, that has not begun.
-        levels: their names, that of level 0 first; names of rungs that are used together are
+        levels: their names, that of level 0 first; names of savers that are used together are
             joined by " + ".
         by_time: whether the clock may decide. It may not where runs have to be repeatable.
         choices: further coordinates and their values, those that need the least memory first; of

@@ -121,10 +121,10 @@ class Explore(Ladder):
 
         Where the whole batch fits at level 0, no other is tried: each level only takes time. Else
         what fits is found at each level, and then sizes and levels are measured together. A level
-        is measured only with sizes that do not fit at one with fewer rungs.
+        is measured only with sizes that do not fit at one with fewer savers.
 
         Args:
-            levels: as of `Ladder`. Names of rungs that are used together are joined by " + ".
+            levels: as of `Ladder`. Names of savers that are used together are joined by " + ".
             choices: further coordinates and their values, those that need the least memory first;
                 `settings` tells those of the next attempt.
 
@@ -303,7 +303,7 @@ class Explore(Ladder):
         """What failed is not tried again, nor what needs more."""
         progress, race = self._progress, self._progress.race
         assert race is not None
-        rungs, elements = self._rungs(self.levels[outcome.level]), outcome.microbatch_size * cost
+        savers, elements = self._savers(self.levels[outcome.level]), outcome.microbatch_size * cost
         choices = self._choices.values()
         asked = [
             values.index(outcome.settings.get(name, values[0]))
@@ -313,7 +313,7 @@ class Explore(Ladder):
         def needs_as_much(arm: Arm) -> bool:
             level, rows, *settings = arm
             needs = [values.index(each) for each, values in zip(settings, choices, strict=True)]
-            if not self._rungs(str(level)) <= rungs or any(map(int.__lt__, needs, asked)):
+            if not self._savers(str(level)) <= savers or any(map(int.__lt__, needs, asked)):
                 return False
             if not self._tries_cuts:  # its size becomes smaller
                 return not is_least
@@ -323,7 +323,7 @@ class Explore(Ladder):
         if not race.arms:  # go on with what fits
             self._progress, self.exploration = _Progress(is_over=True), None
 
-    def _rungs(self, level: str) -> frozenset[str]:
+    def _savers(self, level: str) -> frozenset[str]:
         """What a level switches on."""
         return frozenset(level.split(" + ")) if level != self.levels[0] else frozenset()
 
@@ -360,9 +360,9 @@ class Explore(Ladder):
         self._begin(outcome, cost)
 
     def _could_pay(self, level: str) -> bool:
-        """Whether larger sizes might fit than with some of a level's rungs."""
+        """Whether larger sizes might fit than with some of a level's savers."""
         return not any(
-            (is_whole or not self.adapts) and self._rungs(other) < self._rungs(level)
+            (is_whole or not self.adapts) and self._savers(other) < self._savers(level)
             for other, _, _, is_whole in self._progress.settled
         )
 
@@ -384,7 +384,7 @@ class Explore(Ladder):
         largest: dict[str, int] = {}
         for level, size, at_cost, _ in progress.settled:
             known = min(rows, max(1, int(size * at_cost / cost + 1e-9)))
-            fewer = [largest[each] for each in largest if self._rungs(each) < self._rungs(level)]
+            fewer = [largest[each] for each in largest if self._savers(each) < self._savers(level)]
             less = max(fewer, default=0)
             largest[level] = known
             if not less or known > less * (1 + GROWTH):

@@ -15,7 +15,7 @@ from automicro.errors import CheckpointWarning, NonFiniteLossError, warn
 from automicro.events.run import LoopState
 from automicro.microbatcher import Microbatcher
 from automicro.options import counting
-from automicro.rungs.levels import PLAIN
+from automicro.savers.levels import PLAIN
 from automicro.step.results import StepResult
 from automicro.trainer.failed_batch import Failures
 from automicro.trainer.metrics import MetricSet

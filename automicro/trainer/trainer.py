@@ -21,7 +21,7 @@ from automicro.nested.parts import NestedParts
 from automicro.options import check_model, read_count, read_flag
 from automicro.policy.explore import Explore
 from automicro.policy.policy import Policy
-from automicro.rungs.levels import Savers
+from automicro.savers.levels import Savers
 from automicro.trainer.context import Recorder, RunContext
 from automicro.trainer.data.loading import check_loader, check_passes
 from automicro.trainer.device import seed_everything

@@ -126,9 +126,9 @@ def test_a_level_that_a_full_device_asked_for_has_the_bits_of_the_plain_one(
 def test_a_level_needs_half_of_the_plain_one_at_most_and_leaves_nothing(
     level: str, record_property: Record
 ) -> None:
-    def run(rungs: Any) -> int:
+    def run(savers: Any) -> int:
         net = keeping()
-        step = microbatcher(net, SIZE, when_too_large=rungs, probe=False)
+        step = microbatcher(net, SIZE, when_too_large=savers, probe=False)
         rows = to_device(batch())
         step.backward(rows)
         net.zero_grad()

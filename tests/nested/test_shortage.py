@@ -23,11 +23,11 @@ from automicro import (
 )
 from automicro.errors import LossAverageError
 from automicro.features import Nested, WhenTooLarge
-from automicro.rungs.levels import make_levels
+from automicro.savers.levels import make_levels
 from automicro.torch_private import in_backward
 from tests.nested.parts_in_slices import CASES, ROWS, gradients, made, same, twin
 from tests.torture.engine.faults import Fault, FaultMode
-from tests.torture.engine.subject import climb_to
+from tests.torture.engine.subject import begin_at_level
 
 CPU = torch.device("cpu")
 
@@ -318,7 +318,7 @@ def test_a_part_that_does_not_fit_in_one_piece_in_a_block_that_is_computed_again
         features=[Nested({"0.0.part": "auto", "0.1.part": "auto"}), WhenTooLarge("recompute")],
         probe=False,
     )
-    climb_to(microbatcher, 1)
+    begin_at_level(microbatcher, 1)
     result = microbatcher.backward(batch)
     assert (result.level, result.microbatch_size) == ("recompute", 12)
     assert max(result.nested_sizes.values()) <= 3

@@ -278,7 +278,7 @@ def test_explore_finds_a_size_and_a_level_together() -> None:
     assert str(job.told[-1]).split(": ")[1].startswith("16 rows, recompute, 1.9")
 
 
-def test_a_level_is_explored_only_where_fewer_rungs_do_not_fit() -> None:
+def test_a_level_is_explored_only_where_fewer_savers_do_not_fit() -> None:
     job = Job(Explore().with_levels(TWO), [2, 0.5], overhead(1, [1, 1.3]))
     while race_of(job) is None:
         job.batch()

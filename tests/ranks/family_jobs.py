@@ -13,12 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from automicro import Microbatcher
 from automicro.features import RankReduction, WhenTooLarge
-from automicro.rungs import offload
-from automicro.rungs.blocks import repeated_blocks
-from automicro.rungs.levels import Recompute
+from automicro.savers import offload
+from automicro.savers.blocks import repeated_blocks
+from automicro.savers.levels import Recompute
 from tests.ranks.steps import local
-from tests.rungs.families import LANGUAGE, OTHERS, Family
-from tests.torture.engine.subject import climb_to
+from tests.savers.families import LANGUAGE, OTHERS, Family
+from tests.torture.engine.subject import begin_at_level
 
 LEVELS: dict[str, Any] = {
     "plain": ("error", 0),
@@ -63,7 +63,7 @@ def train(kind: str, family: Family, options: dict[str, Any], name: str) -> dict
     losses = []
     for _ in range(3):
         if level:
-            climb_to(microbatcher, level)
+            begin_at_level(microbatcher, level)
         batch = family.batch()
         result = microbatcher.backward(batch)
         assert result.level == microbatcher._levels[level].name
@@ -72,9 +72,9 @@ def train(kind: str, family: Family, options: dict[str, Any], name: str) -> dict
         optimizer.zero_grad()
     used = [
         block.is_used
-        for rung in microbatcher._levels[level].rungs
-        if isinstance(rung, Recompute)
-        for block in rung.blocks
+        for saver in microbatcher._levels[level].savers
+        if isinstance(saver, Recompute)
+        for block in saver.blocks
     ]
     state: dict[str, Tensor] = {key: local(each.detach()) for key, each in model.named_parameters()}
     state |= {"losses": torch.stack(losses), "rng": torch.get_rng_state()}

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from automicro import Halving, Microbatcher, Observing
 from automicro.features import Nested, WhenTooLarge
-from automicro.rungs import offload
+from automicro.savers import offload
 from tests.ranks.faulty_models import Fault, Faults, build
 from tests.ranks.steps import local, squared_error
 from tests.torture.engine.cuts import Cut, Noting
-from tests.torture.engine.subject import climb_to
+from tests.torture.engine.subject import begin_at_level
 from tests.torture.engine.trials import Scripted
 
 STEPS = 3
@@ -129,7 +129,7 @@ def _run_cut(
         faults.step = step
         cut = cuts[step] if cuts else None
         if cut is not None and cut.level:
-            climb_to(microbatcher, cut.level)
+            begin_at_level(microbatcher, cut.level)
         with Noting(None if cut is None else cut.parts)() as noted:
             result = microbatcher.backward(batch(step))
         assert noted.cut is not None

@@ -58,7 +58,7 @@ from automicro.options import (
     read_time,
 )
 from automicro.policy.choose import make_policy
-from automicro.rungs.levels import check_levels
+from automicro.savers.levels import check_levels
 from automicro.step.split_guard import BATCHNORM_MODES
 from automicro.trainer.device import choose_device
 from automicro.trainer.evaluators import INHERITED

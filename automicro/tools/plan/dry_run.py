@@ -32,16 +32,16 @@ from automicro.nested.parts import Nested
 from automicro.optimizer.reservation import StepMemory, predict_step_memory, undisturbed
 from automicro.options import PRECISIONS, check_loss
 from automicro.reach import captured_modules
-from automicro.rungs.levels import (
+from automicro.savers.levels import (
     Level,
     NestedTail,
     Offload,
     Recompute,
-    Rung,
+    Saver,
     Savers,
     make_levels,
 )
-from automicro.rungs.offload import offloading
+from automicro.savers.offload import offloading
 from automicro.state.tensors import LARGE_BYTES
 from automicro.step.parts import SizedParts
 from automicro.tools.plan.kernels import STEP, TAIL, StepRecorder
@@ -63,7 +63,7 @@ class Conditions:
         precision: as `Microbatcher`.
         gradient_sums: as `Microbatcher`.
         train: forward and backward; else the forward of an evaluation.
-        rungs: that are switched on, as ``when_too_large`` names them.
+        savers: that are switched on, as ``when_too_large`` names them.
         finer: into how many each slice of a part is cut that has a size of its own, if that
             adapts.
     """
@@ -71,7 +71,7 @@ class Conditions:
     precision: str = "fp32"
     gradient_sums: str = "fp32"
     train: bool = True
-    rungs: tuple[str, ...] = ()
+    savers: tuple[str, ...] = ()
     finer: int = 1
 
 
@@ -137,7 +137,7 @@ class DryRun:
     _slices: dict[tuple[int, bool, Conditions], dict[str, int]] = field(
         default_factory=dict, init=False
     )
-    _rungs: dict[str, Rung] = field(default_factory=dict, init=False)
+    _savers: dict[str, Saver] = field(default_factory=dict, init=False)
     levels: list[Level] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -156,26 +156,26 @@ class DryRun:
         self.levels = self._levels_of(job.when_too_large)
 
     def _levels_of(self, when_too_large: Savers) -> list[Level]:
-        """Those of the copy. Their rungs are what `Conditions` name from then on.
+        """Those of the copy. Their savers are what `Conditions` name from then on.
 
         Raises:
             TypeError, ValueError: as `make_levels`.
         """
         levels = make_levels(when_too_large, self._modules, torch.device("cpu"))
-        for rung in (rung for level in levels for rung in level.rungs):
-            if isinstance(rung, Recompute) and self.is_fake:
-                rung.random = functools.partial(NothingDrawn, ())
-            if isinstance(rung, NestedTail):
-                self._nested.add(rung.tail)
-            self._rungs[rung.name] = rung
+        for saver in (saver for level in levels for saver in level.savers):
+            if isinstance(saver, Recompute) and self.is_fake:
+                saver.random = functools.partial(NothingDrawn, ())
+            if isinstance(saver, NestedTail):
+                self._nested.add(saver.tail)
+            self._savers[saver.name] = saver
         return levels
 
-    def rung(self, name: str) -> Rung | None:
+    def saver(self, name: str) -> Saver | None:
         """That of ``when_too_large``; None where it has nothing to do for this model."""
-        if name not in self._rungs:
+        if name not in self._savers:
             with contextlib.suppress(ValueError):  # no repeated blocks, no language model
                 self._levels_of(name)
-        return self._rungs.get(name)
+        return self._savers.get(name)
 
     @property
     def has_parts(self) -> bool:
@@ -448,15 +448,15 @@ class DryRun:
     def _at_level(self, recorder: StepRecorder, conditions: Conditions) -> Iterator[None]:
         """Around forward and backward."""
         with contextlib.ExitStack() as stack:
-            for name in conditions.rungs:
-                rung = self.rung(name)
-                if isinstance(rung, Offload):
+            for name in conditions.savers:
+                saver = self.saver(name)
+                if isinstance(saver, Offload):
                     stack.callback(setattr, self._mode, "cache_enabled", self._mode.cache_enabled)
                     self._mode.cache_enabled = False  # it keeps the storages of tensors.set_()
                     host = functools.partial(recorder.ledger.placing, on_host=True)
                     stack.enter_context(offloading(self._modules, host))
-                elif rung is not None:
-                    stack.enter_context(rung.applied())
+                elif saver is not None:
+                    stack.enter_context(saver.applied())
             yield
 
     def _moved(self, recorder: StepRecorder, tensor: Tensor) -> Tensor:

@@ -29,8 +29,8 @@ from automicro.options import (
     check_unwrapped,
     read_count,
 )
-from automicro.rungs.blocks import repeated_blocks
-from automicro.rungs.levels import (
+from automicro.savers.blocks import repeated_blocks
+from automicro.savers.levels import (
     NESTED,
     OFFLOAD,
     RECOMPUTE,
@@ -146,7 +146,7 @@ class _FewRows:
         self.assumptions = self._dry_run.assumptions
         self.step_memory = self._dry_run.step_memory
         self._run = self._dry_run.step
-        self.levels, self.rung = self._dry_run.levels, self._dry_run.rung
+        self.levels, self.saver = self._dry_run.levels, self._dry_run.saver
 
     @property
     def has_parts(self) -> bool:
@@ -216,7 +216,7 @@ class Planner:
             trace,
             on_accelerator=self.steps.job.on_accelerator,
             is_measured=not self.steps.is_fake,
-            is_plain=not self.conditions.rungs,
+            is_plain=not self.conditions.savers,
         )
 
     def need(self, size: int) -> int:
@@ -325,7 +325,7 @@ class Planner:
         def otherwise(**changes: Any) -> Trace:
             return self.otherwise(**changes).trace(size)
 
-        rungs = self.conditions.rungs
+        savers = self.conditions.savers
 
         def sharded(num_ranks: int) -> Trace:
             shards = _Shards.of(self.steps.model, num_ranks, self.conditions.precision)
@@ -333,18 +333,18 @@ class Planner:
 
         if self.conditions.train and self.steps.is_fake:
             for name in (RECOMPUTE, OFFLOAD):
-                rung = self.steps.rung(name)
-                if rung is not None and name not in rungs:
-                    how = f"{rung.describe()} (when_too_large={name!r})"
-                    with_it: dict[str, Any] = {"rungs": (*rungs, name)}
+                saver = self.steps.saver(name)
+                if saver is not None and name not in savers:
+                    how = f"{saver.describe()} (when_too_large={name!r})"
+                    with_it: dict[str, Any] = {"savers": (*savers, name)}
                     add(name, how, functools.partial(otherwise, **with_it), **with_it)
             if self.conditions.precision == "fp32":
                 add("bf16", "precision='bf16'", lambda: otherwise(precision="bf16"))
             how = f"compute the outputs and their loss in {_SLICES} slices"
             if self.slices(size):
                 pass  # some part is in slices already
-            elif self.steps.rung(NESTED) is not None:
-                with_it = {"rungs": (*rungs, NESTED), "finer": _SLICES}
+            elif self.steps.saver(NESTED) is not None:
+                with_it = {"savers": (*savers, NESTED), "finer": _SLICES}
                 # By tokens: there may be fewer rows than slices.
                 options = {"microbatch_size": "auto", "microbatch_unit": "tokens"}
                 how = f"{how} (nested={ {'tail': options} })"
@@ -459,7 +459,7 @@ def plan(
         precision=check_choice("precision", precision, PRECISIONS),
         gradient_sums=check_choice("gradient_sums", gradient_sums, GRADIENT_SUMS),
         train=train,
-        rungs=(RECOMPUTE,) if recompute else (),
+        savers=(RECOMPUTE,) if recompute else (),
         finer=_FINEST,
     )
     check_levels(when_too_large)
@@ -486,8 +486,8 @@ def plan(
     def planned(steps: DryRun | _FewRows) -> list[_Planned]:
         found = []
         for level in steps.levels:
-            rungs = (*conditions.rungs, *(each.name for each in level.rungs))
-            at_level = dataclasses.replace(conditions, rungs=tuple(dict.fromkeys(rungs)))
+            savers = (*conditions.savers, *(each.name for each in level.savers))
+            at_level = dataclasses.replace(conditions, savers=tuple(dict.fromkeys(savers)))
             planner = Planner(steps, at_level, num_ranks, num_rows)
             if given is not None or limit_bytes is None:
                 size = min(given or num_rows, num_rows)
@@ -587,7 +587,7 @@ def _report(
         ranks=planner.shards.num_ranks,
         precision=conditions.precision,
         train=conditions.train,
-        recompute=RECOMPUTE in conditions.rungs,
+        recompute=RECOMPUTE in conditions.savers,
         level=level.name,
         levels=tuple(levels),
         nested_sizes=level.nested_sizes,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from automicro.batch.layout import describe_cut
 from automicro.memory.timeline import ACTIVATIONS, Owner, Trace
 from automicro.policy.auto import Halving
-from automicro.rungs.levels import PLAIN
+from automicro.savers.levels import PLAIN
 from automicro.tools.pictures import new_figure, speed_and_memory, timeline
 from automicro.tools.plan.devices import find_device
 from automicro.tools.plan.kernels import KINDS

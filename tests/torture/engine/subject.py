@@ -92,7 +92,7 @@ class TortureRun:
 
     def start_at(self, level: int) -> None:
         """Go on at a level of ``when_too_large``, as if nothing had fitted below."""
-        climb_to(self.microbatcher, level)
+        begin_at_level(self.microbatcher, level)
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=self.set_to_none)
@@ -130,7 +130,7 @@ def build(make: MakeSubject, policy: Policy, eval_policy: Policy) -> TortureRun:
     return run
 
 
-def climb_to(microbatcher: Microbatcher, level: int) -> None:
+def begin_at_level(microbatcher: Microbatcher, level: int) -> None:
     """Let the next batch begin at a level of ``when_too_large`` at least."""
     policy = microbatcher._split_guard.allowed(microbatcher._train.policy)
     while (lowest := policy.level_for(1)) < level:

@@ -3,7 +3,7 @@
 import fnmatch
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import nn
 
@@ -113,12 +113,17 @@ def named_blocks(modules: Sequence[nn.Module], patterns: Iterable[str]) -> dict[
     Raises:
         ValueError: a pattern names nothing. The message suggests the nearest.
     """
-    names = dict(_named(modules))
+    names = _by_name(modules, nn.Module.named_modules)
     matched: dict[str, nn.Module] = {}
     for pattern in patterns:
         fitting = {name: module for name, module in names.items() if _matches(name, pattern)}
         if not fitting:
-            raise ValueError(_no_match(pattern, names))
+            rows = {re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in names}
+            raise ValueError(
+                f"no module of the model is named {pattern!r}"
+                f"{suggestion(pattern, sorted(rows | set(names)))}; name blocks as named_modules() "
+                f"does, with * for one part of a name; the first are {', '.join([*names][:5])}"
+            )
         matched.update(fitting)
     inner = {
         id(part) for module in matched.values() for part in module.modules() if part is not module
@@ -130,28 +135,22 @@ def named_blocks(modules: Sequence[nn.Module], patterns: Iterable[str]) -> dict[
     return {name: matched[name] for name in found.values()}
 
 
-def _no_match(pattern: str, names: Mapping[str, nn.Module]) -> str:
-    rows = {re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in names}
-    hint = suggestion(pattern, sorted(rows | set(names)))
-    some = ", ".join(list(names)[:5])
-    return (
-        f"no module of the model is named {pattern!r}{hint}; name blocks as named_modules() does, "
-        f"with * for one part of a name; the first are {some}"
-    )
-
-
 def _matches(name: str, pattern: str) -> bool:
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 
 
-def _named(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    for index, root in enumerate(modules):
-        prefix = "" if index == 0 else f"modules[{index - 1}]."
-        for name, module in root.named_modules():
-            shown = plain_name(name)
-            if shown and shown not in _OF_ROOTS:
-                yield prefix + shown, module
+def _by_name(
+    modules: Sequence[nn.Module],
+    find: Callable[[nn.Module], Iterable[tuple[str, nn.Module]]],
+) -> dict[str, nn.Module]:
+    """What is found in several modules, by names without those of wrappers."""
+    return {
+        (f"modules[{index - 1}]." if index else "") + shown: module
+        for index, root in enumerate(modules)
+        for name, module in find(root)
+        if (shown := plain_name(name)) and shown not in _OF_ROOTS
+    }
 
 
 def plain_name(name: str) -> str:
@@ -167,12 +166,7 @@ def find_blocks(
     modules: Sequence[nn.Module], *, but: Callable[[nn.Module], bool] = _nothing
 ) -> dict[str, nn.Module]:
     """The repeated blocks of several modules, by name; see `repeated_blocks`."""
-    found: dict[str, nn.Module] = {}
-    for index, root in enumerate(modules):
-        prefix = "" if index == 0 else f"modules[{index - 1}]."
-        for name, block in repeated_blocks(root, but=but).items():
-            found[prefix + plain_name(name)] = block
-    return found
+    return _by_name(modules, lambda root: repeated_blocks(root, but=but).items())
 
 
 def shown_blocks(names: Iterable[str]) -> str:

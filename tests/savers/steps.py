@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro.memory.budget import MemoryBudget
-from automicro.rungs.levels import Level, make_levels
+from automicro.savers.levels import Level, make_levels
 
 CPU = torch.device("cpu")
 LEVELS = ("recompute", "offload", "recompute + offload")

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from automicro.rungs.blocks import repeated_blocks
-from automicro.rungs.levels import make_levels
-from tests.rungs.models import Block
-from tests.rungs.steps import CPU
+from automicro.savers.blocks import repeated_blocks
+from automicro.savers.levels import make_levels
+from tests.savers.models import Block
+from tests.savers.steps import CPU
 
 
 def model() -> nn.Module:
@@ -55,7 +55,7 @@ def test_levels_by_name(given: Any, names: list[str]) -> None:
         (["offload", "offload"], ValueError, "names 'offload' twice"),
         (3, TypeError, "of type int; use one of error, recompute, offload, nested, auto"),
         (True, TypeError, "of type bool"),
-        ([3], TypeError, "lists 3 of type int"),
+        ([3], TypeError, "3 is of type int"),
         ({"recompute": 3}, TypeError, "3 of type int names no blocks"),
         ({"offload": ["head"]}, ValueError, "'offload' has no names"),
         ({"auto": None, "offload": True}, ValueError, "lists 'auto', which stands alone"),
@@ -148,6 +148,6 @@ def test_blocks_are_found(model: nn.Module, names: str) -> None:
 
 def test_names_are_those_of_the_model_inside() -> None:
     inside = nn.ModuleDict({"module": model()})
-    (rung,) = make_levels("recompute", [inside], CPU)[1].rungs
-    assert rung.describe().startswith("encoder.layers.* (2) keep")
+    (saver,) = make_levels("recompute", [inside], CPU)[1].savers
+    assert saver.describe().startswith("encoder.layers.* (2) keep")
     assert len(make_levels({"recompute": "encoder.layers.*"}, [inside], CPU)) == 2

@@ -17,10 +17,10 @@ from automicro import Microbatcher
 from automicro.errors import UnsplittableModelError
 from automicro.features import WhenTooLarge
 from automicro.memory.budget import MemoryBudget
-from automicro.rungs import offload
-from automicro.rungs.levels import Level, Recompute
-from tests.rungs.families import LANGUAGE, OF_TORCHVISION, OTHERS, Family
-from tests.torture.engine.subject import climb_to
+from automicro.savers import offload
+from automicro.savers.levels import Level, Recompute
+from tests.savers.families import LANGUAGE, OF_TORCHVISION, OTHERS, Family
+from tests.torture.engine.subject import begin_at_level
 
 pytest.importorskip("transformers")
 
@@ -52,7 +52,7 @@ def trained(family: Family, when: Any, level: int, *, is_measured: bool = True) 
     options = {"microbatch_size": 2, "probe": False, "forward": family.forward, **family.options}
     microbatcher = Microbatcher(model, features=[WhenTooLarge(when)], **options)
     if level:
-        climb_to(microbatcher, level)
+        begin_at_level(microbatcher, level)
     torch.manual_seed(1)
     random.seed(1)
     np.random.seed(1)
@@ -274,9 +274,9 @@ def test_a_prefix_in_the_cache_is_computed_again() -> None:
     assert differing(plain, found) == []
     level = found.microbatcher._levels[1]
     assert isinstance(level, Level)
-    (rung,) = level.rungs
-    assert isinstance(rung, Recompute)
-    assert [block.is_used for block in rung.blocks] == [True] * 3
+    (saver,) = level.savers
+    assert isinstance(saver, Recompute)
+    assert [block.is_used for block in saver.blocks] == [True] * 3
 
 
 @pytest.mark.parametrize("which", ["[02]", "[12]"])
@@ -287,6 +287,6 @@ def test_layers_that_are_not_named_fill_the_cache_of_their_own(which: str) -> No
     assert differing(plain, found) == []
     level = found.microbatcher._levels[1]
     assert isinstance(level, Level)
-    (rung,) = level.rungs
-    assert isinstance(rung, Recompute)
-    assert [block.is_used for block in rung.blocks] == [True, True]
+    (saver,) = level.savers
+    assert isinstance(saver, Recompute)
+    assert [block.is_used for block in saver.blocks] == [True, True]

@@ -1,6 +1,6 @@
 """Levels: how microbatches are computed where even the smallest does not fit.
 
-Level 0 is plain. Each further one switches rungs on, which take less memory and more time, and
+Level 0 is plain. Each further one switches savers on, which take less memory and more time, and
 change no number.
 """
 
@@ -17,9 +17,9 @@ from torch import nn
 
 from automicro.nested.parts import LanguageTail, find_language_model
 from automicro.options import check_choice
-from automicro.rungs.blocks import find_blocks, is_called, named_blocks, shown_blocks
-from automicro.rungs.offload import offloading
-from automicro.rungs.recompute import Block, recomputes_already, recomputing
+from automicro.savers.blocks import find_blocks, is_called, named_blocks, shown_blocks
+from automicro.savers.offload import offloading
+from automicro.savers.recompute import Block, recomputes_already, recomputing
 from automicro.step.feature import Feature
 from automicro.step.parts import attached_to
 from automicro.step.setup import Setup
@@ -32,12 +32,12 @@ PLAIN = "plain"
 """The name of level 0."""
 
 RECOMPUTE, OFFLOAD, NESTED = "recompute", "offload", "nested"
-RUNGS = (RECOMPUTE, OFFLOAD, NESTED)  # a further rung is named here, and made in `_made`
+SAVERS = (RECOMPUTE, OFFLOAD, NESTED)  # a further saver is named here, and made in `_made`
 # A tail in slices leaves outputs without logits, which metrics may want.
 _OF_AUTO = (RECOMPUTE, OFFLOAD)
 _ALONE = ("error", "auto")
-_CHOICES = ("error", *RUNGS, "auto")
-_LISTED = " and ".join(RUNGS)
+_CHOICES = ("error", *SAVERS, "auto")
+_LISTED = " and ".join(SAVERS)
 _EXAMPLE = "as in {'recompute': ['encoder.layers.*'], 'offload': True}"
 _NAME_THEM = "name them, as in when_too_large={'recompute': ['encoder.layers.*']}"
 
@@ -46,7 +46,7 @@ Savers: TypeAlias = str | Sequence[Any] | Mapping[str, Any]
 """As `WhenTooLarge` has them."""
 
 
-class Rung(Protocol):
+class Saver(Protocol):
     """One way to take less memory.
 
     Attributes:
@@ -76,29 +76,29 @@ class Level:
         'what is saved for the backward waits in host memory'
 
     Attributes:
-        rungs: that are switched on, in order.
+        savers: that are switched on, in order.
     """
 
-    rungs: tuple[Rung, ...] = ()
+    savers: tuple[Saver, ...] = ()
 
     @property
     def name(self) -> str:
-        """Of all rungs, or `PLAIN`."""
-        return " + ".join(rung.name for rung in self.rungs) or PLAIN
+        """Of all savers, or `PLAIN`."""
+        return " + ".join(saver.name for saver in self.savers) or PLAIN
 
     @property
     def tails(self) -> list[LanguageTail]:
         """Of language models, that run in slices."""
-        return [rung.tail for rung in self.rungs if isinstance(rung, NestedTail)]
+        return [saver.tail for saver in self.savers if isinstance(saver, NestedTail)]
 
     @property
     def is_plain(self) -> bool:
         """Whether nothing is switched on."""
-        return not self.rungs
+        return not self.savers
 
     def describe(self) -> str:
         """What it does, in one sentence for people."""
-        return ", and ".join(rung.describe() for rung in self.rungs) or "everything is kept"
+        return ", and ".join(saver.describe() for saver in self.savers) or "everything is kept"
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -107,8 +107,8 @@ class Level:
         Modules are as before when it ends, however it ends.
         """
         with contextlib.ExitStack() as stack:
-            for rung in self.rungs:
-                stack.enter_context(rung.applied())
+            for saver in self.savers:
+                stack.enter_context(saver.applied())
             yield
 
 
@@ -262,18 +262,18 @@ def make_levels(
     wanted, is_auto = _read(when_too_large)
     modules = list(modules)
     devices = functools.cache(lambda: devices_of(modules, device))
-    rungs: list[Rung] = []
+    savers: list[Saver] = []
     for name, names in wanted.items():
         try:
-            rungs.append(_made(name, names, modules, lambda: RandomState(devices(), generators)))
+            savers.append(_made(name, names, modules, lambda: RandomState(devices(), generators)))
         except ValueError as error:
             if not is_auto or names is not None:
                 raise
             logger.info("nothing is computed again in the backward: %s", error)
     if is_auto:
-        further = [Level(tuple(rungs))] if len(rungs) > 1 else []
-        return [Level(), *(Level((rung,)) for rung in rungs), *further]
-    return [Level(tuple(rungs[:number])) for number in range(len(rungs) + 1)]
+        further = [Level(tuple(savers))] if len(savers) > 1 else []
+        return [Level(), *(Level((saver,)) for saver in savers), *further]
+    return [Level(tuple(savers[:number])) for number in range(len(savers) + 1)]
 
 
 def check_levels(when_too_large: Any) -> None:
@@ -288,25 +288,31 @@ def check_levels(when_too_large: Any) -> None:
 
 
 def _read(given: Any) -> tuple[dict[str, list[str] | None], bool]:
-    """Rungs in order with the names of what they are for, and whether it is ``"auto"``."""
+    """Memory savers in order with the names of what they are for, and whether it is ``"auto"``."""
+    is_list = isinstance(given, Sequence) and not isinstance(given, str)
     wanted: dict[str, list[str] | None] = {}
-    items = _items(given)
-    is_alone = len(items) == 1 and isinstance(given, str | Mapping)
-    if not items:
+    for each in given if is_list else [given]:
+        if not isinstance(each, str | Mapping):
+            raise TypeError(
+                f"when_too_large={given!r}: {each!r} is of type {type(each).__name__}; use one of "
+                f"{', '.join(_CHOICES)}, a list of {_LISTED}, or {_EXAMPLE}"
+            )
+        for name, value in each.items() if isinstance(each, Mapping) else [(each, None)]:
+            check_choice("when_too_large", name, _CHOICES)
+            if name in wanted:
+                raise ValueError(
+                    f"when_too_large={given!r} names {name!r} twice; a level has all savers that "
+                    "come before it, so name each once"
+                )
+            wanted[name] = _read_names(given, name, value)
+    if not wanted:
         raise ValueError('when_too_large is empty; use "error" for no level but the plain one')
-    for name, value in items:
-        check_choice("when_too_large", name, _CHOICES)
-        if name in _ALONE and not is_alone:
+    for name in _ALONE:
+        if name in wanted and (is_list or len(wanted) > 1):
             raise ValueError(
                 f"when_too_large={given!r} lists {name!r}, which stands alone: give "
                 f"when_too_large={name!r}, or a list of {_LISTED}"
             )
-        if name in wanted:
-            raise ValueError(
-                f"when_too_large={given!r} names {name!r} twice; a level has all rungs that come "
-                "before it, so name each once"
-            )
-        wanted[name] = _read_names(given, name, value)
     is_auto = "auto" in wanted
     if is_auto:
         wanted = {**dict.fromkeys(_OF_AUTO), RECOMPUTE: wanted["auto"]}
@@ -314,32 +320,12 @@ def _read(given: Any) -> tuple[dict[str, list[str] | None], bool]:
     return wanted, is_auto
 
 
-def _items(given: Any) -> list[tuple[Any, Any]]:
-    """Each rung with what is said of it."""
-    if isinstance(given, str):
-        return [(given, None)]
-    if isinstance(given, Mapping):
-        return list(given.items())
-    if not isinstance(given, Sequence):
-        raise TypeError(
-            f"when_too_large={given!r} is of type {type(given).__name__}; use one of "
-            f"{', '.join(_CHOICES)}, a list of {_LISTED}, or {_EXAMPLE}"
-        )
-    for each in given:
-        if not isinstance(each, str | Mapping):
-            raise TypeError(
-                f"when_too_large={given!r} lists {each!r} of type {type(each).__name__}; list "
-                f"{_LISTED}, in the order in which they are to be tried"
-            )
-    return [item for each in given for item in _items(each)]
-
-
-def _read_names(given: Any, rung: str, value: Any) -> list[str] | None:
+def _read_names(given: Any, saver: str, value: Any) -> list[str] | None:
     if value is None or value is True:
         return None
-    if rung in (OFFLOAD, NESTED):
+    if saver in (OFFLOAD, NESTED):
         raise ValueError(
-            f"when_too_large={given!r}: {rung!r} has no names, but {value!r}; {_EXAMPLE}"
+            f"when_too_large={given!r}: {saver!r} has no names, but {value!r}; {_EXAMPLE}"
         )
     names = [value] if isinstance(value, str) else value
     is_list = isinstance(names, Sequence) and all(isinstance(each, str) for each in names)
@@ -353,7 +339,7 @@ def _read_names(given: Any, rung: str, value: Any) -> list[str] | None:
 
 def _made(
     name: str, names: list[str] | None, modules: list[nn.Module], random: Callable[[], RandomState]
-) -> Rung:
+) -> Saver:
     if name == OFFLOAD:
         return Offload(modules)
     if name == RECOMPUTE:

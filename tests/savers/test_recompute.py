@@ -15,13 +15,13 @@ from torch.utils.checkpoint import checkpoint
 from automicro.memory.budget import MemoryBudget
 from automicro.ranks.interface import StrayedError
 from automicro.reach import Reach
-from automicro.rungs.levels import Level
-from automicro.rungs.recompute import Block as Recomputed
-from automicro.rungs.recompute import LeftOutError, _Saved, recomputing
+from automicro.savers.levels import Level
+from automicro.savers.recompute import Block as Recomputed
+from automicro.savers.recompute import LeftOutError, _Saved, recomputing
 from automicro.transaction.rng import RandomState
 from tests.outside import Outside
-from tests.rungs.models import MODELS, ROWS, WIDTH, Block, Codebook, batch_for, stack
-from tests.rungs.steps import LEVELS, differences, level_of, steps_at, take_step
+from tests.savers.models import MODELS, ROWS, WIDTH, Block, Codebook, batch_for, stack
+from tests.savers.steps import LEVELS, differences, level_of, steps_at, take_step
 from tests.sweeps import mostly_in_sweeps
 
 
@@ -271,8 +271,8 @@ def test_memory_that_runs_out_where_the_second_time_is_compared_is_told() -> Non
     level, step = step_whose_second_forward_raises(torch.OutOfMemoryError("out of memory"))
     with pytest.raises(torch.OutOfMemoryError):
         step()
-    (rung,) = level.rungs
-    assert "(4)" in rung.describe()
+    (saver,) = level.savers
+    assert "(4)" in saver.describe()
 
 
 def test_without_gradients_nothing_is_kept() -> None:
@@ -284,8 +284,8 @@ def test_without_gradients_nothing_is_kept() -> None:
 def test_what_recomputes_already_is_left_alone() -> None:
     model = MODELS["plain"]()
     model[1].gradient_checkpointing = True  # type: ignore[index]
-    (rung,) = level_of("recompute", model).rungs
-    assert "(3)" in rung.describe()
+    (saver,) = level_of("recompute", model).savers
+    assert "(3)" in saver.describe()
     for block in list(model)[2:5]:  # type: ignore[call-overload]
         block.gradient_checkpointing = True
     with pytest.raises(ValueError, match="compute again in the backward already"):
@@ -593,8 +593,8 @@ def test_an_error_of_a_blocks_own_in_its_second_forward_is_raised() -> None:
     with pytest.raises(KeyError, match="gone") as raised:
         step()
     assert "was computed again in the backward" in raised.value.__notes__[0]
-    (rung,) = level.rungs
-    assert "(4)" in rung.describe()
+    (saver,) = level.savers
+    assert "(4)" in saver.describe()
 
 
 def test_that_the_second_time_is_the_first_again_is_asked_for_rarely() -> None:

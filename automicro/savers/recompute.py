@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from automicro.errors import RollbackError, add_note, describe_error
 from automicro.memory.oom import Failure, classify
-from automicro.nested.again import AsItStood, computed_again
+from automicro.nested.again import AsItStood, changed, computed_again
 from automicro.ranks.interface import StrayedError
 from automicro.state.part import Replay
 from automicro.torch_private import (
@@ -248,22 +248,6 @@ def _showing(saved: _Saved | None) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if saved is None else saving(saved.add)
 
 
-@dataclass(frozen=True)
-class _Hole:
-    """Where a tensor stood among the arguments."""
-
-    index: int
-
-
-def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same containers, with something else in them."""
-    if type(value) is tuple or type(value) is list:
-        return type(value)([_changed(each, change) for each in value])
-    if type(value) is dict:
-        return {key: _changed(each, change) for key, each in value.items()}
-    return change(value)
-
-
 def _computed(
     block: Block,
     forward: Callable[..., Any],
@@ -272,35 +256,17 @@ def _computed(
     kwargs: dict[str, Any],
 ) -> Any:
     """The output of a block, which is computed again in the backward."""
-    tensors: list[Tensor] = []
-    objects: list[Any] = []
-
-    def take_out(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            tensors.append(value)
-            return _Hole(len(tensors) - 1)
-        if not is_plain(value):
-            objects.append(value)
-        return value
-
-    structure = _changed((args, kwargs), take_out)
-    waiting = [(args, kwargs)]  # the first time: the caller sees what is done to its lists
-    del args, kwargs
-
-    def run(*tensors: Tensor) -> Any:
-        def put_in(value: Any) -> Any:
-            return tensors[value.index] if type(value) is _Hole else value
-
-        args, kwargs = waiting.pop() if waiting else _changed(structure, put_in)
-        return forward(*args, **kwargs)
-
+    given: list[Any] = []
+    changed((args, kwargs), given.append)
     block.given += [
         (counter_of(each), version_of(each))
-        for each in tensors
+        for each in given
         if type(each) is Tensor and not each.is_inference()
     ]
+    objects = [each for each in given if not (isinstance(each, Tensor) or is_plain(each))]
+    del given
     try:
-        return computed_again(run, tensors, _Run(block, random, objects))
+        return computed_again(forward, args, kwargs, _Run(block, random, objects))
     except RuntimeError as error:
         if not refuses_hooks(error):
             raise

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro.memory.budget import MemoryBudget
-from automicro.rungs.offload import OffloadHooks, offloading
+from automicro.savers.offload import OffloadHooks, offloading
 
 ROWS = 300  # of 300 numbers: 360000 bytes
 

@@ -1,1 +1,0 @@
-"""Rungs: what makes a microbatch smaller than one row does, toggled for an attempt."""

@@ -1,0 +1,1 @@
+"""Memory savers: what makes a microbatch smaller than one row does, toggled for an attempt."""
