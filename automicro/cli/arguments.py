@@ -90,9 +90,6 @@ def split_inputs(inputs: Sequence[str], *, command: str) -> tuple[tuple[str, ...
         inputs: both, in any order.
         command: for whom, for messages.
 
-    Raises:
-        ConfigError: there is no path among them.
-
     >>> split_inputs(["base.yaml", "seed=1", "runs/lr=0.1/config.yaml"], command="train")
     (('base.yaml', 'runs/lr=0.1/config.yaml'), ('seed=1',))
     """
@@ -112,9 +109,6 @@ def look_for_files(inputs: Sequence[str], *, command: str) -> None:
         inputs: paths and ``key=value``.
         command: for whom, for messages.
 
-    Raises:
-        ConfigError: there is none among them, or one that is not there.
-
     >>> look_for_files(["configs/digits.yaml", "seed=1"], command="train")
     """
     for path in map(Path, split_inputs(inputs, command=command)[0]):
@@ -128,9 +122,6 @@ def look_at_counts(arguments: argparse.Namespace, *names: str) -> None:
     Args:
         arguments: as they were read.
         names: of options that are whole numbers, or None where they were not given.
-
-    Raises:
-        ConfigError: the first that is less.
 
     >>> look_at_counts(argparse.Namespace(command="plan", rows=8), "rows")
     """

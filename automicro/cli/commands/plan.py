@@ -87,11 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _look_at(arguments: argparse.Namespace) -> None:
-    """Refuse options that mean nothing.
-
-    Raises:
-        ConfigError: one of them.
-    """
+    """Refuse options that mean nothing."""
     from automicro.tools.plan.devices import read_memory
 
     try:
