@@ -73,9 +73,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments, rest = parser.parse_known_args(given)
     mine = parser if name is None else commands[name]
     for each in rest:
-        option = each.partition("=")[0]
-        if name is not None and option in COMMANDS[name].removed:
-            mine.error(f"there is no {option} any more: {COMMANDS[name].removed[option]}")
         if each.startswith("-"):
             known = re.findall(r"--[\w-]+", mine.format_usage())
             hint = _key_meant(each) or suggestion(each, known)

@@ -55,9 +55,9 @@ class Job:
             check: looks at all that the command takes of it, and makes nothing.
         """
 
-        def examine(config: RunConfig) -> None:
+        def examine(config: RunConfig) -> object:
             try:
-                check(config)
+                return check(config)
             except Exception as error:
                 if isinstance(error, ConfigError) or is_bug_of_ours(error):
                     raise

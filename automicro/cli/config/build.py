@@ -41,10 +41,6 @@ PROTOCOLS: Mapping[str, tuple[type, str]] = {
     "eval_microbatch_size": (Policy, _NO_POLICY),
     "eval_dataloader.microbatch_size": (Policy, _NO_POLICY),
 }
-# What evaluating has no use for, so what it names need not exist.
-ONLY_FOR_TRAINING = frozenset(
-    {"train_dataloader", "optimizer", "parameter_groups", "scheduler", "checkpoint", *LISTS}
-)
 SHOWN = 3
 SAVE = "write it with torch.save(model.state_dict(), path)"
 # What wrappers put before each name.
@@ -115,8 +111,13 @@ class Recipe:
     def _later(self, key: str) -> Callable[..., Any] | None:
         return None if getattr(self.config, key) is None else self._makers.get(key)
 
-    def make_trainer(self, model: nn.Module) -> Trainer:
-        """The Trainer of a model, without what was left out of the recipe."""
+    def make_trainer(self, model: nn.Module, **instead: Any) -> Trainer:
+        """The Trainer of a model, without what was left out of the recipe.
+
+        Args:
+            model: the model.
+            instead: options in place of the config's.
+        """
         later: dict[str, Any] = {key: self._later(key) for key in FIRST_ARGUMENTS}
         options: dict[str, Any] = {
             key: self.make(key)
@@ -128,7 +129,7 @@ class Recipe:
         config = asdict(self.config)
         options["metrics"] = options.get("metrics") or None
         options["loggers"] = [ConfiguredLogger(each, config) for each in options.get("loggers", ())]
-        return Trainer(model, checkpoint=self.checkpoint, **later, **options)
+        return Trainer(model, checkpoint=self.checkpoint, **later, **options | instead)
 
 
 def _prepare(value: Any, key: str, kind: str) -> Callable[..., Any]:

@@ -218,6 +218,7 @@ class LoadedConfig:
     Attributes:
         config: every key, typed.
         sources: what it was read from.
+        checked: what ``check`` of `read_config` gave.
         written: the keys that files and overrides set, in the order of the reference. The only
             interpolations left are the batch sizes in the arguments of the data, and ``run_dir``
             in what is made, so that they follow when these are changed. Read again, it is the
@@ -225,6 +226,7 @@ class LoadedConfig:
     """
 
     config: RunConfig
+    checked: Any
     written: Mapping[str, Any]
     sources: Sources
 
@@ -271,8 +273,8 @@ def read_config(
         typed = read_typed(tree)
         _require(tree, [key for key in required if key not in without])
         config, written = _load(tree, typed, num_devices)
-        check(config)
-        return LoadedConfig(config=config, written=written, sources=sources)
+        checked = check(config)
+        return LoadedConfig(config=config, checked=checked, written=written, sources=sources)
 
     return load_or_tell(sources, load)
 
