@@ -239,7 +239,7 @@ def _check_keywords(keywords: Mapping[str, Any]) -> None:
         if name not in known:
             raise ValueError(
                 f"compile has the key {name!r}, which torch.compile does not take"
-                f"{suggestion(str(name).lower(), known)}; it takes {', '.join(known)}"
+                f"{suggestion(name, known)}; it takes {', '.join(known)}"
             )
     mode, options = keywords.get("mode"), keywords.get("options")
     if mode is not None and options is not None:
@@ -254,7 +254,7 @@ def _check_keywords(keywords: Mapping[str, Any]) -> None:
             usual = ", ".join(torch.compiler.list_backends())
             raise ValueError(
                 f"compile has backend={backend!r}, which torch does not know"
-                f"{suggestion(str(backend).lower(), backends)}; use one of {usual}, or a callable"
+                f"{suggestion(backend, backends)}; use one of {usual}, or a callable"
             )
     if backend != "inductor":
         return
@@ -262,13 +262,13 @@ def _check_keywords(keywords: Mapping[str, Any]) -> None:
         modes = list(compile_modes())
         raise ValueError(
             f"compile has mode={mode!r}, which torch.compile does not know"
-            f"{suggestion(str(mode).lower(), modes)}; use one of {', '.join(modes)}"
+            f"{suggestion(mode, modes)}; use one of {', '.join(modes)}"
         )
     for name in options or ():
         if str(name).replace("-", "_") not in compile_options():
             raise ValueError(
                 f"compile has the option {name!r}, which torch.compile does not know"
-                f"{suggestion(str(name).lower(), compile_options())}; "
+                f"{suggestion(name, compile_options())}; "
                 "torch._inductor.list_options() lists them all"
             )
 

@@ -89,14 +89,26 @@ def describe_error(error: BaseException) -> str:
     return f"{kind} in {last.name}, {last.filename}:{last.lineno}: {last.line}"
 
 
-def suggestion(name: object, known: Iterable[str]) -> str:
+def nearest(name: object, known: Iterable[object]) -> str | None:
+    """The known name that was most likely meant, whatever its case; None where none is near.
+
+    >>> nearest("linaer", ["linear", "Linear"]), nearest("colour", ["model"])
+    ('Linear', None)
+    """
+    # Classes are often meant by the name of the module that they are in.
+    spelled = {each.lower(): each for each in sorted(map(str, known), reverse=True)}
+    near = difflib.get_close_matches(str(name).lower(), spelled, n=1)
+    return spelled[near[0]] if near else None
+
+
+def suggestion(name: object, known: Iterable[object]) -> str:
     """A hint to be put behind a wrong name; empty where nothing is near.
 
     >>> suggestion("optimzer", ["model", "optimizer"])
     " (did you mean 'optimizer'?)"
     """
-    near = difflib.get_close_matches(str(name), list(known), n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+    near = nearest(name, known)
+    return "" if near is None else f" (did you mean {near!r}?)"
 
 
 def add_note(error: BaseException, note: str) -> None:

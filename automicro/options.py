@@ -129,10 +129,7 @@ def unwrapped(model: Any) -> Any:
     >>> unwrapped(nn.Linear(2, 2))
     Linear(in_features=2, out_features=2, bias=True)
     """
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        inside: nn.Module = model.module
-        return inside
-    return model
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 _INSIDE = ("optimizer", "_optimizer", "base_optimizer", "_base_optimizer", "optim", "_optim")
@@ -240,8 +237,6 @@ def check_modules(modules: object) -> list[nn.Module]:
 def _as_modules(given: object) -> str:
     if isinstance(given, Tensor):
         return "modules=[torch.nn.ParameterList([…])], with the parameter in it"
-    if isinstance(given, nn.Module):
-        return "modules=[…], with it in the list"
     return "modules=[…] with instances of torch.nn.Module"
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from automicro.cli.config.build import Recipe
 from automicro.cli.config.load import read_config
-from automicro.cli.config.schema import CallConfig, RunConfig
+from automicro.cli.config.nodes import CallConfig
+from automicro.cli.config.schema import RunConfig
 from automicro.errors import ConfigError
 from automicro.trainer.trainer import Trainer
 

@@ -9,8 +9,7 @@ from torch import nn
 
 from automicro import MemoryBudget
 from automicro.cli.config.build import Recipe
-from automicro.cli.config.nodes import prepare
-from automicro.cli.config.schema import CallConfig
+from automicro.cli.config.nodes import CallConfig, prepare
 from tests.config_jobs import JOB, args_of, build_trainer, job, load_config
 
 ROOT = Path(__file__).resolve().parent.parent

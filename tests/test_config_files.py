@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from automicro.cli.config.load import escape, read_config, rows_to_load, to_yaml
-from automicro.cli.config.schema import CallConfig
+from automicro.cli.config.nodes import CallConfig
 from automicro.cli.config.sources import merge, read_file
 from automicro.errors import ConfigError
 from tests.config_jobs import JOB, args_of, job, load_config

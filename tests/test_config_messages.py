@@ -134,7 +134,7 @@ WRONG_OVERRIDES = {
         "mapping of these by name"
     ),
     "batch_layout=rows": "batch_layout='rows' (text): expected a whole number or a mapping",
-    "seed=-1": "seed=-1 is outside of 0 to 4294967295: give one such as 0",
+    "seed=-1": "seed=-1 is outside of 0 to 4294967295; pass an int such as 0",
     "weights=none.pt": (
         "weights='none.pt': there is no such file or folder: give a path from the folder where the "
         "command is started, such as runs/first/weights.pt or runs/first/checkpoints"
@@ -409,9 +409,7 @@ WRONG_OVERRIDES = {
         "logged as eval/name/loss"
     ),
     "eval_dataloader={seen: {max_batches: 3}}": (
-        "eval_dataloader.seen.data is missing: write data: beside max_batches, with a node that "
-        "makes "
-        "what to evaluate on ({call: dotted.path, args: {name: value}})"
+        "eval_dataloader.seen.data is missing: write data: {call: dotted.path, args: {name: value}}"
     ),
     f"eval_dataloader={{data: {DATA}, max_batch: 3}}": (
         "eval_dataloader has an unknown key 'max_batch' (did you mean 'max_batches'?): use some of "

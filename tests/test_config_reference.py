@@ -1,113 +1,71 @@
 """The keys: the same as the Trainer's options, each documented once."""
 
 import inspect
+import pkgutil
 from dataclasses import fields
 from pathlib import Path
+from types import NoneType
 
 import pytest
 
-from automicro.checkpoints.store import CheckpointConfig
 from automicro.cli.commands.config import documentation, markdown_page, read_entries
-from automicro.cli.config.keys import GROUPS, KEYS
+from automicro.cli.config.keys import KEYS
+from automicro.cli.config.keys import OPTIONS as ROWS
+from automicro.cli.config.nodes import CallConfig
 from automicro.cli.config.schema import (
     RunConfig,
-    TrainerConfig,
+    alternatives,
     defaults,
-    defaults_inside,
     keys_inside,
     type_in_words,
 )
-from automicro.data import LengthBatchSampler
 from automicro.features import WORDS
 from automicro.microbatcher import Microbatcher
-from automicro.trainer.evaluators import Evaluator
 from automicro.trainer.trainer import Trainer
 from tests.config_jobs import JOB, build_trainer, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 OPTIONS = inspect.signature(Trainer).parameters
 
-# What a config cannot say as a value: it is made, by nodes under the same name.
-MADE = {
-    "model",
-    "train_dataloader",
-    "eval_dataloader",
-    "loss_fn",
-    "forward",
-    "optimizer",
-    "scheduler",
-    "metrics",
-    "update_metric",
-    "count_tokens",
-    "count_seconds",
-    "callbacks",
-    "loggers",
-    "checkpoint",
-}
+INSIDE = tuple(f"{key}.{name}" for key in KEYS for name in keys_inside(key))
 # Further modules would have to be shared with the forward: nodes make things of their own.
 ONLY_IN_PYTHON = {"modules"}
 
 
-def test_every_plain_option_of_the_trainer_is_there_with_the_same_default() -> None:
-    plain = {each.name: each.default for each in fields(TrainerConfig)}
-    options = {
-        name: option.default
-        for name, option in OPTIONS.items()
-        if name not in MADE and name not in ONLY_IN_PYTHON
-    }
-    assert plain == options
-
-
-def test_every_plain_option_of_the_primitive_is_there() -> None:
-    known = {each.name for each in fields(TrainerConfig)} | MADE | ONLY_IN_PYTHON
+def test_every_option_of_the_trainer_and_of_the_primitive_has_a_key() -> None:
+    of_a_run = {"weights", "global_batch_size", "eval_global_batch_size", "run_dir"}
+    assert set(KEYS) - of_a_run - {"sampling_mode"} == set(OPTIONS) - ONLY_IN_PYTHON
     # The Trainer scales the loss itself, for fp16, and listens itself; state is carried from batch
     # to batch in loops of people's own; a seed says that a run is to be repeatable; and trainers of
     # others have state, averages and ranks of their own.
-    others = {"backward", "carry_layout", "features", "repeatable"}
+    others = {"backward", "carry_layout", "features", "repeatable", *ONLY_IN_PYTHON}
     others |= {"state", "eval_loss_average", "scales_for_ranks"}
-    assert {*inspect.signature(Microbatcher).parameters, *WORDS} - known <= others
+    assert {*inspect.signature(Microbatcher).parameters, *WORDS} - set(KEYS) <= others
 
 
-def test_everything_that_is_made_has_a_key() -> None:
-    keys = {each.name for each in fields(RunConfig)}
-    assert set(OPTIONS) >= MADE
-    assert keys >= MADE
-    of_a_run = {"weights", "global_batch_size", "eval_global_batch_size", "run_dir"}
-    of_a_run.add("sampling_mode")
-    assert keys - {each.name for each in fields(TrainerConfig)} - MADE == of_a_run
+def test_defaults_and_types_are_those_of_the_signatures() -> None:
+    plain = {name: value for name, value in defaults().items() if name in OPTIONS}
+    made_of_nothing: dict[str, object] = {
+        "metrics": {},
+        "callbacks": [],
+        "loggers": [],
+        "parameter_groups": [],
+    }
+    for name, value in plain.items():
+        default = OPTIONS[name].default
+        expected = None if default is inspect.Parameter.empty else default
+        assert value == made_of_nothing.get(name, expected), name
+    assert alternatives("memory_limit") == (str, int, float, NoneType)
+    assert alternatives("max_duration") == (str,)
+    assert alternatives("microbatch_size") == (int, str, CallConfig, NoneType)
+    assert defaults("eval_dataloader")["interval"] == "inherited"
 
 
-@pytest.mark.parametrize(
-    ("section", "owner", "renamed"),
-    [("checkpoint", CheckpointConfig, {}), ("eval_dataloader", Evaluator, {"dataloader": "data"})],
-)
-def test_the_keys_inside_of_a_key_are_those_of_what_is_made(
-    section: str, owner: type, renamed: dict[str, str]
-) -> None:
-    options = inspect.signature(owner).parameters
-    assert [renamed.get(name, name) for name in options] == list(keys_inside(section))
-    for name, option in options.items():
-        if name not in renamed and option.default is not inspect.Parameter.empty:
-            assert defaults_inside(section)[name] == option.default, name
-
-
-def test_each_key_stands_in_one_group() -> None:
-    assert sorted(KEYS) == sorted({each.name for each in fields(RunConfig)})
-    assert sum(len(keys) for keys in GROUPS.values()) == len(KEYS)
-
-
-def test_the_keys_of_sampling_are_those_of_the_sampler() -> None:
-    options = dict(inspect.signature(LengthBatchSampler).parameters)
-    for name in ("dataset", "rank", "world_size"):  # which the run knows
-        del options[name]
-    assert set(options) == set(keys_inside("sampling_mode"))
-    given = defaults_inside("sampling_mode")
-    for name, option in options.items():
-        if option.default is not inspect.Parameter.empty and name != "seed":
-            assert given[name] == option.default, name
-
-
-INSIDE = tuple(f"{key}.{name}" for key in KEYS for name in keys_inside(key))
+def test_each_row_is_of_a_key_and_names_what_there_is() -> None:
+    assert sorted(KEYS) == sorted(each.name for each in fields(RunConfig))
+    assert {*KEYS, *INSIDE} >= ROWS.keys()
+    for row in ROWS.values():
+        assert all(map(pkgutil.resolve_name, filter(None, (row.choices, row.read))))
 
 
 @pytest.mark.parametrize("key", KEYS + INSIDE)
@@ -150,8 +108,8 @@ def test_the_page_has_a_row_for_every_key() -> None:
     page = markdown_page()
     for key in KEYS + INSIDE:
         assert page.count(f"\n| `{key}` | ") == 1
-    for group in GROUPS:
-        assert f"\n## {group}\n" in page
+    for row in ROWS.values():
+        assert not row.group or page.count(f"\n## {row.group}\n") == 1
 
 
 def test_defaults_are_those_of_a_config_that_sets_nothing_more(
@@ -176,5 +134,5 @@ def test_every_plain_option_reaches_the_trainer(
         "automicro.cli.config.build.Trainer", lambda *_, **options: taken.update(options)
     )
     build_trainer(load_config("job.yaml", ["accumulate_batches=2", "non_finite=skip"]))
-    assert set(taken) == set(OPTIONS) - {"model", "train_dataloader"} - ONLY_IN_PYTHON
+    assert set(taken) == set(OPTIONS) - {"model"} - ONLY_IN_PYTHON
     assert (taken["accumulate_batches"], taken["non_finite"]) == (2, "skip")

@@ -10,7 +10,8 @@ from automicro.callbacks import EarlyStopping
 from automicro.checkpoints.store import CheckpointConfig
 from automicro.cli.config.build import Recipe
 from automicro.cli.config.load import read_config, to_yaml
-from automicro.cli.config.schema import CallConfig, EvaluatorConfig
+from automicro.cli.config.nodes import CallConfig
+from automicro.cli.config.schema import EvaluatorConfig
 from automicro.cli.config.sources import merge
 from automicro.data import LengthBatchSampler
 from automicro.errors import ConfigError

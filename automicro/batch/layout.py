@@ -1,8 +1,7 @@
 """Counting and cutting whole batches: declarations, ambiguous lists, putting pieces together."""
 
-import difflib
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from automicro.batch.structure import (
 )
 from automicro.batch.tensors import tensor_leaves
 from automicro.batch.types import STRUCTURES, TENSORS, Kind, Pieces, join_path, kind_of, row_type_of
-from automicro.errors import BatchError
+from automicro.errors import BatchError, suggestion
 
 
 def check_microbatch_size(value: Any, *, name: str = "microbatch_size") -> int:
@@ -282,13 +281,16 @@ class BatchLayout:
     def _check_declared(self, batch: Any, found: set[str]) -> None:
         paths = _all_paths(batch, "")
         for path in sorted(self._declared.keys() - found):
-            close = difflib.get_close_matches(path, paths, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close and close[0] != path else ""
             known = ", ".join(map(repr, paths[:20])) or "none"
             raise BatchError(
-                f"batch_layout names {path!r}, which is no part of the batch or lies inside a list "
-                f"of rows.{hint} Parts of the batch: {known}. Correct the path or remove it."
+                f"batch_layout names {path!r}{_hint(path, paths)}, which is no part of the batch "
+                f"or lies inside a list of rows. Parts of the batch: {known}. Correct the path or "
+                f"remove it."
             )
+
+
+def _hint(name: object, known: Collection[str]) -> str:
+    return "" if name in known else suggestion(name, known)
 
 
 def _parse(batch_layout: Any) -> tuple[int, dict[str, int | str]]:
@@ -304,11 +306,9 @@ def _parse(batch_layout: Any) -> tuple[int, dict[str, int | str]]:
     for path, meaning in batch_layout.items():
         is_dim = isinstance(meaning, int) and not isinstance(meaning, bool)
         if not is_dim and (meaning not in _WORDS or (path == "" and meaning == "shared")):
-            close = difflib.get_close_matches(str(meaning), _WORDS, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close and close[0] != meaning else ""
             raise ValueError(
-                f"batch_layout[{path!r}] is {meaning!r}.{hint} Give a dimension, 'shared', "
-                "'items' or 'fields' (the batch as a whole cannot be 'shared')."
+                f"batch_layout[{path!r}] is {meaning!r}{_hint(meaning, _WORDS)}. Give a dimension, "
+                "'shared', 'items' or 'fields' (the batch as a whole cannot be 'shared')."
             )
         declared[str(path)] = meaning
     return 0, declared

@@ -160,7 +160,7 @@ class CheckpointConfig:
         if isinstance(self.resume, str) and self.resume not in RESUME:
             is_word = not any(sign and sign in self.resume for sign in (os.sep, os.altsep))
             if is_word and not Path(self.resume).exists():
-                hint = suggestion(self.resume.lower(), RESUME)
+                hint = suggestion(self.resume, RESUME)
                 raise ValueError(
                     f"resume={self.resume!r} is not known{hint}; use 'auto', 'never' or the "
                     "folder of a checkpoint"

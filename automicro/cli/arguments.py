@@ -1,14 +1,22 @@
 """What every command has: a name, its help, its arguments; and the files and overrides of most."""
 
 import argparse
+import contextlib
 import difflib
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
 from automicro.cli.config.keys import KEYS
+from automicro.cli.output import importing, results_alone
 from automicro.errors import ConfigError
+
+if TYPE_CHECKING:
+    from automicro.cli.config.build import Recipe
+    from automicro.cli.job import Job
 
 FORM = "CONFIG [CONFIG …] [key=value …]"
 """How the files and overrides are shown, which argparse cannot tell apart."""
@@ -27,7 +35,6 @@ class Command:
         add_arguments: adds them to the command's parser.
         run: does it, and returns the exit code.
         place: in the list of commands; no two have the same.
-        removed: options that it had once, and what to do in place of each.
     """
 
     name: str
@@ -38,7 +45,6 @@ class Command:
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
     place: int = 100
-    removed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def epilog(self) -> str:
@@ -90,9 +96,6 @@ def split_inputs(inputs: Sequence[str], *, command: str) -> tuple[tuple[str, ...
         inputs: both, in any order.
         command: for whom, for messages.
 
-    Raises:
-        ConfigError: there is no path among them.
-
     >>> split_inputs(["base.yaml", "seed=1", "runs/lr=0.1/config.yaml"], command="train")
     (('base.yaml', 'runs/lr=0.1/config.yaml'), ('seed=1',))
     """
@@ -112,9 +115,6 @@ def look_for_files(inputs: Sequence[str], *, command: str) -> None:
         inputs: paths and ``key=value``.
         command: for whom, for messages.
 
-    Raises:
-        ConfigError: there is none among them, or one that is not there.
-
     >>> look_for_files(["configs/digits.yaml", "seed=1"], command="train")
     """
     for path in map(Path, split_inputs(inputs, command=command)[0]):
@@ -122,25 +122,47 @@ def look_for_files(inputs: Sequence[str], *, command: str) -> None:
             raise no_such_file(path)
 
 
-def look_at_counts(arguments: argparse.Namespace, *names: str) -> None:
-    """Refuse options of which there must be at least one.
+@contextlib.contextmanager
+def reading(
+    arguments: argparse.Namespace,
+    *,
+    needs: Sequence[str],
+    unused: Collection[str],
+    for_ranks: bool = False,
+    results_only: bool = True,
+) -> "Iterator[tuple[Job, Recipe, TextIO]]":
+    """Read the config of a command, and check all that the command takes of it.
 
     Args:
-        arguments: as they were read.
-        names: of options that are whole numbers, or None where they were not given.
+        arguments: of the command line.
+        needs: keys that the command cannot do without.
+        unused: keys that it leaves alone.
+        for_ranks: whether several processes can do it together.
+        results_only: whether stdout is for results alone.
 
-    Raises:
-        ConfigError: the first that is less.
-
-    >>> look_at_counts(argparse.Namespace(command="plan", rows=8), "rows")
+    Returns:
+        The job, the recipe of what to make, and where results go.
     """
-    for name in names:
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                f"{arguments.command}: {option} {value} is below 1: give a number of them"
-            )
+    look_for_files(arguments.inputs, command=arguments.command)
+    with importing(arguments.inputs):
+        from automicro.cli.config.build import Recipe
+        from automicro.cli.job import Job
+
+    job = Job(arguments.inputs, command=arguments.command, for_ranks=for_ranks)
+    loading = job.reading(required=needs, check=partial(Recipe, without=unused))
+    with loading as loaded, results_alone(results_only) as results:
+        yield job, loaded.checked, results
+
+
+def whole_number(text: str) -> int:
+    """Read an option of which there must be at least one.
+
+    >>> whole_number("8")
+    8
+    """
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1: give a number of them")
+    return int(text)
 
 
 def no_such_file(path: Path) -> ConfigError:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from automicro.cli.arguments import FORM, exit_code_lines
 from automicro.cli.commands import COMMANDS
-from automicro.cli.config.keys import KEYS, did_you_mean
+from automicro.cli.config.keys import KEYS
 from automicro.cli.errors import warnings_in_one_line
 from automicro.cli.output import one_rank_speaks
+from automicro.errors import suggestion
 from automicro.version import __version__
 
 DESCRIPTION = """\
@@ -66,18 +67,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     name = next((each for each in given if not each.startswith("-")), None)
     if name is not None and name not in COMMANDS:
         parser.error(
-            f"there is no command {name!r}{did_you_mean(name, COMMANDS)}: say one of "
+            f"there is no command {name!r}{suggestion(name, COMMANDS)}: say one of "
             f"{', '.join(COMMANDS)}"
         )
     arguments, rest = parser.parse_known_args(given)
     mine = parser if name is None else commands[name]
     for each in rest:
-        option = each.partition("=")[0]
-        if name is not None and option in COMMANDS[name].removed:
-            mine.error(f"there is no {option} any more: {COMMANDS[name].removed[option]}")
         if each.startswith("-"):
             known = re.findall(r"--[\w-]+", mine.format_usage())
-            hint = _key_meant(each) or did_you_mean(each, known)
+            hint = _key_meant(each) or suggestion(each, known)
             mine.error(
                 f"unknown option {each!r}{hint}: use some of "
                 f"{', '.join(known)}; options of a config are key=value"

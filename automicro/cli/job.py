@@ -31,9 +31,6 @@ class Job:
         command: for whom, for messages.
         for_ranks: whether several processes can do it together.
 
-    Raises:
-        ConfigError: there is no file among them.
-
     >>> Job(["base.yaml", "seed=1", "runs/lr=0.1/config.yaml"], command="train").files
     ('base.yaml', 'runs/lr=0.1/config.yaml')
     """
@@ -56,14 +53,11 @@ class Job:
         Args:
             required: the keys that the command cannot do without.
             check: looks at all that the command takes of it, and makes nothing.
-
-        Raises:
-            ConfigError: all that is wrong, or several processes where one is needed.
         """
 
-        def examine(config: RunConfig) -> None:
+        def examine(config: RunConfig) -> object:
             try:
-                check(config)
+                return check(config)
             except Exception as error:
                 if isinstance(error, ConfigError) or is_bug_of_ours(error):
                     raise
@@ -84,11 +78,7 @@ class Job:
 
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:
-        """Tell mistakes in what a config names from those of a run.
-
-        Raises:
-            ConfigError: whatever went wrong inside, but Ctrl-C and bugs of automicro itself.
-        """
+        """Tell mistakes in what a config names from those of a run."""
         try:
             yield
         except Exception as error:
@@ -99,11 +89,7 @@ class Job:
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Tell a config that asks for what makes no sense from what goes wrong in doing it.
-
-        Raises:
-            ConfigError: automicro refuses what it is asked.
-        """
+        """Tell a config that asks for what makes no sense from what goes wrong in doing it."""
         try:
             yield
         except (TypeError, ValueError) as error:
@@ -146,12 +132,7 @@ def importing_beside(*paths: str) -> Iterator[None]:
 
 
 def make_computation(recipe: Recipe) -> tuple[nn.Module, dict[str, Any]]:
-    """A config's model on its device, and the arguments that say how it computes a loss.
-
-    Raises:
-        TypeError: the model is none.
-        ValueError: there is no such device.
-    """
+    """A config's model on its device, and the arguments that say how it computes a loss."""
     device = choose_device(recipe.config.device)
     model = recipe.make_model()
     check_model(model)
@@ -160,7 +141,7 @@ def make_computation(recipe: Recipe) -> tuple[nn.Module, dict[str, Any]]:
     return model, {
         "loss_fn": loss_fn.to(device) if hasattr(loss_fn, "to") else loss_fn,
         "forward": recipe.make("forward"),
-        "loss_average": recipe.make_loss_average(),
+        "loss_average": recipe.make("loss_average"),
         "batch_layout": recipe.config.batch_layout,
         "device": device,
     }
@@ -168,9 +149,6 @@ def make_computation(recipe: Recipe) -> tuple[nn.Module, dict[str, Any]]:
 
 def first_batch(data: Iterable[Any]) -> Any:
     """The first batch of a config's training data.
-
-    Raises:
-        DataLoaderError: there is none.
 
     >>> first_batch([1, 2])
     1

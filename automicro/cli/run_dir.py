@@ -43,10 +43,6 @@ class RunDir:
         config: every key of the run.
         goes_on: whether the run goes on from its checkpoints, where it has any.
 
-    Raises:
-        ConfigError: the folder holds another run, or a finished one that does not go on. An
-            interrupted run of the same config may be started again in its folder.
-
     >>> RunDir(None, {}).was_begun
     False
     """
@@ -66,11 +62,7 @@ class RunDir:
         return self._path is not None and (self._path / CONFIG).exists()
 
     def finished(self) -> FitSummary | None:
-        """What the run came to, where it trained to its end and goes on from there.
-
-        Raises:
-            ConfigError: the summary cannot be read.
-        """
+        """What the run came to, where it trained to its end and goes on from there."""
         if self._path is None or not self._goes_on or not (self._path / SUMMARY).exists():
             return None
         try:
@@ -84,11 +76,7 @@ class RunDir:
         return None if summary.stop_reason == TIME_IS_OVER else summary
 
     def begin(self) -> None:
-        """Write the config.
-
-        Raises:
-            ConfigError: the folder cannot be written.
-        """
+        """Write the config."""
         if self._path is None:
             return
         try:
@@ -150,9 +138,6 @@ def _show(value: object) -> str:
 
 def read_summary(text: str) -> FitSummary:
     """Read a summary that was written as JSON. What is null there is NaN where it has to be.
-
-    Raises:
-        TypeError, ValueError: it is no summary.
 
     >>> read_summary("{}")
     Traceback (most recent call last):

@@ -1,6 +1,5 @@
 """Parts of a model by their names: modules, and the tails of language models."""
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import map_tensors
-from automicro.errors import UnsplittableModelError
+from automicro.errors import UnsplittableModelError, suggestion
 from automicro.loss.averages import IGNORED
 from automicro.loss.passes import extra_pass
 from automicro.modules import evaluation_mode
@@ -124,8 +123,7 @@ def _attach(model: nn.Module, name: str, options: Mapping[str, Any], parts: Size
         parts.add(tail)
         return
     names = [TAIL, *filter(None, modules)] if language_model is not None else list(modules)[1:]
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(names[:8])}"
+    hint = suggestion(name, names) or f"; there are {', '.join(names[:8])}"
     raise ValueError(
         f"nested names {name!r}, and {type(model).__name__} has no module of that name{hint}"
     )
@@ -151,11 +149,9 @@ def read_options(name: str, options: Any) -> dict[str, Any]:
     known = [each for each in inspect.signature(NestedSplit).parameters if each != "part"]
     for key in options:
         if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1)
-            inner = f"{name}.{key}"
-            hint = f"did you mean {close[0]!r}?" if close else f"for a module, {inner!r} is one key"
+            hint = suggestion(key, known) or f"; for a module, {f'{name}.{key}'!r} is one key"
             raise ValueError(
-                f"nested[{name!r}] has {key!r}, and a part knows {', '.join(known)}; {hint}"
+                f"nested[{name!r}] has {key!r}, and a part knows {', '.join(known)}{hint}"
             )
     return dict(options)
 

@@ -75,6 +75,21 @@ def describe_device(device: torch.device, memory_limit: str | int | float | None
     return name
 
 
+def check_seed(seed: object) -> None:
+    """Refuse what NumPy does not take.
+
+    Raises:
+        TypeError: not an int.
+        ValueError: outside of 0 to 2**32 - 1.
+
+    >>> check_seed(7)
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed is {seed!r}, not a whole number; pass an int such as 0, or None")
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed} is outside of 0 to {2**32 - 1}; pass an int such as 0")
+
+
 def seed_everything(seed: int) -> None:
     """Seed Python, NumPy, and torch on every device.
 
@@ -86,10 +101,7 @@ def seed_everything(seed: int) -> None:
     >>> random.random() == random.Random(7).random()
     True
     """
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"seed is {seed!r}, not a whole number; pass an int such as 0, or None")
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"seed={seed} is outside of 0 to {2**32 - 1}; pass an int such as 0")
+    check_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

@@ -1,7 +1,6 @@
 """Optimizers, parameter groups and schedulers: given, or built with the model on its device."""
 
 import contextlib
-import difflib
 import fnmatch
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from automicro.errors import suggestion, warn
+from automicro.errors import nearest, suggestion, warn
 from automicro.optimizer.scaling import GradientScaler
 from automicro.optimizer.step import clip_gradients, step_optimizer
 from automicro.options import (
@@ -114,8 +113,8 @@ def _read_group(where: str, group: object) -> list[str]:
     if not isinstance(group, Mapping):
         raise TypeError(f"{where} is of type {type(group).__name__}, not a mapping: {FORM}")
     if "params" not in group:
-        near = difflib.get_close_matches("params", map(str, group), n=1)
-        instead = f" and has {near[0]!r}" if near else ""
+        near = nearest("params", group)
+        instead = "" if near is None else f" and has {near!r}"
         raise ValueError(
             f"{where} lacks 'params'{instead}, so nothing says whose options these are: {FORM}"
         )
@@ -148,13 +147,12 @@ def _nothing_named(index: int, pattern: str, names: Sequence[str]) -> str:
     start = f"parameter_groups[{index}]: {pattern!r} matches no parameter of the model"
     if not names:
         return f"{start}, which has none: leave parameter_groups out"
-    near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.5)
-    if not near:  # the letters between a pattern's wildcards may be those of a part of a name
+    near = nearest(pattern, names)
+    if near is None:  # the letters between a pattern's wildcards may be those of a part of a name
         parts = {part: name for name in reversed(names) for part in name.split(".")}
-        letters = pattern.strip("*?.").rpartition(".")[2]
-        near = [parts[part] for part in difflib.get_close_matches(letters, parts, n=1)]
-    if near:
-        return f"{start} (did you mean {near[0]!r}?): correct it"
+        near = parts.get(nearest(pattern.strip("*?.").rpartition(".")[2], parts) or "")
+    if near is not None:
+        return f"{start} (did you mean {near!r}?): correct it"
     shown = ", ".join(map(repr, names[:3]))
     return f"{start}: use names such as {shown}, with * for any letters"
 

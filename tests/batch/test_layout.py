@@ -101,8 +101,8 @@ class TestDeclarations:
     @pytest.mark.parametrize(
         ("batch", "layout", "message"),
         [
-            ({"labels": y()}, {"lables": "shared"}, "'lables'.*Did you mean 'labels'.*'labels'"),
-            ({"a": y(), "x": x(3)}, {"aa": "shared"}, "'aa'.*Did you mean 'a'"),
+            ({"labels": y()}, {"lables": "shared"}, "'lables'.*did you mean 'labels'.*'labels'"),
+            ({"a": y(), "x": x(3)}, {"aa": "shared"}, "'aa'.*did you mean 'a'"),
             ([{"a": 1}, {"a": 2}], {"0.a": "shared"}, "'0.a'.*inside a list of rows"),
             ({"x": x()}, {"x": "items"}, "'items' for 'x', which is a Tensor"),
             ((x(5, 8), y()), 1, r"'1' of shape \(8,\) has no dimension 1.*'1': 0"),
@@ -124,7 +124,7 @@ class TestDeclarations:
             ("items", TypeError, "a mapping from paths, got 'items'"),
             (True, TypeError, "got True"),
             (1.5, TypeError, "got 1.5"),
-            ({"x": "item"}, ValueError, "Did you mean 'items'"),
+            ({"x": "item"}, ValueError, "did you mean 'items'"),
             ({"x": None}, ValueError, "'shared', 'items' or 'fields'"),
             ({"x": True}, ValueError, "'x'] is True"),
             ({"": "shared"}, ValueError, "the batch as a whole cannot be 'shared'"),

@@ -348,18 +348,11 @@ def test_the_command_measures_evaluations_and_prints_json(
 
 
 @pytest.mark.usefixtures("job")
-@pytest.mark.parametrize(
-    ("option", "said"),
-    [
-        ("--html=a.html", "there is no --html any more: draw a picture with --picture OUT.png"),
-        ("--picture=a.html", "name a file that ends in .png or .svg"),
-    ],
-)
 def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(
-    option: str, said: str, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["explore", "job.yaml", option]) == 2
-    assert said in capsys.readouterr().err
+    assert main(["explore", "job.yaml", "--picture=a.html"]) == 2
+    assert "name a file that ends in .png or .svg" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("job")

@@ -79,9 +79,6 @@ def choose_sizes(
         older_than: an age, as `parse_time` reads it.
         model: the name of a class, whatever the case.
 
-    Raises:
-        ConfigError: the age cannot be read.
-
     >>> choose_sizes(older_than=None, model=None) is None
     True
     """

@@ -8,9 +8,9 @@ import textwrap
 from dataclasses import dataclass
 
 from automicro.cli.arguments import Command, add_inputs, look_for_files
-from automicro.cli.config.keys import GROUPS, KEYS, did_you_mean
+from automicro.cli.config.keys import KEYS, OPTIONS
 from automicro.cli.output import print_yaml
-from automicro.errors import ConfigError
+from automicro.errors import ConfigError, suggestion
 
 DESCRIPTION = """\
 Print the config that train would use: files merged, key=value applied, interpolations
@@ -198,36 +198,26 @@ def describe_keys() -> dict[str, list[Key]]:
         EXAMPLES,
         TO_TRAIN,
         defaults,
-        defaults_inside,
         keys_inside,
         type_in_words,
     )
 
-    values = defaults()
-    for key in KEYS:
-        if inside := keys_inside(key):
-            found = defaults_inside(key)
-            values |= {f"{key}.{name}": found[name] for name in inside if name in found}
     meanings = documentation()
-
-    def describe(name: str) -> Key:
-        is_set = name in values
-        return Key(
-            name=name,
-            kind=type_in_words(name),
-            default=to_yaml({"": values[name]}).partition(": ")[2].strip() if is_set else None,
-            example=EXAMPLES[name] if name in TO_TRAIN else "",
-            meaning=meanings[name],
-        )
-
-    return {
-        group: [
-            describe(each)
-            for key in keys
-            for each in (key, *(f"{key}.{name}" for name in keys_inside(key)))
-        ]
-        for group, keys in GROUPS.items()
-    }
+    groups: dict[str, list[Key]] = {}
+    for key in KEYS:
+        for name in (key, *(f"{key}.{inner}" for inner in keys_inside(key))):
+            section, _, own = name.rpartition(".")
+            values = defaults(section)
+            text = to_yaml({"": values.get(own)}).partition(": ")[2].strip()
+            described = Key(
+                name=name,
+                kind=type_in_words(name),
+                default=text if own in values else None,
+                example=EXAMPLES[name] if name in TO_TRAIN else "",
+                meaning=meanings[name],
+            )
+            groups.setdefault(OPTIONS[key].group, []).append(described)
+    return groups
 
 
 def read_entries(documented: type) -> dict[str, str]:
@@ -259,9 +249,6 @@ def print_keys(pattern: str) -> None:
     Args:
         pattern: part of a name, or a glob.
 
-    Raises:
-        ConfigError: no key matches.
-
     >>> print_keys("*_dir")
     The run
     <BLANKLINE>
@@ -277,7 +264,7 @@ def print_keys(pattern: str) -> None:
     chosen = [name for name in known if fnmatch.fnmatch(name, pattern) or pattern in name]
     if not chosen:
         raise ConfigError(
-            f"no key matches {pattern!r}{did_you_mean(pattern, known)}: give part of a name, a "
+            f"no key matches {pattern!r}{suggestion(pattern, known)}: give part of a name, a "
             f"pattern such as '*_size', or none for all keys"
         )
     console = Console()

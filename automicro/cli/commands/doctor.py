@@ -57,8 +57,4 @@ COMMAND = Command(
     add_arguments=add_arguments,
     run=run,
     place=8,
-    removed={
-        "--html": "write the page with automicro doctor FILE > why.txt, or draw the snapshot at "
-        "https://docs.pytorch.org/memory_viz"
-    },
 )

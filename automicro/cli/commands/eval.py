@@ -2,11 +2,10 @@
 
 import argparse
 import sys
-from dataclasses import replace
-from functools import partial
 
-from automicro.cli.arguments import Command, add_inputs, look_for_files
-from automicro.cli.output import importing, results_alone, to_json, warn
+from automicro.cli.arguments import Command, add_inputs, reading
+from automicro.cli.config.keys import LISTS
+from automicro.cli.output import to_json, warn
 
 DESCRIPTION = """\
 Evaluate a config's model on its eval_dataloader, and print the loss and the
@@ -14,6 +13,9 @@ metrics, one per line. weights names a file with the model's state dict, such as
 weights.pt that train leaves in run_dir, or a folder of checkpoints, of which the
 newest good one counts. What only training needs is neither made nor looked at.
 """
+
+# What it names need not exist.
+UNUSED = frozenset({"train_dataloader", "optimizer", "scheduler", "checkpoint", *LISTS})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,22 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what the command was asked for, and return the exit code."""
-    look_for_files(arguments.inputs, command="eval")
-    with importing(arguments.inputs):
-        from automicro.cli.config.build import ONLY_FOR_TRAINING, Recipe
-        from automicro.cli.job import Job
-        from automicro.trainer.progress import describe_number
+    from automicro.trainer.progress import describe_number
 
-    job = Job(arguments.inputs, command="eval", for_ranks=True)
-    # How it goes is no result: it is for whoever watches.
-    check = partial(Recipe, without=ONLY_FOR_TRAINING)
-    reading = job.reading(required=("model", "eval_dataloader"), check=check)
-    with reading as loaded, results_alone(True) as results:
-        config = replace(loaded.config, progress=loaded.config.progress and sys.stderr.isatty())
+    needs = ("model", "eval_dataloader")
+    with reading(arguments, needs=needs, unused=UNUSED, for_ranks=True) as (job, recipe, results):
+        # How it goes is no result: it is for whoever watches.
+        progress = recipe.config.progress and sys.stderr.isatty()
         with job.making():
-            recipe = check(config)
-            trainer = recipe.make_trainer(recipe.make_model())
-        if config.weights is None:
+            trainer = recipe.make_trainer(recipe.make_model(), progress=progress)
+        if recipe.config.weights is None:
             warn("the model has its initial weights: add weights=PATH to evaluate trained ones")
         values = trainer.eval()
         if arguments.json:

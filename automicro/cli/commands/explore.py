@@ -2,13 +2,11 @@
 
 import argparse
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
-from automicro.cli.arguments import Command, add_inputs, look_at_counts, look_for_files
+from automicro.cli.arguments import Command, add_inputs, reading, whole_number
 from automicro.cli.config.keys import LISTS
-from automicro.cli.output import importing, results_alone, to_json
-from automicro.errors import ConfigError
+from automicro.cli.output import to_json
 from automicro.tools.pictures import check_name, save
 
 if TYPE_CHECKING:
@@ -33,46 +31,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--eval", action="store_true", help="measure evaluations, on eval_dataloader"
     )
     parser.add_argument(
-        "--max-steps", type=int, default=60, metavar="N", help="trials (default: %(default)s)"
+        "--max-steps",
+        type=whole_number,
+        default=60,
+        metavar="N",
+        help="trials (default: %(default)s)",
     )
-    parser.add_argument("--max-minutes", type=float, metavar="M", help="in all")
+    parser.add_argument("--max-minutes", type=_minutes, metavar="M", help="in all")
     parser.add_argument(
-        "--max-rows", type=int, metavar="N", help="of a microbatch (default: of four batches)"
+        "--max-rows",
+        type=whole_number,
+        metavar="N",
+        help="of a microbatch (default: of four batches)",
     )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object in place of a table"
     )
     parser.add_argument(
-        "--picture", metavar="OUT", help="draw speed and memory into this file, .png or .svg"
+        "--picture",
+        type=_picture,
+        metavar="OUT",
+        help="draw speed and memory into this file, .png or .svg",
     )
+
+
+def _minutes(text: str) -> float:
+    if not float(text) > 0:
+        raise argparse.ArgumentTypeError(
+            f"{text} is no time: give a number above 0, or leave it out for any time"
+        )
+    return float(text)
+
+
+def _picture(text: str) -> str:
+    try:
+        check_name(text)
+    except (ImportError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what the command was asked for, and return the exit code."""
-    look_for_files(arguments.inputs, command="explore")
-    look_at_counts(arguments, "max_steps", "max_rows")
-    if arguments.max_minutes is not None and not arguments.max_minutes > 0:
-        raise ConfigError(
-            f"explore: --max-minutes {arguments.max_minutes:g} is no time: give a number above 0, "
-            "or leave it out for any time"
-        )
-    if arguments.picture is not None:
-        try:
-            check_name(arguments.picture)
-        except (ImportError, ValueError) as error:
-            raise ConfigError(f"explore: --picture: {error}") from None
-    with importing(arguments.inputs):
-        from automicro.cli.config.build import Recipe
-        from automicro.cli.job import Job
-
-    loader = "eval_dataloader" if arguments.eval else "train_dataloader"
-    other = "train_dataloader" if arguments.eval else "eval_dataloader"
-    job = Job(arguments.inputs, command="explore")
-    check = partial(Recipe, without=UNUSED | {other})
-    reading = job.reading(required=("model", loader), check=check)
-    with reading as loaded, results_alone(True) as results:
+    loader, other = "train_dataloader", "eval_dataloader"
+    if arguments.eval:
+        loader, other = other, loader
+    unused = UNUSED | {other}
+    with reading(arguments, needs=("model", loader), unused=unused) as (job, recipe, results):
         with job.making():
-            examine = _make(check(loaded.config), arguments, loader)
+            examine = _make(recipe, arguments, loader)
         report = examine()
         if arguments.picture is not None:
             save(report.picture(), arguments.picture)
@@ -137,5 +144,4 @@ COMMAND = Command(
     add_arguments=add_arguments,
     run=run,
     place=4,
-    removed={"--html": "draw a picture with --picture OUT.png"},
 )

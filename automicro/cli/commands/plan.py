@@ -6,9 +6,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from automicro.cli.arguments import Command, add_inputs, look_at_counts, look_for_files
+from automicro.cli.arguments import Command, add_inputs, reading, whole_number
 from automicro.cli.config.keys import LISTS
-from automicro.cli.output import importing, results_alone, to_json
+from automicro.cli.output import to_json
 from automicro.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,14 +43,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--ranks",
-        type=int,
+        type=whole_number,
         default=1,
         metavar="N",
         help="on which parameters, gradients and optimizer state are sharded; rows and bytes are "
         "those of one rank",
     )
     parser.add_argument(
-        "--rows", type=int, metavar="N", help="of the batch, if not those of the training data's"
+        "--rows",
+        type=whole_number,
+        metavar="N",
+        help="of the batch, if not those of the training data's",
     )
     parser.add_argument(
         "--recompute", action="store_true", help="plan with repeated blocks computed again"
@@ -68,37 +71,24 @@ def run(arguments: argparse.Namespace) -> int:
 
         print(as_table())
         return 0
-    look_for_files(arguments.inputs, command="plan")
-    with importing(arguments.inputs):
-        from automicro.cli.config.build import Recipe
-        from automicro.cli.job import Job
+    needs = ("model", "train_dataloader")
+    with reading(arguments, needs=needs, unused=UNUSED, results_only=arguments.json) as (
+        job,
+        recipe,
+        results,
+    ):
+        from automicro.tools.plan.devices import read_memory
 
-    job = Job(arguments.inputs, command="plan")
-    check = partial(Recipe, without=UNUSED)
-    reading = job.reading(required=("model", "train_dataloader"), check=check)
-    with reading as loaded, results_alone(arguments.json) as results:
-        _look_at(arguments)
+        try:
+            read_memory(arguments.memory, arguments.device or "cuda")
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"plan: {error}") from None
         with job.making():
-            examine = _make(check(loaded.config), arguments)
+            examine = _make(recipe, arguments)
         with job.asking():
             report = examine()
         print(to_json(report.to_dict(), indent=2) if arguments.json else report, file=results)
     return report.exit_code
-
-
-def _look_at(arguments: argparse.Namespace) -> None:
-    """Refuse options that mean nothing.
-
-    Raises:
-        ConfigError: one of them.
-    """
-    from automicro.tools.plan.devices import read_memory
-
-    try:
-        read_memory(arguments.memory, arguments.device or "cuda")
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"plan: {error}") from None
-    look_at_counts(arguments, "ranks", "rows")
 
 
 _NOT_EXACT = (

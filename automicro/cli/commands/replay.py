@@ -2,13 +2,12 @@
 
 import argparse
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from automicro.cli.arguments import Command, add_inputs, is_path, look_for_files
+from automicro.cli.arguments import Command, add_inputs, is_path, reading
 from automicro.cli.config.keys import LISTS
-from automicro.cli.output import importing, results_alone, to_json
+from automicro.cli.output import to_json
 from automicro.errors import ConfigError, describe_error
 
 if TYPE_CHECKING:
@@ -39,18 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Do what the command was asked for, and return the exit code."""
     path: Path = arguments.file
-    inputs = _with_config(path, arguments.inputs)
-    with importing(inputs):
-        from automicro.cli.config.build import Recipe
-        from automicro.cli.job import Job
-
-    job = Job(inputs, command="replay")
-    check = partial(Recipe, without=UNUSED)
-    with (
-        job.reading(required=("model",), check=check) as loaded,
-        results_alone(True) as results,
-    ):
-        recipe = check(loaded.config)
+    arguments.inputs = _with_config(path, arguments.inputs)
+    with reading(arguments, needs=("model",), unused=UNUSED) as (job, recipe, results):
         with job.making():
             failed = _load(path, recipe)
             examine = _make(recipe, failed)
@@ -64,7 +53,6 @@ def _with_config(path: Path, inputs: list[str]) -> list[str]:
     if not path.is_file():
         raise ConfigError(f"there is no file {str(path)!r}: give one that a run has left")
     if any(map(is_path, inputs)):
-        look_for_files(inputs, command="replay")
         return inputs
     beside = path.parent / "config.yaml"
     if not beside.is_file():

@@ -36,7 +36,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Do what the command was asked for, and return the exit code."""
     look_for_files(arguments.inputs, command="train")
     with importing(arguments.inputs, in_logs=True):
-        from automicro.cli.config.build import Recipe
         from automicro.cli.config.load import to_yaml
         from automicro.cli.job import Job
         from automicro.cli.run_dir import RunDir, goes_on, telling_how_to_go_on
@@ -49,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         is_first = process_in_environment().is_first
         making = saying("making the model and the data", is_silent=not config.progress)
         with making, job.making():
-            recipe = Recipe(config)
+            recipe = loaded.checked
             run_dir = RunDir(config.run_dir, loaded.everything, goes_on=goes_on(recipe.checkpoint))
             finished = run_dir.finished()
             if finished is None:

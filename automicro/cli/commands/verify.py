@@ -2,12 +2,10 @@
 
 import argparse
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
-from automicro.cli.arguments import Command, add_inputs, look_for_files
+from automicro.cli.arguments import Command, add_inputs, reading
 from automicro.cli.config.keys import LISTS
-from automicro.cli.output import importing
 
 if TYPE_CHECKING:
     from automicro.checking.report import VerifyReport
@@ -25,16 +23,10 @@ UNUSED = frozenset({"eval_dataloader", "optimizer", "scheduler", "checkpoint", *
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what the command was asked for, and return the exit code."""
-    look_for_files(arguments.inputs, command="verify")
-    with importing(arguments.inputs):
-        from automicro.cli.config.build import Recipe
-        from automicro.cli.job import Job
-
-    job = Job(arguments.inputs, command="verify")
-    check = partial(Recipe, without=UNUSED)
-    with job.reading(required=("model", "train_dataloader"), check=check) as loaded:
+    needs = ("model", "train_dataloader")
+    with reading(arguments, needs=needs, unused=UNUSED, results_only=False) as (job, recipe, _):
         with job.making():
-            examine = _make(check(loaded.config))
+            examine = _make(recipe)
         with job.asking():
             report = examine()
         print(report)

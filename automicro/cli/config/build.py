@@ -3,8 +3,8 @@
 import os
 import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, fields
-from functools import partial
+from dataclasses import asdict
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from automicro.checkpoints.reading import load_checkpoint
-from automicro.cli.config.check import SIZES, check_values, read_checkpoint
+from automicro.cli.config.check import check_values, make_checkpoint
 from automicro.cli.config.keys import KEYS, LISTS, about
-from automicro.cli.config.nodes import is_node, prepare, prepare_value
-from automicro.cli.config.schema import (
-    CallConfig,
-    EvaluatorConfig,
-    RunConfig,
-    SamplingConfig,
-    TrainerConfig,
-)
+from automicro.cli.config.nodes import call_of, is_node, items_inside, prepare_value
+from automicro.cli.config.schema import EvaluatorConfig, RunConfig, keys_inside
 from automicro.data import LengthBatchSampler, with_batch_sampler
 from automicro.errors import CheckpointError, ConfigError
 from automicro.events.callback import Callback
@@ -33,19 +27,20 @@ from automicro.trainer.device import seed_everything
 from automicro.trainer.evaluators import Evaluator
 from automicro.trainer.trainer import Trainer
 
+_ARGUMENTS = tuple(signature(Trainer).parameters)
 FIRST_ARGUMENTS = {
     "optimizer": ["the model's parameters"],
     "scheduler": ["the optimizer"],
 }
-# What stands in lists, and what to name there.
+_NO_POLICY = "name one, such as automicro.Halving, or give a whole number, auto or null"
+# What nodes have to make, and what to name there.
 PROTOCOLS: Mapping[str, tuple[type, str]] = {
     "callbacks": (Callback, "name a subclass of automicro.Callback"),
     "loggers": (Logger, "name a class with start, log and close, such as one of automicro.loggers"),
+    "microbatch_size": (Policy, _NO_POLICY),
+    "eval_microbatch_size": (Policy, _NO_POLICY),
+    "eval_dataloader.microbatch_size": (Policy, _NO_POLICY),
 }
-# What evaluating has no use for, so what it names need not exist.
-ONLY_FOR_TRAINING = frozenset(
-    {"train_dataloader", "optimizer", "parameter_groups", "scheduler", "checkpoint", *LISTS}
-)
 SHOWN = 3
 SAVE = "write it with torch.save(model.state_dict(), path)"
 # What wrappers put before each name.
@@ -59,10 +54,6 @@ class Recipe:
         config: the config.
         without: keys that are left alone.
 
-    Raises:
-        ConfigError: a value that means nothing, a path that names nothing, or arguments that do
-            not fit.
-
     >>> from automicro.cli.config.load import read_config
     >>> recipe = Recipe(read_config(["configs/digits.yaml"], ["progress=false"]).config)
     >>> recipe.make_trainer(recipe.make_model()).state.batch
@@ -73,28 +64,14 @@ class Recipe:
         check_values(config)
         self.config = config
         self._makers = {
-            key: (_prepare_data if key == "train_dataloader" else _prepare)(
-                getattr(config, key), key
-            )
+            key: _prepare(getattr(config, key), key, key)
             for key in KEYS
-            if key not in without and isinstance(getattr(config, key), CallConfig)
+            if key not in (*without, "checkpoint", "sampling_mode")
         }
         if config.sampling_mode is not None and "train_dataloader" in self._makers:
             make_data = self._makers["train_dataloader"]
             self._makers["train_dataloader"] = _prepare_sampling(config, make_data)
-        metrics = {} if "metrics" in without else config.metrics
-        self._metrics = _prepare_all(metrics, "metrics")
-        if "eval_dataloader" not in without and config.eval_dataloader is not None:
-            self._makers["eval_dataloader"] = _prepare_eval_data(
-                config.eval_dataloader, "eval_dataloader"
-            )
-        for key in LISTS:
-            named = {} if key in without else dict(enumerate(getattr(config, key)))
-            self._makers[key] = partial(_make_list, key, _prepare_all(named, key), config)
-        self.checkpoint = None if "checkpoint" in without else read_checkpoint(config)
-        self.make_loss_average = prepare_value(config.loss_average, "loss_average")
-        self._make_unit = prepare_value(config.microbatch_unit, "microbatch_unit")
-        self._sizes = {key: _prepare_size(getattr(config, key), key) for key in SIZES}
+        self.checkpoint = None if "checkpoint" in without else make_checkpoint(config)
         if config.weights is not None and "weights" not in without:
             with about("weights"):
                 check_weights_file(config.weights)
@@ -111,7 +88,7 @@ class Recipe:
         if with_weights and self.config.weights is not None:
             if not isinstance(model, nn.Module):
                 raise ConfigError(
-                    f"model.call={self.config.model and self.config.model.call!r} made a "
+                    f"model.call={call_of(self.config.model)!r} made a "
                     f"{type(model).__name__}, which can hold no weights: name a torch.nn.Module"
                 )
             load_weights(model, self.config.weights)
@@ -123,53 +100,87 @@ class Recipe:
 
     def make_sizes(self) -> dict[str, Any]:
         """The microbatch sizes of training and of evaluation, or their policies; their unit."""
-        sizes = {key: make() for key, make in self._sizes.items()}
-        return {**sizes, "microbatch_unit": self._make_unit()}
+        keys = ("microbatch_size", "eval_microbatch_size", "microbatch_unit")
+        return {key: self.make(key) for key in keys}
 
     @property
     def optimizer(self) -> Callable[..., Any] | None:
         """What makes the optimizer from parameters; None where the config leaves it out."""
-        return self._makers.get("optimizer")
+        return self._later("optimizer")
 
-    def make_trainer(self, model: nn.Module) -> Trainer:
-        """The Trainer of a model, without what was left out of the recipe."""
-        plain = {each.name: getattr(self.config, each.name) for each in fields(TrainerConfig)}
-        plain["loss_average"] = self.make_loss_average()
-        plain |= self.make_sizes()
+    def _later(self, key: str) -> Callable[..., Any] | None:
+        return None if getattr(self.config, key) is None else self._makers.get(key)
+
+    def make_trainer(self, model: nn.Module, **instead: Any) -> Trainer:
+        """The Trainer of a model, without what was left out of the recipe.
+
+        Args:
+            model: the model.
+            instead: options in place of the config's.
+        """
+        later: dict[str, Any] = {key: self._later(key) for key in FIRST_ARGUMENTS}
+        options: dict[str, Any] = {
+            key: self.make(key)
+            for key in _ARGUMENTS
+            if key in self._makers and key not in later and key != "model"
+        }
+        if later["optimizer"] is None:
+            options["parameter_groups"] = ()
         config = asdict(self.config)
-        if "optimizer" not in self._makers:
-            plain["parameter_groups"] = ()
-        return Trainer(
-            model,
-            self.make("train_dataloader"),
-            eval_dataloader=self.make("eval_dataloader"),
-            loss_fn=self.make("loss_fn"),
-            forward=self.make("forward"),
-            optimizer=self.optimizer,
-            scheduler=self._makers.get("scheduler"),
-            metrics=_make_metrics(self._metrics),
-            update_metric=self.make("update_metric"),
-            count_tokens=self.make("count_tokens"),
-            count_seconds=self.make("count_seconds"),
-            callbacks=self.make("callbacks"),
-            loggers=[ConfiguredLogger(each, config) for each in self.make("loggers")],
-            checkpoint=self.checkpoint,
-            **plain,
-        )
+        options["metrics"] = options.get("metrics") or None
+        options["loggers"] = [ConfiguredLogger(each, config) for each in options.get("loggers", ())]
+        return Trainer(model, checkpoint=self.checkpoint, **later, **options | instead)
 
 
-def _prepare(node: CallConfig, key: str) -> Callable[..., Any]:
-    return prepare({"call": node.call, "args": node.args}, key, first=FIRST_ARGUMENTS.get(key, ()))
+def _prepare(value: Any, key: str, kind: str) -> Callable[..., Any]:
+    """What makes the value of a key; ``kind`` is the key whose values it may have."""
+    if isinstance(value, EvaluatorConfig):
+        makers = {
+            name: _prepare(
+                getattr(value, name), f"{key}.{name}", kind if name == "data" else f"{kind}.{name}"
+            )
+            for name in keys_inside(kind)
+        }
+        return lambda: _make_evaluator({name: make() for name, make in makers.items()})
+    if not is_node(value) and kind in ("eval_dataloader", *LISTS):
+        inside = {name: _prepare(each, f"{key}.{name}", kind) for name, each in items_inside(value)}
+        if kind in LISTS:
+            return lambda: [make() for make in inside.values()]
+        return lambda: {name: make() for name, make in inside.items()} or None
+    make = prepare_value(value, key, first=FIRST_ARGUMENTS.get(key, ()))
+    if kind in PROTOCOLS and is_node(value):
+        return _checking(make, call_of(value), key, *PROTOCOLS[kind])
+    if kind in ("train_dataloader", "eval_dataloader") and is_node(value):
+        return checking_data(make, call_of(value), key)
+    return make
 
 
-def _prepare_data(node: CallConfig, key: str) -> Callable[..., Any]:
-    return checking_data(_prepare(node, key), node.call, key)
+def _make_evaluator(options: dict[str, Any]) -> Evaluator:
+    metrics = options.pop("metrics") or None
+    return Evaluator(dataloader=options.pop("data"), metrics=metrics, **options)
+
+
+def _checking(
+    make: Callable[..., Any], call: str, key: str, wanted: type, remedy: str
+) -> Callable[[], Any]:
+    def made() -> Any:
+        found = make()
+        if isinstance(found, type) or not isinstance(found, wanted):
+            raise ConfigError(
+                f"{key}.call={call!r} made a {type(found).__name__}, which is no "
+                f"{wanted.__name__}: {remedy}"
+            )
+        return found
+
+    return made
 
 
 def _prepare_sampling(config: RunConfig, make_data: Callable[..., Any]) -> Callable[[], Any]:
     """What makes the loader with batches by the length of rows."""
-    given = {each.name: getattr(config.sampling_mode, each.name) for each in fields(SamplingConfig)}
-    makers = {name: prepare_value(each, f"sampling_mode.{name}") for name, each in given.items()}
+    makers = {
+        name: prepare_value(getattr(config.sampling_mode, name), f"sampling_mode.{name}")
+        for name in keys_inside("sampling_mode")
+    }
 
     def make() -> Any:
         loader = make_data()
@@ -186,65 +197,6 @@ def _prepare_sampling(config: RunConfig, make_data: Callable[..., Any]) -> Calla
     return make
 
 
-def _prepare_size(size: Any, key: str) -> Callable[[], Any]:
-    make = prepare_value(size, key)
-    if not is_node(size):
-        return make
-
-    def make_checked() -> Policy:
-        policy = make()
-        if isinstance(policy, type) or not isinstance(policy, Policy):
-            raise ConfigError(
-                f"{key}.call={size['call']!r} made a {type(policy).__name__}, which is no policy: "
-                f"name one, such as automicro.Halving, or give a whole number, auto or null"
-            )
-        return policy
-
-    return make_checked
-
-
-def _prepare_all(nodes: Mapping[Any, CallConfig], key: str) -> Mapping[Any, Callable[..., Any]]:
-    return {name: _prepare(each, f"{key}.{name}") for name, each in nodes.items()}
-
-
-def _prepare_eval_data(given: Any, key: str) -> Callable[[], Any]:
-    """What makes a loader, an `Evaluator`, or several by name."""
-    if isinstance(given, CallConfig):
-        return _prepare_data(given, key)
-    if isinstance(given, EvaluatorConfig):
-        make_data = _prepare_data(given.data, f"{key}.data")
-        metrics = given.metrics
-        if isinstance(metrics, Mapping):
-            metrics = _prepare_all(metrics, f"{key}.metrics")
-        make_size = _prepare_size(given.microbatch_size, f"{key}.microbatch_size")
-        return lambda: Evaluator(
-            dataloader=make_data(),
-            metrics=_make_metrics(metrics) if isinstance(metrics, Mapping) else metrics,
-            microbatch_size=make_size(),
-            max_batches=given.max_batches,
-            interval=given.interval,
-        )
-    makers = {name: _prepare_eval_data(each, f"{key}.{name}") for name, each in given.items()}
-    return lambda: {name: make() for name, make in makers.items()}
-
-
-def _make_metrics(makers: Mapping[Any, Callable[..., Any]]) -> dict[str, Any] | None:
-    return {name: make() for name, make in makers.items()} or None
-
-
-def _make_list(key: str, makers: Mapping[Any, Callable[..., Any]], config: RunConfig) -> list[Any]:
-    made = [make() for make in makers.values()]
-    wanted, remedy = PROTOCOLS[key]
-    for place, each in enumerate(made):
-        if isinstance(each, type) or not isinstance(each, wanted):
-            call = getattr(config, key)[place].call
-            raise ConfigError(
-                f"{key}.{place}.call={call!r} made a {type(each).__name__}, which is no "
-                f"{wanted.__name__}: {remedy}"
-            )
-    return made
-
-
 def checking_data(make: Callable[..., Any], call: str, key: str) -> Callable[..., Any]:
     """Return what makes the same, and refuses it where it gives no batches.
 
@@ -252,9 +204,6 @@ def checking_data(make: Callable[..., Any], call: str, key: str) -> Callable[...
         make: makes the data.
         call: what the config names, for messages.
         key: where it stands.
-
-    Raises:
-        ConfigError: once it is called, there is nothing, or a dataset that gives single rows.
 
     >>> checking_data(lambda: None, "my_data.loader", "eval_dataloader")()
     Traceback (most recent call last):
@@ -320,9 +269,6 @@ class ConfiguredLogger:
 def check_weights_file(path: str | os.PathLike[str]) -> None:
     """Refuse a path where neither a file nor a folder is.
 
-    Raises:
-        ConfigError: there is neither.
-
     >>> check_weights_file("no_such.pt")
     Traceback (most recent call last):
         ...
@@ -344,9 +290,6 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
         model: takes the weights.
         path: what ``torch.save(model.state_dict(), path)`` wrote, or the folder of a checkpoint,
             or a folder of several, of which the newest good one is taken.
-
-    Raises:
-        ConfigError: no state dict, no checkpoint, or not one of this model.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile(suffix=".pt") as file:

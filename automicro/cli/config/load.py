@@ -16,35 +16,32 @@ from omegaconf.errors import (
     InterpolationToMissingValueError,
     OmegaConfBaseException,
     UnsupportedInterpolationType,
-    ValidationError,
 )
 
 from automicro.cli.config.check import (
-    check_shapes,
-    read_checkpoint_section,
+    read_checkpoint,
     read_evaluations,
     read_sampling,
+    read_typed,
 )
-from automicro.cli.config.keys import KEYS, LISTS, about, did_you_mean, mistake
+from automicro.cli.config.keys import KEYS, LISTS, about, mistake
 from automicro.cli.config.nodes import leaves
 from automicro.cli.config.schema import (
     EXAMPLES,
-    HINTS,
     SECTIONS,
     TO_TRAIN,
     RunConfig,
     defaults,
-    defaults_inside,
     is_made,
-    wrong_type,
 )
 from automicro.cli.config.sources import Sources, load_or_tell
-from automicro.errors import ConfigError
+from automicro.errors import ConfigError, suggestion
 from automicro.memory.oom import first_line
 from automicro.options import read_accumulation
 from automicro.trainer.processes import agreed_time
 
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+RESOLVER = re.compile(r"\$\{([\w.]+):")
 
 
 def resolve(tree: dict[str, Any]) -> dict[str, Any]:
@@ -52,9 +49,6 @@ def resolve(tree: dict[str, Any]) -> dict[str, Any]:
 
     ``${now:%Y-%m-%d_%H-%M-%S}`` is when the process first asked; of several, rank 0, and the first
     time where torchrun starts them again.
-
-    Raises:
-        ConfigError: an interpolation that stands for nothing.
 
     >>> resolve({"seed": 3, "model": {"args": {"seed": "${seed}"}}})["model"]
     {'args': {'seed': 3}}
@@ -67,8 +61,9 @@ def resolve(tree: dict[str, Any]) -> dict[str, Any]:
     try:
         return cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))
     except (OmegaConfBaseException, RecursionError) as error:
-        with about(*filter(None, [getattr(error, "full_key", None)])):
-            _refuse(error, tree)
+        key = getattr(error, "full_key", None)
+        with about(*filter(None, [key])):
+            _refuse(error, key, tree)
         raise
 
 
@@ -81,23 +76,23 @@ def _refers(value: Any) -> bool:
     return isinstance(value, str) and "${" in value
 
 
-def _refuse(error: Exception, tree: dict[str, Any]) -> None:
+def _refuse(error: Exception, key: str | None, tree: dict[str, Any]) -> None:
     """Say which interpolation stands for nothing, and why."""
-    key = getattr(error, "full_key", None)
+    text = str(leaves(tree).get(key or ""))
     if isinstance(error, InterpolationToMissingValueError):
-        wanted = first_line(error).rpartition(": ")[2]
+        wanted = next(name for name in REFERENCE.findall(text) if tree.get(name) == "???")
         raise ConfigError(
             f"{key} refers to ${{{wanted}}}, which is not set: write {wanted}: … at the top level"
         ) from error
     if isinstance(error, InterpolationKeyError):
-        wanted = first_line(error).split("'")[1]
-        hint = did_you_mean(wanted, [*_prefixes(leaves(tree)), *KEYS])
+        known = [*_prefixes(leaves(tree)), *KEYS]
+        wanted = next(name for name in REFERENCE.findall(text) if name not in known)
         raise ConfigError(
-            f"{key} refers to ${{{wanted}}}, which does not exist{hint}: "
+            f"{key} refers to ${{{wanted}}}, which does not exist{suggestion(wanted, known)}: "
             f"use a key of the config, from its top level"
         ) from error
     if isinstance(error, UnsupportedInterpolationType):
-        wanted = first_line(error).rpartition(" ")[2]
+        wanted = next(name for name in RESOLVER.findall(text) if not OmegaConf.has_resolver(name))
         raise ConfigError(
             f"{key} uses ${{{wanted}:…}}, which does not exist: use ${{key}}, ${{oc.env:NAME}} or "
             f"${{now:%Y-%m-%d}}"
@@ -175,9 +170,6 @@ def rows_to_load(
         accumulate_batches: how many loaded batches make one optimization batch.
         key: where the rows stand in the config.
 
-    Raises:
-        ConfigError: the rows cannot be shared out evenly, or there are none.
-
     >>> rows_to_load(512, num_devices=4, accumulate_batches=2)
     64
     """
@@ -214,7 +206,7 @@ def rows_to_load(
 BATCH_SIZES = ("global_batch_size", "eval_global_batch_size")
 OF_TRAINING = ("train_dataloader", "sampling_mode")
 DATA = (*OF_TRAINING, "eval_dataloader")
-# Nobody's config holds these.
+# Stand for these keys while all else is resolved: nobody's config holds them.
 MARKS = {key: f"\0{key}\0" for key in (*BATCH_SIZES, "run_dir")}
 _WIDTH = 100
 
@@ -226,6 +218,7 @@ class LoadedConfig:
     Attributes:
         config: every key, typed.
         sources: what it was read from.
+        checked: what ``check`` of `read_config` gave.
         written: the keys that files and overrides set, in the order of the reference. The only
             interpolations left are the batch sizes in the arguments of the data, and ``run_dir``
             in what is made, so that they follow when these are changed. Read again, it is the
@@ -233,6 +226,7 @@ class LoadedConfig:
     """
 
     config: RunConfig
+    checked: Any
     written: Mapping[str, Any]
     sources: Sources
 
@@ -244,7 +238,7 @@ class LoadedConfig:
             folder = {} if self.config.run_dir is None else {"folder": "${run_dir}/checkpoints"}
             values["checkpoint"] = {
                 **folder,
-                **defaults_inside("checkpoint"),
+                **defaults("checkpoint"),
                 **values["checkpoint"],
             }
         return {key: values[key] for key in KEYS if key in values}
@@ -270,20 +264,17 @@ def read_config(
         num_devices: by how many devices an optimization batch is shared.
         check: what else to ask of the config, such as whether what it names exists.
 
-    Raises:
-        ConfigError: all that is wrong, with file or override, key, value and remedy.
-
     >>> sorted(read_config(["configs/digits.yaml"]).written)[:3]
     ['eval_dataloader', 'eval_interval', 'eval_microbatch_size']
     """
     sources = Sources(paths, overrides, _drop_nulls)
 
     def load(tree: dict[str, Any], without: Collection[str]) -> LoadedConfig:
-        typed = _typed(tree)
+        typed = read_typed(tree)
         _require(tree, [key for key in required if key not in without])
         config, written = _load(tree, typed, num_devices)
-        check(config)
-        return LoadedConfig(config=config, written=written, sources=sources)
+        checked = check(config)
+        return LoadedConfig(config=config, checked=checked, written=written, sources=sources)
 
     return load_or_tell(sources, load)
 
@@ -293,108 +284,105 @@ def _load(
 ) -> tuple[RunConfig, dict[str, Any]]:
     # With the defaults: an interpolation may stand for a key that the file does not set.
     unresolved = cast(dict[str, Any], OmegaConf.to_container(typed))
-    values = _resolve(unresolved)
+    follows = [key for key in MARKS if tree.get(key) is not None]
+    values = resolve(_with_marks(unresolved, follows))
+    if any(MARKS[key] in str(values[key]) for key in follows):
+        resolve(unresolved)  # in a circle
+    values = {key: None if value == "???" else value for key, value in values.items()}
+    whole = {key: values[key] for key in follows}
     # Again: what stood behind an interpolation is known only now.
-    typed = _typed(escape(values))
-    data = _resolve_data(unresolved, values, typed, num_devices)
+    typed = read_typed(escape(_fill(values, whole)))
+    shares = _share_out(typed, num_devices)
+    data = {key: _fill(values[key], {**whole, **shares[key]}) for key in DATA}
     typed = cast(DictConfig, OmegaConf.merge(typed, escape(data)))
     plain = cast(dict[str, Any], OmegaConf.to_container(typed, resolve=True))
-    shown = values | data | _following(unresolved, values, [key for key in tree if key in MARKS])
+    references = {key: f"${{{key}}}" for key in MARKS}
     written = {
-        key: escape(brief(shown[key]) if is_made(key) or key in SECTIONS else plain[key])
+        key: _fill(escape(brief(values[key])), references)
+        if is_made(key) or key in SECTIONS
+        else escape(plain[key])
         for key in KEYS
         if key in tree
     }
-    for key, mark in MARKS.items():
-        written = _replace(written, mark, f"${{{key}}}")
     config = cast(RunConfig, OmegaConf.to_object(typed))
-    with about("eval_dataloader"):
-        evaluation = read_evaluations(config.eval_dataloader)
-    with about("checkpoint"):
-        checkpoint = read_checkpoint_section(config.checkpoint, config.run_dir)
-    with about("sampling_mode"):
-        sampling = read_sampling(config.sampling_mode)
-    made = {"eval_dataloader": evaluation, "checkpoint": checkpoint, "sampling_mode": sampling}
+    made: dict[str, Any] = {}
+    if config.eval_dataloader is not None:
+        with about("eval_dataloader"):
+            made["eval_dataloader"] = _to_objects(read_evaluations(escape(config.eval_dataloader)))
+    if config.checkpoint is not None:
+        with about("checkpoint"):
+            values = cast(
+                dict[str, Any], OmegaConf.to_container(read_checkpoint(escape(config.checkpoint)))
+            )
+            if values["folder"] == "???":
+                values["folder"] = config.run_dir and f"{config.run_dir}/checkpoints"
+            made["checkpoint"] = values
+    if config.sampling_mode is not None:
+        with about("sampling_mode"):
+            made["sampling_mode"] = _to_objects(read_sampling(escape(config.sampling_mode)))
     return replace(config, **made), written
 
 
-def _resolve(unresolved: dict[str, Any], **instead: Any) -> dict[str, Any]:
-    values = resolve({**unresolved, **instead})
-    return {key: None if value == "???" else value for key, value in values.items()}
+def _to_objects(typed: Any) -> Any:
+    if isinstance(typed, dict):
+        return {name: _to_objects(each) for name, each in typed.items()}
+    return OmegaConf.to_object(typed)
 
 
-def _resolve_data(
-    unresolved: dict[str, Any], values: Mapping[str, Any], typed: DictConfig, devices: int
-) -> dict[str, Any]:
-    """The data once more, the batch sizes being what one device loads at a time."""
-    train, evaluation = {}, {}
+def _with_marks(tree: Mapping[str, Any], follows: Sequence[str]) -> dict[str, Any]:
+    """A config with marks for those references that are kept when it is written.
+
+    These are ``${run_dir}`` in what is made, and batch sizes in the data, where nothing is
+    computed from them.
+    """
+
+    def mark(value: Any, keys: Sequence[str]) -> Any:
+        if isinstance(value, Mapping):
+            return {name: mark(each, keys) for name, each in value.items()}
+        if isinstance(value, list):
+            return [mark(each, keys) for each in value]
+        if not isinstance(value, str) or "\\" in value or re.search(r"\$\{[^}]*\$\{", value):
+            return value
+        return REFERENCE.sub(lambda found: MARKS[found[1]] if found[1] in keys else found[0], value)
+
+    of_made = [key for key in follows if key == "run_dir"]
+    return {
+        key: mark(value, follows if key in DATA else of_made)
+        if is_made(key) or key in SECTIONS
+        else value
+        for key, value in tree.items()
+    }
+
+
+def _fill(value: Any, fillings: Mapping[str, Any]) -> Any:
+    """A value with others in the place of marks."""
+    if isinstance(value, Mapping):
+        return {name: _fill(each, fillings) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_fill(each, fillings) for each in value]
+    for key, filling in fillings.items() if isinstance(value, str) else ():
+        if value == MARKS[key]:
+            return filling
+        value = value.replace(MARKS[key], str(filling))
+    return value
+
+
+def _share_out(typed: DictConfig, num_devices: int) -> Mapping[str, Mapping[str, int]]:
+    """How many rows of each batch size one device loads at a time, by the key of the data."""
+    shares: dict[str, int] = {}
     for key in BATCH_SIZES:
         if not OmegaConf.is_missing(typed, key) and typed[key] is not None:
             with about(key):
-                evaluation[key] = rows_to_load(typed[key], num_devices=devices, key=key)
-    if "global_batch_size" in evaluation:
+                shares[key] = rows_to_load(typed[key], num_devices=num_devices, key=key)
+    of_training = {}
+    if "global_batch_size" in shares:
         with about("global_batch_size"):
-            train["global_batch_size"] = rows_to_load(
+            of_training["global_batch_size"] = rows_to_load(
                 typed.global_batch_size,
-                num_devices=devices,
+                num_devices=num_devices,
                 accumulate_batches=typed.accumulate_batches,
             )
-    of_training = _resolve(unresolved, **train) if train else values
-    of_evaluation = _resolve(unresolved, **evaluation) if evaluation else values
-    return {
-        **{key: of_training[key] for key in OF_TRAINING},
-        "eval_dataloader": of_evaluation["eval_dataloader"],
-    }
-
-
-def _following(
-    unresolved: dict[str, Any], values: Mapping[str, Any], changeable: Sequence[str]
-) -> dict[str, Any]:
-    """The values with marks where they follow other keys, where nothing is computed from these."""
-    run_dir = [key for key in changeable if key == "run_dir" and values[key] is not None]
-    sizes = [key for key in changeable if key in BATCH_SIZES]
-    marked = _with_marks(unresolved, run_dir) if run_dir else values
-    of_data = _with_marks(unresolved, [*run_dir, *sizes]) if sizes else marked
-    return {
-        **{key: value for key, value in marked.items() if key not in DATA},
-        **{key: value for key, value in of_data.items() if key in DATA},
-    }
-
-
-def _with_marks(unresolved: dict[str, Any], follows: Sequence[str]) -> dict[str, Any]:
-    try:
-        return _resolve(unresolved, **{key: MARKS[key] for key in follows})
-    except ConfigError:  # something else is computed from them
-        return {}
-
-
-def _replace(value: Any, mark: str, text: str) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _replace(each, mark, text) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_replace(each, mark, text) for each in value]
-    return value.replace(mark, text) if isinstance(value, str) else value
-
-
-@functools.cache
-def _schema() -> DictConfig:
-    """What every config is read against. To be merged, which leaves it as it is."""
-    return cast(DictConfig, OmegaConf.structured(RunConfig))
-
-
-def _typed(tree: dict[str, Any]) -> DictConfig:
-    check_shapes(tree)
-    try:
-        return cast(DictConfig, OmegaConf.merge(_schema(), tree))
-    except OmegaConfBaseException as error:
-        key = str(getattr(error, "full_key", None) or "")
-        if isinstance(error, ValidationError) and key in HINTS:
-            raise wrong_type(key, tree.get(key)) from error
-        where = f"{key}: " if key else ""
-        raise mistake(
-            f"{where}{first_line(error)}: correct it; an interpolation is written ${{name}}",
-            *filter(None, [key]),
-        ) from error
+    return {**dict.fromkeys(OF_TRAINING, of_training), "eval_dataloader": shares}
 
 
 def _drop_nulls(tree: dict[str, Any]) -> None:

@@ -12,13 +12,16 @@ import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, NoneType
 from typing import Any
 
-from automicro.cli.config.keys import about, as_override, did_you_mean, mistake
+from omegaconf import MISSING
+
+from automicro.cli.config.keys import about, as_override, mistake
 from automicro.cli.errors import is_users
-from automicro.errors import ConfigError, add_note
+from automicro.errors import ConfigError, add_note, nearest, suggestion
 
 NODE_KEYS = ("call", "args")
 FORM = "write {call: dotted.path, args: {name: value}}"
@@ -46,11 +49,24 @@ TAKE_DATA = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class CallConfig:
+    """Something to be made: a class or a function by its dotted path, and its arguments.
+
+    Attributes:
+        call: the dotted path, such as ``torch.optim.AdamW``.
+        args: arguments by name. A mapping with ``call`` inside is made first.
+
+    >>> CallConfig(call="torch.nn.Linear", args={"in_features": 4, "out_features": 2}).call
+    'torch.nn.Linear'
+    """
+
+    call: str = MISSING
+    args: dict[str, Any] | None = field(default_factory=dict)
+
+
 def check_node(node: object, key: str) -> None:
     """Refuse what is not a well-formed node. Interpolations are left for later.
-
-    Raises:
-        ConfigError: no mapping, unknown keys, no ``call``, or ``args`` that are not by name.
 
     >>> check_node({"call": "torch.nn.Linear", "args": {"in_features": 4}}, "model")
     """
@@ -63,7 +79,7 @@ def check_node(node: object, key: str) -> None:
         raise mistake(f"{key}={show(node)} is not a mapping: {form}", key)
     for name, value in node.items():
         if name not in NODE_KEYS:
-            hint = did_you_mean(str(name), NODE_KEYS)
+            hint = suggestion(str(name), NODE_KEYS)
             below = as_override(f"{key}.args.{name}", value)
             form = FORM if hint else f"arguments belong below it, as {below}"
             raise mistake(f"{key} has an unknown key {name!r}{hint}: {form}", f"{key}.{name}")
@@ -97,7 +113,9 @@ def check_node(node: object, key: str) -> None:
         _check_inside(value, f"{key}.args.{name}")
 
 
-def prepare(node: Mapping[str, Any], key: str, *, first: Sequence[str] = ()) -> Callable[..., Any]:
+def prepare(
+    node: Mapping[str, Any] | CallConfig, key: str, *, first: Sequence[str] = ()
+) -> Callable[..., Any]:
     """Return what makes the thing that a node describes, once it is called.
 
     Imports and signatures are checked now, those of nested nodes too, so that a mistake is found
@@ -108,13 +126,12 @@ def prepare(node: Mapping[str, Any], key: str, *, first: Sequence[str] = ()) -> 
         key: where in the config it stands.
         first: what the caller will hand over first, in words: ``["the model's parameters"]``.
 
-    Raises:
-        ConfigError: a path that names nothing, or arguments that do not fit.
-
     >>> node = {"call": "torch.nn.Linear", "args": {"in_features": 4, "out_features": 2}}
     >>> prepare(node, "model")()
     Linear(in_features=4, out_features=2, bias=True)
     """
+    if isinstance(node, CallConfig):
+        node = {"call": node.call, "args": node.args}
     check_node(node, key)
     call, args = node["call"], node.get("args") or {}
     with about(f"{key}.call"), _noting(f"while importing {key}.call ({call})"):
@@ -142,7 +159,16 @@ def show(value: object) -> str:
 
 def is_node(value: object) -> bool:
     """Tell whether a value inside a config describes something to be made."""
-    return isinstance(value, Mapping) and "call" in value
+    return isinstance(value, CallConfig) or (isinstance(value, Mapping) and "call" in value)
+
+
+def call_of(node: Any) -> str:
+    """The dotted path of a node.
+
+    >>> call_of(CallConfig(call="a.b"))
+    'a.b'
+    """
+    return str(node.call if isinstance(node, CallConfig) else node["call"])
 
 
 def is_interpolation(value: object) -> bool:
@@ -158,21 +184,19 @@ def _check_inside(value: Any, key: str) -> None:
         _check_inside(inner, f"{key}.{name}")
 
 
-def prepare_value(value: Any, key: str) -> Callable[[], Any]:
+def prepare_value(value: Any, key: str, *, first: Sequence[str] = ()) -> Callable[..., Any]:
     """Return what makes a value in which nodes may stand anywhere, or nowhere.
 
     Args:
         value: a node, a list or a mapping with nodes inside, or anything else.
         key: where in the config it stands.
-
-    Raises:
-        ConfigError: as `prepare`.
+        first: of a node, as for `prepare`.
 
     >>> prepare_value([{"call": "fractions.Fraction"}, 1], "values")()
     [Fraction(0, 1), 1]
     """
     if is_node(value):
-        return prepare(value, key)
+        return prepare(value, key, first=first)
     inner = {name: prepare_value(each, f"{key}.{name}") for name, each in items_inside(value)}
     if isinstance(value, Mapping):
         return lambda: {name: make() for name, make in inner.items()}
@@ -271,9 +295,6 @@ def import_callable(path: str, *, key: str) -> Callable[..., Any]:
         path: such as ``torch.optim.AdamW``.
         key: where in the config it stands, for messages.
 
-    Raises:
-        ConfigError: no dotted path, a part of it does not exist, or it cannot be called.
-
     >>> import_callable("torch.nn.Linear", key="model.call")
     <class 'torch.nn.modules.linear.Linear'>
     """
@@ -319,7 +340,7 @@ def _import_top(path: str, key: str) -> Any:
                 f"whole path"
             ) from None
         raise ConfigError(
-            f"{key}={path!r}: there is no module {top!r}{did_you_mean(top, known)}: install it, "
+            f"{key}={path!r}: there is no module {top!r}{suggestion(top, known)}: install it, "
             f"or put it beside the config"
         ) from None
 
@@ -346,7 +367,7 @@ def _step(parent: Any, before: list[str], part: str, path: str, key: str) -> Any
         or not isinstance(_own(parent).get(name), ModuleType | NoneType)
     }
     meant = _usual_paths(part) if part == path.rpartition(".")[2] else []
-    hint = f" (did you mean {meant[0]!r}?)" if meant else did_you_mean(part, known)
+    hint = f" (did you mean {meant[0]!r}?)" if meant else suggestion(part, known)
     raise ConfigError(
         f"{key}={path!r}: {prefix!r} exists, but has no {part!r}{hint}: correct the path"
     )
@@ -365,8 +386,7 @@ def _abbreviated(path: str) -> str | None:
         except ImportError:
             continue
         if not hasattr(module, name):
-            near = did_you_mean(name, [each for each in dir(module) if not each.startswith("_")])
-            name = near.partition("'")[2].partition("'")[0]
+            name = nearest(name, [each for each in dir(module) if not each.startswith("_")]) or ""
         if name:
             return f"{parent}.{name}"
     return None
@@ -444,10 +464,6 @@ def check_arguments(
         key: where in the config it stands, for messages.
         first: what will be handed over before them, in words.
 
-    Raises:
-        ConfigError: an unknown argument, a missing one, one that is handed over already, or true
-            where a number is meant.
-
     >>> import torch
     >>> check_arguments(torch.optim.SGD, "torch.optim.SGD", {"lr": 1}, "optimizer", ["params"])
     """
@@ -485,7 +501,7 @@ def check_arguments(
             )
     unknown = [name for name in args if name not in names]
     if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
-        said = ", ".join(f"{name!r}{did_you_mean(name, names)}" for name in unknown)
+        said = ", ".join(f"{name!r}{suggestion(name, names)}" for name in unknown)
         arguments = "argument" if len(unknown) == 1 else "arguments"
         given = [f"{key}.args.{name}" for name in unknown]
         raise mistake(f"{key}: {call} takes no {arguments} {said}: {known}", *given)

@@ -1,26 +1,28 @@
-"""Every key of a config, with its type, its default, and both in words."""
+"""Every key of a config with its type and its default, from the signature of what takes it."""
 
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, field, fields
+from functools import reduce
+from inspect import Parameter, get_annotations, isclass, signature
+from operator import or_
 from pathlib import Path
+from pkgutil import resolve_name
 from types import NoneType, UnionType
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import omegaconf
 from omegaconf import MISSING
 
 from automicro.checkpoints.store import CheckpointConfig
-from automicro.cli.config.keys import KEYS, LISTS, mistake
-from automicro.cli.config.nodes import show
-from automicro.data.sampler import UNITS
+from automicro.cli.config.keys import KEYS, OPTIONS, Option, mistake
+from automicro.cli.config.nodes import CallConfig, show
+from automicro.data import LengthBatchSampler
 from automicro.errors import ConfigError
-from automicro.options import GRADIENT_SUMS, PRECISIONS, SYNCS
-from automicro.step.split_guard import BATCHNORM_MODES
-from automicro.trainer.evaluators import INHERITED
-from automicro.trainer.optimizer import SCHEDULER_INTERVALS
-from automicro.trainer.step import NON_FINITE_MODES
+from automicro.policy.policy import Policy
+from automicro.trainer.evaluators import Evaluator
+from automicro.trainer.trainer import Trainer
 
 TO_TRAIN = ("model", "train_dataloader", "optimizer")
 # Required by a command, with something to copy for each.
@@ -30,27 +32,79 @@ EXAMPLES = {
     "eval_dataloader": "{call: my_package.make_loader, args: {batch_size: 512}}",
     "optimizer": "{call: torch.optim.AdamW, args: {lr: 0.001}}",
 }
-LOSS_AVERAGES = ("auto", "samples", "tokens", "none")
 
 
-@dataclass(frozen=True, kw_only=True)
-class CallConfig:
-    """Something to be made: a class or a function by its dotted path, and its arguments.
-
-    Attributes:
-        call: the dotted path, such as ``torch.optim.AdamW``.
-        args: arguments by name. A mapping with ``call`` inside is made first.
-
-    >>> CallConfig(call="torch.nn.Linear", args={"in_features": 4, "out_features": 2}).call
-    'torch.nn.Linear'
-    """
-
-    call: str = MISSING
-    args: dict[str, Any] | None = field(default_factory=dict)
+PLAIN: Mapping[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    NoneType: "null",
+}
+_WORDS = {**PLAIN, Mapping: "a mapping", list: "a list", CallConfig: "a node"}
+_ALTERNATIVES: dict[str, tuple[Any, ...]] = {}
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvaluatorConfig:
+def _read_hint(hint: Any) -> tuple[Any, ...]:
+    """What a config may hold for an argument: plain values, mappings, lists, nodes, or anything."""
+    if isinstance(hint, UnionType):
+        found = dict.fromkeys(kind for each in typing.get_args(hint) for kind in _read_hint(each))
+        return tuple(sorted(found, key=lambda kind: kind is NoneType))
+    kind = typing.get_origin(hint) or hint
+    if kind is Callable or (isclass(kind) and issubclass(kind, Policy)):
+        return (CallConfig,)
+    same = {Path: str, Sequence: list}.get(kind, kind)
+    # What is left out, such as a Duration, is for Python: a config has text for it.
+    return (same,) if same is Any or same in _WORDS else ()
+
+
+class _Filled:
+    """Has a field for each argument of something else."""
+
+    if TYPE_CHECKING:
+        __dataclass_fields__: ClassVar[dict[str, Any]]
+
+        def __init__(self, **values: Any) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
+
+
+def _with_options_of(
+    owner: Callable[..., Any], section: str = "", *, without: Collection[str] = (), **renamed: str
+) -> Callable[[type], Any]:
+    """Give a class a field for each argument of another, with type and default, but for its own."""
+
+    def fill(target: type) -> type:
+        own = get_annotations(target)
+        hints: dict[str, Any] = {}
+        for argument, parameter in signature(owner).parameters.items():
+            name = renamed.get(argument, argument)
+            if argument in without or name in own:
+                hints |= {each: own[each] for each in own if each == name}
+                continue
+            key = f"{section}.{name}" if section else name
+            is_needed = parameter.default is Parameter.empty and bool(section)
+            found = _read_hint(given[argument])
+            if OPTIONS.get(key, Option()).made == "node":
+                found = (CallConfig,) if is_needed else (CallConfig, NoneType)
+            _ALTERNATIVES[key] = found
+            is_typed = set(found) <= {*PLAIN, CallConfig} and (
+                CallConfig not in found or set(found) <= {CallConfig, NoneType}
+            )
+            hints[name] = reduce(or_, found) if is_typed else Any
+            default = None if parameter.default is Parameter.empty else parameter.default
+            setattr(target, name, MISSING if is_needed else default)
+        for name in own:
+            key = f"{section}.{name}" if section else name
+            _ALTERNATIVES[key] = _read_hint(own[name])
+        target.__annotations__ = {**hints, **own}
+        return dataclass(frozen=True, kw_only=True)(target)
+
+    given = typing.get_type_hints(vars(owner)["__init__"])
+    return fill
+
+
+@_with_options_of(Evaluator, "eval_dataloader", dataloader="data")
+class EvaluatorConfig(_Filled):
     """One evaluation with options of its own. What is ``inherited`` is what the run has.
 
     Attributes:
@@ -64,15 +118,9 @@ class EvaluatorConfig:
     'inherited'
     """
 
-    data: CallConfig = MISSING
-    metrics: Any = INHERITED
-    microbatch_size: Any = INHERITED
-    max_batches: int | None = None
-    interval: str | None = INHERITED
 
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingConfig:
+@_with_options_of(LengthBatchSampler, "sampling_mode", without=("dataset", "rank", "world_size"))
+class SamplingConfig(_Filled):
     """Which rows make up a batch of training, by how long they are. See `LengthBatchSampler`.
 
     Attributes:
@@ -98,19 +146,7 @@ class SamplingConfig:
     True
     """
 
-    mode: str = MISSING
-    lengths: Any = None
-    second_lengths: Any = None
-    batch_size: Any = None
-    batch_length: float | None = None
-    batch_cost: float | None = None
-    cost: CallConfig | None = None
-    bucket_edges: list[float] | None = None
-    num_buckets: Any = None
-    shuffle: bool = True
     seed: int | None = None
-    unit: str | None = None
-    second_unit: str | None = None
 
 
 SECTIONS: Mapping[str, type] = {
@@ -119,57 +155,14 @@ SECTIONS: Mapping[str, type] = {
     "sampling_mode": SamplingConfig,
 }
 """Keys that hold further keys, and what says which."""
+for _name, _hint in typing.get_type_hints(CheckpointConfig).items():
+    _ALTERNATIVES[f"checkpoint.{_name}"] = _read_hint(_hint)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainerConfig:
-    """Every option of the `Trainer` that text can say, with the same default.
-
-    The `Trainer` explains them. What has to be made (a model, a loader, an optimizer) is left to
-    whoever makes it.
-
-    >>> TrainerConfig(max_duration="2ep").microbatch_size
-    'auto'
-    """
-
-    max_duration: str = "1ep"
-    max_time: str | None = None
-    eval_interval: str | None = "1ep"
-    scheduler_interval: str | None = None
-    accumulate_batches: int | str = 1
-    batch_layout: Any = 0
-    microbatch_size: Any = "auto"
-    eval_microbatch_size: Any = "auto"
-    microbatch_unit: Any = "rows"
-    nested: Any = None
-    when_too_large: Any = "error"
-    padding: Any = None
-    cut_padding: Any = "auto"
-    strict_divisible: bool = False
-    memory_limit: int | float | str | None = None
-    loss_average: Any = "auto"
-    batchnorm: str = "warn"
-    probe: bool = True
-    remember_sizes: bool | None = None
-    rehearse: str | None = None
-    precision: str = "fp32"
-    gradient_sums: str = "fp32"
-    sync: str = "each"
-    grad_clip_norm: float | None = None
-    parameter_groups: Any = ()
-    non_finite: str = "stop"
-    channels_last: bool = False
-    compile: Any = False
-    deterministic: bool = False
-    parallel: str | None = None
-    device: str = "auto"
-    seed: int | None = None
-    progress: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunConfig(TrainerConfig):
-    """What the commands read: the Trainer's options, and what is made for it.
+# Further modules would have to be shared with the forward: nodes make things of their own.
+@_with_options_of(Trainer, without=("modules",))
+class RunConfig(_Filled):
+    """What the commands read: the options of the `Trainer`, and what only a run has.
 
     Attributes:
         model: makes the ``torch.nn.Module``.
@@ -224,19 +217,9 @@ class RunConfig(TrainerConfig):
     True
     """
 
-    model: CallConfig | None = None
     weights: str | None = None
-    train_dataloader: CallConfig | None = None
     sampling_mode: Any = None
-    eval_dataloader: Any = None
-    loss_fn: CallConfig | None = None
-    forward: CallConfig | None = None
-    optimizer: CallConfig | None = None
-    scheduler: CallConfig | None = None
     metrics: dict[str, CallConfig] = field(default_factory=dict)
-    update_metric: CallConfig | None = None
-    count_tokens: CallConfig | None = None
-    count_seconds: CallConfig | None = None
     global_batch_size: int | None = MISSING
     eval_global_batch_size: int | None = MISSING
     callbacks: list[CallConfig] = field(default_factory=list)
@@ -245,12 +228,23 @@ class RunConfig(TrainerConfig):
     run_dir: str | None = None
 
 
-HINTS: Mapping[str, Any] = typing.get_type_hints(RunConfig) | {
-    f"{section}.{name}": hint
-    for section, owner in SECTIONS.items()
-    for name, hint in typing.get_type_hints(owner).items()
-}
-"""The types of all keys, those inside of others as ``checkpoint.folder``."""
+def alternatives(key: str) -> tuple[Any, ...]:
+    """The types that a key may have.
+
+    >>> alternatives("seed")
+    (<class 'int'>, <class 'NoneType'>)
+    """
+    return _ALTERNATIVES[key]
+
+
+def choices(key: str) -> tuple[str, ...]:
+    """The words that a key may be; none where it may be anything of its type.
+
+    >>> choices("precision")
+    ('fp32', 'bf16', 'fp16')
+    """
+    path = OPTIONS.get(key, Option()).choices
+    return tuple(resolve_name(path)) if path else ()
 
 
 def one_of(choices: Iterable[str]) -> str:
@@ -260,79 +254,22 @@ def one_of(choices: Iterable[str]) -> str:
     'warn, error or ignore'
     """
     *most, last = choices
-    return f"{', '.join(most)} or {last}"
+    return f"{', '.join(most)} or {last}" if most else last
 
 
-# What the types do not say.
-_IN_WORDS = {
-    "microbatch_size": "a whole number, auto, explore, a node or null",
-    "eval_microbatch_size": "a whole number, auto, explore, a node or null",
-    "microbatch_unit": "rows, tokens, seconds, or a node that gives a function",
-    "nested": "a mapping, or null",
-    "when_too_large": "error, recompute, offload, nested, a list of these, or auto",
-    "padding": "a mapping, or null",
-    "cut_padding": "auto, true or false",
-    "memory_limit": "text such as 24MiB or 80%, a whole number of bytes, or null",
-    "max_duration": "text such as 2ep, 500ba, 10000sp, 1e6tok or 100h",
-    "accumulate_batches": "a whole number, or text such as 1024sp, 1e6tok or 5h",
-    "eval_interval": "text such as 1ep, 100ba, 10000sp or 1e6tok, or null",
-    "loss_average": f"{', '.join(LOSS_AVERAGES)}, a node, or a mapping of these by name",
-    "batchnorm": one_of(BATCHNORM_MODES),
-    "precision": one_of(PRECISIONS),
-    "gradient_sums": one_of(GRADIENT_SUMS),
-    "sync": one_of(SYNCS),
-    "non_finite": one_of(NON_FINITE_MODES),
-    "scheduler_interval": f"{one_of(SCHEDULER_INTERVALS)}, or null",
-    "parallel": "ddp, fsdp or null",
-    "batch_layout": "a whole number or a mapping",
-    "compile": "true, false or a mapping",
-    "parameter_groups": "a list of mappings",
-    "metrics": "a mapping of nodes",
-    "eval_dataloader": "a node, the keys below, a mapping of these by name, or null",
-    "eval_dataloader.data": "a node",
-    "eval_dataloader.metrics": "a mapping of nodes, inherited or null",
-    "eval_dataloader.microbatch_size": "an int, auto, explore, a node, inherited or null",
-    "eval_dataloader.interval": "text such as 1ep or 100ba, inherited or null",
-    "rehearse": "worst or null",
-    "max_time": "text such as 2h30m, 45m or 90s, or null",
-    "callbacks": "a list of nodes",
-    "loggers": "a list of nodes",
-    "checkpoint": "a mapping of the keys below, or null",
-    "sampling_mode": "a mode, a mapping of the keys below, or null",
-    "sampling_mode.mode": "a mode",
-    "sampling_mode.lengths": "text, a list, a node or null",
-    "sampling_mode.second_lengths": "text, a list, a node or null",
-    "sampling_mode.batch_size": "a whole number, a list of these, or null",
-    "sampling_mode.bucket_edges": "a list of numbers, or null",
-    "sampling_mode.num_buckets": "a whole number, two of these in a list, or null",
-    "sampling_mode.unit": f"{', '.join(UNITS)} or null",
-    "sampling_mode.second_unit": f"{', '.join(UNITS)} or null",
-    "checkpoint.interval": "text such as 1ep, 500ba, 10000sp or 1e6tok, or null",
-    "checkpoint.best_mode": "min or max",
-    "checkpoint.resume": "auto, never or a path",
-    **dict.fromkeys(TO_TRAIN, "a node"),
-}
-_TYPES = {
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    Path | str: "text",
-    bool: "true or false",
-    CallConfig: "a node",
-    NoneType: "null",
-}
+def type_in_words(key: str) -> str:
+    """What a key may hold.
 
-
-def alternatives(key: str) -> tuple[Any, ...]:
-    """The types that a key may have.
-
-    >>> alternatives("seed")
-    (<class 'int'>, <class 'NoneType'>)
+    >>> type_in_words("seed"), type_in_words("model"), type_in_words("rehearse")
+    ('a whole number or null', 'a node', 'worst or null')
     """
-    hint = HINTS[key]
-    if hint == Path | str:
-        return (hint,)
-    return typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    words = OPTIONS.get(key, Option()).words
+    if words:
+        return words
+    found = alternatives(key)
+    if choices(key):
+        return one_of([*choices(key), *["null"] * (NoneType in found)])
+    return " or ".join(_WORDS[each] for each in found)
 
 
 def is_made(key: str) -> bool:
@@ -341,31 +278,7 @@ def is_made(key: str) -> bool:
     >>> is_made("metrics"), is_made("weights")
     (True, False)
     """
-    return key in ("metrics", "eval_dataloader", *LISTS) or CallConfig in alternatives(key)
-
-
-def type_in_words(key: str) -> str:
-    """What a key may hold.
-
-    >>> type_in_words("seed"), type_in_words("model")
-    ('a whole number or null', 'a node')
-    """
-    return _IN_WORDS.get(key) or " or ".join(_TYPES[each] for each in alternatives(key))
-
-
-def defaults() -> dict[str, Any]:
-    """The default of each key as a plain value; missing are those that have none.
-
-    >>> defaults()["max_duration"], "global_batch_size" in defaults()
-    ('1ep', False)
-    """
-    values: dict[str, Any] = {}
-    for each in fields(RunConfig):
-        if each.default_factory is not NO_DEFAULT:
-            values[each.name] = each.default_factory()
-        elif each.default != omegaconf.MISSING:
-            values[each.name] = list(each.default) if each.default == () else each.default
-    return {key: values[key] for key in KEYS if key in values}
+    return key == "eval_dataloader" or bool(OPTIONS[key].made)
 
 
 def keys_inside(key: str) -> tuple[str, ...]:
@@ -377,14 +290,24 @@ def keys_inside(key: str) -> tuple[str, ...]:
     return tuple(each.name for each in fields(SECTIONS[key])) if key in SECTIONS else ()
 
 
-def defaults_inside(key: str) -> dict[str, Any]:
-    """The defaults of the keys that a key may hold; missing are those that have none.
+def defaults(section: str = "") -> dict[str, Any]:
+    """The default of each key as a plain value; missing are those that have none.
 
-    >>> defaults_inside("checkpoint")["keep_last"]
+    Args:
+        section: a key whose keys are meant; unless given, those of the top level.
+
+    >>> defaults()["max_duration"], "global_batch_size" in defaults()
+    ('1ep', False)
+    >>> defaults("checkpoint")["keep_last"]
     3
     """
-    unset = (NO_DEFAULT, omegaconf.MISSING)
-    return {each.name: each.default for each in fields(SECTIONS[key]) if each.default not in unset}
+    values: dict[str, Any] = {}
+    for each in fields(SECTIONS[section] if section else RunConfig):
+        if each.default_factory is not NO_DEFAULT:
+            values[each.name] = each.default_factory()
+        elif each.default not in (NO_DEFAULT, omegaconf.MISSING):
+            values[each.name] = list(each.default) if each.default == () else each.default
+    return values if section else {key: values[key] for key in KEYS if key in values}
 
 
 def wrong_type(key: str, value: object, kind: str | None = None) -> ConfigError:

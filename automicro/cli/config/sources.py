@@ -17,8 +17,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from automicro.cli.arguments import no_such_file
 from automicro.cli.config.keys import KEYS, keys_of
-from automicro.cli.config.nodes import NODE_KEYS, leaves, show
-from automicro.cli.config.schema import CallConfig, alternatives, keys_inside, type_in_words
+from automicro.cli.config.nodes import NODE_KEYS, CallConfig, leaves, show
+from automicro.cli.config.schema import alternatives, keys_inside, type_in_words
 from automicro.errors import ConfigError
 from automicro.memory.oom import first_line
 
@@ -45,9 +45,6 @@ class Sources:
     Attributes:
         tree: the values of all together.
         wrong: what is wrong with overrides themselves, which are left out.
-
-    Raises:
-        ConfigError: files that cannot be read, all of them.
 
     >>> sources = Sources(["configs/digits.yaml"], ["seed=2"])
     >>> sources.tree["seed"], sources.origin(["seed"]), sources.origin(["model.call"])
@@ -154,9 +151,6 @@ def load_or_tell(sources: Sources, load: Callable[[Tree, Collection[str]], T]) -
         sources: what it comes from.
         load: takes the merged values, and the keys that were left out: nobody misses these.
 
-    Raises:
-        ConfigError: every mistake, with the line or the override that it is from.
-
     >>> from automicro.cli.config.keys import about
     >>> def load(tree, without):
     ...     for key in tree:
@@ -221,11 +215,7 @@ def lies_in(key: str, other: str) -> bool:
 
 
 def read_file(path: Path) -> tuple[Tree, Mapping[str, int]]:
-    """Read a YAML file as plain values, interpolations left as they are, and the line of each key.
-
-    Raises:
-        ConfigError: there is no such file, it is not YAML, or it holds no keys.
-    """
+    """A YAML file as plain values, interpolations left as they are, and the line of each key."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -297,16 +287,13 @@ def wrong_boolean(key: str, value: object, typed: str) -> str:
     word = typed.strip()
     if not isinstance(value, bool) or key not in KEYS or word.lower() not in BOOLEAN_WORDS:
         return ""
-    if {bool, Any, CallConfig} & set(alternatives(key)):
+    if {bool, Any, CallConfig} & {*alternatives(key)}:
         return ""
     return f"{key}={word}: YAML reads {word} as {show(value)}: expected {type_in_words(key)}"
 
 
 def read_value(text: str) -> Any:
     """Read the value of an override.
-
-    Raises:
-        ValueError: it is not YAML; the message says why.
 
     >>> read_value("1e-3"), read_value("[1, two]"), read_value("null")
     (0.001, [1, 'two'], None)
@@ -380,9 +367,6 @@ def apply_override(tree: Tree, override: str) -> str:
 
     The value is YAML and replaces what was there: ``scheduler=null`` drops the scheduler,
     ``optimizer.args={lr: 0.1}`` drops the other arguments. A number is the place in a list.
-
-    Raises:
-        ConfigError: no ``key=value``, a value that is not YAML, or a key below a plain value.
 
     >>> tree = {"optimizer": {"call": "torch.optim.AdamW"}}
     >>> apply_override(tree, "optimizer.args.lr=1e-3")

@@ -497,7 +497,6 @@ def test_the_command_refuses_what_says_nothing(
         ([str(tmp_path / "none.pickle")], "there is no file"),
         ([str(path)], "cannot be diagnosed"),
         ([str(path), "--memory", "much"], "cannot read 'much'"),
-        ([str(path), "--html", "a.html"], "there is no --html any more: write the page with"),
     ]:
         assert main(["doctor", *arguments]) == 2
         assert message in capsys.readouterr().err
