@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from automicro import Microbatcher
 from automicro.errors import AutomicroWarning
+from automicro.features import with_features
 from tests.acceptance.right import RIGHT
 from tests.acceptance.rows import Job, Row
 from tests.acceptance.searched import SEARCHED
@@ -137,7 +138,7 @@ def trained(row: Row, seed: int, precision: str) -> tuple[list[Any], list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         options: dict[str, Any] = {name: job.size, **job.options}
-        microbatcher = Microbatcher(job.model, **options)
+        microbatcher = Microbatcher(job.model, **with_features(options))
 
         def step(batch: Any) -> Any:
             if job.evaluates:

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from automicro import Microbatcher
 from automicro.errors import AutomicroWarning
+from automicro.features import with_features
 from tests.acceptance.rows import Batch, Draws
 from tests.search.oracle import relative_error
 from tests.search.runs import is_refusal
@@ -100,7 +101,9 @@ def verdict_of_model(make: Callable[[], nn.Module], batch: Batch, size: int, **o
         expected = {"loss": loss.detach(), **gradients(model)}
         model, given = fresh()
         try:
-            result = Microbatcher(model, microbatch_size=size, **options).backward(given)
+            result = Microbatcher(model, microbatch_size=size, **with_features(options)).backward(
+                given
+            )
         except Exception as error:
             refused = "refused" if is_refusal(error) else "crash"
             return f"{refused}: {type(error).__name__}"

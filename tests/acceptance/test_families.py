@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from automicro import LossAverageWarning, Microbatcher
+from automicro.features import with_features
 from tests.acceptance.families import judges, known, place, without_dropout
 from tests.acceptance.right import RIGHT
 from tests.acceptance.rows import DTYPES, Draws
@@ -65,7 +66,9 @@ def test_metrics_are_not_named_in_any_precision(kind: str, precision: str) -> No
     """As a warning is an error."""
     job = RIGHT["CrossEntropyLoss"].make(0, precision)
     metric = made(f"classification.Multiclass{kind}", {"num_classes": 3})()
-    Microbatcher(job.model, eval_microbatch_size=8, **job.options).evaluate(job.batch(0), metric)
+    Microbatcher(job.model, eval_microbatch_size=8, **with_features(job.options)).evaluate(
+        job.batch(0), metric
+    )
     metric.compute()
 
 

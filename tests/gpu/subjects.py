@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro import Microbatcher
+from automicro.features import with_features
 from tests.gpu.device import DEVICE, MIB, SECOND
 
 ROWS = 16
@@ -96,5 +97,5 @@ def microbatcher(net: nn.Module, size: Any = "auto", **options: Any) -> Microbat
         microbatch_size=size,
         eval_microbatch_size=size,
         batchnorm="ignore",
-        **options,
+        **with_features(options),
     )

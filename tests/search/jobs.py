@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro import Microbatcher
+from automicro.features import with_features
 from tests.search.averages import Denominator, Loss, per_batch, per_row
 from tests.search.contents import CLASSES, FEATURES, Content, make_contents
 from tests.search.forms import FORMS, Form, pair_of
@@ -356,7 +357,7 @@ class Job:
     def microbatchers(self, size: Any) -> list[Microbatcher]:
         count = 2 if self.of.twist == "two microbatchers" else 1
         options = {"microbatch_size": size, **self.options}
-        return [Microbatcher(self.model, **options) for _ in range(count)]
+        return [Microbatcher(self.model, **with_features(options)) for _ in range(count)]
 
     # What must be as it was, or as it should be
 

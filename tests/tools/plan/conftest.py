@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from automicro import MemoryBudget, Microbatcher
+from automicro.features import with_features
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def real_peak(
         budget.track(model)
         microbatcher = Microbatcher(
             model, loss_fn=loss_fn, optimizer=optimizer, microbatch_size=size, probe=False,
-            batchnorm="ignore", **options,
+            batchnorm="ignore", **with_features(options),
         )  # fmt: skip
         last = microbatcher._levels[-1]
         microbatcher._train.applying = lambda level: last.applied()  # type: ignore[method-assign]

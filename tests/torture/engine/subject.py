@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro.errors import AutomicroWarning
+from automicro.features import with_features
 from automicro.microbatcher import Microbatcher
 from automicro.optimizer.scaling import GradientScaler
 from automicro.optimizer.step import step_optimizer
@@ -110,7 +111,7 @@ def build(make: MakeSubject, policy: Policy, eval_policy: Policy) -> TortureRun:
         optimizer=subject.optimizer,
         microbatch_size=policy,
         eval_microbatch_size=eval_policy,
-        **subject.options,
+        **with_features(subject.options),
     )
     run = TortureRun(
         subject.model,
