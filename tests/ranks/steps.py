@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from automicro import Microbatcher, Observing
+from automicro.features import with_features
 from automicro.policy.policy import Outcome, Policy
 from automicro.ranks.coordinated import CoordinatedRanks
 from automicro.ranks.interface import Sync
@@ -71,10 +72,9 @@ class Stepper:
             microbatch_size=self.policy,
             eval_microbatch_size=self.policy,
             optimizer=self.optimizer,
-            features=[Observing(self.observe)],
             batchnorm="ignore",
             probe=False,
-            **options,
+            **with_features({"features": [Observing(self.observe)], **options}),
         )
         self.sizes: list[int] = []
         self.forced_syncs = syncs
