@@ -51,7 +51,7 @@ class GradientScaler:
     """A `torch.amp.GradScaler` whose step tells whether the optimizer stepped.
 
     Example:
-        >>> from automicro.optimizer.step import step_optimizer
+        >>> from automicro.trainer.optimizer import step_optimizer
         >>> device = torch.device("cpu")
         >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> optimizer = torch.optim.SGD([weight], lr=0.5)

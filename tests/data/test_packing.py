@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from automicro.lengths import packing
-from automicro.lengths.packing import Overhead, pack, pack_lengths, without_lonely_rows
+from automicro.lengths import unit as packing
+from automicro.lengths.unit import Overhead, pack, pack_lengths, without_lonely_rows
 
 COSTS = st.lists(st.integers(1, 300) | st.floats(0.5, 300), min_size=1, max_size=24)
 BUDGETS = st.floats(1, 4000)

@@ -18,7 +18,7 @@ from torch import nn
 from automicro import MemoryBudget, SizeCacheWarning
 from automicro.batch.layout import BatchLayout
 from automicro.remembered.cache import RememberedSize, RunKey, SizeCache, sizes_folder
-from automicro.remembered.describing import describe_run, describe_shapes
+from automicro.remembered.recollection import describe_run, describe_shapes
 
 CPU = torch.device("cpu")
 KEY = RunKey(

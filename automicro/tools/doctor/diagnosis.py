@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from automicro.tools.doctor.causes import Cause, Device, Remedy, choose_remedies, find_causes
-from automicro.tools.doctor.holders import STEP, Holder, find_holders
-from automicro.tools.doctor.snapshot import read_snapshot
+from automicro.tools.doctor.holders import STEP, Holder, find_holders, read_snapshot
 from automicro.units import format_bytes, parse_bytes
 
 _MOST_TEXT = 64 << 20  # bytes of a log that are read, from its end

@@ -17,8 +17,7 @@ from torch.cuda import _memory_viz
 from automicro.cli import main
 from automicro.tools.doctor import Diagnosis, UnreadableFailureError, diagnose
 from automicro.tools.doctor.causes import Device
-from automicro.tools.doctor.holders import Holder, read_origin
-from automicro.tools.doctor.snapshot import Frame, read_snapshot
+from automicro.tools.doctor.holders import Frame, Holder, read_origin, read_snapshot
 from tests.tools.doctor.recorder import Recorder
 
 MIB = 1 << 20

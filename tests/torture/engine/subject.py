@@ -17,10 +17,10 @@ from automicro.errors import AutomicroWarning
 from automicro.features import with_features
 from automicro.microbatcher import Microbatcher
 from automicro.optimizer.scaling import GradientScaler
-from automicro.optimizer.step import step_optimizer
 from automicro.policy.policy import Policy
 from automicro.reach import Reach
 from automicro.step.metrics import flatten_metrics
+from automicro.trainer.optimizer import step_optimizer
 from automicro.values import is_generator, state_of
 
 

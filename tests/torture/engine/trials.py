@@ -13,9 +13,9 @@ import torch
 
 from automicro.errors import OptimizerStepError, RollbackError, SampleTooLargeError, facts_of
 from automicro.memory.budget import MemoryBudget
-from automicro.optimizer.step import clip_gradients
 from automicro.policy.auto import Halving
 from automicro.policy.policy import Outcome, Policy
+from automicro.trainer.optimizer import clip_gradients
 from tests.torture.engine.cuts import Cut, Noting
 from tests.torture.engine.faults import Boom, Fault, FaultMode
 from tests.torture.engine.forks import can_fork, in_fork
