@@ -242,13 +242,14 @@ def answering_words(construct: Callable[P, None]) -> Callable[P, None]:
 
     @functools.wraps(construct)
     def answering(*args: P.args, **kwargs: P.kwargs) -> None:
-        for name in kwargs:
+        for name, value in kwargs.items():
             if name in WORDS:
-                word = WORDS[name]
-                value = "" if word.argument is None else f"{word.argument}=…"
+                word, shown = WORDS[name], repr(value)
+                shown = shown if len(shown) <= 40 else "…"
+                argument = "" if word.argument is None else f"{word.argument}={shown}"
                 raise TypeError(
                     f"Microbatcher has no argument {name}: what is beside the path of a batch is "
-                    f"a feature. Give features=[automicro.features.{word.feature}({value})]"
+                    f"a feature. Give features=[automicro.features.{word.feature}({argument})]"
                 )
         construct(*args, **kwargs)
 
