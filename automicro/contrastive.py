@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from automicro.errors import BatchError, LossError
+from automicro.errors import BatchError, LossError, add_note
 from automicro.memory.oom import Failure, classify
 from automicro.nested.split import split
 from automicro.policy.policy import Policy
@@ -119,18 +119,16 @@ class Contrastive(nn.Module):
                 )
             loss = self.loss(*encoded.values())
         except Exception as error:
-            if classify(error) is not Failure.RETRYABLE:
-                raise
-            waiting = list(self.encoders)[len(encoded) :]
-            where = f"encoding {waiting[0]!r}" if waiting else "computing the loss"
-            held = format_bytes(sum(each.nbytes for each in encoded.values()))
-            raise torch.OutOfMemoryError(
-                f"memory ran out while {where}, with the smallest slices that its size allows, "
-                f"beside {len(encoded)} of {len(self.encoders)} representations of all rows "
-                f"({held}, and as much for their gradients). Give encoders "
-                'microbatch_size="auto" or a smaller one; if one row at a time does not fit, take '
-                "smaller batches, fewer features, or more devices"
-            ) from error
+            if classify(error) is Failure.RETRYABLE:
+                held = format_bytes(sum(each.nbytes for each in encoded.values()))
+                add_note(
+                    error,
+                    f"automicro: {len(encoded)} of {len(self.encoders)} representations of all "
+                    f"rows were there ({held}, and as much for their gradients); where encoders of "
+                    'microbatch_size="auto" do not fit beside these, take smaller batches, fewer '
+                    "features, or more devices",
+                )
+            raise
         if loss.dim():
             raise LossError(
                 f"the loss has the shape {tuple(loss.shape)}; give one number for all rows, such "

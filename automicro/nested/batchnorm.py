@@ -62,6 +62,18 @@ _CALLS = ("call_module", "call_function", "call_method")
 _IN_PLACE = {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow}
 
 
+def refuse_exact(name: str, why: str) -> NoReturn:
+    """Refuse a part whose BatchNorms cannot see all rows, while it runs in slices.
+
+    Raises:
+        UnsplittableModelError: always.
+    """
+    raise UnsplittableModelError(
+        f"{name} has BatchNorm, so that in slices all its rows have to arrive at each before any "
+        f"go on, and where they wait cannot be told: {why}; {_REMEDY}"
+    )
+
+
 class Stage(NamedTuple):
     """What is computed between two BatchNorms, its own ones first.
 
@@ -109,7 +121,6 @@ class Stages:
         is_part: Callable[[nn.Module], bool] = lambda module: False,
     ) -> None:
         self._module, self._is_part = module, is_part
-        self._name = type(module).__name__
         self._refuse_hooks()
         self._refuse_parts()
         self._graph = self._trace(arguments)
@@ -121,23 +132,20 @@ class Stages:
         self._check_writes(nodes)
         self.stages = [self._stage(nodes, at) for at in range(self._levels[self._output] + 1)]
 
-    def _refuse(self, why: str) -> NoReturn:
-        raise UnsplittableModelError(
-            f"{self._name} has BatchNorm, so that all its rows have to arrive at each before any "
-            f"go on, and where they wait cannot be told: {why}; {_REMEDY}"
-        )
+    def refuse(self, why: str) -> NoReturn:
+        refuse_exact(type(self._module).__name__, why)
 
     def _refuse_hooks(self) -> None:
         for name, module in self._module.named_modules():
             if module is not self._module and call_hooks(module):
-                self._refuse(f"{name!r} has hooks, which a trace does not hold")
+                self.refuse(f"{name!r} has hooks, which a trace does not hold")
 
     def _refuse_parts(self) -> None:
         for name, module in self._module.named_modules():
             if module is self._module or not self._is_part(module):
                 continue
             if any(map(sees_the_batch, module.modules())):
-                self._refuse(
+                self.refuse(
                     f"{name!r} has a size of its own, and BatchNorm inside, which would see its "
                     "slices alone; leave that size out, for what is around it is cut at each "
                     "BatchNorm anyway"
@@ -153,16 +161,16 @@ class Stages:
         for node in nodes:
             read = str(node.target)
             if node.op == "get_attr" and id(operator.attrgetter(read)(self._module)) in changing:
-                self._refuse(f"its forward reads {read!r}, which BatchNorm changes")
+                self.refuse(f"its forward reads {read!r}, which BatchNorm changes")
 
     def _trace(self, arguments: Mapping[str, Any]) -> fx.Graph:
         given = dict(list(inspect.signature(type(self._module).forward).parameters.items())[1:])
         for name, value in arguments.items():
             if name not in given:
-                self._refuse(f"its forward takes {name!r} among any number of arguments")
+                self.refuse(f"its forward takes {name!r} among any number of arguments")
             if not isinstance(value, Tensor) and tensor_leaves(value):
                 kind = type(value).__name__
-                self._refuse(f"its forward takes tensors inside of a {kind}, as {name!r}")
+                self.refuse(f"its forward takes tensors inside of a {kind}, as {name!r}")
         constants = {
             name: arguments.get(name, parameter.default)
             for name, parameter in given.items()
@@ -177,7 +185,7 @@ class Stages:
                 if classify(error) is not Failure.UNRELATED:
                     raise  # what does not go by the input is computed, and takes memory
                 lines = text_of(error).splitlines() or [""]
-                self._refuse(f"torch.fx cannot trace it ({type(error).__name__}: {lines[0][:160]})")
+                self.refuse(f"torch.fx cannot trace it ({type(error).__name__}: {lines[0][:160]})")
 
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
@@ -198,11 +206,11 @@ class Stages:
                 before.put_back()
                 random.roll_back()
         if replaced:
-            self._refuse(f"its forward changes the buffer {replaced[0]!r}")
+            self.refuse(f"its forward changes the buffer {replaced[0]!r}")
         if has_drawn:
-            self._refuse("its forward draws random numbers that do not go by its input")
+            self.refuse("its forward draws random numbers that do not go by its input")
         if draws_foreign:
-            self._refuse(
+            self.refuse(
                 "its forward draws random numbers of Python's or NumPy's, as for layers that are "
                 "left out at random; draw them outside of it, and hand them in as a tensor"
             )
@@ -210,18 +218,16 @@ class Stages:
     def _norm(self, node: fx.Node) -> nn.Module | None:
         """The BatchNorm that a node calls, where that sees the batch."""
         if node.op == "call_function" and node.target in (F.batch_norm, torch.batch_norm):
-            self._refuse(f"{node.name} is BatchNorm as a function and no layer")
+            self.refuse(f"{node.name} is BatchNorm as a function and no layer")
         if node.op != "call_module":
             return None
         layer = self.layer(node)
         if not sees_the_batch(layer):
             return None
         if isinstance(layer, nn.SyncBatchNorm):
-            self._refuse(
-                f"{node.target} is a SyncBatchNorm, and each rank computes in its own time"
-            )
+            self.refuse(f"{node.target} is a SyncBatchNorm, and each rank computes in its own time")
         if len(node.args) + len(node.kwargs) != 1 or len(node.all_input_nodes) != 1:
-            self._refuse(f"{node.target}, a {type(layer).__name__}, takes more than one input")
+            self.refuse(f"{node.target}, a {type(layer).__name__}, takes more than one input")
         return layer
 
     def layer(self, node: fx.Node) -> nn.Module:
@@ -283,7 +289,7 @@ class Stages:
             others = [user.name for user in written.users if user is not node]
             if others or written.op not in _CALLS:
                 readers = ", ".join(others) or "whoever gave it"
-                self._refuse(f"{node.name} writes into {written.name}, which {readers} reads, too")
+                self.refuse(f"{node.name} writes into {written.name}, which {readers} reads, too")
             self._writes[node] = written
 
     def run(
@@ -322,7 +328,7 @@ class Stages:
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), value_of)
                 values[node] = self._call(node, args, kwargs)
             if written is None and versions != all_versions(tensors):
-                self._refuse(f"{node.name} writes into what it is given")
+                self.refuse(f"{node.name} writes into what it is given")
             del inputs, tensors
             for each in dead:
                 values.pop(each, None)
@@ -505,11 +511,8 @@ def _require_usual(name: str, layer: Any, x: Tensor) -> None:
         found = _normalised(layer, x, mean, variance, _affine(layer, mean))
     coarse = tolerance_of(x)
     if not torch.allclose(trained, found, rtol=coarse, atol=coarse):
-        raise UnsplittableModelError(
-            f"{name}, a {type(layer).__name__}, does something else with the statistics "
-            "of its rows than to normalise with them, so it cannot be computed in slices; use "
-            "nn.BatchNorm there, or leave out this part's size"
-        )
+        kind = type(layer).__name__
+        refuse_exact(name, f"{kind} does something else with the statistics than to normalise")
 
 
 def to_host(value: Tensor, *, waits: bool = False) -> Tensor:
@@ -654,12 +657,12 @@ class _Stage:
         if isinstance(value, Tensor):
             self._pass.devices[node] = value.device
             return to_host(value)
-        if not tensor_leaves({"": value}):
-            return value
-        raise UnsplittableModelError(
-            f"{node.name}, a {type(value).__name__}, would wait for all rows to arrive at a "
-            "BatchNorm, and what holds tensors cannot; take them out of it before that layer"
-        )
+        if tensor_leaves({"": value}):
+            kind = type(value).__name__
+            self._pass.stages.refuse(
+                f"{node.name}, a {kind}, holds tensors, and would have to wait"
+            )
+        return value
 
     def backward(
         self, values: Sequence[Any], gradients: Sequence[Tensor | None]
@@ -805,10 +808,7 @@ def _through_stages(call: Call, stages: Stages, sizes: Sequence[int]) -> Any:
             for node, *statistics in zip(spec.ahead, rest[::2], rest[1::2], strict=False):
                 affine[node] = done.norms[node].affine(*statistics)
         if versions != stages.versions():
-            raise UnsplittableModelError(
-                "the forward of a part with BatchNorm changes other buffers, too, and it runs "
-                "in slices; update them outside of it, or leave out this part's size"
-            )
+            stages.refuse("its forward changes other buffers, too")
         with torch.no_grad():
             for norm in done.norms.values():
                 norm.commit()

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
-from automicro.batch.tensors import map_tensors, tensor_leaves
+from automicro.batch.tensors import tensor_leaves
 from automicro.checking.bench import Bench, Conditions, Failed, Wanted, cuts, tried
 from automicro.checking.draws import CollectiveError
 from automicro.checking.reading import LOSS, Reading, gaps, relative_errors
@@ -43,11 +43,17 @@ from automicro.loss.passes import Computation, Mode, extra_pass
 from automicro.loss.weights import BatchWeights
 from automicro.memory.oom import Failure, classify, ignoring_errors
 from automicro.modules import runs_collectives
-from automicro.nested.slices import Call, Unwritten, aliases_of, marked
+from automicro.nested.slices import (
+    Call,
+    Form,
+    Unwritten,
+    aliases_of,
+    marked,
+    refuse_outputs,
+)
 from automicro.reach import Reach
 from automicro.sharding import num_ranks
 from automicro.torch_private import in_backward, reduction_of, uncheckpointed
-from automicro.values import same_values
 
 _ROWS = (4, 2)  # of one comparison; fewer where memory runs out
 _NOISE = 1e-2  # of what is given: so much by chance hides what slices change
@@ -199,7 +205,7 @@ class _Part:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._rest: Any = None
+        self._form = Form()
         self.gives_loss, self.gives_count, self.is_proportional = False, False, True
         self.told: Average | None = None
         self.flatten: Callable[[Any], Any] | None = None
@@ -234,7 +240,7 @@ class _Part:
         if self.flatten is not None:
             output = output if self.gives_loss else self.flatten(output)
         elif not self.gives_loss:
-            self._check_form(output, self._call.layout.num_rows(microbatch))
+            self._form.take(output, self._call.layout.num_rows(microbatch))
         leaves = tensor_leaves(output)
         return {path: leaf if leaf.dim() else leaf[None] for path, leaf in leaves}
 
@@ -246,18 +252,6 @@ class _Part:
         output = self._call.compute(rows, ())
         inputs.check()
         return output
-
-    def _check_form(self, output: Any, num_rows: int) -> None:
-        """Refuse outputs that cannot be put together again."""
-        if not tensor_leaves(output):
-            _refuse("", f"no tensor but {type(output).__name__}")
-        for path, leaf in tensor_leaves(output):
-            if leaf.shape[:1] != (num_rows,):
-                _refuse(path, f"a tensor of shape {tuple(leaf.shape)} for {num_rows} rows")
-        rest = map_tensors(output, lambda _: torch.zeros((), dtype=torch.int8))
-        self._rest = rest if self._rest is None else self._rest
-        if not same_values(self._rest, rest):
-            _refuse("", "beside tensors something that is another one for each slice")
 
 
 class _Comparison:
@@ -338,7 +332,7 @@ class _Comparison:
         found, _ = bench.compare(self._whole, whole, bench.read(self._pieces))
         if found:
             self._refuse_memory(bench)
-            _refuse(next(iter(found)), "other values in slices than in the whole")
+            refuse_outputs(next(iter(found)), "other values in slices than in the whole")
 
     def _refuse_memory(self, bench: Bench) -> None:
         """Refuse a forward that reads what an earlier one wrote: slices would be further ones.
@@ -549,16 +543,6 @@ def _holds_same(one: Tensor, other: Tensor) -> bool:
         return False
     is_view = one.data_ptr() == other.data_ptr() and one.is_contiguous() and other.is_contiguous()
     return is_view or torch.equal(one.flatten(), other.flatten().to(one))
-
-
-def _refuse(path: str, what: str) -> NoReturn:
-    named = f" {path!r}" if path else ""
-    raise UnsplittableModelError(
-        f"a part with a size of its own gives{named} {what}, so it computes something over "
-        "rows and cannot be cut; give a size to a part that computes each row by itself and "
-        "gives rows in dimension 0 (the states of an LSTM have none there; a loss is a tensor "
-        "without any dimension, and the only output)"
-    )
 
 
 _HINT = (

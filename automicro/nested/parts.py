@@ -135,37 +135,20 @@ def _attached(name: str, module: nn.Module, options: Mapping[str, Any]) -> Neste
     return part
 
 
-def read_options(name: str, options: Any) -> dict[str, Any]:
+def check_options(name: str, options: Any) -> dict[str, Any]:
     """The arguments of a `NestedSplit`, from a size or a mapping.
 
     Raises:
-        ValueError: an unknown argument.
+        TypeError, ValueError: an argument that is unknown, or makes no sense, with the part's name.
 
-    >>> read_options("joint", 8), read_options("joint", {"batch_split_factor": 4})
+    >>> check_options("joint", 8), check_options("joint", {"batch_split_factor": 4})
     ({'microbatch_size': 8}, {'batch_split_factor': 4})
     """
-    if not isinstance(options, Mapping):
-        return {"microbatch_size": options}
+    found = dict(options) if isinstance(options, Mapping) else {"microbatch_size": options}
     known = [each for each in inspect.signature(NestedSplit).parameters if each != "part"]
-    for key in options:
-        if key not in known:
-            hint = suggestion(key, known) or f"; for a module, {f'{name}.{key}'!r} is one key"
-            raise ValueError(
-                f"nested[{name!r}] has {key!r}, and a part knows {', '.join(known)}{hint}"
-            )
-    return dict(options)
-
-
-def check_options(name: str, options: Any) -> dict[str, Any]:
-    """The arguments of a `NestedSplit`; what is wrong with them is told with the part's name.
-
-    Raises:
-        TypeError, ValueError: an argument that is unknown, or makes no sense.
-
-    >>> check_options("joint", 8)
-    {'microbatch_size': 8}
-    """
-    found = read_options(name, options)
+    for key in found.keys() - set(known):
+        hint = suggestion(key, known) or f"; for a module, {f'{name}.{key}'!r} is one key"
+        raise ValueError(f"nested[{name!r}] has {key!r}, and a part knows {', '.join(known)}{hint}")
     try:
         NestedSplit(_nothing, **found)
     except (TypeError, ValueError) as error:

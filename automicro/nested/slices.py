@@ -15,7 +15,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -364,6 +364,53 @@ def _narrow(total: tuple[Tensor, torch.dtype] | None) -> Tensor:
     return total[0].to(total[1])
 
 
+class Form:
+    """What each slice of a part gives: tensors with rows, and the same beside these."""
+
+    def __init__(self) -> None:
+        self._rest: Any = None
+
+    def take(self, output: Any, num_rows: int) -> list[Tensor]:
+        """The tensors of an output.
+
+        Raises:
+            UnsplittableModelError: with others it cannot be put together.
+        """
+        leaves = tensor_leaves(output)
+        if not leaves:
+            refuse_outputs("", f"no tensor but {type(output).__name__}")
+        for path, leaf in leaves:
+            if leaf.shape[:1] != (num_rows,):
+                refuse_outputs(path, f"a tensor of shape {tuple(leaf.shape)} for {num_rows} rows")
+        rest = map_tensors(output, lambda leaf: leaf.new_empty(0))
+        is_dry = isinstance(leaves[0][1], FakeTensor)  # without data there is nothing to compare
+        if not (self._rest is None or is_dry or same_values(self._rest, rest)):
+            what = "something that is another one for each slice (a number, a text, a None)"
+            refuse_outputs("", f"beside tensors {what}")
+        self._rest = rest
+        return [leaf for _, leaf in leaves]
+
+    def whole(self, tensors: Sequence[Tensor]) -> Any:
+        """An output with these tensors."""
+        waiting = iter(tensors)
+        return map_tensors(self._rest, lambda _: next(waiting))
+
+
+def refuse_outputs(path: str, what: str) -> NoReturn:
+    """Refuse what a part gives.
+
+    Raises:
+        UnsplittableModelError: always.
+    """
+    named = f" {path!r}" if path else ""
+    raise UnsplittableModelError(
+        f"a part with a size of its own gives{named} {what}, so it computes something over "
+        "rows and cannot be cut; give a size to a part that computes each row by itself and "
+        "gives rows in dimension 0 (the states of an LSTM have none there; a loss is a tensor "
+        "without any dimension, and the only output)"
+    )
+
+
 class Joined:
     """The outputs of slices as those of all rows.
 
@@ -372,43 +419,20 @@ class Joined:
     """
 
     def __init__(self, num_rows: int) -> None:
-        self._num_rows = num_rows
-        self._form: Any = None
+        self._num_rows, self._form = num_rows, Form()
         self.tensors: list[Tensor] = []
         self._placed: dict[int, list[tuple[int, Tensor]]] = {}  # by output: what has a gradient
-
-    def _is_formed_like(self, output: Any) -> bool:
-        """Whether what stands beside tensors is that of the first slice."""
-        known = [leaf for _, leaf in tensor_leaves(self._form)]
-        if known and isinstance(known[0], FakeTensor):
-            return True
-        waiting = iter(known)
-        return same_values(self._form, map_tensors(output, lambda leaf: next(waiting, leaf)))
 
     def put(self, each: Slice, output: Any) -> None:
         """Take the output of a slice.
 
         Raises:
-            BatchError: it has no rows, or other shapes than that of the slices before.
+            BatchError: it has other shapes than that of the slices before.
+            UnsplittableModelError: it cannot be put together with these.
         """
-        leaves = [leaf for _, leaf in tensor_leaves(output)]
-        for leaf in leaves:
-            if leaf.dim() == 0 or leaf.shape[0] != each.num_rows:
-                raise BatchError(
-                    f"a part with a size of its own gave a tensor of shape {tuple(leaf.shape)} for "
-                    f"a slice of {each.num_rows} rows; every output needs the rows in dimension 0 "
-                    "(a loss is a tensor without any dimension, and the only output)"
-                )
+        leaves = self._form.take(output, each.num_rows)
         if not self.tensors:
             self.tensors = [leaf.new_empty((self._num_rows, *leaf.shape[1:])) for leaf in leaves]
-            self._form = map_tensors(output, lambda leaf: leaf.new_empty(0))
-        elif not self._is_formed_like(output):
-            raise UnsplittableModelError(
-                "a part with a size of its own gives beside tensors something that is another one "
-                "for each slice (a number, a text, None in place of a tensor): that of all rows is "
-                "not known; give it as a tensor with the rows in dimension 0, or compute it "
-                "outside of the part"
-            )
         for at, (whole, leaf) in enumerate(zip(self.tensors, leaves, strict=True)):
             if whole.shape[1:] != leaf.shape[1:]:
                 raise BatchError(
@@ -428,8 +452,7 @@ class Joined:
         for at, placed in self._placed.items():
             starts, tokens = zip(*placed, strict=True)
             found[at] = cast(Tensor, _apply(_Whole, [found[at]], starts, *tokens))
-        waiting = iter(found)
-        return map_tensors(self._form, lambda _: next(waiting))
+        return self._form.whole(found)
 
 
 class _Placed(torch.autograd.Function):

@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +31,10 @@ from automicro.loss.averages import LossAverage
 from automicro.loss.passes import extra_pass, is_extra_pass
 from automicro.modules import ModuleIndex
 from automicro.nested.again import storage_of
-from automicro.nested.batchnorm import Stages, split_at_norms
+from automicro.nested.batchnorm import Stages, refuse_exact, split_at_norms
 from automicro.nested.check import Check, Checked, check_positions, is_counted, is_loss
 from automicro.nested.slices import Call, naming, split_loss, split_outputs
+from automicro.options import check_choice
 from automicro.policy.choose import make_policy
 from automicro.policy.policy import Outcome, Policy, require_rows, require_size
 from automicro.reach import OF_EVERY_MODULE, Reach, captured_modules
@@ -179,16 +180,8 @@ class NestedSplit:
                 f"{type(part).__name__} has a size of its own already; give it once, or take the "
                 "first one back with .remove()"
             )
-        if microbatch_unit not in UNITS:
-            raise ValueError(
-                f"microbatch_unit={microbatch_unit!r} is neither 'rows' nor 'tokens'; sizes of a "
-                "part are counted in one of these"
-            )
-        if batchnorm not in BATCHNORM:
-            raise ValueError(
-                f"batchnorm={batchnorm!r} is neither 'warn' nor 'exact': a part's BatchNorm sees a "
-                "slice, or with 'exact' all rows of the microbatch"
-            )
+        self.unit = check_choice("microbatch_unit", microbatch_unit, UNITS)
+        self._is_exact = check_choice("batchnorm", batchnorm, BATCHNORM) == "exact"
         if batch_split_factor is not None and microbatch_size != "auto":
             raise ValueError(
                 f"microbatch_size={microbatch_size!r} and batch_split_factor={batch_split_factor} "
@@ -203,8 +196,6 @@ class NestedSplit:
                 'microbatch_size="explore" is for the microbatches of a whole model; give a part '
                 '"auto" or an int'
             )
-        self.unit = microbatch_unit
-        self._is_exact = batchnorm == "exact"
         self._layout = BatchLayout(batch_layout)
         self._modules = [part] if isinstance(part, nn.Module) else list(modules)
         if not self._modules:
@@ -388,7 +379,7 @@ class NestedSplit:
             checked = self._check(call, given)
             if checked.averages is not None:
                 if stages is not None:
-                    self._refuse("it gives a loss, which is there before all rows have arrived")
+                    refuse_exact(self.name, "it gives a loss, which is there before they have")
                 recompute = _is_half(call) or not checked.is_proportional
                 counts: list[Any] | None = [] if checked.gives_count else None
                 call = replace(checked.watch(call, counts), averages=checked.averages)
@@ -409,15 +400,8 @@ class NestedSplit:
         if not self._is_exact or not self.batchnorms():
             return None
         if not isinstance(self._part, nn.Module) or self._earlier is not None:
-            self._refuse("it is no module, or has another forward than its class")
+            refuse_exact(self.name, "it is no module, or has another forward than its class")
         return self._known.stages(self._part, batch)
-
-    def _refuse(self, why: str) -> NoReturn:
-        raise UnsplittableModelError(
-            f"batchnorm='exact': in slices all rows of {self.name} have to arrive at each "
-            f"BatchNorm before any go on, and they cannot: {why}; give it to a module that ends "
-            "before the loss, or leave it out"
-        )
 
     def _refuse_threads(self) -> None:
         """Refuse a call while another thread computes a slice, with other parameters in place.
@@ -516,49 +500,10 @@ class NestedSplit:
             self._checks[how] = Check(self._declared)
         return self._checks[how](call)
 
-    def size_of(self, num_rows: int, cost: float) -> int:
-        """Rows of a slice, at most.
-
-        They stay until a forward that follows a backward: what is computed again in the backward,
-        or once more in an attempt, is cut as it was.
-        """
-        if self._is_over and not in_backward():
-            self._fixed.clear()
-            self._is_over = False
-        key = num_rows, cost, self.finer
-        if key not in self._fixed:
-            if len(self._fixed) > _MOST_SIZES:
-                self._fixed.clear()
-            self._fixed[key] = -(-self.policy_of(num_rows).propose(num_rows, cost) // self.finer)
-        return self._fixed[key]
-
     @property
     def _min_rows(self) -> int:
         """The fewest of a slice: BatchNorm needs two."""
         return 2 if self.batchnorms() and not self._is_exact else 1
-
-    def shrink(self, outcome: Outcome) -> int | None:
-        """Rows of a slice after a size that did not fit; None where there is nothing smaller."""
-        key, policy = _key_of(outcome.num_rows), self.policy_of(outcome.num_rows)
-        if not policy.adapts:
-            return None
-        self._before.setdefault(key, policy.state_dict())
-        policy.record(outcome)
-        self._is_over = True
-        proposed = policy.propose(outcome.num_rows, outcome.cost)
-        self.has_shrunk = self._min_rows <= proposed < outcome.microbatch_size
-        if not self.has_shrunk:
-            # Nothing smaller is left: that teaches nothing about other calls.
-            policy.load_state_dict(self._before.pop(key))
-            return None
-        self.ooms += 1
-        return proposed
-
-    def note_sizes(self, sizes: Sequence[int]) -> None:
-        """All slices of a call went through."""
-        self._before.pop(_key_of(sum(sizes)), None)
-        self.sizes, self.has_shrunk = list(sizes), False
-        self.warn_of_slices(sizes)
 
     def _in_one_piece(self, call: Call) -> Any:
         """The usual forward. It is noted when its backward runs, should memory run out there."""
@@ -581,15 +526,6 @@ class NestedSplit:
     def _note(self, in_backward: bool, _: Tensor) -> None:
         self._in_backward = in_backward
         self._is_over = True
-
-    def policy_of(self, num_rows: int) -> Policy:
-        """What finds sizes for calls of about as many rows: others leave it more room, or less."""
-        if not self._policy.adapts:
-            return self._policy
-        key = _key_of(num_rows)
-        if key not in self._policies:
-            self._policies[key] = copy.deepcopy(self._policy)
-        return self._policies[key]
 
     def batchnorms(self) -> list[str]:
         """The layers of the part that see a slice where they saw the microbatch."""
@@ -627,30 +563,50 @@ class NestedSplit:
         return module is not self._part and has_forward_hooks(module)
 
 
-def _key_of(num_rows: int) -> int:
-    return (num_rows - 1).bit_length()
-
-
 class _Sizer:
     """The sizes of the slices of one call."""
 
     def __init__(self, nested: NestedSplit, num_rows: int, cost: float) -> None:
         self.num_rows = num_rows
         self._nested, self._cost = nested, cost
-        self._policy = nested.policy_of(num_rows)
+        # Calls of about as many rows share a policy: others leave it more room, or less.
+        self._key, self._policy = (num_rows - 1).bit_length(), nested._policy
+        if nested.adapts:
+            if self._key not in nested._policies:
+                nested._policies[self._key] = copy.deepcopy(nested._policy)
+            self._policy = nested._policies[self._key]
 
     def begin(self) -> int:
-        return self._nested.size_of(self.num_rows, self._cost)
+        # Sizes stay until a forward that follows a backward: what is computed again in the
+        # backward, or once more in an attempt, is cut as it was.
+        nested, fixed = self._nested, self._nested._fixed
+        if nested._is_over and not in_backward():
+            fixed.clear()
+            nested._is_over = False
+        key = self.num_rows, self._cost, nested.finer
+        if key not in fixed:
+            if len(fixed) > _MOST_SIZES:
+                fixed.clear()
+            fixed[key] = -(-self._policy.propose(self.num_rows, self._cost) // nested.finer)
+        return fixed[key]
 
     def failed(self, size: int, error: BaseException | None = None) -> bool:
         # Where a part inside of this one is smaller now, that is enough. An extra pass teaches
         # nothing, so that it leaves no trace.
-        if is_extra_pass() or (error is not None and facts_of(error).part is not None):
+        nested, policy = self._nested, self._policy
+        is_told = error is not None and facts_of(error).part is not None
+        if is_extra_pass() or is_told or not policy.adapts:
             return False
-        nested = self._nested
-        proposed = nested.shrink(self._outcome(size, fits=False))
-        if proposed is None:
+        nested._before.setdefault(self._key, policy.state_dict())
+        policy.record(self._outcome(size, fits=False))
+        nested._is_over = True
+        proposed = policy.propose(self.num_rows, self._cost or None)
+        nested.has_shrunk = nested._min_rows <= proposed < size
+        if not nested.has_shrunk:
+            # Nothing smaller is left: that teaches nothing about other calls.
+            policy.load_state_dict(nested._before.pop(self._key))
             return False
+        nested.ooms += 1
         if error is not None:
             remember(error, part=nested.name)
             add_note(
@@ -669,9 +625,12 @@ class _Sizer:
         return True
 
     def end(self, sizes: Sequence[int]) -> None:
+        nested = self._nested
         if not is_extra_pass():
             self._policy.record(self._outcome(max(sizes[-1], min(sizes)), fits=True))
-        self._nested.note_sizes(sizes)
+        nested._before.pop(self._key, None)
+        nested.sizes, nested.has_shrunk = list(sizes), False
+        nested.warn_of_slices(sizes)
 
     def _outcome(self, size: int, *, fits: bool) -> Outcome:
         return Outcome(
