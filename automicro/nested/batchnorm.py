@@ -1,14 +1,14 @@
 """A part with BatchNorm in slices: normalised with the statistics of all its rows.
 
-All slices pass a stage (see `stages`) before any begins the next, so that the means and variances
+All slices pass a stage before any begins the next, so that the means and variances
 of its BatchNorms are those of all rows. Between stages values wait on the host, those of every
 slice; on the device is one slice of one stage. In the backward each stage is computed again from
 what waits there, the last one first. So a row is computed forward twice, as with checkpointing.
 
-A stage begins with its BatchNorms in evaluation mode, for their statistics are known by then. The
-gradients of their weight and bias, added up over all slices, are the two sums that the gradient of
-a BatchNorm's input needs: of ``dy`` and of ``dy · x̂``. The stage before it takes them: what came
-back through evaluation mode, less ``weight / deviation / N · (Σ dy + x̂ · Σ dy · x̂)``.
+A stage is one node of autograd, given values on the host, and scale and shift of its BatchNorms,
+which run in evaluation mode: their statistics are known by then. Scale and shift are the layer's
+own in value, and functions of mean and variance, too. So their gradients (the sums of ``dy`` and of
+``dy · x̂`` over all slices) go on to mean and variance, and to the stage before, which gave these.
 
 What comes between two BatchNorms is read from a symbolic trace of the model (``torch.fx``): a list
 of operations, each with what it needs. A stage is all that can be computed once some BatchNorms

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from automicro.batch.device import cost_of_row, on_host
+from automicro.batch.device import cost_of_row
 from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import Contents, map_tensors, tensor_leaves
 from automicro.batchnorm import batchnorm_message, sees_the_batch
@@ -437,13 +437,6 @@ class NestedSplit:
         known = self._known
         known.index.refresh()
         places = Places(known.index)
-        places.check()
-
-        @contextlib.contextmanager
-        def holding(tensors: Sequence[Tensor] | None) -> Iterator[None]:
-            with places.holding(tensors), _no_autocast_cache(), without_parametrization_cache():
-                yield
-
         is_new = True
 
         def compute(rows: Mapping[str, Any], tensors: Sequence[Tensor] | None) -> Any:
@@ -453,7 +446,7 @@ class NestedSplit:
             self._refuse_threads()
             self._is_inside, self._thread = True, threading.get_ident()
             try:
-                with holding(tensors):
+                with places.holding(tensors):
                     output = forward(*args, **kwargs)
             finally:
                 self._is_inside = False
@@ -472,7 +465,7 @@ class NestedSplit:
             batch=batch,
             layout=self._layout,
             compute=compute,
-            holding=holding,
+            holding=places.holding,
             parameters=places.parameters,
             averages={},
             sizer=sizer,
@@ -662,15 +655,6 @@ class _Known:
         """Every generator that a slice may draw from."""
         return RandomState(self._devices, self._reach.generators)
 
-    def numbers(self) -> int:
-        """Tells where the random numbers of torch stand."""
-        with on_host():
-            states = [torch.get_rng_state()]
-            for each in self._devices:
-                if each.type != "cpu":
-                    states.append(torch.get_device_module(each).get_rng_state(each))
-            return hash(tuple(state.numpy().tobytes() for state in states))
-
     def stages(self, part: nn.Module, batch: Mapping[str, Any]) -> Stages:
         """Of a part with BatchNorm; found anew where what a forward may go by has changed."""
         modes = [each.training for each in part.modules()]
@@ -696,6 +680,9 @@ class Places:
     Args:
         index: of the modules.
 
+    Raises:
+        UnsplittableModelError: one lies on several ranks.
+
     Attributes:
         parameters: each once.
         frozen: those that need none now; they may by the time of the backward.
@@ -714,6 +701,12 @@ class Places:
                 if not parameter.requires_grad:
                     self.frozen.append(parameter)
                     continue
+                if is_sharded(parameter):
+                    raise UnsplittableModelError(
+                        f"the part's parameter {name!r} is sharded while the part runs, so that "
+                        "every slice would communicate; apply fully_shard to the part itself, and "
+                        "to nothing inside of it, or leave its size out"
+                    )
                 if id(parameter) not in by_id:
                     by_id[id(parameter)] = len(self.parameters)
                     self.parameters.append(parameter)
@@ -722,42 +715,21 @@ class Places:
     @contextlib.contextmanager
     def holding(self, tensors: Sequence[Tensor] | None) -> Iterator[None]:
         """Other tensors in the places of parameters meanwhile, in their order, where there are."""
-        if not tensors:
-            yield
-            return
-        before = [table[name] for table, name, _ in self._found]
+        others = tensors or ()
+        found = self._found if others else []
+        before = [table[name] for table, name, _ in found]
+        # What autocast would keep of a slice has no gradient, or that of an alias.
+        is_cached = torch.is_autocast_cache_enabled()
         try:
-            for table, name, index in self._found:
-                table[name] = tensors[index]
-            yield
+            torch.set_autocast_cache_enabled(False)
+            for table, name, index in found:
+                table[name] = others[index]
+            with without_parametrization_cache():
+                yield
         finally:
-            for (table, name, _), parameter in zip(self._found, before, strict=True):
+            torch.set_autocast_cache_enabled(is_cached)
+            for (table, name, _), parameter in zip(found, before, strict=True):
                 table[name] = parameter
-
-    def check(self) -> None:
-        """Refuse parameters that lie on several ranks.
-
-        Raises:
-            UnsplittableModelError: one does.
-        """
-        for _, name, index in self._found:
-            if is_sharded(self.parameters[index]):
-                raise UnsplittableModelError(
-                    f"the part's parameter {name!r} is sharded while the part runs, so that every "
-                    "slice would communicate; apply fully_shard to the part itself, and to nothing "
-                    "inside of it, or leave its size out"
-                )
-
-
-@contextlib.contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    """What autocast would keep of a slice has no gradient, or that of an alias."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
 
 
 class _Forward:

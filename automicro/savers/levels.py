@@ -91,11 +91,6 @@ class Level:
         """Of language models, that run in slices."""
         return [saver.tail for saver in self.savers if isinstance(saver, NestedTail)]
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing is switched on."""
-        return not self.savers
-
     def describe(self) -> str:
         """What it does, in one sentence for people."""
         return ", and ".join(saver.describe() for saver in self.savers) or "everything is kept"

@@ -37,7 +37,6 @@ def model() -> nn.Module:
 def test_levels_by_name(given: Any, names: list[str]) -> None:
     levels = make_levels(given, [model()], CPU)
     assert [level.name for level in levels] == names
-    assert [level.is_plain for level in levels] == [name == "plain" for name in names]
 
 
 @pytest.mark.parametrize(
