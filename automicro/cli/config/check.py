@@ -53,7 +53,6 @@ CHECKPOINT_FORM = (
     "write {interval: 500ba, keep_last: 2}, {} for the defaults, or null for no checkpoints"
 )
 SAMPLING_FORM = "write {mode: duration, lengths: seconds, batch_length: 600.0}, or fixed"
-GROUP_FORM = "write {params: '*.bias', weight_decay: 0.0}: names of parameters, then options"
 
 
 def read_typed(tree: Mapping[str, Any]) -> DictConfig:
@@ -99,8 +98,6 @@ def _check_shape(value: Any, key: str, kind: str) -> None:
         return
     if kind in OF_SECTIONS:
         OF_SECTIONS[kind](value)
-    elif kind == "parameter_groups":
-        _check_groups(value)
     elif option.made == "list":
         if not isinstance(value, list | tuple):
             raise ConfigError(
@@ -163,27 +160,6 @@ def _places_of(name: object, value: Any, way: str = "") -> list[str]:
             places.append(here)
         places += _places_of(name, inner, here)
     return places
-
-
-def _check_groups(groups: object) -> None:
-    if not isinstance(groups, list | tuple):
-        raise ConfigError(
-            f"parameter_groups={show(groups)} is not a list: write [] for none, or a list in "
-            f"which each group is a mapping such as {{params: '*.bias', weight_decay: 0.0}}"
-        )
-    for place, group in enumerate(groups):
-        key = f"parameter_groups.{place}"
-        if not isinstance(group, Mapping):
-            raise ConfigError(f"{key}={show(group)} is not a mapping: {GROUP_FORM}")
-        if "params" not in group:
-            raise ConfigError(f"{key}={show(group)} has no params: {GROUP_FORM}")
-        params = group["params"]
-        patterns = params if isinstance(params, list) else [params]
-        if not patterns or not all(isinstance(each, str) and each for each in patterns):
-            raise ConfigError(
-                f"{key}.params={show(params)} is no pattern of names: write text such as "
-                f"'*.bias', or a list of such"
-            )
 
 
 def read_checkpoint(value: Any) -> DictConfig:

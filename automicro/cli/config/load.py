@@ -116,29 +116,17 @@ def _prefixes(keys: Iterable[str]) -> Iterator[str]:
 
 def _circle(tree: dict[str, Any]) -> list[str]:
     """Keys that refer to each other, back to the first; empty where none do."""
-    refers = {
-        key: REFERENCE.findall(value)
-        for key, value in leaves(tree).items()
-        if isinstance(value, str)
-    }
-    for start in refers:
-        way = _way_back(start, start, refers, [start])
-        if way:
-            return way
-    return []
+    refers = {key: REFERENCE.findall(str(value)) for key, value in leaves(tree).items()}
 
-
-def _way_back(
-    start: str, here: str, refers: Mapping[str, list[str]], way: list[str]
-) -> list[str] | None:
-    for each in refers.get(here, ()):
-        if each == start:
-            return [*way, start]
-        if each not in way:
-            found = _way_back(start, each, refers, [*way, each])
-            if found:
+    def follow(*way: str) -> list[str]:
+        for each in refers.get(way[-1], ()):
+            if each in way:
+                return [*way[way.index(each) :], each]
+            if found := follow(*way, each):
                 return found
-    return None
+        return []
+
+    return next(filter(None, map(follow, refers)), [])
 
 
 @functools.cache
