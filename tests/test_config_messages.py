@@ -266,8 +266,7 @@ WRONG_OVERRIDES = {
         "model.args.bias is '???', to be filled in: write it there, or add model.args.bias=VALUE"
     ),
     "eval_dataloader=${model.args}": (
-        "eval_dataloader has an unknown key 'in_features': arguments belong below it, as "
-        "eval_dataloader.args.in_features=8"
+        f"eval_dataloader.in_features=8 (a whole number) is not a mapping: {FORM}"
     ),
     "model.args.in_features=${train_data.args.batch_size}": (
         "model.args.in_features refers to ${train_data.args.batch_size}, which does not exist (did "

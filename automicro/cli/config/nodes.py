@@ -213,6 +213,19 @@ def items_inside(value: Any) -> list[tuple[Any, Any]]:
     return list(enumerate(value)) if isinstance(value, list) else []
 
 
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A value with something else in the place of each end of its mappings and lists.
+
+    >>> mapped({"sizes": [1, 2]}, str)
+    {'sizes': ['1', '2']}
+    """
+    if isinstance(value, Mapping):
+        return {name: mapped(each, change) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [mapped(each, change) for each in value]
+    return change(value)
+
+
 def leaves(value: Any, key: str = "") -> dict[str, Any]:
     """What lies at the ends of mappings and lists, by its dotted key; empty ones are ends, too.
 
