@@ -115,7 +115,7 @@ def _check_shape(value: Any, key: str, kind: str) -> None:
         for name, node in value.items():
             with about(f"{key}.{name}"):
                 check_node(node, f"{key}.{name}")
-    elif option.made or (
+    elif set(found) <= {CallConfig, NoneType} or (
         CallConfig in found
         and isinstance(value, Mapping)
         and (is_node(value) or Mapping not in found)

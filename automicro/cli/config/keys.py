@@ -25,7 +25,8 @@ class Option:
         choices: import path of the words that it may be.
         read: import path of what refuses a value that makes no sense. It is called with the value,
             or with the key and the value where its first parameter is called ``name``.
-        made: what stands there to be made: a ``"node"``, or a ``"list"`` or ``"mapping"`` of nodes.
+        made: what is made there, where the type does not tell: a ``"node"``, or a ``"list"`` or
+            ``"mapping"`` of nodes.
     """
 
     words: str = ""
@@ -46,18 +47,18 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
     "What is made": {
         "model": Option(made="node", words="a node"),
         "weights": Option(),
-        "loss_fn": Option(made="node"),
-        "forward": Option(made="node"),
-        "optimizer": Option(made="node", words="a node"),
+        "loss_fn": Option(),
+        "forward": Option(),
+        "optimizer": Option(words="a node"),
         "parameter_groups": Option(
             words="a list of mappings", read="automicro.trainer.optimizer.read_patterns"
         ),
-        "scheduler": Option(made="node"),
+        "scheduler": Option(),
         "scheduler_interval": Option(choices="automicro.trainer.optimizer.SCHEDULER_INTERVALS"),
         "metrics": Option(made="mapping", words="a mapping of nodes"),
-        "update_metric": Option(made="node"),
-        "count_tokens": Option(made="node"),
-        "count_seconds": Option(made="node"),
+        "update_metric": Option(),
+        "count_tokens": Option(),
+        "count_seconds": Option(),
     },
     "Data and batches": {
         "train_dataloader": Option(made="node", words="a node"),
