@@ -86,40 +86,7 @@ class Duration:
         >>> Duration.parse("1.5e6tok").value
         1500000
         """
-        if isinstance(text, Duration):
-            return text
-        if isinstance(text, int) and not isinstance(text, bool):
-            raise TypeError(
-                f"a duration of {text} has no unit: say '{text}ep' (epochs) or '{text}ba' (batches)"
-            )
-        if not isinstance(text, str):
-            raise TypeError(f"{text!r} is no duration: write it like '2ep' or '500ba'")
-        match = _PATTERN.fullmatch(text.strip())
-        if match is not None and match[3] in _OF_DATA:
-            return cls._of_data(text, match)
-        if match is None or match[3] not in set(Unit):
-            raise ValueError(
-                f"{text!r} is no duration{meant_duration(text)}: write a whole number and ep "
-                f"(epochs), ba (batches), sp (samples), tok (tokens) or h (hours of data), like "
-                f"'2ep' or '500ba'"
-            )
-        number, exponent, unit = match[1], match[2], Unit(match[3])
-        value = Decimal(number + (exponent or ""))
-        if value != int(value) or ("." in number and not exponent):
-            raise ValueError(f"{text!r} is not whole: give a whole number of {unit.name.lower()}")
-        if exponent and unit in (Unit.EPOCHS, Unit.BATCHES):
-            raise ValueError(
-                f"{text!r} is in scientific notation, which is for sp and tok only: "
-                f"say '{int(value)}{unit}'"
-            )
-        return cls(value=int(value), unit=unit)
-
-    @classmethod
-    def _of_data(cls, text: str, match: re.Match[str]) -> "Duration":
-        seconds = Decimal(match[1] + (match[2] or "")) * _OF_DATA[match[3]]
-        if seconds != int(seconds):
-            raise ValueError(f"{text!r} is not whole: give a whole number of seconds")
-        return cls(value=int(seconds), unit=Unit.SECONDS)
+        return read_duration("", text)
 
 
 def read_duration(name: str, duration: str | Duration) -> Duration:
@@ -132,23 +99,42 @@ def read_duration(name: str, duration: str | Duration) -> Duration:
     >>> read_duration("max_duration", "1e6tok")
     Duration.parse('1000000tok')
     """
-    try:
-        return Duration.parse(duration)
-    except (TypeError, ValueError) as error:
-        text = str(duration).strip()
-        may_be_none = name == "interval" or name.endswith((".interval", "eval_interval"))
-        never = ", or None" if may_be_none else ""
+    if isinstance(duration, Duration):
+        return duration
+    given: object = duration
+    found = _read_duration(given) if isinstance(given, str) else None
+    if found is not None:
+        return found
+    text = str(duration).strip()
+    may_be_none = name == "interval" or name.endswith((".interval", "eval_interval"))
+    never = ", or None" if may_be_none else ""
+    why = (
+        f"is not a whole number of epochs, batches, samples, tokens or seconds of data, at "
+        f"least 1{_meant_duration(text) or _counted_otherwise(text)}; write it like '2ep', "
+        f"'500ba', '10000sp', '1e6tok' or '100h'{never}"
+    )
+    if text.isdecimal() and int(text) > 0:
         why = (
-            f"is not a whole number of epochs, batches, samples, tokens or seconds of data, at "
-            f"least 1{meant_duration(text) or _counted_otherwise(text)}; write it like '2ep', "
-            f"'500ba', '10000sp', '1e6tok' or '100h'{never}"
+            f"has no unit; say '{text}ep' (epochs), '{text}ba' (batches), '{text}sp' (samples) "
+            f"or '{text}tok' (tokens)"
         )
-        if text.isdecimal() and int(text) > 0:
-            why = (
-                f"has no unit; say '{text}ep' (epochs), '{text}ba' (batches), '{text}sp' (samples) "
-                f"or '{text}tok' (tokens)"
-            )
-        raise type(error)(f"{name}={duration!r} {why}") from None
+    kind = ValueError if isinstance(given, str) else TypeError
+    raise kind(f"{name}={duration!r} {why}" if name else f"{duration!r} {why}")
+
+
+def _read_duration(text: str) -> Duration | None:
+    match = _PATTERN.fullmatch(text.strip())
+    if match is None or match[3] not in {*Unit, *_OF_DATA}:
+        return None
+    number, exponent = match[1], match[2] or ""
+    value = Decimal(number + exponent) * _OF_DATA.get(match[3], 1)
+    unit = Unit.SECONDS if match[3] in _OF_DATA else Unit(match[3])
+    # Parts are of hours and minutes; epochs and batches are few enough to be written out.
+    is_odd = "." in number and not exponent and unit is not Unit.SECONDS
+    is_odd = is_odd or (bool(exponent) and unit in (Unit.EPOCHS, Unit.BATCHES))
+    if is_odd or value != int(value) or value < 1:
+        return None
+    return Duration(value=int(value), unit=unit)
 
 
 def _counted_otherwise(text: str) -> str:
@@ -159,13 +145,9 @@ def _counted_otherwise(text: str) -> str:
     return " (of data that is 'h', 'min' or 'sec'; a limit in time is max_time='2h30m')"
 
 
-def meant_duration(text: object) -> str:
-    """A hint to be put behind what is no duration; empty where nobody can tell what was meant.
-
-    >>> meant_duration("5 epochs"), meant_duration("often")
-    (" (did you mean '5ep'?)", '')
-    """
-    match = re.fullmatch(r"(\d+)\s*([a-z]+)", str(text).strip().lower())
+def _meant_duration(text: str) -> str:
+    """A hint to be put behind what is no duration; empty where it is not known what was meant."""
+    match = re.fullmatch(r"(\d+)\s*([a-z]+)", text.lower())
     if match is None:
         return ""
     unit = next((unit for unit in Unit if match[2] in _WORDS[unit]), None)

@@ -299,9 +299,13 @@ WRITTEN = {
         "(did you mean 'AdamW'?): correct the path"
     ),
     "optimizer.call=AdamW": (
-        "optimizer.call='AdamW' is no dotted path: write the whole one, 'torch.optim.AdamW'"
+        "optimizer.call='AdamW': there is no module 'AdamW' (did you mean 'torch.optim.AdamW'?): "
+        "write the whole path"
     ),
-    "model.call=Net": ("model.call='Net' is no dotted path: write the whole one, 'my_code.Net'"),
+    "model.call=Net": (
+        "model.call='Net': there is no module 'Net' (did you mean 'my_code.Net'?): write the whole "
+        "path"
+    ),
     "optimizer.args.lr=${optimizer.args.lrr}": (
         "optimizer.args.lr refers to ${optimizer.args.lrr}, which does not exist (did "
         "you mean 'optimizer.args.lr'?): use a key of the config, from its top level"

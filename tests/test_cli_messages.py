@@ -125,6 +125,9 @@ WRONG_USES = {
         "{override}: batchnorm='wran' is not known (did you mean 'warn'?); use one of warn, error, "
         "disable, ignore, exact"
     ),
+    ("train", "job.yaml", "memory_limit=120%"): (
+        "{override}: memory_limit: '120%' is no share of a device: give one such as '80%' or 0.8"
+    ),
     ("train", "job.yaml", "model={call: cli_job.bug}"): (
         "{override}: AttributeError: a bug in the user's code\n  while making model (cli_job.bug)\n"
         "  at cli_job.py:19, in bug"

@@ -9,6 +9,7 @@ from automicro.errors import ConfigError
 from tests.config_jobs import JOB, build_trainer, complaint, job, load_config
 
 FORM = "write {call: dotted.path, args: {name: value}}"
+GROUPS = "write mappings such as {'params': ['*.bias'], 'weight_decay': 0.0}"
 DATA = "{call: torch.utils.data.DataLoader, args: {dataset: [1]}}"
 CALLBACKS = "automicro.callbacks"
 STOPPING = f"{CALLBACKS}.EarlyStopping"
@@ -141,21 +142,11 @@ WRONG_OVERRIDES = {
     ),
     "run_dir=[a]": "run_dir=['a'] (a list): expected text or null",
     # groups of parameters
-    "parameter_groups=null": (
-        "parameter_groups=null is not a list: write [] for none, or a list in which each group is "
-        "a mapping such as {params: '*.bias', weight_decay: 0.0}"
-    ),
-    "parameter_groups=[bias]": (
-        "parameter_groups.0='bias' (text) is not a mapping: write {params: '*.bias', weight_decay: "
-        "0.0}: names of parameters, then options"
-    ),
+    "parameter_groups=null": "parameter_groups=null: expected a list of mappings",
+    "parameter_groups=[bias]": (f"parameter_groups[0] is of type str, not a mapping: {GROUPS}"),
     "parameter_groups=[{param: bias}]": (
-        "parameter_groups.0={'param': 'bias'} (a mapping) has no params: write {params: '*.bias', "
-        "weight_decay: 0.0}: names of parameters, then options"
-    ),
-    "parameter_groups=[{params: 3}]": (
-        "parameter_groups.0.params=3 (a whole number) is no pattern of names: write text such as "
-        "'*.bias', or a list of such"
+        "parameter_groups[0] lacks 'params' and has 'param', so nothing says whose options these "
+        f"are: {GROUPS}"
     ),
     # nodes that are not well formed
     "model=torch.nn.Linear": (
@@ -275,8 +266,7 @@ WRONG_OVERRIDES = {
         "model.args.bias is '???', to be filled in: write it there, or add model.args.bias=VALUE"
     ),
     "eval_dataloader=${model.args}": (
-        "eval_dataloader has an unknown key 'in_features': arguments belong below it, as "
-        "eval_dataloader.args.in_features=8"
+        f"eval_dataloader.in_features=8 (a whole number) is not a mapping: {FORM}"
     ),
     "model.args.in_features=${train_data.args.batch_size}": (
         "model.args.in_features refers to ${train_data.args.batch_size}, which does not exist (did "

@@ -54,35 +54,20 @@ def test_a_duration_cannot_be_changed() -> None:
         Duration.parse("2ep").value = 3  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(
-    ("text", "error", "said"),
-    [
-        (5, TypeError, r"5 has no unit: say '5ep' \(epochs\) or '5ba' \(batches\)"),
-        (2.5, TypeError, "2.5 is no duration: write it like '2ep'"),
-        (True, TypeError, "True is no duration: write it like"),
-        (None, TypeError, "None is no duration: write it like"),
-        ("ten", ValueError, "'ten' is no duration: write a whole number and ep"),
-        ("", ValueError, "'' is no duration: write a whole number and ep"),
-        ("ep", ValueError, "'ep' is no duration: write a whole number and ep"),
-        ("5", ValueError, "'5' is no duration: write a whole number and ep"),
-        ("5min.", ValueError, r"'5min.' is no duration: write .* h \(hours of data\)"),
-        ("5m", ValueError, r"'5m' is no duration: write .* h \(hours of data\)"),
-        ("2h30min", ValueError, "'2h30min' is no duration"),
-        ("0.0001h", ValueError, "'0.0001h' is not whole: give a whole number of seconds"),
-        ("0h", ValueError, "'0sec' trains nothing|'0h' trains nothing"),
-        ("0ep", ValueError, "'0ep' trains nothing: give at least 1"),
-        ("-1ba", ValueError, "'-1ba' trains nothing: give at least 1"),
-        ("1.5ep", ValueError, "'1.5ep' is not whole: give a whole number of epochs"),
-        ("1.5tok", ValueError, "'1.5tok' is not whole: give a whole number of tokens"),
-        ("1.23e1sp", ValueError, "'1.23e1sp' is not whole: give a whole number of samples"),
-        ("1e2ba", ValueError, "'1e2ba' is in scientific notation.*: say '100ba'"),
-        ("1e999999999tok", ValueError, "is no duration"),
-    ],
-)
-def test_parse_says_what_is_wrong_and_how_to_write_it(
-    text: Any, error: type[Exception], said: str
-) -> None:
-    with pytest.raises(error, match=said):
+WRONG = "0.0001h 0h 0ep -1ba 1.5ep 1.5tok 1.23e1sp 1e2ba 1e999999999tok 5min. 5m 2h30min ten ep"
+
+
+@pytest.mark.parametrize("text", ["", None, True, 2.5, *WRONG.split()])
+def test_parse_says_what_is_wrong_and_how_to_write_it(text: Any) -> None:
+    kind = ValueError if isinstance(text, str) else TypeError
+    said = f"{text!r} is not a whole number of epochs, .*; write it like '2ep', .* or '100h'"
+    with pytest.raises(kind, match=said):
+        Duration.parse(text)
+
+
+@pytest.mark.parametrize(("text", "error"), [(5, TypeError), ("5", ValueError)])
+def test_a_bare_number_is_answered_with_units(text: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"5'? has no unit; say '5ep' \(epochs\), '5ba' \(batches\)"):
         Duration.parse(text)
 
 

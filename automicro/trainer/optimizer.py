@@ -53,7 +53,7 @@ def group_parameters(model: nn.Module, groups: ParameterGroups) -> list[dict[str
     >>> len(rest["params"]), len(undecayed["params"]), undecayed["weight_decay"]
     (2, 2, 0.0)
     """
-    patterns = _read_patterns(groups)
+    patterns = read_patterns(groups)
     named = list(model.named_parameters(remove_duplicate=False))
     left = {id(parameter): parameter for _, parameter in named}
     grouped = []
@@ -104,7 +104,12 @@ def check_group_options(optimizer: Optimizer, groups: ParameterGroups) -> None:
                 )
 
 
-def _read_patterns(groups: object) -> list[list[str]]:
+def read_patterns(groups: object) -> list[list[str]]:
+    """The names that each group has. Refuses what is no list of groups.
+
+    >>> read_patterns([{"params": "*.bias", "weight_decay": 0.0}])
+    [['*.bias']]
+    """
     if not isinstance(groups, Sequence) or isinstance(groups, str):
         raise TypeError(f"parameter_groups is of type {type(groups).__name__}, not a list: {FORM}")
     return [_read_group(f"parameter_groups[{i}]", group) for i, group in enumerate(groups)]

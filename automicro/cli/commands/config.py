@@ -8,7 +8,7 @@ import textwrap
 from dataclasses import dataclass
 
 from automicro.cli.arguments import Command, add_inputs, look_for_files
-from automicro.cli.config.keys import KEYS, OPTIONS
+from automicro.cli.config.keys import GROUPS, KEYS
 from automicro.cli.output import print_yaml
 from automicro.errors import ConfigError, suggestion
 
@@ -203,21 +203,28 @@ def describe_keys() -> dict[str, list[Key]]:
     )
 
     meanings = documentation()
-    groups: dict[str, list[Key]] = {}
-    for key in KEYS:
-        for name in (key, *(f"{key}.{inner}" for inner in keys_inside(key))):
-            section, _, own = name.rpartition(".")
-            values = defaults(section)
-            text = to_yaml({"": values.get(own)}).partition(": ")[2].strip()
-            described = Key(
-                name=name,
-                kind=type_in_words(name),
-                default=text if own in values else None,
-                example=EXAMPLES[name] if name in TO_TRAIN else "",
-                meaning=meanings[name],
-            )
-            groups.setdefault(OPTIONS[key].group, []).append(described)
-    return groups
+
+    def describe(name: str) -> Key:
+        section, _, own = name.rpartition(".")
+        values = defaults(section)
+        text = to_yaml({"": values.get(own)}).partition(": ")[2].strip()
+        return Key(
+            name=name,
+            kind=type_in_words(name),
+            default=text if own in values else None,
+            example=EXAMPLES[name] if name in TO_TRAIN else "",
+            meaning=meanings[name],
+        )
+
+    return {
+        group: [
+            describe(name)
+            for key in KEYS
+            if key in options
+            for name in (key, *(f"{key}.{inner}" for inner in keys_inside(key)))
+        ]
+        for group, options in GROUPS.items()
+    }
 
 
 def read_entries(documented: type) -> dict[str, str]:

@@ -28,10 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what the command was asked for, and return the exit code."""
-    from automicro.trainer.progress import describe_number
-
     needs = ("model", "eval_dataloader")
     with reading(arguments, needs=needs, unused=UNUSED, for_ranks=True) as (job, recipe, results):
+        from automicro.trainer.progress import describe_number
+
         # How it goes is no result: it is for whoever watches.
         progress = recipe.config.progress and sys.stderr.isatty()
         with job.making():

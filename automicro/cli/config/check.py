@@ -53,7 +53,6 @@ CHECKPOINT_FORM = (
     "write {interval: 500ba, keep_last: 2}, {} for the defaults, or null for no checkpoints"
 )
 SAMPLING_FORM = "write {mode: duration, lengths: seconds, batch_length: 600.0}, or fixed"
-GROUP_FORM = "write {params: '*.bias', weight_decay: 0.0}: names of parameters, then options"
 
 
 def read_typed(tree: Mapping[str, Any]) -> DictConfig:
@@ -99,8 +98,6 @@ def _check_shape(value: Any, key: str, kind: str) -> None:
         return
     if kind in OF_SECTIONS:
         OF_SECTIONS[kind](value)
-    elif kind == "parameter_groups":
-        _check_groups(value)
     elif option.made == "list":
         if not isinstance(value, list | tuple):
             raise ConfigError(
@@ -118,7 +115,7 @@ def _check_shape(value: Any, key: str, kind: str) -> None:
         for name, node in value.items():
             with about(f"{key}.{name}"):
                 check_node(node, f"{key}.{name}")
-    elif option.made or (
+    elif set(found) <= {CallConfig, NoneType} or (
         CallConfig in found
         and isinstance(value, Mapping)
         and (is_node(value) or Mapping not in found)
@@ -165,46 +162,19 @@ def _places_of(name: object, value: Any, way: str = "") -> list[str]:
     return places
 
 
-def _check_groups(groups: object) -> None:
-    if not isinstance(groups, list | tuple):
-        raise ConfigError(
-            f"parameter_groups={show(groups)} is not a list: write [] for none, or a list in "
-            f"which each group is a mapping such as {{params: '*.bias', weight_decay: 0.0}}"
-        )
-    for place, group in enumerate(groups):
-        key = f"parameter_groups.{place}"
-        if not isinstance(group, Mapping):
-            raise ConfigError(f"{key}={show(group)} is not a mapping: {GROUP_FORM}")
-        if "params" not in group:
-            raise ConfigError(f"{key}={show(group)} has no params: {GROUP_FORM}")
-        params = group["params"]
-        patterns = params if isinstance(params, list) else [params]
-        if not patterns or not all(isinstance(each, str) and each for each in patterns):
-            raise ConfigError(
-                f"{key}.params={show(params)} is no pattern of names: write text such as "
-                f"'*.bias', or a list of such"
-            )
-
-
-def read_checkpoint(value: Any) -> DictConfig:
-    """Return every key of the checkpoints, typed.
-
-    >>> read_checkpoint({"interval": "500ba"}).keep_last
-    3
-    """
+def _read_checkpoint(value: Any) -> dict[str, Any]:
+    """Return every key of the checkpoints, typed."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"checkpoint={show(value)} is not a mapping: {CHECKPOINT_FORM}")
-    return _read_section(value, "checkpoint", "checkpoint", may_lack=("folder",))
+    typed = _read_section(value, "checkpoint", "checkpoint", may_lack=("folder",))
+    return cast(dict[str, Any], OmegaConf.to_container(typed))
 
 
-def read_sampling(value: Any) -> DictConfig:
+def _read_sampling(value: Any) -> DictConfig:
     """Return how rows are put into batches, typed.
 
     Args:
         value: the name of a mode, or a mapping of the keys.
-
-    >>> read_sampling("fixed").mode, read_sampling({"mode": "fixed", "batch_size": 4}).batch_size
-    ('fixed', 4)
     """
     if isinstance(value, str):
         value = {"mode": value}
@@ -273,16 +243,7 @@ def _is_by_name(value: object) -> bool:
         return False
     if any(name in value for name in (*NODE_KEYS, *keys_inside("eval_dataloader"))):
         return False
-    return all(isinstance(each, Mapping) for each in value.values()) or any(
-        _is_meant_as_evaluation(each) and not (isinstance(each, str) and nearest(name, NODE_KEYS))
-        for name, each in value.items()
-    )
-
-
-def _is_meant_as_evaluation(value: object) -> bool:
-    if isinstance(value, str):
-        return is_interpolation(value) or "." in value
-    return isinstance(value, Mapping) and (is_node(value) or "data" in value)
+    return all(isinstance(value[name], Mapping) or not nearest(name, NODE_KEYS) for name in value)
 
 
 def check_values(config: RunConfig) -> None:
@@ -328,8 +289,10 @@ def _about(key: str) -> Iterator[None]:
     with about(key):
         try:
             yield
+        except ConfigError:
+            raise
         except (TypeError, ValueError) as error:
-            raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
+            raise ConfigError(str(error)) from error
 
 
 def make_checkpoint(config: RunConfig) -> CheckpointConfig | None:
@@ -358,10 +321,7 @@ def make_checkpoint(config: RunConfig) -> CheckpointConfig | None:
 
 
 def _read_size(name: str, value: Any) -> None:
-    """Refuse what is no microbatch size. A policy is a node here.
-
-    >>> read_size("microbatch_size", 64)
-    """
+    """Refuse what is no microbatch size. A policy is a node here."""
     try:
         make_policy(value)
     except (TypeError, ValueError) as error:
@@ -372,10 +332,7 @@ def _read_size(name: str, value: Any) -> None:
 
 
 def _read_limit(name: str, value: Any) -> None:
-    """Refuse what is no amount of memory, and no share of a device.
-
-    >>> read_limit("memory_limit", "80%")
-    """
+    """Refuse what is no amount of memory, and no share of a device."""
     try:
         if parse_share(value) is None:
             parse_bytes(value)
@@ -384,10 +341,7 @@ def _read_limit(name: str, value: Any) -> None:
 
 
 def _read_time(name: str, value: str) -> None:
-    """Refuse what is no time.
-
-    >>> read_time("max_time", "2h30m")
-    """
+    """Refuse what is no time."""
     try:
         parse_time(value)
     except ValueError as error:
@@ -414,6 +368,6 @@ def _read_loss_average(name: str, value: Any) -> None:
 
 OF_SECTIONS: Mapping[str, Callable[[Any], object]] = {
     "eval_dataloader": read_evaluations,
-    "checkpoint": read_checkpoint,
-    "sampling_mode": read_sampling,
+    "checkpoint": _read_checkpoint,
+    "sampling_mode": _read_sampling,
 }

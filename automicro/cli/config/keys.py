@@ -12,9 +12,6 @@ from dataclasses import dataclass
 
 from automicro.errors import ConfigError, facts_of, remember
 
-MADE, DATA, LENGTH = "What is made", "Data and batches", "How long"
-MEMORY, NUMERICS, RUN = "Memory and microbatches", "Precision and numerics", "The run"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
@@ -24,15 +21,14 @@ class Option:
     for keys inside of another, of a class of ``schema.SECTIONS``.
 
     Attributes:
-        group: under which heading it is listed; empty of keys inside of another.
         words: what it may hold, where its type does not say it.
         choices: import path of the words that it may be.
         read: import path of what refuses a value that makes no sense. It is called with the value,
             or with the key and the value where its first parameter is called ``name``.
-        made: what stands there to be made: a ``"node"``, or a ``"list"`` or ``"mapping"`` of nodes.
+        made: what is made there, where the type does not tell: a ``"node"``, or a ``"list"`` or
+            ``"mapping"`` of nodes.
     """
 
-    group: str = ""
     words: str = ""
     choices: str = ""
     read: str = ""
@@ -47,117 +43,125 @@ _UNIT = Option(choices="automicro.data.sampler.UNITS")
 
 # In the order in which a reader wants them. Keys inside of others have a row where their type does
 # not say all.
-OPTIONS: Mapping[str, Option] = {
-    "model": Option(group=MADE, made="node", words="a node"),
-    "weights": Option(group=MADE),
-    "loss_fn": Option(group=MADE, made="node"),
-    "forward": Option(group=MADE, made="node"),
-    "optimizer": Option(group=MADE, made="node", words="a node"),
-    "parameter_groups": Option(group=MADE, words="a list of mappings"),
-    "scheduler": Option(group=MADE, made="node"),
-    "scheduler_interval": Option(
-        group=MADE, choices="automicro.trainer.optimizer.SCHEDULER_INTERVALS"
-    ),
-    "metrics": Option(group=MADE, made="mapping", words="a mapping of nodes"),
-    "update_metric": Option(group=MADE, made="node"),
-    "count_tokens": Option(group=MADE, made="node"),
-    "count_seconds": Option(group=MADE, made="node"),
-    "train_dataloader": Option(group=DATA, made="node", words="a node"),
-    "sampling_mode": Option(group=DATA, words="a mode, a mapping of the keys below, or null"),
-    "sampling_mode.mode": Option(words="a mode", choices="automicro.data.plan.MODES"),
-    "sampling_mode.lengths": _LENGTHS,
-    "sampling_mode.second_lengths": _LENGTHS,
-    "sampling_mode.batch_size": Option(words="a whole number, a list of these, or null"),
-    "sampling_mode.bucket_edges": Option(words="a list of numbers, or null"),
-    "sampling_mode.num_buckets": Option(words="a whole number, two of these in a list, or null"),
-    "sampling_mode.unit": _UNIT,
-    "sampling_mode.second_unit": _UNIT,
-    "eval_dataloader": Option(
-        group=DATA, words="a node, the keys below, a mapping of these by name, or null"
-    ),
-    "eval_dataloader.data": Option(made="node"),
-    "eval_dataloader.metrics": Option(
-        made="mapping", words="a mapping of nodes, inherited or null"
-    ),
-    "eval_dataloader.microbatch_size": Option(
-        read=_SIZE["read"], words="an int, auto, explore, a node, inherited or null"
-    ),
-    "eval_dataloader.max_batches": Option(read="automicro.options.read_count"),
-    "eval_dataloader.interval": Option(
-        read=_DURATION, words="text such as 1ep or 100ba, inherited or null"
-    ),
-    "global_batch_size": Option(group=DATA),
-    "eval_global_batch_size": Option(group=DATA),
-    "accumulate_batches": Option(
-        group=DATA,
-        words="a whole number, or text such as 1024sp, 1e6tok or 5h",
-        read="automicro.options.read_accumulation",
-    ),
-    "batch_layout": Option(group=DATA, read="automicro.batch.layout.BatchLayout"),
-    "max_duration": Option(
-        group=LENGTH, words="text such as 2ep, 500ba, 10000sp, 1e6tok or 100h", read=_DURATION
-    ),
-    "max_time": Option(
-        group=LENGTH, words="text such as 2h30m, 45m or 90s, or null", read=f"{_CHECK}._read_time"
-    ),
-    "eval_interval": Option(
-        group=LENGTH, words="text such as 1ep, 100ba, 10000sp or 1e6tok, or null", read=_DURATION
-    ),
-    "microbatch_size": Option(group=MEMORY, **_SIZE),
-    "eval_microbatch_size": Option(group=MEMORY, **_SIZE),
-    "microbatch_unit": Option(
-        group=MEMORY,
-        words="rows, tokens, seconds, or a node that gives a function",
-        read="automicro.lengths.unit.check_unit",
-    ),
-    "nested": Option(group=MEMORY, read="automicro.nested.parts.check_nested"),
-    "when_too_large": Option(
-        group=MEMORY,
-        words="error, recompute, offload, nested, a list of these, or auto",
-        read="automicro.savers.levels.check_levels",
-    ),
-    "padding": Option(group=MEMORY, read="automicro.lengths.padding.Padding"),
-    "cut_padding": Option(
-        group=MEMORY,
-        words="auto, true or false",
-        read="automicro.lengths.sorting.check_cut_padding",
-    ),
-    "memory_limit": Option(
-        group=MEMORY,
-        words="text such as 24MiB or 80%, a whole number of bytes, or null",
-        read=f"{_CHECK}._read_limit",
-    ),
-    "strict_divisible": Option(group=MEMORY),
-    "loss_average": Option(
-        group=MEMORY,
-        words="auto, samples, tokens, none, a node, or a mapping of these by name",
-        read=f"{_CHECK}._read_loss_average",
-    ),
-    "batchnorm": Option(group=MEMORY, choices="automicro.step.split_guard.BATCHNORM_MODES"),
-    "probe": Option(group=MEMORY),
-    "remember_sizes": Option(group=MEMORY),
-    "rehearse": Option(group=MEMORY, choices="automicro.trainer.rehearsal.MODES"),
-    "precision": Option(group=NUMERICS, choices="automicro.options.PRECISIONS"),
-    "gradient_sums": Option(group=NUMERICS, choices="automicro.options.GRADIENT_SUMS"),
-    "grad_clip_norm": Option(group=NUMERICS, read="automicro.options.read_amount"),
-    "non_finite": Option(group=NUMERICS, choices="automicro.trainer.step.NON_FINITE_MODES"),
-    "channels_last": Option(group=NUMERICS),
-    "compile": Option(group=NUMERICS, words="true, false or a mapping"),
-    "deterministic": Option(group=NUMERICS),
-    "parallel": Option(group=RUN, choices="automicro.trainer.parallel.PARALLEL_MODES"),
-    "sync": Option(group=RUN, choices="automicro.options.SYNCS"),
-    "device": Option(group=RUN, read="automicro.trainer.device.choose_device"),
-    "seed": Option(group=RUN, read="automicro.trainer.device.check_seed"),
-    "progress": Option(group=RUN),
-    "run_dir": Option(group=RUN),
-    "callbacks": Option(group=RUN, made="list", words="a list of nodes"),
-    "loggers": Option(group=RUN, made="list", words="a list of nodes"),
-    "checkpoint": Option(group=RUN, words="a mapping of the keys below, or null"),
-    "checkpoint.interval": Option(words="text such as 1ep, 500ba, 10000sp or 1e6tok, or null"),
-    "checkpoint.best_mode": Option(choices="automicro.checkpoints.store.MODES"),
-    "checkpoint.resume": Option(words="auto, never or a path"),
+GROUPS: Mapping[str, Mapping[str, Option]] = {
+    "What is made": {
+        "model": Option(made="node", words="a node"),
+        "weights": Option(),
+        "loss_fn": Option(),
+        "forward": Option(),
+        "optimizer": Option(words="a node"),
+        "parameter_groups": Option(
+            words="a list of mappings", read="automicro.trainer.optimizer.read_patterns"
+        ),
+        "scheduler": Option(),
+        "scheduler_interval": Option(choices="automicro.trainer.optimizer.SCHEDULER_INTERVALS"),
+        "metrics": Option(made="mapping", words="a mapping of nodes"),
+        "update_metric": Option(),
+        "count_tokens": Option(),
+        "count_seconds": Option(),
+    },
+    "Data and batches": {
+        "train_dataloader": Option(made="node", words="a node"),
+        "sampling_mode": Option(words="a mode, a mapping of the keys below, or null"),
+        "sampling_mode.mode": Option(words="a mode", choices="automicro.data.plan.MODES"),
+        "sampling_mode.lengths": _LENGTHS,
+        "sampling_mode.second_lengths": _LENGTHS,
+        "sampling_mode.batch_size": Option(words="a whole number, a list of these, or null"),
+        "sampling_mode.bucket_edges": Option(words="a list of numbers, or null"),
+        "sampling_mode.num_buckets": Option(
+            words="a whole number, two of these in a list, or null"
+        ),
+        "sampling_mode.unit": _UNIT,
+        "sampling_mode.second_unit": _UNIT,
+        "eval_dataloader": Option(
+            words="a node, the keys below, a mapping of these by name, or null"
+        ),
+        "eval_dataloader.data": Option(made="node"),
+        "eval_dataloader.metrics": Option(
+            made="mapping", words="a mapping of nodes, inherited or null"
+        ),
+        "eval_dataloader.microbatch_size": Option(
+            read=_SIZE["read"], words="an int, auto, explore, a node, inherited or null"
+        ),
+        "eval_dataloader.max_batches": Option(read="automicro.options.read_count"),
+        "eval_dataloader.interval": Option(
+            read=_DURATION, words="text such as 1ep or 100ba, inherited or null"
+        ),
+        "global_batch_size": Option(),
+        "eval_global_batch_size": Option(),
+        "accumulate_batches": Option(
+            words="a whole number, or text such as 1024sp, 1e6tok or 5h",
+            read="automicro.options.read_accumulation",
+        ),
+        "batch_layout": Option(read="automicro.batch.layout.BatchLayout"),
+    },
+    "How long": {
+        "max_duration": Option(
+            words="text such as 2ep, 500ba, 10000sp, 1e6tok or 100h", read=_DURATION
+        ),
+        "max_time": Option(
+            words="text such as 2h30m, 45m or 90s, or null", read=f"{_CHECK}._read_time"
+        ),
+        "eval_interval": Option(
+            words="text such as 1ep, 100ba, 10000sp or 1e6tok, or null", read=_DURATION
+        ),
+    },
+    "Memory and microbatches": {
+        "microbatch_size": Option(**_SIZE),
+        "eval_microbatch_size": Option(**_SIZE),
+        "microbatch_unit": Option(
+            words="rows, tokens, seconds, or a node that gives a function",
+            read="automicro.lengths.unit.check_unit",
+        ),
+        "nested": Option(read="automicro.nested.parts.check_nested"),
+        "when_too_large": Option(
+            words="error, recompute, offload, nested, a list of these, or auto",
+            read="automicro.savers.levels.check_levels",
+        ),
+        "padding": Option(read="automicro.lengths.padding.Padding"),
+        "cut_padding": Option(
+            words="auto, true or false", read="automicro.lengths.sorting.check_cut_padding"
+        ),
+        "memory_limit": Option(
+            words="text such as 24MiB or 80%, a whole number of bytes, or null",
+            read=f"{_CHECK}._read_limit",
+        ),
+        "strict_divisible": Option(),
+        "loss_average": Option(
+            words="auto, samples, tokens, none, a node, or a mapping of these by name",
+            read=f"{_CHECK}._read_loss_average",
+        ),
+        "batchnorm": Option(choices="automicro.step.split_guard.BATCHNORM_MODES"),
+        "probe": Option(),
+        "remember_sizes": Option(),
+        "rehearse": Option(choices="automicro.trainer.rehearsal.MODES"),
+    },
+    "Precision and numerics": {
+        "precision": Option(choices="automicro.options.PRECISIONS"),
+        "gradient_sums": Option(choices="automicro.options.GRADIENT_SUMS"),
+        "grad_clip_norm": Option(read="automicro.options.read_amount"),
+        "non_finite": Option(choices="automicro.trainer.step.NON_FINITE_MODES"),
+        "channels_last": Option(),
+        "compile": Option(words="true, false or a mapping"),
+        "deterministic": Option(),
+    },
+    "The run": {
+        "parallel": Option(choices="automicro.trainer.parallel.PARALLEL_MODES"),
+        "sync": Option(choices="automicro.options.SYNCS"),
+        "device": Option(read="automicro.trainer.device.choose_device"),
+        "seed": Option(read="automicro.trainer.device.check_seed"),
+        "progress": Option(),
+        "run_dir": Option(),
+        "callbacks": Option(made="list", words="a list of nodes"),
+        "loggers": Option(made="list", words="a list of nodes"),
+        "checkpoint": Option(words="a mapping of the keys below, or null"),
+        "checkpoint.interval": Option(words="text such as 1ep, 500ba, 10000sp or 1e6tok, or null"),
+        "checkpoint.best_mode": Option(choices="automicro.checkpoints.store.MODES"),
+        "checkpoint.resume": Option(words="auto, never or a path"),
+    },
 }
-KEYS = tuple(key for key, option in OPTIONS.items() if option.group)
+OPTIONS = {key: option for group in GROUPS.values() for key, option in group.items()}
+KEYS = tuple(key for key in OPTIONS if "." not in key)
 # Keys that hold a list of nodes.
 LISTS = tuple(key for key, option in OPTIONS.items() if option.made == "list")
 

@@ -2,10 +2,10 @@
 
 import copy
 import datetime
-import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,14 +18,9 @@ from omegaconf.errors import (
     UnsupportedInterpolationType,
 )
 
-from automicro.cli.config.check import (
-    read_checkpoint,
-    read_evaluations,
-    read_sampling,
-    read_typed,
-)
+from automicro.cli.config.check import OF_SECTIONS, read_typed
 from automicro.cli.config.keys import KEYS, LISTS, about, mistake
-from automicro.cli.config.nodes import leaves
+from automicro.cli.config.nodes import leaves, mapped
 from automicro.cli.config.schema import (
     EXAMPLES,
     SECTIONS,
@@ -116,32 +111,20 @@ def _prefixes(keys: Iterable[str]) -> Iterator[str]:
 
 def _circle(tree: dict[str, Any]) -> list[str]:
     """Keys that refer to each other, back to the first; empty where none do."""
-    refers = {
-        key: REFERENCE.findall(value)
-        for key, value in leaves(tree).items()
-        if isinstance(value, str)
-    }
-    for start in refers:
-        way = _way_back(start, start, refers, [start])
-        if way:
-            return way
-    return []
+    refers = {key: REFERENCE.findall(str(value)) for key, value in leaves(tree).items()}
 
-
-def _way_back(
-    start: str, here: str, refers: Mapping[str, list[str]], way: list[str]
-) -> list[str] | None:
-    for each in refers.get(here, ()):
-        if each == start:
-            return [*way, start]
-        if each not in way:
-            found = _way_back(start, each, refers, [*way, each])
-            if found:
+    def follow(*way: str) -> list[str]:
+        for each in refers.get(way[-1], ()):
+            if each in way:
+                return [*way[way.index(each) :], each]
+            if found := follow(*way, each):
                 return found
-    return None
+        return []
+
+    return next(filter(None, map(follow, refers)), [])
 
 
-@functools.cache
+@cache
 def _started_at() -> datetime.datetime:
     now = datetime.datetime.now().isoformat()
     return datetime.datetime.fromisoformat(agreed_time(now))
@@ -306,27 +289,20 @@ def _load(
     }
     config = cast(RunConfig, OmegaConf.to_object(typed))
     made: dict[str, Any] = {}
-    if config.eval_dataloader is not None:
-        with about("eval_dataloader"):
-            made["eval_dataloader"] = _to_objects(read_evaluations(escape(config.eval_dataloader)))
-    if config.checkpoint is not None:
-        with about("checkpoint"):
-            values = cast(
-                dict[str, Any], OmegaConf.to_container(read_checkpoint(escape(config.checkpoint)))
-            )
-            if values["folder"] == "???":
-                values["folder"] = config.run_dir and f"{config.run_dir}/checkpoints"
-            made["checkpoint"] = values
-    if config.sampling_mode is not None:
-        with about("sampling_mode"):
-            made["sampling_mode"] = _to_objects(read_sampling(escape(config.sampling_mode)))
+    for key, read in OF_SECTIONS.items():
+        if getattr(config, key) is not None:
+            with about(key):
+                made[key] = _to_objects(read(escape(getattr(config, key))))
+    if "checkpoint" in made and made["checkpoint"]["folder"] == "???":
+        made["checkpoint"]["folder"] = config.run_dir and f"{config.run_dir}/checkpoints"
     return replace(config, **made), written
 
 
 def _to_objects(typed: Any) -> Any:
-    if isinstance(typed, dict):
-        return {name: _to_objects(each) for name, each in typed.items()}
-    return OmegaConf.to_object(typed)
+    if isinstance(typed, DictConfig):
+        return OmegaConf.to_object(typed)
+    is_by_name = isinstance(typed, dict)
+    return {name: _to_objects(each) for name, each in typed.items()} if is_by_name else typed
 
 
 def _with_marks(tree: Mapping[str, Any], follows: Sequence[str]) -> dict[str, Any]:
@@ -337,17 +313,13 @@ def _with_marks(tree: Mapping[str, Any], follows: Sequence[str]) -> dict[str, An
     """
 
     def mark(value: Any, keys: Sequence[str]) -> Any:
-        if isinstance(value, Mapping):
-            return {name: mark(each, keys) for name, each in value.items()}
-        if isinstance(value, list):
-            return [mark(each, keys) for each in value]
         if not isinstance(value, str) or "\\" in value or re.search(r"\$\{[^}]*\$\{", value):
             return value
         return REFERENCE.sub(lambda found: MARKS[found[1]] if found[1] in keys else found[0], value)
 
     of_made = [key for key in follows if key == "run_dir"]
     return {
-        key: mark(value, follows if key in DATA else of_made)
+        key: mapped(value, partial(mark, keys=follows if key in DATA else of_made))
         if is_made(key) or key in SECTIONS
         else value
         for key, value in tree.items()
@@ -356,15 +328,15 @@ def _with_marks(tree: Mapping[str, Any], follows: Sequence[str]) -> dict[str, An
 
 def _fill(value: Any, fillings: Mapping[str, Any]) -> Any:
     """A value with others in the place of marks."""
-    if isinstance(value, Mapping):
-        return {name: _fill(each, fillings) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_fill(each, fillings) for each in value]
-    for key, filling in fillings.items() if isinstance(value, str) else ():
-        if value == MARKS[key]:
-            return filling
-        value = value.replace(MARKS[key], str(filling))
-    return value
+
+    def fill(leaf: Any) -> Any:
+        for key, filling in fillings.items() if isinstance(leaf, str) else ():
+            if leaf == MARKS[key]:
+                return filling
+            leaf = leaf.replace(MARKS[key], str(filling))
+        return leaf
+
+    return mapped(value, fill)
 
 
 def _share_out(typed: DictConfig, num_devices: int) -> Mapping[str, Mapping[str, int]]:
@@ -488,13 +460,10 @@ def escape(value: Any) -> Any:
     >>> print(escape({"name": ["${seed}"]})["name"][0])
     \${seed}
     """
-    if isinstance(value, Mapping):
-        return {name: escape(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [escape(each) for each in value]
-    if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
-    return value
+    return mapped(
+        value,
+        lambda leaf: re.sub(r"(\\*)\$\{", r"\1\1\\${", leaf) if isinstance(leaf, str) else leaf,
+    )
 
 
 def _key_to_yaml(key: str, value: Any) -> str:

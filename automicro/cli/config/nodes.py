@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType, NoneType
+from types import ModuleType
 from typing import Any
 
 from omegaconf import MISSING
@@ -25,18 +25,19 @@ from automicro.errors import ConfigError, add_note, nearest, suggestion
 
 NODE_KEYS = ("call", "args")
 FORM = "write {call: dotted.path, args: {name: value}}"
-# What people write of a path, as after their imports.
-PARENTS = ("torch", "torch.nn", "torch.optim", "torch.utils", "torchmetrics", "automicro")
-ALIASES = {"F": "torch.nn.functional", "T": "torchvision.transforms", "np": "numpy"}
-# Where people mean the class to be whose name alone they write.
-USUAL = (
+# Where people mean what they write a part of the path of, as after their imports.
+PLACES = (
+    "torch",
     "torch.nn",
     "torch.optim",
     "torch.optim.lr_scheduler",
+    "torch.utils",
     "torch.utils.data",
     "torchmetrics",
     "torchmetrics.classification",
+    "automicro",
 )
+ALIASES = {"F": "torch.nn.functional", "T": "torchvision.transforms", "np": "numpy"}
 # Keys for functions that are called later, with what only training knows.
 TAKE_DATA = (
     "loss_fn",
@@ -212,6 +213,19 @@ def items_inside(value: Any) -> list[tuple[Any, Any]]:
     return list(enumerate(value)) if isinstance(value, list) else []
 
 
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A value with something else in the place of each end of its mappings and lists.
+
+    >>> mapped({"sizes": [1, 2]}, str)
+    {'sizes': ['1', '2']}
+    """
+    if isinstance(value, Mapping):
+        return {name: mapped(each, change) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [mapped(each, change) for each in value]
+    return change(value)
+
+
 def leaves(value: Any, key: str = "") -> dict[str, Any]:
     """What lies at the ends of mappings and lists, by its dotted key; empty ones are ends, too.
 
@@ -306,8 +320,8 @@ def import_callable(path: str, *, key: str) -> Callable[..., Any]:
         )
     if len(parts) == 1 and hasattr(builtins, path):
         raise ConfigError(f"{key}={path!r} is a builtin: say builtins.{path}")
-    found = _import_top(path, key)
-    for index, part in enumerate(parts[1:], start=1):
+    found = None
+    for index, part in enumerate(parts):
         found = _step(found, parts[:index], part, path, key)
     if not callable(found):
         kind = "module" if isinstance(found, ModuleType) else type(found).__name__
@@ -318,104 +332,53 @@ def import_callable(path: str, *, key: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _import_top(path: str, key: str) -> Any:
-    top = path.partition(".")[0]
-    try:
-        return importlib.import_module(top)
-    except ModuleNotFoundError as error:
-        if error.name != top:
-            raise
-        # Nobody's model or data is in the standard library.
-        known = {each.name for each in pkgutil.iter_modules()} - sys.stdlib_module_names
-        meant = _whole_paths(top) if path == top else []
-        if meant:
-            raise ConfigError(
-                f"{key}={path!r} is no dotted path: write the whole one, "
-                f"{' or '.join(map(repr, meant))}"
-            ) from None
-        whole = _abbreviated(path)
-        if whole is not None:
-            raise ConfigError(
-                f"{key}={path!r}: there is no module {top!r} (did you mean {whole!r}?): write the "
-                f"whole path"
-            ) from None
-        raise ConfigError(
-            f"{key}={path!r}: there is no module {top!r}{suggestion(top, known)}: install it, "
-            f"or put it beside the config"
-        ) from None
-
-
 def _step(parent: Any, before: list[str], part: str, path: str, key: str) -> Any:
-    if hasattr(parent, part):
+    if before and hasattr(parent, part):
         return getattr(parent, part)
     prefix = ".".join(before)
-    if isinstance(parent, ModuleType):
-        name = f"{prefix}.{part}"
+    if not before or isinstance(parent, ModuleType):
+        name = ".".join([*before, part])
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
             # Another name is missing inside a module that does exist.
             if error.name not in (name, prefix):
                 raise
-    known = {each for each in dir(parent) if not each.startswith("_")} | _submodules(parent)
-    # Modules are often called like the class in them: torch.optim.adamw.
-    classes = {name.lower() for name, each in _own(parent).items() if isinstance(each, type)}
-    known = {
-        name
-        for name in known
-        if name.lower() not in classes
-        or not isinstance(_own(parent).get(name), ModuleType | NoneType)
-    }
-    meant = _usual_paths(part) if part == path.rpartition(".")[2] else []
-    hint = f" (did you mean {meant[0]!r}?)" if meant else suggestion(part, known)
+    is_last = len(before) == path.count(".")
+    whole = _whole_path(part if before else path) if is_last or not before else None
+    hint = "" if whole is None else f" (did you mean {whole!r}?)"
+    if before:
+        known = {each for each in dir(parent) if not each.startswith("_")} | _submodules(parent)
+        hint = hint or suggestion(part, known)
+        raise ConfigError(
+            f"{key}={path!r}: {prefix!r} exists, but has no {part!r}{hint}: correct the path"
+        )
+    # Nobody's model or data is in the standard library.
+    known = {each.name for each in pkgutil.iter_modules()} - sys.stdlib_module_names
+    remedy = "write the whole path" if hint else "install it, or put it beside the config"
     raise ConfigError(
-        f"{key}={path!r}: {prefix!r} exists, but has no {part!r}{hint}: correct the path"
+        f"{key}={path!r}: there is no module {part!r}{hint or suggestion(part, known)}: {remedy}"
     )
 
 
-def _abbreviated(path: str) -> str | None:
-    """The whole path that somebody means who writes ``nn.Linear``; None where there is none."""
+def _whole_path(path: str) -> str | None:
+    """What is meant by ``nn.Linear`` or ``Net``: in a module that lies here, or a usual one."""
     top, _, rest = path.partition(".")
-    wholes = [f"{parent}.{path}" for parent in PARENTS]
-    if top in ALIASES:
-        wholes.insert(0, f"{ALIASES[top]}.{rest}")
-    for whole in wholes:
+    for folder in () if rest else dict.fromkeys(sys.path):
+        for file in sorted(Path(folder).glob("*.py")) if folder else ():
+            defined = re.compile(rf"^(class|def) {path}\b", re.MULTILINE)
+            if is_users(str(file)) and defined.search(_read(file)):
+                return f"{file.stem}.{path}"
+    places = [f"{each}.{path}" for each in PLACES]
+    for whole in [f"{ALIASES[top]}.{rest}"] if top in ALIASES else places:
         parent, _, name = whole.rpartition(".")
-        try:
-            module = importlib.import_module(parent)
-        except ImportError:
-            continue
-        if not hasattr(module, name):
-            name = nearest(name, [each for each in dir(module) if not each.startswith("_")]) or ""
-        if name:
-            return f"{parent}.{name}"
-    return None
-
-
-def _own(parent: Any) -> Mapping[str, Any]:
-    """What is in a module, without making one that is lazy import all it has."""
-    return vars(parent) if isinstance(parent, ModuleType) else {}
-
-
-def _whole_paths(name: str) -> list[str]:
-    """Where a class or function of that name is: in modules that lie here, or in usual ones."""
-    found = [
-        f"{path.stem}.{name}"
-        for folder in dict.fromkeys(sys.path)
-        if folder and is_users(str(Path(folder) / "any.py"))
-        for path in sorted(Path(folder).glob("*.py"))
-        if re.search(rf"^(class|def) {name}\b", _read(path), re.MULTILINE)
-    ]
-    return list(dict.fromkeys(found)) or _usual_paths(name)
-
-
-def _usual_paths(name: str) -> list[str]:
-    """Where a class or function of that name is among usual modules; the first place counts."""
-    for module in USUAL:
         with contextlib.suppress(ImportError):
-            if callable(getattr(importlib.import_module(module), name, None)):
-                return [f"{module}.{name}"]
-    return []
+            module = importlib.import_module(parent)
+            known = [each for each in dir(module) if not each.startswith("_")]
+            found = nearest(name, known) if rest else name
+            if found is not None and callable(getattr(module, found, None)):
+                return f"{parent}.{found}"
+    return None
 
 
 def _read(path: Path) -> str:

@@ -278,7 +278,8 @@ def is_made(key: str) -> bool:
     >>> is_made("metrics"), is_made("weights")
     (True, False)
     """
-    return key == "eval_dataloader" or bool(OPTIONS[key].made)
+    is_node = {CallConfig, NoneType} == {*alternatives(key)}
+    return is_node or key == "eval_dataloader" or bool(OPTIONS[key].made)
 
 
 def keys_inside(key: str) -> tuple[str, ...]:
