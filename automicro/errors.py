@@ -168,18 +168,8 @@ class Bystander:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What automicro knows of an exception, whoever's class it is.
-
-    Attributes:
-        is_told: whether the other ranks know of it.
-        stopped: how the run ended that it ends; None where it is no end in order.
-        bystander: what beside the step it was raised in; None for nothing.
-        is_committed: whether it was raised only after the batch was committed.
-        keys: of a config that it is about, dotted.
-        reports: files that tell more of it.
-        part: with a size of its own, which is smaller now because of it.
-    """
+class _Facts:
+    """What automicro knows of an exception, whoever's class it is."""
 
     is_told: bool = False
     stopped: Stopped | None = None
@@ -194,7 +184,7 @@ _FACTS = "__automicro_facts__"
 
 
 def remember(error: BaseException, **facts: Any) -> None:
-    """Keep with an exception what is known of it: some of the attributes of `Facts`.
+    """Keep with an exception what is known of it: some of the attributes of `_Facts`.
 
     >>> error = KeyboardInterrupt()
     >>> remember(error, is_told=True)
@@ -206,14 +196,14 @@ def remember(error: BaseException, **facts: Any) -> None:
         BaseException.__setattr__(error, _FACTS, known)
 
 
-def facts_of(error: BaseException) -> Facts:
+def facts_of(error: BaseException) -> _Facts:
     """What is known of an exception; nothing unless `remember` was told.
 
-    >>> facts_of(ValueError()) == Facts()
+    >>> facts_of(ValueError()) == _Facts()
     True
     """
     found = vars(error).get(_FACTS)
-    return found if isinstance(found, Facts) else Facts()
+    return found if isinstance(found, _Facts) else _Facts()
 
 
 class AutomicroError(Exception):

@@ -43,7 +43,7 @@ def constant_with_warmup(optimizer: Optimizer, *, warmup: Steps) -> WarmupLR:
     >>> constant_with_warmup(optimizer, warmup=4).get_last_lr()
     [0.025]
     """
-    rise = read_steps("warmup", warmup, at_least=0)
+    rise = _read_steps("warmup", warmup, at_least=0)
     return WarmupLR(optimizer, _after_warmup(rise, lambda step: 1.0))
 
 
@@ -126,23 +126,14 @@ def inverse_sqrt_with_warmup(optimizer: Optimizer, *, warmup: Steps) -> WarmupLR
     >>> inverse_sqrt_with_warmup(optimizer, warmup="50ba").get_last_lr()
     [0.02]
     """
-    rise = read_steps("warmup", warmup, at_least=1)
+    rise = _read_steps("warmup", warmup, at_least=1)
     return WarmupLR(optimizer, _after_warmup(rise, lambda step: math.sqrt(rise / (step + 1))))
 
 
-def read_steps(name: str, value: Steps, *, at_least: int) -> int:
+def _read_steps(name: str, value: Steps, *, at_least: int) -> int:
     """A number of optimizer steps, given as one or as a duration in batches.
 
-    Args:
-        name: of the argument, for errors.
-        value: as it was given.
-        at_least: the smallest number that makes sense.
-
-    Raises:
-        TypeError: neither a whole number nor text.
-        ValueError: too few, another unit, or text that is no duration.
-
-    >>> read_steps("total", "300ba", at_least=1)
+    >>> _read_steps("total", "300ba", at_least=1)
     300
     """
     form = f"give a whole number of at least {at_least}, or text such as '50ba' (batches)"
@@ -173,7 +164,7 @@ def _falling(
     final: float,
     shape: Callable[[float], float],
 ) -> WarmupLR:
-    end = read_steps("total", total, at_least=1)
+    end = _read_steps("total", total, at_least=1)
     if isinstance(warmup, float):
         if not 0 <= warmup < 1:
             raise ValueError(
@@ -182,7 +173,7 @@ def _falling(
             )
         rise = round(warmup * end)
     else:
-        rise = read_steps("warmup", warmup, at_least=0)
+        rise = _read_steps("warmup", warmup, at_least=0)
     if rise > end:
         raise ValueError(
             f"the warm-up of {rise} steps is longer than the total of {end}: lower warmup, or "

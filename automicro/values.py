@@ -511,22 +511,22 @@ def same_content(one: Tensor, other: Tensor) -> bool:
         return False
     if one.is_meta or other.is_meta:
         return one.is_meta and other.is_meta
-    parts = dense_parts(one.detach())
-    others = dense_parts(other.detach().to(one.device))
+    parts = _dense_parts(one.detach())
+    others = _dense_parts(other.detach().to(one.device))
     return len(parts) == len(others) and all(map(_same_bits, parts, others))
 
 
-def dense_parts(value: Tensor) -> list[Tensor]:
+def _dense_parts(value: Tensor) -> list[Tensor]:
     """The dense tensors that a sparse, quantized, nested or sharded one is made of.
 
     >>> import torch
-    >>> len(dense_parts(torch.eye(2).to_sparse()))
+    >>> len(_dense_parts(torch.eye(2).to_sparse()))
     2
     """
     if hasattr(value, "__tensor_flatten__"):
         inner = (getattr(value, name) for name in value.__tensor_flatten__()[0])
         tensors = (each for each in inner if isinstance(each, Tensor))  # and no mesh of ranks
-        return [part for each in tensors for part in dense_parts(each)]
+        return [part for each in tensors for part in _dense_parts(each)]
     if value.is_nested:
         return list(value.unbind())
     if value.is_quantized:

@@ -67,10 +67,10 @@ class Node:
         self.reason = ""
 
 
-def common_counts(first: Counts, second: Counts) -> Counts:
+def _common_counts(first: Counts, second: Counts) -> Counts:
     """The row counts that both allow.
 
-    >>> common_counts(frozenset({2, 8}), frozenset({8}))
+    >>> _common_counts(frozenset({2, 8}), frozenset({8}))
     frozenset({8})
     """
     if first == second:
@@ -94,7 +94,7 @@ def agreement(nodes: Iterable[Node]) -> Counts:
     seen: list[Node] = []
     for node in nodes:
         if node.counts is not ANY and node.counts != counts:
-            common = common_counts(counts, node.counts)
+            common = _common_counts(counts, node.counts)
             if not common:
                 raise _disagreement(seen, node)
             counts = common
@@ -103,7 +103,7 @@ def agreement(nodes: Iterable[Node]) -> Counts:
 
 
 def _disagreement(before: Sequence[Node], node: Node) -> BatchError:
-    opponents = [other for other in before if not common_counts(other.counts, node.counts)]
+    opponents = [other for other in before if not _common_counts(other.counts, node.counts)]
     others = opponents or [other for other in before if other.counts != ANY]
     first = _witness(others[0], node.counts)
     second = _witness(node, first.counts)
@@ -177,7 +177,7 @@ def _witness(node: Node, against: Counts) -> Node:
     if not node.children or node.may_be_items:
         return node
     holding = [child for child in node.children if child.counts != ANY]
-    ruling_out = [child for child in holding if not common_counts(child.counts, against)]
+    ruling_out = [child for child in holding if not _common_counts(child.counts, against)]
     return _witness((ruling_out or holding)[0], against)
 
 
@@ -224,7 +224,7 @@ _GRAPHS = (
 )
 
 
-def unknown_type(value: Any, path: str) -> BatchError:
+def _unknown_type(value: Any, path: str) -> BatchError:
     """The error for a value of a type that nothing tells how to cut, with what to write."""
     cls = type(value)
     name = cls.__name__
@@ -248,12 +248,8 @@ def unknown_type(value: Any, path: str) -> BatchError:
     return BatchError(f"{text} {remedy}{or_shared(path)}.")
 
 
-def refuse_iterators(rows: Sequence[Any], path: str) -> None:
-    """Refuse rows that can be read only once: a failed attempt would leave nothing for the next.
-
-    Raises:
-        BatchError: one of them is a generator, or another iterator.
-    """
+def _refuse_iterators(rows: Sequence[Any], path: str) -> None:
+    """Refuse rows that can be read only once: a failed attempt would leave nothing for the next."""
     if rows and isinstance(rows[0], _ONCE):
         raise BatchError(
             f"The rows of {path!r} are of type {type(rows[0]).__name__}, which can be read only "
@@ -340,7 +336,7 @@ class Reader:
             return node
         if kind is Kind.SEQUENCE:
             return self._read_sequence(value, path, dim, declared)
-        raise unknown_type(value, path)
+        raise _unknown_type(value, path)
 
     def _read_children(self, node: Node) -> None:
         keys, values = open_container(node.value)
@@ -357,12 +353,12 @@ class Reader:
             node.counts = node.fields
             return node
         reading = declared
-        if not declared and may_hold_rows(value):
+        if not declared and _may_hold_rows(value):
             node.is_open = not must_hold_rows(value, is_root=not path)
             reading = self._earlier.get(path) if node.is_open else "items"
         node.may_be_items = reading == "items" or (reading is None and node.is_open)
         if node.may_be_items:
-            refuse_iterators(value, path)
+            _refuse_iterators(value, path)
         if reading == "items":
             node.counts = frozenset({len(value)})
             return node
@@ -393,7 +389,7 @@ class Reader:
         Some part must be sure of its count. For a list, another list is no proof: samples that
         were not collated are a list of lists too.
         """
-        if root.fields is None or root.fields == ANY or look_alike(root.value):
+        if root.fields is None or root.fields == ANY or _look_alike(root.value):
             return False
         nested_counts = isinstance(root.value, tuple)
         return any(
@@ -414,15 +410,12 @@ def must_hold_rows(value: Any, *, is_root: bool) -> bool:
     if kinds == {Kind.SHARED}:
         return is_root or isinstance(value, list) or all(isinstance(v, str | bytes) for v in value)
     if kinds <= STRUCTURES:
-        return not (is_root and isinstance(value, tuple)) and are_samples(value)
+        return not (is_root and isinstance(value, tuple)) and _are_samples(value)
     return kinds == {Kind.UNKNOWN}
 
 
-def look_alike(value: Any) -> bool:
-    """Whether a list holds three or more values that could be samples, by their equal shapes.
-
-    A pair is what torch's collate makes of inputs and targets; images of one size are not.
-    """
+def _look_alike(value: Any) -> bool:
+    """Whether a list holds three or more values that could be samples, by their equal shapes."""
     if not isinstance(value, list) or len(value) < 3:
         return False
     first, *others = value
@@ -435,17 +428,17 @@ def look_alike(value: Any) -> bool:
     )
 
 
-def may_hold_rows(value: Any) -> bool:
+def _may_hold_rows(value: Any) -> bool:
     """Whether the elements are alike enough to be rows: of one type, tensors of one dtype too."""
     elements = [element for element in value if element is not None]
     if isinstance(value, tuple) and len({isinstance(e, str | bytes) for e in elements}) > 1:
         return False  # a text and its label are a sample
     if len({_signature(element) for element in elements}) > 1:
         return {kind_of(type(v)) for v in elements} in ({Kind.UNKNOWN}, {Kind.SHARED})
-    return not elements or are_samples(elements)
+    return not elements or _are_samples(elements)
 
 
-def are_samples(elements: Sequence[Any]) -> bool:
+def _are_samples(elements: Sequence[Any]) -> bool:
     """Whether all elements are of one type and, if mappings, have a key in common."""
     if len({type(element) for element in elements}) > 1:
         return False

@@ -70,10 +70,10 @@ def replace_tensors(batch: Any, others: Mapping[int, torch.Tensor]) -> Any:
     return map_tensors(batch, lambda tensor: others.get(id(tensor), tensor))
 
 
-def copy_array(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+def _copy_array(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
     """A copy that can be written to, of the same class; what nobody can write to is not copied.
 
-    >>> copy_array(np.arange(2)).tolist()
+    >>> _copy_array(np.arange(2)).tolist()
     [0, 1]
     """
     if not array.flags.writeable:
@@ -87,7 +87,7 @@ def copy_array(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
 
 def _map_rows(value: Any, fn: TensorFunction, isolate: bool) -> Any:
     if isinstance(value, np.ndarray):
-        return copy_array(value) if isolate else value
+        return _copy_array(value) if isolate else value
     new = row_type_of(type(value)).map(value, fn)  # type: ignore[union-attr]
     if new is not None:
         return new

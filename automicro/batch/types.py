@@ -124,7 +124,7 @@ class _Tensors(RowType):
                 "rows. Convert it to a dense, COO or CSR tensor, or wrap it in a class known to "
                 f"register_batch_type{or_shared(path)}."
             )
-        return rows_along(value.shape, dim, path) if value.dim() else None
+        return _rows_along(value.shape, dim, path) if value.dim() else None
 
     def cut(self, value: Any, pieces: Pieces, dim: int, path: str) -> Sequence[Any]:
         if value.is_nested:
@@ -153,7 +153,7 @@ class _Tensors(RowType):
 
     def map(self, value: Any, fn: TensorFunction) -> Any:
         new = fn(value)
-        return new if new is value else like_subclass([new], value)[0]
+        return new if new is value else _like_subclass([new], value)[0]
 
     def leaves(self, value: Any) -> Iterable[tuple[str, torch.Tensor]]:
         return [("", value)]
@@ -163,7 +163,7 @@ class _Arrays(RowType):
     """Arrays of numpy."""
 
     def count(self, value: Any, dim: int, path: str) -> int | None:
-        return rows_along(value.shape, dim, path) if value.ndim else None
+        return _rows_along(value.shape, dim, path) if value.ndim else None
 
     def cut(self, value: Any, pieces: Pieces, dim: int, path: str) -> Sequence[Any]:
         if pieces.sizes is None:
@@ -566,7 +566,7 @@ def _cut_subclass(
     rows, kind = value.shape[dim], type(value)
     held = dict(_attributes_with_rows(getattr(value, "__dict__", {}), rows))
     if not held or issubclass(kind, torch.nn.Parameter) or is_wrapper(kind):
-        return like_subclass(pieces, value)
+        return _like_subclass(pieces, value)
     own = [_own_piece(value, chosen, dim, held) for chosen in selections]
     found = [piece for piece in own if piece is not None]
     if len(found) < len(own):
@@ -576,7 +576,7 @@ def _cut_subclass(
             f"register_batch_type({kind.__name__}, num_rows=len, take=lambda value, start, stop: "
             "…), or put the attribute into the batch beside it."
         )
-    return like_subclass(found, value)
+    return _like_subclass(found, value)
 
 
 def _own_piece(
@@ -608,7 +608,7 @@ def _attributes_with_rows(table: Any, rows: int, path: str = "") -> Iterator[tup
             yield inner, each
 
 
-def like_subclass(pieces: Sequence[torch.Tensor], value: torch.Tensor) -> list[torch.Tensor]:
+def _like_subclass(pieces: Sequence[torch.Tensor], value: torch.Tensor) -> list[torch.Tensor]:
     """`pieces` of `value`, of its class and with its attributes, where torch has dropped them."""
     cls = type(value)
     if issubclass(cls, torch.nn.Parameter) or is_wrapper(cls):
@@ -623,7 +623,7 @@ def like_subclass(pieces: Sequence[torch.Tensor], value: torch.Tensor) -> list[t
     return found
 
 
-def rows_along(shape: Sequence[int], dim: int, path: str) -> int:
+def _rows_along(shape: Sequence[int], dim: int, path: str) -> int:
     """The size of dimension `dim`, with an error that tells what to declare where it is absent."""
     if not -len(shape) <= dim < len(shape):
         raise BatchError(

@@ -443,7 +443,7 @@ class Checks:
             return
         wanted = ("seams", "numbers") if mode == "train" else ("numbers",)
         found: _SeenWhole | Failed | None = None
-        for some, wants in itertools.product(fewer_and_fewer(sizes), wanted):
+        for some, wants in itertools.product(_fewer_and_fewer(sizes), wanted):
             is_one = sum(some) == sizes[0]
             work = functools.partial(self._compare_whole, batch, some, mode, wants, is_one=is_one)
             found = tried(work, self._computation.device)
@@ -645,19 +645,17 @@ class Checks:
             logger.info("splitting was not checked: %s", why)
             return
         warn(
-            f"could not check that the loss is {taken_for(self._computation.averages)}, which it "
+            f"could not check that the loss is {_taken_for(self._computation.averages)}, which it "
             f"was taken for: {why}. Declare what it averages over (loss_average=…), or run "
             "automicro.verify(model, batch, …)",
             LossAverageWarning,
         )
 
 
-def fewer_and_fewer(sizes: Sequence[int]) -> Iterator[Sequence[int]]:
+def _fewer_and_fewer(sizes: Sequence[int]) -> Iterator[Sequence[int]]:
     """The microbatches to compare: all, half of them, a quarter, two, for where there is no memory.
 
-    The last are halves of the first one, which fits by itself.
-
-    >>> list(fewer_and_fewer([4, 4, 4, 3, 3]))
+    >>> list(_fewer_and_fewer([4, 4, 4, 3, 3]))
     [[4, 4, 4, 3, 3], [4, 4], [2, 2]]
     """
     counts = [len(sizes) // fraction for fraction in _FRACTIONS] + [2]
@@ -667,7 +665,7 @@ def fewer_and_fewer(sizes: Sequence[int]) -> Iterator[Sequence[int]]:
         yield [sizes[0] - sizes[0] // 2, sizes[0] // 2]
 
 
-def taken_for(averages: Mapping[str, Average]) -> str:
+def _taken_for(averages: Mapping[str, Average]) -> str:
     """What losses were taken for, in words."""
     return " and ".join(dict.fromkeys(each.describe() for each in averages.values()))
 

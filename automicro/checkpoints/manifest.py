@@ -177,16 +177,8 @@ def write_manifest(
         stream.write(json.dumps({"crc32": _crc32(content)} | content, indent=1).encode())
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint.
-
-    Args:
-        folder: of the checkpoint.
-
-    Raises:
-        DamagedCheckpointError: there is none, or it is incomplete or was changed.
-        CheckpointError: it has another format.
-    """
+def _read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a checkpoint."""
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_bytes())
@@ -214,7 +206,7 @@ def verify(folder: Path, *, contents: bool = True, share: slice = _ALL) -> Manif
         DamagedCheckpointError: a file is missing, incomplete or was changed; the message names it.
         CheckpointError: it has another format.
     """
-    manifest = read_manifest(folder)
+    manifest = _read_manifest(folder)
     read = set(list(manifest.files)[share]) if contents else ()
     for name, expected in manifest.files.items():
         path = folder / name

@@ -207,15 +207,11 @@ def open_peers(*, timeout_seconds: float = TIMEOUT_SECONDS) -> Peers:
     >>> open_peers().world_size
     1
     """
-    return ALONE if num_ranks() == 1 else GroupPeers(timeout_seconds=timeout_seconds)
+    return ALONE if num_ranks() == 1 else _GroupPeers(timeout_seconds=timeout_seconds)
 
 
-class GroupPeers:
-    """All ranks, over gloo. The group is its own, so a save may run beside the training.
-
-    Args:
-        timeout_seconds: how long one waits for the slowest rank.
-    """
+class _GroupPeers:
+    """All ranks, over gloo. The group is its own, so a save may run beside the training."""
 
     def __init__(self, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         self.rank = dist.get_rank()

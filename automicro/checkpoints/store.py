@@ -39,19 +39,10 @@ MODES = ("min", "max")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Retention:
+class _Retention:
     """How many checkpoints stay.
 
-    Args:
-        keep_last: the newest ones, at least 1; None keeps all.
-        keep_best: besides, those with the best value of a metric.
-        best_metric: its name.
-        best_mode: ``"min"`` where less is better, ``"max"`` where more is.
-
-    Raises:
-        ValueError: a number is too small, or a mode is not known.
-
-    >>> keep = Retention(keep_last=1, keep_best=1, best_metric="loss", best_mode="min")
+    >>> keep = _Retention(keep_last=1, keep_best=1, best_metric="loss", best_mode="min")
     >>> saved = {Path("c"): {"loss": 0.5}, Path("b"): {"loss": 0.2}, Path("a"): {"loss": 0.9}}
     >>> [str(path) for path in keep.choose(saved)]
     ['c', 'b']
@@ -149,7 +140,7 @@ class CheckpointConfig:
         _check_folder("folder", self.folder)
         if self.interval is not None:
             read_duration("interval", self.interval)
-        Retention(
+        _Retention(
             keep_last=self.keep_last,
             keep_best=self.keep_best,
             best_metric=self.best_metric,
@@ -175,10 +166,10 @@ def _check_folder(name: str, value: object) -> None:
 logger = logging.getLogger(__name__)
 
 
-class Background:
+class _Background:
     """Runs one piece of work in a thread. The process does not end before the work has.
 
-    >>> background, done = Background(), []
+    >>> background, done = _Background(), []
     >>> background.start(lambda: done.append("written"))
     >>> background.finish() is None, done
     (True, ['written'])
@@ -257,10 +248,10 @@ class CheckpointStore:
     ) -> None:
         self.folder = Path(folder)
         self._peers = peers
-        self._retention = Retention(
+        self._retention = _Retention(
             keep_last=keep_last, keep_best=keep_best, best_metric=best_metric, best_mode=best_mode
         )
-        self._background = Background()
+        self._background = _Background()
         self._missed_metric = False
 
     @classmethod

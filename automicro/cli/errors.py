@@ -66,7 +66,7 @@ def show_failure(error: BaseException, *, debug: bool) -> int:
     if debug or is_ours:
         _print_traceback(error)
     complain(text)
-    leave_for_torchrun(error, text)
+    _leave_for_torchrun(error, text)
     if not (debug or is_ours) and _has_more_to_show(error):
         print(DEBUG_HINT, file=sys.stderr)
     return code
@@ -98,16 +98,11 @@ def summarize_error(error: BaseException) -> str:
     """
     if isinstance(error, AutomicroError) or is_refusal(error):
         return _with_notes(error)
-    return "\n  ".join([_headline(error), *_notes(error), *_at(users_place(error))])
+    return "\n  ".join([_headline(error), *_notes(error), *_at(_users_place(error))])
 
 
-def leave_for_torchrun(error: BaseException, text: str) -> None:
-    """Write what went wrong where torchrun looks for it, so that its summary says it.
-
-    Args:
-        error: nothing is written of one that only followed another rank's, or that all ranks have.
-        text: the message.
-    """
+def _leave_for_torchrun(error: BaseException, text: str) -> None:
+    """Write what went wrong where torchrun looks for it, so that its summary says it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or isinstance(error, RankError | KeyboardInterrupt | SystemExit):
         return
@@ -190,7 +185,7 @@ def _is_told_as_one_of_many(error: BaseException, text: str, *, debug: bool) -> 
     said = textwrap.shorten(text, _SHORT, placeholder=" …")
     is_named = isinstance(error, PeerFailedError)
     complain(said if is_named else f"rank {place.rank} of {place.world_size}: {said}")
-    leave_for_torchrun(error, text)
+    _leave_for_torchrun(error, text)
     return True
 
 
@@ -215,7 +210,7 @@ def _describe(error: BaseException) -> tuple[int, str]:
     if is_bug_of_ours(error):
         bug = "this is a bug of automicro and no mistake of yours: report it with what is above"
         return FAILED, "\n  ".join([_headline(error), *_notes(error), bug])
-    where = users_place(error) or librarys_place(error)
+    where = _users_place(error) or _librarys_place(error)
     lines = [f"the run failed: {_headline(error)}", *_notes(error), *_at(where)]
     return FAILED, "\n  ".join(lines)
 
@@ -244,7 +239,7 @@ def _has_more_to_show(error: BaseException) -> bool:
     cause: BaseException | None = error
     while isinstance(cause, ConfigError):
         cause = cause.__cause__
-    return cause is not None and bool(_notes(cause) or users_place(cause))
+    return cause is not None and bool(_notes(cause) or _users_place(cause))
 
 
 def _describe_end(what: str, error: BaseException) -> str:
@@ -262,16 +257,13 @@ def _notes(error: BaseException) -> list[str]:
     return list(dict.fromkeys(note.removeprefix(OUR_NOTE) for note in notes))
 
 
-def users_place(error: BaseException) -> str | None:
+def _users_place(error: BaseException) -> str | None:
     """The innermost line of the user's own code that an error passed through.
-
-    Returns:
-        Such as ``my_models.py:8, in forward: self.head(x)``; None where there is no such line.
 
     >>> try:
     ...     compile("1 +", "my_models.py", "exec")
     ... except SyntaxError as error:
-    ...     users_place(error)
+    ...     _users_place(error)
     'my_models.py:1: 1 +'
     """
     if isinstance(error, SyntaxError) and error.filename and is_users(error.filename):
@@ -283,18 +275,14 @@ def users_place(error: BaseException) -> str | None:
     return None
 
 
-def librarys_place(error: BaseException) -> str | None:
+def _librarys_place(error: BaseException) -> str | None:
     """The innermost line of a library that an error passed through, and what was called there.
-
-    Returns:
-        Such as ``torch/nn/functional.py:4294, in mse_loss, called by the loss MSELoss``; None
-        where automicro called no library.
 
     >>> import torch
     >>> try:
     ...     torch.nn.Linear(2, 2)(torch.zeros(3))
     ... except RuntimeError as error:
-    ...     librarys_place(error)
+    ...     _librarys_place(error)
     'torch/nn/modules/linear.py:..., in forward, called by Linear'
     """
     frames = list(_frames(error))
@@ -338,7 +326,7 @@ def is_bug_of_ours(error: BaseException) -> bool:
         return True
     beside = facts_of(error).bystander
     is_metrics = beside is not None and beside.kind == "metric"
-    return users_place(error) is None and not is_metrics and not _is_of_users_object(error)
+    return _users_place(error) is None and not is_metrics and not _is_of_users_object(error)
 
 
 def is_users(filename: str) -> bool:

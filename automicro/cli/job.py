@@ -65,7 +65,7 @@ class Job:
                     raise ElsewhereError(summarize_error(error)) from error
 
         num_processes = self._count_processes()
-        with importing_beside(*self.files):
+        with _importing_beside(*self.files):
             loaded = read_config(
                 self.files,
                 self._overrides,
@@ -120,7 +120,7 @@ class Job:
 
 
 @contextlib.contextmanager
-def importing_beside(*paths: str) -> Iterator[None]:
+def _importing_beside(*paths: str) -> Iterator[None]:
     """Let a config name modules that lie beside it, then those where the command was started."""
     before = list(sys.path)
     folders = [str(Path(path).resolve().parent) for path in paths]

@@ -66,7 +66,7 @@ class RunDir:
         if self._path is None or not self._goes_on or not (self._path / SUMMARY).exists():
             return None
         try:
-            summary = read_summary((self._path / SUMMARY).read_text(encoding="utf-8"))
+            summary = _read_summary((self._path / SUMMARY).read_text(encoding="utf-8"))
         except (OSError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"run_dir={str(self._path)!r} holds a summary.json that cannot be read ({error}): "
@@ -136,10 +136,10 @@ def _show(value: object) -> str:
     return "not set" if value is UNSET else to_yaml({"": value}).partition(": ")[2].strip()
 
 
-def read_summary(text: str) -> FitSummary:
+def _read_summary(text: str) -> FitSummary:
     """Read a summary that was written as JSON. What is null there is NaN where it has to be.
 
-    >>> read_summary("{}")
+    >>> _read_summary("{}")
     Traceback (most recent call last):
         ...
     TypeError: ...

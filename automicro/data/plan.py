@@ -109,12 +109,10 @@ class Budget:
         return int(np.searchsorted(taken, amount * (1 + _ROUNDING), side="right"))
 
 
-def derived_edges(values: Array, count: int) -> Array:
+def _derived_edges(values: Array, count: int) -> Array:
     """Edges between so many buckets, each with about the same total.
 
-    There are fewer where many rows have one length. Of very many rows, every n-th is asked.
-
-    >>> derived_edges(np.array([1.0, 1.0, 2.0, 4.0]), 2)
+    >>> _derived_edges(np.array([1.0, 1.0, 2.0, 4.0]), 2)
     array([2.])
     """
     ordered = np.sort(values[:: max(1, len(values) // _ASKED_ROWS)])
@@ -151,14 +149,14 @@ def derive_buckets(lengths: Sequence[Array], counts: Sequence[int]) -> Array:
     >>> derive_buckets([first, second], (2, 2))
     array([0, 1, 2, 3], dtype=uint16)
     """
-    found = assign_buckets(lengths[0], derived_edges(lengths[0], counts[0]))
+    found = assign_buckets(lengths[0], _derived_edges(lengths[0], counts[0]))
     if len(lengths) == 1:
         return found
     fine, made = np.zeros_like(found), 0
     order = np.argsort(found, kind="stable")
     parts = np.split(order, np.flatnonzero(np.diff(found[order])) + 1)
     for rows in parts:
-        edges = derived_edges(lengths[1][rows], counts[1])
+        edges = _derived_edges(lengths[1][rows], counts[1])
         fine[rows] = made + np.searchsorted(edges, lengths[1][rows])
         made += len(edges) + 1
     return fine

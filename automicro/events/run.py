@@ -422,7 +422,7 @@ class Run:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        self._state = read_only(state)
+        self._state = _read_only(state)
         self._model = model
         self._modules = tuple(modules)
         self._optimizer = optimizer
@@ -564,11 +564,11 @@ class Run:
         self._stop_reason = None
 
 
-def read_only(value: T) -> T:
+def _read_only(value: T) -> T:
     """A view of an object, and of the state objects in it, that refuses changes.
 
     >>> state = LoopState(batch=3)
-    >>> view = read_only(state)
+    >>> view = _read_only(state)
     >>> state.batch = 4
     >>> view.batch
     4

@@ -38,32 +38,23 @@ class Verdict(enum.IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PaddingSeen:
-    """What one look has shown.
-
-    Attributes:
-        verdict: on the model.
-        why: what differs, or why nothing could be compared; empty where all is the same.
-        output_dims: by the path of an output, which of its dimensions have the length of which
-            group, by its name.
-    """
+class _PaddingSeen:
+    """What one look has shown."""
 
     verdict: Verdict
     why: str = ""
     output_dims: Mapping[str, dict[int, str]] = field(default_factory=dict)
 
 
-_NOTHING_PADDED = PaddingSeen(verdict=Verdict.UNKNOWN)
+_NOTHING_PADDED = _PaddingSeen(verdict=Verdict.UNKNOWN)
 
 
-def padded_rows(groups: Sequence[Group]) -> list[int]:
+def _padded_rows(groups: Sequence[Group]) -> list[int]:
     """The rows to look at: that with the most padding, and one that is half padded, say.
-
-    The shortest row may have a single word, which says little; one that has nothing says nothing.
 
     >>> import numpy as np
     >>> stops = np.array([8, 1, 0, 5])
-    >>> padded_rows([Group("mask", 8, np.zeros(4, int), stops, {})])
+    >>> _padded_rows([Group("mask", 8, np.zeros(4, int), stops, {})])
     [1, 3]
     """
     if not groups:
@@ -80,7 +71,7 @@ def padded_rows(groups: Sequence[Group]) -> list[int]:
 
 def look_at_padding(
     computation: Computation, batch: Any, groups: Sequence[Group], mode: Mode = "train"
-) -> PaddingSeen:
+) -> _PaddingSeen:
     """Compare rows with their padding and without: losses, and outputs where rows have something.
 
     Nothing of that stays. Dropout and other noise is silenced.
@@ -92,9 +83,9 @@ def look_at_padding(
         mode: of the forward.
     """
 
-    def look() -> PaddingSeen:
-        looks: list[PaddingSeen] = []
-        for row in padded_rows(groups):
+    def look() -> _PaddingSeen:
+        looks: list[_PaddingSeen] = []
+        for row in _padded_rows(groups):
             looks.append(_look(computation, batch, groups, row, mode))
             if looks[-1].verdict is Verdict.OTHER:
                 break
@@ -102,22 +93,22 @@ def look_at_padding(
         return max(looks, key=lambda seen: seen.verdict, default=_NOTHING_PADDED)
 
     # What fails but once, such as where memory is short, decides nothing.
-    seen: PaddingSeen | Failed = _NOTHING_PADDED
+    seen: _PaddingSeen | Failed = _NOTHING_PADDED
     for _ in range(2):
         seen = tried(look, computation.device)
         if not isinstance(seen, Failed):
             return seen
         if issubclass(seen.error, CollectiveError):
             why = needs_other_ranks(seen.why.partition(": ")[2])
-            return PaddingSeen(verdict=Verdict.UNKNOWN, why=why)
+            return _PaddingSeen(verdict=Verdict.UNKNOWN, why=why)
         if issubclass(seen.error, AutomicroError):
-            return PaddingSeen(verdict=Verdict.UNKNOWN)  # the step itself says what is wrong
+            return _PaddingSeen(verdict=Verdict.UNKNOWN)  # the step itself says what is wrong
     assert isinstance(seen, Failed)
     if seen.kind is Failure.RETRYABLE:
-        return PaddingSeen(
+        return _PaddingSeen(
             verdict=Verdict.UNKNOWN, why="there was no memory to look at a padded row"
         )
-    return PaddingSeen(verdict=Verdict.OTHER, why=f"a row without padding fails: {seen.why}")
+    return _PaddingSeen(verdict=Verdict.OTHER, why=f"a row without padding fails: {seen.why}")
 
 
 def _look(
@@ -126,7 +117,7 @@ def _look(
     groups: Sequence[Group],
     row: int,
     mode: Mode,
-) -> PaddingSeen:
+) -> _PaddingSeen:
     with on_host():
         padded = computation.layout.take_rows(batch, [row])
         cut = cut_padding(padded, groups, slice(row, row + 1))
@@ -149,16 +140,16 @@ def _look(
     if LOSS in found and (finite or math.isfinite(other.numbers[LOSS])):
         before, after = one.numbers[LOSS], other.numbers[LOSS]
         why = f"the loss of a row is {before:.6g} with its padding and {after:.6g} without"
-        return PaddingSeen(verdict=Verdict.OTHER, why=why)
+        return _PaddingSeen(verdict=Verdict.OTHER, why=why)
     path = next((path for path in found if path in dims), None)
     if path is not None:
         why = f"the output {path!r} of a row differs by {found[path]:.2g} without its padding"
-        return PaddingSeen(verdict=Verdict.OTHER, why=why)
+        return _PaddingSeen(verdict=Verdict.OTHER, why=why)
     if not (finite or has_values):
-        return PaddingSeen(
+        return _PaddingSeen(
             verdict=Verdict.UNKNOWN, why="the forward gives no finite loss and no outputs of a row"
         )
-    return PaddingSeen(verdict=Verdict.SAME, output_dims=dims)
+    return _PaddingSeen(verdict=Verdict.SAME, output_dims=dims)
 
 
 def _alone(row: Any) -> CutBatch:
@@ -279,20 +270,13 @@ class MicrobatchUnit(Feature):
         setup.unit = unit = CostUnit(self._unit, padding, setup.carrying.layout)
 
         def sorter(setup: Setup, computation: Computation) -> Sort:
-            return RowSorter(unit, computation, setup.ranks, cut_padding=self._cut_padding).sort
+            return _RowSorter(unit, computation, setup.ranks, cut_padding=self._cut_padding).sort
 
         setup.sorter = sorter
 
 
-class RowSorter:
-    """Sorts the rows of batches by cost; cuts padding where a look shows that nothing changes.
-
-    Args:
-        unit: what rows cost.
-        computation: model and loss.
-        ranks: that decide together.
-        cut_padding: as `MicrobatchUnit`.
-    """
+class _RowSorter:
+    """Sorts the rows of batches by cost; cuts padding where a look shows that nothing changes."""
 
     def __init__(
         self,
@@ -351,14 +335,14 @@ class RowSorter:
     def _look(
         self, batches: Sequence[ReadBatch], read: Sequence[Sequence[Group]], mode: Mode
     ) -> None:
-        seen = PaddingSeen(verdict=Verdict.UNKNOWN)
+        seen = _PaddingSeen(verdict=Verdict.UNKNOWN)
         padded = [
             (each.batch, groups)
             for each, groups in zip(batches, read, strict=True)
-            if padded_rows(groups)
+            if _padded_rows(groups)
         ]
         if padded and self._ranks.communicates_in_forward:
-            seen = PaddingSeen(
+            seen = _PaddingSeen(
                 verdict=Verdict.UNKNOWN,
                 why=needs_other_ranks(),
             )

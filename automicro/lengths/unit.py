@@ -248,17 +248,8 @@ def _product(lengths: Array) -> Array:
 
 
 @dataclass(frozen=True, eq=False)
-class SortedRows:
-    """The rows of one batch, sorted by cost.
-
-    Attributes:
-        order: of the batch that the caller gave, the index of each row here.
-        lengths: of each row here, as (rows, lengths).
-        combine: the cost of a row from its lengths.
-        groups: what is padded, of the rows here; none where padding stays.
-        output_dims: by the path of an output, which of its dimensions have the length of which
-            group, by its name, as a look has shown.
-    """
+class _SortedRows:
+    """The rows of one batch, sorted by cost."""
 
     order: Array
     lengths: Array
@@ -312,7 +303,7 @@ class SortedRows:
             return list(microbatches)
         return [
             cut_padding(microbatch, self.groups, rows)
-            for microbatch, rows in zip(microbatches, slices_of(sizes), strict=True)
+            for microbatch, rows in zip(microbatches, _slices_of(sizes), strict=True)
         ]
 
     def places(self) -> list[int]:
@@ -330,7 +321,7 @@ class SortedRows:
         """
         if not self.groups:
             return list(outputs)
-        rows = slices_of(sizes)
+        rows = _slices_of(sizes)
         windows = {g.name: [g.window(each) for each in rows] for g in self.groups}
         padded = {group.name: group.padded for group in self.groups}
         leaves = [tensor_leaves(output) for output in outputs]
@@ -358,17 +349,17 @@ class SortedRows:
     def _costs(self, sizes: Sequence[int]) -> list[float]:
         return [
             size * float(self.combine(self.lengths[rows].max(0)))
-            for size, rows in zip(sizes, slices_of(sizes), strict=True)
+            for size, rows in zip(sizes, _slices_of(sizes), strict=True)
         ]
 
     def _units(self, sizes: Sequence[int]) -> list[int]:
         return [max(1, math.ceil(cost - 1e-6)) for cost in self._costs(sizes)]
 
 
-def slices_of(sizes: Sequence[int]) -> list[slice]:
+def _slices_of(sizes: Sequence[int]) -> list[slice]:
     """Neighbouring rows, as many as these.
 
-    >>> slices_of([2, 3])
+    >>> _slices_of([2, 3])
     [slice(0, 2, None), slice(2, 5, None)]
     """
     stops = np.cumsum(sizes).tolist()
@@ -421,12 +412,8 @@ def unit_name(unit: str | Cost) -> str:
 
 
 @dataclass
-class PackingRule(CutRule):
-    """Packs rows into slices that cost no more than a size.
-
-    Attributes:
-        overhead: what a slice costs whatever it holds.
-    """
+class _PackingRule(CutRule):
+    """Packs rows into slices that cost no more than a size."""
 
     overhead: Overhead = field(default_factory=Overhead)
 
@@ -436,7 +423,7 @@ class PackingRule(CutRule):
 
     def cut_batch(self, batch: ReadBatch, size: int, *, multiple_of: int = 1) -> Cut:
         packing = batch.packing
-        assert isinstance(packing, SortedRows)
+        assert isinstance(packing, _SortedRows)
         overhead = self.overhead.of(packing.average)
         sizes = packing.pack(size, overhead=overhead, min_rows=self.min_rows)
         return Cut(sizes, batch.cost, packing)
@@ -453,7 +440,7 @@ class PackingRule(CutRule):
             padded=sum(
                 cut.packing.padded(cut.sizes)
                 for cut in finished.cuts
-                if isinstance(cut.packing, SortedRows)
+                if isinstance(cut.packing, _SortedRows)
             ),
         )
 
@@ -480,7 +467,7 @@ class CostUnit(Unit):
 
     Attributes:
         padding: as given.
-        output_dims: see `SortedRows`; filled by the check of padding.
+        output_dims: see `_SortedRows`; filled by the check of padding.
 
     >>> import torch
     >>> unit = CostUnit("tokens", Padding(None), BatchLayout())
@@ -525,7 +512,7 @@ class CostUnit(Unit):
             )
 
     def rule(self, *, strict_divisible: bool) -> CutRule:
-        return PackingRule(strict_divisible=strict_divisible, unit=self.name)
+        return _PackingRule(strict_divisible=strict_divisible, unit=self.name)
 
     def groups(self, batch: Any, num_rows: int) -> list[Group]:
         """What is padded in a batch; see `Padding.read`.
@@ -546,7 +533,7 @@ class CostUnit(Unit):
 
     def packing(
         self, batch: Any, groups: Sequence[Group], num_rows: int, *, cuts: bool
-    ) -> SortedRows:
+    ) -> _SortedRows:
         """The rows of a batch, sorted.
 
         Args:
@@ -568,7 +555,7 @@ class CostUnit(Unit):
             table, combine = self._costs(batch, num_rows)
         # Rows of equal cost stay in their order.
         order = np.argsort(-combine(table), kind="stable")
-        return SortedRows(
+        return _SortedRows(
             order=order,
             lengths=table[order],
             combine=combine,

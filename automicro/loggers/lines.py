@@ -160,26 +160,10 @@ class AppendFile:
         self._raw.close()
 
 
-def open_lines(
+def _open_lines(
     path: Path, *, head: bytes, step_of: Callable[[bytes], int], resume_step: int | None
 ) -> AppendFile:
-    """Open a file of lines to append to, without what a resumed run will log again.
-
-    A last line without its end (the process died while it wrote) goes. On a resume, so do the
-    lines at the end whose step is later, back to the first that is not: an earlier run in the
-    same file stays.
-
-    Args:
-        path: of the file; made where there is none.
-        head: how every such file begins; a whole line is written into an empty file. A file
-            that begins otherwise is somebody else's.
-        step_of: reads the step of a line.
-        resume_step: the last step to keep; None to keep all lines.
-
-    Raises:
-        OSError: the file cannot be opened or cut.
-        ValueError: the file is not one of these; it is left as it is.
-    """
+    """Open a file of lines to append to, without what a resumed run will log again."""
     file = AppendFile(path)
     try:
         size = os.fstat(file.fileno()).st_size
@@ -251,7 +235,7 @@ class _LinesLogger(abc.ABC):
             ValueError: the file holds something else.
         """
         self.close()
-        self._file = open_lines(
+        self._file = _open_lines(
             self._path, head=self._head, step_of=self._step_of, resume_step=resume_step
         )
 

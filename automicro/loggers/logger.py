@@ -83,18 +83,12 @@ RESERVED_NAMES = frozenset({"run", "step", "time"})
 """What a line says besides values, so no value can be called that."""
 
 
-def plain_values(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
+def _plain_values(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
     """Values as Python numbers, and why some cannot be logged, both by name.
 
-    A tensor on a device is waited for, once for all loggers. Whole numbers stay whole.
-
-    Args:
-        values: numbers, also of numpy, and tensors of one element.
-
-    Example:
-        >>> import torch
-        >>> plain_values({"loss": torch.tensor(0.5), "rows": 16, "text": "abc"})
-        ({'loss': 0.5, 'rows': 16}, {'text': "'abc' is not one number"})
+    >>> import torch
+    >>> _plain_values({"loss": torch.tensor(0.5), "rows": 16, "text": "abc"})
+    ({'loss': 0.5, 'rows': 16}, {'text': "'abc' is not one number"})
     """
     plain: dict[str, float] = {}
     refused: dict[str, str] = {}
@@ -140,27 +134,19 @@ def _problem_of_name(name: object) -> str | None:
     return None
 
 
-class GuardedLogger:
+class _GuardedLogger:
     """Passes calls on to a logger, and turns its exceptions into words.
 
-    The first of several failures in a row gives a message, the others none. After
-    `MOST_FAILURES` in a row the logger is switched off until the next `start`. One that could
-    not start is started again with the next values.
-
-    Args:
-        logger: the logger.
-
-    Example:
-        >>> class Broken:
-        ...     def start(self, run, *, resume_step): ...
-        ...     def log(self, values, *, step):
-        ...         raise ConnectionError("the server is gone")
-        ...     def close(self): ...
-        >>> guarded = GuardedLogger(Broken())
-        >>> guarded.start({}, resume_step=None)
-        >>> guarded.log({"train/loss": 0.5}, step=7)
-        'Broken could not log step 7 (ConnectionError: the server is gone): ...'
-        >>> guarded.log({"train/loss": 0.4}, step=8)
+    >>> class Broken:
+    ...     def start(self, run, *, resume_step): ...
+    ...     def log(self, values, *, step):
+    ...         raise ConnectionError("the server is gone")
+    ...     def close(self): ...
+    >>> guarded = _GuardedLogger(Broken())
+    >>> guarded.start({}, resume_step=None)
+    >>> guarded.log({"train/loss": 0.5}, step=7)
+    'Broken could not log step 7 (ConnectionError: the server is gone): ...'
+    >>> guarded.log({"train/loss": 0.4}, step=8)
     """
 
     def __init__(self, logger: Logger) -> None:
@@ -274,7 +260,7 @@ class LoggerGroup:
     """
 
     def __init__(self, loggers: Iterable[Logger] = ()) -> None:
-        self._loggers = [GuardedLogger(logger) for logger in _checked(loggers)]
+        self._loggers = [_GuardedLogger(logger) for logger in _checked(loggers)]
         self._refused: set[str] = set()
 
     def __len__(self) -> int:
@@ -302,7 +288,7 @@ class LoggerGroup:
         """
         if not self._loggers:
             return
-        plain, refused = plain_values(values)
+        plain, refused = _plain_values(values)
         messages: list[str | None] = [
             f"{name!r} is not logged, here and later in this run: {problem}; log one number "
             "under a name such as 'my/value'"

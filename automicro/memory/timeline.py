@@ -149,12 +149,8 @@ class Trace:
         )
 
 
-class WritingLedger(StorageLedger):
-    """Writes down when each storage comes and goes, and whose it is.
-
-    Attributes:
-        host: the kind of device whose tensors do not count; every device's do unless it is set.
-    """
+class _WritingLedger(StorageLedger):
+    """Writes down when each storage comes and goes, and whose it is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,11 +215,11 @@ class Recorder(CountingMode):
         (1024, {Owner(kind='batch', module=''): 1024})
     """
 
-    ledger: WritingLedger
+    ledger: _WritingLedger
 
     def __init__(self) -> None:
         super().__init__(None)
-        self.ledger = WritingLedger()
+        self.ledger = _WritingLedger()
         self._kind = ACTIVATIONS
         self._inside: list[str] = []
         self._marks: list[Mark] = []

@@ -245,7 +245,7 @@ class _Part:
         return {path: leaf if leaf.dim() else leaf[None] for path, leaf in leaves}
 
     def targets(self, batch: Any) -> Any:
-        return targets_of(batch)
+        return _targets_of(batch)
 
     def _compute(self, rows: Any) -> Any:
         inputs = Unwritten(rows)
@@ -429,10 +429,10 @@ def check_positions(call: Call, batch: Any, flatten: Callable[[Any], Any]) -> No
         )
 
 
-def targets_of(batch: Mapping[str, Any]) -> Tensor:
+def _targets_of(batch: Mapping[str, Any]) -> Tensor:
     """The targets among the arguments of a tail: by name, else the last tensor of whole numbers.
 
-    >>> targets_of({"hidden": torch.ones(2, 3), "target": torch.tensor([1, 2])}).tolist()
+    >>> _targets_of({"hidden": torch.ones(2, 3), "target": torch.tensor([1, 2])}).tolist()
     [1, 2]
     """
     leaves = tensor_leaves(batch)
@@ -473,7 +473,7 @@ def _modules_of(call: Call) -> list[nn.Module]:
 
 def _averages(declared: LossAverage) -> Mapping[str, Average]:
     return read_average(
-        declared, loss_fn=None, model=nn.Identity(), targets=targets_of, reads_model=False
+        declared, loss_fn=None, model=nn.Identity(), targets=_targets_of, reads_model=False
     )
 
 
@@ -520,11 +520,11 @@ def _told(loss: Tensor, rows: Mapping[str, Any], num_rows: int) -> Average | Non
         return Sum()
     if reduction.targets is None:
         return Samples() if reduction.shape[:1] == (num_rows,) else None
-    given = targets_of(rows)
+    given = _targets_of(rows)
     if given.is_floating_point() or not _holds_same(reduction.targets, given):
         return None
     ignored, weight = reduction.ignore_index, reduction.class_weight
-    return Tokens(targets_of, ignore_index=ignored, class_weight=weight, reads=True)
+    return Tokens(_targets_of, ignore_index=ignored, class_weight=weight, reads=True)
 
 
 def _is_like(one: Average, other: Average) -> bool:

@@ -49,7 +49,7 @@ def tolerance_of(value: Tensor) -> float:
     return _TOLERANCES.get(value.dtype, _COARSE)
 
 
-class Sizer(Protocol):
+class _Sizer(Protocol):
     """Says how many rows a slice has, and is told what became of it."""
 
     def begin(self) -> int:
@@ -89,7 +89,7 @@ class Call:
     holding: Callable[[Sequence[Tensor] | None], contextlib.AbstractContextManager[None]]
     parameters: Sequence[Tensor]
     averages: Mapping[str, Average] | None
-    sizer: Sizer
+    sizer: _Sizer
     device: torch.device
     state: Replay
     standing: Replay
@@ -149,7 +149,7 @@ class Call:
 
 
 @contextlib.contextmanager
-def naming(sizer: Sizer, size: int) -> Iterator[None]:
+def naming(sizer: _Sizer, size: int) -> Iterator[None]:
     """Around what may run out of memory for so many rows: then the error names the part."""
     try:
         yield
@@ -555,7 +555,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def with_inputs(batch: Any, inputs: Mapping[str, Tensor]) -> Any:
+def _with_inputs(batch: Any, inputs: Mapping[str, Tensor]) -> Any:
     """The same batch, with other tensors at these paths."""
     by_id = {id(leaf): inputs[path] for path, leaf in tensor_leaves(batch) if path in inputs}
     return map_tensors(batch, lambda leaf: by_id.get(id(leaf), leaf))
@@ -564,7 +564,7 @@ def with_inputs(batch: Any, inputs: Mapping[str, Tensor]) -> Any:
 def marked(batch: Any, paths: Sequence[str]) -> tuple[Any, list[Tensor]]:
     """A slice whose tensors at these paths need a gradient, and these tensors."""
     leaves = {path: leaf.detach().requires_grad_() for path, leaf in _at(batch, paths).items()}
-    return with_inputs(batch, leaves), list(leaves.values())
+    return _with_inputs(batch, leaves), list(leaves.values())
 
 
 def _at(batch: Any, paths: Sequence[str]) -> dict[str, Tensor]:
@@ -592,7 +592,7 @@ class _Tail(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, paths: Sequence[str], *tensors: Tensor) -> Tensor:
         inputs = dict(zip(paths, tensors, strict=False))
-        batch = with_inputs(call.batch, {path: each.detach() for path, each in inputs.items()})
+        batch = _with_inputs(call.batch, {path: each.detach() for path, each in inputs.items()})
         sums = Gradients(inputs, call.parameters, call.layout.row_dims(batch))
         aliases = aliases_of(call.parameters)
         cut = Cut(call, batch)

@@ -411,17 +411,8 @@ _group: object = None
 _count = 0
 
 
-def exchange_words(word: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> list[str]:
-    """The words of all ranks, in order. All ranks call it, or `say_failed` in its place.
-
-    Args:
-        word: of this rank.
-        timeout_seconds: how long to wait for the slowest.
-
-    Raises:
-        PeerFailedError: a rank said that it failed.
-        PeerLostError: a rank said nothing.
-    """
+def _exchange_words(word: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> list[str]:
+    """The words of all ranks, in order. All ranks call it, or `_say_failed` in its place."""
     store, rank, world_size = _meeting(), dist.get_rank(), dist.get_world_size()
     keys = list(map(str, range(world_size)))
     store.set(keys[rank], _plain(word))
@@ -444,7 +435,7 @@ def exchange_words(word: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> li
     return [_read(store, key) for key in keys]
 
 
-def say_failed(reason: str) -> None:
+def _say_failed(reason: str) -> None:
     """Say that this rank will not come to the next exchange of words, and why; wait for nobody."""
     _meeting().set(_FAILED, _plain(f"rank {dist.get_rank()}: {reason}"))
 
@@ -491,7 +482,7 @@ def coordinate(modules: Sequence[nn.Module], *, sync: str = "each") -> Ranks:
     if not is_parallel(modules):
         return OneRank()  # every rank trains a model of its own
     group = state_of_group(_open_votes)
-    guards = find_guards(modules, group)
+    guards = _find_guards(modules, group)
     for guard in guards:
         guard.settle()
     size = _data_parallel_size(modules)
@@ -523,7 +514,7 @@ def announce_absence(error: Exception) -> None:
     if group is not None:
         CoordinatedRanks(group.votes).fail(error)
         return
-    say_failed(describe_error(error))
+    _say_failed(describe_error(error))
     note_told(error, dist.get_rank(), dist.get_world_size(), "the others were told")
 
 
@@ -538,7 +529,7 @@ def wait_for_all(point: str) -> None:
     """
     group = opened_state()
     if group is None:
-        exchange_words(point)
+        _exchange_words(point)
     else:
         CoordinatedRanks(group.votes).ready(point)
 
@@ -549,12 +540,8 @@ def _open_votes() -> Votes:
     return Votes(exchange, roll_call=_roll_call(), watch=watch_peers(exchange))
 
 
-def find_guards(modules: Sequence[nn.Module], group: GroupState) -> list[Guard]:
-    """A guard for each wrapper among modules, the one that it has or a new one.
-
-    Raises:
-        ValueError: a wrapper that cannot be guarded.
-    """
+def _find_guards(modules: Sequence[nn.Module], group: GroupState) -> list[Guard]:
+    """A guard for each wrapper among modules, the one that it has or a new one."""
     everything = list({id(each): each for root in modules for each in root.modules()}.values())
     if any(isinstance(each, FullyShardedDataParallel) for each in everything):
         raise ValueError(
@@ -649,7 +636,7 @@ def open_exchange() -> Exchange:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size == 1:
         return AloneExchange()
-    told = exchange_words(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+    told = _exchange_words(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     # Nodes may have different numbers of processes.
     levels = plan_levels(ranks_by_node([int(each) for each in told]))
     blocks = [block for level in levels for block in level]

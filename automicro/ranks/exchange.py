@@ -165,13 +165,7 @@ FAN_OUT = 8
 
 
 class Topology(NamedTuple):
-    """A rank's place in the tree.
-
-    Attributes:
-        groups: the ranks that this one talks to, from its node upwards, as far as it takes part:
-            the first of each group speaks for it in the next.
-        height: how many levels the whole tree has.
-    """
+    """A rank's place in the tree."""
 
     groups: list[list[int]]
     height: int

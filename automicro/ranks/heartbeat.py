@@ -141,10 +141,10 @@ def interval_for(timeout_seconds: float) -> float:
     return min(timeout_seconds / 12, 5.0)
 
 
-def in_words(ranks: Iterable[int], world_size: int) -> str:
+def _in_words(ranks: Iterable[int], world_size: int) -> str:
     """Ranks as a subject of a sentence.
 
-    >>> in_words([2, 3], 4), in_words([1], 4)
+    >>> _in_words([2, 3], 4), _in_words([1], 4)
     ('ranks 2, 3 of 4 are', 'rank 1 of 4 is')
     """
     names = list(map(str, ranks))
@@ -155,18 +155,11 @@ def in_words(ranks: Iterable[int], world_size: int) -> str:
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
-def shut_connections(*, except_port: int) -> int:
+def _shut_connections(*, except_port: int) -> int:
     """Shut the TCP connections of this process; how many there were.
 
-    Nothing that torch offers ends a wait in gloo: its groups have no abort, and a timeout is set
-    when a wait begins. A connection that is shut does: whoever waits for it gets an error at once.
-    Those of gloo cannot be told from others, so all are shut but those of the store.
-
-    Args:
-        except_port: connections to and from it stay.
-
     >>> server = socket.create_server(("127.0.0.1", 0))
-    >>> shut_connections(except_port=server.getsockname()[1])
+    >>> _shut_connections(except_port=server.getsockname()[1])
     0
     >>> server.close()
     """
@@ -278,38 +271,22 @@ class NoWatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoreAddress:
-    """Where the store is.
-
-    Attributes:
-        host: of its server.
-        port: of its server.
-        outlives_ranks: whether none of the ranks is its server, so that it never ends in order.
-    """
+class _StoreAddress:
+    """Where the store is."""
 
     host: str
     port: int
     outlives_ranks: bool
 
 
-class Heartbeat:
-    """The signs of life of one rank.
-
-    Args:
-        connect: makes a connection to the store, in a part of it that is this group's alone.
-        address: of the store.
-        rank: of this process.
-        world_size: how many there are.
-        timeout_seconds: without a sign of life, after which a rank is lost.
-        is_over: whether the process group has ended in order.
-        end: the process, where nothing else helps.
-    """
+class _Heartbeat:
+    """The signs of life of one rank."""
 
     def __init__(
         self,
         connect: Callable[[], Store],
         *,
-        address: StoreAddress,
+        address: _StoreAddress,
         rank: int,
         world_size: int,
         timeout_seconds: float,
@@ -434,7 +411,7 @@ class Heartbeat:
             )
         else:
             self._conclude(
-                f"{in_words(lost, self._world_size)} lost: no sign of life from host {hosts} for "
+                f"{_in_words(lost, self._world_size)} lost: no sign of life from host {hosts} for "
                 f"{seconds}, rank {by} found"
             )
 
@@ -476,7 +453,7 @@ class Heartbeat:
         """Free the threads that wait for a peer; end the process where that does not help."""
         # Time to leave by the next vote.
         self._ends.wait(FREE_AFTER_SECONDS)
-        count = shut_connections(except_port=self._address.port)
+        count = _shut_connections(except_port=self._address.port)
         logger.debug("shut %d connections, so that nobody waits for lost ranks", count)
         end = time.monotonic() + END_AFTER_SECONDS
         while time.monotonic() < end:
@@ -542,13 +519,10 @@ def watch_peers(exchange: Exchange) -> Watch:
     return watch
 
 
-def timeout_from_environment() -> float:
+def _timeout_from_environment() -> float:
     """Seconds without a sign of life, after which a rank is lost; 0 where nobody is to watch.
 
-    Raises:
-        ValueError: the variable is no number of seconds.
-
-    >>> timeout_from_environment()
+    >>> _timeout_from_environment()
     60.0
     """
     text = os.environ.get(VARIABLE, "").strip()
@@ -566,7 +540,7 @@ def timeout_from_environment() -> float:
 
 
 def _begin(exchange: Exchange, group: object) -> Watch:
-    own_timeout = timeout_from_environment()
+    own_timeout = _timeout_from_environment()
     server = default_tcp_store()
     if server is None:
         return NoWatch()
@@ -583,9 +557,9 @@ def _begin(exchange: Exchange, group: object) -> Watch:
         store = TCPStore(host, port, None, False, _ANSWER, wait_for_workers=False)
         return PrefixStore(f"automicro/watch {name}", store)
 
-    heartbeat = Heartbeat(
+    heartbeat = _Heartbeat(
         connect,
-        address=StoreAddress(host=host, port=port, outlives_ranks=uses_agent),
+        address=_StoreAddress(host=host, port=port, outlives_ranks=uses_agent),
         rank=exchange.rank,
         world_size=exchange.world_size,
         timeout_seconds=timeout_seconds,

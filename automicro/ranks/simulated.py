@@ -28,12 +28,8 @@ class _Meeting:
         return seen
 
 
-class SimulatedGroup:
-    """A group of threads.
-
-    Attributes:
-        messages: how many this member has sent, as rings and plain broadcasts send them.
-    """
+class _SimulatedGroup:
+    """A group of threads."""
 
     def __init__(self, meeting: _Meeting, index: int) -> None:
         self._meeting = meeting
@@ -87,7 +83,7 @@ class SimulatedWorld:
         self._local = local_world_size or world_size
         self._timeout_seconds = timeout_seconds
         self._meetings: dict[tuple[int, ...], _Meeting] = {}
-        self._groups: dict[int, list[SimulatedGroup]] = {}
+        self._groups: dict[int, list[_SimulatedGroup]] = {}
         self._lock = threading.Lock()
 
     def exchange(self, rank: int) -> TreeExchange:
@@ -95,7 +91,7 @@ class SimulatedWorld:
         place = arrange(rank, self.world_size, self._local)
         with self._lock:
             groups = [
-                SimulatedGroup(self._meeting(tuple(members)), members.index(rank))
+                _SimulatedGroup(self._meeting(tuple(members)), members.index(rank))
                 for members in place.groups
             ]
             self._groups[rank] = groups

@@ -149,14 +149,14 @@ def _by_name(
         (f"modules[{index - 1}]." if index else "") + shown: module
         for index, root in enumerate(modules)
         for name, module in find(root)
-        if (shown := plain_name(name)) and shown not in _OF_ROOTS
+        if (shown := _plain_name(name)) and shown not in _OF_ROOTS
     }
 
 
-def plain_name(name: str) -> str:
+def _plain_name(name: str) -> str:
     """A module's name without what DDP, FSDP and ``torch.compile`` add to it.
 
-    >>> plain_name("module._orig_mod.h.0")
+    >>> _plain_name("module._orig_mod.h.0")
     'h.0'
     """
     return _OF_WRAPPERS.sub("", name)

@@ -9,19 +9,14 @@ from automicro.errors import BatchError
 from automicro.loss.conventions import Carried
 
 
-class CarriedLayout(BatchLayout):
+class _CarriedLayout(BatchLayout):
     """Where a batch and the state beside it have their rows.
 
-    Example:
-        >>> import torch
-        >>> layout = CarriedLayout(0, 1)
-        >>> both = Carried(torch.zeros(4, 3), torch.zeros(2, 4, 8))
-        >>> layout.num_rows(both), [tuple(each.carry.shape) for each in layout.split(both, [3, 1])]
-        (4, [(2, 3, 8), (2, 1, 8)])
-
-    Args:
-        batch_layout: of the batch; see `split_batch`.
-        carry_layout: the same of the state.
+    >>> import torch
+    >>> layout = _CarriedLayout(0, 1)
+    >>> both = Carried(torch.zeros(4, 3), torch.zeros(2, 4, 8))
+    >>> layout.num_rows(both), [tuple(each.carry.shape) for each in layout.split(both, [3, 1])]
+    (4, [(2, 3, 8), (2, 1, 8)])
     """
 
     def __init__(
@@ -101,7 +96,7 @@ class Carrying:
         self.carry_layout: BatchLayout | None = None
         self.layout = BatchLayout(batch_layout)
         if carry_layout is not None:
-            self.layout = layout = CarriedLayout(batch_layout, carry_layout)
+            self.layout = layout = _CarriedLayout(batch_layout, carry_layout)
             self.carry_layout = layout.carry
 
     def beside(self, batch: Any, carry: Any) -> Any:

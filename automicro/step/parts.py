@@ -42,7 +42,7 @@ class SizedPart(Protocol):
         """Go on with sizes that were found earlier."""
 
 
-class Attached(Protocol):
+class _Attached(Protocol):
     """A replacement of a module's forward that a `SizedParts` undoes at its end."""
 
     @property
@@ -97,8 +97,8 @@ class SizedParts:
         self._modules = modules
         self._given: dict[str, SizedPart] = {}
         self._sources: list[Source] = []
-        self._own: list[Attached] = []
-        self._unseen: list[Attached] = []
+        self._own: list[_Attached] = []
+        self._unseen: list[_Attached] = []
         self._attached: tuple[int, Mapping[str, SizedPart]] | None = None
         self._unseen_steps: int | None = None
 
@@ -110,7 +110,7 @@ class SizedParts:
         """Count the parts that a source gives, now and later."""
         self._sources.append(source)
 
-    def own(self, part: Attached, *, is_named: bool = False) -> None:
+    def own(self, part: _Attached, *, is_named: bool = False) -> None:
         """Undo what was attached when `remove` is called.
 
         Args:

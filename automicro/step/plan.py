@@ -17,12 +17,8 @@ ROWS = "rows"
 """What sizes are counted in, unless rows have costs."""
 
 
-class Packing(Protocol):
-    """The rows of a batch in an order of their own, where they have costs.
-
-    Attributes:
-        extent: what the whole batch costs as one slice, in whole units.
-    """
+class _Packing(Protocol):
+    """The rows of a batch in an order of their own, where they have costs."""
 
     @property
     def extent(self) -> int: ...
@@ -58,7 +54,7 @@ class ReadBatch:
     num_rows: int
     cost: float | None = None
     contents: Contents = field(default_factory=lambda: Contents(()))
-    packing: Packing | None = None
+    packing: _Packing | None = None
 
     @property
     def extent(self) -> int:
@@ -218,7 +214,7 @@ class Cut:
 
     sizes: Sequence[int]
     row_cost: float | None = None
-    packing: Packing | None = None
+    packing: _Packing | None = None
 
     @property
     def num_rows(self) -> int:

@@ -38,10 +38,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def read_losses(losses: Losses) -> Losses:
+def _read_losses(losses: Losses) -> Losses:
     """The loss and its parts on the host. Waits for the device once, however many parts there are.
 
-    >>> read_losses((torch.tensor(3.0), {"a": torch.tensor(1.0), "b": torch.tensor(2.0)}))
+    >>> _read_losses((torch.tensor(3.0), {"a": torch.tensor(1.0), "b": torch.tensor(2.0)}))
     (tensor(3.), {'a': tensor(1.), 'b': tensor(2.)})
     """
     loss, parts = losses
@@ -60,18 +60,8 @@ def _like(losses: Losses, values: Iterable[Tensor]) -> Losses:
     return loss, dict(zip(parts, others, strict=True))
 
 
-class GlobalLoss:
-    """Adds up the losses of all ranks, each of which has divided its own by what all count.
-
-    On the host the vote to commit carries them. On an accelerator reading them would make the host
-    wait for the device, so there they are added up by one collective of its own, after the vote,
-    unless somebody has to look at the loss before the commit.
-
-    Args:
-        device: where the model computes.
-        at_once: whether the loss is looked at before the commit.
-        num_means: of how many ranks' means the loss is the mean; 1 where it is a sum of shares.
-    """
+class _GlobalLoss:
+    """Adds up the losses of all ranks, each of which has divided its own by what all count."""
 
     def __init__(self, device: torch.device, *, at_once: bool, num_means: int = 1) -> None:
         self._device = device
@@ -316,9 +306,9 @@ class TrainingWork(_Work[Losses]):
         self._gradients = Gradients(
             engine.index.known, engine.gradients, inputs=self._watch.requiring_grad
         )
-        self._shared: GlobalLoss | None = None
+        self._shared: _GlobalLoss | None = None
         if not phase.ranks.is_alone:
-            self._shared = GlobalLoss(
+            self._shared = _GlobalLoss(
                 phase.device,
                 at_once=accept is not None,
                 num_means=1 if engine.passes.scales_for_ranks else phase.ranks.world_size,
@@ -379,7 +369,7 @@ class TrainingWork(_Work[Losses]):
         summed = add_up(losses, weights.of_all if begun else None)
         if not self._ranks.is_alone:
             self._own = summed, weights, plan.totals or {}
-        return summed if self._accept is None else read_losses(summed)
+        return summed if self._accept is None else _read_losses(summed)
 
     def _warn_of_splitting(self, plan: Plan) -> None:
         if plan.num_microbatches <= len(plan.cuts) or self._ranks.rank:

@@ -25,16 +25,10 @@ if TYPE_CHECKING:
 _Form: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 
 
-def match_peers(metrics: Sequence["Metric"]) -> None:
+def _match_peers(metrics: Sequence["Metric"]) -> None:
     """Give what has counted nothing here the types and shapes that it has elsewhere.
 
-    torchmetrics takes what it gathers to be of one type and of as many dimensions on every rank,
-    and a state takes these on with its first update. All ranks call it.
-
-    Args:
-        metrics: the same on all ranks.
-
-    >>> match_peers([])
+    >>> _match_peers([])
     """
     if not metrics or num_ranks() == 1:
         return
@@ -155,8 +149,8 @@ class MetricSet:
         if self._by_name:
             self.metrics = self._by_name if is_mapping else self._by_name[""]
         each = _each_by_name(self._by_name)
-        self._known = [metric for metric in each.values() if is_of_torchmetrics(metric)]
-        self._states = {name: MetricState(metric) for name, metric in each.items()}
+        self._known = [metric for metric in each.values() if _is_of_torchmetrics(metric)]
+        self._states = {name: _MetricState(metric) for name, metric in each.items()}
 
     @property
     def names(self) -> list[str] | None:
@@ -240,7 +234,7 @@ class MetricSet:
 
         Those of all ranks together, which all call it.
         """
-        match_peers(self._known)
+        _match_peers(self._known)
         found: dict[str, float] = {}
         for name, metric in self._by_name.items():
             value = self._compute(name, metric)
@@ -264,7 +258,7 @@ class MetricSet:
 
 def _refuse_uncounted(metric: Any) -> None:
     """Refuse a metric that would know the rows of one rank only."""
-    if not is_of_torchmetrics(metric) and num_ranks() > 1:
+    if not _is_of_torchmetrics(metric) and num_ranks() > 1:
         raise TypeError(
             f"{metric!r} is no torchmetrics.Metric, and nothing adds up what it counts on each of "
             f"{num_ranks()} ranks; make it a torchmetrics.Metric, with add_state"
@@ -318,34 +312,21 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
 _TELLING = (type(None), bool, str, torch.dtype, torch.device)
 
 
-def merge_counts(
+def _merge_counts(
     metric: Any, states: Sequence[Mapping[str, Any]], *, is_first: bool
 ) -> dict[str, Any]:
     """What one rank goes on with: the first with all that was counted, others with nothing.
 
-    That is exact where what a metric reduces over ranks does not change by a rank that has
-    counted nothing: sums from zero, the highest and the lowest, and what is put one after the
-    other.
-
-    Args:
-        metric: of torchmetrics, or a collection of these; nothing about it is changed.
-        states: of all ranks that saved it, as `MetricState` gives them.
-        is_first: whether the rank is the first.
-
-    Raises:
-        CheckpointError: its counts cannot be put together, in words that follow its name.
-
-    Example:
-        >>> from torchmetrics import SumMetric
-        >>> metrics = SumMetric(), SumMetric()
-        >>> saving = [MetricState(each) for each in metrics]
-        >>> for metric, value in zip(metrics, (3.0, 4.0)):
-        ...     metric.update(value)
-        >>> states = [each.state_dict() for each in saving]
-        >>> merge_counts(SumMetric(), states, is_first=True)["states"]
-        {'sum_value': tensor(7.)}
-        >>> merge_counts(SumMetric(), states, is_first=False)["states"]
-        {'sum_value': tensor(0.)}
+    >>> from torchmetrics import SumMetric
+    >>> metrics = SumMetric(), SumMetric()
+    >>> saving = [_MetricState(each) for each in metrics]
+    >>> for metric, value in zip(metrics, (3.0, 4.0)):
+    ...     metric.update(value)
+    >>> states = [each.state_dict() for each in saving]
+    >>> _merge_counts(SumMetric(), states, is_first=True)["states"]
+    {'sum_value': tensor(7.)}
+    >>> _merge_counts(SumMetric(), states, is_first=False)["states"]
+    {'sum_value': tensor(0.)}
     """
     first = states[0]
     merged: dict[str, Any] = {"attributes": _merge_attributes(states)}
@@ -413,14 +394,10 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 _ARRAY = "numpy array"
 
 
-def is_of_torchmetrics(metric: object, class_name: str = "Metric") -> bool:
+def _is_of_torchmetrics(metric: object, class_name: str = "Metric") -> bool:
     """Tell whether a metric is one of torchmetrics, without importing it: it takes seconds.
 
-    Args:
-        metric: whatever was given for one.
-        class_name: ``"Metric"`` or ``"MetricCollection"``.
-
-    >>> is_of_torchmetrics("accuracy")
+    >>> _is_of_torchmetrics("accuracy")
     False
     """
     # Whoever made such a metric has imported it.
@@ -428,36 +405,28 @@ def is_of_torchmetrics(metric: object, class_name: str = "Metric") -> bool:
     return kind is not None and isinstance(metric, kind)
 
 
-class MetricState:
+class _MetricState:
     """Saves and restores a metric.
 
-    Of a torchmetrics metric its states; of one with a ``state_dict`` and a ``load_state_dict`` of
-    its own what these say; and of every other, and besides the states, each attribute that is
-    data and has changed since the metric was made.
-
-    Args:
-        metric: that has counted nothing yet.
-
-    Example:
-        >>> class Rows:
-        ...     count = 0
-        ...     def update(self, outputs):
-        ...         self.count += len(outputs)
-        >>> rows = Rows()
-        >>> state = MetricState(rows)
-        >>> rows.update([1, 2, 3])
-        >>> state.state_dict()["attributes"]
-        {'count': 3}
+    >>> class Rows:
+    ...     count = 0
+    ...     def update(self, outputs):
+    ...         self.count += len(outputs)
+    >>> rows = Rows()
+    >>> state = _MetricState(rows)
+    >>> rows.update([1, 2, 3])
+    >>> state.state_dict()["attributes"]
+    {'count': 3}
     """
 
     def __init__(self, metric: Any) -> None:
         self._metric = metric
-        self._is_known = is_of_torchmetrics(metric)
+        self._is_known = _is_of_torchmetrics(metric)
         self._saves_itself = not self._is_known and all(
             callable(getattr(metric, name, None)) for name in ("state_dict", "load_state_dict")
         )
         # A module saves its tensors itself, and no other attribute; a collection has no counts.
-        is_collection = is_of_torchmetrics(metric, "MetricCollection")
+        is_collection = _is_of_torchmetrics(metric, "MetricCollection")
         is_module = isinstance(metric, nn.Module) and not is_collection
         self._has_attributes = is_module or not self._saves_itself
         of_all = _of_every_metric() if self._is_known else vars(nn.Module())
@@ -521,7 +490,7 @@ class MetricState:
         metric._update_count = state["updates"]
 
     def reshard(self, states: Sequence[Mapping[str, Any]], *, rank: int) -> dict[str, Any]:
-        """What a rank goes on with where another number of ranks saved; see `merge_counts`.
+        """What a rank goes on with where another number of ranks saved; see `_merge_counts`.
 
         Args:
             states: what `state_dict` gave on each of them.
@@ -530,9 +499,9 @@ class MetricState:
         Raises:
             CheckpointError: its counts cannot be put together.
         """
-        if not (self._is_known or is_of_torchmetrics(self._metric, "MetricCollection")):
+        if not (self._is_known or _is_of_torchmetrics(self._metric, "MetricCollection")):
             raise CheckpointError("is no torchmetrics.Metric, so nothing says how counts add up")
-        return merge_counts(self._metric, states, is_first=rank == 0)
+        return _merge_counts(self._metric, states, is_first=rank == 0)
 
     def _attributes(self) -> dict[str, Any]:
         if not self._has_attributes:

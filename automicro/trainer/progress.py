@@ -125,7 +125,7 @@ class StatusLine:
         """
         text, words = Text(no_wrap=True, overflow="ellipsis"), list(self.parts)
         if self.seconds_left is not None:
-            words.insert(0, f"{describe_seconds(self.seconds_left)} left")
+            words.insert(0, f"{_describe_seconds(self.seconds_left)} left")
         if self.share is not None:
             width = next((bar for least, bar in BARS if columns >= least), 0)
             if width:
@@ -147,10 +147,10 @@ def _bar(share: float, width: int, *, ascii_only: bool) -> Text:
     return Text.assemble((full * done, DONE_STYLE), rest * (width - done))
 
 
-def describe_seconds(seconds: float) -> str:
+def _describe_seconds(seconds: float) -> str:
     """A time as a clock shows it.
 
-    >>> describe_seconds(7.4), describe_seconds(754), describe_seconds(90061)
+    >>> _describe_seconds(7.4), _describe_seconds(754), _describe_seconds(90061)
     ('0:07', '12:34', '1d 1:01:01')
     """
     whole = max(0, round(seconds))
@@ -221,22 +221,22 @@ def describe_parameters(parameters: Iterable[nn.Parameter]) -> str:
     return count_of(known, "parameter") + more
 
 
-def describe_size(policy: Policy) -> str:
+def _describe_size(policy: Policy) -> str:
     """A microbatch size as people write it.
 
-    >>> describe_size(Halving()), describe_size(Fixed(4)), describe_size(Fixed(None))
+    >>> _describe_size(Halving()), _describe_size(Fixed(4)), _describe_size(Fixed(None))
     ('auto', '4', 'whole batch')
-    >>> describe_size(Explore()), describe_size(Ladder(Fixed(8), ["plain", "recompute"]))
+    >>> _describe_size(Explore()), _describe_size(Ladder(Fixed(8), ["plain", "recompute"]))
     ('explore', '8, then recompute')
-    >>> describe_size(FastestLevel(Halving(), ["plain", "recompute"]))
+    >>> _describe_size(FastestLevel(Halving(), ["plain", "recompute"]))
     'auto, and the fastest of plain, recompute'
     """
     if isinstance(policy, FastestLevel):
-        return f"{describe_size(policy.plain)}, and the fastest of {', '.join(policy.levels)}"
+        return f"{_describe_size(policy.plain)}, and the fastest of {', '.join(policy.levels)}"
     if isinstance(policy, Explore):
         return "explore"
     if isinstance(policy, Ladder):
-        return f"{describe_size(policy.plain)}, then {' or '.join(policy.levels[1:])}"
+        return f"{_describe_size(policy.plain)}, then {' or '.join(policy.levels[1:])}"
     if isinstance(policy, Halving) and policy.state_dict()["limit"] is None:
         return "auto"
     if isinstance(policy, Fixed):
@@ -267,7 +267,7 @@ class RunSettings:
 
     def line(self, num_batches: int | None) -> str:
         """For people, with the batches of an epoch where they are known."""
-        train, evaluation = map(describe_size, self.policies)
+        train, evaluation = map(_describe_size, self.policies)
         limit = self.memory_limit
         parts = [
             f"training on {describe_device(self.device, limit)}",
@@ -291,7 +291,7 @@ class RunSettings:
 
     def values(self) -> dict[str, Any]:
         """For loggers."""
-        train, evaluation = map(describe_size, self.policies)
+        train, evaluation = map(_describe_size, self.policies)
         return {
             "device": describe_device(self.device, self.memory_limit),
             "memory_limit": self.memory_limit,
@@ -330,12 +330,12 @@ def position(state: LoopState, max_duration: Duration, num_batches: int | None =
     return f"{word} {state.done(unit):,}/{last:,}, batch {state.batch}"
 
 
-def share_done(state: LoopState, max_duration: Duration, num_batches: int | None) -> float | None:
+def _share_done(state: LoopState, max_duration: Duration, num_batches: int | None) -> float | None:
     """How much of training is done, from 0 to 1; None where an epoch's length is not known.
 
-    >>> share_done(LoopState(epoch=1, epoch_batch=3), Duration.parse("4ep"), 12)
+    >>> _share_done(LoopState(epoch=1, epoch_batch=3), Duration.parse("4ep"), 12)
     0.3125
-    >>> share_done(LoopState(batch=5), Duration.parse("4ba"), None)
+    >>> _share_done(LoopState(batch=5), Duration.parse("4ba"), None)
     1.0
     """
     if max_duration.unit is not Unit.EPOCHS:
@@ -375,7 +375,7 @@ def batch_status(
         where += f", epoch {state.epoch + 1}"
     assert state.loss is not None
     measuring = " (measuring)" if result.is_measuring else ""
-    peak, share = peak_bytes(run.device), share_done(state, max_duration, num_batches)
+    peak, share = peak_bytes(run.device), _share_done(state, max_duration, num_batches)
     left = time_left.at(share)
     loss = f"loss {describe_number(state.loss)}"
     rate = [] if learning_rate is None else [f"lr {learning_rate:.3g}"]
@@ -385,7 +385,7 @@ def batch_status(
     if share is not None:
         line.append(f"{share:.0%} done")
     if left is not None:
-        line.append(f"{describe_seconds(left)} left")
+        line.append(f"{_describe_seconds(left)} left")
     unit = "" if cut.unit == "rows" else f" {cut.unit}"
     size = f"{cut.num_microbatches} × {cut.microbatch_size}{unit}{measuring}"
     return StatusLine(
@@ -405,12 +405,8 @@ def describe_number(value: float) -> str:
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.4g}"
 
 
-def recovery_line(phase: str, result: StepResult | EvalResult) -> str:
+def _recovery_line(phase: str, result: StepResult | EvalResult) -> str:
     """A microbatch size that shrank.
-
-    Args:
-        phase: ``"train"`` or ``"eval"``.
-        result: of the batch, with failed attempts.
 
     >>> result = StepResult(
     ...     loss=torch.tensor(0.0),
@@ -422,7 +418,7 @@ def recovery_line(phase: str, result: StepResult | EvalResult) -> str:
     ...     attempts=3,
     ...     failed_sizes=(512, 256),
     ... )
-    >>> recovery_line("train", result)
+    >>> _recovery_line("train", result)
     'train: out of memory, microbatch size 512 → 128 rows (4 × 128 of 512; 2 attempts rolled back)'
     """
     size = count_of(result.microbatch_size, result.microbatch_unit.removesuffix("s"))
@@ -432,13 +428,13 @@ def recovery_line(phase: str, result: StepResult | EvalResult) -> str:
     )
 
 
-def parts_line(phase: str, result: StepResult | EvalResult) -> str:
+def _parts_line(phase: str, result: StepResult | EvalResult) -> str:
     """That memory ran out inside of parts with sizes of their own, and what these are now.
 
     >>> result = StepResult(loss=torch.tensor(0.5), rank_loss=torch.tensor(0.5), num_samples=512,
     ...     num_global_samples=512, microbatch_size=512, num_microbatches=1, attempts=1,
     ...     nested_sizes={"tail": 64}, nested_ooms=3)
-    >>> parts_line("train", result)
+    >>> _parts_line("train", result)
     'train: out of memory 3 times inside of parts, tail 64 at a time'
     """
     sizes = [f"{name} {size} at a time" for name, size in result.nested_sizes.items()]
@@ -457,15 +453,15 @@ def size_lines(phase: str, result: StepResult | EvalResult, settled: Sizes | Non
     """
     lines = []
     if result.recalled_size is not None:
-        lines.append(remembered_line(phase, result.recalled_size))
+        lines.append(_remembered_line(phase, result.recalled_size))
     if result.nested_ooms:
-        lines.append(parts_line(phase, result))
+        lines.append(_parts_line(phase, result))
     if result.ooms:
-        lines.append(recovery_line(phase, result))
+        lines.append(_recovery_line(phase, result))
     elif result.is_measuring and result.exploration is None:
-        lines.append(measuring_line(phase, result))
+        lines.append(_measuring_line(phase, result))
     elif result.grown_from is not None and _is_coarser(Sizes.of(result), settled):
-        lines.append(growth_line(phase, result))
+        lines.append(_growth_line(phase, result))
     if result.exploration is not None and result.exploration.is_news:
         lines.append(f"{phase}: {result.exploration}")
     return lines
@@ -479,7 +475,7 @@ def _is_coarser(cut: Sizes, settled: Sizes | None) -> bool:
     )
 
 
-def growth_line(phase: str, result: StepResult | EvalResult) -> str:
+def _growth_line(phase: str, result: StepResult | EvalResult) -> str:
     """A microbatch size that grew.
 
     >>> result = StepResult(
@@ -492,14 +488,14 @@ def growth_line(phase: str, result: StepResult | EvalResult) -> str:
     ...     attempts=1,
     ...     grown_from=64,
     ... )
-    >>> growth_line("train", result)
+    >>> _growth_line("train", result)
     'train: more fits, microbatch size 64 → 103 rows (5 × up to 103 of 512)'
     """
     size = count_of(result.microbatch_size, result.microbatch_unit.removesuffix("s"))
     return f"{phase}: more fits, microbatch size {result.grown_from} → {size} ({Sizes.of(result)})"
 
 
-def measuring_line(phase: str, result: StepResult | EvalResult) -> str:
+def _measuring_line(phase: str, result: StepResult | EvalResult) -> str:
     """A batch that was cut smaller than fits.
 
     >>> result = StepResult(
@@ -512,7 +508,7 @@ def measuring_line(phase: str, result: StepResult | EvalResult) -> str:
     ...     attempts=1,
     ...     is_measuring=True,
     ... )
-    >>> measuring_line("train", result)
+    >>> _measuring_line("train", result)
     'train: this batch alone in smaller microbatches (16 × 32 of 512), to measure what rows need'
     """
     return (
@@ -521,10 +517,10 @@ def measuring_line(phase: str, result: StepResult | EvalResult) -> str:
     )
 
 
-def remembered_line(phase: str, size: int) -> str:
+def _remembered_line(phase: str, size: int) -> str:
     """A microbatch size that was not looked for.
 
-    >>> remembered_line("train", 128)
+    >>> _remembered_line("train", 128)
     'train: started from 128 rows per microbatch, which an earlier run found'
     """
     rows = count_of(size, "row")
@@ -550,11 +546,11 @@ def evaluation_line(
     'eval after batch 3: loss 0.2500, accuracy 1.0000 · 10 samples · microbatches 2 × 5 of 10'
     """
     after = f"{' ' if name else ''}{name}{f' after {where}' if where else ''}"
-    found = describe_values(values)
+    found = _describe_values(values)
     return f"eval{after}: {found} · {count_of(samples, 'sample')} · microbatches {cut}"
 
 
-def describe_values(values: Mapping[str, float]) -> str:
+def _describe_values(values: Mapping[str, float]) -> str:
     """Loss and metrics in a few words."""
     shown = [
         f"{name} {describe_number(value)}" for name, value in list(values.items())[:_MOST_METRICS]
@@ -646,7 +642,7 @@ class PlainProgress:
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
-        self._pace = DurationPace(PLAIN_SECONDS, clock)
+        self._pace = _DurationPace(PLAIN_SECONDS, clock)
 
     def __enter__(self) -> Self:
         return self
@@ -678,7 +674,7 @@ class LiveProgress:
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
-        self._pace = DurationPace(LIVE_SECONDS, clock)
+        self._pace = _DurationPace(LIVE_SECONDS, clock)
         # Refreshed from here: a thread of its own would be one more thing to end after a failure.
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._retries = _Retries(self.doing)
@@ -729,7 +725,7 @@ class NotebookProgress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._show = show
-        self._pace = DurationPace(NOTEBOOK_SECONDS, clock)
+        self._pace = _DurationPace(NOTEBOOK_SECONDS, clock)
         self._update: Callable[[str], None] | None = None
 
     def __enter__(self) -> Self:
@@ -793,10 +789,10 @@ class _Retries(logging.Handler):
         self._say(record.getMessage())
 
 
-class DurationPace:
+class _DurationPace:
     """Says yes at once, then at most every so many seconds.
 
-    >>> pace = DurationPace(5.0, iter([0.0, 4.0, 5.0, 6.0]).__next__)
+    >>> pace = _DurationPace(5.0, iter([0.0, 4.0, 5.0, 6.0]).__next__)
     >>> [pace.is_due() for _ in range(4)]
     [True, False, True, False]
     """

@@ -72,11 +72,8 @@ def read_rehearsal(rehearse: str | None) -> str | None:
 
 
 @runtime_checkable
-class KnowsCosts(Protocol):
-    """A batch sampler that knows what its batches cost without anybody loading a row.
-
-    ``DataLoader(batch_sampler=…)`` takes such a sampler, and a rehearsal then looks at all batches.
-    """
+class _KnowsCosts(Protocol):
+    """A batch sampler that knows what its batches cost without anybody loading a row."""
 
     def batch_costs(self) -> Sequence[float] | None:
         """Of each batch of the pass that begins next, in its order, what it costs.
@@ -87,15 +84,8 @@ class KnowsCosts(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CostlyBatch:
-    """One of the costliest batches of a pass.
-
-    Attributes:
-        index: among the batches of the pass, from 0.
-        cost: of all of it, padding included: elements, or what the sampler counts.
-        rows: of the data set, by their indices; None where nobody knows.
-        make: gives the batch once more.
-    """
+class _CostlyBatch:
+    """One of the costliest batches of a pass."""
 
     index: int
     cost: float
@@ -104,16 +94,10 @@ class CostlyBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scan:
-    """What was looked at, and what was found.
+class _Scan:
+    """What was looked at, and what was found."""
 
-    Attributes:
-        batches: the costliest first.
-        seen: how many batches were looked at.
-        total: how many the pass has; None where nobody knows.
-    """
-
-    batches: Sequence[CostlyBatch]
+    batches: Sequence[_CostlyBatch]
     seen: int
     total: int | None
 
@@ -137,7 +121,7 @@ def find_costliest(
     rows_of: Callable[[Any], int] | None = None,
     most_batches: int | None = None,
     most_seconds: float = SCANNED_SECONDS,
-) -> Scan:
+) -> _Scan:
     """The costliest batches of the next pass over a loader. Call it inside `undisturbed`.
 
     A sampler with ``batch_costs`` is asked. Of a data set with indices the batches are made in
@@ -178,9 +162,9 @@ def find_costliest(
     best = _Best()
     for index, (cost, rows) in enumerate(zip(list(costs)[:total], order, strict=False)):
         listed = _as_tuple(rows) or ()
-        this = CostlyBatch(index=index, cost=float(cost), rows=listed, make=partial(make, rows))
+        this = _CostlyBatch(index=index, cost=float(cost), rows=listed, make=partial(make, rows))
         best.add(this, row_cost=float(cost) / max(1, len(listed)))
-    return Scan(batches=best.batches, seen=best.seen, total=best.seen)
+    return _Scan(batches=best.batches, seen=best.seen, total=best.seen)
 
 
 def _known_order(loader: Any) -> Iterable[Any] | None:
@@ -194,7 +178,7 @@ def _known_costs(order: Any) -> Sequence[float] | None:
     if isinstance(order, SharedSampler):
         costs = _known_costs(order.sampler)
         return None if costs is None else list(costs)[order.rank :: order.world_size]
-    return order.batch_costs() if isinstance(order, KnowsCosts) else None
+    return order.batch_costs() if isinstance(order, _KnowsCosts) else None
 
 
 def _make(loader: DataLoader[Any], rows: Any) -> Any:
@@ -210,7 +194,7 @@ def _make(loader: DataLoader[Any], rows: Any) -> Any:
 
 def _passed_over(loader: Any, name: str) -> Iterator[tuple[int, Any, Callable[[], Any]]]:
     """The batches of a pass in this process; each is held until the next is made."""
-    if not begins_again(loader):
+    if not _begins_again(loader):
         raise ValueError(
             f"rehearse='worst' looks for the costliest batches before the first step, and {name} "
             f"({_kind_of(loader)}) can be passed over only once, so they would be missing in "
@@ -222,13 +206,10 @@ def _passed_over(loader: Any, name: str) -> Iterator[tuple[int, Any, Callable[[]
         del batch
 
 
-def begins_again(loader: Any) -> bool:
+def _begins_again(loader: Any) -> bool:
     """Whether each pass over a loader begins anew, and not where the last one was left.
 
-    Args:
-        loader: gives batches.
-
-    >>> begins_again([1, 2]), begins_again(iter([1, 2]))
+    >>> _begins_again([1, 2]), _begins_again(iter([1, 2]))
     (True, False)
     """
     if isinstance(loader, Iterator):
@@ -263,7 +244,7 @@ def _scan(
     total: int | None,
     rows_of: Callable[[Any], int] | None,
     most_seconds: float,
-) -> Scan:
+) -> _Scan:
     """Look at batches until a bound is reached."""
     start = time.monotonic()
     best = _Best()
@@ -276,13 +257,13 @@ def _scan(
             num_rows = 1 if rows_of is None else rows_of(batch)
         cost = float(Contents(batch).num_elements)
         del batch
-        this = CostlyBatch(index=index, cost=cost, rows=_as_tuple(rows), make=make)
+        this = _CostlyBatch(index=index, cost=cost, rows=_as_tuple(rows), make=make)
         best.add(this, row_cost=cost / num_rows)
         if best.seen >= bound or time.monotonic() - start >= most_seconds:
             break
     else:
         is_over = True
-    return Scan(batches=best.batches, seen=best.seen, total=best.seen if is_over else total)
+    return _Scan(batches=best.batches, seen=best.seen, total=best.seen if is_over else total)
 
 
 class _Best:
@@ -294,12 +275,12 @@ class _Best:
 
     def __init__(self) -> None:
         self.seen = 0
-        self._costliest: list[CostlyBatch] = []
-        self._of_class: dict[int, tuple[float, CostlyBatch]] = {}  # with the cost of a row
-        self._longest: tuple[float, CostlyBatch] | None = None
+        self._costliest: list[_CostlyBatch] = []
+        self._of_class: dict[int, tuple[float, _CostlyBatch]] = {}  # with the cost of a row
+        self._longest: tuple[float, _CostlyBatch] | None = None
 
     @property
-    def batches(self) -> list[CostlyBatch]:
+    def batches(self) -> list[_CostlyBatch]:
         """The costliest first, then that of the longest rows, then those of shorter ones."""
         highest = sorted(self._of_class, reverse=True)[:CLASSES]
         beside = [self._longest, *(self._of_class[each] for each in highest)]
@@ -309,7 +290,7 @@ class _Best:
                 found.setdefault(each[1].index, each[1])
         return list(found.values())
 
-    def add(self, batch: CostlyBatch, *, row_cost: float) -> None:
+    def add(self, batch: _CostlyBatch, *, row_cost: float) -> None:
         """Take note of the next one."""
         self.seen += 1
         if len(self._costliest) < COSTLIEST or batch.cost > self._costliest[-1].cost:
@@ -383,22 +364,8 @@ _DATA = (*_ARRAYS, nn.Module, list, tuple, dict, set, frozenset, deque)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RehearsedBatch:
-    """A batch that went through before the first step. Of several ranks, this one's.
-
-    Attributes:
-        loader: the argument that it came in.
-        index: among the batches of its first pass, from 0; None where this rank had no more.
-        dataset_rows: its rows by their indices in the data set; None where nobody knows.
-        rows: how many it has.
-        cost: of all of it, padding included: elements, or what the sampler counts.
-        microbatch_size: that was found.
-        microbatch_unit: what it is counted in: ``"rows"``, ``"tokens"``, …
-        num_microbatches: of that size.
-        ooms: attempts that ran out of memory first.
-        peak_bytes: at that size; None where nobody counts.
-        capacity_bytes: of the device; None where nobody counts.
-    """
+class _RehearsedBatch:
+    """A batch that went through before the first step. Of several ranks, this one's."""
 
     loader: str
     index: int | None
@@ -437,7 +404,7 @@ class RehearsalReport:
         seconds: that it took.
     """
 
-    batches: Sequence[RehearsedBatch]
+    batches: Sequence[_RehearsedBatch]
     looked_at: dict[str, str]
     unknown: Sequence[str]
     seconds: float
@@ -530,7 +497,7 @@ class Rehearsal:
         self._refuse_lazy()
         start = time.perf_counter()
         self._at = "in the rehearsal before the first step"
-        batches: list[RehearsedBatch] = []
+        batches: list[_RehearsedBatch] = []
         looked_at: dict[str, str] = {}
         unknown: list[str] = []
         try:
@@ -555,7 +522,7 @@ class Rehearsal:
 
     def _train(
         self, state: LoopState, progress: Progress, looked_at: dict[str, str], unknown: list[str]
-    ) -> list[RehearsedBatch]:
+    ) -> list[_RehearsedBatch]:
         name, microbatcher, context = "train_dataloader", self._microbatcher, self._context
 
         def run(batch: Any) -> StepResult:
@@ -581,10 +548,10 @@ class Rehearsal:
         progress: Progress,
         looked_at: dict[str, str],
         unknown: list[str],
-    ) -> list[RehearsedBatch]:
+    ) -> list[_RehearsedBatch]:
         name, microbatcher = evaluation.loader_name, evaluation.microbatcher
         loader = evaluation.dataloader
-        if not begins_again(loader):
+        if not _begins_again(loader):
             unknown.append(f"{name} was not looked at: it can be passed over only once")
             return []
 
@@ -604,7 +571,7 @@ class Rehearsal:
 
     def _look(
         self, loader: Any, name: str, epoch: int, most_batches: int | None, progress: Progress
-    ) -> Scan:
+    ) -> _Scan:
         progress.doing(f"rehearsal: looking for the costliest batches of {name}")
         return find_costliest(
             loader,
@@ -617,14 +584,14 @@ class Rehearsal:
 
     def _twice(
         self,
-        scan: Scan,
+        scan: _Scan,
         name: str,
         run: Callable[[Any], StepResult | EvalResult],
         microbatcher: Microbatcher,
         progress: Progress,
         *,
         phase: str,
-    ) -> list[RehearsedBatch]:
+    ) -> list[_RehearsedBatch]:
         """Find the size of each batch; then run all with what was learned from the others."""
         with microbatcher.rehearsing():
             first = list(self._each(scan, name, _until_it_stays(run), progress, phase=phase))
@@ -638,13 +605,13 @@ class Rehearsal:
 
     def _each(
         self,
-        scan: Scan,
+        scan: _Scan,
         name: str,
         run: Callable[[Any], StepResult | EvalResult],
         progress: Progress,
         *,
         phase: str,
-    ) -> Iterator[RehearsedBatch]:
+    ) -> Iterator[_RehearsedBatch]:
         context, count = self._context, len(scan.batches)
         if context.has_peers:
             count = int(context.ranks.most(float(count)))
@@ -663,7 +630,7 @@ class Rehearsal:
             num_rows = 0 if batch is None else self._count_rows(batch)
             copies = result.num_samples // num_rows if num_rows else 1
             del given, batch
-            yield RehearsedBatch(
+            yield _RehearsedBatch(
                 loader=name,
                 index=index,
                 dataset_rows=rows,
@@ -714,7 +681,7 @@ def _heading(loader: str, looked_at: str) -> str:
 
 
 def _note(
-    scan: Scan, name: str, looked_at: dict[str, str], unknown: list[str], progress: Progress
+    scan: _Scan, name: str, looked_at: dict[str, str], unknown: list[str], progress: Progress
 ) -> None:
     looked_at[name] = str(scan)
     progress.line(_heading(name, str(scan)))  # before any of them can fail
@@ -725,7 +692,7 @@ def _note(
         )
 
 
-def _counted(batch: RehearsedBatch) -> str:
+def _counted(batch: _RehearsedBatch) -> str:
     unit, size = batch.microbatch_unit, batch.microbatch_size
     return f"{size:,} {unit.removesuffix('s') if size == 1 else unit}"
 

@@ -341,29 +341,25 @@ def require_same(
             return
         outlines: list[Outline] = [{}] * num_ranks()
         dist.all_gather_object(outlines, own)
-    raise DesyncError(describe_differences(outlines, what=what))
+    raise DesyncError(_describe_differences(outlines, what=what))
 
 
-def describe_differences(outlines: Sequence[Outline], *, what: str) -> str:
+def _describe_differences(outlines: Sequence[Outline], *, what: str) -> str:
     """What differs between ranks, with the remedy.
 
-    Args:
-        outlines: of all ranks, in order.
-        what: is compared.
-
-    >>> print(describe_differences([{"metrics": "None"}, {"metrics": "F1"}], what="options"))
+    >>> print(_describe_differences([{"metrics": "None"}, {"metrics": "F1"}], what="options"))
     ranks were given different options:
       metrics: None on rank 0; F1 on rank 1
     Give every rank the same. All ranks train, evaluate, count metrics and save checkpoints \
-together, and rank 0 alone shows and logs what comes of it: nothing of this has to be left out \
-elsewhere.
+    together, and rank 0 alone shows and logs what comes of it: nothing of this has to be left out \
+    elsewhere.
     """
     names = list(dict.fromkeys(name for each in outlines for name in each))
     lines = []
     for name in names:
         values = [each.get(name, _MISSING) for each in outlines]
         if len(set(values)) > 1:
-            lines.append(f"  {name}: {by_rank(values)}")
+            lines.append(f"  {name}: {_by_rank(values)}")
     more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     return "\n".join(
         [
@@ -377,10 +373,10 @@ elsewhere.
     )
 
 
-def by_rank(values: Sequence[str]) -> str:
+def _by_rank(values: Sequence[str]) -> str:
     """Values with the ranks that have them.
 
-    >>> by_rank(["a", "b", "a"])
+    >>> _by_rank(["a", "b", "a"])
     'a on ranks 0, 2; b on rank 1'
     """
     ranks: dict[str, list[str]] = {}
@@ -426,7 +422,7 @@ def compare_orders(checksums: Sequence[int | None], name: str) -> None:
         return
     # Which letter stands for which order does not matter.
     letters = {each: f"order {number + 1}" for number, each in enumerate(dict.fromkeys(known))}
-    found = by_rank(["none" if each is None else letters[each] for each in checksums])
+    found = _by_rank(["none" if each is None else letters[each] for each in checksums])
     raise DesyncError(
         f"the rows of {name} come in another order on some ranks ({found}), so some would be used "
         "twice and others never. Its sampler draws from something that is not alike on all ranks: "

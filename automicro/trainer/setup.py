@@ -282,14 +282,10 @@ class FitOptions:
     batch_layout: int | Mapping[str, Any]
 
 
-def expected_batch(loader: object, num_devices: int, accumulate_batches: int) -> GlobalBatch | None:
-    """What optimization batches hold on average, where batches differ and lengths are known.
-
-    Args:
-        loader: of the data to train on.
-        num_devices: that share an optimization batch.
-        accumulate_batches: of each device, that make up one.
-    """
+def _expected_batch(
+    loader: object, num_devices: int, accumulate_batches: int
+) -> GlobalBatch | None:
+    """What optimization batches hold on average, where batches differ and lengths are known."""
     average = average_batch(loader)
     if average is None or not isinstance(shared_sampler(loader), LengthBatchSampler):
         return None
@@ -353,7 +349,7 @@ def assemble_fit(
     if loader is None:
         return None
     settings = replace(
-        settings, expected=expected_batch(loader, ranks.world_size, accumulate_batches)
+        settings, expected=_expected_batch(loader, ranks.world_size, accumulate_batches)
     )
     if optimizer is None:
         raise ValueError(

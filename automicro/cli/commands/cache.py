@@ -44,14 +44,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"{' and '.join(f'--{name}' for name in forms)} do not go together: give one of them"
         )
-    which = choose_sizes(older_than=arguments.older_than, model=arguments.model)
+    which = _choose_sizes(older_than=arguments.older_than, model=arguments.model)
     cache = SizeCache()
     if arguments.clear:
         print(f"removed {_count(cache.clear(which))} from {cache.folder}")
         return 1 if cache.has_failed else 0
     sizes = [size for size in cache.entries() if which is None or which(size)]
     if arguments.json:
-        print(to_json([as_values(size, cache) for size in sizes]))
+        print(to_json([_as_values(size, cache) for size in sizes]))
     elif arguments.markdown:
         print(as_markdown(sizes), end="")
     elif sizes:
@@ -70,16 +70,12 @@ def _count(number: int) -> str:
     return f"{number} size{'' if number == 1 else 's'}"
 
 
-def choose_sizes(
+def _choose_sizes(
     *, older_than: str | None, model: str | None
 ) -> Callable[[RememberedSize], bool] | None:
     """Return what tells whether a size is meant; None where all are.
 
-    Args:
-        older_than: an age, as `parse_time` reads it.
-        model: the name of a class, whatever the case.
-
-    >>> choose_sizes(older_than=None, model=None) is None
+    >>> _choose_sizes(older_than=None, model=None) is None
     True
     """
     if older_than is None and model is None:
@@ -94,7 +90,7 @@ def choose_sizes(
     )
 
 
-def as_values(size: RememberedSize, cache: SizeCache) -> dict[str, object]:
+def _as_values(size: RememberedSize, cache: SizeCache) -> dict[str, object]:
     """Return a size as values for JSON, with the whole key that it was found for."""
     return {
         **dataclasses.asdict(size),
@@ -148,10 +144,10 @@ def _date(size: RememberedSize) -> str:
     return datetime.datetime.fromtimestamp(size.written_at, datetime.UTC).date().isoformat()
 
 
-def one_row(shapes: Mapping[str, str]) -> str:
+def _one_row(shapes: Mapping[str, str]) -> str:
     """What one row of a batch holds; tensors of one kind are counted.
 
-    >>> one_row({"input_ids": "int64[128]", "labels": "int64[128]", "weight": "float32[]"})
+    >>> _one_row({"input_ids": "int64[128]", "labels": "int64[128]", "weight": "float32[]"})
     '2 × int64[128], float32[]'
     """
     counted = Counter(shapes.values())
@@ -160,11 +156,11 @@ def one_row(shapes: Mapping[str, str]) -> str:
     return ", ".join([*texts[:_MOST_SHAPES], *([f"{more} more"] if more > 0 else [])])
 
 
-def format_count(number: int) -> str:
+def _format_count(number: int) -> str:
     """Write how many parameters a model has.
 
-    >>> format_count(950), format_count(34_100), format_count(124_439_808), format_count(7 * 10**9)
-    ('950', '34.1k', '124.4M', '7.0B')
+    >>> list(map(_format_count, (950, 34_100, 124_439_808, 7 * 10**9)))
+    ['950', '34.1k', '124.4M', '7.0B']
     """
     for scale, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if number >= scale:
@@ -180,7 +176,7 @@ def _device(size: RememberedSize) -> str:
 
 _COLUMNS: Mapping[str, Callable[[RememberedSize], object]] = {
     "model": lambda size: size.key.model,
-    "parameters": lambda size: format_count(size.key.parameters),
+    "parameters": lambda size: _format_count(size.key.parameters),
     "device": _device,
     "precision": lambda size: size.key.precision + (", compiled" if size.key.compiled else ""),
     "phase": lambda size: size.key.phase,
@@ -195,7 +191,7 @@ _NUMBERS = (
 _COLUMNS_OF_TEXT: Mapping[str, Callable[[RememberedSize], object]] = {
     "level": lambda size: size.level,
     "optimizer": lambda size: size.key.optimizer or "–",
-    "one row": lambda size: one_row(size.key.shapes),
+    "one row": lambda size: _one_row(size.key.shapes),
     "written": _date,
     "file": lambda size: f"{size.key.file[:_FILE_LETTERS]}…",
 }

@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
         elif arguments.keys in ("call", "args"):
             print(NODE_IN_WORDS, end="")
         else:
-            print_keys(arguments.keys)
+            _print_keys(arguments.keys)
     elif arguments.markdown:
         raise ConfigError("--markdown is a form of --keys: say automicro config --keys --markdown")
     else:
@@ -187,10 +187,10 @@ def documentation() -> dict[str, str]:
     return {key: _in_yaml(text) for key, text in texts.items()}
 
 
-def describe_keys() -> dict[str, list[Key]]:
+def _describe_keys() -> dict[str, list[Key]]:
     """All keys in their groups, each followed by those that it may hold.
 
-    >>> describe_keys()["How long"][0].default
+    >>> _describe_keys()["How long"][0].default
     '1ep'
     """
     from automicro.cli.config.load import to_yaml
@@ -250,13 +250,10 @@ def read_entries(documented: type) -> dict[str, str]:
     return {name: " ".join(text) for name, text in entries.items()}
 
 
-def print_keys(pattern: str) -> None:
+def _print_keys(pattern: str) -> None:
     """Print the keys that match, with type, default and meaning.
 
-    Args:
-        pattern: part of a name, or a glob.
-
-    >>> print_keys("*_dir")
+    >>> _print_keys("*_dir")
     The run
     <BLANKLINE>
     run_dir: text or null, default null
@@ -266,7 +263,7 @@ def print_keys(pattern: str) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    groups = describe_keys()
+    groups = _describe_keys()
     known = [key.name for keys in groups.values() for key in keys]
     chosen = [name for name in known if fnmatch.fnmatch(name, pattern) or pattern in name]
     if not chosen:
@@ -303,7 +300,7 @@ def markdown_page() -> str:
     # Every key of a config
     """
     parts = [PAGE]
-    for group, keys in describe_keys().items():
+    for group, keys in _describe_keys().items():
         parts += [f"\n## {group}\n", "| Key | Type | Default | What it is |", "|---|---|---|---|"]
         for key in keys:
             default = "not set" if key.default is None else f"`{key.default}`"

@@ -74,7 +74,7 @@ class Recipe:
         self.checkpoint = None if "checkpoint" in without else make_checkpoint(config)
         if config.weights is not None and "weights" not in without:
             with about("weights"):
-                check_weights_file(config.weights)
+                _check_weights_file(config.weights)
 
     def make_model(self, *, with_weights: bool = True) -> Any:
         """The model, after the seed: its weights depend on the config alone.
@@ -128,7 +128,9 @@ class Recipe:
             options["parameter_groups"] = ()
         config = asdict(self.config)
         options["metrics"] = options.get("metrics") or None
-        options["loggers"] = [ConfiguredLogger(each, config) for each in options.get("loggers", ())]
+        options["loggers"] = [
+            _ConfiguredLogger(each, config) for each in options.get("loggers", ())
+        ]
         return Trainer(model, checkpoint=self.checkpoint, **later, **options | instead)
 
 
@@ -151,7 +153,7 @@ def _prepare(value: Any, key: str, kind: str) -> Callable[..., Any]:
     if kind in PROTOCOLS and is_node(value):
         return _checking(make, call_of(value), key, *PROTOCOLS[kind])
     if kind in ("train_dataloader", "eval_dataloader") and is_node(value):
-        return checking_data(make, call_of(value), key)
+        return _checking_data(make, call_of(value), key)
     return make
 
 
@@ -197,15 +199,10 @@ def _prepare_sampling(config: RunConfig, make_data: Callable[..., Any]) -> Calla
     return make
 
 
-def checking_data(make: Callable[..., Any], call: str, key: str) -> Callable[..., Any]:
+def _checking_data(make: Callable[..., Any], call: str, key: str) -> Callable[..., Any]:
     """Return what makes the same, and refuses it where it gives no batches.
 
-    Args:
-        make: makes the data.
-        call: what the config names, for messages.
-        key: where it stands.
-
-    >>> checking_data(lambda: None, "my_data.loader", "eval_dataloader")()
+    >>> _checking_data(lambda: None, "my_data.loader", "eval_dataloader")()
     Traceback (most recent call last):
         ...
     automicro.errors.ConfigError: eval_dataloader: my_data.loader returned None: return ...
@@ -226,15 +223,11 @@ def checking_data(make: Callable[..., Any], call: str, key: str) -> Callable[...
     return made
 
 
-class ConfiguredLogger:
+class _ConfiguredLogger:
     """Hands everything on to a logger, with the config among what is run.
 
-    Args:
-        logger: the logger.
-        config: every key, in plain values.
-
     >>> from automicro.loggers import ConsoleLogger
-    >>> logger = ConfiguredLogger(ConsoleLogger(), {"seed": 0})
+    >>> logger = _ConfiguredLogger(ConsoleLogger(), {"seed": 0})
     >>> logger.start({}, resume_step=None)
     >>> logger.log({"train/loss": 0.5}, step=1)
     step 1: train/loss 0.5
@@ -266,10 +259,10 @@ class ConfiguredLogger:
         return getattr(self._logger, name)
 
 
-def check_weights_file(path: str | os.PathLike[str]) -> None:
+def _check_weights_file(path: str | os.PathLike[str]) -> None:
     """Refuse a path where neither a file nor a folder is.
 
-    >>> check_weights_file("no_such.pt")
+    >>> _check_weights_file("no_such.pt")
     Traceback (most recent call last):
         ...
     automicro.errors.ConfigError: weights='no_such.pt': there is no such file or folder: ...
@@ -296,7 +289,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     ...     torch.save(torch.nn.Linear(2, 2).state_dict(), file.name)
     ...     load_weights(torch.nn.Linear(2, 2), file.name)
     """
-    check_weights_file(path)
+    _check_weights_file(path)
     state = _read_checkpoint(Path(path)) if Path(path).is_dir() else _read(path)
     try:
         result = model.load_state_dict(state, strict=False)

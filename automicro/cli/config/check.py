@@ -183,15 +183,11 @@ def _read_sampling(value: Any) -> DictConfig:
     return _read_section(value, "sampling_mode", "sampling_mode")
 
 
-def read_evaluations(value: Any, key: str = "eval_dataloader") -> Any:
+def _read_evaluations(value: Any, key: str = "eval_dataloader") -> Any:
     """Return a node, an evaluation with options, or a mapping from names to these, typed.
 
-    Args:
-        value: what stands there; interpolations stay as they are.
-        key: where.
-
     >>> new = {"data": {"call": "a.b"}, "interval": "2ep"}
-    >>> read_evaluations({"seen": {"call": "a.b"}, "new": new})["new"].interval
+    >>> _read_evaluations({"seen": {"call": "a.b"}, "new": new})["new"].interval
     '2ep'
     """
     if is_interpolation(value):
@@ -206,7 +202,7 @@ def read_evaluations(value: Any, key: str = "eval_dataloader") -> Any:
                     key,
                 )
             with about(f"{key}.{name}"):
-                found[name] = read_evaluations(each, f"{key}.{name}")
+                found[name] = _read_evaluations(each, f"{key}.{name}")
         return found
     known = keys_inside("eval_dataloader")
     if isinstance(value, Mapping) and not is_node(value) and any(name in value for name in known):
@@ -367,7 +363,7 @@ def _read_loss_average(name: str, value: Any) -> None:
 
 
 OF_SECTIONS: Mapping[str, Callable[[Any], object]] = {
-    "eval_dataloader": read_evaluations,
+    "eval_dataloader": _read_evaluations,
     "checkpoint": _read_checkpoint,
     "sampling_mode": _read_sampling,
 }

@@ -136,9 +136,9 @@ def prepare(
     check_node(node, key)
     call, args = node["call"], node.get("args") or {}
     with about(f"{key}.call"), _noting(f"while importing {key}.call ({call})"):
-        target = import_callable(call, key=f"{key}.call")
+        target = _import_callable(call, key=f"{key}.call")
     with about(key):
-        check_arguments(target, call, args, key, first)
+        _check_arguments(target, call, args, key, first)
     values = {name: prepare_value(value, f"{key}.args.{name}") for name, value in args.items()}
     return functools.partial(_make, target, values, key, call)
 
@@ -300,16 +300,10 @@ def _noting(doing: str) -> Iterator[None]:
         raise
 
 
-def import_callable(path: str, *, key: str) -> Callable[..., Any]:
+def _import_callable(path: str, *, key: str) -> Callable[..., Any]:
     """Return the class or function that a dotted path names.
 
-    Errors that a module raises while it is imported pass through.
-
-    Args:
-        path: such as ``torch.optim.AdamW``.
-        key: where in the config it stands, for messages.
-
-    >>> import_callable("torch.nn.Linear", key="model.call")
+    >>> _import_callable("torch.nn.Linear", key="model.call")
     <class 'torch.nn.modules.linear.Linear'>
     """
     parts = path.split(".")
@@ -411,7 +405,7 @@ def _is_decimal(target: Callable[..., Any], name: str) -> bool:
     return float in kinds and not kinds & {bool, object, Any}
 
 
-def check_arguments(
+def _check_arguments(
     target: Callable[..., Any],
     call: str,
     args: Mapping[str, Any],
@@ -420,15 +414,8 @@ def check_arguments(
 ) -> None:
     """Refuse arguments that a class or a function does not take, or lacks.
 
-    Args:
-        target: what will be called.
-        call: its dotted path, for messages.
-        args: the arguments by name.
-        key: where in the config it stands, for messages.
-        first: what will be handed over before them, in words.
-
     >>> import torch
-    >>> check_arguments(torch.optim.SGD, "torch.optim.SGD", {"lr": 1}, "optimizer", ["params"])
+    >>> _check_arguments(torch.optim.SGD, "torch.optim.SGD", {"lr": 1}, "optimizer", ["params"])
     """
     try:
         parameters = list(inspect.signature(target).parameters.values())

@@ -72,10 +72,10 @@ class Sources:
             tidy(self.tree)
             self._take_down(path, leaves(values))
         if unreadable:
-            raise all_in_one(unreadable, list(map(str, unreadable)))
+            raise _all_in_one(unreadable, list(map(str, unreadable)))
         for override in overrides:
             try:
-                key = apply_override(self.tree, override)
+                key = _apply_override(self.tree, override)
             except ConfigError as error:
                 self.wrong.append(error)
                 continue
@@ -116,12 +116,12 @@ class Sources:
         argument = re.match(r"\w*", text)[0]  # type: ignore[index]  # it matches nothing at least
         for leaf, value in leaves(self.tree).items():
             other = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
-            if other and leaf.endswith(f".{argument}") and any(lies_in(leaf, key) for key in keys):
+            if other and leaf.endswith(f".{argument}") and any(_lies_in(leaf, key) for key in keys):
                 return f"; {leaf} is {value}: set {other[1]}, or {leaf} alone"
         return ""
 
     def _origins_of(self, key: str) -> Collection[str]:
-        names = {name for leaf, name in self._origins.items() if lies_in(leaf, key)}
+        names = {name for leaf, name in self._origins.items() if _lies_in(leaf, key)}
         above = key.rpartition(".")[0]
         return self._origins_of(above) if above and not names else names
 
@@ -136,7 +136,7 @@ class Sources:
         """Remember from where each leaf is, after another source was taken up."""
         self._origins = {
             leaf: name
-            if leaf not in self._origins or any(lies_in(leaf, key) for key in set_now)
+            if leaf not in self._origins or any(_lies_in(leaf, key) for key in set_now)
             else self._origins[leaf]
             for leaf in leaves(self.tree)
         }
@@ -181,10 +181,10 @@ def load_or_tell(sources: Sources, load: Callable[[Tree, Collection[str]], T]) -
             if not found:
                 return loaded
             break
-    raise all_in_one(found, texts)
+    raise _all_in_one(found, texts)
 
 
-def all_in_one(found: Sequence[ConfigError], texts: Sequence[str]) -> ConfigError:
+def _all_in_one(found: Sequence[ConfigError], texts: Sequence[str]) -> ConfigError:
     """One error that says all that was found, each once."""
     said = list(dict.fromkeys(texts))
     text = said[0]
@@ -205,10 +205,10 @@ def name_override(override: str) -> str:
     return f"the override {override!r}"
 
 
-def lies_in(key: str, other: str) -> bool:
+def _lies_in(key: str, other: str) -> bool:
     """Tell whether a dotted key is another, or lies in it.
 
-    >>> lies_in("model.args", "model"), lies_in("models", "model")
+    >>> _lies_in("model.args", "model"), _lies_in("models", "model")
     (True, False)
     """
     return f"{key}.".startswith(f"{other}.")
@@ -243,7 +243,7 @@ def read_file(path: Path) -> tuple[Tree, Mapping[str, int]]:
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     lines = _lines(root)
     for name, node in root.value if tree else ():
-        wrong = wrong_boolean(name.value, tree.get(name.value), str(node.value))
+        wrong = _wrong_boolean(name.value, tree.get(name.value), str(node.value))
         if wrong:
             raise ConfigError(f"{path}:{lines[name.value]}: {wrong}")
     return tree, lines
@@ -270,18 +270,10 @@ def _describe_yaml_error(error: Exception, path: Path, text: str) -> str:
     return f"{place}: not valid YAML: {problem}; {_remedy(problem, line)}"
 
 
-def wrong_boolean(key: str, value: object, typed: str) -> str:
+def _wrong_boolean(key: str, value: object, typed: str) -> str:
     """What is wrong with a word that YAML takes for true or false, where the key holds neither.
 
-    Args:
-        key: at the top level of a config.
-        value: what was read.
-        typed: from what.
-
-    Returns:
-        A message; empty where nothing is wrong.
-
-    >>> wrong_boolean("batchnorm", False, "off")
+    >>> _wrong_boolean("batchnorm", False, "off")
     'batchnorm=off: YAML reads off as false: expected warn, error, disable, ignore or exact'
     """
     word = typed.strip()
@@ -292,10 +284,10 @@ def wrong_boolean(key: str, value: object, typed: str) -> str:
     return f"{key}={word}: YAML reads {word} as {show(value)}: expected {type_in_words(key)}"
 
 
-def read_value(text: str) -> Any:
+def _read_value(text: str) -> Any:
     """Read the value of an override.
 
-    >>> read_value("1e-3"), read_value("[1, two]"), read_value("null")
+    >>> _read_value("1e-3"), _read_value("[1, two]"), _read_value("null")
     (0.001, [1, 'two'], None)
     """
     try:
@@ -362,14 +354,11 @@ def _is_another(before: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
     return not any("args" in each or not each for each in (before, value) if "call" not in each)
 
 
-def apply_override(tree: Tree, override: str) -> str:
+def _apply_override(tree: Tree, override: str) -> str:
     """Set one key of a config in place; what lies on the way to it is made. Return the key.
 
-    The value is YAML and replaces what was there: ``scheduler=null`` drops the scheduler,
-    ``optimizer.args={lr: 0.1}`` drops the other arguments. A number is the place in a list.
-
     >>> tree = {"optimizer": {"call": "torch.optim.AdamW"}}
-    >>> apply_override(tree, "optimizer.args.lr=1e-3")
+    >>> _apply_override(tree, "optimizer.args.lr=1e-3")
     'optimizer.args.lr'
     >>> tree
     {'optimizer': {'call': 'torch.optim.AdamW', 'args': {'lr': 0.001}}}
@@ -403,13 +392,13 @@ def apply_override(tree: Tree, override: str) -> str:
             )
         target = inner
     try:
-        value = read_value(text)
+        value = _read_value(text)
     except ValueError as error:
         raise ConfigError(
             f"{name} has a value that is not YAML ({error}): quote it as a whole for the shell, "
             f"such as 'optimizer.args={{lr: 0.1}}'"
         ) from error
-    if not way and (wrong := wrong_boolean(key, value, text)):
+    if not way and (wrong := _wrong_boolean(key, value, text)):
         raise ConfigError(f"{name}: {wrong}")
     target[_place(target, last, ".".join(way), name)] = value
     return key

@@ -72,7 +72,7 @@ class _Guarded:
         return self.guard.allocate(self.inner, size, dtype=dtype, device=device)
 
 
-class GuardedAllGather(_Guarded):
+class _GuardedAllGather(_Guarded):
     """An all-gather with a vote before it, or noted for a replay."""
 
     def __call__(
@@ -95,7 +95,7 @@ class GuardedAllGather(_Guarded):
         return work
 
 
-class GuardedReduceScatter(_Guarded):
+class _GuardedReduceScatter(_Guarded):
     """A reduce-scatter with a vote before it, or noted for a replay."""
 
     def __call__(
@@ -496,9 +496,9 @@ class FsdpGuard:
                 "memory may use other blocks than its peers, and all would wait for ever; leave "
                 "set_symm_mem_for_comm out"
             )
-        module.set_custom_all_gather(GuardedAllGather(self, where, gather))  # type: ignore[arg-type]
+        module.set_custom_all_gather(_GuardedAllGather(self, where, gather))  # type: ignore[arg-type]
         module.set_custom_reduce_scatter(
-            GuardedReduceScatter(self, where, scatter)  # type: ignore[arg-type]
+            _GuardedReduceScatter(self, where, scatter)  # type: ignore[arg-type]
         )
 
 

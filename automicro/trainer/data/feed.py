@@ -31,13 +31,10 @@ from automicro.trainer.same_on_all_ranks import require_same_order
 from automicro.values import same_values
 
 
-def describe_order(loader: object) -> dict[str, Any] | None:
+def _describe_order(loader: object) -> dict[str, Any] | None:
     """The order that ranks share, as plain values; None where they share none of ours.
 
-    Args:
-        loader: anything that gives batches.
-
-    >>> describe_order([1, 2]) is None
+    >>> _describe_order([1, 2]) is None
     True
     """
     sampler = shared_sampler(loader)
@@ -63,15 +60,10 @@ def describe_order(loader: object) -> dict[str, Any] | None:
     }
 
 
-def describe_rows(loader: object) -> dict[str, Any]:
+def _describe_rows(loader: object) -> dict[str, Any]:
     """What decides which rows each batch of a loader has, as far as torch's own classes tell.
 
-    Whether the last batch is dropped is told by the number of batches.
-
-    Args:
-        loader: anything that gives batches.
-
-    >>> told = describe_rows(DataLoader(range(8), batch_size=4, shuffle=True))
+    >>> told = _describe_rows(DataLoader(range(8), batch_size=4, shuffle=True))
     >>> told["rows"], told["batch_size"], told["sampler"]
     (8, 4, 'RandomSampler')
     """
@@ -90,31 +82,15 @@ def describe_rows(loader: object) -> dict[str, Any]:
     }
 
 
-def restore_order(loader: object, saved: Mapping[str, Any] | None) -> None:
-    """Let the passes to come have the order that they would have had.
-
-    Args:
-        loader: shared by the same rules.
-        saved: what `describe_order` gave; None leaves all as it is.
-    """
+def _restore_order(loader: object, saved: Mapping[str, Any] | None) -> None:
+    """Let the passes to come have the order that they would have had."""
     sampler = shared_sampler(loader)
     if sampler is not None and saved is not None:
         sampler.seed = saved["seed"]
 
 
-def position_of(states: Sequence[Mapping[str, Any]], loader: Any, name: str) -> int:
-    """How many batches of the order that all share were given.
-
-    Each of them holds the same rows at any number of ranks, as long as it has as many of them.
-
-    Args:
-        states: of the feeds of all ranks that saved.
-        loader: of this rank, of another number of them.
-        name: of its argument, for errors.
-
-    Raises:
-        CheckpointError: the batches to come would hold other rows, with the remedy.
-    """
+def _position_of(states: Sequence[Mapping[str, Any]], loader: Any, name: str) -> int:
+    """How many batches of the order that all share were given."""
     reason = _why_no_order(states[0], loader, name) or _why_another(states, loader, name)
     if reason is not None:
         raise CheckpointError(reason)
@@ -126,24 +102,14 @@ def _most_given(states: Sequence[Mapping[str, Any]]) -> int:
     return max(int(each["passes"][-1]["given"]) for each in states if each["passes"])
 
 
-def place_in_plan(
+def _place_in_plan(
     states: Sequence[Mapping[str, Any]],
     sampler: LengthBatchSampler,
     name: str,
     *,
     accumulate_batches: int,
 ) -> dict[str, int]:
-    """Where a `LengthBatchSampler` goes on, where another number of ranks saved its position.
-
-    Args:
-        states: of the feeds of all ranks that saved.
-        sampler: of this rank.
-        name: of the loader's argument, for errors.
-        accumulate_batches: how many batches of a rank make up an optimization batch here.
-
-    Raises:
-        CheckpointError: optimization batches to come would hold other rows, with the remedy.
-    """
+    """Where a `LengthBatchSampler` goes on, where another number of ranks saved its position."""
     was, place = states[0]["order"], states[0]["passes"][-1]["position"]
     if was is None or was["kind"] != type(sampler).__name__ or place is None:
         raise CheckpointError(
@@ -197,7 +163,7 @@ def _why_no_order(saved: Mapping[str, Any], loader: Any, name: str) -> str | Non
 
 def _why_another(states: Sequence[Mapping[str, Any]], loader: Any, name: str) -> str | None:
     """Why the order, or how it is cut, is not the one that was saved; None where it is."""
-    was, here, sampler = states[0]["order"], describe_order(loader), shared_sampler(loader)
+    was, here, sampler = states[0]["order"], _describe_order(loader), shared_sampler(loader)
     assert isinstance(sampler, SharedBatchSampler | SharedSampler)
     assert here is not None
     for key, what in (("kind", "is shared out by a"), ("sampler", "has its order from a")):
@@ -387,8 +353,8 @@ class Feed:
             "passes": [dict(vars(each)) for each in self._passes],
             "attributes": self._changed_attributes(),
             "loader": own,
-            "order": describe_order(self._loader),
-            "rows": describe_rows(self._loader),
+            "order": _describe_order(self._loader),
+            "rows": _describe_rows(self._loader),
             "accumulate_batches": self._accumulate_batches,
         }
 
@@ -402,19 +368,19 @@ class Feed:
         Raises:
             CheckpointError: the batches to come would hold other rows than they would have.
         """
-        order = describe_order(self._loader)
+        order = _describe_order(self._loader)
         count = num_batches(self._loader)
         position, is_over = None, False
         if self._plans is not None:
             # The pass goes on from there, and gives none of its batches again.
             given = 0
-            position = place_in_plan(
+            position = _place_in_plan(
                 states, self._plans, self._name, accumulate_batches=self._accumulate_batches
             )
             self._plans.load_state_dict(position)
             is_over = len(self._plans) == 0
         else:
-            given = position_of(states, self._loader, self._name)
+            given = _position_of(states, self._loader, self._name)
         assert order is not None
         last = {
             **states[0]["passes"][-1],
@@ -433,7 +399,7 @@ class Feed:
             "persistent": has_persistent_workers(self._loader),
             "passes": [last],
             "order": {**order, "seed": states[0]["order"]["seed"]},
-            "rows": describe_rows(self._loader),
+            "rows": _describe_rows(self._loader),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -471,7 +437,7 @@ class Feed:
             )
         self._passes, self._loaded = passes, state
         restore_generators(self._loader, state["generators"])
-        restore_order(self._loader, state["order"])
+        _restore_order(self._loader, state["order"])
         if self._plans is not None and passes and not passes[-1].is_complete:
             self._go_to(passes[-1])
 
@@ -627,7 +593,7 @@ class Feed:
         )
 
     def _check_rows(self, state: Mapping[str, Any], given: int) -> None:
-        was, here = state["rows"], describe_rows(self._loader)
+        was, here = state["rows"], _describe_rows(self._loader)
         differing = [
             f"{name}={was[name]} (here {value})"
             for name, value in here.items()

@@ -33,10 +33,10 @@ from automicro.values import as_text
 Indices = Iterable[Any]
 
 
-def share_of(rows: int, place: int, places: int) -> slice:
+def _share_of(rows: int, place: int, places: int) -> slice:
     """The part of so many rows that one of several ranks takes: even, the larger parts first.
 
-    >>> [share_of(8, rank, 3) for rank in range(3)]
+    >>> [_share_of(8, rank, 3) for rank in range(3)]
     [slice(0, 3, None), slice(3, 6, None), slice(6, 8, None)]
     """
     each, more = divmod(rows, places)
@@ -44,18 +44,10 @@ def share_of(rows: int, place: int, places: int) -> slice:
     return slice(start, start + each + (place < more))
 
 
-def num_sharing(rows: int, places: int, batch_size: int) -> int:
+def _num_sharing(rows: int, places: int, batch_size: int) -> int:
     """How many of several ranks take a part of so many rows.
 
-    All, unless one of them would get a single row where another has more: BatchNorm cannot train on
-    that, and the whole batch would fail. The ranks without rows run fillers.
-
-    Args:
-        rows: of all ranks.
-        places: how many ranks there are.
-        batch_size: rows of each in a full batch; of one, no rank has more.
-
-    >>> [num_sharing(rows, 4, 8) for rows in (1, 2, 3, 5, 8, 9)]
+    >>> [_num_sharing(rows, 4, 8) for rows in (1, 2, 3, 5, 8, 9)]
     [1, 1, 1, 2, 4, 4]
     """
     if batch_size == 1 or rows >= 2 * places:
@@ -167,8 +159,8 @@ class SharedBatchSampler(_OneOrder):
         return full + (last.stop > last.start and not self.drop_last)
 
     def _share(self, rows: int) -> slice:
-        places = num_sharing(rows, self.world_size, self.batch_size)
-        return share_of(rows, self.rank, places) if self.rank < places else slice(0, 0)
+        places = _num_sharing(rows, self.world_size, self.batch_size)
+        return _share_of(rows, self.rank, places) if self.rank < places else slice(0, 0)
 
 
 class SharedSampler(_OneOrder):

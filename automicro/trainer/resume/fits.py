@@ -300,7 +300,7 @@ _COUNTED = (HOST_PART, "metrics")
 
 
 @runtime_checkable
-class Reshardable(Protocol):
+class _Reshardable(Protocol):
     """A part, other on each rank, that can go on where there are more or fewer ranks."""
 
     def reshard(self, states: Sequence[Mapping[str, Any]], *, rank: int) -> dict[str, Any]:
@@ -347,7 +347,7 @@ def refuse_within_epoch(
         name
         for name, part in parts.items()
         if name in _COUNTED and name in saved["parts"] and saved["parts"][name]
-        if not isinstance(part, Reshardable)
+        if not isinstance(part, _Reshardable)
     ]
     if batches and unable:
         raise _refusal(

@@ -53,7 +53,7 @@ _REMEDIES = {
 }
 
 
-class SavedPart(Protocol):
+class _SavedPart(Protocol):
     """One thing with a state."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class Snapshot:
         self,
         context: RunContext,
         *,
-        parts: Mapping[str, SavedPart],
+        parts: Mapping[str, _SavedPart],
         scheduler_interval: str = "batch",
         rank: int = 0,
         world_size: int = 1,
