@@ -8,7 +8,7 @@ them by community (here they lie on a ring). Features and adjacency stay on the 
 
 `HOPS` must be the number of layers. One too few changes the loss by a thousandth, and no look at a
 few nodes, which are far from each other, can notice. Of many small graphs, each is a row: see the
-recipe in [batches.md](batches.md).
+recipe in [what a batch may be](drop_in.md#what-a-batch-may-be).
 """
 
 import torch
