@@ -60,8 +60,8 @@ hold it have GroupNorm. With BatchNorm in its place, the same limit and the same
 
 The warning comes when a batch is first split, by name, and says what there is to do: GroupNorm or
 LayerNorm; statistics frozen by `.eval()` on these layers, as for a pretrained backbone;
-`batchnorm="exact"` for [the statistics of the whole batch](checks.md#batchnorm), `"disable"` to keep
-batches whole, `"error"` to refuse, `"ignore"` to accept.
+`batchnorm="exact"` for [the statistics of the whole batch](checks.md#batchnorm), `"disable"` to
+keep batches whole, `"error"` to refuse, `"ignore"` to accept.
 A loss that compares the rows of a batch with each other has no exact split either, and
 [a look](checks.md) names it.
 """

@@ -115,7 +115,7 @@ class Trainer:
             ``"seconds"`` or a function from a row to its cost, by which the rows of each batch are
             then sorted and packed.
         nested: sizes of parts that need far smaller slices than the rest of the model, by their
-            names: ``{"joint": "auto"}``; see `docs/nested.md`.
+            names: ``{"joint": "auto"}``; see `docs/levels.md`.
         when_too_large: what to do where not even the smallest size fits: ``"error"``,
             ``"recompute"``, ``"offload"``, ``"nested"``, a list of these in order, or ``"auto"``
             for what is fastest by measured seconds; see `docs/levels.md`.
