@@ -175,7 +175,7 @@ class Trainer:
             first. None for where no ``seed`` is given. Never with ``deterministic``.
         rehearse: ``"worst"`` to run the costliest few batches of the data before the first step,
             and of each evaluation, without a trace but the sizes that they fit in; see
-            ``docs/rehearsal.md``. None for none.
+            ``docs/plan.md``. None for none.
         modules: further modules that take part in the forward.
         callbacks: told of every event of the run; see `Callback`.
         loggers: take down the numbers of the run; see ``automicro.loggers``.
