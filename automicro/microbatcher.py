@@ -96,7 +96,7 @@ class Microbatcher:
         batchnorm: what to do when a batch is split although layers average over it: ``"warn"``,
             ``"error"``, ``"disable"`` (train on whole batches), ``"ignore"``; or ``"exact"``: with
             the statistics of the whole batch, at the price of a second forward, for models that
-            ``torch.fx`` can trace (see ``docs/exact_batchnorm.md``).
+            ``torch.fx`` can trace (see ``docs/checks.md``).
         optimizer: memory for its state is reserved while sizes are found. It may be wrapped, as
             accelerate and Lightning do. Its ``train()`` and ``eval()``, which schedule-free ones
             have, are the caller's to call.

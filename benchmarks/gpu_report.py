@@ -5,7 +5,7 @@
 
 A process for each part, what tells the most first. The file is written again with every test, so
 that nothing is lost where the run is cut off. All of it takes ten minutes at most. Ends with 1
-where a test failed or a part did not end, the report written all the same. See docs/gpu.md.
+where a test failed or a part did not end, the report written all the same. See docs/benchmarks.md.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Batches by the length of rows: how long ten million take to order, and what each mode pads.
 
-    python -m benchmarks.samplers            # prints the tables of docs/samplers.md
+    python -m benchmarks.samplers            # prints the table of docs/lengths.md, all modes
     python -m benchmarks.samplers --rows 1000000
 
 Each mode is ordered in a process of its own. Time is that of the processor, as other processes may

@@ -34,36 +34,27 @@ TOLERANCE = 1e-11
 HEAD = """\
 # Recipes
 
-Thirteen training loops in the manner of scripts that many people start from, written anew, each
-plain and with automicro. The scripts run as they are, on data that come with Python and
-scikit-learn: `python docs/recipes/mnist.py`.
+Thirteen training loops like well-known scripts, each plain and with automicro. They run on data
+that come with Python and scikit-learn: `python docs/recipes/mnist.py`.
 
 {table}
 
 Measured by `python docs/measure_recipes.py` on a CPU with torch {torch}, and run shortened in the
 tests.
 
-- *Lines changed*: added and removed in the training code, imports aside.
-- *Whole*: the largest difference between the two loops, in everything that they report and in their
-  final weights, where nothing is split. It is 0.0, bit for bit, dropout included.
-- *Limit*: a [simulated device](guarantees.md) in which the plain loop dies in
-  `torch.OutOfMemoryError`; the microbatched one ended, after as many *OOMs*. *Split*: the largest
-  difference to the plain loop without a limit. Both run in float64 there, and without dropout,
-  which draws a mask of its own for each microbatch: what is left is the order of additions.
+- *Lines changed*: in the training code, without imports.
+- *Whole*: the largest difference in reports and final weights if nothing is split: 0.0.
+- *Limit*: a simulated device on which the plain loop dies; the other ends after as many *OOMs*.
+- *Split*: its largest difference from the plain loop without a limit, in float64, without dropout.
 
 ## What does not split
 
-BatchNorm averages over the rows it sees, so a split changes it, and the recipes whose originals
-hold it have GroupNorm. With BatchNorm in its place, the same limit and the same loops:
+BatchNorm averages over the rows it sees, so the recipes use GroupNorm. With BatchNorm:
 
 {batchnorm}
 
-The warning comes when a batch is first split, by name, and says what there is to do: GroupNorm or
-LayerNorm; statistics frozen by `.eval()` on these layers, as for a pretrained backbone;
-`batchnorm="exact"` for [the statistics of the whole batch](exact_batchnorm.md), `"disable"` to keep
-batches whole, `"error"` to refuse, `"ignore"` to accept.
-A loss that compares the rows of a batch with each other has no exact split either, and
-[a look](checks.md) names it.
+[What to do about BatchNorm](checks.md#batchnorm).
+A loss that compares rows has no exact split either, and [a check](checks.md) names it.
 """
 
 

@@ -36,7 +36,7 @@ Written by `python docs/measure_sizes.py`. **The devices are simulated on a CPU*
 no fragmentation. Training in fp32 with AdamW; each line is what a `Trainer` with
 `microbatch_size="auto"` had remembered after {steps} steps, with the peak of a batch at that size,
 forward and backward.
-[Remembered sizes](remembered_sizes.md) tells how to get such a table of your own models and
+[Remembered sizes](sizes.md#remembered-sizes) tells how to get such a table of your own models and
 devices.
 """
 

@@ -115,7 +115,7 @@ class Trainer:
             ``"seconds"`` or a function from a row to its cost, by which the rows of each batch are
             then sorted and packed.
         nested: sizes of parts that need far smaller slices than the rest of the model, by their
-            names: ``{"joint": "auto"}``; see `docs/nested.md`.
+            names: ``{"joint": "auto"}``; see `docs/levels.md`.
         when_too_large: what to do where not even the smallest size fits: ``"error"``,
             ``"recompute"``, ``"offload"``, ``"nested"``, a list of these in order, or ``"auto"``
             for what is fastest by measured seconds; see `docs/levels.md`.
@@ -175,7 +175,7 @@ class Trainer:
             first. None for where no ``seed`` is given. Never with ``deterministic``.
         rehearse: ``"worst"`` to run the costliest few batches of the data before the first step,
             and of each evaluation, without a trace but the sizes that they fit in; see
-            ``docs/rehearsal.md``. None for none.
+            ``docs/plan.md``. None for none.
         modules: further modules that take part in the forward.
         callbacks: told of every event of the run; see `Callback`.
         loggers: take down the numbers of the run; see ``automicro.loggers``.

@@ -1,10 +1,8 @@
 """Two networks, two optimizers, three losses.
 
-One `Microbatcher` for each loss, and the loop keeps its order: real images, made ones, step, fool,
-step. What the generator made for the discriminator is never there whole, so it cannot be kept for
-the generator's own turn: it is made again from the same noise, at the price of one more forward.
-D(x) and D(G(z)) come from `result.outputs`. In place of BatchNorm, which would see one microbatch
-at a time, and the generator's each batch twice, there is GroupNorm.
+One `Microbatcher` for each loss; the loop keeps its order. The generator's images are made again
+from the same noise for its own turn, at the price of one more forward. D(x) and D(G(z)) come from
+`result.outputs`. GroupNorm replaces BatchNorm.
 """
 
 import torch

@@ -1,10 +1,8 @@
 """Diffusion with accelerate: noise and time steps belong to the batch.
 
 Noise and time steps are drawn for the whole batch before the model is called, so they are part of
-the batch and are cut with it: microbatches see what the whole batch would have seen.
-`accelerator.accumulate` adds up several batches of the loader as before, each of which is split by
-itself. Clipping, the scheduler and the average of the weights stay as they are. The U-Net has
-GroupNorm by nature.
+the batch and are cut with it. `accelerator.accumulate`, clipping, the scheduler and the weight
+average stay.
 """
 
 import torch

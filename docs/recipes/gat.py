@@ -1,14 +1,12 @@
 """Attention over one graph, whose labelled nodes are the rows.
 
-A graph has no rows: cut it, and nodes lose their neighbours. But the labelled nodes are rows, and
-what two layers compute for a node depends on the nodes within two hops and on no others. So the
-batch is the labelled nodes, and the forward computes each microbatch on the part of the graph that
-its nodes can see. That is exact, and the smaller the closer the nodes of a microbatch are: sort
-them by community (here they lie on a ring). Features and adjacency stay on the device whole.
+A graph has no rows, but its labelled nodes are rows: two layers see two hops. The batch is the
+labelled nodes, and the forward computes each microbatch on the part of the graph that its nodes
+see. This is exact. Sort nodes by community to keep that part small. Features and adjacency stay
+on the device.
 
-`HOPS` must be the number of layers. One too few changes the loss by a thousandth, and no look at a
-few nodes, which are far from each other, can notice. Of many small graphs, each is a row: see the
-recipe in [batches.md](batches.md).
+`HOPS` must be the number of layers: a check of a few nodes cannot notice one too few. If each of
+many small graphs is a row, see [what a batch may be](drop_in.md#what-a-batch-may-be).
 """
 
 import torch

@@ -1,8 +1,7 @@
 """A transformer on pairs of sentences, with accelerate.
 
-`backward=accelerator.backward`, and whatever `accelerator.prepare` gave goes on as it is, the
-wrapped optimizer included. The model computes its own loss, so nothing says how. What the loop did
-to fit (a largest batch for the GPU, accumulation steps, a division of the loss) is gone.
+`backward=accelerator.backward` is the only change to accelerate's objects. The model computes its
+own loss. Accumulation steps and the division of the loss are gone.
 """
 
 from pydoc_data.topics import topics

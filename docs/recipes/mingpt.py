@@ -1,9 +1,8 @@
 """A GPT in a small trainer class, whose model computes its loss.
 
-The model returns its loss behind the logits, so `forward=` picks it out. It is a mean over the
-targets that are not -1. Every row has as many of them, so it is a mean over rows, too, and a look
-at a few rows confirms that; where rows differ, `loss_average=` takes a function that counts them.
-Clipping and callbacks find the gradient of the whole batch, as before.
+The model returns its loss behind the logits, so `forward=` picks it out. Every row has equally
+many targets, so it is a mean over rows, and a check confirms that. If rows differ, pass a
+function that counts them as `loss_average=`.
 """
 
 import torch

@@ -1,8 +1,7 @@
 """A CNN on digits, evaluated after each epoch.
 
-The loop everybody starts from. `F.nll_loss` is read off as a mean over targets. The evaluation asks
-for the outputs of all rows and counts the right ones as before; its microbatch size is found apart
-from training's. Nothing is said about dropout: each microbatch draws a mask of its own.
+`F.nll_loss` is read as a mean over targets. The evaluation asks for the outputs of all rows and
+counts the right ones; it has its own microbatch size. Each microbatch draws its own dropout mask.
 """
 
 import torch

@@ -1,8 +1,7 @@
 """A GPT, with accumulation by hand, autocast and a gradient scaler.
 
-The loop over micro-steps goes: `accumulate` takes all their batches as one optimization batch, and
-finds how many rows fit. Nobody divides the loss. `backward=` scales it, autocast stays in the
-forward, and clipping and the learning rate stay where they were.
+`accumulate` replaces the loop over micro-steps: it takes all their batches as one optimization
+batch. `backward=` scales the loss. Autocast, clipping and the learning rate stay.
 """
 
 import contextlib

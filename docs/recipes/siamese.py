@@ -1,8 +1,7 @@
 """Pairs of images: a batch of three parts.
 
-Image, image and label are cut together; pairs are formed by the data set, so each pair is one row.
-The backbones that such networks come with hold BatchNorm, which sees one microbatch at a time.
-This one has GroupNorm.
+Image, image and label are cut together; each pair is one row. The network has GroupNorm instead
+of BatchNorm.
 """
 
 import torch

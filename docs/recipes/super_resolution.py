@@ -1,6 +1,6 @@
 """Upscaling images: a plain regression.
 
-A mean squared error over images of one size is read off as a mean over rows: nothing else to say.
+A mean squared error over images of one size is read as a mean over rows.
 """
 
 import math

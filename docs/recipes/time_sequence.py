@@ -1,8 +1,7 @@
 """Sine waves, trained by LBFGS in its closure.
 
-LBFGS asks for the loss several times in one step, through a closure. `Microbatcher.backward` goes
-into that closure in place of `loss.backward()`; `optimizer=` is left out, since no single call is
-the step. Each row is one wave, and the state of the cells lives inside the forward.
+LBFGS evaluates the loss several times per step, through a closure. `Microbatcher.backward`
+replaces `loss.backward()` there, and `optimizer=` is left out. Each row is one wave.
 """
 
 import torch

@@ -1,8 +1,7 @@
 """`train_one_epoch` with meters, warm-up, a scaler and averaged weights.
 
-What the loop logs comes from `result.outputs`, the outputs of all rows. Autocast is `precision=`,
-and `backward=` scales the loss. The models of such references hold BatchNorm, which sees one
-microbatch at a time. This one has GroupNorm.
+Logged values come from `result.outputs`. Autocast is `precision=`, and `backward=` scales the
+loss. GroupNorm replaces BatchNorm.
 """
 
 import collections

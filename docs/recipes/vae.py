@@ -1,8 +1,7 @@
 """A variational autoencoder, whose loss is a sum.
 
-Both parts of the loss are sums over pixels and rows, so microbatches are added and not averaged:
-`loss_average="none"` says so. The model draws its noise row by row in one operation, so on a CPU
-microbatches draw the numbers that the whole batch would have drawn. On a GPU they draw others.
+Both parts of the loss are sums over rows, so `loss_average="none"` adds microbatches up. The
+model draws its noise row by row, so on a CPU microbatches draw the numbers of the whole batch.
 """
 
 import torch

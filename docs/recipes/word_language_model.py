@@ -1,9 +1,8 @@
 """A recurrent language model, whose hidden state goes on from batch to batch.
 
-Text runs down the columns, so the rows of a batch are in dimension 1: `batch_layout=1`, and
-`Carry(1)` for the hidden state. `backward(batch, carry=hidden)` gives each microbatch the
-state of its rows, and `result.carry` is the new one, joined and detached, which the loop did by
-hand. An attempt that fails has moved no state on.
+Rows are in dimension 1: `batch_layout=1`, and `Carry(1)` for the hidden state. `backward(batch,
+carry=hidden)` gives each microbatch the state of its rows, and `result.carry` is the new state,
+joined and detached.
 """
 
 import re

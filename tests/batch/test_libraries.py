@@ -344,7 +344,7 @@ def test_a_batch_of_graphs_is_refused_by_name_and_cut_once_it_is_registered() ->
 
 
 def _recipes() -> list[str]:
-    text = (Path(__file__).parents[2] / "docs" / "batches.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "drop_in.md").read_text(encoding="utf-8")
     blocks = text.split("```py\n")[1:]
     return [block.partition("```")[0] for block in blocks]
 

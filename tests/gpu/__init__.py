@@ -1,1 +1,1 @@
-"""What only an accelerator can show. Run by `make gpu`; see docs/gpu.md."""
+"""What only an accelerator can show. Run by `make gpu`; see docs/benchmarks.md."""

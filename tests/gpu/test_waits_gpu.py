@@ -1,7 +1,7 @@
 """How often a settled batch waits for the device: whole and cut.
 
-The table of docs/gpu.md. On the stand-in every wait is counted; on CUDA torch's sync-debug mode
-warns of each one, but for copies to and from memory that is not pinned.
+The table of docs/benchmarks.md. On the stand-in every wait is counted; on CUDA torch's sync-debug
+mode warns of each one, but for copies to and from memory that is not pinned.
 """
 
 import functools

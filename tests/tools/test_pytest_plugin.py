@@ -155,7 +155,7 @@ def test_assert_fits_returns_the_plan_or_tells_it() -> None:
 
 
 def test_the_docs_tell_of_every_argument_that_a_plan_takes() -> None:
-    page = (ROOT / "docs" / "fits.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
     given = set(inspect.signature(plan).parameters) - {"model", "batch"}
     assert not {name for name in given if f"`{name}`" not in page}
 

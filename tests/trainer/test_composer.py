@@ -16,7 +16,7 @@ from automicro.trainer.metrics import model_metrics
 from benchmarks.beside_composer import CASES, is_exact, table
 from tests.trainer.runs import CLASSES, FEATURES, adam, assert_same, make_loader
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "composer.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "integrations" / "composer.md"
 
 
 class Classifier(nn.Module):
@@ -284,7 +284,7 @@ def test_the_trainer_takes_the_metrics_of_the_model_unless_it_is_given_others() 
 def test_the_page_has_the_table_that_was_measured() -> None:
     """Composer's own Trainer runs in an environment of its own: `benchmarks/beside_composer.py`."""
     page = PAGE.read_text(encoding="utf-8")
-    results = sorted((PAGE.parent.parent / "benchmarks" / "results").glob("*-beside-composer.json"))
+    results = sorted((PAGE.parents[2] / "benchmarks" / "results").glob("*-beside-composer.json"))
     report = json.loads(results[-1].read_text(encoding="utf-8"))
     assert table(report) in page
     assert f"results/{results[-1].name}" in page
