@@ -525,7 +525,7 @@ class Recorded:
         """
         assert self._heard is not None
         rows, kept = self._heard_rows, {}
-        for path, each in tensor_leaves(outputs):
+        for path, each in tensor_leaves(_without_lists(outputs, rows)):
             dims = [dim for dim in self._dims if each.shape[dim : dim + 1] == (rows,)]
             if each.dim():
                 kept[path] = each.movedim(dims[0], 0) if dims else each
@@ -849,6 +849,15 @@ def _tensor(number: Any) -> Tensor:
     if isinstance(number, Tensor):
         return number
     return torch.tensor(number, dtype=None if isinstance(number, int) else torch.float64)
+
+
+def _without_lists(value: Any, rows: int) -> Any:
+    """Outputs without lists that have an entry for each row, which are joined entry by entry."""
+    if isinstance(value, list) and len(value) == rows and not isinstance(value[0], Tensor):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _without_lists(each, rows) for key, each in value.items()}
+    return tuple(_without_lists(e, rows) for e in value) if type(value) is tuple else value
 
 
 def _numbers_in(what: str, value: Any) -> Iterator[tuple[str, Any]]:
