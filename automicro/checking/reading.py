@@ -62,9 +62,8 @@ class Reading:
 
     def distances(self, other: "Reading") -> dict[str, float]:
         """How far another reading is away; infinite where it has another shape."""
-        found = {
-            name: abs(one - other.numbers.get(name, 0.0)) for name, one in self.numbers.items()
-        }
+        names = [each for each in self.numbers if each in other.told or each not in self.told]
+        found = {name: abs(self.numbers[name] - other.numbers.get(name, 0.0)) for name in names}
         for mine, theirs in ((self.gradients, other.gradients), (self.outputs, other.outputs)):
             for name in {**mine, **theirs}:
                 a, b = mine.get(name), theirs.get(name)

@@ -1,22 +1,32 @@
-"""What integrations share: imports and seams of hosts, options, places of methods, reports."""
+"""What integrations share: seams of hosts, places of methods, reports, and what steps tell."""
 
+import collections
+import contextlib
 import functools
 import importlib
 import importlib.metadata
 import inspect
+import itertools
+import numbers
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from automicro.batch.tensors import tensor_leaves
+from automicro.batch.device import on_host
+from automicro.batch.structure import builder, concat_rows, open_container
+from automicro.batch.tensors import map_tensors, tensor_leaves
+from automicro.batch.types import STRUCTURES, kind_of
 from automicro.checking.reading import LOSS, Reading, relative_errors
+from automicro.errors import BatchError, LossError, MetricWarning, warn
 from automicro.features import WORDS
 from automicro.loss.conventions import Output
 from automicro.microbatcher import Microbatcher
+from automicro.state.part import State
 
 _MISSING = object()
 
@@ -191,46 +201,681 @@ def require_seam(
     )
 
 
-def seen_of(loss: Tensor | None, outputs: Any, logged: Mapping[str, Any], *, rows: int) -> Output:
-    """What a look sees of a host's step: its loss, outputs with rows, and numbers.
+_FOLDS: Mapping[str, Callable[[Sequence[float], Sequence[float]], float]] = {
+    "mean": lambda values, weights: (
+        sum(w * v for w, v in zip(weights, values, strict=True)) / (sum(weights) or 1.0)
+    ),
+    "sum": lambda values, _: sum(values),
+    "max": lambda values, _: max(values),
+    "min": lambda values, _: min(values),
+}
+_LOOKS = 2  # at batches that are cut
+_ROUNDING = 1e-4  # of a number that a check computes in one part and in several
+RETURNS = "what the step returns"
+_Key = tuple[str, int]
+_Heard = dict[_Key, tuple[float, float]]
+_Tell = Callable[[Any, Any], Any]
 
-    Hosts give such numbers as means over microbatches, weighted by rows. Those that are always the
-    loss are none of them: they are what the loss comes to.
+
+class Growing(NamedTuple):
+    """A list that steps may append to.
+
+    Attributes:
+        what: it is, in words.
+        values: the list.
+        name: of what its entries are means over, where that is not rows.
+        reduce: how entries become one, as far as that is known.
+    """
+
+    what: str
+    values: list[Any]
+    name: str = ""
+    reduce: str = "mean"
+
+
+@dataclass(kw_only=True)
+class _Note:
+    """One call that microbatches make, and what it was given in each.
+
+    Attributes:
+        what: it is, in words.
+        nth: of the calls that are the same in words.
+        reduce: how several become one, as far as that was said.
+        tell: the call, of the batch's value and weight; None where the value is asked for.
+        whole: gives the batch's value, where something else knows it.
+        indices: of the microbatches.
+        values: in these.
+        weights: likewise; None where rows weigh.
+        is_count: whether each was a plain number, that of its rows.
+        is_kept: whether it is asked for as it is.
+        joined: the batch's.
+    """
+
+    what: str
+    nth: int = 0
+    reduce: str = "mean"
+    tell: _Tell | None = None
+    whole: Callable[[], Any] | None = None
+    indices: list[int] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+    weights: list[Any] = field(default_factory=list)
+    is_count: bool = True
+    is_kept: bool = False
+    joined: Any = None
+
+    def part(self, key: Any, values: Sequence[Any]) -> "_Note":
+        """A part of what was given, by its key."""
+        what = f"{self.what}[{key!r}]"
+        return _Note(
+            what=what, nth=self.nth, indices=self.indices, values=list(values), is_count=False
+        )
+
+
+class Recorded:
+    """What the microbatches of a batch tell, as the batch would have: a part of its transaction.
+
+    A number is their mean, weighted by rows, unless checks have shown that the number of some rows
+    is the sum, the most or the least of those of their parts; one that is always the loss is the
+    loss of the batch. What has rows is joined. All else is named once.
 
     Args:
-        loss: of these rows.
-        outputs: that the step gives.
-        logged: numbers that it logs, by name.
-        rows: how many there are.
+        dims: where tensors may have rows.
+        sorted_by: what rows are sorted by the cost of, in the plural; None for rows in order.
+        lists: gives lists that a step may append to.
+        concat: joins tensors with rows.
+        beside: gives what steps change beside the model, by name.
+        skip: gives objects in there that stay as they become.
+        apart: ends of names of what adds up there.
+
+    Attributes:
+        rows: of each microbatch.
 
     Example:
-        >>> import torch
-        >>> outputs = {"logits": torch.zeros(4, 2), "most": torch.tensor(3.0)}
-        >>> seen = seen_of(None, outputs, {"accuracy": 0.5}, rows=4)
-        >>> list(seen.outputs), list(seen.told.items())
-        (['logits'], [("the output 'most'", (3.0, 4)), ("log('accuracy')", (0.5, 4))])
+        >>> recorded, told = Recorded(), []
+        >>> recorded.begin()
+        >>> for rows, value in ((2, 0.5), (1, 2.0)):
+        ...     recorded.begin_microbatch(rows)
+        ...     recorded.note("accuracy", value, tell=lambda value, weight: told.append(value))
+        ...     recorded.end_microbatch()
+        >>> recorded.prepare()
+        >>> recorded.tell(None)
+        >>> told
+        [1.0]
     """
-    leaves = dict(tensor_leaves(outputs))
-    numbers = {f"the output {path!r}": each for path, each in leaves.items() if each.dim() == 0}
-    numbers |= {f"log({name!r})": each for name, each in logged.items()}
-    values = {name: _number(each) for name, each in numbers.items()}
-    told = {name: (each, rows) for name, each in values.items() if each is not None}
-    own = _number(loss)
-    return Output(
-        loss,
-        {},
-        {path: each for path, each in leaves.items() if each.dim()},
-        told=told,
-        told_as_loss=frozenset(name for name in told if values[name] == own),
-    )
+
+    def __init__(
+        self,
+        *,
+        dims: Sequence[int] = (0,),
+        sorted_by: str | None = None,
+        lists: Callable[[], Sequence[Growing]] = tuple,
+        concat: Callable[[list[Tensor], int], Tensor] = torch.cat,
+        beside: Callable[[], Mapping[str, Any]] = dict,
+        skip: Callable[[], Sequence[Any]] = tuple,
+        apart: tuple[str, ...] = (),
+    ) -> None:
+        self._apart = apart
+        self._roots = beside
+        self._beside = State(beside, skip=skip, is_held=False)
+        self._second = State(beside, skip=skip, is_held=False)
+        self._looks = 0  # at what microbatches change
+        self._dims, self._sorted_by, self._lists, self._concat = dims, sorted_by, lists, concat
+        self._verdicts: dict[_Key, str] = {}
+        self._named: set[str] = set()
+        self._heard: _Heard | None = None
+        self._heard_rows = 0
+        self._whole: tuple[int, _Heard] = 0, {}
+        self._parts: list[tuple[int, _Heard]] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        self.rows: list[int] = []
+        self._losses: list[Tensor | None] = []
+        self._notes: dict[_Key, _Note] = {}
+        self._later: list[Callable[[], None]] = []
+        self._lengths: list[dict[str, int]] = []
+        self._times: collections.Counter[str] = collections.Counter()
+        self._counts: list[Mapping[str, float]] = []
+        self._may_be_loss: list[tuple[Tensor, Tensor]] = []
+        self._changed: set[str] | None = None  # by the first microbatch
+        self._is_open = False
+
+    # As a part of the transaction
+
+    def begin(self) -> None:
+        self._forget()
+        self._beside.begin()
+        self._note_lengths()
+
+    def prepare(self) -> None:
+        """Join what microbatches told: only here may it take memory."""
+        self._is_open = False
+        for note in self._notes.values():
+            if not (note.whole or note.is_kept or all(map(is_number, note.values))):
+                note.joined = self._join(note)
+        if self.is_split:
+            self._compare()
+            for each in self._lists():
+                self._join_list(each)
+
+    def commit(self) -> None:
+        self._beside.commit()
+
+    def roll_back(self) -> None:
+        self._second.commit()
+        self._beside.roll_back()
+        self._forget()
+
+    # While it runs
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the batch has several microbatches, as far as they have begun."""
+        return len(self.rows) > 1
+
+    def begin_microbatch(self, rows: int, counts: Mapping[str, float] | None = None) -> None:
+        """The step of a microbatch begins.
+
+        Args:
+            rows: it has.
+            counts: what else means are over, by the name of a list.
+        """
+        self.rows.append(rows)
+        if len(self.rows) == 2 and self._looks < _LOOKS:
+            self._looks += 1
+            self._changed = self._places(self._beside)
+            self._second.begin()
+        elif len(self.rows) == 3:
+            self._compare()
+        self._times.clear()
+        self._counts.append(counts or {})
+        self._is_open = True
+
+    def end_microbatch(self, loss: Tensor | None = None) -> None:
+        """It is over, and came to this."""
+        self._is_open = False
+        self._losses.append(None if loss is None else loss.detach())
+        self._note_lengths()
+        self._pack()
+
+    def note(
+        self,
+        what: str,
+        value: Any,
+        *,
+        weight: Any = None,
+        reduce: str = "mean",
+        tell: _Tell | None = None,
+        whole: Callable[[], Any] | None = None,
+        raw: Any = None,
+        is_kept: bool = False,
+    ) -> None:
+        """A step tells something.
+
+        Args:
+            what: it is, in words: the same in each microbatch.
+            value: a number, or something with rows.
+            weight: of a mean, where that is not the rows.
+            reduce: how numbers of several batches become one, as far as that was said.
+            tell: the call that waits, of the batch's value and weight.
+            whole: gives the batch's value, where something else knows it.
+            raw: the value as it was given, where it was made a tensor.
+            is_kept: whether `values` is asked for it.
+        """
+        if self._heard is not None:
+            for name, each in _numbers_in(what, value) if whole is None else ():
+                self._hear(name, each, self._heard_rows if weight is None else weight)
+            return
+        if not self._is_open:
+            return
+        key = what, self._times[what]
+        self._times[what] += 1
+        note = self._notes.get(key)
+        if note is None:
+            note = _Note(what=what, nth=key[1], reduce=reduce, tell=tell, whole=whole)
+            self._notes[key] = note
+        note.indices.append(len(self.rows) - 1)
+        note.values.append(detached(value))
+        note.weights.append(weight)
+        note.is_kept = is_kept
+        note.is_count &= type(raw) in (int, float) and raw == self.rows[-1]
+
+    def later(self, tell: Callable[[], None]) -> None:
+        """Something is told once for the batch, when that is certain."""
+        self._later.append(tell)
+
+    def _compare(self) -> None:
+        """Name what the first microbatch has changed beside the model, and the second again."""
+        if self._changed is None:
+            return
+        names = sorted(self._changed & self._places(self._second))
+        self._second.commit()
+        self._changed = None
+        new = [name for name in names if name not in self._named]
+        self._named.update(new)
+        if new:
+            warn(
+                f"{', '.join(new[:3])}{', …' * (len(new) > 3)} changed in each microbatch of one "
+                "batch, and would have changed once; change it where something runs once a batch "
+                "(a callback), or let it add up by rows; said once",
+                MetricWarning,
+            )
+
+    def _places(self, state: State) -> set[str]:
+        """Where something has changed since a state began, and is neither joined nor added up."""
+        roots, captured = self._roots(), state.captured
+        with on_host():  # what is compared takes no memory of a batch
+            found = set() if captured is None else set(captured.changed())
+        joined = [f"{each.what}[" for each in self._lists()]
+        # Modules there, such as metrics, count rows.
+        joined += [
+            f"{name}.{key}."
+            for name, root in roots.items()
+            for key, each in vars(root).items()
+            if isinstance(each, nn.Module)
+        ]
+        return {
+            each
+            for each in found
+            if not each.startswith(tuple(joined)) and not each.endswith(self._apart)
+        }
+
+    def _note_lengths(self) -> None:
+        self._lengths.append({each.what: len(each.values) for each in self._lists()})
+
+    def _pack(self) -> None:
+        """Let the numbers of a microbatch share one block of memory: there may be many of both."""
+        index = len(self.rows) - 1
+        for dtype in (torch.float32, torch.float64):
+            notes = [
+                each
+                for each in self._notes.values()
+                if each.indices[-1] == index and _is_of(each.values[-1], dtype)
+            ]
+            if len(notes) > 1:
+                packed = torch.stack([each.values[-1] for each in notes])
+                for each, value in zip(notes, packed.unbind(), strict=True):
+                    each.values[-1] = value
+
+    # In a check of some rows together and in parts
+
+    @contextlib.contextmanager
+    def hearing(self, rows: int, counts: Mapping[str, float] | None = None) -> Iterator[None]:
+        """Around the step of an extra pass, of which nobody is told."""
+        self._heard, self._heard_rows = {}, rows
+        self._times.clear()
+        self._counts.append(counts or {})
+        self._note_lengths()
+        self._beside.begin()
+        try:
+            yield
+        finally:
+            self._heard = None
+            self._counts.pop()
+            self._lengths.pop()
+            self._beside.roll_back()
+
+    def seen(self, loss: Tensor | None, outputs: Any = None, own: Tensor | None = None) -> Output:
+        """What a check sees of the step that has run: its loss, outputs with rows, and numbers.
+
+        Args:
+            loss: that is trained on.
+            outputs: of the step.
+            own: the loss that the step gave, where it is another.
+        """
+        assert self._heard is not None
+        rows, kept = self._heard_rows, {}
+        for path, each in tensor_leaves(_without_lists(outputs, rows)):
+            dims = [dim for dim in self._dims if each.shape[dim : dim + 1] == (rows,)]
+            if each.dim():
+                kept[path] = each.movedim(dims[0], 0) if dims else each
+        for what, each in _numbers_in(RETURNS, outputs):
+            self._hear(what, each, rows)
+        for what, values, name, _ in self._lists():
+            new = values[self._lengths[-1].get(what, 0) :]
+            for value in new if len(new) != rows or rows == 1 else ():
+                for label, each in _numbers_in(what, value):
+                    self._hear(label, each, self._counts[-1].get(name, rows))
+        self._learn()
+        number = _number(loss if own is None else own)
+        told = {
+            what if not nth else f"{what}, {nth + 1}": each
+            for (what, nth), each in self._heard.items()
+            if self._verdicts.get((what, nth), "mean") == "mean"
+        }
+        is_loss = frozenset(name for name, (value, _) in told.items() if value == number)
+        return Output(loss, {}, kept, told=told, told_as_loss=is_loss)
+
+    def _hear(self, what: str, value: Any, weight: Any) -> None:
+        assert self._heard is not None
+        number, weight = _number(value), _number(weight)
+        key = what, self._times[what]
+        self._times[what] += 1
+        if number is not None and weight:
+            self._heard[key] = number, weight
+
+    def _learn(self) -> None:
+        """Tell, once all parts of some rows were seen, how their numbers become those of all."""
+        assert self._heard is not None
+        rows, of_whole = self._whole
+        self._parts.append((self._heard_rows, self._heard))
+        total = sum(count for count, _ in self._parts)
+        if self._heard_rows == rows or total > rows:
+            self._whole, self._parts = (self._heard_rows, dict(self._heard)), []
+        if total != rows or len(self._parts) < 2:
+            return
+        parts, self._parts = [each for _, each in self._parts], []
+        for key, (number, _) in of_whole.items():
+            if not all(key in each for each in parts):
+                continue
+            values, weights = zip(*(each[key] for each in parts), strict=True)
+            least = _ROUNDING * max(map(abs, (number, *values)))
+            fitting = [
+                name
+                for name, fold in _FOLDS.items()
+                if abs(fold(values, weights) - number) <= least
+            ]
+            if len(fitting) == 1:
+                self._verdicts[key] = fitting[0]
+            elif "mean" in fitting and "sum" not in fitting:  # it was the same in all parts
+                self._verdicts.setdefault(key, "mean")
+
+    # Afterwards
+
+    def tell(self, loss: Tensor | None) -> None:
+        """Make the calls that waited, with what the batch would have given.
+
+        Args:
+            loss: of the batch.
+        """
+        for note in self._notes.values():
+            if note.tell is not None:
+                weight = note.weights[-1]
+                if self.is_split and all(each is not None for each in note.weights):
+                    weight = self._weight(note)
+                note.tell(self._settled(note, loss), weight)
+        for tell in self._later:
+            tell()
+        self._forget()
+
+    def values(self, what: str) -> list[Any]:
+        """What was noted in each microbatch, as it is."""
+        note = self._notes.get((what, 0))
+        return [] if note is None else note.values
+
+    def join(self, what: str, values: Sequence[Any]) -> Any:
+        """What each microbatch gave, as of the batch."""
+        return self._join(_Note(what=what, indices=list(range(len(values))), values=list(values)))
+
+    def told(self, what: str, loss: Tensor | None) -> Any:
+        """What was noted without a call, as of the batch; None where nothing was."""
+        note = self._notes.get((what, 0))
+        return None if note is None else self._settled(note, loss)
+
+    def _settled(self, note: _Note, loss: Tensor | None) -> Any:
+        """The batch's value, with its loss in the place of numbers that always were the loss.
+
+        What a loss averages over need not be rows, so its mean over rows would be another number.
+        """
+        if not self.is_split:
+            return note.values[-1]
+        for value, is_loss in self._may_be_loss:
+            if loss is not None:
+                value.copy_(torch.where(is_loss, loss.to(value), value))
+        self._may_be_loss.clear()
+        if note.whole is not None:
+            return note.whole()
+        if not all(map(is_number, note.values)):
+            return note.joined
+        are_losses = None if loss is None else self._is_loss(note)
+        joined = self._join_numbers(note, are_losses)
+        if loss is None or are_losses is None:
+            return joined
+        if isinstance(joined, Tensor):
+            return torch.where(are_losses, loss.to(joined), joined)
+        return float(loss) if bool(are_losses) else joined
+
+    def _is_loss(self, note: _Note) -> Tensor | None:
+        """Whether numbers are each microbatch's loss; None where they cannot be."""
+        losses: list[Tensor] = [each for each in self._losses if each is not None]
+        several = torch.stack([_tensor(each) for each in note.values])
+        if not len(several) == len(losses) == len(self.rows) or not several.is_floating_point():
+            return None
+        own = torch.stack([each.to(several) for each in losses])
+        return (own == several).all()
+
+    def _weight(self, note: _Note) -> Any:
+        """The weight of a batch's value: counts add up, but for what is always the same."""
+        counts, rows = note.weights, [self.rows[each] for each in note.indices]
+        is_fixed = len(set(counts)) == 1 and counts != rows
+        is_fixed = is_fixed and (counts[0] == sum(rows) or any(counts[0] % each for each in rows))
+        return counts[0] if is_fixed else sum(counts)
+
+    # Several values as one
+
+    def _join(self, note: _Note) -> Any:
+        """Several values of one kind, one for each microbatch, as one."""
+        what, values, first = note.what, note.values, note.values[0]
+        if not self.is_split:
+            if self._sorted_by is not None and _holds_rows(first, sum(self.rows)):
+                self._refuse_rows(what)
+            return first
+        if all(each is None for each in values):
+            return None
+        if len(values) < len(self.rows) or any(type(each) is not type(first) for each in values):
+            return self._as_they_are(what, values)
+        if all(map(is_number, values)):
+            joined, is_loss = self._join_numbers(note), self._is_loss(note)
+            if is_loss is not None and isinstance(joined, Tensor):
+                self._may_be_loss.append((joined, is_loss))
+            return joined
+        if isinstance(first, Tensor):
+            return self._join_tensors(what, values)
+        if isinstance(first, list) and self._are_rows(values):
+            self._refuse_rows(what)
+            return [each for value in values for each in value]
+        if kind_of(type(first)) in STRUCTURES or isinstance(first, list | tuple):
+            keys = list(open_container(first)[0])
+            opened = [dict(zip(*open_container(each), strict=True)) for each in values]
+            if all(each.keys() == set(keys) for each in opened):
+                parts = [self._join(note.part(key, [e[key] for e in opened])) for key in keys]
+                return builder(first, keys)(parts)
+            return self._as_they_are(what, values)
+        if isinstance(first, str | bytes | bool) and all(each == first for each in values):
+            return first
+        with contextlib.suppress(BatchError, TypeError):
+            together = concat_rows(list(values))
+            self._refuse_rows(what)
+            return together
+        return self._as_they_are(what, values)
+
+    def _join_numbers(self, note: _Note, is_loss: Tensor | None = None) -> Any:
+        """Numbers as one: as checks have shown that they come together, else as is said."""
+        first, rows = note.values[0], [self.rows[each] for each in note.indices]
+        several = torch.stack([_tensor(each) for each in note.values])
+        is_whole = not several.is_floating_point()
+        is_same = (several == several[0]).all()
+        fold = self._verdicts.get((note.what, note.nth))
+        if fold is None:
+            fold = self._assumed(note, several, rows, is_loss)
+        if fold != "mean":
+            joined = several.sum(0) if fold == "sum" else getattr(several, f"a{fold}")(0)
+            return joined if isinstance(first, Tensor) else joined.item()
+        weights = note.weights
+        if not weights or None in weights or self._weight(note) != sum(weights):
+            weights = rows
+        wide = torch.float64 if is_whole or several.dtype is torch.float64 else torch.float32
+        shares = torch.tensor(weights, dtype=wide).to(several.device) / sum(weights)
+        mean = (several.to(wide) * shares).sum(0)
+        joined = torch.where(is_same, several[0].to(wide), mean).to(several.dtype)
+        return joined if isinstance(first, Tensor) else joined.item()
+
+    def _assumed(
+        self, note: _Note, several: Tensor, rows: Sequence[int], is_loss: Tensor | None
+    ) -> str:
+        """How numbers come together that no check has heard, which is said where it is a guess."""
+        is_whole = not several.is_floating_point()
+        if note.is_count or (is_whole and several.tolist() == rows):
+            if len(set(rows)) == 1:
+                self._name_unsure(note.what, "the number of rows")
+            return "sum"
+        if is_whole and note.reduce == "mean":
+            if bool((several == several[0]).all()):
+                return "mean"
+            self._name_unsure(note.what, "a whole number")
+            return "sum"
+        if note.reduce not in _FOLDS or note.reduce == "mean":
+            return "mean"
+        if is_loss is None or not bool(is_loss):
+            self._name(
+                note.what,
+                f"{note.what} has one number for each microbatch, and the {note.reduce} of them is "
+                "taken; no check has shown whether a batch gives that, or their mean. Let a metric "
+                "count it, or keep batches whole with microbatch_size=None",
+            )
+        return note.reduce
+
+    def _join_tensors(self, what: str, values: Sequence[Tensor]) -> Any:
+        for dim in self._dims:
+            if [each.shape[dim : dim + 1] for each in values] == [(n,) for n in self.rows]:
+                self._refuse_rows(what)
+                with contextlib.suppress(RuntimeError):
+                    return self._concat(list(values), dim)
+        return self._as_they_are(what, values)
+
+    def _are_rows(self, pieces: Sequence[Sequence[Any]]) -> bool:
+        """Whether each microbatch has an entry for each of its rows.
+
+        Two tensors of two rows are as many by chance: they have the rows in them.
+        """
+        if [len(each) for each in pieces] != self.rows:
+            return False
+        rows = self.rows[0]
+        return (
+            rows == 1
+            or any(each != rows for each in self.rows)
+            or not all(
+                isinstance(entry, Tensor)
+                and any(entry.shape[dim : dim + 1] == (rows,) for dim in self._dims)
+                for piece in pieces
+                for entry in piece
+            )
+        )
+
+    def _join_list(self, growing: Growing) -> None:
+        """Let a list have the entries of the batch, where each microbatch has appended its own."""
+        what, values, name, reduce = growing
+        ends = [each.get(what, 0) for each in self._lengths]
+        pieces = [values[one:other] for one, other in itertools.pairwise(ends)]
+        lengths = [len(each) for each in pieces]
+        if len(values) != ends[-1] or not any(lengths):
+            return
+        if self._are_rows(pieces) and max(lengths) > 1:
+            self._refuse_rows(what)
+            return
+        if len(set(lengths)) > 1:
+            self._name(
+                what,
+                f"{what} got {lengths} entries from the microbatches of one batch, so they depend "
+                "on the microbatch size; append once a batch, in a hook that runs after it",
+            )
+            return
+        for nth, each in enumerate(zip(*pieces, strict=True)):
+            note = _Note(what=what, nth=nth, reduce=reduce, values=list(each), is_count=False)
+            note.indices = list(range(len(each)))
+            note.weights = [counts.get(name) for counts in self._counts]
+            values[ends[0] + nth] = self._join(note)
+        del values[ends[0] + lengths[0] :]
+
+    # What is said
+
+    def _refuse_rows(self, what: str) -> None:
+        if self._sorted_by is not None:
+            raise LossError(
+                f"{what} has a value for each row, and microbatch_unit={self._sorted_by!r} sorts "
+                "rows: they would come in another order; let it have none (a mean, or a metric), "
+                "or count microbatch_unit='rows'"
+            )
+
+    def _name_unsure(self, what: str, kind: str) -> None:
+        self._name(
+            what,
+            f"{what} is {kind} in each microbatch, and these are added up, as counts are; no check "
+            "has shown that a batch gives that. Give a sum as a sum, and a float, or a value for "
+            "each row, where it is no count",
+        )
+
+    def _as_they_are(self, what: str, values: Sequence[Any]) -> Any:
+        self._name(
+            what,
+            f"{what} is a {type(values[0]).__name__} in each microbatch, and nothing says how the "
+            f"{len(values)} of a batch become one: they are given as a list. Values with a row for "
+            "each of the batch, and numbers, are joined; or keep batches whole with "
+            "microbatch_size=None, eval_microbatch_size=None",
+        )
+        return list(values)
+
+    def _name(self, what: str, text: str) -> None:
+        if what not in self._named:
+            self._named.add(what)
+            warn(text, MetricWarning)
+
+
+def detached(value: Any) -> Any:
+    """Without the graph, which holds the memory of the forward."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    return map_tensors(value, Tensor.detach) if isinstance(value, Mapping | list | tuple) else value
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is one number, and no truth."""
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and value.dtype is not torch.bool and not value.is_complex()
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _is_of(value: Any, dtype: torch.dtype) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0 and value.dtype is dtype
 
 
 def _number(value: Any) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if isinstance(value, Tensor):
-        is_number = value.numel() == 1 and not value.is_complex()
-        value = value.detach()
-    return float(value) if is_number else None
+    return (
+        float(value.detach() if isinstance(value, Tensor) else value) if is_number(value) else None
+    )
+
+
+def _tensor(number: Any) -> Tensor:
+    if isinstance(number, Tensor):
+        return number
+    return torch.tensor(number, dtype=None if isinstance(number, int) else torch.float64)
+
+
+def _without_lists(value: Any, rows: int) -> Any:
+    """Outputs without lists that have an entry for each row, which are joined entry by entry."""
+    if isinstance(value, list) and len(value) == rows and not isinstance(value[0], Tensor):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _without_lists(each, rows) for key, each in value.items()}
+    return tuple(_without_lists(e, rows) for e in value) if type(value) is tuple else value
+
+
+def _numbers_in(what: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Numbers in structures, each with what it is."""
+    if isinstance(value, Mapping | list | tuple):
+        for key, each in zip(*open_container(value), strict=True):
+            yield from _numbers_in(f"{what}[{key!r}]", each)
+    elif is_number(value):
+        yield what, value
+
+
+def _holds_rows(value: Any, num_rows: int) -> bool:
+    """Whether a value of one microbatch of several rows may have one thing for each of them."""
+    if num_rows < 2:
+        return False
+    if isinstance(value, list) and len(value) == num_rows:
+        return True
+    return any(num_rows in tensor.shape for _, tensor in tensor_leaves(value))
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,6 @@ What a loss averages over is asked of the trainer, because many models accept
 great number of them. A sum that was divided is gone then, and a mean is what it was.
 """
 
-import collections
 import contextlib
 import copy
 import functools
@@ -36,7 +35,6 @@ from automicro.errors import (
     BatchError,
     GradientWarning,
     LossError,
-    MetricWarning,
     PeerFailedError,
     SampleTooLargeError,
     add_note,
@@ -45,13 +43,15 @@ from automicro.errors import (
 )
 from automicro.features import with_features
 from automicro.integrations.host import (
+    RETURNS,
     AccumulationReport,
     Group,
+    Growing,
+    Recorded,
     Replacements,
     check_options,
     import_host,
     require_seam,
-    seen_of,
     weakly,
 )
 from automicro.loss.averages import IGNORED, CutBatch, Tokens, read_average
@@ -64,7 +64,7 @@ from automicro.state.part import State
 from automicro.step.results import EvalResult, StepResult
 from automicro.transaction.rng import RandomState, devices_of
 from automicro.transaction.transaction import Transaction
-from automicro.values import OBJECT, differs, kinds_of
+from automicro.values import OBJECT, kinds_of
 
 import_host("transformers", extra="transformers")
 from transformers import Trainer  # noqa: E402
@@ -333,8 +333,13 @@ class Enabled:
         trainer.add_callback(Sizes(self))
         self._itself = weakref.ref(trainer)
         trainer = self._trainer
-        self._series = Series(trainer)
-        self._logs = Logs(trainer)
+        self._recorded = Recorded(
+            lists=lambda: _lists_of(trainer),
+            concat=_padded,
+            beside=functools.partial(_roots, self._itself),
+            skip=functools.partial(_skipped, self._itself),
+            apart=_ADDED_UP,
+        )
         self._layout = BatchLayout(self._options.get("batch_layout", 0))
         self._made: dict[str, _Made] = {}  # for "train" and "eval"
         self._known: dict[str, Any] = {}  # sizes of what is made no more
@@ -345,11 +350,8 @@ class Enabled:
         self._backward_options: dict[str, Any] = {}
         self._caught: list[tuple[Tensor, dict[str, Any]]] = []
         self._held: HeldBack | None = None
-        self._collected: list[tuple[Any, Any]] = []
-        self._noted = _Noted(
-            [self._series.rows, self._series.changed, self._logs.told, self._collected]
-        )
-        self._beside = _beside_the_model(self._itself)
+        self._log: Callable[..., Any] = _no_backward  # the trainer's own
+        self._of_rows: Tensor | None = None  # the loss of a microbatch
         self._warns = True
         self._is_asking = False  # what an evaluation would refuse
 
@@ -399,11 +401,12 @@ class Enabled:
         model.train()
         if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
-        with self._logs.of_one_batch(), self._series.of_one_batch(), self._held_up(model):
+        with self._held_up(model):
             made = self._made.get("train")
             if made is None or not made.is_for(model, trainer.optimizer, num_items_in_batch):
                 made = self._made["train"] = self._make_training(model, batch)
             self.last = made.microbatcher.backward(batch)
+        self._recorded.tell(self.last.rank_loss)
         self._say_what_is_done_often(self.last.num_microbatches)
         return self.last.rank_loss
 
@@ -427,7 +430,7 @@ class Enabled:
         with Replacements() as replacements:
             try:
                 self._own_backward = replacements.put(trainer.accelerator, "backward", self._catch)
-                replacements.put(trainer, "log", self._logs.note)
+                self._log = weakly(replacements.put(trainer, "log", self._note_log))
                 replacements.put(model, "train", train)
                 yield
             finally:
@@ -479,7 +482,7 @@ class Enabled:
         ):  # after a forward, which leaves the root of FSDP2 with whole parameters
             own["modules"] = self._further_modules(model)
         mean = "none" if divides else self._mean(model) if splits else declared or "auto"
-        beside = {"state": [self._noted, self._beside], "scales_for_ranks": False}
+        beside = {"state": [self._recorded], "scales_for_ranks": False}
         options = {**self._options, **own, **beside, "loss_average": mean}
         microbatcher = Microbatcher(model, **with_features(options))
         self._recall(name, microbatcher)
@@ -530,7 +533,6 @@ class Enabled:
         finally:
             self._is_asking = False
             self._num_items, self._arguments = num_items, arguments
-            self._noted.roll_back()
 
     def _further_modules(self, model: nn.Module) -> list[nn.Module]:
         """What else the optimizer steps: parameters of a loss, that are not the model's."""
@@ -553,37 +555,39 @@ class Enabled:
                 "callback (on_pre_optimizer_step, on_step_end); said once",
                 GradientWarning,
             )
-        rows = self._series.changed
-        often = [each for each in dict.fromkeys(itertools.chain(*rows)) if _often(each, rows)]
-        if often and (_is_own(trainer, "compute_loss") or trainer.compute_loss_func is not None):
-            self._warns = False
-            listed = ", ".join(f"{name}.{each}" for each in often)
-            warn(
-                f"{listed} changed in each of {times} microbatches of one batch, and would have "
-                "changed once; change it in a callback (on_step_begin), or read "
-                "trainer.state.global_step; said once",
-                MetricWarning,
-            )
 
     def _forward(self, model: nn.Module, microbatch: Any) -> Any:
         """The trainer's own step, held up before its backward."""
         flat = as_batch(microbatch)
-        if is_extra_pass():
-            with self._undone(model), self._logs.overhearing() as heard:
-                loss = self._training_loss(model, flat, self._num_items)
-            return seen_of(loss, None, heard, rows=self._layout.num_rows(microbatch))
-        self._note(flat, microbatch)
-        trainer = self._trainer
-        if not self._warns or not (trainer.compute_loss_func or _is_own(trainer, "compute_loss")):
-            return self._training_loss(model, flat, self._num_items)
-        with self._series.watching_numbers():
-            return self._training_loss(model, flat, self._num_items)
+        with self._noting(flat, microbatch):
+            loss = self._training_loss(model, flat, self._num_items)
+            if is_extra_pass():
+                return self._recorded.seen(loss)
+            self._of_rows = loss.detach()
+            return loss
 
-    def _note(self, flat: Any, microbatch: Any) -> None:
-        """A microbatch of the batch is about to be computed."""
-        rows = self._layout.num_rows(microbatch)
-        self._series.note(flat, rows)
-        self._logs.begin(rows)
+    @contextlib.contextmanager
+    def _noting(self, flat: Any, microbatch: Any) -> Iterator[None]:
+        """Around the step of a microbatch, or of an extra pass, of which nobody is told."""
+        recorded, trainer = self._recorded, self._trainer
+        rows, counts = self._layout.num_rows(microbatch), _tokens_of(trainer, flat)
+        if is_extra_pass():
+            with recorded.hearing(rows, counts):
+                yield
+            return
+        self._of_rows = None
+        recorded.begin_microbatch(rows, counts)
+        yield
+        recorded.end_microbatch(self._of_rows)
+
+    def _note_log(self, logs: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        """In the place of ``trainer.log``."""
+
+        def tell(joined: Any, _: Any) -> None:
+            for each in joined if isinstance(joined, list) else [joined]:
+                self._log(each, *args, **kwargs)
+
+        self._recorded.note("log", dict(logs), tell=tell)
 
     def _training_loss(self, model: nn.Module, flat: Any, num_items: Any) -> Tensor:
         trainer = self._trainer
@@ -624,18 +628,17 @@ class Enabled:
         made = self._made.get("eval")
         if made is None or not made.is_for(model, None, self._num_items):
             made = self._made["eval"] = self._make_evaluation(model, batch)
-        with self._logs.of_one_batch(), self._series.of_one_batch():
-            result = self.last_evaluation = made.microbatcher.evaluate(
-                batch, compares_outputs=not prediction_loss_only
-            )
-        collected, self._collected[:] = list(self._collected), []
-        if prediction_loss_only or not collected:
-            return result.loss, None, None
-        rows = [count for count, *_ in self._series.rows]
-        parts, order = made.microbatcher.joinable(collected, fill=IGNORED)
-        logits, labels = (_join(each, rows) for each in zip(*parts, strict=True))
-        if order is not None:
-            logits, labels = (_in_order(each, order) for each in (logits, labels))
+        result = self.last_evaluation = made.microbatcher.evaluate(
+            batch, compares_outputs=not prediction_loss_only
+        )
+        collected = self._recorded.values(RETURNS)
+        logits = labels = None
+        if collected and not prediction_loss_only:
+            parts, order = made.microbatcher.joinable(collected, fill=IGNORED)
+            logits, labels = self._recorded.join(RETURNS, parts).values()
+            if order is not None:
+                logits, labels = (_in_order(each, order) for each in (logits, labels))
+        self._recorded.tell(result.loss)
         return result.loss, logits, labels
 
     def _make_evaluation(self, model: nn.Module, batch: Any) -> "_Made":
@@ -643,21 +646,18 @@ class Enabled:
 
     def _predict(self, model: nn.Module, microbatch: Any) -> Any:
         flat = as_batch(microbatch)
-        if is_extra_pass():
-            with self._undone(model), self._logs.overhearing() as heard:
-                loss, logits, labels = self._prediction(model, flat, self._num_items)
-            if self._is_asking:
-                return loss, None
+        with self._noting(flat, microbatch):
+            loss, logits, labels = self._prediction(model, flat, self._num_items)
             outputs = {"logits": logits, "label_ids": labels}
-            return seen_of(loss, outputs, heard, rows=self._layout.num_rows(microbatch))
-        self._note(flat, microbatch)
-        loss, logits, labels = self._prediction(model, flat, self._num_items)
-        self._collected.append((logits, labels))
-        return loss, None
+            if is_extra_pass():
+                return self._recorded.seen(loss, None if self._is_asking else outputs)
+            self._recorded.note(RETURNS, outputs, is_kept=True)
+            self._of_rows = loss
+            return loss, None
 
     def _prediction(self, model: nn.Module, flat: Any, num_items: Any) -> Any:
         with Replacements() as replacements:
-            replacements.put(self._trainer, "log", self._logs.note)
+            self._log = weakly(replacements.put(self._trainer, "log", self._note_log))
             replacements.put(
                 self._trainer, "_get_num_items_in_batch", lambda *args, **kwargs: num_items
             )
@@ -831,10 +831,7 @@ class Enabled:
     @contextlib.contextmanager
     def _undone(self, model: nn.Module) -> Iterator[None]:
         """Whatever is computed meanwhile counts for nothing, also in what the trainer keeps."""
-        if is_extra_pass():  # which undoes the rest
-            extra = Transaction([_beside_the_model(self._itself)])
-        else:
-            extra = _everything_of(self._itself, model)
+        extra = _everything_of(self._itself, model)
         extra.begin()
         try:
             yield
@@ -903,7 +900,6 @@ _NOT_OF_A_STEP = (
 )  # fmt: skip
 _MODELS = ("model", "model_wrapped", "ref_model")  # the first two are a Microbatcher's
 _HOSTS = ("transformers", "trl")
-_Path = tuple[str, ...]
 _DEEPEST = 3  # of mappings in mappings
 
 
@@ -913,13 +909,17 @@ def _beside_the_model(trainer: Callable[[], Any]) -> State:
     Args:
         trainer: gives it, and may not hold it.
     """
+    return State(lambda: _roots(trainer), skip=lambda: _skipped(trainer), is_held=False)
 
-    def apart() -> list[Any]:
-        table = vars(trainer())
-        # The history grows with a run, and what a loss logs is held back.
-        return [*map(table.get, (*_NOT_OF_A_STEP, *_MODELS)), trainer().state.log_history]
 
-    return State(lambda: {type(trainer()).__name__: trainer()}, skip=apart, is_held=False)
+def _roots(trainer: Callable[[], Any]) -> dict[str, Any]:
+    return {type(trainer()).__name__: trainer()}
+
+
+def _skipped(trainer: Callable[[], Any]) -> list[Any]:
+    table = vars(trainer())
+    # The history grows with a run, and what a loss logs is held back.
+    return [*map(table.get, (*_NOT_OF_A_STEP, *_MODELS)), trainer().state.log_history]
 
 
 def _everything_of(trainer: Callable[[], Any], model: nn.Module) -> Transaction:
@@ -929,56 +929,29 @@ def _everything_of(trainer: Callable[[], Any], model: nn.Module) -> Transaction:
     return Transaction([beside, inside, RandomState(devices)])
 
 
-class _Noted:
-    """Lists of what the microbatches of one batch gave; those of a failed attempt gave nothing.
-
-    Args:
-        lists: each empty before a batch.
-    """
-
-    def __init__(self, lists: Sequence[list[Any]]) -> None:
-        self._lists = lists
-
-    def begin(self) -> None:
-        """They are empty."""
-
-    def prepare(self) -> None:
-        """Nothing can fail."""
-
-    def commit(self) -> None:
-        """All is kept."""
-
-    def roll_back(self) -> None:
-        for each in self._lists:
-            each.clear()
-
-
-def _places_in(trainer: Any) -> dict[_Path, Any]:
-    """Attributes of a trainer by path, with those of objects there that are not the host's."""
-    found: dict[_Path, Any] = {}
-    for name, value in vars(trainer).items():
-        if name in _NOT_OF_A_STEP:
-            continue
-        found[(name,)] = value
-        is_own = OBJECT in kinds_of(type(value)) and not isinstance(value, nn.Module)
-        if is_own and type(value).__module__.partition(".")[0] not in _HOSTS:
-            found |= {(name, inner): each for inner, each in vars(value).items()}
+def _lists_of(trainer: Any) -> list[Growing]:
+    """Lists that a trainer keeps, in dictionaries and in objects that are not the host's."""
+    name, found = trainer.__class__.__name__, []  # of a weak reference, too
+    waiting = [
+        (f"{name}.{key}", key, value)
+        for key, value in vars(trainer).items()
+        if key not in _NOT_OF_A_STEP and key not in _MODELS
+    ]
+    for path, key, value in waiting:  # which grows
+        if isinstance(value, list):
+            is_told = path.startswith(f"{name}._metrics[")  # by TRL
+            reduce = key[:3] if is_told and key.startswith(("min_", "max_")) else "mean"
+            found.append(Growing(path, value, key if is_told else "", reduce))
+        elif isinstance(value, dict) and path.count("[") < _DEEPEST:
+            waiting += [(f"{path}[{key!r}]", str(key), each) for key, each in value.items()]
+        elif path.count(".") == 1 and _is_users(value):
+            waiting += [(f"{path}.{key}", key, each) for key, each in vars(value).items()]
     return found
 
 
-def _numbers_in(trainer: Any) -> dict[_Path, Any]:
-    places = _places_in(trainer).items()
-    return {p: n for p, n in places if type(n) in (int, float) and p[-1] not in _ADDED_UP}
-
-
-def _lists_in(held: Mapping[_Path, Any]) -> Iterator[tuple[_Path, list[Any]]]:
-    waiting = list(held.items())
-    while waiting:
-        path, value = waiting.pop()
-        if isinstance(value, list):
-            yield path, value
-        elif isinstance(value, dict) and len(path) < _DEEPEST:
-            waiting += [((*path, str(key)), each) for key, each in value.items()]
+def _is_users(value: Any) -> bool:
+    is_object = OBJECT in kinds_of(type(value)) and not isinstance(value, nn.Module)
+    return is_object and type(value).__module__.partition(".")[0] not in _HOSTS
 
 
 def _no_backward(loss: Tensor, **options: Any) -> None:
@@ -989,153 +962,33 @@ def _label_tokens(targets: Tensor) -> float:
     return float((targets[..., 1:] != IGNORED).sum())
 
 
-class Series:
-    """What TRL's trainers note in lists, ``_metrics[mode][name]``, once for each forward.
-
-    A batch has one entry, however it was cut: the mean, weighted by what each was a mean over.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._virtual: int | None = None
-        self._warned: set[_Path] = set()
-        self.changed: list[list[str]] = []
-        self.rows: list[tuple[float, dict[str, float]]] = []
-
-    def note(self, flat: Mapping[str, Any], rows: int) -> None:
-        """A microbatch is about to be computed: what entries that come of it are means over."""
-        # Elsewhere nobody asks, and counting would wait for the device.
-        asks = hasattr(self._trainer, "_metrics") and isinstance(flat, Mapping)
-        self.rows.append((float(rows), self._tokens(flat) if asks else {}))
-
-    def _tokens(self, flat: Mapping[str, Any]) -> dict[str, float]:
-        """How many tokens each entry that is a mean over tokens is one over, by its name."""
-        if "completion_mask" in flat:
-            chosen, rejected = (
-                float(each.sum()) for each in flat["completion_mask"][..., 1:].chunk(2)
-            )
-            return {
-                "entropy": chosen + rejected,
-                "mean_token_accuracy": chosen,
-                "logits/chosen": chosen,
-                "logits/rejected": rejected,
-            }
-        if self._virtual is None:
-            self._virtual = _virtual_tokens(self._trainer)
-        targets = _targets_behind(self._virtual, flat)
-        if targets is None:
-            return {}
-        return dict.fromkeys(("entropy", "mean_token_accuracy"), _label_tokens(targets))
-
-    @contextlib.contextmanager
-    def watching_numbers(self) -> Iterator[None]:
-        """Note which numbers that a trainer keeps a microbatch changes."""
-        before = _numbers_in(self._trainer)
-        yield
-        now = _numbers_in(self._trainer).items()
-        self.changed.append([".".join(p) for p, n in now if differs(before.get(p, n), n)])
-
-    @contextlib.contextmanager
-    def of_one_batch(self) -> Iterator[None]:
-        """Around a batch: in the end it has one entry in each series.
-
-        Warns:
-            MetricWarning: a list of a subclass's own has one for each microbatch.
-        """
-        self.rows.clear()
-        self.changed.clear()
-        self._virtual = None
-        lengths = {path: len(each) for path, each in _lists_in(_places_in(self._trainer))}
-        yield
-        many = len(self.rows)
-        if many < 2:
-            return
-        for path, values in _lists_in(_places_in(self._trainer)):
-            new = values[lengths.get(path, 0) :]
-            if len(new) != many:
-                continue
-            is_own = not isinstance(vars(self._trainer).get(path[0]), list | dict)
-            where = path[: 2 if is_own else 1]  # of an object, or the trainer's
-            if path[0] == "_metrics":
-                values[-many:] = [self._together(path[-1], new)]
-            elif where not in self._warned:
-                self._warned.add(where)
-                warn(
-                    f"{self._trainer.__class__.__name__}.{'.'.join(where)} got {many} entries from "
-                    "one batch, one for each microbatch that it was cut into; append in a "
-                    "callback, once a step, or weigh entries by their rows; said once",
-                    MetricWarning,
-                )
-
-    def _together(self, name: str, values: Sequence[float]) -> float:
-        if name.startswith("min_"):
-            return min(values)
-        if name.startswith("max_"):
-            return max(values)
-        weights = [counts.get(name, rows) for rows, counts in self.rows]
-        weighted = zip(weights, values, strict=True)
-        return sum(w * v for w, v in weighted if w) / (sum(weights) or 1.0)
+def _tokens_of(trainer: Any, flat: Any) -> dict[str, float]:
+    """How many tokens each of TRL's numbers that is a mean over tokens is one over, by its name."""
+    # Elsewhere nobody asks, and counting would wait for the device.
+    if not (hasattr(trainer, "_metrics") and isinstance(flat, Mapping)):
+        return {}
+    if "completion_mask" in flat:
+        chosen, rejected = (float(e.sum()) for e in flat["completion_mask"][..., 1:].chunk(2))
+        return {
+            "entropy": chosen + rejected,
+            "mean_token_accuracy": chosen,
+            "logits/chosen": chosen,
+            "logits/rejected": rejected,
+        }
+    targets = _targets_behind(_virtual_tokens(trainer), flat)
+    if targets is None:
+        return {}
+    return dict.fromkeys(("entropy", "mean_token_accuracy"), _label_tokens(targets))
 
 
-class Logs:
-    """What a loss tells ``trainer.log`` of: told once a batch, when it is computed.
-
-    Numbers of several microbatches are their mean, weighted by rows.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._heard: dict[str, Any] | None = None  # in a look
-        self.told: list[tuple[int, list[tuple[Any, ...]]]] = []
-
-    def begin(self, rows: int) -> None:
-        self.told.append((rows, []))
-
-    def note(self, logs: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """In the place of ``trainer.log``."""
-        if self._heard is not None:
-            self._heard.update(logs)
-        elif self.told and not is_extra_pass():
-            self.told[-1][1].append((dict(logs), args, kwargs))
-
-    @contextlib.contextmanager
-    def overhearing(self) -> Iterator[dict[str, Any]]:
-        """What is logged meanwhile, by name: in a look, where nobody is told of it."""
-        heard: dict[str, Any] = {}
-        self._heard = heard
-        try:
-            yield heard
-        finally:
-            self._heard = None
-
-    @contextlib.contextmanager
-    def of_one_batch(self) -> Iterator[None]:
-        self.told.clear()
-        yield
-        same: dict[Any, list[tuple[int, tuple[Any, ...]]]] = {}
-        for rows, calls in self.told:
-            seen: collections.Counter[Any] = collections.Counter()
-            for call in calls:
-                names = tuple(call[0])
-                seen[names] += 1
-                same.setdefault((names, seen[names]), []).append((rows, call))
-        self.told.clear()
-        for parts in same.values():
-            logs, args, kwargs = parts[0][1]
-            if len(parts) > 1:
-                weights = [count for count, _ in parts]
-                logs = {name: _mean([call[0][name] for _, call in parts], weights) for name in logs}
-            self._trainer.log(logs, *args, **kwargs)
-
-
-def _mean(values: Sequence[Any], rows: Sequence[float]) -> Any:
-    if not all(isinstance(each, int | float | Tensor) for each in values):
-        return values[0]
-    return sum(n * each for n, each in zip(rows, values, strict=True)) / sum(rows)
-
-
-def _often(name: str, changed: Sequence[Sequence[str]]) -> bool:
-    return sum(name in each for each in changed) > 1
+def _padded(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Outputs of microbatches, as the trainer's own loop joins those of batches."""
+    if dim:
+        return torch.cat(list(parts), dim)
+    joined: Tensor = functools.reduce(
+        functools.partial(nested_concat, padding_index=IGNORED), parts
+    )
+    return joined
 
 
 class _HeldBack(Tensor):
@@ -1225,23 +1078,6 @@ def _targets_behind(virtual: int, batch: Any) -> Tensor | None:
     if targets is None or not virtual:
         return targets
     return nn.functional.pad(targets, (virtual, 0), value=IGNORED)
-
-
-def _join(parts: Sequence[Any], rows: Sequence[float]) -> Any:
-    """Outputs of microbatches: as the trainer's own loop joins those of batches.
-
-    A number that a batch has one of is the mean of theirs, weighted by rows.
-    """
-    first = parts[0]
-    if first is None or len(parts) == 1:
-        return first
-    if isinstance(first, tuple | list):
-        return type(first)(_join(each, rows) for each in zip(*parts, strict=True))
-    if isinstance(first, Mapping):
-        return type(first)({name: _join([each[name] for each in parts], rows) for name in first})  # type: ignore[call-arg]
-    if isinstance(first, Tensor) and first.dim() == 0:
-        return _mean(parts, rows).to(first.dtype)
-    return functools.reduce(functools.partial(nested_concat, padding_index=IGNORED), parts)
 
 
 def _in_order(joined: Any, order: Sequence[int]) -> Any:

@@ -35,6 +35,9 @@ class State:
         is_held: whether the roots, which rarely change, are held from one attempt to the next, so
             that these need no walk; not where what has this part is reached from them.
 
+    Attributes:
+        captured: what was there when the attempt began; None outside of one.
+
     Example:
         >>> told = ["before"]
         >>> state = State(lambda: {"told": told})
@@ -56,7 +59,7 @@ class State:
         self._roots, self._skip, self._is_held = roots, skip, is_held
         self._declared = tuple(declared)
         self._replay = Replay({})
-        self._captured: Captured | None = None
+        self.captured: Captured | None = None
         self._left_out: list[Any] | None = None  # of the last walk that was looked at
         self._named: set[str] = set()
 
@@ -70,16 +73,16 @@ class State:
         is_same = roots.keys() == held.keys() and all(roots[name] is held[name] for name in roots)
         if not (self._is_held and is_same):
             self._replay = Replay(roots, skip=self._skip())
-        self._captured = self._replay.take()
-        if self._declared and self._captured.left_out is not self._left_out:
-            self._refuse(self._captured)
-            self._left_out = self._captured.left_out
+        self.captured = self._replay.take()
+        if self._declared and self.captured.left_out is not self._left_out:
+            self._refuse(self.captured)
+            self._left_out = self.captured.left_out
 
     def prepare(self) -> None:
         """Nothing can fail."""
 
     def commit(self) -> None:
-        captured, self._captured = self._captured, None
+        captured, self.captured = self.captured, None
         if captured is not None:
             self._give_back(captured)
 
@@ -92,12 +95,12 @@ class State:
         Warns:
             StateWarning: something cannot be put back; said once for each.
         """
-        captured = self._captured
+        captured = self.captured
         if captured is None:
             return
         try:
             captured.put_back()
-            self._captured = None
+            self.captured = None
             self._give_back(captured, is_committed=False)
         finally:
             if captured.left_out:
@@ -111,7 +114,7 @@ class State:
 
     def changed_tensors(self, *, by_content: bool = True) -> set[int]:
         """Ids of those that are others than at `begin`; see `Captured.changed_tensors`."""
-        return self._captured.changed_tensors(by_content=by_content) if self._captured else set()
+        return self.captured.changed_tensors(by_content=by_content) if self.captured else set()
 
     def _name(self, captured: Captured) -> None:
         names, found = captured.names(), collections.defaultdict[str, list[str]](list)
@@ -135,7 +138,7 @@ class State:
         for value, why in captured.left_out:
             if id(value) in names:
                 path = f"{names[id(value)]} (of type {type(value).__name__})"
-                self._captured = None  # nothing ran that a rollback could undo or tell of
+                self.captured = None  # nothing ran that a rollback could undo or tell of
                 raise TypeError(f"{path} cannot be put back, because {why}. {_REMEDY}")
 
 
