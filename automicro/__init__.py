@@ -11,186 +11,108 @@ from typing import TYPE_CHECKING
 from automicro.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from automicro.batch.layout import num_rows, split_batch
-    from automicro.batch.types import register_batch_type
-    from automicro.batchnorm import find_batchnorm
-    from automicro.checking.report import VerifyReport
-    from automicro.checking.verify import verify
-    from automicro.checkpoints.store import CheckpointConfig
-    from automicro.contrastive import Contrastive
-    from automicro.errors import (
-        AutomicroError,
-        AutomicroWarning,
-        BatchError,
-        BatchNormWarning,
-        BufferWarning,
-        CheckpointError,
-        CheckpointWarning,
-        ConfigError,
-        DataLoaderError,
-        DeterminismWarning,
-        GradientWarning,
-        LoggerWarning,
-        LossAverageError,
-        LossAverageWarning,
-        LossError,
-        MetricWarning,
-        NonFiniteLossError,
-        OptimizerStepError,
-        PaddingWarning,
-        RollbackError,
-        SampleTooLargeError,
-        SizeCacheWarning,
-        StateWarning,
-        UnsplittableModelError,
-        UntraceableModelError,
-    )
-    from automicro.events.callback import Callback
-    from automicro.events.run import Run
-    from automicro.loss.passes import is_extra_pass
-    from automicro.memory.budget import MemoryBudget
-    from automicro.memory.oom import is_out_of_memory
-    from automicro.microbatcher import Microbatcher
-    from automicro.nested.split import NestedSplit, split
-    from automicro.policy.auto import Halving
-    from automicro.policy.explore import Explore
-    from automicro.policy.policy import Fixed, Outcome, Policy
-    from automicro.step.events import Observing
-    from automicro.step.feature import Feature, MicrobatchRun
-    from automicro.step.results import EvalResult, StepResult
-    from automicro.tools.explore import ExploreReport, explore
-    from automicro.tools.plan.plan import plan
-    from automicro.tools.plan.report import PlanReport
-    from automicro.tools.replay import replay
-    from automicro.trainer.evaluators import Evaluator
-    from automicro.trainer.report import FitSummary
-    from automicro.trainer.trainer import Trainer
+    from automicro.batch.layout import num_rows as num_rows
+    from automicro.batch.layout import split_batch as split_batch
+    from automicro.batch.types import register_batch_type as register_batch_type
+    from automicro.batchnorm import find_batchnorm as find_batchnorm
+    from automicro.checking.report import VerifyReport as VerifyReport
+    from automicro.checking.verify import verify as verify
+    from automicro.checkpoints.store import CheckpointConfig as CheckpointConfig
+    from automicro.contrastive import Contrastive as Contrastive
+    from automicro.errors import AutomicroError as AutomicroError
+    from automicro.errors import AutomicroWarning as AutomicroWarning
+    from automicro.errors import BatchError as BatchError
+    from automicro.errors import BatchNormWarning as BatchNormWarning
+    from automicro.errors import BufferWarning as BufferWarning
+    from automicro.errors import CheckpointError as CheckpointError
+    from automicro.errors import CheckpointWarning as CheckpointWarning
+    from automicro.errors import ConfigError as ConfigError
+    from automicro.errors import DataLoaderError as DataLoaderError
+    from automicro.errors import DeterminismWarning as DeterminismWarning
+    from automicro.errors import GradientWarning as GradientWarning
+    from automicro.errors import LoggerWarning as LoggerWarning
+    from automicro.errors import LossAverageError as LossAverageError
+    from automicro.errors import LossAverageWarning as LossAverageWarning
+    from automicro.errors import LossError as LossError
+    from automicro.errors import MetricWarning as MetricWarning
+    from automicro.errors import NonFiniteLossError as NonFiniteLossError
+    from automicro.errors import OptimizerStepError as OptimizerStepError
+    from automicro.errors import PaddingWarning as PaddingWarning
+    from automicro.errors import RollbackError as RollbackError
+    from automicro.errors import SampleTooLargeError as SampleTooLargeError
+    from automicro.errors import SizeCacheWarning as SizeCacheWarning
+    from automicro.errors import StateWarning as StateWarning
+    from automicro.errors import UnsplittableModelError as UnsplittableModelError
+    from automicro.errors import UntraceableModelError as UntraceableModelError
+    from automicro.events.callback import Callback as Callback
+    from automicro.events.run import Run as Run
+    from automicro.loss.passes import is_extra_pass as is_extra_pass
+    from automicro.memory.budget import MemoryBudget as MemoryBudget
+    from automicro.memory.oom import is_out_of_memory as is_out_of_memory
+    from automicro.microbatcher import Microbatcher as Microbatcher
+    from automicro.nested.split import NestedSplit as NestedSplit
+    from automicro.nested.split import split as split
+    from automicro.policy.auto import Halving as Halving
+    from automicro.policy.explore import Explore as Explore
+    from automicro.policy.policy import Fixed as Fixed
+    from automicro.policy.policy import Outcome as Outcome
+    from automicro.policy.policy import Policy as Policy
+    from automicro.step.events import Observing as Observing
+    from automicro.step.feature import Feature as Feature
+    from automicro.step.feature import MicrobatchRun as MicrobatchRun
+    from automicro.step.results import EvalResult as EvalResult
+    from automicro.step.results import StepResult as StepResult
+    from automicro.tools.explore import ExploreReport as ExploreReport
+    from automicro.tools.explore import explore as explore
+    from automicro.tools.plan.plan import plan as plan
+    from automicro.tools.plan.report import PlanReport as PlanReport
+    from automicro.tools.replay import replay as replay
+    from automicro.trainer.evaluators import Evaluator as Evaluator
+    from automicro.trainer.report import FitSummary as FitSummary
+    from automicro.trainer.trainer import Trainer as Trainer
 
 # Imported when they are first asked for: torch takes seconds, and whoever runs the command line may
 # want to stop it meanwhile.
-_HOMES = {
-    "AutomicroError": "automicro.errors",
-    "AutomicroWarning": "automicro.errors",
-    "BatchError": "automicro.errors",
-    "BatchNormWarning": "automicro.errors",
-    "BufferWarning": "automicro.errors",
-    "Callback": "automicro.events.callback",
-    "CheckpointConfig": "automicro.checkpoints.store",
-    "CheckpointError": "automicro.errors",
-    "CheckpointWarning": "automicro.errors",
-    "ConfigError": "automicro.errors",
-    "Contrastive": "automicro.contrastive",
-    "DataLoaderError": "automicro.errors",
-    "EvalResult": "automicro.step.results",
-    "Evaluator": "automicro.trainer.evaluators",
-    "Explore": "automicro.policy.explore",
-    "ExploreReport": "automicro.tools.explore",
-    "FitSummary": "automicro.trainer.report",
-    "Fixed": "automicro.policy.policy",
-    "DeterminismWarning": "automicro.errors",
-    "GradientWarning": "automicro.errors",
-    "Halving": "automicro.policy.auto",
-    "LoggerWarning": "automicro.errors",
-    "LossAverageError": "automicro.errors",
-    "LossAverageWarning": "automicro.errors",
-    "LossError": "automicro.errors",
-    "MetricWarning": "automicro.errors",
-    "PaddingWarning": "automicro.errors",
-    "MemoryBudget": "automicro.memory.budget",
-    "Microbatcher": "automicro.microbatcher",
-    "NestedSplit": "automicro.nested.split",
-    "NonFiniteLossError": "automicro.errors",
-    "OptimizerStepError": "automicro.errors",
-    "Outcome": "automicro.policy.policy",
-    "PlanReport": "automicro.tools.plan.report",
-    "Policy": "automicro.policy.policy",
-    "RollbackError": "automicro.errors",
-    "Run": "automicro.events.run",
-    "SampleTooLargeError": "automicro.errors",
-    "SizeCacheWarning": "automicro.errors",
-    "StateWarning": "automicro.errors",
-    "Feature": "automicro.step.feature",
-    "MicrobatchRun": "automicro.step.feature",
-    "Observing": "automicro.step.events",
-    "StepResult": "automicro.step.results",
-    "Trainer": "automicro.trainer.trainer",
-    "UnsplittableModelError": "automicro.errors",
-    "UntraceableModelError": "automicro.errors",
-    "VerifyReport": "automicro.checking.report",
-    "explore": "automicro.tools.explore",
-    "find_batchnorm": "automicro.batchnorm",
-    "is_extra_pass": "automicro.loss.passes",
-    "is_out_of_memory": "automicro.memory.oom",
-    "num_rows": "automicro.batch.layout",
-    "plan": "automicro.tools.plan.plan",
-    "register_batch_type": "automicro.batch.types",
-    "replay": "automicro.tools.replay",
-    "split": "automicro.nested.split",
-    "split_batch": "automicro.batch.layout",
-    "verify": "automicro.checking.verify",
+_EXPORTS = {
+    "automicro.batch.layout": "num_rows split_batch",
+    "automicro.batch.types": "register_batch_type",
+    "automicro.batchnorm": "find_batchnorm",
+    "automicro.checking.report": "VerifyReport",
+    "automicro.checking.verify": "verify",
+    "automicro.checkpoints.store": "CheckpointConfig",
+    "automicro.contrastive": "Contrastive",
+    "automicro.errors": """
+        AutomicroError AutomicroWarning BatchError BatchNormWarning BufferWarning
+        CheckpointError CheckpointWarning ConfigError DataLoaderError DeterminismWarning
+        GradientWarning LoggerWarning LossAverageError LossAverageWarning LossError
+        MetricWarning NonFiniteLossError OptimizerStepError PaddingWarning RollbackError
+        SampleTooLargeError SizeCacheWarning StateWarning UnsplittableModelError
+        UntraceableModelError
+    """,
+    "automicro.events.callback": "Callback",
+    "automicro.events.run": "Run",
+    "automicro.loss.passes": "is_extra_pass",
+    "automicro.memory.budget": "MemoryBudget",
+    "automicro.memory.oom": "is_out_of_memory",
+    "automicro.microbatcher": "Microbatcher",
+    "automicro.nested.split": "NestedSplit split",
+    "automicro.policy.auto": "Halving",
+    "automicro.policy.explore": "Explore",
+    "automicro.policy.policy": "Fixed Outcome Policy",
+    "automicro.step.events": "Observing",
+    "automicro.step.feature": "Feature MicrobatchRun",
+    "automicro.step.results": "EvalResult StepResult",
+    "automicro.tools.explore": "ExploreReport explore",
+    "automicro.tools.plan.plan": "plan",
+    "automicro.tools.plan.report": "PlanReport",
+    "automicro.tools.replay": "replay",
+    "automicro.trainer.evaluators": "Evaluator",
+    "automicro.trainer.report": "FitSummary",
+    "automicro.trainer.trainer": "Trainer",
 }
+_HOMES = {name: home for home, names in _EXPORTS.items() for name in names.split()}
 
-__all__ = [
-    "AutomicroError",
-    "AutomicroWarning",
-    "BatchError",
-    "BatchNormWarning",
-    "BufferWarning",
-    "Callback",
-    "CheckpointConfig",
-    "CheckpointError",
-    "CheckpointWarning",
-    "ConfigError",
-    "Contrastive",
-    "DataLoaderError",
-    "DeterminismWarning",
-    "EvalResult",
-    "Evaluator",
-    "Explore",
-    "ExploreReport",
-    "Feature",
-    "FitSummary",
-    "Fixed",
-    "GradientWarning",
-    "Halving",
-    "LoggerWarning",
-    "LossAverageError",
-    "LossAverageWarning",
-    "LossError",
-    "MemoryBudget",
-    "MetricWarning",
-    "MicrobatchRun",
-    "Microbatcher",
-    "NestedSplit",
-    "NonFiniteLossError",
-    "Observing",
-    "OptimizerStepError",
-    "Outcome",
-    "PaddingWarning",
-    "PlanReport",
-    "Policy",
-    "RollbackError",
-    "Run",
-    "SampleTooLargeError",
-    "SizeCacheWarning",
-    "StateWarning",
-    "StepResult",
-    "Trainer",
-    "UnsplittableModelError",
-    "UntraceableModelError",
-    "VerifyReport",
-    "explore",
-    "find_batchnorm",
-    "is_extra_pass",
-    "is_out_of_memory",
-    "num_rows",
-    "plan",
-    "register_batch_type",
-    "replay",
-    "split",
-    "split_batch",
-    "verify",
-]
+__all__ = sorted(_HOMES)
 
 if not TYPE_CHECKING:
 

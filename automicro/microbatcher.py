@@ -22,7 +22,7 @@ from automicro.compilation import refuse_cuda_graphs
 from automicro.features import answering_words, exact_batchnorm
 from automicro.loss.averages import LossAverage, is_declared, read_average
 from automicro.loss.conventions import choose_convention
-from automicro.loss.passes import Computation, Mode, accept_writes
+from automicro.loss.passes import Computation, Mode
 from automicro.memory.oom import once_more
 from automicro.memory.residents import OccupiedDevice, ResidentMemory
 from automicro.modules import comparing_rows, evaluation_mode
@@ -257,7 +257,6 @@ class Microbatcher:
             features=list(filter(takes_part, asked)),
         )
         self._passes, self._checks, self._memory = engine.passes, engine.checks, engine.memory
-        self._work: TrainingWork | None = None  # of the batch that runs
         self._evaluated: Sequence[Cut] = ()  # how the last batch was cut
         self.wants_to_stop = False
 
@@ -413,12 +412,9 @@ class Microbatcher:
             with self._memory.limited(), self._split_guard.explaining_memory():
                 with announcing_failure(self._ranks):
                     step = self._prepare(batches)
-                self._work = work = TrainingWork(
-                    self._engine, self._train, step, metrics, kept, accept
-                )
+                work = TrainingWork(self._engine, self._train, step, metrics, kept, accept)
                 finished = fit(step, work, self._train)
         finally:
-            self._work = None
             self._engine.gradients.are_released = False  # it was so for this batch
         if finished.result is None:
             nan = torch.tensor(math.nan)
@@ -593,30 +589,6 @@ class Microbatcher:
             >>> microbatcher.know_state(["history"])
         """
         self._split_guard.know(names)
-
-    @contextlib.contextmanager
-    def allowing_writes(self) -> Iterator[None]:
-        """Around what a forward runs of a host's hooks, which may write to parameters.
-
-        What they write stays, also where the attempt fails. Elsewhere in a forward it is an error.
-
-        Example:
-            >>> model, average = nn.Linear(8, 2), nn.Linear(8, 2)
-            >>> def forward(model, batch):
-            ...     loss = model(batch).square().mean()
-            ...     with microbatcher.allowing_writes(), torch.no_grad():
-            ...         average.weight.lerp_(model.weight, 0.1)
-            ...     return loss
-            >>> microbatcher = Microbatcher(
-            ...     model, forward=forward, modules=[average], loss_average="samples"
-            ... )
-            >>> microbatcher.backward(torch.randn(6, 8)).num_samples
-            6
-        """
-        yield
-        accept_writes()
-        if self._work is not None:
-            self._work.accept_writes()
 
     def joinable(
         self, parts: Sequence[Any], *, fill: float = 0

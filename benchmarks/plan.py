@@ -342,7 +342,7 @@ def unseen() -> dict[str, Subject]:
 
 def checkpointed(model: nn.Module) -> nn.Module:
     """The model with its repeated blocks computed again."""
-    from automicro.savers.blocks import repeated_blocks
+    from automicro.savers.recompute import repeated_blocks
 
     for name, block in repeated_blocks(model).items():
         parent, _, last = name.rpartition(".")
@@ -486,7 +486,7 @@ def _measure_shard(
 
     from automicro import Microbatcher
     from automicro.batch.tensors import tensor_leaves
-    from automicro.savers.blocks import repeated_blocks
+    from automicro.savers.recompute import repeated_blocks
     from tests.real_memory.allocator import CappedAllocator
 
     torch.set_num_threads(1)

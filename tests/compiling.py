@@ -26,17 +26,7 @@ def find_compiler() -> str | None:
 def compile_library(
     compiler: str, sources: Sequence[Path], folder: Path, libraries: Sequence[str]
 ) -> Path:
-    """The library, compiled anew only where sources, torch or compiler are other ones.
-
-    Args:
-        compiler: what `find_compiler` found.
-        sources: the files; headers beside them count too.
-        folder: of the libraries; several processes may share it.
-        libraries: of torch, to link with.
-
-    Raises:
-        RuntimeError: it does not compile; with what the compiler said.
-    """
+    """The library, compiled anew only where sources, torch or compiler are other ones."""
     folder.mkdir(parents=True, exist_ok=True)
     objects = [_name(compiler, [source], folder, ".o") for source in sources]
     library = _name(compiler, sources, folder, ".so")

@@ -14,7 +14,7 @@ from automicro import MemoryBudget, Microbatcher, Trainer
 from automicro.contrastive import Contrastive, InfoNCE
 from automicro.errors import BatchError, LossError, UnsplittableModelError
 from automicro.features import WhenTooLarge
-from automicro.savers.blocks import find_blocks
+from automicro.savers.recompute import find_blocks
 from tests.torture.engine.subject import begin_at_level
 
 ROWS, FEATURES, WORDS = 13, 6, 50

@@ -23,18 +23,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclasses.dataclass(kw_only=True)
 class Wired:
-    """A training, and all that it changes.
-
-    Attributes:
-        model: the model.
-        forward: from model and batch to the loss.
-        options: of the Microbatcher, beside ``forward``.
-        leaves: tensors with gradients, beside those of the model.
-        log: what hooks took down.
-        batches: of the training.
-        clears: before which batches the gradients are cleared.
-        is_ordered: whether hooks come in one order: not where microbatches reach other leaves.
-    """
+    """A training, and all that it changes."""
 
     model: nn.Module
     forward: Callable[[Any, Any], Any]

@@ -334,7 +334,7 @@ class Bench:
 
     def _compute(self, rows: Any) -> Output:
         convention, model = self.computation.convention, self.computation.modules[0]
-        with extra_pass(self.draws):
+        with extra_pass():
             match self.conditions.mode:
                 case "train":
                     return convention.train(model, rows)

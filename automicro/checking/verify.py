@@ -16,13 +16,14 @@ from automicro.batch.tensors import map_tensors
 from automicro.batchnorm import find_batchnorm, needs_two_rows
 from automicro.checking import report as told
 from automicro.checking.bench import Bench, Conditions, cuts
+from automicro.checking.candidates import Candidate, candidates, expression, named
 from automicro.checking.draws import HeldDraws
 from automicro.checking.reading import LOSS, gaps, relative_errors
 from automicro.checking.report import Comparison, Finding, VerifyReport, finding
 from automicro.checking.rows import telling_rows
 from automicro.errors import BatchError, LossError, RollbackError, describe_error, text_of
 from automicro.loss import averages as means
-from automicro.loss.averages import Average, Candidate, LossAverage, Sum
+from automicro.loss.averages import Average, LossAverage, Sum
 from automicro.loss.conventions import choose_convention
 from automicro.loss.passes import Computation
 from automicro.memory.oom import Failure, classify, ignoring_errors
@@ -270,7 +271,7 @@ class _Examination:
     def _average(self, sizes: Sequence[int]) -> Candidate | None:
         """What makes it exact as ``loss_average``; where there are several losses, for each."""
         with on_host():
-            tried = list(means.candidates(self.batch, self.convention))
+            tried = list(candidates(self.batch, self.convention))
         if self.losses:
             fitting: dict[str, Candidate] = {}
             for each in tried:
@@ -281,7 +282,7 @@ class _Examination:
                 if fitting.keys() == self.losses:
                     break
             fitting = dict(sorted(fitting.items()))
-            tried = [means.named(fitting)] if fitting.keys() == self.losses else []
+            tried = [named(fitting)] if fitting.keys() == self.losses else []
         return next((each for each in tried if self._fits(each, sizes)), None)
 
     def _unexplained(self, sizes: Sequence[int]) -> list[Finding]:
@@ -341,7 +342,7 @@ class _Examination:
             digits = max(4, round(-math.log10(eps)) - 2)
             every = (table.get(label, 0.0) for label in range(max(table) + 1))
             shown = ", ".join(f"{each:.{digits}g}" for each in every)
-            where = means.expression(self.batch, targets)
+            where = expression(self.batch, targets)
             tried = Candidate(
                 code=f"lambda batch: torch.tensor([{shown}])[{where}].sum()",
                 kind="a mean over the class weights of its targets",

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +21,7 @@ Mode: TypeAlias = Literal["train", "eval", "predict"]
 """Which forward: with a loss, with one perhaps, without."""
 
 
-class Writes(Protocol):
-    """Notices what a forward writes to parameters."""
-
-    def accept(self) -> None:
-        """Count nothing of what was written so far."""
-
-
-_running: list[Writes | None] = []  # extra passes, each in the one before
+_running = [0]  # extra passes, each in the one before
 
 
 def is_extra_pass() -> bool:
@@ -44,24 +37,17 @@ def is_extra_pass() -> bool:
         >>> is_extra_pass()
         False
     """
-    return bool(_running)
-
-
-def accept_writes() -> None:
-    """Let an extra pass that is running take what was written to parameters for allowed."""
-    for writes in _running:
-        if writes is not None:
-            writes.accept()
+    return _running[0] > 0
 
 
 @contextlib.contextmanager
-def extra_pass(writes: Writes | None = None) -> Iterator[None]:
-    """Let `is_extra_pass` say so meanwhile, and `accept_writes` reach what watches parameters."""
-    _running.append(writes)
+def extra_pass() -> Iterator[None]:
+    """Let `is_extra_pass` say so meanwhile."""
+    _running[0] += 1
     try:
         yield
     finally:
-        _running.pop()
+        _running[0] -= 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from automicro.batch.tensors import tensor_leaves
 from automicro.checking.bench import Bench, Conditions, Failed, Wanted, cuts, tried
+from automicro.checking.candidates import candidates
 from automicro.checking.draws import CollectiveError
 from automicro.checking.reading import LOSS, Reading, gaps, relative_errors
 from automicro.checking.rows import Forms, telling_rows
@@ -34,7 +35,6 @@ from automicro.loss.averages import (
     Samples,
     Sum,
     Tokens,
-    candidates,
     is_declared,
     read_average,
 )

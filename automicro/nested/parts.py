@@ -73,8 +73,8 @@ class Nested(Feature):
     def attach(self, setup: Setup) -> None:
         self.attach_to(setup.model, setup.parts)
 
-    def attach_to(self, model: nn.Module, parts: SizedParts) -> None:
-        """Give parts of a model their sizes.
+    def attach_to(self, model: nn.Module, parts: SizedParts) -> SizedParts:
+        """Give parts of a model their sizes, and count them among those of its modules.
 
         Raises:
             ValueError: no such part, or one that has another size already.
@@ -83,6 +83,7 @@ class Nested(Feature):
             parts.give(f"nested[{index}]", each)
         for name, options in self._named.items():
             _attach(model, name, options, parts)
+        return parts
 
 
 class ExactBatchNorm(Feature):

@@ -30,10 +30,9 @@ from automicro.errors import (
 from automicro.loss.averages import LossAverage
 from automicro.loss.passes import extra_pass, is_extra_pass
 from automicro.modules import ModuleIndex
-from automicro.nested.again import storage_of
 from automicro.nested.batchnorm import Stages, refuse_exact, split_at_norms
 from automicro.nested.check import Check, Checked, check_positions, is_counted, is_loss
-from automicro.nested.slices import Call, naming, split_loss, split_outputs
+from automicro.nested.slices import Call, naming, split_loss, split_outputs, storage_of
 from automicro.options import check_choice
 from automicro.policy.choose import make_policy
 from automicro.policy.policy import Outcome, Policy, require_rows, require_size

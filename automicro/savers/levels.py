@@ -17,9 +17,16 @@ from torch import nn
 
 from automicro.nested.parts import LanguageTail, find_language_model
 from automicro.options import check_choice
-from automicro.savers.blocks import find_blocks, is_called, named_blocks, shown_blocks
 from automicro.savers.offload import offloading
-from automicro.savers.recompute import Block, recomputes_already, recomputing
+from automicro.savers.recompute import (
+    Block,
+    find_blocks,
+    is_called,
+    named_blocks,
+    recomputes_already,
+    recomputing,
+    shown_blocks,
+)
 from automicro.step.feature import Feature
 from automicro.step.parts import attached_to
 from automicro.step.setup import Setup

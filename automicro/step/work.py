@@ -314,18 +314,11 @@ class TrainingWork(_Work[Losses]):
                 num_means=1 if engine.passes.scales_for_ranks else phase.ranks.world_size,
             )
         self._own: tuple[Losses, BatchWeights, Mapping[str, float]] | None = None
-        self._parameters: Parameters | None = None
-
-    def accept_writes(self) -> None:
-        """Take parameters for what they are now: somebody who may has written to them."""
-        if self._parameters is not None:
-            self._parameters.begin()
 
     def parts(self) -> list[Part]:
         index = self._engine.index
-        self._parameters = Parameters(index.parameters, index.names_of)
         return [
-            self._parameters,
+            Parameters(index.parameters, index.names_of),
             self._watch,
             *([self._engine.reservation] if self._engine.reservation.is_used else ()),
             self._phase.random_state(),

@@ -21,7 +21,6 @@ from automicro.microbatcher import Microbatcher
 from automicro.options import resolve_device
 from automicro.policy.choose import make_policy
 from automicro.policy.policy import Outcome, Policy
-from automicro.step.plan import ROWS
 from automicro.step.results import EvalResult, StepResult
 from automicro.trainer.failed_batch import FailedBatch, load_batch
 from automicro.units import format_bytes
@@ -104,9 +103,9 @@ class ReplayReport:
         if self.microbatch_size is not None and self.num_microbatches is not None:
             cut = describe_cut(self.rows, self.microbatch_size, self.num_microbatches, unit=unit)
             level = f", {self.level}" * (self.level != "plain")
-            lines.append(f"fits now: {cut}{' rows' * (unit == ROWS)}{level}")
+            lines.append(f"fits now: {cut}{' rows' * (unit == 'rows')}{level}")
         else:
-            rows = f" of {self.rows}" * (unit == ROWS)
+            rows = f" of {self.rows}" * (unit == "rows")
             lines.append(f"does not fit: not even {last} {noun}{rows}")
         if self.tried:
             lines.append(f"out of memory with: {', '.join(map(str, self.tried))} {noun}")
@@ -159,7 +158,7 @@ def replay(
     failed = file if isinstance(file, FailedBatch) else load_batch(file, like=like)
     is_training = failed.phase == "train"
     name = "microbatch_size" if is_training else "eval_microbatch_size"
-    unit = unit_name(options.get("microbatch_unit", ROWS))
+    unit = unit_name(options.get("microbatch_unit", "rows"))
     policy = _Noting(make_policy(options.pop(name, "auto"), name=name, unit=unit))
     limit = options.pop("memory_limit", None)
     options = {"batchnorm": "ignore", "probe": False, **options, name: policy}

@@ -20,7 +20,7 @@ from automicro.features import with_features
 from automicro.lengths.unit import unit_name
 from automicro.microbatcher import Microbatcher
 from automicro.modules import is_parallel
-from automicro.optimizer.scaling import GradientScaler
+from automicro.optimizer.step import GradientScaler
 from automicro.options import (
     check_choice,
     read_accumulation,
@@ -282,9 +282,7 @@ class FitOptions:
     batch_layout: int | Mapping[str, Any]
 
 
-def _expected_batch(
-    loader: object, num_devices: int, accumulate_batches: int
-) -> GlobalBatch | None:
+def _expected(loader: object, num_devices: int, accumulate_batches: int) -> GlobalBatch | None:
     """What optimization batches hold on average, where batches differ and lengths are known."""
     average = average_batch(loader)
     if average is None or not isinstance(shared_sampler(loader), LengthBatchSampler):
@@ -348,9 +346,7 @@ def assemble_fit(
     )
     if loader is None:
         return None
-    settings = replace(
-        settings, expected=_expected_batch(loader, ranks.world_size, accumulate_batches)
-    )
+    settings = replace(settings, expected=_expected(loader, ranks.world_size, accumulate_batches))
     if optimizer is None:
         raise ValueError(
             "there is a train_dataloader and no optimizer; pass optimizer=torch.optim.AdamW, "

@@ -144,11 +144,6 @@ class ParameterWrites(OperationMode):
                         self._before[key] = parameter.detach().clone()
         return func(*args, **kwargs)
 
-    def accept(self) -> None:
-        """Count nothing of what this forward has written so far; it is put back all the same."""
-        self._before = {}
-        self._lay = {key: each.detach() for key, each in self._parameters.items()}
-
     @property
     def moving(self) -> list[Tensor]:
         """Parameters that more than one forward has changed: that was no constraint."""

@@ -108,17 +108,7 @@ def job(
     steps: int = 3,
     **more: Any,
 ) -> Callable[[int, str], Job]:
-    """A maker of jobs.
-
-    Args:
-        forward: from model and batch to the loss.
-        model: makes a model.
-        batch: makes a batch.
-        fresh: makes the forward anew for each job, where it has a state.
-        size: of the microbatches.
-        steps: batches.
-        more: `lr`, `evaluates`, and options of the Microbatcher.
-    """
+    """A maker of jobs."""
     own = {name: more.pop(name) for name in ("lr", "evaluates") if name in more}
 
     def make(seed: int, precision: str) -> Job:

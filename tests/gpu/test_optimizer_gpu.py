@@ -11,7 +11,7 @@ from torch import nn
 
 from automicro import Halving, OptimizerStepError
 from automicro.optimizer.reservation import predict_step_memory
-from automicro.trainer.optimizer import step_optimizer
+from automicro.optimizer.step import step_optimizer
 from tests.gpu.conftest import Record
 from tests.gpu.device import (
     DEVICE,

@@ -387,22 +387,7 @@ def fabric_loop(
     change: Callable[[Any], None] = lambda fabric: None,
     **how: Any,
 ) -> Looped:
-    """A loop as Fabric's pages write it; ``ours`` changes one line of it.
-
-    Args:
-        ours: whether whole batches go to a `Microbatcher`.
-        dropout: of the model.
-        dtype: of the data.
-        parts: batches that are accumulated.
-        epochs: of the run; where it is resumed, of the rest.
-        limit: of memory, in bytes.
-        saves: where the state goes after the first epoch, which is then the last.
-        loads: where it comes from.
-        shorten: whether so many rows are too many for this rank.
-        train: a data loader.
-        change: of Fabric, once it is there.
-        how: options of Fabric.
-    """
+    """A loop as Fabric's pages write it; ``ours`` changes one line of it."""
     fabric = Fabric(accelerator="cpu", **how)
     fabric.launch()
     change(fabric)

@@ -90,20 +90,7 @@ def make(
     changed: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """A trainer of one epoch: two steps of 8 rows, and one of 4, if nothing else is asked for.
-
-    Args:
-        name: of a case.
-        folder: for what it writes.
-        with_us: whether it is enabled.
-        peft_config: of adapters.
-        dtype: of the model.
-        dropout: of its attention.
-        rows: to train on; half as many are evaluated.
-        words: the fewest of a text, and one more than the most.
-        changed: arguments of the trainer's.
-        options: of `enable`, of which the plain trainer takes no notice.
-    """
+    """A trainer of one epoch: two steps of 8 rows, and one of 4, if nothing else is asked for."""
     kind, arguments = CASES[name]
     trainer, config = (getattr(trl, _NAMES[kind] + each) for each in ("Trainer", "Config"))
     fields = {each.name for each in dataclasses.fields(config)}

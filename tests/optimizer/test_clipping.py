@@ -6,7 +6,7 @@ from torch import nn
 
 from automicro import Trainer
 from automicro.errors import OptimizerStepError
-from automicro.trainer.optimizer import clip_gradients
+from automicro.optimizer.step import clip_gradients
 from tests.torture.engine.faults import Boom, Fault, FaultMode
 
 CPU = torch.device("cpu")

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from automicro import MemoryBudget, Microbatcher, OptimizerStepError
 from automicro.optimizer.reservation import OptimizerReservation
-from automicro.optimizer.scaling import GradientScaler
-from automicro.trainer.optimizer import clip_gradients, step_optimizer
+from automicro.optimizer.step import GradientScaler, clip_gradients, step_optimizer
 from tests.torture.engine.faults import Fault, FaultMode
 from tests.torture.engine.subject import freeze
 

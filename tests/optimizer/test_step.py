@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from automicro import OptimizerStepError
-from automicro.trainer.optimizer import step_optimizer
+from automicro.optimizer.step import step_optimizer
 from tests.torture.engine.faults import Boom, Fault, FaultMode
 
 CPU = torch.device("cpu")

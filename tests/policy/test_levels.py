@@ -24,16 +24,7 @@ TWO = ["plain", "recompute"]
 
 @dataclass
 class Job:
-    """A run loop, on a device without noise.
-
-    Attributes:
-        policy: of levels and sizes.
-        per_row: bytes of a row at each level.
-        seconds: of a row, by level and size.
-        capacity: bytes that rows may have.
-        more: bytes of a microbatch with other settings than the first ones.
-        has_clock: whether seconds are told.
-    """
+    """A run loop, on a device without noise."""
 
     policy: Policy
     per_row: Sequence[float]

@@ -16,9 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from automicro import Microbatcher
 from automicro.features import RememberSizes, WhenTooLarge
 from automicro.memory.residents import measure_residents
-from automicro.optimizer.scaling import GradientScaler
-from automicro.trainer import optimizer as clipping
-from automicro.trainer.optimizer import clip_gradients, step_optimizer
+from automicro.optimizer import step as clipping
+from automicro.optimizer.step import GradientScaler, clip_gradients, step_optimizer
 from tests.ranks.uneven import Sum
 
 CPU = torch.device("cpu")

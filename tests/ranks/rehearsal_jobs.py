@@ -21,16 +21,7 @@ def train(
     duration: str = "2ep",
     folder: str | None = None,
 ) -> dict[str, Any]:
-    """Train on texts of varying length; what is to be compared.
-
-    Args:
-        parallel: ``"ddp"`` or ``"fsdp"``.
-        rehearse: as the Trainer takes it.
-        limits: of the memory of each rank.
-        sizes: to start from, for each rank.
-        duration: of the run.
-        folder: where batches are kept that do not fit.
-    """
+    """Train on texts of varying length; what is to be compared."""
     rank = dist.get_rank()
     trainer = make_trainer(
         Model(dropout=0.3),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from automicro import Fixed, Halving
-from automicro.trainer.optimizer import step_optimizer
+from automicro.optimizer.step import step_optimizer
 from tests.real_memory.subjects import ROWS, build
 from tests.torture.engine.subject import TortureRun, values
 

@@ -91,16 +91,7 @@ SMALL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Family:
-    """A model, and what it learns from.
-
-    Attributes:
-        make: the model, the same each time.
-        batch: of `ROWS` rows.
-        forward: gives the loss; None where the model does.
-        has_tail: whether head and loss of it are known by name.
-        refusal: of its tail in slices, where that is refused.
-        options: of the `Microbatcher`.
-    """
+    """A model, and what it learns from."""
 
     make: Callable[[], nn.Module]
     batch: Callable[[], Any]

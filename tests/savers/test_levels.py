@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from automicro.savers.blocks import repeated_blocks
 from automicro.savers.levels import make_levels
+from automicro.savers.recompute import repeated_blocks
 from tests.savers.models import Block
 from tests.savers.steps import CPU
 

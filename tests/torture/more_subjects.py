@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics import CatMetric, MetricCollection
 from torchmetrics.classification import MulticlassF1Score
 
-from automicro.optimizer.scaling import GradientScaler
+from automicro.optimizer.step import GradientScaler
 from tests.step.texts import Reader, texts
 from tests.torture import smaller_subjects
 from tests.torture.engine.subject import MakeSubject, Subject

@@ -92,12 +92,10 @@ class VotingHook:
 
 
 def _average(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    return _average_buffer(state, bucket.buffer())
+    return _mean_of(state, bucket.buffer())
 
 
-def _average_buffer(
-    group: dist.ProcessGroup | None, buffer: Tensor
-) -> torch.futures.Future[Tensor]:
+def _mean_of(group: dist.ProcessGroup | None, buffer: Tensor) -> torch.futures.Future[Tensor]:
     """Average a bucket's content over ranks with the rounding of DDP without any hook."""
     buffer.mul_(1.0 / dist.get_world_size(group))
     work = dist.all_reduce(buffer, group=group, async_op=True)
@@ -280,9 +278,7 @@ class DdpGuard:
         with own_collectives():
             self._hook.drain()
             for buffer in self._buckets[self._launched :]:
-                self._hook.pending.append(
-                    _average_buffer(self._model.process_group, buffer.zero_())
-                )
+                self._hook.pending.append(_mean_of(self._model.process_group, buffer.zero_()))
             used = local_used_map(self._model)
             if used is not None and self._launched < len(self._buckets):
                 dist.all_reduce(torch.zeros_like(used), group=self._model.process_group)

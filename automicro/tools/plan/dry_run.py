@@ -151,8 +151,7 @@ class DryRun:
         self._modules, loss_fn, forward = self._copied(roots, job.loss_fn, job.forward)
         self._convention = choose_convention(self._modules[0], forward=forward, loss_fn=loss_fn)
         self.num_rows = job.layout.num_rows(job.batch)
-        self._nested = SizedParts(self._modules)
-        Nested(job.nested).attach_to(self.model, self._nested)
+        self._nested = Nested(job.nested).attach_to(self.model, SizedParts(self._modules))
         self.levels = self._levels_of(job.when_too_large)
 
     def _levels_of(self, when_too_large: Savers) -> list[Level]:
@@ -345,9 +344,8 @@ class DryRun:
                     f"{_where(error)}"
                 ) from error
         self.assumptions |= recorder.assumptions
-        self._slices[rows, splits, conditions] = {
-            name: max(part.sizes) for name, part in self._nested.by_name().items() if part.sizes
-        }
+        parts = self._nested.by_name().items()
+        self._slices[rows, splits, conditions] = {n: max(p.sizes) for n, p in parts if p.sizes}
         return recorder.trace()
 
     def _rows(self, rows: int) -> Any:

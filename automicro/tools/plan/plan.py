@@ -29,7 +29,6 @@ from automicro.options import (
     check_unwrapped,
     read_count,
 )
-from automicro.savers.blocks import repeated_blocks
 from automicro.savers.levels import (
     NESTED,
     OFFLOAD,
@@ -38,6 +37,7 @@ from automicro.savers.levels import (
     Savers,
     check_levels,
 )
+from automicro.savers.recompute import repeated_blocks
 from automicro.tools.plan.devices import find_device, read_memory
 from automicro.tools.plan.dry_run import OPTIMIZER_STEP, Conditions, DryRun, Job
 from automicro.tools.plan.kernels import CASTS, GATHERED, STAYING, STEP, TAIL

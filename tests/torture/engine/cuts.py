@@ -34,16 +34,7 @@ class Cut:
 
 
 class Noting:
-    """Notes how a call is cut, or forces it.
-
-    Args:
-        forced: rows of the slices of each call of a part, in order; None for those that come.
-        count: tells where in a run an attempt begins.
-
-    Attributes:
-        cut: of the last attempt; None before the first.
-        begun_at: what `count` said at the begin of each attempt.
-    """
+    """Notes how a call is cut, or forces it."""
 
     def __init__(
         self, forced: Sequence[int] | None = None, count: Callable[[], int] = lambda: 0

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from automicro.errors import AutomicroWarning
 from automicro.features import with_features
 from automicro.microbatcher import Microbatcher
-from automicro.optimizer.scaling import GradientScaler
+from automicro.optimizer.step import GradientScaler, step_optimizer
 from automicro.policy.policy import Policy
 from automicro.reach import Reach
 from automicro.step.metrics import flatten_metrics
-from automicro.trainer.optimizer import step_optimizer
 from automicro.values import is_generator, state_of
 
 
@@ -30,22 +29,6 @@ class Subject:
 
     Small ones are as good as large ones, and take minutes: what is counted is the kinds of
     operations, not their sizes.
-
-    Attributes:
-        model: the model, in training mode.
-        optimizer: of its parameters.
-        batches: at least four full batches of the same rows.
-        options: further arguments of `Microbatcher`, such as ``loss_fn`` or ``forward``.
-        metrics: metrics to update in training and evaluation; None for none.
-        set_to_none: how gradients are cleared between steps.
-        keeps_gradient: whether a gradient of an earlier batch is there when a step is disturbed.
-        first_size: rows of a microbatch before anything fails, or what it may cost, where options
-            have a ``microbatch_unit``; half of it has to be possible, and has to cut all batches
-            alike (give them rows of the same costs).
-        clip_norm: the largest norm of a gradient, where clipping is disturbed.
-        scaler: of the loss, for fp16; its ``backward`` has to be in the options too.
-        leaves: tensors that get a gradient although no module lists them.
-        first_level: of ``when_too_large`` in options, at which it begins.
     """
 
     model: nn.Module

@@ -93,19 +93,7 @@ def sample(trials: Trials, plans: Sequence[Plan], most: int, *seed: object) -> l
 
 @dataclass
 class Row:
-    """One line of the table.
-
-    Attributes:
-        name: of the model.
-        what: the call and the kinds of faults.
-        operations: of the call without faults.
-        plans: trials, of one fault or more.
-        faults: errors that were planned.
-        outcomes: how many trials ended how.
-        bytes_alive: the most that a failed attempt left behind.
-        wrong: what is not as promised.
-        extra: how many of the operations belong to looks.
-    """
+    """One line of the table."""
 
     name: str
     what: str
@@ -187,15 +175,6 @@ def torture(
     """Fail every operation of a model's step once, and compare what is left.
 
     Sets the global generators, before each trial, to the same seed.
-
-    Args:
-        make: builds the subject, always the same from the same random state.
-        name: of the model, for the table.
-        most_plans: trials of each row whose call is not settled, and of two and many faults.
-        faults_per_operation: at each operation of a settled call so many of these four, each in a
-            trial of its own: out of memory before it and after it, a foreign error and Ctrl-C
-            before it. Fewer than four are drawn; 0.1 stands for one at every tenth operation.
-        seed: of the choice among trials.
     """
     with quiet():
         choice = Choice(most_plans, faults_per_operation, seed)

@@ -13,9 +13,9 @@ import torch
 
 from automicro.errors import OptimizerStepError, RollbackError, SampleTooLargeError, facts_of
 from automicro.memory.budget import MemoryBudget
+from automicro.optimizer.step import clip_gradients
 from automicro.policy.auto import Halving
 from automicro.policy.policy import Outcome, Policy
-from automicro.trainer.optimizer import clip_gradients
 from tests.torture.engine.cuts import Cut, Noting
 from tests.torture.engine.faults import Boom, Fault, FaultMode
 from tests.torture.engine.forks import can_fork, in_fork
@@ -68,18 +68,7 @@ class Scripted(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """One call of a subject.
-
-    Attributes:
-        name: of the subject.
-        make: builds it.
-        call: ``"backward"``, ``"evaluate"``, ``"unscale"`` (of a loss scaler), ``"clip"`` (gradient
-            clipping) or ``"step"``.
-        warm_steps: clean steps before it, each with a batch of its own; before these, where there
-            are any, some on the first batch until the probe's looks are over.
-        warm_evaluations: clean evaluations before it.
-        in_budget: whether it runs on a simulated device.
-    """
+    """One call of a subject."""
 
     name: str
     make: MakeSubject

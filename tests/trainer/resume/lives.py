@@ -27,17 +27,7 @@ from tests.trainer.resume.subjects import Job, Subject
 
 @dataclass(kw_only=True)
 class Life:
-    """What a process did.
-
-    Attributes:
-        exit_code: 0 where it trained to the end, `KILLED` where it was killed.
-        begun: the optimization batches that it began, by number from 1.
-        saved: after how many batches it made a checkpoint, or began to in the background.
-        resumed_at: after how many batches it took training up; 0 for none.
-        warned: of damaged checkpoints, and whatever else.
-        passed: the points that it passed, by kind; of a process that trained to the end.
-        ending: all that is left of training at its end; of such a process, too.
-    """
+    """What a process did."""
 
     exit_code: int
     begun: list[int] = field(default_factory=list)

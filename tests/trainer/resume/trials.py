@@ -59,16 +59,7 @@ class Kill:
 
 
 def kill_and_resume(seed: int, folder: Path, *, first_kind: str | None = None) -> list[Kill]:
-    """Kill the run that a seed stands for and compare how it ends.
-
-    Args:
-        seed: of the kind of run, the points and the number of kills.
-        folder: for the runs.
-        first_kind: of the first kill, if the run passes any such point.
-
-    Raises:
-        AssertionError: something is another than in the undisturbed run.
-    """
+    """Kill the run that a seed stands for and compare how it ends."""
     subject, choose = draw(seed), random.Random(seed + 1)
     undisturbed = live(subject, folder / "undisturbed", name="only")
     disturbed = folder / "disturbed"

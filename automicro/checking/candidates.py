@@ -1,0 +1,115 @@
+"""Values for ``loss_average`` that `verify` tries on a batch."""
+
+import functools
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from automicro.batch.tensors import tensor_leaves
+from automicro.batch.types import Kind, kind_of, state_of
+from automicro.loss.conventions import IGNORED, TARGET_KEYS, Carried, Convention
+
+_OTHER_IGNORED = (-1, 0, 255)
+_ADDED = (1e-12, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)  # to what a loss divides by
+_OVER_COUNTED = "a mean over the targets that are not "
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One value for ``loss_average``.
+
+    Attributes:
+        code: the value as a user writes it.
+        kind: what the loss would be, in words.
+    """
+
+    code: str
+    kind: str
+
+    @functools.cached_property
+    def value(self) -> Any:
+        """What the code stands for: what is tried is what is printed."""
+        return eval(self.code, {"torch": torch})
+
+
+def candidates(batch: Any, convention: Convention) -> Iterator[Candidate]:
+    """What to try for this batch, the likeliest first."""
+    yield Candidate("'samples'", "a mean over samples")
+    yield Candidate("'none'", "a sum")
+    yield Candidate("'tokens'", _OVER_COUNTED + "ignored")
+    counts = [*_target_counts(batch, convention), *_leaf_counts(batch)]
+    yield from (Candidate(f"lambda batch: {code}", kind) for code, kind in counts)
+    for (code, kind), added in itertools.product(counts, _ADDED):
+        yield Candidate(f"lambda batch: {code} + {added}", f"{kind}, {added} added to the divisor")
+
+
+def named(choice: Mapping[str, Candidate]) -> Candidate:
+    """One candidate for each loss by name, as one for all."""
+    code = ", ".join(f"{name!r}: {each.code}" for name, each in choice.items())
+    kind = ", ".join(f"{name!r} {each.kind}" for name, each in choice.items())
+    return Candidate(f"{{{code}}}", kind)
+
+
+def _target_counts(batch: Any, convention: Convention) -> Iterator[tuple[str, str]]:
+    """Code that counts, and what a loss divided by that is. A model's "tokens" may be others."""
+    try:
+        targets = convention.targets(batch)
+    except (ValueError, IndexError):
+        return
+    if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.is_nested:
+        return
+    where = expression(batch, targets)
+    yield f"({where} != {IGNORED}).sum()", _OVER_COUNTED + "ignored"
+    if targets.dim() > 1:
+        shifted = _OVER_COUNTED + "ignored, the labels shifted by one"
+        yield f"({where}[..., 1:] != {IGNORED}).sum()", shifted
+    for ignored in _OTHER_IGNORED:
+        if bool((targets == ignored).any()):
+            yield f"({where} != {ignored}).sum()", f"{_OVER_COUNTED}{ignored}"
+
+
+def _leaf_counts(batch: Any) -> Iterator[tuple[str, str]]:
+    """Masks, lengths, weights of rows: whatever counts something and is not negative."""
+    for path, leaf in tensor_leaves(batch):
+        is_hidden = any(key.startswith("_") for key in path.split("."))  # not to be named in code
+        is_plain = leaf.layout is torch.strided and not leaf.is_nested and not leaf.is_complex()
+        if is_hidden or not is_plain or leaf.dim() == 0:
+            continue
+        where = expression(batch, leaf)
+        if not bool((leaf < 0).any()):
+            yield f"{where}.sum()", f"a mean weighted by {path!r}"
+        if not leaf.is_floating_point():
+            yield f"({where} != 0).sum()", f"a mean over what is not zero in {path!r}"
+
+
+def expression(batch: Any, leaf: Tensor) -> str:
+    """How to get at a leaf of a batch, in Python; ``batch`` where it does not lie in it.
+
+    >>> labels = torch.ones(2)
+    >>> expression({"inputs": [torch.zeros(2)], "labels": labels}, labels)
+    "batch['labels']"
+    """
+    if isinstance(batch, Carried):
+        batch = batch.batch  # the caller's functions get it alone
+    return next((code for code, each in _places(batch, "batch") if each is leaf), "batch")
+
+
+def _places(value: Any, code: str) -> Iterator[tuple[str, Any]]:
+    """All that can be reached by opening containers, as `tensor_leaves` opens them."""
+    yield code, value
+    kind = kind_of(type(value))
+    steps: dict[str, Any] = {}
+    if isinstance(value, Mapping):
+        keys = sorted(value, key=lambda key: key not in TARGET_KEYS)
+        # Others need not be what their text says.
+        steps = {f"[{key!r}]": value[key] for key in keys if type(key) in (str, int)}
+    elif kind in (Kind.SEQUENCE, Kind.NAMED_TUPLE):
+        steps = {f"[{index}]": part for index, part in enumerate(value)}
+    elif kind in (Kind.RECORD, Kind.ROWS) and not isinstance(value, Tensor):
+        steps = {f".{name}": part for name, part in state_of(value).items()}
+    for step, part in steps.items():
+        yield from _places(part, code + step)
