@@ -44,7 +44,7 @@ from automicro.policy.policy import Fixed, Policy
 from automicro.ranks.discovery import announcing_failed_construction, find_ranks
 from automicro.ranks.interface import Ranks, announcing_failure
 from automicro.reach import Reach
-from automicro.step.feature import Feature, takes_part
+from automicro.step.feature import Feature, check_features, takes_part
 from automicro.step.fit import fit
 from automicro.step.metrics import MetricGuard, naming_metrics
 from automicro.step.outputs import Keeper, Where
@@ -162,7 +162,7 @@ class Microbatcher:
             optimizer=check_optimizer(optimizer, everything),
             precision=check_precision(precision, backward),
         )
-        asked = list(features)
+        asked = check_features(features)
         if check_choice("batchnorm", batchnorm, BATCHNORM_MODES) == "exact":
             asked.append(exact_batchnorm(microbatch_size))
         for feature in asked:

@@ -127,6 +127,26 @@ class Feature:
 _HOOKS = [name for name in vars(Feature) if not name.startswith("_") and name != "attach"]
 
 
+def check_features(features: object) -> list[Feature]:
+    """The features of a run.
+
+    Raises:
+        TypeError: something else, such as a class.
+
+    >>> check_features([Feature()])[0].parts()
+    ()
+    """
+    remedy = "give them in a list, such as features=[automicro.features.RememberSizes()]"
+    if not isinstance(features, Iterable):
+        raise TypeError(f"features is a {type(features).__name__} and not a list; {remedy}")
+    found = list(features)
+    for each in found:
+        if not isinstance(each, Feature):
+            kind = f"the class {each.__name__}" if isinstance(each, type) else f"{each!r}"
+            raise TypeError(f"features holds {kind}, which is no Feature; {remedy}")
+    return found
+
+
 def takes_part(feature: Feature) -> bool:
     """Whether a feature has any hook of an attempt."""
     return any(getattr(type(feature), name) is not getattr(Feature, name) for name in _HOOKS)
