@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from automicro.trainer.report import FitSummary as FitSummary
     from automicro.trainer.trainer import Trainer as Trainer
 
-# Imported when they are first asked for: torch takes seconds, and whoever runs the command line may
+# Imported when they are first asked for: torch takes seconds, and a user of the command line may
 # want to stop it meanwhile.
 _EXPORTS = {
     "automicro.batch.layout": "num_rows split_batch",

@@ -158,7 +158,7 @@ def _captured(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
 
 def refuse_cuda_graphs(modules: Iterable[nn.Module], *, sizes_change: bool) -> None:
-    """Refuse modules that somebody compiled to CUDA graphs, where sizes may change.
+    """Refuse modules compiled to CUDA graphs, where sizes may change.
 
     Args:
         modules: the model, then further modules that take part.

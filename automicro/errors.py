@@ -38,7 +38,7 @@
 Misuse that needs no name of its own is a plain ``ValueError`` or ``TypeError``. Errors that are
 not automicro's (a bug in the model, Ctrl-C) pass through unchanged, with the state as it was
 before the step. Their texts are quoted by `text_of` and `describe_error`, and notes are added by
-`add_note`, which work whatever the class of somebody else's error does. Notes are for people: what
+`add_note`, which work for errors of any class. Notes are for people: what
 automicro itself has to know of an exception, such as that the other ranks were told of it, is set
 by `remember` and read by `facts_of`.
 """
@@ -169,7 +169,7 @@ class Bystander:
 
 @dataclass(frozen=True, kw_only=True)
 class _Facts:
-    """What automicro knows of an exception, whoever's class it is."""
+    """What automicro knows of an exception, of any class."""
 
     is_told: bool = False
     stopped: Stopped | None = None
@@ -259,7 +259,7 @@ class RankError(AutomicroError, RuntimeError):
 
 
 class PeerStoppedError(RankError):
-    """Another rank ended the attempt. All ranks roll back; it reaches nobody outside a step.
+    """Another rank ended the attempt. All ranks roll back; it is raised inside steps only.
 
     Attributes:
         culprit: the lowest rank that did, where it is known.
@@ -368,7 +368,7 @@ _PACKAGE = Path(__file__).parent
 def warn(message: str, category: type[Warning]) -> None:
     """Warn at the line that called into automicro.
 
-    ``warnings.warn`` shows one text once per line of code in a process. Whoever calls this keeps
+    ``warnings.warn`` shows one text once per line of code in a process. The caller keeps
     count for an object of its own, so a second object with the same trouble is heard too.
 
     Args:

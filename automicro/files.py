@@ -32,7 +32,7 @@ def sync(descriptor: int) -> None:
 
 
 def replace(old: Path, new: Path) -> None:
-    """Rename, in one step that nobody can see half done."""
+    """Rename, in one step, never seen half done."""
     os.replace(old, new)
 
 
@@ -76,7 +76,7 @@ def write_whole(
     mode: int | None = None,
     lasts: bool = False,
 ) -> None:
-    """Write a file in one step: whoever reads meanwhile sees the old one or the new one, whole.
+    """Write a file in one step: readers see the old one or the new one, whole.
 
     Args:
         path: of the file, in a folder that exists.

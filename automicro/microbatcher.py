@@ -479,7 +479,7 @@ class Microbatcher:
         return self._without_gradients(batch, None, True, predicts=True).outputs
 
     def remove_parts(self) -> None:
-        """Let the parts that `Nested` named run in one piece again, for whoever has the model.
+        """Let the parts that `Nested` named run in one piece again, for later users of the model.
 
         Example:
             >>> from automicro.features import Nested

@@ -25,7 +25,7 @@ def is_sharded(tensor: object) -> bool:
     >>> is_sharded(torch.ones(2))
     False
     """
-    # Where nobody imported it there is none; importing it takes half a second.
+    # If it was not imported there is none; importing it takes half a second.
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

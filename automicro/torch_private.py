@@ -354,7 +354,7 @@ def all_hooks(leaves: Sequence[Tensor]) -> list[Hooks | None]:
 
 
 def with_hooks(leaves: Iterable[Tensor]) -> list[Tensor]:
-    """Those of many tensors that somebody registered a hook on for their gradient.
+    """Those of many tensors that have a hook on their gradient.
 
     >>> with_hooks([nn.Parameter(torch.ones(2))])
     []
@@ -557,7 +557,7 @@ def is_in_checkpoint() -> bool:
 
 @contextlib.contextmanager
 def saving(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Let another tensor be saved for the backward in the place of each, whoever's hooks take it.
+    """Let another tensor be saved for the backward in the place of each, for all hooks.
 
     >>> seen = []
     >>> with saving(lambda tensor: seen.append(tensor) or tensor):
@@ -913,7 +913,7 @@ def call_of(module: nn.Module) -> str:
 def compiler_is_loaded() -> bool:
     """Tell whether something in this process could have been compiled by now.
 
-    Whoever compiles has loaded torch's compiler; so have others, an optimizer for one.
+    Code that compiles has loaded torch's compiler; so have others, an optimizer for one.
 
     >>> isinstance(compiler_is_loaded(), bool)
     True
@@ -993,7 +993,7 @@ def forward_of_class(module: nn.Module) -> Callable[..., Any] | None:
 def compile_in_place(module: nn.Module, **keywords: Any) -> None:
     """Compile a module as ``module.compile`` does, also one whose ``forward`` is torch's own.
 
-    The compiler skips functions that stand in torch's files until one of somebody else's calls
+    The compiler skips functions that stand in torch's files until a function elsewhere calls
     them, so that ``nn.Sequential(…).compile()`` runs uncompiled for ever, without a word.
     """
     if getattr(forward_of_class(module), "__module__", "").split(".")[0] != "torch":

@@ -79,7 +79,7 @@ def default_tcp_store() -> TCPStore | None:
 def before_collectives(ask: Callable[[str, Mapping[str, Any]], None]) -> None:
     """From now on, call something before each collective that this process runs.
 
-    Whoever runs it: Python, C++, compiled code. All of torch's come down to operations of c10d,
+    From anywhere: Python, C++, compiled code. All of torch's come down to operations of c10d,
     and a kernel that torch asks before it chooses a device is put in front of them. Symmetric
     memory alone goes past it.
 
@@ -312,7 +312,7 @@ def is_in_fsdp1(module: object) -> bool:
 
 
 def _is_of_fsdp(module: object, name: str) -> bool:
-    # Where nobody imported it there is none; importing it takes seconds.
+    # If it was not imported there is none; importing it takes seconds.
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, getattr(fsdp, name))
 
@@ -412,7 +412,7 @@ def whole_numel(module: "FSDPModule") -> int:
 
 
 def holds_back(module: "FSDPModule") -> bool:
-    """Whether a module has gradients that nobody has reduced over all ranks."""
+    """Whether a module has gradients that are not reduced over all ranks."""
     return any(
         group._partial_reduce_output is not None
         or any(gradient is not None for gradient in map(_whole_gradient, group.fsdp_params))

@@ -28,7 +28,7 @@ _WORDS = {
     Unit.BATCHES: ("b", "batch", "batches", "it", "iters", "iterations", "step", "steps"),
     Unit.SAMPLES: ("s", "sample", "samples", "row", "rows"),
     Unit.TOKENS: ("t", "token", "tokens", "toks"),
-    Unit.SECONDS: (),  # of data or of the clock: nobody can tell what was meant
+    Unit.SECONDS: (),  # of data or of the clock: ambiguous
 }
 
 # Of data, such as speech: how long a run may take is max_time.

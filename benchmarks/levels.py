@@ -131,10 +131,10 @@ class Runner:
         self._model = copy.deepcopy(job.make())
         when: dict[str, Any] = {} if level is not None else {"when_too_large": "auto"}
         self._microbatcher = Microbatcher(
-            self._model, memory_limit=job.limit, **with_features(when), **with_features(job.options)
+            self._model, memory_limit=job.limit, **with_features({**when, **job.options})
         )
         self._level = level
-        if level is not None and not level.is_plain:
+        if level is not None and level.savers:
             # The level of another copy of the model stands for its blocks.
             name = [each.name for each in level.savers]
             self._level = make_levels(name, [self._model], torch.device("cpu"))[-1]
@@ -146,7 +146,7 @@ class Runner:
         """Seconds of one step."""
         self._model.zero_grad()
         began = time.perf_counter()
-        if self._level is None or self._level.is_plain:
+        if self._level is None or not self._level.savers:
             self.result = self._microbatcher.backward(self._job.batch)
         else:
             with self._level.applied():

@@ -332,3 +332,15 @@ def test_contributing_names_what_is_there() -> None:
     paths = [path for path in re.findall(r"`([\w/]+\.(?:py|md|yaml))`", text) if "/" in path]
     gone = [path for path in paths if not any((base / path).exists() for base in (ROOT, PACKAGE))]
     assert (len(paths) > 8, gone) == (True, [])
+
+
+def test_prose_says_who_does_what() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    vague = re.compile(r"\b(whoever|nobody|somebody|so-manieth)\b", re.IGNORECASE)
+    found = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in (*MODULES.values(), *pages)
+        for line in path.read_text("utf-8").splitlines()
+        if vague.search(line)
+    ]
+    assert not found, "\n".join(found)

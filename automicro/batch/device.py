@@ -95,7 +95,7 @@ def on_device(microbatches: Sequence[Any], device: torch.device, *, isolate: boo
             yield current
             del current
     finally:
-        late.join()  # whoever has this memory next waits for a copy that nobody wants any more
+        late.join()  # the next user of this memory waits for a copy that is not wanted any more
 
 
 def _is_pinned(microbatches: Sequence[Any], device: torch.device) -> bool:

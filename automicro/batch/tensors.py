@@ -71,7 +71,7 @@ def replace_tensors(batch: Any, others: Mapping[int, torch.Tensor]) -> Any:
 
 
 def _copy_array(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-    """A copy that can be written to, of the same class; what nobody can write to is not copied.
+    """A copy that can be written to, of the same class; what cannot be written to is not copied.
 
     >>> _copy_array(np.arange(2)).tolist()
     [0, 1]

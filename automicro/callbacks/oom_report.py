@@ -302,7 +302,7 @@ def _held(kind: str, owner: str, num_bytes: int, sizes: Sequence[int] = (0,)) ->
 
 
 def _device_memory(device: torch.device) -> dict[str, int] | None:
-    """Of the whole device, so that what others hold shows; None where nobody says."""
+    """Of the whole device, so that what others hold shows; None if unknown."""
     if device.type == "cpu":
         return None
     try:

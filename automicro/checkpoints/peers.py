@@ -130,7 +130,7 @@ def decide_together(
     try:
         part = work()
     except RankError:
-        raise  # there is nobody left to tell
+        raise  # no rank is left to tell
     except BaseException as error:
         failure, part = error, _Trouble.of(error, peers.rank)
     parts = peers.gather(part)
@@ -182,7 +182,7 @@ class _Trouble:
             return DamagedCheckpointError(self.text)
         if self.kind == _REFUSAL:
             return CheckpointError(self.text)
-        # No RankError: all ranks fail here, so whoever tells the others of an error finds them.
+        # No RankError: all ranks fail here, so a rank that tells the others of an error finds them.
         return CheckpointError(
             f"{self.text}\nAll ranks stop because of it; mend the cause on that rank, whose log "
             "has the traceback"

@@ -198,7 +198,7 @@ class _Background:
         try:
             work()
         except BaseException as error:
-            # Whoever asks gets it. It is logged for a process that ends without asking.
+            # A caller that asks gets it. It is logged for a process that ends without asking.
             logger.error("saving in the background failed: %s", text_of(error))
             self._error = error
 

@@ -1,6 +1,6 @@
 """Tensors on the disk, by ``torch.distributed.checkpoint``, read back without running anything.
 
-The format's own table of contents, ``.metadata``, is a pickle: whoever reads it runs what it says.
+The format's own table of contents, ``.metadata``, is a pickle: reading it runs what it says.
 It is written, so that other tools can read the folder, and never read here. ``tensors.json`` says
 the same as plain text. The tensors themselves are read with ``weights_only=True``.
 

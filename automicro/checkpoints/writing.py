@@ -122,7 +122,7 @@ def _runs(number: int) -> bool:
         os.kill(number, 0)
     except ProcessLookupError:
         return False
-    except (OSError, OverflowError):  # It belongs to somebody else.
+    except (OSError, OverflowError):  # It belongs to another user.
         return True
     return True
 

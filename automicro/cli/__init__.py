@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     0
     """
     try:
-        # Imports may take long on a cold disk: whoever presses Ctrl-C meanwhile wants no traceback.
+        # Imports may take long on a cold disk: Ctrl-C meanwhile prints no traceback.
         from automicro.cli.command_line import main as run
 
         return run(argv)

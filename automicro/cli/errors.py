@@ -35,14 +35,14 @@ OUR_NOTE = "automicro: "
 _SHORT = 300  # letters
 DEBUG_HINT = "(--debug shows the traceback)"
 PACKAGE = Path(__file__).parent.parent
-# Models and data to try things with: nobody mends a bug there by reporting it.
+# Models and data to try things with: reporting a bug there mends nothing.
 DEMO = PACKAGE / "demo"
 STANDARD_LIBRARY = Path(os.__file__).parent
 INSTALLED = ("site-packages", "dist-packages")
 # Torch calls back into automicro with every operation: what is below is torch again.
 BELOW_TORCH = ("__torch_dispatch__", "__torch_function__")
 PRIVATE_OF_TORCH = f"torch{os.sep}_"
-# Nobody but who wrote the line can have meant these.
+# Only the author of the line can have meant these.
 SLIPS = (AssertionError, AttributeError, KeyError, NameError)
 # A worker process of a DataLoader sends its traceback as text.
 WORKER_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
@@ -125,7 +125,7 @@ def is_sigterm(error: BaseException) -> bool:
 
 
 def is_closed_pipe(error: BaseException) -> bool:
-    """Tell whether nobody reads stdout any more, as behind ``| head``.
+    """Tell whether stdout is no longer read, as behind ``| head``.
 
     >>> is_closed_pipe(BrokenPipeError())  # of something else
     False
@@ -176,7 +176,7 @@ def _is_told_as_one_of_many(error: BaseException, text: str, *, debug: bool) -> 
     ):
         return False  # the first rank tells all of what the run was asked to end by
     if isinstance(error, PeerLostError):
-        # Whoever is left has it to say: nobody knows who that will be.
+        # Any rank that is left says it.
         complain("; ".join(line.strip() for line in text.splitlines()))
         return True
     if facts_of(error).stopped is not None and not place.is_first:
@@ -314,7 +314,7 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def is_bug_of_ours(error: BaseException) -> bool:
-    """Tell whether an error looks like a slip in a line of automicro, and nobody else's.
+    """Tell whether an error looks like a slip in a line of automicro alone.
 
     >>> is_bug_of_ours(NameError("not raised at all"))
     False

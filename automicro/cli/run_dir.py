@@ -107,7 +107,7 @@ def _refuse_another_run(folder: Path, config: Mapping[str, Any], *, goes_on: boo
     path = folder / CONFIG
     if path.exists():
         changes = _changes(read_file(path)[0], config)
-        # One that failed before it left anything else is in nobody's way.
+        # One that failed before it left anything else is in no one's way.
         if changes and not all(map(_is_in_nobodys_way, folder.iterdir())):
             saved = folder / "checkpoints"
             go_on = f"; with checkpoint.resume={saved} there, it goes on" * saved.is_dir()

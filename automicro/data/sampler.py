@@ -35,7 +35,7 @@ UNITS = ("seconds", "tokens")
 
 @dataclass(frozen=True, kw_only=True)
 class AverageBatch:
-    """What a batch of one device holds on average; None for what nobody knows.
+    """What a batch of one device holds on average; None for what is unknown.
 
     >>> AverageBatch(rows=32.0, seconds=400.0).tokens is None
     True

@@ -1,4 +1,4 @@
-"""The events of a run, as the methods of whoever listens to them."""
+"""The events of a run, as the methods of a listener."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -180,7 +180,7 @@ EVENTS = (
 class Callbacks:
     """Several callbacks, told one after the other in the order in which they were given.
 
-    Only methods that are overridden are called, so that an event nobody listens to costs nothing.
+    Only methods that are overridden are called, so that an event without a listener costs nothing.
 
     Args:
         callbacks: each a `Callback`.
@@ -316,14 +316,14 @@ def _explain_shortage(error: BaseException) -> None:
     if is_out_of_memory(error):
         add_note(
             error,
-            "automicro: what a callback does outside of a step is not tried again, for nobody "
-            "knows how far it came; let it need less of the device, or go through "
+            "automicro: what a callback does outside of a step is not tried again, because how "
+            "far it came is not known; let it need less of the device, or go through "
             "run.microbatcher(), which finds a size that fits",
         )
 
 
 def _refuse_foreign_events(callback: Callback) -> None:
-    """Refuse methods named as other trainers name their events, which nobody would call.
+    """Refuse methods named as other trainers name their events, which are never called.
 
     Raises:
         ValueError: there are such.

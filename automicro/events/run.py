@@ -108,7 +108,7 @@ class LoopState:
         most_loaded: what the data loader gave for that one.
         num_smaller: optimization batches of fewer rows, such as the last of an epoch.
         tokens: of these rows; None where they cannot be counted.
-        data_seconds: of these rows, such as those of speech; None where nobody counts them.
+        data_seconds: of these rows, such as those of speech; None if they are not counted.
         skipped: batches after which the optimizer did not step, because of a loss or gradients
             that were not finite.
         loss: of the latest batch; None before the first.
@@ -214,7 +214,7 @@ class GlobalBatch:
         most_loaded: what a device loaded for that one.
         num_batches: optimization batches in all.
         num_smaller: those of fewer rows, such as the last one of an epoch.
-        tokens_per_device: as ``rows_per_device``; None where nobody knows.
+        tokens_per_device: as ``rows_per_device``; None if unknown.
         seconds_per_device: the same of data, such as speech.
 
     >>> state = LoopState()
@@ -366,7 +366,7 @@ class ExpectedValues:
         return found
 
     def gives(self, name: str) -> bool | None:
-        """Whether there will be a value of a name: None where nobody knows yet.
+        """Whether there will be a value of a name: None while unknown.
 
         Args:
             name: under which it would be logged. What callbacks log is not known.
@@ -496,7 +496,7 @@ class Run:
 
     @property
     def stop_reason(self) -> str | None:
-        """Why training ends after this batch; None while nobody asked for it."""
+        """Why training ends after this batch; None while it was not asked for."""
         return self._stop_reason
 
     def microbatcher(self, **options: Any) -> Microbatcher:

@@ -1,5 +1,5 @@
 """automicro inside the trainers that people already use, one module for each.
 
 `automicro.integrations.transformers`, `.lightning`, `.accelerate` and `.keras` import their host,
-and are imported by whoever has it. See docs/integrations.
+and are imported where it is installed. See docs/integrations.
 """

@@ -101,7 +101,7 @@ def microbatcher(
     if step.ranks.world_size != accelerator.num_processes:
         raise ValueError(
             f"the accelerator has {accelerator.num_processes} processes, and the model is wrapped "
-            f"for {step.ranks.world_size}, so nobody would average its gradients; let "
+            f"for {step.ranks.world_size}, so its gradients would not be averaged; let "
             "accelerator.prepare(model, optimizer) wrap it for training"
         )
     return step

@@ -501,7 +501,7 @@ class Recorded:
 
     @contextlib.contextmanager
     def hearing(self, rows: int, counts: Mapping[str, float] | None = None) -> Iterator[None]:
-        """Around the step of an extra pass, of which nobody is told."""
+        """Around the step of an extra pass, which is not reported."""
         self._heard, self._heard_rows = {}, rows
         self._times.clear()
         self._counts.append(counts or {})

@@ -123,19 +123,19 @@ def refuse(model: Any) -> None:
         why = "it has no loss and no optimizer yet; call model.compile(…) before"
     elif own:
         why = (
-            f"it has a {own[0]} of its own, of which nobody knows where its backward is; override "
+            f"it has a {own[0]} of its own, whose backward cannot be found; override "
             "compute_loss and compute_metrics in its place, or use automicro.Microbatcher"
         )
     elif model.jit_compile:
         why = (
-            "jit_compile=True makes one program of forward, backward and step, which nobody can "
-            "stop between them; compile with jit_compile=False"
+            "jit_compile=True makes one program of forward, backward and step, which cannot be "
+            "stopped between them; compile with jit_compile=False"
         )
     elif model.steps_per_execution > 1:
         why = "steps_per_execution makes one step of several; leave it at 1"
     elif keras.distribution.distribution() is not None:
         why = (
-            "keras.distribution.set_distribution is on, and nobody knows what it does to gradients "
+            "keras.distribution.set_distribution is on, and its effect on gradients is unknown "
             "on torch; start a process for each device in its place, with an optimizer whose "
             "apply() averages gradients over ranks, or use automicro.Microbatcher with "
             "DistributedDataParallel in a loop of your own"
@@ -294,7 +294,7 @@ class Enabled:
         if self._average == "auto" and any(each is not None for each in made.masks):
             raise LossError(
                 "the outputs have a mask (mask_zero=True or a Masking layer), so the loss is "
-                "divided by how many steps are not masked, which nobody knows before the forward; "
+                "divided by how many steps are not masked, which is not known before the forward; "
                 "say it with enable(model, loss_average=lambda data: …), which gets (x, y, "
                 "sample_weight), such as lambda data: (data[0] != 0).sum()"
             )
@@ -531,5 +531,5 @@ def metrics_of(model: Any) -> list[Any]:
 
 
 def _is_own(metric: Any) -> bool:
-    """Whether somebody else than Keras wrote a metric, which may count in attributes."""
+    """Whether other code than Keras wrote a metric, which may count in attributes."""
     return type(metric).__module__.partition(".")[0] != "keras"

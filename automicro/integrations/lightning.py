@@ -800,7 +800,7 @@ def _is_told_a_number(given: Sequence[Any], named: Mapping[str, Any]) -> bool:
 
 
 def _is_metric(module: nn.Module) -> bool:
-    torchmetrics = sys.modules.get("torchmetrics")  # whoever made one has imported it
+    torchmetrics = sys.modules.get("torchmetrics")  # code that made one has imported it
     kinds = () if torchmetrics is None else (torchmetrics.Metric, torchmetrics.MetricCollection)
     return isinstance(module, kinds)
 
@@ -846,7 +846,7 @@ def _same(value: Any) -> Any:
 
 
 def _is_own(owner: Any, hook: str) -> bool:
-    """Whether somebody else than the host wrote a hook."""
+    """Whether other code than the host wrote a hook."""
     found = getattr(owner, hook, None)
     package = str(getattr(found, "__module__", "")).partition(".")[0]
     return found is not None and package not in _PACKAGES
@@ -903,8 +903,8 @@ def _refuse(owner: AutoMicrobatch, trainer: "Trainer", module: "LightningModule"
         step = getattr(module, name, None)
         if callable(step) and "dataloader_iter" in inspect.signature(step).parameters:
             raise ValueError(
-                f"AutoMicrobatch: {name}(dataloader_iter) takes its batches itself, so nobody can "
-                f"cut them; let it be {name}(batch, batch_idx)"
+                f"AutoMicrobatch: {name}(dataloader_iter) takes its batches itself, so they cannot "
+                f"be cut; let it be {name}(batch, batch_idx)"
             )
 
 

@@ -497,12 +497,12 @@ class Enabled:
     def _ask_of_evaluation(self, model: nn.Module, batch: Any) -> None:
         """Refuse before the first step what the first evaluation would refuse, hours later.
 
-        A loss of a subclass's own may be a sum while it trains, and a mean that nobody knows of
+        A loss of a subclass's own may be a sum while it trains, and a mean of an unknown kind
         what is evaluated; and of one that trains on whole batches, nothing was asked. A few rows
         of training data are evaluated, and leave no trace.
 
         Raises:
-            LossAverageError: it is a mean over something else than rows, and nobody said so.
+            LossAverageError: it is a mean over something else than rows, and this was not declared.
             ValueError: it is divided by the number of items in part.
         """
         trainer, options = self._trainer, self._options
@@ -568,7 +568,7 @@ class Enabled:
 
     @contextlib.contextmanager
     def _noting(self, flat: Any, microbatch: Any) -> Iterator[None]:
-        """Around the step of a microbatch, or of an extra pass, of which nobody is told."""
+        """Around the step of a microbatch, or of an extra pass, which is not reported."""
         recorded, trainer = self._recorded, self._trainer
         rows, counts = self._layout.num_rows(microbatch), _tokens_of(trainer, flat)
         if is_extra_pass():
@@ -800,7 +800,7 @@ class Enabled:
         trainer, inner = self._trainer, self._inner(model)
         is_own = trainer.compute_loss_func is not None or _is_own(trainer, "compute_loss")
         if declared is None and is_own:
-            return "auto"  # nobody knows, so a few rows are looked at
+            return "auto"  # unknown, so a few rows are checked
         if trainer.label_smoother is not None:
             names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
             average: Any = Tokens(targets_in, shift=int(type(inner).__name__ in names))
@@ -964,7 +964,7 @@ def _label_tokens(targets: Tensor) -> float:
 
 def _tokens_of(trainer: Any, flat: Any) -> dict[str, float]:
     """How many tokens each of TRL's numbers that is a mean over tokens is one over, by its name."""
-    # Elsewhere nobody asks, and counting would wait for the device.
+    # Elsewhere it is not asked for, and counting would wait for the device.
     if not (hasattr(trainer, "_metrics") and isinstance(flat, Mapping)):
         return {}
     if "completion_mask" in flat:
@@ -992,7 +992,7 @@ def _padded(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 class _HeldBack(Tensor):
-    """Stands for a gradient where there is none yet: whoever looks at it is told."""
+    """Stands for a gradient where there is none yet: code that looks at it is told."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -232,7 +232,7 @@ def _consequence(what: str) -> str:
 
 
 def _name_of(logger: object) -> str:
-    # The default of object says an address, which helps nobody.
+    # The default of object says an address, which helps no reader.
     has_own = type(logger).__repr__ is not object.__repr__
     return repr(logger) if has_own else type(logger).__name__
 

@@ -126,7 +126,7 @@ def _counts_one_by_one(device: torch.device, module: Any) -> AllocatorCounts:
 
 
 def allocated_bytes(device: torch.device | str) -> int | None:
-    """Return what live tensors on a device hold now, or None where nobody counts.
+    """Return what live tensors on a device hold now, or None if not counted.
 
     >>> allocated_bytes("cpu") is None
     True
@@ -139,7 +139,7 @@ _earlier_laps: dict[torch.device, int] = {}
 
 
 def peak_bytes(device: torch.device | str) -> int | None:
-    """Return the most that live tensors held since `reset_peak`, or None where nobody counts.
+    """Return the most that live tensors held since `reset_peak`, or None if not counted.
 
     >>> with MemoryBudget(None):
     ...     x = torch.zeros(1024)
@@ -155,7 +155,7 @@ def peak_bytes(device: torch.device | str) -> int | None:
 
 
 def reset_peak(device: torch.device | str) -> None:
-    """Measure the peak of a device from now on. No-op where nobody counts.
+    """Measure the peak of a device from now on. No-op where bytes are not counted.
 
     >>> reset_peak("cpu")
     """
@@ -198,7 +198,7 @@ def begin_lap(device: torch.device | str) -> AllocatorCounts:
 
 
 def capacity_bytes(device: torch.device | str) -> int | None:
-    """Return what this process could hold on a device now, or None where nobody knows.
+    """Return what this process could hold on a device now, or None if unknown.
 
     On CUDA: what is free, and what torch's allocator holds already, within the process's share.
 
@@ -219,7 +219,7 @@ def capacity_bytes(device: torch.device | str) -> int | None:
 
 
 def total_bytes(device: torch.device | str) -> int | None:
-    """Return what a device has in all, or None where nobody knows.
+    """Return what a device has in all, or None if unknown.
 
     >>> total_bytes("cpu") is None
     True
@@ -239,7 +239,7 @@ def device_identity(device: torch.device | str) -> str | None:
 
 
 def usable_bytes(device: torch.device | str) -> int | None:
-    """Return what this process may use of a device in all, or None where nobody knows.
+    """Return what this process may use of a device in all, or None if unknown.
 
     >>> usable_bytes("cpu") is None
     True
@@ -327,7 +327,7 @@ def limit_bytes(limit: str | int | float, device: torch.device | str) -> int:
 
     Raises:
         TypeError: ``limit`` is neither text nor a number.
-        ValueError: it cannot be read, or is a share of a device whose memory nobody knows.
+        ValueError: it cannot be read, or is a share of a device of unknown memory.
 
     >>> limit_bytes("1MiB", "cpu")
     1048576

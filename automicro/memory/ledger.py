@@ -290,7 +290,7 @@ class CountingMode(OperationMode):
         """Return the bytes that changes ask for, if they do not fit; else 0."""
         if self.limit_bytes is None or self.ledger.allocated_bytes <= self.limit_bytes:
             return 0
-        # Whoever only gives memory back is not refused, however full the device is.
+        # Giving memory back is not refused, however full the device is.
         return max(sum(entry.counted_bytes - before for entry, before in changes), 0)
 
     def _refusal(self, wanted_bytes: int, used_bytes: int) -> torch.OutOfMemoryError:

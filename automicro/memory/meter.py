@@ -100,7 +100,7 @@ class Meter:
             at every attempt then, and not once a second.
 
     Attributes:
-        is_repeatable: as given; nobody may then decide by seconds.
+        is_repeatable: as given; seconds then decide nothing.
 
     >>> from automicro import MemoryBudget
     >>> meter = Meter([torch.device("cpu")])
@@ -203,7 +203,7 @@ def _peak_of_first(
 
 
 def _share(peak: int | None, resident: int | None, capacity: int | None) -> float:
-    """Of what was left on a device, what an attempt took; 0 where nobody knows."""
+    """Of what was left on a device, what an attempt took; 0 if unknown."""
     if peak is None or resident is None or capacity is None or capacity <= resident:
         return 0.0
     return (peak - resident) / (capacity - resident)

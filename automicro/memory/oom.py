@@ -458,7 +458,7 @@ def _classify_one(exception: BaseException, seen: set[int]) -> Failure | None:
 
 
 def _is_full() -> bool:
-    """Whether the current device has no memory left; False where nobody knows."""
+    """Whether the current device has no memory left; False if unknown."""
     try:
         free_bytes, total_bytes = torch.accelerator.get_memory_info()
     except (AttributeError, NotImplementedError, RuntimeError):

@@ -195,7 +195,7 @@ class _WritingLedger(StorageLedger):
         self.deltas.append(delta)
 
     def give(self, tensor: Tensor, owner: Owner) -> None:
-        """A tensor turned out to be somebody else's."""
+        """A tensor turned out to have another owner."""
         with contextlib.suppress(NotImplementedError):
             number = self._number_of.get(id(tensor.untyped_storage()))
             if number is not None:

@@ -288,7 +288,7 @@ class Stages:
                 continue
             others = [user.name for user in written.users if user is not node]
             if others or written.op not in _CALLS:
-                readers = ", ".join(others) or "whoever gave it"
+                readers = ", ".join(others) or "the code that gave it"
                 self.refuse(f"{node.name} writes into {written.name}, which {readers} reads, too")
             self._writes[node] = written
 

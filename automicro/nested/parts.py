@@ -446,7 +446,7 @@ def _put_back(module: Any, forward: Any) -> None:
 
 
 class MissingLogitsError(UnsplittableModelError, AttributeError):
-    """Whoever asks for an attribute of logits that are not there gets this."""
+    """Raised for an attribute of logits that are not there."""
 
 
 class MissingLogits:

@@ -364,7 +364,7 @@ class OptimizerReservation:
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self.unknown: str | None = None
         if optimizer is not None and not calls_step_hooks(optimizer):
-            # Nobody would say when to give the memory back.
+            # No event says when to give the memory back.
             self.unknown = "its step calls no hooks"
             _say_unknown(optimizer, self.unknown)
             optimizer = None

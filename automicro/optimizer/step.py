@@ -157,7 +157,7 @@ class GradientScaler:
         """After the step: halve the scale if a gradient overflowed, double it if long none did.
 
         Raises:
-            OptimizerStepError: memory ran out, and nobody knows whether the scale has changed.
+            OptimizerStepError: memory ran out, and the scale may have changed.
         """
         if not self._unscaled:
             return

@@ -179,7 +179,7 @@ class Policy(abc.ABC):
 
         Args:
             num_rows: of the batch.
-            cost: of one row (elements, tokens); None where nobody knows.
+            cost: of one row (elements, tokens); None if unknown.
         """
 
     def record(self, outcome: Outcome) -> None:  # noqa: B027
@@ -190,7 +190,7 @@ class Policy(abc.ABC):
 
         Args:
             num_rows: of the batch.
-            cost: of its costliest row; None where nobody knows.
+            cost: of its costliest row; None if unknown.
         """
         return 0
 
@@ -198,7 +198,7 @@ class Policy(abc.ABC):
         """Go one level up, because nothing smaller is left; return whether there is one.
 
         Args:
-            cost: of the costliest row of the batch that did not fit; None where nobody knows.
+            cost: of the costliest row of the batch that did not fit; None if unknown.
         """
         return False
 
@@ -207,7 +207,7 @@ class Policy(abc.ABC):
 
         Args:
             rows: of a microbatch.
-            cost: of one row; None where nobody knows.
+            cost: of one row; None if unknown.
             level: at which it was found.
         """
         return False
@@ -275,7 +275,7 @@ def require_rows(num_rows: int) -> None:
 
 
 def require_cost(cost: float | None) -> float:
-    """Return the cost of a row; where nobody told, every row costs the same.
+    """Return the cost of a row; if none is given, every row costs the same.
 
     Raises:
         ValueError: if it is not a positive, finite number.
@@ -365,7 +365,7 @@ class Fixed(Policy):
         return num_rows if self._microbatch_size is None else min(self._microbatch_size, num_rows)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the size, for whoever reads the state.
+        """Return the size, for people who read the state.
 
         It is a setting and nothing learned: a run that is resumed with another one means it.
         """

@@ -285,7 +285,7 @@ class CoordinatedRanks:
         self._leave()
         self._strayed = None
         if isinstance(failure, RankError) and not isinstance(failure, PeerStoppedError):
-            return Status.FATAL  # there is nobody left to vote with
+            return Status.FATAL  # no rank is left to vote with
         is_first_to_know = self._votes.stopped is None
         if is_first_to_know:
             if self._votes.messages.are_under_way and status is not Status.FATAL:
@@ -436,7 +436,7 @@ def _exchange_words(word: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> l
 
 
 def _say_failed(reason: str) -> None:
-    """Say that this rank will not come to the next exchange of words, and why; wait for nobody."""
+    """Say that this rank will not come to the next exchange of words, and why, without waiting."""
     _meeting().set(_FAILED, _plain(f"rank {dist.get_rank()}: {reason}"))
 
 

@@ -121,7 +121,7 @@ def failed(status: Status, rank: int, *, highs: Sequence[float] = ()) -> Ballot:
 
 
 def padded_highs(values: Sequence[float]) -> tuple[float, ...]:
-    """Values in the slots of a ballot; what nobody told is infinitely low.
+    """Values in the slots of a ballot; an empty slot is infinitely low.
 
     >>> padded_highs([3.0])[:2]
     (3.0, -inf)

@@ -43,7 +43,7 @@ class Liveness:
     with it.
 
     Time counts only while this process runs and the store answers: one that was stopped itself,
-    or cut off for a while, does not blame others for it. So nobody is accused whose beats reach
+    or cut off for a while, does not blame others for it. So no rank is accused whose beats reach
     the store within `timeout_seconds` of each other, however the watching rank is held up; and one
     that gives none any more is found two intervals after that, by a rank that is not held up.
 
@@ -264,7 +264,7 @@ class Watch(Protocol):
 
 
 class NoWatch:
-    """Where nobody watches."""
+    """Without a watch."""
 
     def loss(self, *, fresh: bool = False) -> str | None:
         return None
@@ -372,7 +372,7 @@ class _Heartbeat:
                 logger.debug("no sign of life could be given: %s", error)
             self._hurry.wait(self._interval_seconds)
             self._hurry.clear()
-        with contextlib.suppress(Exception):  # nobody is left to read it
+        with contextlib.suppress(Exception):  # no reader is left
             if self._store is not None:
                 self._store.set(_beat_key(self._rank), ENDED)
                 self._store.get(_beat_key(self._rank))
@@ -392,7 +392,7 @@ class _Heartbeat:
             self._learn(told.decode() or self._accuse(store, lost))
 
     def _accuse(self, store: Store, lost: list[int]) -> str:
-        """Tell all who is lost, unless somebody was faster; what was told."""
+        """Tell all who is lost, unless another rank was faster; what was said."""
         hosts = dict.fromkeys(host.decode() for host in store.multi_get(list(map(_host_key, lost))))
         numbers = ",".join(map(str, lost))
         said = f"{numbers} {self._rank} {', '.join(hosts)}"
@@ -454,7 +454,7 @@ class _Heartbeat:
         # Time to leave by the next vote.
         self._ends.wait(FREE_AFTER_SECONDS)
         count = _shut_connections(except_port=self._address.port)
-        logger.debug("shut %d connections, so that nobody waits for lost ranks", count)
+        logger.debug("shut %d connections, so that no rank waits for lost ones", count)
         end = time.monotonic() + END_AFTER_SECONDS
         while time.monotonic() < end:
             if self._ends.is_set() or self._was_told.wait(self._interval_seconds):
@@ -495,7 +495,7 @@ _begun: _Begun | None = None
 def watch_peers(exchange: Exchange) -> Watch:
     """The watch of this process group, which begins with the first call. All ranks call it.
 
-    Rank 0's ``AUTOMICRO_PEER_TIMEOUT`` counts for all. Nobody watches a single process, or where
+    Rank 0's ``AUTOMICRO_PEER_TIMEOUT`` counts for all. A single process is not watched, or where
     the processes met in something else than a TCPStore.
 
     Args:
@@ -520,7 +520,7 @@ def watch_peers(exchange: Exchange) -> Watch:
 
 
 def _timeout_from_environment() -> float:
-    """Seconds without a sign of life, after which a rank is lost; 0 where nobody is to watch.
+    """Seconds without a sign of life, after which a rank is lost; 0 for no watch.
 
     >>> _timeout_from_environment()
     60.0

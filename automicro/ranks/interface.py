@@ -61,7 +61,7 @@ class Sync(enum.IntEnum):
 
 
 class StrayedError(Exception):
-    """A model is about to run other collectives than before. It reaches nobody outside a step."""
+    """A model is about to run other collectives than before. It is raised inside steps only."""
 
 
 class HeldBackError(StrayedError):
@@ -81,7 +81,7 @@ class Proposal:
         max_extent: what sizes are shares of, of the largest of them: its rows, or what they cost as
             one slice; ``num_rows`` unless given.
         cost: of one row, None where it is not known.
-        wants_to_stop: whether somebody asked this rank to end the run.
+        wants_to_stop: whether this rank was asked to end the run.
         training: whether gradients will be computed.
         lacks_rows: whether this rank has no rows and has never had any, not even for fillers.
         sync: how late its wrappers may reduce gradients.
@@ -116,7 +116,7 @@ class Agreement:
         num_rows: of all batches.
         denominators: summed over ranks.
         num_batches: the most that count as one on a rank.
-        cost: the highest of a row, None where nobody knows one.
+        cost: the highest of a row, None if none is known.
         stops: whether any rank wants to end the run.
         donor: the lowest rank that has rows, where another lacks any to run fillers on; else None.
         level: the highest that a rank proposed.
@@ -172,7 +172,7 @@ class Ranks(Protocol):
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is nobody to agree with, and nothing to guard."""
+        """Whether there is no other rank, and nothing to guard."""
 
     @property
     def copies(self) -> int:
@@ -197,7 +197,7 @@ class Ranks(Protocol):
 
     @property
     def told(self) -> Sequence[float]:
-        """The highs of the vote that ended the last attempt; empty where nobody told any."""
+        """The highs of the vote that ended the last attempt; empty if none were exchanged."""
 
     def settle(self, parameters: Sequence[Tensor] = ()) -> None:
         """Put wrappers into the state that they have between steps, a user's forward behind.
@@ -343,10 +343,10 @@ class OneRank:
         return status
 
     def fail(self, failure: BaseException) -> None:
-        """There is nobody to tell."""
+        """There is no other rank to tell."""
 
     def ready(self, point: str) -> None:
-        """There is nobody to wait for."""
+        """There is no other rank to wait for."""
 
     def from_first(self, values: Iterable[float]) -> list[float]:
         return list(values)

@@ -22,7 +22,7 @@ class _Meeting:
         try:
             self.barrier.wait()
             seen = list(self.slots)
-            self.barrier.wait()  # nobody writes before all have read
+            self.barrier.wait()  # no rank writes before all have read
         except threading.BrokenBarrierError as error:
             raise RuntimeError("a simulated rank is gone, or took too long") from error
         return seen

@@ -166,7 +166,7 @@ class Votes:
         self._require_well(self._send(healthy(point, self._agreements), point, remedy))
 
     def collective(self, call: Call, *, where: str) -> None:
-        """Say before a collective that somebody else runs that this rank comes to it.
+        """Say before a collective of other code that this rank comes to it.
 
         Args:
             call: the collective.

@@ -34,7 +34,7 @@ class OutOfMemory:
     Attributes:
         attempt: that failed.
         message: of the error.
-        peak_bytes: the most that was allocated on the device, None where nobody counts.
+        peak_bytes: the most that was allocated on the device, None if not counted.
         reports: files that tell more of it. A callback that writes one adds its path, and the
             error names it if no size fits.
     """

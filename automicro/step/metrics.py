@@ -131,7 +131,7 @@ def _forms_groups(metric: Any) -> Any:
 
 
 def _is_of_torchmetrics(metric: Any, class_name: str) -> bool:
-    # Whoever made such a metric has imported it; importing it takes seconds.
+    # Code that made such a metric has imported it; importing it takes seconds.
     kind = getattr(sys.modules.get("torchmetrics"), class_name, None)
     return kind is not None and isinstance(metric, kind)
 
@@ -197,7 +197,7 @@ def naming_metrics(update: Callable[..., None]) -> UpdateMetric:
 def _takes_name(update: Callable[..., None]) -> bool:
     try:
         parameters = list(inspect.signature(update).parameters.values())
-    except (TypeError, ValueError):  # of builtins nobody knows
+    except (TypeError, ValueError):  # of builtins it is unknown
         return False
     after = parameters[3:]
     keyword = [each for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY]
@@ -320,7 +320,7 @@ class MetricGuard:
             outputs_layout = BatchLayout(0)
             if outputs_layout.num_rows(outputs) != rows:
                 return
-        except Exception:  # outputs that nobody can cut
+        except Exception:  # outputs that cannot be cut
             return
         indices = [index % rows for index in range(max(3, min(rows, _MOST_ROWS)))]
         cut = len(indices) - len(indices) // 3  # unevenly: alike pieces hide a mean of means
@@ -427,7 +427,7 @@ def warn_of_metric(metric: Any, reason: str, warned: set[str]) -> None:
 
 def _known_reason(metric: Any) -> str:
     """Why the value of a metric of torchmetrics depends on how its rows are cut; else empty."""
-    torchmetrics = sys.modules.get("torchmetrics")  # whoever made one has imported it
+    torchmetrics = sys.modules.get("torchmetrics")  # code that made one has imported it
     if torchmetrics is None or not isinstance(metric, torchmetrics.Metric):
         return ""
     names = {each.__name__ for each in type(metric).__mro__}

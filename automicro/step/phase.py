@@ -175,7 +175,7 @@ class Phase:
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Roll back every step that goes through, tell nobody, and remember nothing of it."""
+        """Roll back every step that goes through, without events, and remember nothing of it."""
         before, self.size = self.size, None
         self.is_rehearsing = True
         try:

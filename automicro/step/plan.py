@@ -343,7 +343,7 @@ class Finished(Generic[T]):
         attempts: how many were made.
         failed_sizes: rows of the largest slice of each attempt that ran out of memory.
         is_committed: False where it was not accepted, and was rolled back.
-        measured: what the last attempt took, where somebody measured.
+        measured: what the last attempt took, if it was measured.
         recalled_size: rows that an earlier run found, where the step was the first to use them.
         grown_from: rows that had been known to fit, where the step was the first with more.
         exploration: how far the search for the fastest size has come; None where there is none.

@@ -64,7 +64,7 @@ class StepResult:
             or it is over since an earlier batch.
         stops: whether any rank was asked to end the run, see `Microbatcher.wants_to_stop`.
         peak_bytes: the most that live tensors held in the attempt that succeeded, on any rank; None
-            where nobody counts, or sizes are fixed.
+            where it is not counted, or sizes are fixed.
         level: how microbatches were computed: ``"plain"``, or what saved memory, such as
             ``"recompute"``; see ``when_too_large``.
         nested_sizes: rows of the largest slice of each part with a size of its own, by its name.

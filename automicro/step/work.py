@@ -418,7 +418,7 @@ class EvaluationWork(_Work[Evaluated]):
         metrics: updated with every row; None for none.
         kept: what the caller asked for of each forward.
         predicts: whether only outputs are asked for.
-        compares_outputs: whether outputs are compared although nobody asked for them.
+        compares_outputs: whether outputs are compared although they were not asked for.
     """
 
     def __init__(

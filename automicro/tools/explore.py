@@ -47,7 +47,7 @@ class MeasuredSize:
         rows_per_second: the median.
         spread: the standard deviation of one step in shares of the median, from the median
             deviation; None of a single step.
-        peak_bytes: the most that was allocated; None where nobody counts.
+        peak_bytes: the most that was allocated; None if not counted.
         speedup: its median speed in shares of the base's.
     """
 

@@ -104,7 +104,7 @@ def _planned(model: Any, batch: Any, options: Mapping[str, Any]) -> "PlanReport"
 
 
 def _without_our_lines(error: BaseException) -> BaseException:
-    """The same error, whose traceback begins where somebody else's code does."""
+    """The same error, whose traceback begins where the user's code does."""
     lines = error.__traceback__
     while lines is not None and lines.tb_frame.f_code.co_filename.startswith(_OURS):
         lines = lines.tb_next
@@ -134,7 +134,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Refuse a marked test whose return value nobody would see."""
+    """Refuse a marked test whose return value is not seen."""
     cls = getattr(item, "cls", None)
     is_unittest = cls is not None and issubclass(cls, unittest.TestCase)
     if is_unittest and item.get_closest_marker("fits") is not None:

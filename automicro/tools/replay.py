@@ -40,8 +40,8 @@ class ReplayReport:
         tried: sizes that ran out of memory.
         peak_bytes: the most that live tensors held, at the size that fits; of a batch that does not
             fit, what they held at the smallest size that was tried and what was refused to it, so
-            that it needs at least that. None where nobody counts.
-        limit_bytes: of the device; None where nobody knows.
+            that it needs at least that. None if not counted.
+        limit_bytes: of the device; None if unknown.
         residents: what lies on the device at any size.
         message: of the error; None where it fits.
         level: how microbatches were computed, see ``when_too_large``.
@@ -75,7 +75,7 @@ class ReplayReport:
 
     @property
     def dominates(self) -> str | None:
-        """What takes most of the memory, in words; None where nobody counts."""
+        """What takes most of the memory, in words; None if not counted."""
         if self.activation_bytes is None:
             return None
         parts = {"activations of its rows": self.activation_bytes, **self.residents.parts}

@@ -127,7 +127,7 @@ def _named_rates(rates: Sequence[float]) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """A run, whoever listens to it, and whoever takes part.
+    """A run, its listeners, and its ranks.
 
     Attributes:
         run: as callbacks see it: read-only, with their requests.

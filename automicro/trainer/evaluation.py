@@ -202,7 +202,7 @@ class Evaluation:
         Args:
             phase: takes note of what happens.
             progress: where to say it.
-            context: whoever is told of it.
+            context: of the run.
             where: where training stands, to say so.
             is_stopped: asked before each batch; None for never.
             max_batches: of this pass, where they are fewer than always.
@@ -311,7 +311,7 @@ class Evaluation:
         batches = fetch(loader, self.loader_name, may_be_empty=has_peers)
         limits = [each for each in (max_batches, self._evaluator.max_batches) if each is not None]
         own = itertools.islice(batches, min(limits, default=None))
-        # Who has no rows left takes part until nobody has.
+        # A rank without rows takes part until all have none.
         return itertools.chain(own, itertools.repeat(None)) if has_peers else own
 
 

@@ -149,7 +149,7 @@ class FitLoop:
                 return
             if not is_last:
                 self._save_if_due(progress)
-        # Where nobody knew that it was the last one, it was saved before the end of the epoch.
+        # If the last batch was not known to be it, it was saved before the end of the epoch.
         was_saved = self._is_saved()
         self._end_epoch()
         self._evaluations.run_due(progress, stop.ask)
@@ -231,7 +231,7 @@ class FitLoop:
                 self._state.epoch_batch = 0
                 self._metrics.reset()
             groups = grouped(self._feed.batches(self._state.epoch), self._accumulate_batches)
-            if self.context.has_peers:  # who has no rows left takes part until nobody has
+            if self.context.has_peers:  # a rank without rows takes part until all have none
                 groups = itertools.chain(groups, itertools.repeat([]))
         if self.context.has_peers:
             most = self.context.ranks.most(float(self.num_batches or 0))
@@ -473,7 +473,7 @@ class Fit:
         saved = self._checkpointer.resume(self._state, progress)
         if saved is None:
             return None
-        if (reason := saved["stop_reason"]) is not None:  # whoever asked for it may do so again
+        if (reason := saved["stop_reason"]) is not None:  # the caller may ask again
             progress.line(f"training had stopped there: {reason}")
         self.loop.catch_up()
         restore_random_numbers(saved)

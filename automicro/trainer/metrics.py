@@ -400,7 +400,7 @@ def _is_of_torchmetrics(metric: object, class_name: str = "Metric") -> bool:
     >>> _is_of_torchmetrics("accuracy")
     False
     """
-    # Whoever made such a metric has imported it.
+    # Code that made such a metric has imported it.
     kind = getattr(sys.modules.get("torchmetrics"), class_name, None)
     return kind is not None and isinstance(metric, kind)
 

@@ -222,7 +222,7 @@ def build_optimizer(
         ValueError: an optimizer of another model, or groups that do not fit.
 
     Warns:
-        UserWarning: the loss has parameters that nobody trains.
+        UserWarning: the loss has parameters that are not trained.
 
     >>> model = nn.Linear(2, 2)
     >>> type(build_optimizer(torch.optim.AdamW, model, [model])).__name__
@@ -482,7 +482,7 @@ class Update:
     def clear(self) -> None:
         """Forget gradients, also those of parameters that the optimizer does not have.
 
-        Nobody else would clear those, and they would pile up.
+        Nothing else clears those, and they would pile up.
         """
         self._optimizer.zero_grad(set_to_none=True)
         for module in self._modules:

@@ -81,7 +81,7 @@ def check_parallel(
             raise ValueError(
                 f"parallel={parallel!r} wraps the model, and {what} has a "
                 f"{type(module).__name__} with parameters to train outside of it, whose gradients "
-                "nobody would average; make it a part of the model, or freeze it with "
+                "would not be averaged; make it a part of the model, or freeze it with "
                 "requires_grad_(False)"
             )
     if not any(each.requires_grad for each in modules[0].parameters()):

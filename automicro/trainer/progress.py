@@ -2,7 +2,7 @@
 
 A line stays; a status is what is true now. In a terminal, and in a notebook, the status is one line
 that is written over; elsewhere (a log file, CI, a terminal that cannot move its cursor) it is
-printed now and then. What is being done says why nothing moves, where somebody waits and watches.
+printed now and then. What is being done says why nothing moves, where people watch.
 """
 
 import contextlib
@@ -98,8 +98,8 @@ class StatusLine:
     Attributes:
         line: for a log, in full.
         parts: for a window, the most important first; what has no room is left out.
-        share: done of the whole, from 0 to 1; None where nobody knows.
-        seconds_left: until the whole is done; None where nobody knows yet.
+        share: done of the whole, from 0 to 1; None if unknown.
+        seconds_left: until the whole is done; None while unknown.
 
     >>> status = StatusLine(line="batch 3/12", parts=["loss 0.5", "9 samples/s"], share=0.25)
     >>> str(status), status.in_window(40, ascii_only=True).plain
@@ -250,7 +250,7 @@ class RunSettings:
     """What runs, and on what.
 
     Attributes:
-        expected: what optimization batches are expected to hold on average; None where nobody
+        expected: what optimization batches are expected to hold on average; None if not
             knows before.
         accumulation: how many batches make up one, where that was chosen for a size; else None.
     """
@@ -589,7 +589,7 @@ class Progress(Protocol):
         """Say what is true now, if it is time to; otherwise nothing is described."""
 
     def doing(self, text: str) -> None:
-        """Say what takes long, to whoever watches."""
+        """Say what takes long, to people who watch."""
 
 
 def make_progress(enabled: bool, console: Console | None = None) -> Progress:
@@ -599,7 +599,7 @@ def make_progress(enabled: bool, console: Console | None = None) -> Progress:
         TypeError: ``enabled`` is not True or False.
 
     >>> with make_progress(False) as progress:
-    ...     progress.line("nobody reads this")
+    ...     progress.line("unread")
     """
     if not isinstance(enabled, bool):
         raise TypeError(f"progress is {enabled!r}; pass True to show progress, or False")
@@ -661,7 +661,7 @@ class PlainProgress:
             self.line(str(describe()))
 
     def doing(self, text: str) -> None:
-        """Print nothing: nobody watches a log, and it says what came of it."""
+        """Print nothing: a log is not watched, and says what came of it."""
 
 
 class LiveProgress:

@@ -687,7 +687,7 @@ def _note(
     progress.line(_heading(name, str(scan)))  # before any of them can fail
     if not scan.is_complete:
         unknown.append(
-            f"batches of {name} that nobody has looked at may be costlier ({scan} were looked at); "
+            f"batches of {name} that were not looked at may be costlier ({scan} were looked at); "
             "a batch sampler with batch_costs() knows them all"
         )
 

@@ -21,14 +21,14 @@ class FitSummary:
         samples_per_second: rows trained on per second, evaluations left out.
         tokens_per_second: the same of tokens; None where they cannot be counted.
         peak_memory_bytes: the most that live tensors held on the device (of several, on that of
-            rank 0), since `fit` was called; None on a CPU without a memory limit, where nobody
-            counts.
+            rank 0), since `fit` was called; None on a CPU without a memory limit, where it
+            is not counted.
         epochs: complete epochs.
         steps: optimizer steps, one per optimization batch that was not skipped.
         skipped_steps: batches whose loss or gradients were not finite and were left out.
         samples: rows trained on.
         tokens: of these rows; None where they cannot be counted.
-        data_seconds: of these rows, such as those of speech; None where nobody counts them.
+        data_seconds: of these rows, such as those of speech; None if they are not counted.
         global_batch: rows of an optimization batch as measured: per device, devices, accumulation;
             the largest, and the average.
         train_ooms: attempts in training that ran out of memory and were rolled back.

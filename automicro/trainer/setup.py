@@ -124,7 +124,7 @@ class MicrobatcherFactory:
         }
 
     def make_for_callback(self, **options: Any) -> Microbatcher:
-        """A microbatcher for passes of a callback's own: unscaled, and nobody remembers its sizes.
+        """A microbatcher for passes of a callback's own: unscaled, its sizes not remembered.
 
         Args:
             options: of `Microbatcher`, in place of the trainer's.

@@ -232,6 +232,6 @@ def _behave_as_a_worker(number: int) -> None:
 
 
 def _put_back(number: signal.Signals, handler: object, before: Any) -> None:
-    # One that somebody else installed meanwhile stays.
+    # One installed by other code meanwhile stays.
     if signal.getsignal(number) is handler:
         signal.signal(number, before)

@@ -256,7 +256,7 @@ class SecondsCounter:
                 self.require_for(name, duration)
 
     def require_for(self, name: str, duration: Duration) -> None:
-        """Refuse a duration in seconds of data where nobody counts them.
+        """Refuse a duration in seconds of data without a count of them.
 
         Args:
             name: of the argument that it came in.

@@ -82,7 +82,7 @@ def deterministic_algorithms(device: torch.device) -> Iterator[None]:
     The same run on the same machine then gives the same bits. It does not seed: ``seed=`` does.
     Whether ``torch.empty`` fills its memory stays as it is (torch does it in this mode unless
     ``torch.utils.deterministic.fill_uninitialized_memory`` says otherwise): without, a model that
-    reads what it never wrote would differ from run to run, and nobody would notice.
+    reads what it never wrote would differ from run to run, unnoticed.
 
     Args:
         device: where the model computes. See `prepare_cublas`, which is called here, too.

@@ -53,8 +53,8 @@ class GradientHistory:
         writes_to_gradients: whether the forward writes into the gradients of earlier batches;
             None where that is not known yet.
         is_watched: whether gradients are compared before and after each forward.
-        are_released: whether the forward clears the gradients of earlier batches, and nobody wants
-            them back where it fails after that.
+        are_released: whether the forward clears the gradients of earlier batches, and they
+            are not wanted back where it fails after that.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class _Earlier:
     Attributes:
         leaf: whose it is.
         gradient: the tensor, which others may hold as well.
-        copy: of its values, where somebody might write to them.
+        copy: of its values, where they might be written to.
         version: of the tensor, so that it shows.
         is_cleared: whether the forward cleared it, so that it does not count any more.
         is_gone: whether the forward let go of the tensor itself.
@@ -215,7 +215,7 @@ class Gradients:
     """The ``.grad`` of parameters, of inputs that require one, and of whatever a loss reaches.
 
     An attempt starts with no gradients at all. Rolling back drops what it made and puts the
-    earlier tensors back. Committing adds into these *same* tensors, so that whoever holds them
+    earlier tensors back. Committing adds into these *same* tensors, so that code that holds them
     (a flat bucket, a captured graph) still holds the gradient. While gradients exist this costs a
     second set; ``zero_grad(set_to_none=True)`` before the step avoids it.
 
@@ -312,7 +312,7 @@ class Gradients:
                         for leaf in self._leaves
                         if leaf.dtype in NARROW
                         and id(leaf) not in self._inputs
-                        # It may be somebody's who adds up in float32 already.
+                        # It may be of code that adds up in float32 already.
                         and leaf.grad_dtype is leaf.dtype
                     ]
         elif self._splits:
@@ -401,7 +401,7 @@ class Gradients:
         return self._num_backwards > 0
 
     def require_untouched(self) -> None:
-        """Show that nobody but our backwards added to ``.grad``. Call it after the last microbatch.
+        """Show that only our backwards added to ``.grad``. Call it after the last microbatch.
 
         Raises:
             TouchedGradientsError: the same attempt again, please.
@@ -520,7 +520,7 @@ class Gradients:
         is_held = bool(self._hooks or self._narrow or is_watched)
         self.is_steady = not is_held and self._num_backwards > self._looks
 
-    # Leaves that nobody listed
+    # Leaves that were not listed
 
     def _notice(self, loss: Tensor) -> None:
         leaves, known = leaves_of(loss), self._parameters.keys() | self._further.keys()
@@ -565,7 +565,7 @@ class Gradients:
     # Committing, or not
 
     def prepare(self) -> None:
-        self._sums = []  # nobody else is to hold them
+        self._sums = []  # no other code is to hold them
         self._narrow_totals()
         if not (self._earlier or self._hooks):
             return
@@ -607,7 +607,7 @@ class Gradients:
         ]
 
     def _unshared(self, each: _Earlier) -> Tensor:
-        """The values of an earlier gradient, whoever writes to it."""
+        """The values of an earlier gradient, as writes leave it."""
         return each.gradient if each.copy is None else each.copy
 
     def _keep(self, each: _Earlier) -> None:

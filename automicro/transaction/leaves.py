@@ -85,7 +85,7 @@ def deliver(leaves: Sequence[Tensor], totals: list[Tensor]) -> None:
 
     Adding up has the highest priority in autograd's engine, so that each leaf is done, with its
     hooks, before the next one's turn comes. The engine takes a total over without a copy where
-    nobody else holds it, so the list is emptied.
+    no other code holds it, so the list is emptied.
 
     >>> weight = torch.ones(2, requires_grad=True)
     >>> handle = weight.register_hook(lambda gradient: gradient.clamp(max=1))
@@ -181,7 +181,7 @@ class OutsideLeaves:
                 leaf.grad = None
 
     def with_hooks(self) -> list[Tensor]:
-        """Those whose gradients somebody waits for."""
+        """Those whose gradients are waited for."""
         return with_hooks(leaf for reference, _ in self._found if (leaf := reference()) is not None)
 
     def take_survivors(self) -> list[tuple[Tensor, Tensor | None]]:

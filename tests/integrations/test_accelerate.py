@@ -497,7 +497,7 @@ def another_mean() -> Any:
         (in_fp8, ValueError, "mixed_precision='bf16'"),
         (with_lomo, ValueError, "LOMO changes parameters"),
         (in_context_parallel, ValueError, r"ParallelismConfig\(cp_size=2\)"),
-        (of_more_processes, ValueError, "nobody would average its gradients"),
+        (of_more_processes, ValueError, "its gradients would not be averaged"),
         (of_another_model, ValueError, "parameters are not in the model"),
         (not_prepared_model, ValueError, "the Linear did not come out of accelerator.prepare"),
         (not_prepared_optimizer, ValueError, "the SGD did not come out of accelerator.prepare"),

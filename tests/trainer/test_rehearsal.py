@@ -323,7 +323,7 @@ def test_what_is_not_looked_at_is_said(mocker: Any) -> None:
     trainer = make_trainer(Model(), loader_of(log_normal(8, 80)))
     summary = trainer.fit()
     assert "of the first 3 of 10 batches of train_dataloader fit" in (summary.rehearsed or "")
-    assert "batches of train_dataloader that nobody has looked at may be costlier" in (
+    assert "batches of train_dataloader that were not looked at may be costlier" in (
         summary.rehearsed or ""
     )
 

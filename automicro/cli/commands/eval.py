@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     with reading(arguments, needs=needs, unused=UNUSED, for_ranks=True) as (job, recipe, results):
         from automicro.trainer.progress import describe_number
 
-        # How it goes is no result: it is for whoever watches.
+        # How it goes is no result: it is for people who watch.
         progress = recipe.config.progress and sys.stderr.isatty()
         with job.making():
             trainer = recipe.make_trainer(recipe.make_model(), progress=progress)

@@ -198,7 +198,7 @@ def mistake(text: str, *keys: object) -> ConfigError:
 
 
 def keys_of(error: BaseException) -> tuple[str, ...]:
-    """The keys that an error is about, dotted; none where nobody knows.
+    """The keys that an error is about, dotted; none if unknown.
 
     >>> keys_of(ValueError())
     ()

@@ -189,7 +189,7 @@ def rows_to_load(
 BATCH_SIZES = ("global_batch_size", "eval_global_batch_size")
 OF_TRAINING = ("train_dataloader", "sampling_mode")
 DATA = (*OF_TRAINING, "eval_dataloader")
-# Stand for these keys while all else is resolved: nobody's config holds them.
+# Stand for these keys while all else is resolved: no config holds them.
 MARKS = {key: f"\0{key}\0" for key in (*BATCH_SIZES, "run_dir")}
 _WIDTH = 100
 

@@ -347,7 +347,7 @@ def _step(parent: Any, before: list[str], part: str, path: str, key: str) -> Any
         raise ConfigError(
             f"{key}={path!r}: {prefix!r} exists, but has no {part!r}{hint}: correct the path"
         )
-    # Nobody's model or data is in the standard library.
+    # No model or data is in the standard library.
     known = {each.name for each in pkgutil.iter_modules()} - sys.stdlib_module_names
     remedy = "write the whole path" if hint else "install it, or put it beside the config"
     raise ConfigError(

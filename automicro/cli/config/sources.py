@@ -149,7 +149,7 @@ def load_or_tell(sources: Sources, load: Callable[[Tree, Collection[str]], T]) -
 
     Args:
         sources: what it comes from.
-        load: takes the merged values, and the keys that were left out: nobody misses these.
+        load: takes the merged values, and the keys that were left out: these are not missing.
 
     >>> from automicro.cli.config.keys import about
     >>> def load(tree, without):

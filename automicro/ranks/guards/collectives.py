@@ -1,7 +1,7 @@
 """Collectives that a model runs itself: SyncBatchNorm, tensor parallelism, one's own.
 
-A model, a loss, a metric or a callback may run collectives that nobody has told of. A rank that ran
-out of memory, or that never comes to one, would leave its peers waiting in them. So whoever keeps
+A model, a loss, a metric or a callback may run collectives that were not announced. A rank that ran
+out of memory, or that never comes to one, would leave its peers waiting in them. So code that keeps
 the entrance votes before each, except before those that are automicro's own or a wrapper's, which
 are voted on elsewhere.
 """
@@ -121,14 +121,14 @@ def open_entrance() -> None:
 
 
 def keep_in_step(keeper: Keeper | None) -> None:
-    """Let somebody have a say in an attempt, on this thread and in backwards; None for its end."""
+    """Let a guard have a say in an attempt, on this thread and in backwards; None for its end."""
     _kept.step = keeper
     _kept.thread = threading.get_ident()
 
 
 @contextlib.contextmanager
 def keeping_between_steps(keeper: Keeper) -> Iterator[None]:
-    """Let somebody have a say between attempts, on this thread."""
+    """Let a guard have a say between attempts, on this thread."""
     outer, _kept.run = _kept.run, keeper
     _kept.thread = threading.get_ident()
     try:
@@ -155,7 +155,7 @@ def _come_by(name: str, arguments: Mapping[str, Any]) -> None:
     if keeper is None or _own.depth:
         return
     if threading.get_ident() != _kept.thread and not (_kept.step is not None and is_in_backward()):
-        return  # a thread of somebody's, whose collectives come at any time
+        return  # a thread of other code, whose collectives come at any time
     tensors = list(_tensors(list(arguments.values())))
     if not any(each.is_meta for each in tensors):  # a compiler looks at it
         keeper.before(_read(name, arguments, tensors))
@@ -233,7 +233,7 @@ class CollectivesGuard:
         return False
 
     def uses(self) -> list[Use]:
-        """Nobody has told of them."""
+        """They were not announced."""
         return []
 
     def stay_guarded(self) -> None:

@@ -176,9 +176,9 @@ class DdpGuard:
         if new:
             raise ValueError(
                 f"{len(new)} parameters ({', '.join(map(repr, new[:3]))}) came into the model, or "
-                "were thawed, after DistributedDataParallel was put around it, so nobody would "
-                "average their gradients over ranks; change the model before it is wrapped, or "
-                "wrap it anew and make a new Microbatcher or Trainer"
+                "were thawed, after DistributedDataParallel was put around it, so their "
+                "gradients would not be averaged over ranks; change the model before it is "
+                "wrapped, or wrap it anew and make a new Microbatcher or Trainer"
             )
 
     def settle(self) -> None:
@@ -369,7 +369,7 @@ def _went_past(received: Sequence[str]) -> str:
     named = ", ".join(map(repr, received[:3])) + ", …" * (len(received) > 3)
     return (
         f"{len(received)} parameters ({named}) received gradients in a forward that went past "
-        "DistributedDataParallel, so nobody averages them over ranks; call the wrapper itself, "
+        "DistributedDataParallel, so they are not averaged over ranks; call the wrapper itself, "
         "model(…), and not model.module(…), or give another method's work to a forward of its own"
     )
 
@@ -404,7 +404,7 @@ def _voting_hook_of(model: DistributedDataParallel) -> VotingHook:
         return hook
     raise ValueError(
         f"the model's DDP wrapper has the communication hook "
-        f"{getattr(hook, '__qualname__', hook)!r}, and torch lets nobody put a vote before it "
+        f"{getattr(hook, '__qualname__', hook)!r}, and torch lets no vote be put before it "
         "afterwards; register it as model.register_comm_hook(state, VotingHook(hook)) with "
         "automicro.ranks.guards.ddp.VotingHook, or leave it out"
     )

@@ -235,7 +235,7 @@ class FsdpGuard:
         if new:
             raise ValueError(
                 f"{len(new)} parameters ({', '.join(map(repr, new[:3]))}) came into the model "
-                "after fully_shard was applied to it, so nobody would average their gradients "
+                "after fully_shard was applied to it, so their gradients would not be averaged "
                 "over ranks; change the model before it is sharded, or shard them too and make a "
                 "new Microbatcher or Trainer"
             )

@@ -1,4 +1,4 @@
-"""What keeps the collectives of a model's wrapper matched, and wrapped models that nobody guards.
+"""What keeps the collectives of a model's wrapper matched, and wrapped models without a guard.
 
 A wrapper calls one guard, and what that guard knows of it (which collectives are to come, whether
 buffers are stale) is true whichever Microbatcher used it last.
@@ -139,7 +139,7 @@ def refuse_stranger(model: nn.Module) -> NoReturn:
 
 
 def watch_for_strangers(votes: Votes) -> None:
-    """Let every wrapped model that nobody guards refuse to communicate in an attempt.
+    """Let every wrapped model without a guard refuse to communicate in an attempt.
 
     Args:
         votes: that know of an attempt.
@@ -250,6 +250,6 @@ def state_of_group(open_votes: Callable[[], Votes]) -> GroupState:
 
 
 def opened_state() -> GroupState | None:
-    """What is shared in the present process group; None where nobody has opened it."""
+    """What is shared in the present process group; None while it is not open."""
     is_here = _opened is not None and _opened.group is dist.group.WORLD
     return _opened.state if _opened is not None and is_here else None

@@ -512,4 +512,4 @@ def _where(error: BaseException) -> str:
         is_demo = frame.filename.startswith(_DEMOS)
         if is_demo or not frame.filename.startswith((_OURS, _TORCHS, "<")):
             return f"in {frame.name} at {frame.filename}:{frame.lineno}: {frame.line}"
-    return "in a line that nobody knows"
+    return "in an unknown line"

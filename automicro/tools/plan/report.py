@@ -85,7 +85,7 @@ class PlanReport:
     Attributes:
         model: its class.
         device: as given.
-        limit_bytes: what tensors may take; None where nobody said.
+        limit_bytes: what tensors may take; None if not given.
         num_rows: of the optimization batch, on each rank.
         microbatch_size: rows of the largest microbatch; 1 where not even one row fits.
         num_microbatches: into which the batch is cut.

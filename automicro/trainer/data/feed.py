@@ -234,7 +234,7 @@ class Feed:
     A loader with a ``state_dict`` of its own (torchdata's StatefulDataLoader) is asked for it.
     With any other, the pass begins once more from the same random numbers, and the batches that
     were given are made and thrown away, so that the rest is the same to the bit. Random numbers
-    are drawn meanwhile and put back: whoever restores those of a checkpoint does so before.
+    are drawn meanwhile and put back: restore those of a checkpoint before.
 
     Two things are not repeated. A loader that goes on drawing random numbers of the process for an
     order that it keeps (a shuffle buffer without workers, without a generator of its own) draws
@@ -291,7 +291,7 @@ class Feed:
         return self._plans is not None and "seconds" in self._plans.units
 
     def take_seconds(self) -> float | None:
-        """The seconds of data in the batches given since it was last asked; None: nobody knows."""
+        """The seconds of data in the batches given since it was last asked; None if unknown."""
         taken, self._seconds = self._seconds, 0.0
         return taken if self.knows_seconds else None
 

@@ -316,7 +316,7 @@ def fetch(loader: Any, name: str, *, may_be_empty: bool = False) -> Iterator[Any
     for batch in rest(iterator):
         is_empty = False
         yield batch
-        # Held by nobody while the next one is made: two batches at a time would lie on the host.
+        # Not held while the next one is made: two batches at a time would lie on the host.
         del batch
     if is_empty and not may_be_empty:
         raise empty(loader, name)
@@ -361,7 +361,7 @@ def empty(loader: object, name: str) -> DataLoaderError:
 def grouped(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
     """Yield so many batches at a time; the last group of a pass may have fewer.
 
-    The list is emptied before the next batch is fetched, so that whoever still holds it does not
+    The list is emptied before the next batch is fetched, so that code that still holds it does not
     keep more batches on the host than one group.
 
     >>> [list(group) for group in grouped([1, 2, 3], 2)]
@@ -422,7 +422,7 @@ def choose_accumulation(size: Duration, loader: object, num_devices: int) -> int
         num_devices: that share an optimization batch.
 
     Raises:
-        ValueError: nobody knows how much a batch holds.
+        ValueError: the size of a batch is unknown.
 
     >>> rows = torch.utils.data.TensorDataset(torch.zeros(64))
     >>> choose_accumulation(Duration.parse("100sp"), DataLoader(rows, batch_size=8), 4)

@@ -164,7 +164,7 @@ class SharedBatchSampler(_OneOrder):
 
 
 class SharedSampler(_OneOrder):
-    """Gives each rank every so-manieth entry of a sampler: of a batch sampler, whole batches.
+    """Gives each rank every n-th entry of a sampler: of a batch sampler, whole batches.
 
     Args:
         sampler: gives indices, or lists of them.

@@ -134,7 +134,7 @@ class Snapshot:
         }
 
     def rehearse(self) -> None:
-        """Gather a state that nobody saves.
+        """Gather a state that is not saved.
 
         Raises:
             CheckpointError: no checkpoint can hold it.
