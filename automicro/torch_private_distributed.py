@@ -79,8 +79,8 @@ def default_tcp_store() -> TCPStore | None:
 def before_collectives(ask: Callable[[str, Mapping[str, Any]], None]) -> None:
     """From now on, call something before each collective that this process runs.
 
-    From anywhere: Python, C++, compiled code. All of torch's come down to operations of c10d,
-    and a kernel that torch asks before it chooses a device is put in front of them. Symmetric
+    Calls from Python, C++ and compiled code are seen. All of torch's come down to operations of
+    c10d, and a kernel that torch asks before it chooses a device is put in front of them. Symmetric
     memory alone goes past it.
 
     Args:

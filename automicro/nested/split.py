@@ -734,7 +734,7 @@ class Places:
 class _Forward:
     """Stands in the place of a module's forward.
 
-    Code that compiles what is around it compiles around it. What is inside may be compiled.
+    The compiler compiles the code around it and leaves it out; what is inside may be compiled.
     """
 
     def __init__(self, nested: NestedSplit) -> None:

@@ -495,8 +495,8 @@ _begun: _Begun | None = None
 def watch_peers(exchange: Exchange) -> Watch:
     """The watch of this process group, which begins with the first call. All ranks call it.
 
-    Rank 0's ``AUTOMICRO_PEER_TIMEOUT`` counts for all. A single process is not watched, or where
-    the processes met in something else than a TCPStore.
+    Rank 0's ``AUTOMICRO_PEER_TIMEOUT`` counts for all. A single process is not watched, nor
+    are processes that met in something else than a TCPStore.
 
     Args:
         exchange: reaches all ranks.

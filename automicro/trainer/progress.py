@@ -251,7 +251,7 @@ class RunSettings:
 
     Attributes:
         expected: what optimization batches are expected to hold on average; None if not
-            knows before.
+            known before.
         accumulation: how many batches make up one, where that was chosen for a size; else None.
     """
 

@@ -1,8 +1,8 @@
 """Collectives that a model runs itself: SyncBatchNorm, tensor parallelism, one's own.
 
 A model, a loss, a metric or a callback may run collectives that were not announced. A rank that ran
-out of memory, or that never comes to one, would leave its peers waiting in them. So code that keeps
-the entrance votes before each, except before those that are automicro's own or a wrapper's, which
+out of memory, or that never comes to one, would leave its peers waiting in them. So the entrance
+votes before each, except before those that are automicro's own or a wrapper's, which
 are voted on elsewhere.
 """
 

@@ -234,7 +234,7 @@ class Feed:
     A loader with a ``state_dict`` of its own (torchdata's StatefulDataLoader) is asked for it.
     With any other, the pass begins once more from the same random numbers, and the batches that
     were given are made and thrown away, so that the rest is the same to the bit. Random numbers
-    are drawn meanwhile and put back: restore those of a checkpoint before.
+    are drawn meanwhile and put back, so restore those of a checkpoint first.
 
     Two things are not repeated. A loader that goes on drawing random numbers of the process for an
     order that it keeps (a shuffle buffer without workers, without a generator of its own) draws
