@@ -6,9 +6,11 @@ The Trainer, configs and other trainers say each in one word: ``remember_sizes=T
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
+from automicro.errors import suggestion
 from automicro.loss.averages import LossAverage
 from automicro.options import GRADIENT_SUMS, SYNCS, check_choice
 from automicro.step.carrying import Carrying
@@ -234,16 +236,23 @@ def exact_batchnorm(microbatch_size: Any) -> Feature:
 
 
 def answering_words(construct: Callable[P, None]) -> Callable[P, None]:
-    """Let a constructor that is given a word for a feature name the feature.
+    """Let a constructor answer an argument that it has not: a word with the feature.
 
     Args:
         construct: an ``__init__`` that takes features.
     """
+    known = inspect.signature(construct).parameters
 
     @functools.wraps(construct)
     def answering(*args: P.args, **kwargs: P.kwargs) -> None:
         for name, value in kwargs.items():
-            if name in WORDS:
+            if name not in {*known, *WORDS}:
+                near = suggestion(name, [*known, *WORDS])
+                raise TypeError(
+                    f"Microbatcher has no argument {name}{near}; help(automicro.Microbatcher) "
+                    "lists those that there are"
+                )
+            if name not in known:
                 word, shown = WORDS[name], repr(value)
                 shown = shown if len(shown) <= 40 else "…"
                 argument = "" if word.argument is None else f"{word.argument}={shown}"

@@ -103,6 +103,7 @@ PRIMITIVE: dict[str, Callable[[], object]] = {
     ),
     "carry without a layout": lambda: Microbatcher(model(), loss_fn=LOSS).backward((X, Y), carry=X),
     "a word for a feature": lambda: Microbatcher(model(), nested={"0": 2}),  # type: ignore[call-arg]
+    "an unknown argument": lambda: Microbatcher(model(), microbatchsize=4),  # type: ignore[call-arg]
     "a feature's class": lambda: backward(features=[Carry]),
     "carry without forward": lambda: backward(carry_layout=1),
     "forward without carry": lambda: Microbatcher(
