@@ -121,7 +121,9 @@ class RankReduction(Feature):
         self._sync, self._scales = check_choice("sync", sync, SYNCS), scales
 
     def attach(self, setup: Setup) -> None:
-        setup.sync, setup.scales_for_ranks = self._sync, self._scales
+        setup.scales_for_ranks = self._scales
+        if self._sync == "auto":
+            setup.ranks.sync_late()
 
 
 class Repeatable(Feature):

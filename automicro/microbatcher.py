@@ -153,13 +153,16 @@ class Microbatcher:
             everything.append(loss_fn)  # it may hold parameters and buffers of its own
         sizes = {"microbatch_size": microbatch_size, "eval_microbatch_size": eval_microbatch_size}
         _refuse_to_cut(everything, **sizes)
+        innermost = check_optimizer(optimizer, everything)
+        ranks = find_ranks(everything)  # before all that may fail on one rank alone
         setup = Setup(
             model=unwrapped(model),
             modules=everything,
+            ranks=ranks,
             device=resolve_device(device, model),
             batch_layout=batch_layout,
             functions={"forward": forward, "loss_fn": loss_fn, "backward": backward},
-            optimizer=check_optimizer(optimizer, everything),
+            optimizer=innermost,
             precision=check_precision(precision, backward),
         )
         asked = check_features(features)
@@ -168,7 +171,6 @@ class Microbatcher:
         for feature in asked:
             feature.attach(setup)
         setup.unit.check(setup)
-        setup.ranks = ranks = find_ranks(everything, sync=setup.sync)
         self._setup, self._model, self._modules = setup, model, everything
         self._ranks, self._device, self._index = ranks, setup.device, setup.index
         self._keeper = Keeper(setup.device, setup.carrying.carry_layout)

@@ -84,11 +84,10 @@ class CoordinatedRanks:
         guards: of the wrappers that the model is made of.
         warm_up: connects what they use, before the first attempt.
         copies: how many ranks have the same rows, as tensor parallel ones do.
-        sync: how late gradients are to be reduced, where wrappers and memory allow it.
         name: tells it from others with the same votes.
 
     Attributes:
-        sync: as given; all ranks may set it between steps.
+        sync: how late gradients are to be reduced; all ranks may set it between steps.
         synced: how late those of the last attempt were.
 
     Example:
@@ -111,7 +110,6 @@ class CoordinatedRanks:
         *,
         warm_up: WarmUp | None = None,
         copies: int = 1,
-        sync: Sync = Sync.REPLICAS_LAST,
         name: str = "",
     ) -> None:
         self._votes = votes
@@ -124,7 +122,7 @@ class CoordinatedRanks:
         self._looks_alone = False
         self._trained: list[int] = []  # the parameters, by identity
         self._strayed: StrayedError | None = None  # in this attempt, at a collective
-        self.sync = sync
+        self.sync = Sync.REPLICAS_LAST
         self.synced = Sync.EACH
         self._at = 0, 1  # level and size of the attempt
         self.whole_fits_below: dict[int, int] = {}
@@ -144,6 +142,11 @@ class CoordinatedRanks:
     @property
     def told(self) -> Sequence[float]:
         return self._votes.told
+
+    def sync_late(self) -> None:
+        """Reduce sharded gradients with the last microbatch, where wrappers and memory allow it."""
+        if any(isinstance(guard, FsdpGuard) for guard in self._guards):
+            self.sync = Sync.LAST
 
     @property
     def num_votes(self) -> int:
@@ -463,12 +466,11 @@ def _meeting() -> Store:
 """How long a vote waits for the slowest rank, which may compile or write a checkpoint."""
 
 
-def coordinate(modules: Sequence[nn.Module], *, sync: str = "each") -> Ranks:
+def coordinate(modules: Sequence[nn.Module]) -> Ranks:
     """What a step of these modules needs of the other ranks. All ranks call it.
 
     Args:
         modules: the model, then further modules that take part, wrapped already.
-        sync: with which microbatch sharded gradients are reduced: one of `SYNCS`.
 
     Raises:
         ValueError: a wrapper, or an option of one, under which no attempt can be undone, or an
@@ -491,13 +493,11 @@ def coordinate(modules: Sequence[nn.Module], *, sync: str = "each") -> Ranks:
     copies = group.votes.world_size // (size or 1)
     name = f"Microbatcher {group.count()} ({type(modules[0]).__name__})"
     warm_up = WarmUp(_uses(modules, guards), group.connected)
-    holds_whole = sync == "auto" and any(isinstance(guard, FsdpGuard) for guard in guards)
     return CoordinatedRanks(
         group.votes,
         guards,
         warm_up=warm_up,
         copies=copies,
-        sync=Sync.LAST if holds_whole else Sync.REPLICAS_LAST,
         name=name,
     )
 

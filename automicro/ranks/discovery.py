@@ -16,12 +16,11 @@ from automicro.ranks.interface import OneRank, Ranks
 P = ParamSpec("P")
 
 
-def find_ranks(modules: Sequence[nn.Module], *, sync: str = "each") -> Ranks:
+def find_ranks(modules: Sequence[nn.Module]) -> Ranks:
     """The ranks that train modules together. All of them call it.
 
     Args:
         modules: that take part, wrapped already.
-        sync: one of `SYNCS`.
 
     Raises:
         ValueError: a wrapper under which no attempt can be undone, or a lazy module in it.
@@ -34,7 +33,7 @@ def find_ranks(modules: Sequence[nn.Module], *, sync: str = "each") -> Ranks:
 
     from automicro.ranks.coordinated import coordinate
 
-    ranks = coordinate(modules, sync=sync)
+    ranks = coordinate(modules)
     if not ranks.is_alone and ModuleIndex(modules).is_lazy:
         raise ValueError(
             "some module takes its shapes from its first input (a lazy module), which several "

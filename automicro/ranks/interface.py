@@ -195,6 +195,9 @@ class Ranks(Protocol):
     whole_fits_below: dict[int, int]
     """By level, the smallest size at which gradients of whole parameters did not fit."""
 
+    def sync_late(self) -> None:
+        """Reduce sharded gradients with the last microbatch, where wrappers and memory allow it."""
+
     @property
     def told(self) -> Sequence[float]:
         """The highs of the vote that ended the last attempt; empty if none were exchanged."""
@@ -301,6 +304,9 @@ class OneRank:
         self._nothing: AbstractContextManager[None] = contextlib.nullcontext()
         self.sync = Sync.EACH
         self.whole_fits_below: dict[int, int] = {}
+
+    def sync_late(self) -> None:
+        """There is no wrapper."""
 
     def settle(self, parameters: Sequence[Tensor] = ()) -> None:
         """There is no wrapper."""

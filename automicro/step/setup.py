@@ -117,10 +117,9 @@ class Setup:
         repeatable: whether sizes may not depend on how long attempts took.
         sums_in_float32: whether gradients in half precision add up in fp32.
         scales_for_ranks: whether losses are divided by what those of all ranks count.
-        sync: with which microbatch sharded gradients are reduced.
         eval_loss_average: if it is another than in training.
         recollect: makes what remembers the sizes of a phase, by its name; None for nothing.
-        ranks: that run steps together; found once features are attached.
+        ranks: that run steps together.
     """
 
     model: nn.Module
@@ -141,7 +140,6 @@ class Setup:
     repeatable: bool = False
     sums_in_float32: bool = True
     scales_for_ranks: bool = True
-    sync: str = "each"
     eval_loss_average: LossAverage | None = None
     recollect: Callable[["Setup", str], Recollection] | None = None
     ranks: Ranks = field(default_factory=OneRank)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from automicro import Microbatcher, Observing
-from automicro.features import RankReduction, with_features
+from automicro.features import with_features
 
 WORDS, WIDTH = 11, 8
 Wrap = Callable[["Transformer"], Any]
@@ -270,8 +270,7 @@ def train(
             model,
             loss_fn=loss_fn,
             loss_average="samples",
-            features=[RankReduction(sync)],
-            **with_features(options),
+            **with_features({**options, "sync": sync}),
         )
 
     found = microbatcher(optimizer=optimizer, features=[Observing(failing.observe)])
