@@ -493,13 +493,7 @@ def coordinate(modules: Sequence[nn.Module]) -> Ranks:
     copies = group.votes.world_size // (size or 1)
     name = f"Microbatcher {group.count()} ({type(modules[0]).__name__})"
     warm_up = WarmUp(_uses(modules, guards), group.connected)
-    return CoordinatedRanks(
-        group.votes,
-        guards,
-        warm_up=warm_up,
-        copies=copies,
-        name=name,
-    )
+    return CoordinatedRanks(group.votes, guards, warm_up=warm_up, copies=copies, name=name)
 
 
 def announce_absence(error: Exception) -> None:
