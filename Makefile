@@ -27,7 +27,7 @@ HOSTS := tests/integrations automicro/integrations
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 $(if $(AUTOMICRO_SEED),--hypothesis-seed=$(AUTOMICRO_SEED))
 
 test: $(INSTALLED)  ## run the tests and the doctests
-	@echo "about 8,700 tests, in three to four minutes on two idle cores (make test-quick: the core of them)"
+	@echo "about 8,500 tests, in four to seven minutes on two idle cores (make test-quick: the core of them)"
 	$(PYTEST) --dist loadfile $(addprefix --ignore ,$(HOSTS))
 
 # What most changes would break, of what is fast: no processes, no compiler, no libraries of others.
