@@ -438,7 +438,7 @@ class NestedSplit:
         places = Places(known.index)
         is_new = True
 
-        def compute(rows: Mapping[str, Any], tensors: Sequence[Tensor] | None) -> Any:
+        def compute_part(rows: Mapping[str, Any], tensors: Sequence[Tensor] | None) -> Any:
             nonlocal is_new
             args = [rows[name] for name in names]
             kwargs = {name: value for name, value in rows.items() if name not in names}
@@ -463,7 +463,7 @@ class NestedSplit:
         return Call(
             batch=batch,
             layout=self._layout,
-            compute=compute,
+            compute=compute_part,
             holding=places.holding,
             parameters=places.parameters,
             averages={},

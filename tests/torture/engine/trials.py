@@ -395,7 +395,7 @@ ABSORBED = {
 }
 
 # What computes a slice of a part.
-_OF_A_SLICE = {"loss_and_gradients", "compute", "_through_stages"}
+_OF_A_SLICE = {"loss_and_gradients", "compute_part", "_through_stages"}
 
 
 @dataclass
