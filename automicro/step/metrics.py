@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from automicro.batch.layout import BatchLayout
-from automicro.batch.tensors import tensor_leaves
+from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.checking.bench import tried
 from automicro.checking.reading import Reading, gaps
-from automicro.errors import Bystander, MetricWarning, warn
+from automicro.errors import BatchError, Bystander, MetricWarning, warn
 from automicro.state.part import State
 from automicro.step.events import blame
 from automicro.step.feature import Attempt, Feature, MicrobatchRun
@@ -27,7 +27,7 @@ from automicro.transaction.transaction import Part, Transaction
 T = TypeVar("T")
 UpdateMetric = Callable[[Any, Any, Any, str], None]
 
-_MOST_LOOKS = 3
+_MOST_CHECKS = 3
 _MOST_ROWS = 16
 _ROUNDING = 1e-6
 _EPS = 16.0  # times that of the outputs
@@ -210,11 +210,9 @@ class MetricGuard:
 
     Of torchmetrics' own it is known which do. Those that take logits ask of each update whether all
     its numbers lie between 0 and 1, and take these for probabilities then: where microbatches of
-    one batch answer otherwise, that is noticed. Any other metric is looked at in the first
-    microbatches: a few rows are counted in one update and in two, and the values compared. Nothing
-    of that stays. A function of the caller's that updates metrics may do more than that, and is not
-    called for it: there a mean that gets one value for several rows is noticed, and a sum, maximum
-    or minimum that gets the mean of several.
+    one batch answer otherwise, that is noticed. Any other metric, and each that a function of the
+    caller's updates, is checked in the first microbatches: a few rows are counted in one update and
+    in two, and the values compared. Nothing of that stays.
 
     Args:
         update: feeds one metric, by its name, with outputs and microbatch.
@@ -236,7 +234,7 @@ class MetricGuard:
         self._layout = layout
         self._random_state = random_state
         self._is_split = False
-        self._looks = _Counts()
+        self._checks = _Counts()
         self._readings: dict[str, tuple[Any, Readings]] = {}  # of one batch, by the metric's name
         self._asking = Asking()
         self._warned: set[str] = set()
@@ -271,27 +269,9 @@ class MetricGuard:
         Warns:
             MetricWarning
         """
-        looked_at = [each for each in _members(metric) if self._is_split and self._may_look(each)]
-        if not looked_at:
-            self._update_watched(metric, outputs, microbatch, name)
-            return
-        if not self._is_callers:
-            for each in looked_at:
-                self._look(each, outputs, microbatch, name)
-        rows = self._layout.num_rows(microbatch)
-        before = [(_weight_of(each), _extreme_or_sum(each)) for each in looked_at]
-        means = _MeansOfRows(rows)
-        is_watched = self._is_callers and rows > 1 and any(value is not None for _, value in before)
-        with means if is_watched else contextlib.nullcontext():
-            self._update_watched(metric, outputs, microbatch, name)
-        for each, (weight, value) in zip(looked_at, before, strict=True):
-            if rows > 1 and weight is not None and _weight_of(each) == weight + 1:
-                self._warn(each, "counts updates rather than rows")
-            if value is not None and _took_mean(each, value, means.found):
-                self._warn(each, "takes means over the rows of an update")
-
-    def _update_watched(self, metric: Any, outputs: Any, microbatch: Any, name: str) -> None:
-        """Note what the update takes its numbers for."""
+        for each in _members(metric):
+            if self._is_split and self._may_check(each):
+                self._check(each, outputs, microbatch, name)
         if not (self._is_split and self._asking.may(metric)):
             self._update(metric, outputs, microbatch, name)
             return
@@ -305,52 +285,50 @@ class MetricGuard:
         if readings.differ:
             self._warn(metric, TAKES_EITHER)
 
-    def _may_look(self, metric: Any) -> bool:
-        looks = self._looks.of(metric)
-        if looks >= _MOST_LOOKS:
+    def _may_check(self, metric: Any) -> bool:
+        checks = self._checks.of(metric)
+        if checks >= _MOST_CHECKS:
             return False
-        self._looks.put(metric, looks + 1)
+        self._checks.put(metric, checks + 1)
         if not all(callable(getattr(metric, name, None)) for name in ("compute", "reset")):
             return False
-        return not _has_peers() and _is_worth_a_look(metric)
+        return not _has_peers() and (self._is_callers or _is_unknown(metric))
 
-    def _look(self, metric: Any, outputs: Any, microbatch: Any, name: str) -> None:
-        try:
-            rows = self._layout.num_rows(microbatch)
-            outputs_layout = BatchLayout(0)
-            if outputs_layout.num_rows(outputs) != rows:
-                return
-        except Exception:  # outputs that cannot be cut
-            return
+    def _check(self, metric: Any, outputs: Any, microbatch: Any, name: str) -> None:
+        rows = self._layout.num_rows(microbatch)
         indices = [index % rows for index in range(max(3, min(rows, _MOST_ROWS)))]
         cut = len(indices) - len(indices) // 3  # unevenly: alike pieces hide a mean of means
 
-        def read(pieces: Iterable[Sequence[int]]) -> Reading:
+        def read(*pieces: list[int]) -> Reading:
             parts = [Metrics(flatten_metrics(metric)), self._random_state()]
-            undo = Transaction([State(lambda: {"metric": metric}), *parts])
+            reached = State(lambda: {"metric": metric, "update_metric": self._update})
+            undo = Transaction([reached, *parts])
             try:
                 undo.begin()
                 metric.reset()
                 for piece in pieces:
-                    self._update(
-                        metric,
-                        outputs_layout.take_rows(outputs, list(piece)),
-                        self._layout.take_rows(microbatch, list(piece)),
-                        name,
-                    )
+                    given = self._layout.take_rows(microbatch, piece)
+                    self._update(metric, _rows_of(outputs, rows, piece), given, name)
                 return _read(metric.compute(), outputs)
             finally:
                 undo.roll_back()
 
-        def differs() -> bool:
+        def differing() -> tuple[float, float] | None:
             with warnings.catch_warnings(), torch.no_grad():
                 warnings.simplefilter("ignore")
-                whole, parts = read([indices]), read([indices[:cut], indices[cut:]])
+                whole, parts = read(indices), read(indices[:cut], indices[cut:])
                 # In another order sums are rounded otherwise.
-                return bool(gaps(whole, parts, (read([indices[::-1]]) for _ in range(1))))
+                found = gaps(whole, parts, (read(indices[::-1]) for _ in range(1)))
+            if not found:
+                return None
+            most = max(found, key=found.__getitem__)
+            return whole.numbers[most], parts.numbers[most]
 
-        if tried(differs) is True:  # a few rows may be too few for it, or memory is short
-            self._warn(metric, "counts updates rather than rows")
+        found = tried(differing)  # a few rows may be too few for it
+        if isinstance(found, tuple):
+            one, two = found
+            reason = f"counts {len(indices)} rows as {one:.4g} in one update, and {two:.4g} in two"
+            self._warn(metric, reason)
 
     def _warn(self, metric: Any, reason: str) -> None:
         warn_of_metric(metric, reason, self._warned)
@@ -449,17 +427,9 @@ def _members(metric: Any) -> Sequence[Any]:
     return list(metric.values(copy_state=False))
 
 
-def _is_worth_a_look(metric: Any) -> bool:
+def _is_unknown(metric: Any) -> bool:
     package, _, module = type(metric).__module__.partition(".")
     return package != "torchmetrics" or module == "aggregation"
-
-
-def _weight_of(metric: Any) -> float | None:
-    """How many values a mean is of; None for what is no mean. Waits for the device."""
-    if any(each.__name__ == "MeanMetric" for each in type(metric).__mro__):
-        weight = getattr(metric, "weight", None)
-        return float(weight) if isinstance(weight, Tensor) and weight.numel() == 1 else None
-    return None
 
 
 TAKES_EITHER = (
@@ -539,7 +509,7 @@ class Asking:
 
     def may(self, metric: Any) -> bool:
         """Whether a metric may ask."""
-        return self._silent.of(metric) < _MOST_LOOKS
+        return self._silent.of(metric) < _MOST_CHECKS
 
     def learn(self, metric: Any, readings: Readings) -> None:
         """Take note of what a metric did in a batch."""
@@ -560,53 +530,17 @@ class _Counts:
         self._known[id(metric)] = metric, count
 
 
-class _MeansOfRows(TorchFunctionMode):
-    """Keeps the means, as one number, that are taken of something with so many rows.
+def _rows_of(outputs: Any, num_rows: int, rows: list[int]) -> Any:
+    """Some rows of outputs; where their lists of rows are not known, of their tensors alone."""
+    layout = BatchLayout(0)
+    with contextlib.suppress(BatchError):
+        if layout.num_rows(outputs) == num_rows:
+            return layout.take_rows(outputs, rows)
 
-    Args:
-        rows: of the outputs.
-    """
+    def few(tensor: Tensor) -> Tensor:
+        return tensor[rows] if tensor.dim() and len(tensor) == num_rows else tensor
 
-    def __init__(self, rows: int) -> None:
-        super().__init__()
-        self.found: list[Tensor] = []
-        self._rows = rows
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        """Call it, and look at what was called."""
-        options = kwargs or {}
-        result = func(*args, **options)
-        name = getattr(func, "__name__", "")
-        is_mean = name == "mean"
-        if name.endswith("_loss") or "cross_entropy" in name:
-            is_mean = options.get("reduction", "mean") == "mean"
-        if is_mean and isinstance(result, Tensor) and result.numel() == 1:
-            first = next((each for each in args if isinstance(each, Tensor)), None)
-            if first is not None and first.dim() and first.shape[0] % self._rows == 0:
-                self.found.append(result.detach())
-        return result
-
-
-def _extreme_or_sum(metric: Any) -> float | None:
-    """The value of a sum, a maximum or a minimum; None for what is none. Waits for the device."""
-    names = {each.__name__ for each in type(metric).__mro__}
-    if not names & {"SumMetric", "MaxMetric", "MinMetric"}:
-        return None
-    value = getattr(metric, getattr(metric, "state_name", ""), None)
-    return float(value) if isinstance(value, Tensor) and value.numel() == 1 else None
-
-
-def _took_mean(metric: Any, before: float, means: Sequence[Tensor]) -> bool:
-    """Whether its value changed by, or to, one of these."""
-    after = _extreme_or_sum(metric)
-    if after is None or after == before:
-        return False
-    is_sum = any(each.__name__ == "SumMetric" for each in type(metric).__mro__)
-    taken = after - before if is_sum else after
-    rounding = _ROUNDING * max(abs(after), abs(taken))
-    return any(abs(taken - float(each)) <= rounding for each in means)
+    return map_tensors(outputs, few)
 
 
 def _has_peers() -> bool:
@@ -620,12 +554,12 @@ def _read(value: Any, outputs: Any) -> Reading:
     numbers = {}
     for at, each in enumerate(_numbers(value)):
         with contextlib.suppress(TypeError, ValueError):
-            numbers[str(at)] = torch.tensor([float(each)], dtype=torch.float64)
+            numbers[str(at)] = float(each)
     types = [leaf.dtype for _, leaf in tensor_leaves(outputs) if leaf.is_floating_point()]
     eps = max(torch.finfo(each).eps for each in (torch.float32, *types))
-    scales = {name: float(number.abs()) for name, number in numbers.items()}
+    scales = {name: abs(number) for name, number in numbers.items()}
     floors = {name: _EPS * eps * scale + _ROUNDING for name, scale in scales.items()}
-    return Reading(outputs=numbers, scales=scales, floors=floors)
+    return Reading(numbers=numbers, scales=scales, floors=floors)
 
 
 def _numbers(value: Any) -> list[Any]:

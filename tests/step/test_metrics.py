@@ -474,9 +474,9 @@ class Highest(MeanOfMeans):
 def test_an_own_metric_that_counts_updates_is_named(size: int, wrap: Any) -> None:
     metric, batch = MeanOfMeans(), INPUTS["numbers"]()
     mb = Microbatcher(Given(), loss_fn=mean, eval_microbatch_size=size, probe=False)
-    with pytest.warns(MetricWarning, match=r"MeanOfMeans counts updates.*microbatch_size=None"):
+    with pytest.warns(MetricWarning, match=r"MeanOfMeans counts \d rows as .* in two"):
         mb.evaluate(batch, wrap(metric))
-    assert metric.updates == -(-N // size)  # nothing of the look is left
+    assert metric.updates == -(-N // size)  # nothing of the checks stays
 
 
 @pytest.mark.parametrize("size", [2, 3, 7])
@@ -512,54 +512,38 @@ def test_a_look_draws_nothing() -> None:
     assert found[0] == found[1] == torch.rand(())
 
 
-def evaluate_with(number: Callable[[Tensor], Any], metric: Any) -> None:
-    """In slices of seven rows, of whose outputs the metric gets one number."""
-    mb = Microbatcher(
-        Given(),
-        loss_fn=mean,
-        eval_microbatch_size=7,
-        probe=False,
-        features=[UpdateMetric(lambda metric, outputs, batch: metric.update(number(outputs)))],
-    )
-    mb.evaluate(INPUTS["numbers"](), metric)
-
-
-def test_a_mean_that_gets_one_value_for_many_rows_is_named() -> None:
-    with pytest.warns(MetricWarning, match="MeanMetric counts updates"):
-        evaluate_with(Tensor.mean, MeanMetric())
-
-
-MEANS: dict[str, Callable[[Tensor], Any]] = {
+OF_AN_UPDATE: dict[str, Callable[[Tensor], Any]] = {
+    "rows": lambda outputs: outputs,
     "mean": lambda outputs: outputs.mean(),
     "a number": lambda outputs: torch.mean(outputs.flatten()).item(),
     "loss": lambda outputs: nn.functional.mse_loss(outputs, torch.zeros_like(outputs)),
-}
-NO_MEANS: dict[str, Callable[[Tensor], Any]] = {
     "sum": lambda outputs: outputs.sum(),
-    "rows": lambda outputs: float(len(outputs)),
+    "how many": lambda outputs: float(len(outputs)),
     "largest": lambda outputs: outputs.max(),
-    "loss": lambda outputs: nn.functional.mse_loss(
+    "sum of a loss": lambda outputs: nn.functional.mse_loss(
         outputs, torch.zeros_like(outputs), reduction="sum"
     ),
-    "a mean beside": lambda outputs: outputs.sum() if outputs.mean() < 100 else outputs.max(),
-    "a mean of sums": lambda outputs: torch.stack(
-        [outputs.sum(), outputs.sum(), outputs.sum()]
-    ).mean(),
+    "a mean of sums": lambda outputs: torch.stack([outputs.sum(), outputs.sum()]).mean(),
 }
-OF_ONE_NUMBER = [SumMetric, MaxMetric, MinMetric]
 
 
-@pytest.mark.parametrize("kind", OF_ONE_NUMBER)
-@pytest.mark.parametrize("what", MEANS)
-def test_a_sum_or_an_extreme_of_means_of_several_rows_is_named(what: str, kind: Any) -> None:
-    with pytest.warns(MetricWarning, match=f"{kind.__name__} takes means over the rows"):
-        evaluate_with(MEANS[what], kind())
-
-
-@pytest.mark.parametrize("kind", OF_ONE_NUMBER)
-@pytest.mark.parametrize("what", NO_MEANS)
-def test_a_sum_or_an_extreme_of_another_number_is_not(what: str, kind: Any) -> None:
-    evaluate_with(NO_MEANS[what], kind())
+@pytest.mark.parametrize("kind", [MeanMetric, SumMetric, MaxMetric, MinMetric])
+@pytest.mark.parametrize("what", OF_AN_UPDATE)
+def test_what_a_function_of_the_callers_counts_is_named_where_the_cut_changes_it(
+    what: str, kind: Any
+) -> None:
+    number, batch, values = OF_AN_UPDATE[what], INPUTS["numbers"](), []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for size in (8, N):
+            metric = kind()
+            update = UpdateMetric(lambda metric, outputs, batch: metric.update(number(outputs)))
+            Microbatcher(
+                Given(), loss_fn=mean, eval_microbatch_size=size, probe=False, features=[update]
+            ).evaluate(batch, metric)
+            values.append(float(metric.compute()))
+    named = [each for each in caught if f"{kind.__name__} counts 8 rows as" in str(each.message)]
+    assert bool(named) is (values[0] != pytest.approx(values[1], rel=1e-5))
 
 
 def test_a_mean_over_rows_is_not() -> None:
@@ -575,7 +559,7 @@ def test_a_mean_over_rows_is_not() -> None:
     )
     batch = INPUTS["numbers"]()
     mb.evaluate(batch, metric)
-    assert sum(seen) == N  # a function of the caller's is not called for a look
+    assert sum(seen) == N  # nothing of the checks stays
     assert metric.compute().item() == pytest.approx(batch[0].mean().item(), rel=1e-5)
 
 
