@@ -456,10 +456,11 @@ class Gradients:
 
     def _end_of_showing(self) -> None:
         """Take them away again. Of a whole batch they may have been cleared, and no more."""
-        shown = {id(each.leaf): each for each in self._earlier}
+        shown = {id(each.leaf) for each in self._earlier}
         touched = [
-            leaf for leaf in self._leaves if not self._is_as_shown(leaf, shown.get(id(leaf)))
+            leaf for leaf in self._leaves if leaf.grad is not None and id(leaf) not in shown
         ]
+        touched += [each.leaf for each in self._earlier if not self._is_as_shown(each)]
         if touched:
             self._memory.refuse_touching(touched)
         for each in self._earlier:
@@ -467,11 +468,9 @@ class Gradients:
         if self._memory.are_released:  # the forward has let go of them
             self._earlier = [each for each in self._earlier if not each.is_gone]
 
-    def _is_as_shown(self, leaf: Tensor, each: "_Earlier | None") -> bool:
+    def _is_as_shown(self, each: "_Earlier") -> bool:
         """Whether a forward left a gradient alone, or cleared it where it may; and note that."""
-        now = leaf.grad
-        if each is None:
-            return now is None
+        now = each.leaf.grad
         if now is None:
             each.is_cleared = each.is_gone = True
             return not self._splits
