@@ -159,6 +159,9 @@ class StrictDivisible(Feature):
 class UpdateMetric(Feature):
     """Updates metrics by a function in place of ``metric.update(outputs, targets)``.
 
+    A check calls it with a few rows of the first batches that are split; what it changed then is
+    put back.
+
     Args:
         update: takes metric, outputs and microbatch; and the metric's name, where it has a fourth
             parameter called ``name``.

@@ -73,7 +73,7 @@ def test_running_out_of_memory_in_any_batch_rolls_back_all_of_them(rows: tuple[i
         "loss_average": "samples",
         "probe": False,
         "update_metric": lambda metric, outputs, microbatch: metric.update(
-            outputs.sum(), weight=len(microbatch[1])
+            outputs.mean(), weight=len(microbatch[1])
         ),
     }
     options["loss_fn"] = nn.CrossEntropyLoss()
