@@ -153,7 +153,7 @@ class Bystander:
     """What beside the model, its loss and its optimizer takes part in a step.
 
     Attributes:
-        kind: ``"callback"``, ``"metric"``, or ``"joining of"`` outputs.
+        kind: ``"callback"``, ``"feature"``, ``"metric"``, or ``"joining of"`` outputs.
         name: which.
 
     >>> print(Bystander(kind="metric", name="'f1'"))
@@ -194,6 +194,34 @@ def remember(error: BaseException, **facts: Any) -> None:
     known = replace(facts_of(error), **facts)
     with contextlib.suppress(Exception):  # it is no reason for another error
         BaseException.__setattr__(error, _FACTS, known)
+
+
+def blame(error: BaseException, culprit: Bystander, doing: str) -> None:
+    """Note what beside the step an exception was raised in; what lies inside of it knows better.
+
+    Args:
+        error: the exception.
+        culprit: what it was raised in.
+        doing: what was done, for people.
+
+    >>> error = MemoryError()
+    >>> blame(error, Bystander(kind="metric", name="'f1'"), "while updating the metric 'f1'")
+    >>> error.__notes__, bystander(error)
+    (["automicro: while updating the metric 'f1'"], "the metric 'f1'")
+    """
+    add_note(error, f"automicro: {doing}")
+    if facts_of(error).bystander is None:
+        remember(error, bystander=culprit)
+
+
+def bystander(error: BaseException) -> str | None:
+    """What beside the step an exception was raised in, in words; None where in nothing.
+
+    >>> bystander(MemoryError()) is None
+    True
+    """
+    found = facts_of(error).bystander
+    return None if found is None else str(found)
 
 
 def facts_of(error: BaseException) -> _Facts:

@@ -250,7 +250,18 @@ def answering_words(construct: Callable[P, None]) -> Callable[P, None]:
 
     @functools.wraps(construct)
     def answering(*args: P.args, **kwargs: P.kwargs) -> None:
+        if len(args) > 2:
+            names = [each for each in known if each not in ("self", "model")]
+            raise TypeError(
+                "Microbatcher takes the model alone by its place; name all others, as in "
+                f"{names[0]}=…"
+            )
         for name, value in kwargs.items():
+            if name == "metrics":
+                raise TypeError(
+                    "Microbatcher has no argument metrics; give them with each batch: "
+                    "backward(batch, metrics) and evaluate(batch, metrics)"
+                )
             if name not in {*known, *WORDS}:
                 near = suggestion(name, [*known, *WORDS])
                 raise TypeError(

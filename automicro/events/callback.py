@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from automicro.errors import Bystander, add_note
+from automicro.errors import Bystander, add_note, blame
 from automicro.events.run import Run
 from automicro.memory.oom import is_out_of_memory
 from automicro.showing import one_line
-from automicro.step.events import Microbatch, Observing, OutOfMemory, Resize, Subject, blame
+from automicro.step.events import Microbatch, Observing, OutOfMemory, Resize, Subject
 from automicro.step.feature import Attempt, Feature
 from automicro.step.results import EvalResult, StepResult
 

@@ -24,7 +24,8 @@ class ResidentMemory:
 
     Attributes:
         parameters: of all modules.
-        gradients: in training of every parameter that requires one, there already or not.
+        gradients: in training of every parameter that requires one.
+        earlier_gradients: in training those that are there already, beside these.
         optimizer_state: what is there, and what the first step will add.
         buffers: of all modules.
         shared_inputs: parts of the batch that every microbatch gets whole.
@@ -37,6 +38,7 @@ class ResidentMemory:
 
     parameters: int
     gradients: int = 0
+    earlier_gradients: int = 0
     optimizer_state: int = 0
     buffers: int = 0
     shared_inputs: int = 0
@@ -48,6 +50,7 @@ class ResidentMemory:
         return {
             "parameters": self.parameters,
             "gradients": self.gradients,
+            "gradients of earlier batches": self.earlier_gradients,
             "optimizer state": self.optimizer_state,
             "buffers": self.buffers,
             "shared parts of the batch": self.shared_inputs,
@@ -98,18 +101,18 @@ def measure_residents(
     modules = list(modules)
     parameters = _distinct(p for module in modules for p in module.parameters())
     buffers = _distinct(b for module in modules for b in module.buffers())
+    there = gradients = _count([each.grad for each in parameters if each.grad is not None])
     if training:
         gradients = _count(
             [parameter for parameter in parameters if parameter.requires_grad],
             least_itemsize=4 if sums_in_float32 else 0,
         )
-    else:
-        gradients = _count([each.grad for each in parameters if each.grad is not None])
     state = _distinct(tensors_of([] if optimizer is None else [optimizer]))
     on_device = [each for each in state if each.device.type == device.type]
     return ResidentMemory(
         parameters=_count(parameters),
         gradients=gradients,
+        earlier_gradients=there if training else 0,
         optimizer_state=_count(on_device) + sum(map(_rounded, upcoming_bytes)),
         buffers=_count(buffers),
         shared_inputs=_count(shared_inputs),

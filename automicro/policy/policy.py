@@ -5,6 +5,7 @@ the same sizes on every rank and in every test.
 """
 
 import abc
+import copy
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -110,8 +111,10 @@ class Policy(abc.ABC):
     """Decides how many rows a microbatch may have.
 
     Derive your own from it and hand it over as ``microbatch_size=``. `propose` is all that it
-    needs; the others have defaults. The caller asks before each attempt and tells after it; a
-    policy that proposes nothing smaller after an attempt that did not fit makes the caller give up.
+    needs; the others have defaults. One that keeps more than numbers, texts, lists and mappings
+    writes ``state_dict`` and ``load_state_dict``, too. The caller asks before each attempt and
+    tells after it; a policy that proposes nothing smaller after an attempt that did not fit makes
+    the caller give up.
 
     Slices are balanced: 48 rows proposed for 64 become 32 and 32, and that is the size that an
     outcome tells; `canonical_size` says what becomes of a proposal. A batch of which not even the
@@ -219,9 +222,13 @@ class Policy(abc.ABC):
         """Whether what it proposes for a batch is smaller than fits, and only there to measure."""
         return False
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
     def state_dict(self) -> dict[str, Any]:
-        """Return what was learned, as plain values that JSON can hold."""
-        return {"kind": type(self).__name__}
+        """Return what was learned, as plain values that JSON can hold: here all its attributes."""
+        values = {name: value for name, value in vars(self).items() if _is_plain(value)}
+        return {"kind": type(self).__name__, "values": copy.deepcopy(values)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what ``state_dict`` returned.
@@ -230,6 +237,16 @@ class Policy(abc.ABC):
             ValueError: another kind of policy wrote it.
         """
         require_kind(state, self)
+        vars(self).update(copy.deepcopy(state.get("values", {})))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON can hold a value."""
+    if isinstance(value, dict):
+        return all(isinstance(name, str) and _is_plain(each) for name, each in value.items())
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | int | float)
 
 
 def canonical_size(num_rows: int, microbatch_size: int) -> int:

@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
-from automicro.errors import Bystander, add_note, facts_of, remember
+from automicro.errors import Bystander, blame, bystander
 from automicro.step.feature import Attempt, Feature, MicrobatchRun
 
 
@@ -62,34 +62,6 @@ class Resize:
     before: int
     after: int
     unit: str = "rows"
-
-
-def blame(error: BaseException, culprit: Bystander, doing: str) -> None:
-    """Note what beside the step an exception was raised in; what lies inside of it knows better.
-
-    Args:
-        error: the exception.
-        culprit: what it was raised in.
-        doing: what was done, for people.
-
-    >>> error = MemoryError()
-    >>> blame(error, Bystander(kind="metric", name="'f1'"), "while updating the metric 'f1'")
-    >>> error.__notes__, bystander(error)
-    (["automicro: while updating the metric 'f1'"], "the metric 'f1'")
-    """
-    add_note(error, f"automicro: {doing}")
-    if facts_of(error).bystander is None:
-        remember(error, bystander=culprit)
-
-
-def bystander(error: BaseException) -> str | None:
-    """What beside the step an exception was raised in, in words; None where in nothing.
-
-    >>> bystander(MemoryError()) is None
-    True
-    """
-    found = facts_of(error).bystander
-    return None if found is None else str(found)
 
 
 Subject: TypeAlias = Attempt | Microbatch | OutOfMemory | Resize

@@ -1,11 +1,14 @@
 """What takes part in a step beside its path: metrics, outputs, observers, or a feature of yours."""
 
-from collections.abc import Callable, Iterable, Sequence
+import difflib
+import functools
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
+from automicro.errors import Bystander, blame, bystander
 from automicro.loss.conventions import Carried, Output
 from automicro.step.plan import Cut, Plan
 from automicro.step.setup import Setup
@@ -105,7 +108,7 @@ class Feature:
         """A microbatch is on the device; its forward comes next."""
 
     def forwarded(self, run: MicrobatchRun) -> None:
-        """The model has run; a loss function, where there is one, comes next."""
+        """The model has run. A loss function comes next; in evaluation it has run, too."""
 
     def before_backward(self, run: MicrobatchRun) -> None:
         """The loss is known; its backward comes next. Not in evaluation."""
@@ -120,7 +123,7 @@ class Feature:
         """All microbatches are done, and may still be rolled back."""
 
     def failed(self, attempt: Attempt, message: str, peak_bytes: int | None) -> Sequence[str]:
-        """The attempt ran out of memory and was undone; files that were written of it."""
+        """The attempt ran out of memory and was undone. Return paths of files you wrote on it."""
         return ()
 
 
@@ -137,13 +140,20 @@ def check_features(features: object) -> list[Feature]:
     ()
     """
     remedy = "give them in a list, such as features=[automicro.features.RememberSizes()]"
-    if not isinstance(features, Iterable):
+    if isinstance(features, str) or not isinstance(features, Iterable):
         raise TypeError(f"features is a {type(features).__name__} and not a list; {remedy}")
     found = list(features)
     for each in found:
         if not isinstance(each, Feature):
             kind = f"the class {each.__name__}" if isinstance(each, type) else f"{each!r}"
             raise TypeError(f"features holds {kind}, which is no Feature; {remedy}")
+        for name in dir(type(each)):
+            is_near = name not in dir(Feature) and difflib.get_close_matches(name, _HOOKS, 1, 0.8)
+            if is_near and not name.startswith("_"):
+                raise TypeError(
+                    f"{type(each).__name__}.{name} would never be called: the hooks of a Feature "
+                    f"are {', '.join(_HOOKS)}. Rename it, or let a name of your own begin with _"
+                )
     return found
 
 
@@ -158,11 +168,18 @@ class Features:
     Args:
         features: in the order in which they are asked; at the end of an attempt from the last to
             the first.
+        given: those of the caller, which an error of theirs names.
         has_metrics: whether metrics are among them.
     """
 
-    def __init__(self, features: Iterable[Feature], *, has_metrics: bool = False) -> None:
-        self._all = list(features)
+    def __init__(
+        self,
+        features: Iterable[Feature],
+        *,
+        given: Collection[Feature] = (),
+        has_metrics: bool = False,
+    ) -> None:
+        self._all, self._given = list(features), given
         self._attempt: Attempt | None = None
         self.has_metrics = has_metrics
         self.before = self._having("before")
@@ -171,12 +188,15 @@ class Features:
         self.computed = self._having("computed")
         self.after = self._having("after")
 
-    def _having(self, name: str) -> list[Callable[[MicrobatchRun], None]]:
+    def _having(self, name: str) -> list[Callable[..., Any]]:
         known = getattr(Feature, name)
-        return [getattr(f, name) for f in self._all if getattr(type(f), name) is not known]
+        having = [each for each in self._all if getattr(type(each), name) is not known]
+        hooks = [(each, getattr(each, name)) for each in having]
+        return [functools.partial(_named, h) if f in self._given else h for f, h in hooks]
 
     def parts(self) -> list[Part]:
-        return [part for feature in self._all for part in feature.parts()]
+        self._attempt = None  # the next one begins
+        return [part for parts in self._having("parts") for part in parts()]
 
     def begin(self, phase: str, number: int, plan: Plan) -> None:
         if not self._all:
@@ -191,16 +211,29 @@ class Features:
             unit=plan.unit,
             cuts=plan.cuts,
         )
-        for feature in self._all:
-            feature.begin(attempt)
+        for begin in self._having("begin"):
+            begin(attempt)
 
     def end(self) -> None:
         if self._attempt is not None:
-            for feature in reversed(self._all):
-                feature.end(self._attempt)
+            for end in reversed(self._having("end")):
+                end(self._attempt)
 
     def failed(self, message: str, peak_bytes: int | None) -> list[str]:
         attempt = self._attempt
         if attempt is None:  # memory ran out before it could begin
             return []
-        return [file for each in self._all for file in each.failed(attempt, message, peak_bytes)]
+        told = [failed(attempt, message, peak_bytes) for failed in self._having("failed")]
+        return [file for files in told for file in files or ()]
+
+
+def _named(hook: Callable[..., Any], *args: Any) -> Any:
+    """What a hook of the caller's gives; its error says whose it is."""
+    try:
+        return hook(*args)
+    except BaseException as error:
+        if bystander(error) is None:  # else it is known better
+            feature: Any = hook.__self__  # type: ignore[attr-defined]
+            culprit = Bystander(kind="feature", name=type(feature).__name__)
+            blame(error, culprit, f"in {hook.__name__} of {culprit}")
+        raise

@@ -36,7 +36,7 @@ class Work(Protocol[T]):
         """Check what splitting may change, before the attempt at a plan that splits."""
 
     def parts(self) -> Sequence[Part]:
-        """All that an attempt may change. They begin in this order, and roll back in the other."""
+        """All that an attempt may change. They begin in this order, and roll back in reverse."""
 
     def run(self, plan: Plan) -> T:
         """Do it, cut as planned."""

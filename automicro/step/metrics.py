@@ -16,9 +16,8 @@ from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.checking.bench import tried
 from automicro.checking.reading import Reading, gaps
-from automicro.errors import BatchError, Bystander, MetricWarning, warn
+from automicro.errors import BatchError, Bystander, MetricWarning, blame, warn
 from automicro.state.part import State
-from automicro.step.events import blame
 from automicro.step.feature import Attempt, Feature, MicrobatchRun
 from automicro.step.plan import Cut, order_of
 from automicro.torch_private import children_of
@@ -150,7 +149,20 @@ def flatten_metrics(metrics: Any) -> list[Any]:
         return [each for value in metrics.values() for each in flatten_metrics(value)]
     if isinstance(metrics, list | tuple):
         return [each for value in metrics for each in flatten_metrics(value)]
+    if inspect.isfunction(getattr(metrics, "update", None)) and isinstance(metrics, type):
+        raise TypeError(f"metrics holds the class {metrics.__name__}; give an object of it")
     return [metrics] if hasattr(metrics, "update") else _refuse(metrics)
+
+
+def _by_name(metrics: Any) -> Mapping[str, Any]:
+    """Metrics by the caller's names, or by those of their classes."""
+    if isinstance(metrics, Mapping) and not isinstance(metrics, nn.Module):
+        return metrics
+    found: dict[str, Any] = {}
+    for each in metrics if isinstance(metrics, list | tuple) else [metrics]:
+        name = type(each).__name__
+        found[f"{name} {len(found)}" if name in found else name] = each
+    return found
 
 
 def _inside(root: nn.Module) -> list[Any]:
@@ -354,7 +366,7 @@ class MetricUpdates(Feature):
         *,
         sorts: bool,
     ) -> None:
-        self._named = metrics if type(metrics) is dict else {type(metrics).__name__: metrics}
+        self._named = _by_name(metrics)
         self._metrics, self._guard, self._counted = metrics, guard, counted
         self._sees, self._sorts = sees, sorts
 

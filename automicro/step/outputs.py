@@ -11,10 +11,9 @@ from automicro.batch.device import on_host
 from automicro.batch.layout import BatchLayout
 from automicro.batch.structure import concat_rows
 from automicro.batch.tensors import map_tensors, tensor_leaves
-from automicro.errors import BatchError, Bystander, LossError, MetricWarning, warn
+from automicro.errors import BatchError, Bystander, LossError, MetricWarning, blame, warn
 from automicro.loss.conventions import outputs_with_rows
 from automicro.memory.budget import active_budget
-from automicro.step.events import blame
 from automicro.step.feature import Attempt, Feature, MicrobatchRun
 from automicro.step.plan import order_of, with_padding
 from automicro.transaction.transaction import Part

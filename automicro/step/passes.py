@@ -270,18 +270,18 @@ class Passes:
             begun = (torch.full_like(loss, weight),)
         else:
             loss, parts = weights.apply(index, loss, parts, has_total=output.has_total)
+        if not gradients.is_steady:
+            gradients.after_forward()
         if features.before_backward or features.computed or features.after:
             run.loss = loss.detach() * weight if begun else loss.detach()
             _call(features.before_backward, run)
-        if not loss.requires_grad:
-            gradients.skip()
-        elif not self._is_alone:
+        if loss.requires_grad and not self._is_alone:
             # Undone where wrappers average gradients over ranks.
             with self.zeroing_gradients() if is_nothing else _NOTHING:
                 gradients.run(self._run_backward, loss * self._scale if self._scale > 1 else loss)
-        elif is_nothing:
+        elif loss.requires_grad and is_nothing:
             gradients.run_for_nothing(self._run_backward, loss)
-        else:
+        elif loss.requires_grad:
             gradients.run(self._run_backward, loss, *begun)
         if features.computed:
             self._show(run, output, features)

@@ -9,7 +9,7 @@ from automicro.batch.layout import balanced_sizes
 from automicro.batch.tensors import Contents
 from automicro.errors import BatchError
 from automicro.memory.meter import Measured
-from automicro.policy.policy import Exploration, Policy
+from automicro.policy.policy import Exploration, Policy, require_size
 from automicro.ranks.interface import Agreement, Proposal, Ranks, rows_of_microbatches
 from automicro.step.results import Counts
 
@@ -412,8 +412,8 @@ def plan_alone(step: Step, rule: CutRule) -> Plan:
     """
     policy = step.policy
     policy.level = _level_for(step)
-    unit = policy.multiple_of
     sizes = [_propose(each, policy, rule) for each in step.batches]
+    unit = policy.multiple_of  # which a policy may choose with the size
     cuts = [
         rule.cut_batch(each, size, multiple_of=unit)
         for each, size in zip(step.batches, sizes, strict=True)
@@ -536,10 +536,8 @@ def _level_for(step: Step) -> int:
 def _propose(batch: ReadBatch, policy: Policy, rule: CutRule) -> int:
     extent = batch.extent
     size = policy.propose(extent) if batch.cost is None else policy.propose(extent, batch.cost)
-    if not size >= 1:
-        raise ValueError(
-            f"{policy!r} proposed {size} {rule.unit}; a policy must propose at least one"
-        )
+    if type(size) is not int or size < 1:
+        size = require_size(size, name=f"the proposal of {policy!r} for {extent} {rule.unit}")
     if rule.strict_divisible and policy.adapts:
         size = rule.largest_divisor(extent, min(size, extent))
     return size

@@ -6,13 +6,12 @@ from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 from automicro.batch.layout import describe_cut
-from automicro.errors import SampleTooLargeError
+from automicro.errors import SampleTooLargeError, bystander
 from automicro.memory.meter import Measured
 from automicro.memory.oom import empty_cache, first_line
 from automicro.memory.residents import ResidentMemory
 from automicro.policy.policy import Outcome, Policy
 from automicro.ranks.interface import Status, announcing_failure
-from automicro.step.events import bystander
 from automicro.step.phase import Phase
 from automicro.step.plan import (
     ROWS,

@@ -210,5 +210,5 @@ def _state_message(
         f"the {what} changes {kind}: {listed}. It now does so {num_microbatches} times for a "
         f"batch, once per microbatch, so they depend on the microbatch size{unless}. "
         f"{update}, or keep batches whole with {argument}=None; "
-        "batchnorm='ignore' accepts it"
+        "batchnorm='ignore' accepts this, too"
     )

@@ -7,12 +7,18 @@ from typing import NoReturn
 import torch
 
 from automicro.batchnorm import needs_two_rows
-from automicro.errors import PeerStoppedError, SampleTooLargeError, add_note, facts_of, text_of
+from automicro.errors import (
+    PeerStoppedError,
+    SampleTooLargeError,
+    add_note,
+    bystander,
+    facts_of,
+    text_of,
+)
 from automicro.memory.device import allocated_bytes, peak_bytes
 from automicro.memory.oom import first_line, unquoted_shortage
 from automicro.memory.residents import ResidentMemory
 from automicro.options import ONE_GRAPH_EACH
-from automicro.step.events import bystander
 from automicro.step.plan import ROWS, Plan
 from automicro.units import format_bytes
 
@@ -121,6 +127,8 @@ def why_nothing_fits(
             f"rows do not help.{state}{_listed(_LESS_BESIDE)}"
         )
     less_state = ["an optimizer with less state"] if _has_state(residents) else []
+    is_cleared = residents is None or residents.earlier_gradients == 0
+    cleared = [] if is_cleared else ["no gradients of earlier batches: optimizer.zero_grad()"]
     shared = residents is not None and residents.shared_inputs > 0
     less_shared = ["less in the parts of the batch that are shared by all rows"] * shared
     if residents is not None and residents.limit is not None and residents.leaves_nothing:
@@ -128,7 +136,7 @@ def why_nothing_fits(
         return (
             f"{text}no size can {listed}: {residents} come to {format_bytes(residents.total)} "
             f"without any row, and the limit is {format_bytes(residents.limit)}.{state}"
-            f"{_listed([*less_shared, *less_state, *other])}"
+            f"{_listed([*cleared, *less_shared, *less_state, *other])}"
         )
     floor = ", because BatchNorm cannot train on one row" * (tried[-1] > 1 < min_rows)
     alone = "" if unit == ROWS else ": it has a single row"
@@ -147,7 +155,7 @@ def why_nothing_fits(
     if _is_mostly_taken(residents):
         smaller = [] if shared else ["a smaller model"]
     told = "\n" + " ".join(facts) if facts else ""
-    remedies = [*less_shared, *smaller, *helps, *less_state, "a larger device"]
+    remedies = [*cleared, *less_shared, *smaller, *helps, *less_state, "a larger device"]
     return f"{text}{told}{state}{_listed(remedies)}"
 
 
@@ -204,6 +212,8 @@ def leaves_one_alone(plan: Plan) -> bool:
 
 def explain(error: BaseException, plan: Plan) -> None:
     """Note on an error what microbatches may have to do with it."""
+    if bystander(error) is not None:  # what a metric or a callback does is not the forward's
+        return
     _explain_lonely_row(error, plan)
     if _USED_TWICE in text_of(error) and any(cut.is_split for cut in plan.cuts):
         add_note(

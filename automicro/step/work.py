@@ -97,7 +97,7 @@ Evaluated = tuple[Tensor | None, dict[str, Tensor], dict[str, Weight | None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """Runs the microbatches of every step, and knows what it has learned of the model.
+    """What the steps of a Microbatcher share.
 
     Attributes:
         index: of all parameters and buffers that take part.
@@ -157,7 +157,7 @@ class _Work(Generic[T]):
         self._passes, self._ranks, self._kept = engine.passes, phase.ranks, kept
         self._state = phase.state(metrics)
         self._watch = watch = phase.watch([each.contents for each in step.batches])
-        # The usual step has none of these.
+        # The usual step has none of these, and then no hook is looked for.
         features: list[Feature] = [_Watching(watch, self._passes.tensors)] * watch.compares
         if not phase.is_rehearsing:
             features += engine.features
@@ -172,7 +172,7 @@ class _Work(Generic[T]):
             features.append(updates)
         if not kept.is_nothing:
             features.append(kept)
-        self._features = Features(features, has_metrics=metrics is not None)
+        self._features = Features(features, given=engine.features, has_metrics=metrics is not None)
         self._gives_outputs = kept.has_outputs
         self._has_checked = self._has_checked_outputs = False
         self._number = 0  # of attempts
@@ -323,7 +323,7 @@ class TrainingWork(_Work[Losses]):
             *([self._engine.reservation] if self._engine.reservation.is_used else ()),
             self._phase.random_state(),
             self._state,
-            self._gradients,  # hooks at its commit may change all others before it
+            self._gradients,  # behind what the caller's hooks may change when it prepares
             *self._features.parts(),
             *self._phase.own_parts(),
         ]

@@ -346,7 +346,6 @@ class Gradients:
             backward(loss, *begun)
             self._num_backwards += 1
             return
-        self.skip()
         if self._num_backwards < self._looks:
             self._notice(loss)
         else:
@@ -380,8 +379,8 @@ class Gradients:
 
         self.run(backward_aside, loss)
 
-    def skip(self) -> None:
-        """Call it in place of `run` where a loss has nothing to go backward through.
+    def after_forward(self) -> None:
+        """Call it after the forward of every microbatch: ``.grad`` is the attempt's own again.
 
         Raises:
             LossError: the forward changes gradients.
@@ -457,9 +456,7 @@ class Gradients:
     def _end_of_showing(self) -> None:
         """Take them away again. Of a whole batch they may have been cleared, and no more."""
         shown = {id(each.leaf) for each in self._earlier}
-        touched = [
-            leaf for leaf in self._leaves if leaf.grad is not None and id(leaf) not in shown
-        ]
+        touched = [leaf for leaf in self._leaves if leaf.grad is not None and id(leaf) not in shown]
         touched += [each.leaf for each in self._earlier if not self._is_as_shown(each)]
         if touched:
             self._memory.refuse_touching(touched)

@@ -1,5 +1,6 @@
 """Trainers with callbacks, and callbacks that take notes."""
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ class Scripted(Policy):
     """A policy that takes one given size after the other."""
 
     def __init__(self, sizes: list[int]) -> None:
-        self._sizes = list(sizes)
+        self._sizes = deque(sizes)  # no list: a script is nothing learned, to be kept
 
     def propose(self, num_rows: int, cost: float | None = None) -> int:
         return min(self._sizes[0], num_rows)

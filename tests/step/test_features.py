@@ -1,0 +1,151 @@
+"""What beside the path of a batch its author is told, and sees: features, policies, metrics."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, MeanSquaredError
+
+from automicro import Feature, Microbatcher, MicrobatchRun, Policy
+from automicro.errors import SampleTooLargeError
+from automicro.policy.policy import Outcome
+
+
+def batch(rows: int = 8) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, 3), torch.randn(rows, 2)
+
+
+class Norms(Feature):
+    """The size of what lies in ``.grad`` before each backward, and after it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.seen = model, list[float]()
+
+    def _look(self) -> None:
+        self.seen.append(
+            sum(float(p.grad.norm()) for p in self.model.parameters() if p.grad is not None)
+        )
+
+    def before_backward(self, run: MicrobatchRun) -> None:
+        self._look()
+
+    def computed(self, run: MicrobatchRun) -> None:
+        self._look()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_feature_sees_the_gradients_of_the_attempt_before_a_backward(dtype: torch.dtype) -> None:
+    model = nn.Linear(3, 2).to(dtype)
+    norms = Norms(model)
+    mb = Microbatcher(model, loss_fn=nn.MSELoss(), microbatch_size=4, features=[norms])
+    for _ in range(3):  # none of which is cleared
+        mb.backward([each.to(dtype) for each in batch()])
+    for first, one, second, _ in zip(*[iter(norms.seen)] * 4, strict=True):
+        assert first == 0
+        assert second == one
+
+
+class Fails(Feature):
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def before_backward(self, run: MicrobatchRun) -> None:
+        raise self.error
+
+
+def test_an_error_of_a_feature_names_it() -> None:
+    for error, kind in ((KeyError("mine"), KeyError), (MemoryError(), SampleTooLargeError)):
+        mb = Microbatcher(nn.Linear(3, 2), loss_fn=nn.MSELoss(), features=[Fails(error)])
+        with pytest.raises(kind) as caught:
+            mb.backward(batch())
+        notes = [*getattr(caught.value, "__notes__", ()), str(caught.value)]
+        assert any("the feature Fails" in each for each in notes)
+
+
+class Misnamed(Feature):
+    def before_backwards(self, run: MicrobatchRun) -> None:
+        """Would never be called."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"features": [Misnamed()]}, r"Misnamed.before_backwards would never be called"),
+        ({"features": "recompute"}, "features is a str"),
+        ({"metrics": MeanMetric()}, r"backward\(batch, metrics\)"),
+    ],
+)
+def test_arguments_that_do_nothing_are_refused(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        Microbatcher(nn.Linear(3, 2), loss_fn=nn.MSELoss(), **arguments)
+
+
+def test_metrics_in_a_list_are_named_by_their_classes_and_classes_are_refused() -> None:
+    metrics = [MeanSquaredError(), MeanSquaredError()]
+    mb = Microbatcher(nn.Linear(3, 2), loss_fn=nn.MSELoss(), eval_microbatch_size=3)
+    result = mb.evaluate(batch(), metrics)
+    assert [each.compute().item() for each in metrics] == [
+        pytest.approx(float(result.loss or 0))
+    ] * 2
+    with pytest.raises(TypeError, match="holds the class MeanSquaredError; give an object"):
+        mb.evaluate(batch(), MeanSquaredError)
+
+
+class Quarters(Policy):
+    def __init__(self) -> None:
+        self.parts = 1
+
+    def propose(self, num_rows: int, cost: float | None = None) -> int:
+        self.multiple_of = 1 if num_rows < 100 else 52
+        return -(-num_rows // self.parts)
+
+    def record(self, outcome: Outcome) -> None:
+        self.parts = self.parts if outcome.fits else self.parts * 4
+
+
+def forward(model: nn.Module, microbatch: tuple[Tensor, Tensor]) -> Tensor:
+    """The loss; the smallest microbatch of a batch of hundreds is too large."""
+    if bool((microbatch[0] == 100).any()):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    return nn.functional.mse_loss(model(microbatch[0]), microbatch[1])
+
+
+def test_a_policy_of_ones_own_forgets_what_an_impossible_batch_taught() -> None:
+    policy, other = Quarters(), Quarters()
+    mb = Microbatcher(
+        nn.Linear(3, 2),
+        forward=forward,
+        loss_average="samples",
+        probe=False,
+        microbatch_size=policy,
+    )
+    mb.backward(batch())
+    with pytest.raises(SampleTooLargeError, match=r"(?s)gradients of earlier batches.*zero_grad"):
+        mb.backward((torch.full((8, 3), 100.0), torch.randn(8, 2)))
+    assert policy.parts == 1
+    policy.parts = 4
+    other.load_state_dict(policy.state_dict())
+    assert other.parts == 4
+
+
+class Sizes(Feature):
+    def __init__(self) -> None:
+        self.seen = list[int]()
+
+    def before(self, run: MicrobatchRun) -> None:
+        self.seen.append(run.num_rows)
+
+
+def test_a_policy_chooses_what_sizes_are_multiples_of_with_the_size() -> None:
+    policy, sizes = Quarters(), Sizes()
+    policy.parts = 3
+    mb = Microbatcher(
+        nn.Linear(3, 2),
+        loss_fn=nn.MSELoss(),
+        microbatch_size=policy,
+        probe=False,
+        features=[sizes],
+    )
+    mb.backward(batch(310))
+    assert sizes.seen == [104, 104, 102]
