@@ -8,7 +8,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from automicro.batch.device import cost_of_row
 from automicro.batch.layout import balanced_sizes
 from automicro.batch.reading import refusing_cycles
 from automicro.batch.tensors import Contents
-from automicro.checking.check import Checks
 from automicro.compilation import refuse_cuda_graphs
 from automicro.features import answering_words, exact_batchnorm
 from automicro.loss.averages import LossAverage, is_declared, read_average
@@ -26,7 +25,6 @@ from automicro.loss.passes import Computation, Mode
 from automicro.memory.oom import once_more
 from automicro.memory.residents import OccupiedDevice, ResidentMemory
 from automicro.modules import comparing_rows, evaluation_mode
-from automicro.optimizer.reservation import OptimizerReservation
 from automicro.options import (
     PRECISIONS,
     check_choice,
@@ -41,13 +39,15 @@ from automicro.options import (
     unwrapped,
 )
 from automicro.policy.policy import Fixed, Policy
-from automicro.ranks.discovery import announcing_failed_construction, find_ranks
-from automicro.ranks.interface import Ranks, announcing_failure
+from automicro.ranks.interface import (
+    Ranks,
+    announcing_failed_construction,
+    announcing_failure,
+    find_ranks,
+)
 from automicro.reach import Reach
 from automicro.step.feature import Feature, check_features, takes_part
 from automicro.step.fit import fit
-from automicro.step.metrics import MetricGuard, naming_metrics
-from automicro.step.outputs import Keeper, Where
 from automicro.step.passes import Passes
 from automicro.step.phase import leveled, make_phase
 from automicro.step.plan import Cut, ReadBatch, Step, order_of, with_padding
@@ -56,6 +56,11 @@ from automicro.step.setup import Setup
 from automicro.step.split_guard import BATCHNORM_MODES, SplitGuard
 from automicro.step.work import Engine, EvaluationWork, TrainingWork
 from automicro.transaction.gradients import GradientHistory
+
+if TYPE_CHECKING:
+    from automicro.checking.check import Checks
+    from automicro.step.metrics import MetricGuard
+    from automicro.step.outputs import Keeper, Kept, Where
 
 
 class Microbatcher:
@@ -173,7 +178,6 @@ class Microbatcher:
         setup.unit.check(setup)
         self._setup, self._model, self._modules = setup, model, everything
         self._ranks, self._device, self._index = ranks, setup.device, setup.index
-        self._keeper = Keeper(setup.device, setup.carrying.carry_layout)
         self._levels = levels = list(setup.levels(setup))
 
         self._train = make_phase("train", microbatch_size, setup, levels)
@@ -215,7 +219,36 @@ class Microbatcher:
             reach=setup.reach,
         )
         self._sort = None if setup.sorter is None else setup.sorter(setup, computation)
-        update_metric = hiding(setup.functions.get("update_metric"))
+        update_metric, phase = hiding(setup.functions.get("update_metric")), self._train
+
+        @functools.cache
+        def metric_guard() -> "MetricGuard":
+            from automicro.step.metrics import MetricGuard, naming_metrics
+
+            return MetricGuard(
+                naming_metrics(update_metric or convention.update_metric),
+                setup.carrying.layout,
+                phase.random_state,  # of no cycle: memory is free once the last has let go
+                is_callers=update_metric is not None or hasattr(setup.model, "update_metric"),
+            )
+
+        @functools.cache
+        def checks() -> "Checks":
+            from automicro.checking.check import Checks
+
+            return Checks(
+                computation,
+                declared=is_declared(loss_average),
+                off=not compares or ranks.rank != 0 or comparing_rows(everything) is not None,
+                refuses=probe == "error",
+                is_alone=not ranks.communicates_in_forward,
+            )
+
+        compares, reservation = check_probe(probe), None
+        if setup.optimizer is not None:
+            from automicro.optimizer.reservation import OptimizerReservation
+
+            reservation = OptimizerReservation(setup.optimizer)
         self._engine = engine = Engine(
             passes=Passes(
                 computation,
@@ -227,21 +260,8 @@ class Microbatcher:
             index=setup.index,
             spare=setup.spare,
             split_guard=self._split_guard,
-            metric_guard=MetricGuard(
-                naming_metrics(update_metric or convention.update_metric),
-                setup.carrying.layout,
-                self._train.random_state,
-                is_callers=update_metric is not None or hasattr(setup.model, "update_metric"),
-            ),
-            checks=Checks(
-                computation,
-                declared=is_declared(loss_average),
-                off=not check_probe(probe)
-                or ranks.rank != 0
-                or comparing_rows(everything) is not None,
-                refuses=probe == "error",
-                is_alone=not ranks.communicates_in_forward,
-            ),
+            metric_guard=metric_guard,
+            checks=checks,
             gradients=GradientHistory(
                 everything,
                 sums_in_float32=setup.sums_in_float32,
@@ -255,10 +275,10 @@ class Microbatcher:
                 memory_limit,
                 sums_in_float32=setup.sums_in_float32 and ranks.is_alone,
             ),
-            reservation=OptimizerReservation(setup.optimizer),
+            reservation=reservation,
             features=list(filter(takes_part, asked)),
         )
-        self._passes, self._checks, self._memory = engine.passes, engine.checks, engine.memory
+        self._passes, self._memory = engine.passes, engine.memory
         self._evaluated: Sequence[Cut] = ()  # how the last batch was cut
         self.wants_to_stop = False
 
@@ -294,7 +314,7 @@ class Microbatcher:
     @property
     def loss_average_is(self) -> str:
         """How sure it is what the loss averages over; see `StepResult`."""
-        return self._checks.loss_average_is
+        return self._engine.checks().loss_average_is
 
     @property
     def ranks(self) -> Ranks:
@@ -318,7 +338,8 @@ class Microbatcher:
         if not self._ranks.is_alone:
             return []
         with self._memory.limited():
-            return self._checks.unsaved_state(batch, self._setup.carrying.layout.num_rows(batch))
+            num_rows = self._setup.carrying.layout.num_rows(batch)
+            return self._engine.checks().unsaved_state(batch, num_rows)
 
     def state_dict(self) -> dict[str, Any]:
         """The sizes that were found, as plain values."""
@@ -338,7 +359,7 @@ class Microbatcher:
         self._eval.load_state_dict(state["eval"])
 
     def backward(
-        self, batch: Any, metrics: Any = None, *, return_outputs: Where = False, carry: Any = None
+        self, batch: Any, metrics: Any = None, *, return_outputs: "Where" = False, carry: Any = None
     ) -> StepResult:
         """Forward and backward of a whole batch: its exact gradient is added to ``.grad``.
 
@@ -383,7 +404,7 @@ class Microbatcher:
         metrics: Any = None,
         *,
         accept: Callable[[Tensor], bool] | None = None,
-        return_outputs: Where = False,
+        return_outputs: "Where" = False,
     ) -> StepResult:
         """Forward and backward of several batches as if they were one.
 
@@ -409,7 +430,7 @@ class Microbatcher:
             >>> microbatcher.accumulate(batches).num_samples
             11
         """
-        kept = self._keeper.keep(return_outputs)
+        kept = self._keep(return_outputs)
         try:
             with self._memory.limited(), self._split_guard.explaining_memory():
                 with announcing_failure(self._ranks):
@@ -428,8 +449,8 @@ class Microbatcher:
             losses=losses,
             is_committed=finished.is_committed,
             loss_average_is=self.loss_average_is,
-            outputs=kept.outputs,
-            carry=kept.carry,
+            outputs=None if kept is None else kept.outputs,
+            carry=None if kept is None else kept.carry,
             rank_loss=loss if work.rank_loss is None else work.rank_loss,
             **finished.counts,
         )
@@ -438,7 +459,7 @@ class Microbatcher:
         self,
         batch: Any,
         metrics: Any = None,
-        return_outputs: Where = False,
+        return_outputs: "Where" = False,
         *,
         carry: Any = None,
         compares_outputs: bool = False,
@@ -534,19 +555,21 @@ class Microbatcher:
 
         Known from the first batch on.
         """
-        return self._engine.reservation.unknown
+        reservation = self._engine.reservation
+        return None if reservation is None else reservation.unknown
 
     def residents(self, *, training: bool) -> ResidentMemory:
         """What lies on the device at any size, with what the optimizer's first step will add.
 
         Known from the first batch on.
         """
-        upcoming = self._engine.reservation.upcoming_bytes
+        upcoming = self._engine.upcoming_bytes
         return self._memory.measure(training=training, upcoming_bytes=upcoming)
 
     def hold_reservation(self) -> None:
         """Hold memory for the optimizer's first step now, as a batch does while it runs."""
-        self._engine.reservation.begin()
+        if self._engine.reservation is not None:
+            self._engine.reservation.begin()
 
     def release_reservation(self) -> None:
         """Give back the memory that is held for the optimizer's first step.
@@ -554,7 +577,8 @@ class Microbatcher:
         Its ``step`` does so by itself. Call this where the batch runs in a closure that ``step``
         was given, which has passed the place where it would.
         """
-        self._engine.reservation.roll_back()
+        if self._engine.reservation is not None:
+            self._engine.reservation.roll_back()
 
     def release_gradients(self) -> None:
         """Let go of the gradients of earlier batches where the next batch's forward clears them.
@@ -641,16 +665,28 @@ class Microbatcher:
         self._check_few(step, "train")
         return step
 
+    def _keep(self, where: "Where") -> "Kept | None":
+        """What keeps outputs and state for the next batch of one step; None where nothing does."""
+        if where is False and self._setup.carrying.carry_layout is None:
+            return None
+        return self._keeper.keep(where)
+
+    @functools.cached_property
+    def _keeper(self) -> "Keeper":
+        from automicro.step.outputs import Keeper
+
+        return Keeper(self._device, self._setup.carrying.carry_layout)
+
     def _check_few(self, step: Step, mode: Mode) -> None:
         """Compare a few rows of the first batch with parts of them, where it could be split."""
-        policy, by_cost = step.policy, self._sort is not None
+        policy, by_cost, checks = step.policy, self._sort is not None, self._engine.checks()
         could_split = self._split_guard.could_split(policy, step.rows, by_cost=by_cost)
-        if self._checks.is_over(mode) or not (step.batches and could_split):
+        if checks.is_over(mode) or not (step.batches and could_split):
             return
         batch, rows, multiple = step.raw[0], step.rows[0], int(getattr(policy, "multiple_of", 1))
         sizes = [] if by_cost or policy.adapts else balanced_sizes(rows, policy.propose(rows))
         with self._ranks.looking_alone():
-            has_run = self._checks.few_rows(batch, rows, mode, multiple=multiple, sizes=sizes)
+            has_run = checks.few_rows(batch, rows, mode, multiple=multiple, sizes=sizes)
         if has_run:
             self._index.refresh()  # a forward may have made layers
 
@@ -658,12 +694,12 @@ class Microbatcher:
         self,
         batch: Any,
         metrics: Any,
-        return_outputs: Where,
+        return_outputs: "Where",
         *,
         predicts: bool = False,
         compares_outputs: bool = False,
     ) -> EvalResult:
-        kept = self._keeper.keep(return_outputs)
+        kept = self._keep(return_outputs)
         with self._memory.limited(), evaluation_mode(self._modules), torch.no_grad():
             with announcing_failure(self._ranks):
                 self._ranks.settle()
@@ -692,8 +728,8 @@ class Microbatcher:
             loss=loss,
             losses=losses,
             denominators=denominators,
-            outputs=kept.outputs,
-            carry=kept.carry,
+            outputs=None if kept is None else kept.outputs,
+            carry=None if kept is None else kept.carry,
             **finished.counts,
         )
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from automicro.batch.device import on_host
+from automicro.batch.joining import concat_rows
 from automicro.batch.layout import BatchLayout
-from automicro.batch.structure import concat_rows
 from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.errors import BatchError, Bystander, LossError, MetricWarning, warn
 from automicro.loss.conventions import outputs_with_rows
@@ -70,11 +70,6 @@ class Kept(Feature):
         self.carry: Any = None
         self._is_training = True
         self._forget()
-
-    @property
-    def is_nothing(self) -> bool:
-        """Whether nothing was asked for."""
-        return self._where is False and self._layout is None
 
     @property
     def has_outputs(self) -> bool:
@@ -232,11 +227,8 @@ def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 
 
-_NOTHING_KEPT = Kept(False, torch.device("cpu"), None)
-
-
 class Keeper:
-    """Keeps what is asked for of the forwards of each step.
+    """Keeps what is asked for of the forwards of the steps that ask for something.
 
     Args:
         device: where the model computes.
@@ -250,8 +242,6 @@ class Keeper:
 
     def keep(self, where: object) -> Kept:
         """What keeps outputs and state of one step; see `Kept`."""
-        if where is False and self._carry_layout is None:
-            return _NOTHING_KEPT
         self._steps += 1
         is_early = self._steps <= _EARLY
         return Kept(where, self._device, self._carry_layout, self._known, is_early=is_early)

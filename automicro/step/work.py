@@ -4,26 +4,23 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from automicro.batch.device import InputWatch, on_device
-from automicro.checking.check import Checks
 from automicro.loss.averages import CutBatch, Weight
 from automicro.loss.conventions import Output
 from automicro.loss.passes import Mode
 from automicro.loss.weights import BatchWeights, add_up
 from automicro.memory.residents import OccupiedDevice, ResidentMemory
 from automicro.modules import ModuleIndex
-from automicro.optimizer.reservation import OptimizerReservation
 from automicro.options import check_history, refuse_constant
+from automicro.ranks.interface import announcing_failure
 from automicro.step.feature import Feature, Features, MicrobatchRun
 from automicro.step.fillers import SpareRows
-from automicro.step.metrics import MetricGuard, MetricUpdates
-from automicro.step.outputs import Kept
 from automicro.step.passes import Losses, Passes
 from automicro.step.phase import Phase
 from automicro.step.plan import ROWS, Plan, Step
@@ -32,6 +29,12 @@ from automicro.transaction.gradients import GradientHistory, Gradients
 from automicro.transaction.parameters import Parameters
 from automicro.transaction.transaction import Part
 from automicro.values import read_scalars, stack_scalars
+
+if TYPE_CHECKING:  # each stands beside the path of a batch, and is loaded where it is used
+    from automicro.checking.check import Checks
+    from automicro.optimizer.reservation import OptimizerReservation
+    from automicro.step.metrics import MetricGuard
+    from automicro.step.outputs import Kept
 
 logger = logging.getLogger(__name__)
 
@@ -104,11 +107,11 @@ class Engine:
         passes: run one microbatch.
         spare: rows for microbatches that count for nothing.
         split_guard: warns where splitting changes the model.
-        metric_guard: warns where it changes a metric.
-        checks: compare rows together and apart.
+        metric_guard: gives what warns where it changes a metric; made with the first of them.
+        checks: gives what compares rows together and apart; made with the first batch.
         gradients: what is known of them.
         memory: the device, and what lies on it.
-        reservation: for the optimizer's first step.
+        reservation: for the optimizer's first step; None where there is no optimizer.
         features: of the caller.
     """
 
@@ -116,12 +119,17 @@ class Engine:
     passes: Passes
     spare: SpareRows
     split_guard: SplitGuard
-    metric_guard: MetricGuard
-    checks: Checks
+    metric_guard: "Callable[[], MetricGuard]"
+    checks: "Callable[[], Checks]"
     gradients: GradientHistory
     memory: OccupiedDevice
-    reservation: OptimizerReservation
+    reservation: "OptimizerReservation | None" = None
     features: Sequence[Feature] = ()
+
+    @property
+    def upcoming_bytes(self) -> Sequence[int]:
+        """Of each tensor of state that the optimizer has yet to build, as far as known."""
+        return () if self.reservation is None else self.reservation.upcoming_bytes
 
 
 class _Watching(Feature):
@@ -147,15 +155,23 @@ class _Work(Generic[T]):
         phase: that the step belongs to.
         step: what it brings.
         metrics: updated with every row; None for none.
-        kept: what the caller asked for of each forward.
+        kept: what the caller asked for of each forward; None for nothing.
     """
 
     _mode: Mode = "train"
 
-    def __init__(self, engine: Engine, phase: Phase, step: Step, metrics: Any, kept: Kept) -> None:
+    def __init__(
+        self, engine: Engine, phase: Phase, step: Step, metrics: Any, kept: "Kept | None"
+    ) -> None:
         self._engine, self._phase, self._step = engine, phase, step
         self._passes, self._ranks, self._kept = engine.passes, phase.ranks, kept
-        self._state = phase.state(metrics)
+        counted: Sequence[Any] = ()
+        if metrics is not None:
+            from automicro.step.metrics import Metrics, MetricUpdates, flatten_metrics
+
+            with announcing_failure(phase.ranks):
+                counted = flatten_metrics(metrics)
+        self._state = phase.state(counted)
         self._watch = watch = phase.watch([each.contents for each in step.batches])
         # The usual step has none of these.
         features: list[Feature] = [_Watching(watch, self._passes.tensors)] * watch.compares
@@ -164,22 +180,22 @@ class _Work(Generic[T]):
         if metrics is not None:
             updates = MetricUpdates(
                 metrics,
-                engine.metric_guard,
-                phase.metrics(metrics),
+                engine.metric_guard(),
+                Metrics(counted),
                 self._passes.seen_by_metrics,
                 sorts=phase.rule.unit != ROWS,
             )
             features.append(updates)
-        if not kept.is_nothing:
+        if kept is not None:
             features.append(kept)
         self._features = Features(features, has_metrics=metrics is not None)
-        self._gives_outputs = kept.has_outputs
+        self._gives_outputs = kept is not None and kept.has_outputs
         self._has_checked = self._has_checked_outputs = False
         self._number = 0  # of attempts
         self._let_go()
 
     def check(self, plan: Plan) -> None:
-        checks, kept, mode = self._engine.checks, self._kept, self._mode
+        checks, kept, mode = self._engine.checks(), self._kept, self._mode
         of_outputs = checks.compares_outputs and mode != "train" and self._gives_outputs
         of_outputs = of_outputs and not self._has_checked_outputs
         of_loss = not self._has_checked and checks.compares(mode)
@@ -194,7 +210,7 @@ class _Work(Generic[T]):
             if of_outputs:
                 self._has_checked_outputs = True
                 known = checks.outputs(batch, num_rows, mode)
-                if kept.has_outputs:
+                if kept is not None and kept.has_outputs:
                     kept.know(known)
             if of_loss:
                 self._has_checked = True
@@ -288,7 +304,7 @@ class TrainingWork(_Work[Losses]):
         phase: of training.
         step: what it brings.
         metrics: updated with every row; None for none.
-        kept: what the caller asked for of each forward.
+        kept: what the caller asked for of each forward; None for nothing.
         accept: given the loss, says whether to keep the step; None for yes.
     """
 
@@ -298,7 +314,7 @@ class TrainingWork(_Work[Losses]):
         phase: Phase,
         step: Step,
         metrics: Any,
-        kept: Kept,
+        kept: "Kept | None",
         accept: Accept | None = None,
     ) -> None:
         super().__init__(engine, phase, step, metrics, kept)
@@ -316,11 +332,11 @@ class TrainingWork(_Work[Losses]):
         self._own: tuple[Losses, BatchWeights, Mapping[str, float]] | None = None
 
     def parts(self) -> list[Part]:
-        index = self._engine.index
+        index, reservation = self._engine.index, self._engine.reservation
         return [
             Parameters(index.parameters, index.names_of),
             self._watch,
-            *([self._engine.reservation] if self._engine.reservation.is_used else ()),
+            *([] if reservation is None else [reservation]),
             self._phase.random_state(),
             self._state,
             self._gradients,  # hooks at its commit may change all others before it
@@ -369,7 +385,7 @@ class TrainingWork(_Work[Losses]):
             return
         most = max(plan.cuts, key=lambda cut: len(cut.sizes), default=None)
         if most is not None and most.is_split:
-            counting = self._engine.checks.counting
+            counting = self._engine.checks().counting
             self._engine.split_guard.warn(most.sizes, self._state, counting)
 
     @property
@@ -403,7 +419,7 @@ class TrainingWork(_Work[Losses]):
     def residents(self) -> ResidentMemory | None:
         return self._engine.memory.measure(
             training=True,
-            upcoming_bytes=self._engine.reservation.upcoming_bytes,
+            upcoming_bytes=self._engine.upcoming_bytes,
             shared_inputs=self._shared_inputs(),
         )
 
@@ -416,7 +432,7 @@ class EvaluationWork(_Work[Evaluated]):
         phase: of evaluation.
         step: what it brings.
         metrics: updated with every row; None for none.
-        kept: what the caller asked for of each forward.
+        kept: what the caller asked for of each forward; None for nothing.
         predicts: whether only outputs are asked for.
         compares_outputs: whether outputs are compared although they were not asked for.
     """
@@ -427,7 +443,7 @@ class EvaluationWork(_Work[Evaluated]):
         phase: Phase,
         step: Step,
         metrics: Any,
-        kept: Kept,
+        kept: "Kept | None",
         *,
         predicts: bool = False,
         compares_outputs: bool = False,
