@@ -8,7 +8,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,16 +51,11 @@ from automicro.step.fit import fit
 from automicro.step.passes import Passes
 from automicro.step.phase import leveled, make_phase
 from automicro.step.plan import Cut, ReadBatch, Step, order_of, with_padding
-from automicro.step.results import EvalResult, StepResult
+from automicro.step.results import EvalResult, StepResult, Where
 from automicro.step.setup import Setup
 from automicro.step.split_guard import BATCHNORM_MODES, SplitGuard
 from automicro.step.work import Engine, EvaluationWork, TrainingWork
 from automicro.transaction.gradients import GradientHistory
-
-if TYPE_CHECKING:
-    from automicro.checking.check import Checks
-    from automicro.step.metrics import MetricGuard
-    from automicro.step.outputs import Keeper, Kept, Where
 
 
 class Microbatcher:
@@ -219,32 +214,9 @@ class Microbatcher:
             reach=setup.reach,
         )
         self._sort = None if setup.sorter is None else setup.sorter(setup, computation)
-        update_metric, phase = hiding(setup.functions.get("update_metric")), self._train
-
-        @functools.cache
-        def metric_guard() -> "MetricGuard":
-            from automicro.step.metrics import MetricGuard, naming_metrics
-
-            return MetricGuard(
-                naming_metrics(update_metric or convention.update_metric),
-                setup.carrying.layout,
-                phase.random_state,  # of no cycle: memory is free once the last has let go
-                is_callers=update_metric is not None or hasattr(setup.model, "update_metric"),
-            )
-
-        @functools.cache
-        def checks() -> "Checks":
-            from automicro.checking.check import Checks
-
-            return Checks(
-                computation,
-                declared=is_declared(loss_average),
-                off=not compares or ranks.rank != 0 or comparing_rows(everything) is not None,
-                refuses=probe == "error",
-                is_alone=not ranks.communicates_in_forward,
-            )
-
-        compares, reservation = check_probe(probe), None
+        update_metric = hiding(setup.functions.get("update_metric"))
+        is_checked = check_probe(probe) and comparing_rows(everything) is None
+        reservation = None
         if setup.optimizer is not None:
             from automicro.optimizer.reservation import OptimizerReservation
 
@@ -260,8 +232,17 @@ class Microbatcher:
             index=setup.index,
             spare=setup.spare,
             split_guard=self._split_guard,
-            metric_guard=metric_guard,
-            checks=checks,
+            computation=computation,
+            checking={
+                "declared": is_declared(loss_average),
+                "off": not is_checked or ranks.rank != 0,
+                "refuses": probe == "error",
+                "is_alone": not ranks.communicates_in_forward,
+            },
+            update_metric=update_metric or convention.update_metric,
+            updates_by_caller=update_metric is not None or hasattr(setup.model, "update_metric"),
+            random_state=self._train.random_state,
+            carry_layout=setup.carrying.carry_layout,
             gradients=GradientHistory(
                 everything,
                 sums_in_float32=setup.sums_in_float32,
@@ -314,7 +295,7 @@ class Microbatcher:
     @property
     def loss_average_is(self) -> str:
         """How sure it is what the loss averages over; see `StepResult`."""
-        return self._engine.checks().loss_average_is
+        return self._engine.checks.loss_average_is
 
     @property
     def ranks(self) -> Ranks:
@@ -339,7 +320,7 @@ class Microbatcher:
             return []
         with self._memory.limited():
             num_rows = self._setup.carrying.layout.num_rows(batch)
-            return self._engine.checks().unsaved_state(batch, num_rows)
+            return self._engine.checks.unsaved_state(batch, num_rows)
 
     def state_dict(self) -> dict[str, Any]:
         """The sizes that were found, as plain values."""
@@ -359,7 +340,7 @@ class Microbatcher:
         self._eval.load_state_dict(state["eval"])
 
     def backward(
-        self, batch: Any, metrics: Any = None, *, return_outputs: "Where" = False, carry: Any = None
+        self, batch: Any, metrics: Any = None, *, return_outputs: Where = False, carry: Any = None
     ) -> StepResult:
         """Forward and backward of a whole batch: its exact gradient is added to ``.grad``.
 
@@ -404,7 +385,7 @@ class Microbatcher:
         metrics: Any = None,
         *,
         accept: Callable[[Tensor], bool] | None = None,
-        return_outputs: "Where" = False,
+        return_outputs: Where = False,
     ) -> StepResult:
         """Forward and backward of several batches as if they were one.
 
@@ -430,12 +411,12 @@ class Microbatcher:
             >>> microbatcher.accumulate(batches).num_samples
             11
         """
-        kept = self._keep(return_outputs)
         try:
             with self._memory.limited(), self._split_guard.explaining_memory():
                 with announcing_failure(self._ranks):
                     step = self._prepare(batches)
-                work = TrainingWork(self._engine, self._train, step, metrics, kept, accept)
+                where = return_outputs
+                work = TrainingWork(self._engine, self._train, step, metrics, where, accept)
                 finished = fit(step, work, self._train)
         finally:
             self._engine.gradients.are_released = False  # it was so for this batch
@@ -449,8 +430,8 @@ class Microbatcher:
             losses=losses,
             is_committed=finished.is_committed,
             loss_average_is=self.loss_average_is,
-            outputs=None if kept is None else kept.outputs,
-            carry=None if kept is None else kept.carry,
+            outputs=work.outputs,
+            carry=work.carry,
             rank_loss=loss if work.rank_loss is None else work.rank_loss,
             **finished.counts,
         )
@@ -459,7 +440,7 @@ class Microbatcher:
         self,
         batch: Any,
         metrics: Any = None,
-        return_outputs: "Where" = False,
+        return_outputs: Where = False,
         *,
         carry: Any = None,
         compares_outputs: bool = False,
@@ -563,8 +544,7 @@ class Microbatcher:
 
         Known from the first batch on.
         """
-        upcoming = self._engine.upcoming_bytes
-        return self._memory.measure(training=training, upcoming_bytes=upcoming)
+        return self._memory.measure(training=training, upcoming_bytes=self._engine.upcoming_bytes)
 
     def hold_reservation(self) -> None:
         """Hold memory for the optimizer's first step now, as a batch does while it runs."""
@@ -665,21 +645,9 @@ class Microbatcher:
         self._check_few(step, "train")
         return step
 
-    def _keep(self, where: "Where") -> "Kept | None":
-        """What keeps outputs and state for the next batch of one step; None where nothing does."""
-        if where is False and self._setup.carrying.carry_layout is None:
-            return None
-        return self._keeper.keep(where)
-
-    @functools.cached_property
-    def _keeper(self) -> "Keeper":
-        from automicro.step.outputs import Keeper
-
-        return Keeper(self._device, self._setup.carrying.carry_layout)
-
     def _check_few(self, step: Step, mode: Mode) -> None:
         """Compare a few rows of the first batch with parts of them, where it could be split."""
-        policy, by_cost, checks = step.policy, self._sort is not None, self._engine.checks()
+        policy, by_cost, checks = step.policy, self._sort is not None, self._engine.checks
         could_split = self._split_guard.could_split(policy, step.rows, by_cost=by_cost)
         if checks.is_over(mode) or not (step.batches and could_split):
             return
@@ -694,12 +662,11 @@ class Microbatcher:
         self,
         batch: Any,
         metrics: Any,
-        return_outputs: "Where",
+        return_outputs: Where,
         *,
         predicts: bool = False,
         compares_outputs: bool = False,
     ) -> EvalResult:
-        kept = self._keep(return_outputs)
         with self._memory.limited(), evaluation_mode(self._modules), torch.no_grad():
             with announcing_failure(self._ranks):
                 self._ranks.settle()
@@ -715,7 +682,7 @@ class Microbatcher:
                 self._eval,
                 step,
                 metrics,
-                kept,
+                return_outputs,
                 predicts=predicts,
                 compares_outputs=compares_outputs,
             )
@@ -728,8 +695,8 @@ class Microbatcher:
             loss=loss,
             losses=losses,
             denominators=denominators,
-            outputs=None if kept is None else kept.outputs,
-            carry=None if kept is None else kept.carry,
+            outputs=work.outputs,
+            carry=work.carry,
             **finished.counts,
         )
 

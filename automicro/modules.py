@@ -26,10 +26,8 @@ from automicro.torch_private import (
 
 def comparing_rows(modules: Iterable[nn.Module]) -> nn.Module | None:
     """The module that says of itself that it compares all rows of a batch; None for none."""
-    for module in (each for root in modules for each in root.modules()):
-        if getattr(module, "compares_rows", False) is True:
-            return module
-    return None
+    every = (each for root in modules for each in root.modules())
+    return next((each for each in every if getattr(each, "compares_rows", False) is True), None)
 
 
 class ModuleIndex:

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from automicro.step.events import blame
 from automicro.step.feature import Attempt, Feature, MicrobatchRun
 from automicro.step.plan import order_of, with_padding
 from automicro.transaction.transaction import Part
-
-Where: TypeAlias = bool | Literal["host", "device"]
-"""Whether outputs are kept, and where: True where their batch lies."""
 
 _ALIKE = 3  # slices that show something: two may have as many boxes by chance
 _EARLY = 10
@@ -70,11 +67,6 @@ class Kept(Feature):
         self.carry: Any = None
         self._is_training = True
         self._forget()
-
-    @property
-    def has_outputs(self) -> bool:
-        """Whether outputs were asked for."""
-        return self._where is not False
 
     def know(self, paths: frozenset[str]) -> None:
         """Take note of outputs of which a look has shown whether they can be joined."""

@@ -1,6 +1,7 @@
 """The work of a step: all its microbatches, one after the other, and what they may change."""
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from automicro.batch.device import InputWatch, on_device
+from automicro.batch.layout import BatchLayout
 from automicro.loss.averages import CutBatch, Weight
 from automicro.loss.conventions import Output
-from automicro.loss.passes import Mode
+from automicro.loss.passes import Computation, Mode
 from automicro.loss.weights import BatchWeights, add_up
 from automicro.memory.residents import OccupiedDevice, ResidentMemory
 from automicro.modules import ModuleIndex
@@ -24,6 +26,7 @@ from automicro.step.fillers import SpareRows
 from automicro.step.passes import Losses, Passes
 from automicro.step.phase import Phase
 from automicro.step.plan import ROWS, Plan, Step
+from automicro.step.results import Where
 from automicro.step.split_guard import SplitGuard
 from automicro.transaction.gradients import GradientHistory, Gradients
 from automicro.transaction.parameters import Parameters
@@ -34,7 +37,7 @@ if TYPE_CHECKING:  # each stands beside the path of a batch, and is loaded where
     from automicro.checking.check import Checks
     from automicro.optimizer.reservation import OptimizerReservation
     from automicro.step.metrics import MetricGuard
-    from automicro.step.outputs import Kept
+    from automicro.step.outputs import Keeper, Kept
 
 logger = logging.getLogger(__name__)
 
@@ -107,24 +110,58 @@ class Engine:
         passes: run one microbatch.
         spare: rows for microbatches that count for nothing.
         split_guard: warns where splitting changes the model.
-        metric_guard: gives what warns where it changes a metric; made with the first of them.
-        checks: gives what compares rows together and apart; made with the first batch.
+        computation: that is checked.
+        checking: options of `Checks`.
+        update_metric: feeds one metric with outputs and microbatch.
+        updates_by_caller: whether that is the caller's.
+        random_state: gives what undoes what an update may draw.
         gradients: what is known of them.
         memory: the device, and what lies on it.
         reservation: for the optimizer's first step; None where there is no optimizer.
         features: of the caller.
+        carry_layout: of state for the next batch; None where there is none.
     """
 
     index: ModuleIndex
     passes: Passes
     spare: SpareRows
     split_guard: SplitGuard
-    metric_guard: "Callable[[], MetricGuard]"
-    checks: "Callable[[], Checks]"
+    computation: Computation
+    checking: Mapping[str, bool]
+    update_metric: Callable[..., None]
+    updates_by_caller: bool
+    random_state: Callable[[], Part]
     gradients: GradientHistory
     memory: OccupiedDevice
     reservation: "OptimizerReservation | None" = None
     features: Sequence[Feature] = ()
+    carry_layout: BatchLayout | None = None
+
+    @functools.cached_property
+    def checks(self) -> "Checks":
+        """What compares rows together and apart."""
+        from automicro.checking.check import Checks
+
+        return Checks(self.computation, **self.checking)
+
+    @functools.cached_property
+    def metric_guard(self) -> "MetricGuard":
+        """What warns where splitting changes a metric."""
+        from automicro.step.metrics import MetricGuard, naming_metrics
+
+        return MetricGuard(
+            naming_metrics(self.update_metric),
+            self.passes.layout,
+            self.random_state,
+            is_callers=self.updates_by_caller,
+        )
+
+    @functools.cached_property
+    def keeper(self) -> "Keeper":
+        """What keeps outputs and state for the next batch, where they are asked for."""
+        from automicro.step.outputs import Keeper
+
+        return Keeper(self.passes.device, self.carry_layout)
 
     @property
     def upcoming_bytes(self) -> Sequence[int]:
@@ -155,16 +192,18 @@ class _Work(Generic[T]):
         phase: that the step belongs to.
         step: what it brings.
         metrics: updated with every row; None for none.
-        kept: what the caller asked for of each forward; None for nothing.
+        where: outputs of all rows are kept; False for nowhere.
     """
 
     _mode: Mode = "train"
 
     def __init__(
-        self, engine: Engine, phase: Phase, step: Step, metrics: Any, kept: "Kept | None"
+        self, engine: Engine, phase: Phase, step: Step, metrics: Any, where: Where
     ) -> None:
         self._engine, self._phase, self._step = engine, phase, step
-        self._passes, self._ranks, self._kept = engine.passes, phase.ranks, kept
+        self._passes, self._ranks = engine.passes, phase.ranks
+        is_kept = where is not False or engine.carry_layout is not None
+        self._kept: Kept | None = engine.keeper.keep(where) if is_kept else None
         counted: Sequence[Any] = ()
         if metrics is not None:
             from automicro.step.metrics import Metrics, MetricUpdates, flatten_metrics
@@ -180,22 +219,32 @@ class _Work(Generic[T]):
         if metrics is not None:
             updates = MetricUpdates(
                 metrics,
-                engine.metric_guard(),
+                engine.metric_guard,
                 Metrics(counted),
                 self._passes.seen_by_metrics,
                 sorts=phase.rule.unit != ROWS,
             )
             features.append(updates)
-        if kept is not None:
-            features.append(kept)
+        if self._kept is not None:
+            features.append(self._kept)
         self._features = Features(features, has_metrics=metrics is not None)
-        self._gives_outputs = kept is not None and kept.has_outputs
+        self._gives_outputs = where is not False
         self._has_checked = self._has_checked_outputs = False
         self._number = 0  # of attempts
         self._let_go()
 
+    @property
+    def outputs(self) -> Any:
+        """Of all rows, where they were asked for."""
+        return None if self._kept is None else self._kept.outputs
+
+    @property
+    def carry(self) -> Any:
+        """State for the next batch, where there is any."""
+        return None if self._kept is None else self._kept.carry
+
     def check(self, plan: Plan) -> None:
-        checks, kept, mode = self._engine.checks(), self._kept, self._mode
+        checks, kept, mode = self._engine.checks, self._kept, self._mode
         of_outputs = checks.compares_outputs and mode != "train" and self._gives_outputs
         of_outputs = of_outputs and not self._has_checked_outputs
         of_loss = not self._has_checked and checks.compares(mode)
@@ -210,7 +259,7 @@ class _Work(Generic[T]):
             if of_outputs:
                 self._has_checked_outputs = True
                 known = checks.outputs(batch, num_rows, mode)
-                if kept is not None and kept.has_outputs:
+                if kept is not None:
                     kept.know(known)
             if of_loss:
                 self._has_checked = True
@@ -304,7 +353,7 @@ class TrainingWork(_Work[Losses]):
         phase: of training.
         step: what it brings.
         metrics: updated with every row; None for none.
-        kept: what the caller asked for of each forward; None for nothing.
+        where: outputs of all rows are kept; False for nowhere.
         accept: given the loss, says whether to keep the step; None for yes.
     """
 
@@ -314,10 +363,10 @@ class TrainingWork(_Work[Losses]):
         phase: Phase,
         step: Step,
         metrics: Any,
-        kept: "Kept | None",
+        where: Where,
         accept: Accept | None = None,
     ) -> None:
-        super().__init__(engine, phase, step, metrics, kept)
+        super().__init__(engine, phase, step, metrics, where)
         self._accept = accept
         self._gradients = Gradients(
             engine.index.known, engine.gradients, inputs=self._watch.requiring_grad
@@ -385,7 +434,7 @@ class TrainingWork(_Work[Losses]):
             return
         most = max(plan.cuts, key=lambda cut: len(cut.sizes), default=None)
         if most is not None and most.is_split:
-            counting = self._engine.checks().counting
+            counting = self._engine.checks.counting
             self._engine.split_guard.warn(most.sizes, self._state, counting)
 
     @property
@@ -432,7 +481,7 @@ class EvaluationWork(_Work[Evaluated]):
         phase: of evaluation.
         step: what it brings.
         metrics: updated with every row; None for none.
-        kept: what the caller asked for of each forward; None for nothing.
+        where: outputs of all rows are kept; False for nowhere.
         predicts: whether only outputs are asked for.
         compares_outputs: whether outputs are compared although they were not asked for.
     """
@@ -443,12 +492,12 @@ class EvaluationWork(_Work[Evaluated]):
         phase: Phase,
         step: Step,
         metrics: Any,
-        kept: "Kept | None",
+        where: Where,
         *,
         predicts: bool = False,
         compares_outputs: bool = False,
     ) -> None:
-        super().__init__(engine, phase, step, metrics, kept)
+        super().__init__(engine, phase, step, metrics, where)
         self._gives_outputs |= compares_outputs
         self._predicts = predicts
         self._mode = "predict" if predicts else "eval"
