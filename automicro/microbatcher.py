@@ -17,7 +17,6 @@ from automicro.batch.device import cost_of_row
 from automicro.batch.layout import balanced_sizes
 from automicro.batch.reading import refusing_cycles
 from automicro.batch.tensors import Contents
-from automicro.checking.check import Checks
 from automicro.compilation import refuse_cuda_graphs
 from automicro.features import answering_words, exact_batchnorm
 from automicro.loss.averages import LossAverage, is_declared, read_average
@@ -26,7 +25,6 @@ from automicro.loss.passes import Computation, Mode
 from automicro.memory.oom import once_more
 from automicro.memory.residents import OccupiedDevice, ResidentMemory
 from automicro.modules import comparing_rows, evaluation_mode
-from automicro.optimizer.reservation import OptimizerReservation
 from automicro.options import (
     PRECISIONS,
     check_choice,
@@ -41,17 +39,19 @@ from automicro.options import (
     unwrapped,
 )
 from automicro.policy.policy import Fixed, Policy
-from automicro.ranks.discovery import announcing_failed_construction, find_ranks
-from automicro.ranks.interface import Ranks, announcing_failure
+from automicro.ranks.interface import (
+    Ranks,
+    announcing_failed_construction,
+    announcing_failure,
+    find_ranks,
+)
 from automicro.reach import Reach
 from automicro.step.feature import Feature, check_features, takes_part
 from automicro.step.fit import fit
-from automicro.step.metrics import MetricGuard, naming_metrics
-from automicro.step.outputs import Keeper, Where
 from automicro.step.passes import Passes
 from automicro.step.phase import leveled, make_phase
 from automicro.step.plan import Cut, ReadBatch, Step, order_of, with_padding
-from automicro.step.results import EvalResult, StepResult
+from automicro.step.results import EvalResult, StepResult, Where
 from automicro.step.setup import Setup
 from automicro.step.split_guard import BATCHNORM_MODES, SplitGuard
 from automicro.step.work import Engine, EvaluationWork, TrainingWork
@@ -173,7 +173,6 @@ class Microbatcher:
         setup.unit.check(setup)
         self._setup, self._model, self._modules = setup, model, everything
         self._ranks, self._device, self._index = ranks, setup.device, setup.index
-        self._keeper = Keeper(setup.device, setup.carrying.carry_layout)
         self._levels = levels = list(setup.levels(setup))
 
         self._train = make_phase("train", microbatch_size, setup, levels)
@@ -216,6 +215,12 @@ class Microbatcher:
         )
         self._sort = None if setup.sorter is None else setup.sorter(setup, computation)
         update_metric = hiding(setup.functions.get("update_metric"))
+        is_checked = check_probe(probe) and comparing_rows(everything) is None
+        reservation = None
+        if setup.optimizer is not None:
+            from automicro.optimizer.reservation import OptimizerReservation
+
+            reservation = OptimizerReservation(setup.optimizer)
         self._engine = engine = Engine(
             passes=Passes(
                 computation,
@@ -227,21 +232,17 @@ class Microbatcher:
             index=setup.index,
             spare=setup.spare,
             split_guard=self._split_guard,
-            metric_guard=MetricGuard(
-                naming_metrics(update_metric or convention.update_metric),
-                setup.carrying.layout,
-                self._train.random_state,
-                is_callers=update_metric is not None or hasattr(setup.model, "update_metric"),
-            ),
-            checks=Checks(
-                computation,
-                declared=is_declared(loss_average),
-                off=not check_probe(probe)
-                or ranks.rank != 0
-                or comparing_rows(everything) is not None,
-                refuses=probe == "error",
-                is_alone=not ranks.communicates_in_forward,
-            ),
+            computation=computation,
+            checking={
+                "declared": is_declared(loss_average),
+                "off": not is_checked or ranks.rank != 0,
+                "refuses": probe == "error",
+                "is_alone": not ranks.communicates_in_forward,
+            },
+            update_metric=update_metric or convention.update_metric,
+            updates_by_caller=update_metric is not None or hasattr(setup.model, "update_metric"),
+            random_state=self._train.random_state,
+            carry_layout=setup.carrying.carry_layout,
             gradients=GradientHistory(
                 everything,
                 sums_in_float32=setup.sums_in_float32,
@@ -255,10 +256,10 @@ class Microbatcher:
                 memory_limit,
                 sums_in_float32=setup.sums_in_float32 and ranks.is_alone,
             ),
-            reservation=OptimizerReservation(setup.optimizer),
+            reservation=reservation,
             features=list(filter(takes_part, asked)),
         )
-        self._passes, self._checks, self._memory = engine.passes, engine.checks, engine.memory
+        self._passes, self._memory = engine.passes, engine.memory
         self._evaluated: Sequence[Cut] = ()  # how the last batch was cut
         self.wants_to_stop = False
 
@@ -294,7 +295,7 @@ class Microbatcher:
     @property
     def loss_average_is(self) -> str:
         """How sure it is what the loss averages over; see `StepResult`."""
-        return self._checks.loss_average_is
+        return self._engine.checks.loss_average_is
 
     @property
     def ranks(self) -> Ranks:
@@ -318,7 +319,8 @@ class Microbatcher:
         if not self._ranks.is_alone:
             return []
         with self._memory.limited():
-            return self._checks.unsaved_state(batch, self._setup.carrying.layout.num_rows(batch))
+            num_rows = self._setup.carrying.layout.num_rows(batch)
+            return self._engine.checks.unsaved_state(batch, num_rows)
 
     def state_dict(self) -> dict[str, Any]:
         """The sizes that were found, as plain values."""
@@ -409,12 +411,12 @@ class Microbatcher:
             >>> microbatcher.accumulate(batches).num_samples
             11
         """
-        kept = self._keeper.keep(return_outputs)
         try:
             with self._memory.limited(), self._split_guard.explaining_memory():
                 with announcing_failure(self._ranks):
                     step = self._prepare(batches)
-                work = TrainingWork(self._engine, self._train, step, metrics, kept, accept)
+                where = return_outputs
+                work = TrainingWork(self._engine, self._train, step, metrics, where, accept)
                 finished = fit(step, work, self._train)
         finally:
             self._engine.gradients.are_released = False  # it was so for this batch
@@ -428,8 +430,8 @@ class Microbatcher:
             losses=losses,
             is_committed=finished.is_committed,
             loss_average_is=self.loss_average_is,
-            outputs=kept.outputs,
-            carry=kept.carry,
+            outputs=work.outputs,
+            carry=work.carry,
             rank_loss=loss if work.rank_loss is None else work.rank_loss,
             **finished.counts,
         )
@@ -534,19 +536,20 @@ class Microbatcher:
 
         Known from the first batch on.
         """
-        return self._engine.reservation.unknown
+        reservation = self._engine.reservation
+        return None if reservation is None else reservation.unknown
 
     def residents(self, *, training: bool) -> ResidentMemory:
         """What lies on the device at any size, with what the optimizer's first step will add.
 
         Known from the first batch on.
         """
-        upcoming = self._engine.reservation.upcoming_bytes
-        return self._memory.measure(training=training, upcoming_bytes=upcoming)
+        return self._memory.measure(training=training, upcoming_bytes=self._engine.upcoming_bytes)
 
     def hold_reservation(self) -> None:
         """Hold memory for the optimizer's first step now, as a batch does while it runs."""
-        self._engine.reservation.begin()
+        if self._engine.reservation is not None:
+            self._engine.reservation.begin()
 
     def release_reservation(self) -> None:
         """Give back the memory that is held for the optimizer's first step.
@@ -554,7 +557,8 @@ class Microbatcher:
         Its ``step`` does so by itself. Call this where the batch runs in a closure that ``step``
         was given, which has passed the place where it would.
         """
-        self._engine.reservation.roll_back()
+        if self._engine.reservation is not None:
+            self._engine.reservation.roll_back()
 
     def release_gradients(self) -> None:
         """Let go of the gradients of earlier batches where the next batch's forward clears them.
@@ -643,14 +647,14 @@ class Microbatcher:
 
     def _check_few(self, step: Step, mode: Mode) -> None:
         """Compare a few rows of the first batch with parts of them, where it could be split."""
-        policy, by_cost = step.policy, self._sort is not None
+        policy, by_cost, checks = step.policy, self._sort is not None, self._engine.checks
         could_split = self._split_guard.could_split(policy, step.rows, by_cost=by_cost)
-        if self._checks.is_over(mode) or not (step.batches and could_split):
+        if checks.is_over(mode) or not (step.batches and could_split):
             return
         batch, rows, multiple = step.raw[0], step.rows[0], int(getattr(policy, "multiple_of", 1))
         sizes = [] if by_cost or policy.adapts else balanced_sizes(rows, policy.propose(rows))
         with self._ranks.looking_alone():
-            has_run = self._checks.few_rows(batch, rows, mode, multiple=multiple, sizes=sizes)
+            has_run = checks.few_rows(batch, rows, mode, multiple=multiple, sizes=sizes)
         if has_run:
             self._index.refresh()  # a forward may have made layers
 
@@ -663,7 +667,6 @@ class Microbatcher:
         predicts: bool = False,
         compares_outputs: bool = False,
     ) -> EvalResult:
-        kept = self._keeper.keep(return_outputs)
         with self._memory.limited(), evaluation_mode(self._modules), torch.no_grad():
             with announcing_failure(self._ranks):
                 self._ranks.settle()
@@ -679,7 +682,7 @@ class Microbatcher:
                 self._eval,
                 step,
                 metrics,
-                kept,
+                return_outputs,
                 predicts=predicts,
                 compares_outputs=compares_outputs,
             )
@@ -692,8 +695,8 @@ class Microbatcher:
             loss=loss,
             losses=losses,
             denominators=denominators,
-            outputs=kept.outputs,
-            carry=kept.carry,
+            outputs=work.outputs,
+            carry=work.carry,
             **finished.counts,
         )
 

@@ -22,15 +22,12 @@ from automicro.torch_private import (
     is_uninitialized,
     module_tables,
 )
-from automicro.torch_private_distributed import is_fsdp_module, is_in_fsdp1, mesh_dims
 
 
 def comparing_rows(modules: Iterable[nn.Module]) -> nn.Module | None:
     """The module that says of itself that it compares all rows of a batch; None for none."""
-    for module in (each for root in modules for each in root.modules()):
-        if getattr(module, "compares_rows", False) is True:
-            return module
-    return None
+    every = (each for root in modules for each in root.modules())
+    return next((each for each in every if getattr(each, "compares_rows", False) is True), None)
 
 
 class ModuleIndex:
@@ -214,14 +211,13 @@ def is_parallel(modules: Sequence[nn.Module]) -> bool:
     >>> is_parallel([nn.Linear(2, 2)])
     False
     """
+    from automicro.torch_private_distributed import is_fsdp_module, is_in_fsdp1
+
     return runs_collectives(modules) or any(
-        _is_wrapper(module) for root in modules for module in root.modules()
+        isinstance(module, DistributedDataParallel) or is_fsdp_module(module) or is_in_fsdp1(module)
+        for root in modules
+        for module in root.modules()
     )
-
-
-def _is_wrapper(module: nn.Module) -> bool:
-    is_ddp = isinstance(module, DistributedDataParallel)
-    return is_ddp or is_fsdp_module(module) or is_in_fsdp1(module)
 
 
 def runs_collectives(modules: Iterable[nn.Module]) -> bool:
@@ -230,6 +226,8 @@ def runs_collectives(modules: Iterable[nn.Module]) -> bool:
     >>> runs_collectives([nn.Linear(2, 2)])
     False
     """
+    from automicro.torch_private_distributed import is_fsdp_module, mesh_dims
+
     for root in modules:
         sharded: set[int] = set()
         for module in root.modules():

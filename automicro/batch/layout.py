@@ -1,47 +1,22 @@
 """Counting and cutting whole batches: declarations, ambiguous lists, putting pieces together."""
 
-import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from automicro.batch.reading import Decisions, Node, Reader, ambiguous, decide, refuse_rows_in
-from automicro.batch.structure import (
+from automicro.batch.reading import Decisions, Node, Reader, decide, refuse_rows_in
+from automicro.batch.tensors import (
     builder,
     elements_like,
     open_container,
     row_encodings,
+    tensor_leaves,
     with_encodings,
 )
-from automicro.batch.tensors import tensor_leaves
 from automicro.batch.types import STRUCTURES, TENSORS, Kind, Pieces, join_path, kind_of, row_type_of
 from automicro.errors import BatchError, suggestion
-
-
-def check_microbatch_size(value: Any, *, name: str = "microbatch_size") -> int:
-    """Return `value` as a whole number of rows, at least 1.
-
-    Raises:
-        TypeError: it is not an integer (a bool is not one).
-        ValueError: it is smaller than 1.
-
-    >>> check_microbatch_size(8)
-    8
-    """
-    remedy = f"Pass a whole number of rows, such as {name}=8."
-    if isinstance(value, bool):
-        raise TypeError(f"{name} must be a number of rows, got the bool {value}. {remedy}")
-    try:
-        size = operator.index(value)
-    except TypeError as error:
-        kind = type(value).__name__
-        raise TypeError(f"{name} must be a number of rows, got {value!r} ({kind}). {remedy}") from (
-            error
-        )
-    if size < 1:
-        raise ValueError(f"{name} must be at least 1 row, got {size}. {remedy}")
-    return size
+from automicro.policy.policy import require_size
 
 
 def describe_cut(
@@ -257,6 +232,8 @@ class BatchLayout:
             self._check_declared(batch, self._matched)
         counts = sorted(count for count in root.counts if count is not None)
         if len(counts) > 1:
+            from automicro.batch.words import ambiguous
+
             raise ambiguous(root, counts)
         if not counts:
             raise BatchError(
@@ -420,6 +397,6 @@ def split_batch(
     [4, 5, 6] ['e', 'f', 'g']
     [7, 8, 9] ['h', 'i', 'j']
     """
-    size = check_microbatch_size(microbatch_size)
+    size = require_size(microbatch_size, name="microbatch_size")
     layout = BatchLayout(batch_layout)
     return layout.split(batch, balanced_sizes(layout.num_rows(batch), size))

@@ -16,8 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from automicro.batch.device import on_device, on_host
+from automicro.batch.joining import concat_rows
 from automicro.batch.layout import BatchLayout
-from automicro.batch.structure import concat_rows
 from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.checking.draws import HeldDraws
 from automicro.checking.reading import (

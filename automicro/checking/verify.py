@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro.batch.device import on_host
-from automicro.batch.layout import BatchLayout, balanced_sizes, check_microbatch_size
+from automicro.batch.layout import BatchLayout, balanced_sizes
 from automicro.batch.tensors import map_tensors
 from automicro.batchnorm import find_batchnorm, needs_two_rows
 from automicro.checking import report as told
@@ -28,7 +28,7 @@ from automicro.loss.conventions import choose_convention
 from automicro.loss.passes import Computation
 from automicro.memory.oom import Failure, classify, ignoring_errors
 from automicro.modules import ModuleIndex
-from automicro.options import check_model, check_unwrapped, resolve_device
+from automicro.options import check_model, check_unwrapped, read_count, resolve_device
 from automicro.reach import Reach
 from automicro.values import walk
 
@@ -559,7 +559,7 @@ def verify(
     check_model(model)
     check_unwrapped(model)
     subject = _Subject(model=model, modules=tuple(modules), loss_fn=loss_fn, forward=forward)
-    wanted_sizes = None if sizes is None else [check_microbatch_size(size) for size in sizes]
+    wanted_sizes = None if sizes is None else [read_count("sizes", size) for size in sizes]
     wanted = None if dtype == "auto" else _read_dtype(dtype)
     at, layout = resolve_device(device, model), BatchLayout(batch_layout)
 

@@ -3,8 +3,7 @@
 `LengthBatchSampler` has seven modes, which `automicro.data.plan` defines.
 """
 
-from automicro.data.lengths import read_lengths
-from automicro.data.plan import MODES
+from automicro.data.plan import MODES, read_lengths
 from automicro.data.sampler import LengthBatchSampler, with_batch_sampler
 
 __all__ = ["MODES", "LengthBatchSampler", "read_lengths", "with_batch_sampler"]

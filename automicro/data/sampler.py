@@ -11,13 +11,13 @@ import numpy as np
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from automicro.data.lengths import Lengths, read_lengths
 from automicro.data.plan import (
     DEFAULT_BUCKETS,
     MODES,
     Array,
     Budget,
     Cost,
+    Lengths,
     Mode,
     Plan,
     assign_buckets,
@@ -25,6 +25,7 @@ from automicro.data.plan import (
     derive_buckets,
     length_cost,
     make_plan,
+    read_lengths,
 )
 from automicro.errors import CheckpointError
 from automicro.options import read_amount, read_count

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from automicro.features import with_features
 from automicro.integrations.host import import_host, require_seam
 from automicro.microbatcher import Microbatcher
-from automicro.step.outputs import Where
-from automicro.step.results import StepResult
+from automicro.step.results import StepResult, Where
 
 _accelerate = import_host("accelerate", extra="accelerate")
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from automicro.batch.device import on_host
-from automicro.batch.structure import builder, concat_rows, open_container
-from automicro.batch.tensors import map_tensors, tensor_leaves
+from automicro.batch.joining import concat_rows
+from automicro.batch.tensors import builder, map_tensors, open_container, tensor_leaves
 from automicro.batch.types import STRUCTURES, kind_of
 from automicro.checking.reading import LOSS, Reading, relative_errors
 from automicro.errors import BatchError, LossError, MetricWarning, warn

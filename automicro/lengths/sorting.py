@@ -4,8 +4,8 @@ import dataclasses
 import enum
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -27,7 +27,7 @@ from automicro.step.plan import ROWS, ReadBatch
 from automicro.step.setup import Setup, Sort
 
 
-class Verdict(enum.IntEnum):
+class _Verdict(enum.IntEnum):
     """What a look at padding has shown. Of several ranks the highest counts."""
 
     UNKNOWN = 0
@@ -37,16 +37,12 @@ class Verdict(enum.IntEnum):
     """The loss or an output is another without the padding."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _PaddingSeen:
+class _Seen(NamedTuple):
     """What one look has shown."""
 
-    verdict: Verdict
+    verdict: _Verdict = _Verdict.UNKNOWN
     why: str = ""
-    output_dims: Mapping[str, dict[int, str]] = field(default_factory=dict)
-
-
-_NOTHING_PADDED = _PaddingSeen(verdict=Verdict.UNKNOWN)
+    output_dims: Mapping[str, dict[int, str]] = MappingProxyType({})
 
 
 def _padded_rows(groups: Sequence[Group]) -> list[int]:
@@ -69,9 +65,9 @@ def _padded_rows(groups: Sequence[Group]) -> list[int]:
     return list(dict.fromkeys(map(int, chosen)))
 
 
-def look_at_padding(
+def _look_at_padding(
     computation: Computation, batch: Any, groups: Sequence[Group], mode: Mode = "train"
-) -> _PaddingSeen:
+) -> _Seen:
     """Compare rows with their padding and without: losses, and outputs where rows have something.
 
     Nothing of that stays. Dropout and other noise is silenced.
@@ -83,32 +79,30 @@ def look_at_padding(
         mode: of the forward.
     """
 
-    def look() -> _PaddingSeen:
-        looks: list[_PaddingSeen] = []
+    def look() -> _Seen:
+        looks: list[_Seen] = []
         for row in _padded_rows(groups):
             looks.append(_look(computation, batch, groups, row, mode))
-            if looks[-1].verdict is Verdict.OTHER:
+            if looks[-1].verdict is _Verdict.OTHER:
                 break
         # A difference counts for more than none, and that for more than nothing seen.
-        return max(looks, key=lambda seen: seen.verdict, default=_NOTHING_PADDED)
+        return max(looks, key=lambda seen: seen.verdict, default=_Seen())
 
     # What fails but once, such as where memory is short, decides nothing.
-    seen: _PaddingSeen | Failed = _NOTHING_PADDED
+    seen: _Seen | Failed = _Seen()
     for _ in range(2):
         seen = tried(look, computation.device)
         if not isinstance(seen, Failed):
             return seen
         if issubclass(seen.error, CollectiveError):
             why = needs_other_ranks(seen.why.partition(": ")[2])
-            return _PaddingSeen(verdict=Verdict.UNKNOWN, why=why)
+            return _Seen(why=why)
         if issubclass(seen.error, AutomicroError):
-            return _PaddingSeen(verdict=Verdict.UNKNOWN)  # the step itself says what is wrong
+            return _Seen()  # the step itself says what is wrong
     assert isinstance(seen, Failed)
     if seen.kind is Failure.RETRYABLE:
-        return _PaddingSeen(
-            verdict=Verdict.UNKNOWN, why="there was no memory to look at a padded row"
-        )
-    return _PaddingSeen(verdict=Verdict.OTHER, why=f"a row without padding fails: {seen.why}")
+        return _Seen(why="there was no memory to look at a padded row")
+    return _Seen(_Verdict.OTHER, f"a row without padding fails: {seen.why}")
 
 
 def _look(
@@ -117,7 +111,7 @@ def _look(
     groups: Sequence[Group],
     row: int,
     mode: Mode,
-) -> _PaddingSeen:
+) -> _Seen:
     with on_host():
         padded = computation.layout.take_rows(batch, [row])
         cut = cut_padding(padded, groups, slice(row, row + 1))
@@ -140,16 +134,14 @@ def _look(
     if LOSS in found and (finite or math.isfinite(other.numbers[LOSS])):
         before, after = one.numbers[LOSS], other.numbers[LOSS]
         why = f"the loss of a row is {before:.6g} with its padding and {after:.6g} without"
-        return _PaddingSeen(verdict=Verdict.OTHER, why=why)
+        return _Seen(_Verdict.OTHER, why)
     path = next((path for path in found if path in dims), None)
     if path is not None:
         why = f"the output {path!r} of a row differs by {found[path]:.2g} without its padding"
-        return _PaddingSeen(verdict=Verdict.OTHER, why=why)
+        return _Seen(_Verdict.OTHER, why)
     if not (finite or has_values):
-        return _PaddingSeen(
-            verdict=Verdict.UNKNOWN, why="the forward gives no finite loss and no outputs of a row"
-        )
-    return _PaddingSeen(verdict=Verdict.SAME, output_dims=dims)
+        return _Seen(why="the forward gives no finite loss and no outputs of a row")
+    return _Seen(_Verdict.SAME, output_dims=dims)
 
 
 def _alone(row: Any) -> CutBatch:
@@ -335,29 +327,26 @@ class _RowSorter:
     def _look(
         self, batches: Sequence[ReadBatch], read: Sequence[Sequence[Group]], mode: Mode
     ) -> None:
-        seen = _PaddingSeen(verdict=Verdict.UNKNOWN)
+        seen = _Seen()
         padded = [
             (each.batch, groups)
             for each, groups in zip(batches, read, strict=True)
             if _padded_rows(groups)
         ]
         if padded and self._ranks.communicates_in_forward:
-            seen = _PaddingSeen(
-                verdict=Verdict.UNKNOWN,
-                why=needs_other_ranks(),
-            )
+            seen = _Seen(why=needs_other_ranks())
             self._fruitless = _PATIENCE
         elif padded:
             with self._ranks.looking_alone():
-                seen = look_at_padding(self._computation, *padded[0], mode)
-        verdict = Verdict(int(self._ranks.most(float(seen.verdict))))
+                seen = _look_at_padding(self._computation, *padded[0], mode)
+        verdict = _Verdict(int(self._ranks.most(float(seen.verdict))))
         self._unit.output_dims.update(seen.output_dims)
-        self._fruitless += bool(seen.why) and verdict is Verdict.UNKNOWN
-        if verdict is Verdict.SAME:
+        self._fruitless += bool(seen.why) and verdict is _Verdict.UNKNOWN
+        if verdict is _Verdict.SAME:
             self._cuts = True
             return
         gives_up = self._ranks.most(float(self._fruitless)) >= _PATIENCE
-        if verdict is Verdict.UNKNOWN and not gives_up:
+        if verdict is _Verdict.UNKNOWN and not gives_up:
             return
         self._cuts = False
         if seen.why:
@@ -376,8 +365,8 @@ class _RowSorter:
         )
 
 
-def _message(verdict: Verdict, why: str) -> str:
-    if verdict is Verdict.UNKNOWN:
+def _message(verdict: _Verdict, why: str) -> str:
+    if verdict is _Verdict.UNKNOWN:
         return (
             f"padding is not cut, because nothing shows that this changes nothing ({why}): slices "
             f"keep the batch's padding, and save no time. {_DECLARE}"

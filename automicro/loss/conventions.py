@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from automicro.batch.reading import must_hold_rows
+from automicro.batch.reading import reading_of
 from automicro.batch.tensors import map_tensors
 from automicro.errors import BatchError, LossError
 from automicro.torch_private import FakeTensor
@@ -489,7 +489,7 @@ def _find_targets(batch: Any) -> Any:
             if batch.get(key) is not None:
                 return batch[key]
     is_pair = isinstance(batch, list | tuple) and len(batch) == 2
-    if is_pair and not must_hold_rows(batch, is_root=True):  # and not two samples
+    if is_pair and reading_of(batch, is_root=True) != "items":  # and not two samples
         return batch[1]
     raise LossError(
         f"the targets cannot be found in {_named(batch)}; name them "

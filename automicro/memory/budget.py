@@ -4,14 +4,20 @@ import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import nn
 
-from automicro.memory.ledger import Change, CountingMode
 from automicro.torch_private import is_compiled
 from automicro.units import format_bytes, parse_bytes
+
+GRANULE = 512  # bytes; what CUDA's allocator rounds to
+
+
+def rounded(num_bytes: int) -> int:
+    """Bytes that a device gives where so many are asked for."""
+    return -(-num_bytes // GRANULE) * GRANULE
 
 
 def refuse_compiled(module: nn.Module) -> None:
@@ -98,6 +104,9 @@ class MemoryBudget:
     """
 
     def __init__(self, limit: str | int | float | None) -> None:
+        # Where there is no budget, nothing counts.
+        from automicro.memory.ledger import CountingMode
+
         self._mode = CountingMode(None if limit is None else parse_bytes(limit))
 
     @property
@@ -179,7 +188,7 @@ class MemoryBudget:
         >>> MemoryBudget("1MiB").track(model).allocated_bytes
         1536
         """
-        changes: list[Change] = []
+        changes: list[Any] = []
         try:
             for tensor in tensors_of(residents):
                 self._mode.ledger.place(tensor, changes, on_host=False)

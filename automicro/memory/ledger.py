@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Parameter
 
+from automicro.memory.budget import rounded
 from automicro.torch_private import (
     OperationMode,
     is_uninitialized,
@@ -24,8 +25,6 @@ from automicro.torch_private import (
     sparse_parts,
 )
 from automicro.units import format_bytes
-
-GRANULE = 512  # bytes; what CUDA's allocator rounds to
 
 # Told apart by exact type: ``isinstance`` against Tensor costs three times as much, and this runs
 # for each argument of each operation.
@@ -148,7 +147,7 @@ class StorageLedger:
 
     def _recount(self, entry: Entry, changes: list[Change]) -> None:
         before = entry.counted_bytes
-        counted = 0 if entry.on_host else -(-entry.storage_bytes // GRANULE) * GRANULE
+        counted = 0 if entry.on_host else rounded(entry.storage_bytes)
         if counted != before:
             entry.counted_bytes = counted
             self.allocated_bytes += counted - before

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from automicro.errors import add_note
-from automicro.memory.budget import MemoryBudget, active_budget, tensors_of
+from automicro.memory.budget import MemoryBudget, active_budget, rounded, tensors_of
 from automicro.memory.device import limit_bytes, limit_memory
-from automicro.memory.ledger import GRANULE
 from automicro.sharding import local
 from automicro.torch_private import is_uninitialized
 from automicro.units import format_bytes
@@ -113,7 +112,7 @@ def measure_residents(
         parameters=_count(parameters),
         gradients=gradients,
         earlier_gradients=there if training else 0,
-        optimizer_state=_count(on_device) + sum(map(_rounded, upcoming_bytes)),
+        optimizer_state=_count(on_device) + sum(map(rounded, upcoming_bytes)),
         buffers=_count(buffers),
         shared_inputs=_count(shared_inputs),
         limit=_limit_bytes(device, memory_limit),
@@ -154,11 +153,7 @@ def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
 def _count(tensors: Iterable[Tensor], *, least_itemsize: int = 0) -> int:
     # Not nbytes, which sparse tensors do not have.
     known = (local(each) for each in tensors if not is_uninitialized(each))
-    return sum(_rounded(each.numel() * max(each.itemsize, least_itemsize)) for each in known)
-
-
-def _rounded(num_bytes: int) -> int:
-    return -(-num_bytes // GRANULE) * GRANULE
+    return sum(rounded(each.numel() * max(each.itemsize, least_itemsize)) for each in known)
 
 
 class OccupiedDevice:

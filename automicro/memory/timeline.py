@@ -21,8 +21,8 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from automicro.memory.budget import refuse_compiled, tensors_of
-from automicro.memory.ledger import GRANULE, Change, CountingMode, Entry, StorageLedger
+from automicro.memory.budget import GRANULE, refuse_compiled, tensors_of
+from automicro.memory.ledger import Change, CountingMode, Entry, StorageLedger
 from automicro.torch_private import node_in_backward, num_nodes_made
 
 PARAMETERS = "parameters"

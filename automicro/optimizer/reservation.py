@@ -241,9 +241,9 @@ def _dry_run(
         resident_bytes = counter.ledger.allocated_bytes
         with counter:
             copied.step()
-    state = [tensor.nbytes for tensor in _tensors_in(list(copied.state.values()), set())]
+    held = {id(each): each.nbytes for each in _tensors(list(copied.state.values()))}
     kept_bytes = counter.ledger.allocated_bytes - resident_bytes
-    return StepMemory(state, max(counter.peak_bytes - resident_bytes - kept_bytes, 0))
+    return StepMemory(list(held.values()), max(counter.peak_bytes - resident_bytes - kept_bytes, 0))
 
 
 class _OwnTensorsOnly(OperationMode):
@@ -325,20 +325,6 @@ def _options(group: Mapping[str, Any], on_accelerator: bool | None) -> dict[str,
     return changes
 
 
-def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors_in(each, seen)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors_in(each, seen)
-
-
 _WANTS = operator.attrgetter("requires_grad")
 
 
@@ -354,21 +340,15 @@ class OptimizerReservation:
     until an attempt has given them a gradient.
 
     Args:
-        optimizer: the one that builds the state, inside of any wrapper; None where there is
-            nothing to reserve for.
+        optimizer: the one that builds the state, inside of any wrapper.
 
     Attributes:
         unknown: why nothing could be reserved; None where it was, or nothing is needed.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.unknown: str | None = None
-        if optimizer is not None and not calls_step_hooks(optimizer):
-            # No event says when to give the memory back.
-            self.unknown = "its step calls no hooks"
-            _say_unknown(optimizer, self.unknown)
-            optimizer = None
-        self._optimizer = optimizer
+        self._optimizer: torch.optim.Optimizer | None = optimizer
         self._has_said = False
         self._placeholders: list[Tensor] = []
         self._held_for: set[int] = set()
@@ -378,22 +358,21 @@ class OptimizerReservation:
         self._needed = StepMemory()
         self._needed_for: list[int] = []
         self._settled: tuple[list[object], list[bool]] | None = None  # while nothing is needed
-        if optimizer is not None:
-            this = weakref.ref(self)  # the hook must not keep the placeholders' owner alive
+        if not calls_step_hooks(optimizer):
+            # No event says when to give the memory back.
+            self.unknown, self._optimizer = "its step calls no hooks", None
+            _say_unknown(optimizer, self.unknown)
+            return
+        this = weakref.ref(self)  # the hook must not keep the placeholders' owner alive
 
-            def give_back(*_: Any) -> None:
-                if (reservation := this()) is not None:
-                    reservation.roll_back()
-                    if reservation._settled is None:
-                        reservation._find_idle()
+        def give_back(*_: Any) -> None:
+            if (reservation := this()) is not None:
+                reservation.roll_back()
+                if reservation._settled is None:
+                    reservation._find_idle()
 
-            handle = optimizer.register_step_pre_hook(give_back)
-            weakref.finalize(self, handle.remove)
-
-    @property
-    def is_used(self) -> bool:
-        """Whether there is an optimizer to hold memory for."""
-        return self._optimizer is not None
+        handle = optimizer.register_step_pre_hook(give_back)
+        weakref.finalize(self, handle.remove)
 
     @property
     def reserved_bytes(self) -> int:

@@ -19,7 +19,6 @@ from automicro.ranks.interface import Ranks, Report, Status, StrayedError, annou
 from automicro.step.phase import Phase
 from automicro.step.plan import Finished, Plan, Step
 from automicro.step.sizes import Sizes
-from automicro.step.words import explain, leaves_one_alone
 from automicro.transaction.gradients import TouchedGradientsError
 from automicro.transaction.transaction import Part, Transaction
 
@@ -140,6 +139,8 @@ def attempt(work: Work[T], plan: Plan, phase: Phase, sizes: Sizes) -> Tried[T]:
             raise
         _roll_back(transaction, failure, ranks)
         if status is Status.FATAL:
+            from automicro.step.words import explain
+
             explain(failure, plan)
             raise failure
         # Gradients and copies of this attempt were in the way until now. Kept, their blocks would
@@ -179,7 +180,7 @@ def _go_through(
 
 
 def _status(error: BaseException, plan: Plan, phase: Phase, sizes: Sizes) -> Status:
-    if sizes.can_recut and leaves_one_alone(plan) and needs_two_rows(error):
+    if sizes.can_recut and plan.leaves_one_alone and needs_two_rows(error):
         return Status.TWO_ROWS
     if isinstance(error, StrayedError | TouchedGradientsError):
         return Status.STRAYED

@@ -2,14 +2,14 @@
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from automicro.batch.device import on_host
+from automicro.batch.joining import concat_rows
 from automicro.batch.layout import BatchLayout
-from automicro.batch.structure import concat_rows
 from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.errors import BatchError, Bystander, LossError, MetricWarning, blame, warn
 from automicro.loss.conventions import outputs_with_rows
@@ -17,9 +17,6 @@ from automicro.memory.budget import active_budget
 from automicro.step.feature import Attempt, Feature, MicrobatchRun
 from automicro.step.plan import order_of, with_padding
 from automicro.transaction.transaction import Part
-
-Where: TypeAlias = bool | Literal["host", "device"]
-"""Whether outputs are kept, and where: True where their batch lies."""
 
 _ALIKE = 3  # slices that show something: two may have as many boxes by chance
 _EARLY = 10
@@ -69,16 +66,6 @@ class Kept(Feature):
         self.carry: Any = None
         self._is_training = True
         self._forget()
-
-    @property
-    def is_nothing(self) -> bool:
-        """Whether nothing was asked for."""
-        return self._where is False and self._layout is None
-
-    @property
-    def has_outputs(self) -> bool:
-        """Whether outputs were asked for."""
-        return self._where is not False
 
     def know(self, paths: frozenset[str]) -> None:
         """Take note of outputs of which a look has shown whether they can be joined."""
@@ -231,11 +218,8 @@ def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 
 
-_NOTHING_KEPT = Kept(False, torch.device("cpu"), None)
-
-
 class Keeper:
-    """Keeps what is asked for of the forwards of each step.
+    """Keeps what is asked for of the forwards of the steps that ask for something.
 
     Args:
         device: where the model computes.
@@ -249,8 +233,6 @@ class Keeper:
 
     def keep(self, where: object) -> Kept:
         """What keeps outputs and state of one step; see `Kept`."""
-        if where is False and self._carry_layout is None:
-            return _NOTHING_KEPT
         self._steps += 1
         is_early = self._steps <= _EARLY
         return Kept(where, self._device, self._carry_layout, self._known, is_early=is_early)

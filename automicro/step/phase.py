@@ -11,9 +11,8 @@ from automicro.memory.meter import Meter
 from automicro.modules import comparing_rows
 from automicro.policy.choose import make_policy, with_levels
 from automicro.policy.policy import Policy
-from automicro.ranks.interface import Ranks, Sync, announcing_failure
+from automicro.ranks.interface import Ranks, Sync
 from automicro.state.part import State, taking_shapes
-from automicro.step.metrics import Metrics, flatten_metrics
 from automicro.step.parts import SizedPart
 from automicro.step.plan import CutRule, Finished, Step
 from automicro.step.setup import Level, Recollection, Setup
@@ -248,16 +247,10 @@ class Phase:
         """Whether batches have to stay whole, as a module says of itself."""
         return comparing_rows(self._setup.modules) is not None
 
-    def metrics(self, metrics: Any) -> Metrics:
-        """What is updated with the rows of one step."""
-        with announcing_failure(self.ranks):
-            return Metrics(flatten_metrics(metrics))
-
-    def state(self, metrics: Any = None) -> State:
+    def state(self, metrics: Iterable[Any]) -> State:
         """Everything that a step can reach, with what the metrics count."""
-        found = flatten_metrics(metrics)
         self._updated.clear()
-        self._updated |= {f"metrics[{index}]": each for index, each in enumerate(found)}
+        self._updated |= {f"metrics[{index}]": each for index, each in enumerate(metrics)}
         return self._state
 
     def own_parts(self) -> list[Part]:

@@ -323,6 +323,12 @@ class Plan:
         return self.cost if self.unit == ROWS else float(self.size)
 
     @property
+    def leaves_one_alone(self) -> bool:
+        """Whether a slice of several, or a filler, has a single row."""
+        # Fillers have one row as well.
+        return self.num_fillers > 0 or any(cut.leaves_one_alone for cut in self.cuts)
+
+    @property
     def num_fillers(self) -> int:
         """Microbatches without any weight, which this rank runs because others have more."""
         return self.num_microbatches - sum(len(cut.sizes) for cut in self.cuts)

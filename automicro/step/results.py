@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict
 
 from torch import Tensor
 
 from automicro.policy.policy import Exploration
+
+Where: TypeAlias = bool | Literal["host", "device"]
+"""Whether outputs are kept, and where: True where their batch lies."""
 
 
 class Counts(TypedDict):

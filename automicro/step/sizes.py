@@ -23,7 +23,6 @@ from automicro.step.plan import (
     plan_together,
     propose_to,
 )
-from automicro.step.words import give_up_fixed, reports_of, what_helps, why_nothing_fits
 
 logger = logging.getLogger("automicro.attempts")
 
@@ -178,6 +177,8 @@ class Sizes:
         return logging.DEBUG if self._phase.ranks.rank else logging.WARNING
 
     def _give_up(self, plan: Plan, residents: ResidentMemory | None) -> NoReturn:
+        from automicro.step.words import give_up_fixed, reports_of, what_helps, why_nothing_fits
+
         policy, phase, failure = self._policy, self._phase, self._failure
         assert failure is not None
         assert self._learned is not None

@@ -1,7 +1,9 @@
 """What splitting a batch changes in a model: forbidding it, or warning of it once."""
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,7 +13,6 @@ from automicro.batchnorm import (
     evaluation_message,
     sees_the_batch,
 )
-from automicro.checking.check import Occasions
 from automicro.errors import (
     BatchNormWarning,
     BufferWarning,
@@ -22,6 +23,9 @@ from automicro.errors import (
 from automicro.modules import ModuleIndex
 from automicro.policy.policy import Fixed, Policy
 from automicro.state.part import State
+
+if TYPE_CHECKING:
+    from automicro.checking.check import Occasions
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 BATCHNORM_MODES = ("warn", "error", "disable", "ignore", "exact")
@@ -41,9 +45,15 @@ class SplitGuard:
         self._mode = mode
         self._whole = Fixed(None) if whole is None else whole
         self._has_warned = self._has_warned_of_evaluation = False
-        self._evaluations = Occasions()
         self._named_buffers: set[str] = set()
         self._named_state: set[str] = set()
+
+    @functools.cached_property
+    def _evaluations(self) -> "Occasions":
+        """Which evaluations that are split are looked at."""
+        from automicro.checking.check import Occasions
+
+        return Occasions()
 
     def allowed(self, policy: Policy, *, evaluates: bool = False) -> Policy:
         """The policy, or whole batches only where layers that average over them disable splitting.

@@ -204,12 +204,6 @@ _USED_TWICE = "backward through the graph a second time"  # as torch says it
 _SHAPES = re.compile(r"\b(sizes?|shapes?|dims?|dimensions?|dimensional|D)\b|\dD\b", re.IGNORECASE)
 
 
-def leaves_one_alone(plan: Plan) -> bool:
-    """Whether a slice of several, or a filler, has a single row."""
-    # Fillers have one row as well.
-    return plan.num_fillers > 0 or any(cut.leaves_one_alone for cut in plan.cuts)
-
-
 def explain(error: BaseException, plan: Plan) -> None:
     """Note on an error what microbatches may have to do with it."""
     if bystander(error) is not None:  # what a metric or a callback does is not the forward's
@@ -245,7 +239,7 @@ def _explain_lonely_row(error: BaseException, plan: Plan) -> None:
             "in the data loader, which leaves such a last batch out, or another batch size",
         )
         return
-    if not leaves_one_alone(plan):
+    if not plan.leaves_one_alone:
         return
     add_note(
         error,

@@ -1,37 +1,43 @@
 """The work of a step: all its microbatches, one after the other, and what they may change."""
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from automicro.batch.device import InputWatch, on_device
-from automicro.checking.check import Checks
+from automicro.batch.layout import BatchLayout
 from automicro.loss.averages import CutBatch, Weight
 from automicro.loss.conventions import Output
-from automicro.loss.passes import Mode
+from automicro.loss.passes import Computation, Mode
 from automicro.loss.weights import BatchWeights, add_up
 from automicro.memory.residents import OccupiedDevice, ResidentMemory
 from automicro.modules import ModuleIndex
-from automicro.optimizer.reservation import OptimizerReservation
 from automicro.options import check_history, refuse_constant
+from automicro.ranks.interface import announcing_failure
 from automicro.step.feature import Feature, Features, MicrobatchRun
 from automicro.step.fillers import SpareRows
-from automicro.step.metrics import MetricGuard, MetricUpdates
-from automicro.step.outputs import Kept
 from automicro.step.passes import Losses, Passes
 from automicro.step.phase import Phase
 from automicro.step.plan import ROWS, Plan, Step
+from automicro.step.results import Where
 from automicro.step.split_guard import SplitGuard
 from automicro.transaction.gradients import GradientHistory, Gradients
 from automicro.transaction.parameters import Parameters
 from automicro.transaction.transaction import Part
 from automicro.values import read_scalars, stack_scalars
+
+if TYPE_CHECKING:  # each stands beside the path of a batch, and is loaded where it is used
+    from automicro.checking.check import Checks
+    from automicro.optimizer.reservation import OptimizerReservation
+    from automicro.step.metrics import MetricGuard
+    from automicro.step.outputs import Keeper, Kept
 
 logger = logging.getLogger(__name__)
 
@@ -104,24 +110,63 @@ class Engine:
         passes: run one microbatch.
         spare: rows for microbatches that count for nothing.
         split_guard: warns where splitting changes the model.
-        metric_guard: warns where it changes a metric.
-        checks: compare rows together and apart.
+        computation: that is checked.
+        checking: options of `Checks`.
+        update_metric: feeds one metric with outputs and microbatch.
+        updates_by_caller: whether that is the caller's.
+        random_state: gives what undoes what an update may draw.
         gradients: what is known of them.
         memory: the device, and what lies on it.
-        reservation: for the optimizer's first step.
+        reservation: for the optimizer's first step; None where there is no optimizer.
         features: of the caller.
+        carry_layout: of state for the next batch; None where there is none.
     """
 
     index: ModuleIndex
     passes: Passes
     spare: SpareRows
     split_guard: SplitGuard
-    metric_guard: MetricGuard
-    checks: Checks
+    computation: Computation
+    checking: Mapping[str, bool]
+    update_metric: Callable[..., None]
+    updates_by_caller: bool
+    random_state: Callable[[], Part]
     gradients: GradientHistory
     memory: OccupiedDevice
-    reservation: OptimizerReservation
+    reservation: "OptimizerReservation | None" = None
     features: Sequence[Feature] = ()
+    carry_layout: BatchLayout | None = None
+
+    @functools.cached_property
+    def checks(self) -> "Checks":
+        """What compares rows together and apart."""
+        from automicro.checking.check import Checks
+
+        return Checks(self.computation, **self.checking)
+
+    @functools.cached_property
+    def metric_guard(self) -> "MetricGuard":
+        """What warns where splitting changes a metric."""
+        from automicro.step.metrics import MetricGuard, naming_metrics
+
+        return MetricGuard(
+            naming_metrics(self.update_metric),
+            self.passes.layout,
+            self.random_state,
+            is_callers=self.updates_by_caller,
+        )
+
+    @functools.cached_property
+    def keeper(self) -> "Keeper":
+        """What keeps outputs and state for the next batch, where they are asked for."""
+        from automicro.step.outputs import Keeper
+
+        return Keeper(self.passes.device, self.carry_layout)
+
+    @property
+    def upcoming_bytes(self) -> Sequence[int]:
+        """Of each tensor of state that the optimizer has yet to build, as far as known."""
+        return () if self.reservation is None else self.reservation.upcoming_bytes
 
 
 class _Watching(Feature):
@@ -147,15 +192,25 @@ class _Work(Generic[T]):
         phase: that the step belongs to.
         step: what it brings.
         metrics: updated with every row; None for none.
-        kept: what the caller asked for of each forward.
+        where: outputs of all rows are kept; False for nowhere.
     """
 
     _mode: Mode = "train"
 
-    def __init__(self, engine: Engine, phase: Phase, step: Step, metrics: Any, kept: Kept) -> None:
+    def __init__(
+        self, engine: Engine, phase: Phase, step: Step, metrics: Any, where: Where
+    ) -> None:
         self._engine, self._phase, self._step = engine, phase, step
-        self._passes, self._ranks, self._kept = engine.passes, phase.ranks, kept
-        self._state = phase.state(metrics)
+        self._passes, self._ranks = engine.passes, phase.ranks
+        is_kept = where is not False or engine.carry_layout is not None
+        self._kept: Kept | None = engine.keeper.keep(where) if is_kept else None
+        counted: Sequence[Any] = ()
+        if metrics is not None:
+            from automicro.step.metrics import Metrics, MetricUpdates, flatten_metrics
+
+            with announcing_failure(phase.ranks):
+                counted = flatten_metrics(metrics)
+        self._state = phase.state(counted)
         self._watch = watch = phase.watch([each.contents for each in step.batches])
         # The usual step has none of these, and then no hook is looked for.
         features: list[Feature] = [_Watching(watch, self._passes.tensors)] * watch.compares
@@ -165,18 +220,28 @@ class _Work(Generic[T]):
             updates = MetricUpdates(
                 metrics,
                 engine.metric_guard,
-                phase.metrics(metrics),
+                Metrics(counted),
                 self._passes.seen_by_metrics,
                 sorts=phase.rule.unit != ROWS,
             )
             features.append(updates)
-        if not kept.is_nothing:
-            features.append(kept)
+        if self._kept is not None:
+            features.append(self._kept)
         self._features = Features(features, given=engine.features, has_metrics=metrics is not None)
-        self._gives_outputs = kept.has_outputs
+        self._gives_outputs = where is not False
         self._has_checked = self._has_checked_outputs = False
         self._number = 0  # of attempts
         self._let_go()
+
+    @property
+    def outputs(self) -> Any:
+        """Of all rows, where they were asked for."""
+        return None if self._kept is None else self._kept.outputs
+
+    @property
+    def carry(self) -> Any:
+        """State for the next batch, where there is any."""
+        return None if self._kept is None else self._kept.carry
 
     def check(self, plan: Plan) -> None:
         checks, kept, mode = self._engine.checks, self._kept, self._mode
@@ -194,7 +259,7 @@ class _Work(Generic[T]):
             if of_outputs:
                 self._has_checked_outputs = True
                 known = checks.outputs(batch, num_rows, mode)
-                if kept.has_outputs:
+                if kept is not None:
                     kept.know(known)
             if of_loss:
                 self._has_checked = True
@@ -288,7 +353,7 @@ class TrainingWork(_Work[Losses]):
         phase: of training.
         step: what it brings.
         metrics: updated with every row; None for none.
-        kept: what the caller asked for of each forward.
+        where: outputs of all rows are kept; False for nowhere.
         accept: given the loss, says whether to keep the step; None for yes.
     """
 
@@ -298,10 +363,10 @@ class TrainingWork(_Work[Losses]):
         phase: Phase,
         step: Step,
         metrics: Any,
-        kept: Kept,
+        where: Where,
         accept: Accept | None = None,
     ) -> None:
-        super().__init__(engine, phase, step, metrics, kept)
+        super().__init__(engine, phase, step, metrics, where)
         self._accept = accept
         self._gradients = Gradients(
             engine.index.known, engine.gradients, inputs=self._watch.requiring_grad
@@ -316,11 +381,11 @@ class TrainingWork(_Work[Losses]):
         self._own: tuple[Losses, BatchWeights, Mapping[str, float]] | None = None
 
     def parts(self) -> list[Part]:
-        index = self._engine.index
+        index, reservation = self._engine.index, self._engine.reservation
         return [
             Parameters(index.parameters, index.names_of),
             self._watch,
-            *([self._engine.reservation] if self._engine.reservation.is_used else ()),
+            *([] if reservation is None else [reservation]),
             self._phase.random_state(),
             self._state,
             self._gradients,  # behind what the caller's hooks may change when it prepares
@@ -403,7 +468,7 @@ class TrainingWork(_Work[Losses]):
     def residents(self) -> ResidentMemory | None:
         return self._engine.memory.measure(
             training=True,
-            upcoming_bytes=self._engine.reservation.upcoming_bytes,
+            upcoming_bytes=self._engine.upcoming_bytes,
             shared_inputs=self._shared_inputs(),
         )
 
@@ -416,7 +481,7 @@ class EvaluationWork(_Work[Evaluated]):
         phase: of evaluation.
         step: what it brings.
         metrics: updated with every row; None for none.
-        kept: what the caller asked for of each forward.
+        where: outputs of all rows are kept; False for nowhere.
         predicts: whether only outputs are asked for.
         compares_outputs: whether outputs are compared although they were not asked for.
     """
@@ -427,12 +492,12 @@ class EvaluationWork(_Work[Evaluated]):
         phase: Phase,
         step: Step,
         metrics: Any,
-        kept: Kept,
+        where: Where,
         *,
         predicts: bool = False,
         compares_outputs: bool = False,
     ) -> None:
-        super().__init__(engine, phase, step, metrics, kept)
+        super().__init__(engine, phase, step, metrics, where)
         self._gives_outputs |= compares_outputs
         self._predicts = predicts
         self._mode = "predict" if predicts else "eval"

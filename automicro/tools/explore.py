@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from automicro.batch.joining import concat_rows
 from automicro.batch.layout import BatchLayout
-from automicro.batch.structure import concat_rows
 from automicro.batch.tensors import replace_tensors, tensor_leaves
 from automicro.batchnorm import find_batchnorm
 from automicro.errors import AutomicroError, SampleTooLargeError

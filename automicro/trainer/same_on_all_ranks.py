@@ -16,8 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 from automicro.callbacks import ExponentialMovingAverage
 from automicro.errors import DesyncError, facts_of
 from automicro.events.callback import Callback
-from automicro.ranks.discovery import announce_failed_construction
-from automicro.ranks.interface import Ranks
+from automicro.ranks.interface import Ranks, announce_failed_construction
 from automicro.sharding import num_ranks
 from automicro.torch_private import is_uninitialized
 from automicro.trainer.data.loading import batch_order, num_batches, samplers_of

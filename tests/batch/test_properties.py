@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from transformers import BatchEncoding, BatchFeature
 
+from automicro.batch.joining import concat_rows
 from automicro.batch.layout import balanced_sizes, num_rows, split_batch
-from automicro.batch.structure import concat_rows
 from automicro.batch.tensors import tensor_leaves
 from tests.batch.structures import Text, numbers_of
 from tests.batch.training import Waves, forward, gradient, spoiling

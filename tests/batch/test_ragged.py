@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
+from automicro.batch.joining import concat_rows
 from automicro.batch.layout import BatchLayout, split_batch
-from automicro.batch.structure import concat_rows
 from tests.batch.structures import ROWS, SIZES, jagged, rows_of, sequences, x, y
 
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from automicro.batch.joining import concat_rows
 from automicro.batch.layout import BatchLayout, balanced_sizes, num_rows, split_batch
-from automicro.batch.structure import concat_rows
 
 # Each leaf holds its row numbers, so a microbatch shows which rows it got.
 Make = Callable[[int], Any]

@@ -5,8 +5,8 @@ import torch
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 from automicro import register_batch_type
+from automicro.batch.joining import concat_rows
 from automicro.batch.layout import BatchLayout, split_batch
-from automicro.batch.structure import concat_rows
 from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.errors import BatchError
 from tests.batch.structures import ROWS, STRUCTURES, Pair, assert_partition, sequences, x, y

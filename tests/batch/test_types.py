@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from automicro.batch.joining import concat_rows
 from automicro.batch.layout import BatchLayout, balanced_sizes, num_rows, split_batch
-from automicro.batch.structure import concat_rows
 from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.batch.types import register_batch_type
 from automicro.errors import BatchError

@@ -83,7 +83,7 @@ class Laboratory:
         run = prepare(scene, None)
         run.microbatcher._train.policy = run.microbatcher._eval.policy = policy
         if not looks:
-            checks = run.microbatcher._checks
+            checks = run.microbatcher._engine.checks
             checks._train.is_over = checks._eval.is_over = True
             for splits in (*checks._train.splits, *checks._eval.splits):
                 splits.are_over = True

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from automicro.batch.layout import BatchLayout, balanced_sizes, check_microbatch_size
+from automicro.batch.layout import BatchLayout, balanced_sizes
 from automicro.errors import (
     BatchError,
     LossError,
@@ -480,7 +480,7 @@ def plan(
         nested=nested,
     )
     num_rows = job.layout.num_rows(batch) if rows is None else read_count("rows", rows)
-    given = None if microbatch_size is None else check_microbatch_size(microbatch_size)
+    given = None if microbatch_size is None else read_count("microbatch_size", microbatch_size)
     why = ""
 
     def planned(steps: DryRun | _FewRows) -> list[_Planned]:

@@ -372,7 +372,8 @@ class Trials:
 
 def _count_reservation(run: TortureRun, mode: FaultMode) -> None:
     """Know the placeholders that are there: an attempt that fails gives them back and takes new."""
-    mode.ledger.see(run.microbatcher._engine.reservation._placeholders, [])
+    if (reservation := run.microbatcher._engine.reservation) is not None:
+        mode.ledger.see(reservation._placeholders, [])
 
 
 HALF_APPLIED = "half applied"
@@ -385,7 +386,7 @@ ABSORBED = {
     "few_rows": PROBE,
     "whole": PROBE,
     "outputs": PROBE,
-    "look_at_padding": PROBE,
+    "_look_at_padding": PROBE,
     "once_more": "tried once more",
     "_unless_it_always_fails": "look at a metric",
     "_copy_totals": "copy to earlier gradients",

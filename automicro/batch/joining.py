@@ -1,0 +1,146 @@
+"""Joining what a model gave for each microbatch into what it gives for the whole batch."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+
+from automicro.batch.tensors import builder, open_container
+from automicro.batch.types import (
+    STRUCTURES,
+    Kind,
+    Pieces,
+    RowType,
+    join_path,
+    kind_of,
+    row_type_of,
+)
+from automicro.errors import BatchError
+
+NOWHERE_ELSE: Mapping[str, int] = MappingProxyType({})
+
+
+def concat_rows(
+    parts: Sequence[Any],
+    row_dims: Mapping[str, int] = NOWHERE_ELSE,
+    *,
+    order: Sequence[int] | None = None,
+) -> Any:
+    """Join what a model gave for each microbatch into what it gives for the whole batch.
+
+    Tensors and arrays are joined along dimension 0, mappings, tuples and dataclasses part by part,
+    lists end to end; None and equal texts stay. A number or a 0-d tensor (a mean, say) cannot be
+    joined without knowing what it is, so it is an error.
+
+    Args:
+        parts: of each microbatch, in order.
+        row_dims: where tensors have their rows, by path, if it is not dimension 0.
+        order: of each row of the result, its place among the rows of all parts; None where they
+            are in order.
+
+    Raises:
+        BatchError: the outputs differ in structure, or hold something that has no rows.
+
+    >>> concat_rows([{"logits": torch.zeros(2, 3)}, {"logits": torch.ones(1, 3)}])["logits"].shape
+    torch.Size([3, 3])
+    """
+    if not parts:
+        raise BatchError("There are no outputs to join. Give those of at least one microbatch.")
+    return _concat(list(parts), "", row_dims, order)
+
+
+def _concat(
+    parts: list[Any], path: str, row_dims: Mapping[str, int], order: Sequence[int] | None
+) -> Any:
+    first = parts[0]
+    types = {type(part) for part in parts}
+    if len(types) > 1:
+        names = ", ".join(sorted(cls.__name__ for cls in types))
+        raise BatchError(
+            f"{_named(path)} has different types in different microbatches ({names}). Return the "
+            "same structure for every microbatch."
+        )
+    kind, row_type = kind_of(type(first)), row_type_of(type(first))
+    if row_type is not None and row_type.can_concat:
+        dim = row_dims.get(path, 0)
+        return _in_order(_joined(row_type, parts, path, dim), order, path, dim)
+    if isinstance(first, list):
+        rows = [row for part in parts for row in part]
+        return builder(first, ())(_in_order(rows, order, path))
+    if kind in STRUCTURES or kind is Kind.SEQUENCE:
+        return _concat_structures(parts, path, row_dims, order)
+    if first is None:
+        return None
+    numeric = isinstance(first, int | float | complex | np.generic)
+    if kind is Kind.SHARED and not numeric and all(part == first for part in parts):
+        return first
+    raise BatchError(
+        f"{_named(path)} is of type {type(first).__name__}, which has no rows to join. Return only "
+        "values with one entry per row, or register_batch_type(..., concat=...) for a type of "
+        "your own."
+    )
+
+
+def _joined(row_type: RowType, parts: list[Any], path: str, dim: int) -> Any:
+    num_dims = getattr(parts[0], "ndim", None)
+    if num_dims is not None and any(part.ndim == 0 for part in parts):
+        raise BatchError(
+            f"{_named(path)} is a 0-d {type(parts[0]).__name__} for each microbatch, which cannot "
+            "be joined: a mean and a sum would join differently. Return one value per row, or "
+            "leave it out of the outputs."
+        )
+    try:
+        return row_type.concat(parts, dim)
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or (num_dims or 0) < 2:
+            raise
+        shapes = ", ".join(dict.fromkeys(str(tuple(part.shape)) for part in parts))
+        raise BatchError(
+            f"{_named(path)} has shapes that do not join along dimension {dim}: {shapes}. Pad the "
+            "outputs to one size, or return a list with one entry per row."
+        ) from error
+
+
+def _in_order(joined: Any, order: Sequence[int] | None, path: str, dim: int = 0) -> Any:
+    """The rows of all parts in the order of the batch.
+
+    Raises:
+        BatchError: it has not one entry for each row.
+    """
+    if order is None:
+        return joined
+    row_type = row_type_of(type(joined))
+    num_rows = len(joined) if row_type is None else row_type.count(joined, dim, path)
+    if num_rows != len(order):
+        raise BatchError(
+            f"{_named(path)} has not one entry for each of the {len(order)} rows, which were "
+            "sorted by cost and cannot be put back into their order. Leave it out of the outputs, "
+            "or count rows: microbatch_unit='rows'."
+        )
+    rows = Pieces([order])
+    return (rows.of(joined) if row_type is None else row_type.cut(joined, rows, dim, path))[0]
+
+
+def _concat_structures(
+    parts: list[Any], path: str, row_dims: Mapping[str, int], order: Sequence[int] | None
+) -> Any:
+    opened = [open_container(part) for part in parts]
+    keys = list(opened[0][0])
+    for other, _ in opened:
+        if set(other) != set(keys):
+            raise BatchError(
+                f"{_named(path)} has different parts in different microbatches: {keys} and "
+                f"{list(other)}. Return the same structure for every microbatch."
+            )
+    by_key = [dict(zip(names, values, strict=True)) for names, values in opened]
+    joined = [
+        _concat([part[key] for part in by_key], join_path(path, key), row_dims, order)
+        for key in keys
+    ]
+    return builder(parts[0], keys)(joined)
+
+
+def _named(path: str) -> str:
+    return f"The output {path!r}" if path else "The output"
