@@ -7,7 +7,7 @@ INSTALLED := .venv/.installed
 SCRIPTS := $(wildcard benchmarks/*.py configs/*.py docs/*.py) hatch_build.py
 
 .DEFAULT_GOAL := help
-.PHONY: job acceptance help train test test-quick sweeps hosts hosts-oldest test-published dist check nightly format-check lint types format bench shape torture torture-resume torture-ranks search standin gpu gpu-rehearsal mutants clean
+.PHONY: job acceptance help train test test-quick sweeps hosts hosts-oldest test-published dist check nightly format-check lint types format bench docs shape torture torture-resume torture-ranks search standin gpu gpu-rehearsal mutants clean
 # One pip at a time, and pytest's closing line stays the last one of `make check`.
 .NOTPARALLEL:
 
@@ -62,7 +62,7 @@ dist: $(INSTALLED)  ## build what an index gets; REPOSITORY=https://… is where
 	rm -rf dist
 	AUTOMICRO_REPOSITORY="$(REPOSITORY)" $(BIN)/python -m hatchling build
 
-check: format-check lint types standin sweeps hosts test  ## everything CI runs: format, lint, types, tests
+check: format-check lint types docs standin sweeps hosts test  ## everything CI runs: format, lint, types, tests
 
 # What takes longer than CI has: before a release, and each night where there are nights.
 nightly: $(INSTALLED)  ## run what CI has no time for, with a seed of today; hours
@@ -86,6 +86,10 @@ bench: $(INSTALLED)  ## measure the overhead against loops written by hand
 	$(BIN)/python -m benchmarks.trainer_overhead
 	$(BIN)/python -m benchmarks.distributed_overhead
 	$(BIN)/python -m benchmarks.start_up
+
+# Strict: a broken link, or a name in the reference that is not there, fails.
+docs: $(INSTALLED)  ## build the site into build/site, in half a minute
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q
 
 # Their slow tests have targets of their own, below.
 OWN_TARGETS := packaging acceptance torture real_memory trainer/resume ranks search standin gpu

@@ -1,6 +1,7 @@
 """What the documentation shows runs and prints what is shown, and what it links to exists."""
 
 import contextlib
+import importlib
 import io
 import re
 from pathlib import Path
@@ -13,6 +14,9 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 # A snippet, and what it prints, in a block of its own or behind a print.
 CODE = re.compile(r"^```(python|output)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PRINTED = re.compile(r"^ *print\(.*\)  # (.+)$", re.MULTILINE)
+REFERENCE = ROOT / "docs" / "reference.md"
+# In the reference by their shorter names.
+REEXPORTED = {"features.Feature", "checkpoints.CheckpointConfig"}
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -99,3 +103,13 @@ def test_the_two_commands_of_the_readme_are_targets(command: str) -> None:
     assert command in (ROOT / "README.md").read_text(encoding="utf-8")
     target = command.removeprefix("make ")
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    shown = set(re.findall(r"^::: automicro\.(\S+)$", REFERENCE.read_text("utf-8"), re.MULTILINE))
+    for module in ("", "features", "callbacks", "loggers", "data", "checkpoints"):
+        names = importlib.import_module(f"automicro.{module}".rstrip(".")).__all__
+        assert shown >= {f"{module}.{name}".lstrip(".") for name in names} - REEXPORTED
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    for module, names in re.findall(r"^from automicro\.(\S+) import (.+)$", pages, re.MULTILINE):
+        assert module == "demo" or shown >= {f"{module}.{name}" for name in names.split(", ")}

@@ -7,7 +7,7 @@ import automicro.callbacks
 from automicro.events.callback import EVENTS, Callback
 from automicro.events.run import Run
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "callbacks.md").read_text("utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "trainer.md").read_text("utf-8")
 FOR_THE_TRAINER = "For the trainer"
 
 

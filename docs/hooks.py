@@ -1,0 +1,57 @@
+"""What `make docs` adds to the pages: the README, generated parts, and links out of the site.
+
+A comment such as ``<!-- generated: every_key -->`` in a page is replaced by what the function of
+that name gives.
+"""
+
+import os
+import posixpath
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import measure_recipes
+
+from automicro.cli.commands.config import markdown_page
+
+ROOT = Path(__file__).resolve().parent.parent
+MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
+LINK = re.compile(r"\]\((?!https?:|#)([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def readme() -> str:
+    return LINK.sub(r"](../\1\2)", (ROOT / "README.md").read_text(encoding="utf-8"))
+
+
+def every_key() -> str:
+    return markdown_page()
+
+
+def changed_lines() -> str:
+    return "\n".join(map(measure_recipes.section, measure_recipes.RECIPES))
+
+
+GENERATED: dict[str, Callable[[], str]] = {
+    each.__name__: each for each in (readme, every_key, changed_lines)
+}
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Called by mkdocs for each page."""
+    folder = posixpath.dirname(f"docs/{page.file.src_uri}")
+    markdown = MARK.sub(lambda mark: GENERATED[mark[1]](), markdown)
+    return LINK.sub(lambda link: within(folder, link[1], link[2] or ""), markdown)
+
+
+def within(folder: str, target: str, anchor: str) -> str:
+    """The end of a link: to a page of the site, or to the repository where that is known.
+
+    >>> within("docs/integrations", "../sizes.md", "#explore")
+    '](../sizes.md#explore)'
+    """
+    path = posixpath.normpath(posixpath.join(folder, target))
+    if path.startswith("docs/"):
+        return f"]({posixpath.relpath(path, folder)}{anchor})"
+    repository = os.environ.get("AUTOMICRO_REPOSITORY", "").rstrip("/")
+    return f"]({repository}/blob/HEAD/{path}{anchor})" if repository else f"] (`{path}`)"
