@@ -54,8 +54,8 @@ def not_printed(shown: list[str], printed: list[str]) -> list[str]:
     return [line for line in wanted if not any(re.fullmatch(line, each.strip()) for each in rest)]
 
 
-# Seconds each, of what tests/tools/plan and tests/integrations ask in less.
-LONG = {"docs/plan.md-1", "docs/integrations/transformers.md-0"}
+# Seconds each, of what tests/integrations asks in less.
+LONG = {"docs/integrations/transformers.md-0"}
 
 
 def cases() -> list[Any]:
