@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import io
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -113,3 +114,17 @@ def test_every_public_name_is_in_the_reference() -> None:
     pages = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     for module, names in re.findall(r"^from automicro\.(\S+) import (.+)$", pages, re.MULTILINE):
         assert module == "demo" or shown >= {f"{module}.{name}" for name in names.split(", ")}
+
+
+@pytest.mark.sweep
+def test_the_notebook_runs_from_top_to_bottom() -> None:
+    notebook = json.loads((ROOT / "docs" / "tour.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(each["source"]) for each in notebook["cells"] if each["cell_type"] == "code"]
+    printed = run("tour.ipynb", "\n".join(cells))
+    assert "2 failures, then 4 microbatches of 128" in printed
+
+
+def test_llms_txt_names_every_page() -> None:
+    named = {target for target, _ in LINK.findall((ROOT / "docs/llms.txt").read_text("utf-8"))}
+    assert named >= {path.name for path in ROOT.glob("docs/*.md")} - {"index.md"}
+    assert all((ROOT / "docs" / target).exists() for target in named)
