@@ -52,7 +52,7 @@ hosts-oldest: $(INSTALLED)  ## the same with the oldest, in an environment of it
 	@echo "downloads the oldest supported hosts: four minutes on two idle cores"
 	$(BIN)/python -m tests.integrations.oldest -n auto --maxprocesses 8 --dist loadfile
 
-# Some gigabytes are downloaded and go again: nobody's cache may stand in for the index.
+# Some gigabytes are downloaded and go again: no cache may stand in for the index.
 test-published: $(INSTALLED)  ## build sdist and wheel, install the newest torch with it, and run both
 	@echo "downloads the newest torch: 5 minutes on two idle cores, more on a slow line"
 	$(BIN)/python -m pytest -q -s -m slow tests/packaging
@@ -113,15 +113,15 @@ search: $(INSTALLED)  ## judge two thousand random combinations of what people w
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/search -q -s -m 'slow or not slow'
 
 # A run of its own: the device stays for the life of a process.
-standin: $(INSTALLED)  ## test the device that is none, and automicro on it; needs a C++ compiler
+standin: $(INSTALLED)  ## test the simulated device, and automicro on it; needs a C++ compiler
 	OMP_NUM_THREADS=1 $(PYTEST) --dist loadfile -q -p tests.standin.plugin -m standin tests/standin
 
 gpu: $(INSTALLED)  ## run all that needs a GPU and write a dated report
 	$(BIN)/python -m benchmarks.gpu_report
 
 # All of `make gpu`, and so the tests of tests/gpu, where there is no GPU.
-gpu-rehearsal: $(INSTALLED)  ## run all of `make gpu` on the device that is none
-	@echo "all of make gpu on a device that is none, in 3 minutes on two idle cores"
+gpu-rehearsal: $(INSTALLED)  ## run all of `make gpu` on the simulated device
+	@echo "all of make gpu on a simulated device, in 3 minutes on two idle cores"
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.gpu_report --standin
 
 shape: $(INSTALLED)  ## print what the package measures, beside its budgets and goals
