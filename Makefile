@@ -7,7 +7,7 @@ INSTALLED := .venv/.installed
 SCRIPTS := $(wildcard benchmarks/*.py configs/*.py docs/*.py) hatch_build.py
 
 .DEFAULT_GOAL := help
-.PHONY: job acceptance help train test test-quick sweeps hosts hosts-oldest test-published dist check nightly format-check lint types format bench shape torture torture-resume torture-ranks search standin gpu gpu-rehearsal mutants clean
+.PHONY: job acceptance help train test test-quick sweeps hosts hosts-oldest test-published dist check nightly format-check lint types format bench docs shape torture torture-resume torture-ranks search standin gpu gpu-rehearsal mutants clean
 # One pip at a time, and pytest's closing line stays the last one of `make check`.
 .NOTPARALLEL:
 
@@ -52,7 +52,7 @@ hosts-oldest: $(INSTALLED)  ## the same with the oldest, in an environment of it
 	@echo "downloads the oldest supported hosts: four minutes on two idle cores"
 	$(BIN)/python -m tests.integrations.oldest -n auto --maxprocesses 8 --dist loadfile
 
-# Some gigabytes are downloaded and go again: nobody's cache may stand in for the index.
+# Some gigabytes are downloaded and go again: no cache may stand in for the index.
 test-published: $(INSTALLED)  ## build sdist and wheel, install the newest torch with it, and run both
 	@echo "downloads the newest torch: 5 minutes on two idle cores, more on a slow line"
 	$(BIN)/python -m pytest -q -s -m slow tests/packaging
@@ -62,7 +62,7 @@ dist: $(INSTALLED)  ## build what an index gets; REPOSITORY=https://… is where
 	rm -rf dist
 	AUTOMICRO_REPOSITORY="$(REPOSITORY)" $(BIN)/python -m hatchling build
 
-check: format-check lint types standin sweeps hosts test  ## everything CI runs: format, lint, types, tests
+check: format-check lint types docs standin sweeps hosts test  ## everything CI runs: format, lint, types, tests
 
 # What takes longer than CI has: before a release, and each night where there are nights.
 nightly: $(INSTALLED)  ## run what CI has no time for, with a seed of today; hours
@@ -87,6 +87,10 @@ bench: $(INSTALLED)  ## measure the overhead against loops written by hand
 	$(BIN)/python -m benchmarks.distributed_overhead
 	$(BIN)/python -m benchmarks.start_up
 
+# Strict: a broken link, or a name in the reference that is not there, fails.
+docs: $(INSTALLED)  ## build the site into build/site, in half a minute
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q
+
 # Their slow tests have targets of their own, below.
 OWN_TARGETS := packaging acceptance torture real_memory trainer/resume ranks search standin gpu
 
@@ -109,15 +113,15 @@ search: $(INSTALLED)  ## judge two thousand random combinations of what people w
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/search -q -s -m 'slow or not slow'
 
 # A run of its own: the device stays for the life of a process.
-standin: $(INSTALLED)  ## test the device that is none, and automicro on it; needs a C++ compiler
+standin: $(INSTALLED)  ## test the simulated device, and automicro on it; needs a C++ compiler
 	OMP_NUM_THREADS=1 $(PYTEST) --dist loadfile -q -p tests.standin.plugin -m standin tests/standin
 
 gpu: $(INSTALLED)  ## run all that needs a GPU and write a dated report
 	$(BIN)/python -m benchmarks.gpu_report
 
 # All of `make gpu`, and so the tests of tests/gpu, where there is no GPU.
-gpu-rehearsal: $(INSTALLED)  ## run all of `make gpu` on the device that is none
-	@echo "all of make gpu on a device that is none, in 3 minutes on two idle cores"
+gpu-rehearsal: $(INSTALLED)  ## run all of `make gpu` on the simulated device
+	@echo "all of make gpu on a simulated device, in 3 minutes on two idle cores"
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.gpu_report --standin
 
 shape: $(INSTALLED)  ## print what the package measures, beside its budgets and goals

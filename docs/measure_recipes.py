@@ -1,4 +1,4 @@
-"""Measure the figures in docs/recipes.md, and write that page.
+"""Measure the figures in docs/recipes/README.md, and write that page.
 
     OMP_NUM_THREADS=1 python docs/measure_recipes.py
 
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from automicro import AutomicroWarning, MemoryBudget
 
 DOCS = pathlib.Path(__file__).resolve().parent
-PAGE = DOCS / "recipes.md"
+PAGE = DOCS / "recipes" / "README.md"
 LOOPS = ("plain", "microbatched")
 # What a difference under a limit must stay below: the loops run in float64 there.
 TOLERANCE = 1e-11
@@ -49,12 +49,17 @@ tests.
 
 ## What does not split
 
-BatchNorm averages over the rows it sees, so the recipes use GroupNorm. With BatchNorm:
+BatchNorm averages over the rows it sees, so the recipes use GroupNorm. With BatchNorm a warning
+names the layers:
 
 {batchnorm}
 
-[What to do about BatchNorm](checks.md#batchnorm).
-A loss that compares rows has no exact split either, and [a check](checks.md) names it.
+[What to do about BatchNorm](../checks.md#batchnorm).
+A loss that compares rows has no exact split either, and [a check](../checks.md) names it.
+
+## Changed lines
+
+<!-- generated: changed_lines -->
 """
 
 
@@ -278,12 +283,12 @@ def section(recipe: Recipe) -> str:
     """A recipe's text, and its diff."""
     text = (load(recipe).__doc__ or "").split("\n\n", 1)[1].strip()
     changes = "\n".join(diff(recipe))
-    return f"## {recipe.name}\n\n{text}\n\n```diff\n{changes}\n```\n"
+    return f"### {recipe.name}\n\n{text}\n\n```diff\n{changes}\n```\n"
 
 
 def row(recipe: Recipe, figures: Figures) -> str:
     cells = (
-        f"[{recipe.name}](recipes/{recipe.name}.py)",
+        f"[{recipe.name}]({recipe.name}.py)",
         special(recipe),
         lines_changed(recipe),
         f"{figures.whole:.2g}" if figures.whole else "0.0",
@@ -295,21 +300,18 @@ def row(recipe: Recipe, figures: Figures) -> str:
 
 
 def page(figures: Sequence[Figures]) -> str:
-    """The text of docs/recipes.md."""
+    """The text of docs/recipes/README.md."""
     measured = list(zip(RECIPES, figures, strict=True))
     head = ("Recipe", "What is special", "Lines changed", "Whole", "Limit", "Split", "OOMs")
     table = [f"| {' | '.join(head)} |", "|---|---|---|---|---|---|---|"]
     table += [row(recipe, each) for recipe, each in measured]
-    batchnorm = ["| Recipe | Split | Warnings |", "|---|---|---|"]
+    batchnorm = ["| Recipe | Split |", "|---|---|"]
     for recipe, each in measured:
         if each.batchnorm is not None:
-            difference, said = each.batchnorm
-            told = "<br>".join(f"{text.split('. ')[0]}" for text in said)
-            batchnorm.append(f"| {recipe.name} | {difference:.0e} | {told} |")
-    text = HEAD.format(
+            batchnorm.append(f"| {recipe.name} | {each.batchnorm[0]:.0e} |")
+    return HEAD.format(
         table="\n".join(table), batchnorm="\n".join(batchnorm), torch=torch.__version__
     )
-    return "\n".join([text, *map(section, RECIPES)])
 
 
 def main() -> None:

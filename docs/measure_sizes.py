@@ -1,4 +1,4 @@
-"""Measure the sizes in docs/sizes_table.md: small models on devices simulated on the CPU.
+"""Measure benchmarks/results/measured_sizes.md: small models on devices simulated on the CPU.
 
     OMP_NUM_THREADS=1 python docs/measure_sizes.py
 
@@ -26,18 +26,18 @@ from automicro.demo import digits, topics
 from automicro.remembered.cache import SizeCache
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "sizes_table.md"
+PAGE = ROOT / "benchmarks" / "results" / "measured_sizes.md"
 STEPS = 12
 HEAD = """\
 # Measured microbatch sizes
 
 Written by `python docs/measure_sizes.py`. **The devices are simulated on a CPU**: a
-[`MemoryBudget`](guarantees.md) of the size in the table, which counts what tensors hold and knows
-no fragmentation. Training in fp32 with AdamW; each line is what a `Trainer` with
+[`MemoryBudget`](../../docs/guarantees.md) of the size in the table, which counts what tensors
+hold and knows no fragmentation. Training in fp32 with AdamW; each line is what a `Trainer` with
 `microbatch_size="auto"` had remembered after {steps} steps, with the peak of a batch at that size,
 forward and backward.
-[Remembered sizes](sizes.md#remembered-sizes) tells how to get such a table of your own models and
-devices.
+[Remembered sizes](../../docs/sizes.md#remembered-sizes) tells how to get such a
+table of your own models and devices.
 """
 
 

@@ -1,4 +1,4 @@
-"""Plan the sizes in docs/planned_sizes.md: large language models on devices that are not here.
+"""Plan the benchmarks/results/planned_sizes.md: sizes of large language models on absent devices.
 
     OMP_NUM_THREADS=1 python docs/plan_sizes.py [MODEL …]
 
@@ -24,7 +24,7 @@ from automicro.tools.plan.plan import Planner
 from automicro.units import format_bytes
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "planned_sizes.md"
+PAGE = ROOT / "benchmarks" / "results" / "planned_sizes.md"
 LENGTH = 2048
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 RANKS = (1, 8, 64, 1024)
@@ -33,8 +33,8 @@ HEAD = f"""\
 # Planned microbatch sizes
 
 Written by `python docs/plan_sizes.py`. **Nothing here was measured**: the sizes are
-[planned](plan.md), by steps on tensors that have shapes but no data.
-[Measured ones](sizes_table.md) stand beside it.
+[planned](../../docs/plan.md), by steps on tensors that have shapes but no data.
+[Measured ones](measured_sizes.md) stand beside it.
 
 Each field has the most rows per rank that fit (1, 2, 4 … {SIZES[-1]}) and what they need, margin
 included; a dash where not even one does. Training in bf16 with AdamW, blocks computed again in the

@@ -1,7 +1,9 @@
 """What the documentation shows runs and prints what is shown, and what it links to exists."""
 
 import contextlib
+import importlib
 import io
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,9 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 # A snippet, and what it prints, in a block of its own or behind a print.
 CODE = re.compile(r"^```(python|output)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PRINTED = re.compile(r"^ *print\(.*\)  # (.+)$", re.MULTILINE)
+REFERENCE = ROOT / "docs" / "reference.md"
+# In the reference by their shorter names.
+REEXPORTED = {"features.Feature", "checkpoints.CheckpointConfig"}
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -50,8 +55,8 @@ def not_printed(shown: list[str], printed: list[str]) -> list[str]:
     return [line for line in wanted if not any(re.fullmatch(line, each.strip()) for each in rest)]
 
 
-# Seconds each, of what tests/tools/plan and tests/integrations ask in less.
-LONG = {"docs/plan.md-1", "docs/integrations/transformers.md-0"}
+# Seconds each, of what tests/integrations asks in less.
+LONG = {"docs/integrations/transformers.md-0"}
 
 
 def cases() -> list[Any]:
@@ -99,3 +104,27 @@ def test_the_two_commands_of_the_readme_are_targets(command: str) -> None:
     assert command in (ROOT / "README.md").read_text(encoding="utf-8")
     target = command.removeprefix("make ")
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    shown = set(re.findall(r"^::: automicro\.(\S+)$", REFERENCE.read_text("utf-8"), re.MULTILINE))
+    for module in ("", "features", "callbacks", "loggers", "data", "checkpoints"):
+        names = importlib.import_module(f"automicro.{module}".rstrip(".")).__all__
+        assert shown >= {f"{module}.{name}".lstrip(".") for name in names} - REEXPORTED
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    for module, names in re.findall(r"^from automicro\.(\S+) import (.+)$", pages, re.MULTILINE):
+        assert module == "demo" or shown >= {f"{module}.{name}" for name in names.split(", ")}
+
+
+@pytest.mark.sweep
+def test_the_notebook_runs_from_top_to_bottom() -> None:
+    notebook = json.loads((ROOT / "docs" / "tour.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(each["source"]) for each in notebook["cells"] if each["cell_type"] == "code"]
+    printed = run("tour.ipynb", "\n".join(cells))
+    assert "2 failures, then 4 microbatches of 128" in printed
+
+
+def test_llms_txt_names_every_page() -> None:
+    named = {target for target, _ in LINK.findall((ROOT / "docs/llms.txt").read_text("utf-8"))}
+    assert named >= {path.name for path in ROOT.glob("docs/*.md")} - {"index.md"}
+    assert all((ROOT / "docs" / target).exists() for target in named)

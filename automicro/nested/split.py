@@ -527,7 +527,8 @@ class NestedSplit:
         """Name what sees slices, the first time that the part is really cut.
 
         Warns:
-            BatchNormWarning, GradientWarning
+            BatchNormWarning: it has BatchNorm in training mode.
+            GradientWarning: hooks would see the gradient of a slice.
         """
         if len(sizes) < 2 or self._has_warned:
             return

@@ -6,7 +6,7 @@ see. This is exact. Sort nodes by community to keep that part small. Features an
 on the device.
 
 `HOPS` must be the number of layers: a check of a few nodes cannot notice one too few. If each of
-many small graphs is a row, see [what a batch may be](drop_in.md#what-a-batch-may-be).
+many small graphs is a row, see [what a batch may be](../drop_in.md#what-a-batch-may-be).
 """
 
 import torch

@@ -4,49 +4,8 @@ import inspect
 from pathlib import Path
 
 import automicro.callbacks
-from automicro.events.callback import EVENTS, Callback
-from automicro.events.run import Run
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "callbacks.md").read_text("utf-8")
-FOR_THE_TRAINER = "For the trainer"
-
-
-def first_sentences(value: object) -> str:
-    """The first paragraph of a docstring, in one line."""
-    return " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split()).replace("``", "`")
-
-
-def event_rows() -> list[str]:
-    rows = []
-    for event in EVENTS:
-        method = getattr(Callback, event)
-        handed_over = ", ".join(list(inspect.signature(method).parameters)[2:])
-        subject = f"`{handed_over}`" if handed_over else ""
-        rows.append(f"| `{event}` | {subject} | {first_sentences(method)} |")
-    return rows
-
-
-def run_rows() -> list[str]:
-    rows = []
-    for name, value in vars(Run).items():
-        if name.startswith("_") or first_sentences(value).startswith(FOR_THE_TRAINER):
-            continue
-        call = "(…)" if inspect.isfunction(value) else ""
-        rows.append(f"| `run.{name}{call}` | {first_sentences(value)} |")
-    return rows
-
-
-def test_every_event_is_listed_with_what_it_means() -> None:
-    listed = [line for line in PAGE.splitlines() if line.startswith("| `")]
-    rows = event_rows()
-    assert [line for line in listed if line in rows] == rows, "\n".join(rows)
-
-
-def test_all_that_a_callback_may_read_and_ask_for_is_listed() -> None:
-    rows = run_rows()
-    assert [line for line in PAGE.splitlines() if line.startswith("| `run.")] == rows, "\n".join(
-        rows
-    )
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "trainer.md").read_text("utf-8")
 
 
 def test_every_callback_that_comes_along_is_listed() -> None:

@@ -1,1 +1,1 @@
-"""A device that is none: memory, streams and threads of a GPU, its kernels on the CPU."""
+"""A simulated device: memory, streams and threads of a GPU, its kernels on the CPU."""

@@ -82,10 +82,9 @@ To hand over a function instead of calling it:
 ELSEWHERE = "see `Microbatcher`"
 MOST_COLUMNS = 100
 PAGE = """\
-# Every key of a config
+## Every key
 
-Written by `python -m automicro config --keys --markdown`; a test holds it to the code.
-[The guide](configuration.md) explains the format, overrides, interpolations and commands. A node is
+Written by `automicro config --keys --markdown`. A node is
 `{call: dotted.path, args: {name: value}}`.
 """
 
@@ -294,14 +293,14 @@ def _print_keys(pattern: str) -> None:
 
 
 def markdown_page() -> str:
-    """Return the reference of every key as a page with a table for each group.
+    """Return the reference of every key as a section with a table for each group.
 
     >>> print(markdown_page().splitlines()[0])
-    # Every key of a config
+    ## Every key
     """
     parts = [PAGE]
     for group, keys in _describe_keys().items():
-        parts += [f"\n## {group}\n", "| Key | Type | Default | What it is |", "|---|---|---|---|"]
+        parts += [f"\n### {group}\n", "| Key | Type | Default | What it is |", "|---|---|---|---|"]
         for key in keys:
             default = "not set" if key.default is None else f"`{key.default}`"
             meaning = key.meaning.replace("|", r"\|")
