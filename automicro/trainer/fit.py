@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from automicro.errors import warn
+from automicro.errors import add_note, warn
 from automicro.memory.device import peak_bytes, reset_peak
 from automicro.step.results import StepResult
 from automicro.trainer.context import RunContext
@@ -429,6 +429,13 @@ class Fit:
 
                 yield wants_to_stop
                 interruption.take_note_of_peers(context.ranks)
+        except (KeyboardInterrupt, SystemExit) as error:  # a second one
+            if self._checkpointer is not None and not is_end_told():
+                folder = self._checkpointer.folder
+                add_note(
+                    error, f"automicro: a run with the same checkpoint=… goes on from {folder}"
+                )
+            raise
         finally:
             context.mode.eval()
             context.recorder.close()

@@ -14,6 +14,7 @@ from automicro.checkpoints.store import CheckpointConfig
 from automicro.errors import DeterminismWarning, warn
 from automicro.events.callback import Callback, Callbacks
 from automicro.events.run import LoopState, PhaseState, Run
+from automicro.files import write_whole
 from automicro.lengths.unit import Cost
 from automicro.loggers import Logger, LoggerGroup
 from automicro.loss.averages import LossAverage
@@ -36,6 +37,7 @@ from automicro.trainer.optimizer import (
     SchedulerOrFactory,
     build_optimizer,
 )
+from automicro.trainer.parallel import whole_state_dict
 from automicro.trainer.progress import RunSettings, count_of, describe_parameters
 from automicro.trainer.report import FitSummary
 from automicro.trainer.same_on_all_ranks import (
@@ -407,6 +409,29 @@ class Trainer:
     def state(self) -> LoopState:
         """Where training stands. Setting anything in it is an error."""
         return self._run.state
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is trained, on its device, without a wrapper for several ranks."""
+        return self._run.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """What steps; None in a trainer that only evaluates."""
+        return self._run.optimizer
+
+    def save_weights(self, path: str | os.PathLike[str]) -> None:
+        """Write the model's weights, for ``model.load_state_dict(torch.load(path))``.
+
+        Whole where ranks hold shards; all ranks call it, and the first writes. A checkpoint
+        (``checkpoint=…``) has the optimizer and the place in the data as well.
+
+        Raises:
+            OSError: the file cannot be written; an older one stays as it was.
+        """
+        weights = whole_state_dict(self._run.model)
+        if self._run.rank == 0:
+            write_whole(Path(path), lambda file: torch.save(weights, file))
 
     def fit(self, duration: str | Duration | None = None) -> FitSummary:
         """Train until ``max_duration``.
