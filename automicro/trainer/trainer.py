@@ -13,7 +13,7 @@ from torch import nn
 from automicro.checkpoints.store import CheckpointConfig
 from automicro.errors import DeterminismWarning, warn
 from automicro.events.callback import Callback, Callbacks
-from automicro.events.run import LoopState, PhaseState, Run
+from automicro.events.run import LoopState, PhaseState, Requests, Run
 from automicro.files import write_whole
 from automicro.lengths.unit import Cost
 from automicro.loggers import Logger, LoggerGroup
@@ -316,12 +316,12 @@ class Trainer:
         self._run = Run(
             state=state,
             model=placed.model,
-            modules=modules,
+            modules=tuple(modules),
             optimizer=optimizer,
             device=device,
             rank=place.rank,
             world_size=place.world_size,
-            max_duration=duration,
+            requests=Requests(max_duration=duration),
             evaluations=list(evaluators),
             make_microbatcher=factory.make_for_callback,
         )
@@ -360,7 +360,9 @@ class Trainer:
         self._evaluations = self._evaluating.make_all(evaluators)
         metrics = model_metrics(model, is_train=True) if metrics is None else metrics
         of_training = MetricSet(metrics, device)
-        self._run.expect(expected_values(of_training, self._evaluations, loss_fn=loss_fn))
+        self._run.requests.expected = expected_values(
+            of_training, self._evaluations, loss_fn=loss_fn
+        )
         if train_dataloader is not None:
             train_dataloader = sharing.share(train_dataloader, "train_dataloader")
         self._fit = assemble_fit(

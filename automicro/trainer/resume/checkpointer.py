@@ -175,7 +175,7 @@ class Checkpointer:
     ) -> None:
         """Save if the interval or a callback asks for it."""
         is_due = self._interval.is_due(state)
-        if self._context.run.take_checkpoint_request() or is_due:
+        if self._context.run.requests.take("wants_checkpoint") or is_due:
             self.save(state, progress, metrics=metrics)
 
     def rehearse(self) -> None:
