@@ -439,15 +439,15 @@ class Run:
 
     Attributes:
         state: where training stands. Setting anything in it is an error.
-        model: that is trained.
+        model: the model that is trained.
         modules: the model, then further modules that take part.
         optimizer: what steps; None in an evaluation outside of training.
         device: where the model computes.
-        evaluations: the names of what is evaluated on; an empty one where there is only one.
-        make_microbatcher: see `microbatcher`.
-        requests: for the trainer.
         rank: this process's number, from 0. Callbacks run on all ranks, loggers on rank 0.
         world_size: how many processes train the model.
+        evaluations: the names of what is evaluated on; an empty one where there is only one.
+        make_microbatcher: for the trainer.
+        requests: for the trainer.
     """
 
     state: LoopState

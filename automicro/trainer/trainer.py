@@ -14,6 +14,7 @@ from automicro.checkpoints.store import CheckpointConfig
 from automicro.errors import DeterminismWarning, warn
 from automicro.events.callback import Callback, Callbacks
 from automicro.events.run import LoopState, PhaseState, Requests, Run
+from automicro.features import WORDS
 from automicro.files import write_whole
 from automicro.lengths.unit import Cost
 from automicro.loggers import Logger, LoggerGroup
@@ -22,6 +23,7 @@ from automicro.nested.parts import NestedParts
 from automicro.options import check_model, read_count, read_flag
 from automicro.policy.explore import Explore
 from automicro.policy.policy import Policy
+from automicro.ranks.discovery import announcing_failed_construction
 from automicro.savers.levels import Savers
 from automicro.trainer.context import Recorder, RunContext
 from automicro.trainer.data.loading import check_loader, check_passes
@@ -41,11 +43,10 @@ from automicro.trainer.parallel import whole_state_dict
 from automicro.trainer.progress import RunSettings, count_of, describe_parameters
 from automicro.trainer.report import FitSummary
 from automicro.trainer.same_on_all_ranks import (
-    announcing_failed_construction,
     announcing_once,
     require_same,
 )
-from automicro.trainer.setup import FitOptions, MicrobatcherFactory, PlacedModel, assemble_fit
+from automicro.trainer.setup import MicrobatcherFactory, PlacedModel, assemble_fit
 from automicro.trainer.surroundings import RunSurroundings, noting, prepare_cublas
 from automicro.units import Duration, read_duration
 
@@ -292,22 +293,7 @@ class Trainer:
             compile=compile,
             memory_limit=memory_limit,
             options={
-                "loss_fn": loss_fn,
-                "forward": forward,
-                "loss_average": loss_average,
-                "batchnorm": batchnorm,
-                "strict_divisible": strict_divisible,
-                "precision": precision,
-                "gradient_sums": gradient_sums,
-                "sync": sync,
-                "batch_layout": batch_layout,
-                "microbatch_unit": microbatch_unit,
-                "nested": nested,
-                "when_too_large": when_too_large,
-                "padding": padding,
-                "cut_padding": cut_padding,
-                "update_metric": update_metric,
-                "probe": probe,
+                **{name: given[name] for name in (*WORDS, *_OF_STEPS) if name in given},
                 "remember_sizes": _remembers(remember_sizes, seed, deterministic),
                 "repeatable": repeatable,
             },
@@ -368,21 +354,7 @@ class Trainer:
         self._fit = assemble_fit(
             train_dataloader,
             self._context,
-            FitOptions(
-                scheduler=scheduler,
-                scheduler_interval=scheduler_interval,
-                grad_clip_norm=grad_clip_norm,
-                non_finite=non_finite,
-                count_tokens=count_tokens,
-                count_seconds=count_seconds,
-                accumulate_batches=accumulate_batches,
-                eval_interval=every,
-                checkpoint=checkpoint,
-                max_time=max_time,
-                rehearse=rehearse,
-                repeatable=repeatable,
-                batch_layout=batch_layout,
-            ),
+            {**given, "eval_interval": every, "repeatable": repeatable},
             microbatcher=self._microbatcher,
             scaler=factory.scaler,
             evaluations=self._evaluations,
@@ -577,6 +549,16 @@ class Trainer:
             return predict_all(self._microbatcher, dataloader, progress)
 
 
+# The others of a step's options are words for features.
+_OF_STEPS = (
+    "loss_fn",
+    "forward",
+    "loss_average",
+    "batchnorm",
+    "precision",
+    "batch_layout",
+    "probe",
+)
 _BY_CLOCK = 'microbatch_size="explore" finds sizes by the clock'
 _SIZE_FOUND = "give the size that it found, as in microbatch_size=16"
 

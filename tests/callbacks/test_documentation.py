@@ -1,14 +1,15 @@
 """The page about callbacks says what the code says."""
 
 import inspect
+import re
 from pathlib import Path
 
 import automicro.callbacks
 from automicro.events.callback import EVENTS, Callback
 from automicro.events.run import Run
 
+FIELD = re.compile(r"^    (?P<name>\w+): (?P<text>.+(?:\n     .+)*)", re.M)
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "callbacks.md").read_text("utf-8")
-FOR_THE_TRAINER = "For the trainer"
 
 
 def first_sentences(value: object) -> str:
@@ -27,9 +28,12 @@ def event_rows() -> list[str]:
 
 
 def run_rows() -> list[str]:
-    rows = []
+    listed = (inspect.getdoc(Run) or "").partition("Attributes:")[2]
+    told = {each["name"]: " ".join(each["text"].split()) for each in FIELD.finditer(listed)}
+    rows = [f"| `run.{name}` | {text[0].upper()}{text[1:]} |" for name, text in told.items()]
+    rows = [each for each in rows if "For the trainer" not in each]
     for name, value in vars(Run).items():
-        if name.startswith("_") or first_sentences(value).startswith(FOR_THE_TRAINER):
+        if name.startswith("_") or name in told:
             continue
         call = "(…)" if inspect.isfunction(value) else ""
         rows.append(f"| `run.{name}{call}` | {first_sentences(value)} |")
