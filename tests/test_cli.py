@@ -40,8 +40,8 @@ def test_a_job_trains_and_ends_with_its_summary(capsys: pytest.CaptureFixture[st
     lines = out.splitlines()
     assert lines[0] == "model:"
     assert sum(line.startswith("training on the CPU") for line in lines) == 1
-    assert lines[-2] == "OOMs survived: 0 (0 in train, 0 in eval)"
-    assert lines[-1] == "final microbatch size: 12 rows (1 × 12 of 12) in train"
+    assert lines[-2] == "OOMs survived            0 (0 in train, 0 in eval)"
+    assert lines[-1] == "final microbatch size    12 rows (1 × 12 of 12) in train"
     assert err == ""
 
 
@@ -61,7 +61,7 @@ def test_running_out_of_memory_is_survived_and_told(capsys: pytest.CaptureFixtur
     out = capsys.readouterr().out
     assert "training on a simulated 48.00 KiB device on the CPU" in out
     assert "train: out of memory" in out
-    assert "OOMs survived: 0" not in out.splitlines()[-2]
+    assert " 0 (" not in out.splitlines()[-2]
     assert out.splitlines()[-1].endswith("rows (4 × 3 of 12) in train, 4 in eval")
 
 
@@ -145,7 +145,7 @@ def test_overrides_change_the_job(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "job.yaml", *arguments]) == 0
     out = capsys.readouterr().out
     assert "max_duration 3ba" in out
-    assert out.endswith("final microbatch size: 4 rows (3 × 4 of 12) in train\n")
+    assert out.endswith("final microbatch size    4 rows (3 × 4 of 12) in train\n")
 
 
 def test_overrides_may_stand_behind_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -291,7 +291,7 @@ def test_an_interruption_ends_with_130(
     monkeypatch.setattr(Trainer, "fit", interrupt)
     overrides = ["model={call: cli_job.interrupt}"] if where == "while making" else []
     assert main(["train", "job.yaml", *overrides]) == 130
-    assert capsys.readouterr().err == "automicro: interrupted\n"
+    assert capsys.readouterr().err.startswith("automicro: interrupted")
 
 
 def test_an_interruption_says_in_one_line_where_training_stood(
@@ -321,8 +321,8 @@ def test_the_installed_command_trains_the_digits_and_its_last_lines_say_what_it_
         command, cwd=root, env=environment, capture_output=True, text=True, check=True
     )
     survived, sizes = done.stdout.splitlines()[-2:]
-    assert survived == "OOMs survived: 4 (3 in train, 1 in eval)"
-    assert sizes.startswith("final microbatch size: ")
+    assert survived.endswith(" 4 (3 in train, 1 in eval)")
+    assert sizes.startswith("final microbatch size ")
 
 
 DIGITS = str(Path(__file__).resolve().parent.parent / "configs" / "digits.yaml")

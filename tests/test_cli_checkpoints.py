@@ -24,7 +24,8 @@ def stopping_loss(number, after):
         calls.append(1)
         if len(calls) == after and os.path.exists("armed"):
             os.remove("armed")
-            os.kill(os.getpid(), number)
+            for _ in range(1 + os.path.exists("impatient")):
+                os.kill(os.getpid(), number)
         return torch.nn.functional.cross_entropy(outputs, targets)
 
     return loss
@@ -76,6 +77,14 @@ def test_the_same_command_goes_on_after_an_interruption_to_the_same_weights(
     assert train(*command, "--json") == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 8
     assert torch.equal(weights("a/weights.pt"), weights("whole/weights.pt"))
+
+
+def test_a_second_signal_in_the_same_batch_says_how_to_go_on_as_well(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("impatient").touch()
+    assert interrupted("run_dir=a", "checkpoint={interval: 2ba}")[0] == 130
+    assert capsys.readouterr().err.splitlines()[-1].endswith("the same command goes on from there")
 
 
 def test_an_interruption_without_checkpoints_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -152,7 +152,7 @@ def test_the_template_filled_in_with_a_users_module_trains(
     Path("mine.yaml").write_text(template, encoding="utf-8")
     for command in ("config", "verify", "train"):
         assert main([command, "mine.yaml"]) == 0
-    assert "final microbatch size: 32 rows (1 × 32 of 32) in train" in capsys.readouterr().out
+    assert "final microbatch size    32 rows (1 × 32 of 32) in train" in capsys.readouterr().out
 
 
 def test_every_key_of_the_template_is_one(capsys: pytest.CaptureFixture[str]) -> None:

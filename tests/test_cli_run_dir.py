@@ -168,7 +168,8 @@ def test_a_run_that_failed_before_it_left_anything_is_in_nobodys_way() -> None:
 def test_a_longer_run_is_told_how_it_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert train("run_dir=a", "checkpoint={}") == 0
     message = complaint(capsys, "run_dir=a", "checkpoint={}", "max_duration=9ep")
-    assert message.endswith(f"{ANOTHER}; with checkpoint.resume=a/checkpoints there, it goes on")
+    more = "run_dir=a-2 checkpoint.resume=a/checkpoints"
+    assert message.endswith(f"{ANOTHER}; the same command with {more} goes on from there")
     longer = ["run_dir=b", "checkpoint={resume: a/checkpoints}", "max_duration=9ep"]
     assert train(*longer) == 0
     assert json.loads(Path("b/summary.json").read_text())["epochs"] == 9

@@ -30,7 +30,7 @@ from automicro.trainer.progress import (
 
 STATUS = StatusLine(
     line="epoch 3/12, batch 1/3 · loss 0.5000",
-    parts=["loss 0.5000", "64 samples/s", "microbatches 5 × 103", "peak memory 7.62 MiB", "lr 0.1"],
+    parts=["loss 0.5000", "microbatches 5 × 103", "64 samples/s", "peak memory 7.62 MiB", "lr 0.1"],
     share=0.25,
     seconds_left=75.0,
 )
@@ -184,10 +184,10 @@ def test_a_notebook_without_its_library_gets_lines(monkeypatch: pytest.MonkeyPat
     [
         (
             110,
-            "━━━━━━╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌  25% · 1:15 left · loss 0.5000 · 64 samples/s · "
-            "microbatches 5 × 103",
+            "━━━━━━╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌  25% · 1:15 left · loss 0.5000 · "
+            "microbatches 5 × 103 · 64 samples/s",
         ),
-        (80, "━━━╌╌╌╌╌╌╌╌╌  25% · 1:15 left · loss 0.5000 · 64 samples/s"),
+        (80, "━━━╌╌╌╌╌╌╌╌╌  25% · 1:15 left · loss 0.5000 · microbatches 5 × 103"),
         (50, "━╌╌╌╌╌  25% · 1:15 left · loss 0.5000"),
         (30, "25% · 1:15 left · loss 0.5000"),
         (20, "25% · 1:15 left"),

@@ -248,7 +248,7 @@ class InputWatch:
                 logger.info("the model writes into its input: it gets copies, the batch is kept")
         elif self._current_versions() != self._versions:
             self._guard.writes = True
-            logger.warning("the model wrote into its batch; from now on it gets copies")
+            logger.warning("automicro: the model wrote into its batch; from now on it gets copies")
 
     def roll_back(self) -> None:
         self._wrote = False

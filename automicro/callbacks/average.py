@@ -11,7 +11,6 @@ from automicro.events.callback import Callback
 from automicro.events.run import Run
 from automicro.memory.budget import active_budget
 from automicro.sharding import is_sharded, local
-from automicro.step.results import StepResult
 from automicro.torch_private import is_uninitialized
 from automicro.units import Duration, Unit, read_duration
 
@@ -142,25 +141,11 @@ class ExponentialMovingAverage(Callback):
         if self._average is None and not any(map(is_uninitialized, _tensors(run.model))):
             self._begin(run)
 
-    def epoch_start(self, run: Run) -> None:
+    def _restore_at(self, *_: Any, **__: Any) -> None:
         """Make sure of the training weights."""
         self.restore()
 
-    def batch_start(self, run: Run, batch: Any) -> None:
-        """Make sure of the training weights."""
-        self.restore()
-
-    def batch_end(self, run: Run, result: StepResult) -> None:
-        """Update the average if that is due."""
-        self._update_if_due(run)
-
-    def epoch_end(self, run: Run) -> None:
-        """Update the average if that is due."""
-        self._update_if_due(run)
-
-    def checkpoint_start(self, run: Run) -> None:
-        """Make sure of the training weights."""
-        self.restore()
+    epoch_start = batch_start = checkpoint_start = eval_end = fit_end = _restore_at
 
     def eval_start(self, run: Run) -> None:
         """Let the evaluation see the average."""
@@ -177,14 +162,6 @@ class ExponentialMovingAverage(Callback):
                 continue
             self._set_aside.append((tensor, tensor.data))
             tensor.data = average
-
-    def eval_end(self, run: Run, values: Mapping[str, float]) -> None:
-        """Put the training weights back."""
-        self.restore()
-
-    def fit_end(self, run: Run) -> None:
-        """Make sure of the training weights."""
-        self.restore()
 
     def state_dict(self) -> dict[str, Any]:
         """The average by name, and when it was updated."""
@@ -227,7 +204,8 @@ class ExponentialMovingAverage(Callback):
         }
         self._note_progress(run)
 
-    def _update_if_due(self, run: Run) -> None:
+    def _update_if_due(self, run: Run, *_: Any, **__: Any) -> None:
+        """Update the average if that is due."""
         if self._average is None:
             self._begin(run)
         elif self._passed(run) > self._updated_at // self._interval.value:
@@ -235,6 +213,8 @@ class ExponentialMovingAverage(Callback):
             amount = 1 if unit is None else run.state.done(unit) - self._aged_at
             self._update(self._average, run.model, self.decay_after(amount))
             self._note_progress(run)
+
+    batch_end = epoch_end = _update_if_due
 
     def _passed(self, run: Run) -> int:
         return run.state.done(self._interval.unit) // self._interval.value

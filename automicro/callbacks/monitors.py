@@ -2,9 +2,8 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -172,21 +171,16 @@ class SpeedMonitor(Callback):
             run.log(values)
         self._marks.append(now)
 
-    def eval_start(self, run: Run) -> None:
+    def _stop_clock(self, *_: Any, **__: Any) -> None:
         """Stop the clock."""
         self._pause_start = self._clock()
 
-    def eval_end(self, run: Run, values: Mapping[str, float]) -> None:
+    def _go_on(self, *_: Any, **__: Any) -> None:
         """Let the clock go on."""
         self._paused += self._clock() - self._pause_start
 
-    def checkpoint_start(self, run: Run) -> None:
-        """Stop the clock."""
-        self._pause_start = self._clock()
-
-    def checkpoint_end(self, run: Run, path: Path) -> None:
-        """Let the clock go on."""
-        self._paused += self._clock() - self._pause_start
+    eval_start = checkpoint_start = _stop_clock
+    eval_end = checkpoint_end = _go_on
 
     def _mark(self, state: LoopState) -> _Mark:
         return _Mark(

@@ -23,7 +23,6 @@ from automicro.memory.residents import measure_residents
 from automicro.options import read_count
 from automicro.step.events import Microbatch, OutOfMemory, Resize
 from automicro.step.feature import Attempt
-from automicro.step.results import EvalResult, StepResult
 from automicro.torch_private import (
     can_record_memory,
     dump_memory_snapshot,
@@ -105,17 +104,11 @@ class OutOfMemoryReport(Callback):
         """Keep the batch, to describe it if need be."""
         self._batch, self._open, self._last = batch, None, None
 
-    def batch_end(self, run: Run, result: StepResult) -> None:
+    def batch_end(self, *_: Any, **__: Any) -> None:
         """Let go of the batch."""
         self._batch = self._open = self._last = None
 
-    def eval_batch_start(self, run: Run, batch: Any) -> None:
-        """Keep the batch, to describe it if need be."""
-        self._batch, self._open, self._last = batch, None, None
-
-    def eval_batch_end(self, run: Run, result: EvalResult) -> None:
-        """Let go of the batch."""
-        self._batch = self._open = self._last = None
+    eval_batch_start, eval_batch_end = batch_start, batch_end
 
     def attempt_start(self, run: Run, attempt: Attempt) -> None:
         """Take a snapshot where memory runs out."""

@@ -26,8 +26,8 @@ def rng_state() -> dict[str, Any]:
     budget = active_budget()
     with contextlib.nullcontext() if budget is None else budget.host():
         return {
-            "python": python_state_as_tensors(random),
-            "numpy": numpy_state_as_tensors(np.random.get_state(legacy=False)),
+            "python": random.getstate(),
+            "numpy": np.random.get_state(legacy=False),
             "torch": torch.get_rng_state(),
             "accelerators": [
                 torch.get_device_module(device).get_rng_state(device) for device in _accelerators()
@@ -52,10 +52,8 @@ def derived_rng_state(state: Mapping[str, Any], *, rank: int, world_size: int) -
     """
     seed = derived_seed(state["torch"], rank=rank, world_size=world_size)
     return {
-        "python": python_state_as_tensors(random.Random(seed)),
-        "numpy": numpy_state_as_tensors(
-            np.random.RandomState(seed % 2**32).get_state(legacy=False)
-        ),
+        "python": random.Random(seed).getstate(),
+        "numpy": np.random.RandomState(seed % 2**32).get_state(legacy=False),
         "torch": torch.Generator().manual_seed(seed).get_state(),
         "accelerators": [
             torch.Generator(device).manual_seed(seed).get_state() for device in _accelerators()
@@ -85,10 +83,10 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
         CheckpointError: it is no such state.
     """
     try:
-        python = python_state_of(state["python"])
-        numpy, cpu, accelerators = state["numpy"], state["torch"], state["accelerators"]
+        python, numpy = state["python"], state["numpy"]
+        cpu, accelerators = state["torch"], state["accelerators"]
         random.setstate(python)
-        np.random.set_state(numpy_state_of(numpy))
+        np.random.set_state(numpy)
         torch.set_rng_state(cpu.cpu())
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
@@ -111,42 +109,3 @@ def _accelerators() -> list[torch.device]:
     if kind is None:
         return []
     return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
-
-
-def python_state_as_tensors(generator: Any) -> dict[str, Any]:
-    """Where a generator of Python's stands, or the module that has one.
-
-    >>> state = python_state_as_tensors(random.Random(1))
-    >>> python_state_of(state) == random.Random(1).getstate()
-    True
-    """
-    version, words, gauss = generator.getstate()
-    return {"version": version, "words": torch.tensor(words), "gauss": gauss}
-
-
-def python_state_of(value: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Python's state again, from what `python_state_as_tensors` made of it."""
-    return value["version"], tuple(value["words"].tolist()), value["gauss"]
-
-
-def numpy_state_as_tensors(value: Any) -> Any:
-    """NumPy's state, whatever its generator is. Its arrays are of unsigned integers.
-
-    >>> state = numpy_state_as_tensors(np.random.default_rng(1).bit_generator.state)
-    >>> numpy_state_of(state) == np.random.default_rng(1).bit_generator.state
-    True
-    """
-    if isinstance(value, Mapping):
-        return {key: numpy_state_as_tensors(each) for key, each in value.items()}
-    if isinstance(value, np.ndarray):
-        return {"dtype": str(value.dtype), "array": torch.from_numpy(value.astype(np.int64))}
-    return value.item() if isinstance(value, np.generic) else value
-
-
-def numpy_state_of(value: Any) -> Any:
-    """NumPy's state again, from what `numpy_state_as_tensors` made of it."""
-    if isinstance(value, Mapping):
-        if value.keys() == {"dtype", "array"}:
-            return value["array"].cpu().numpy().astype(value["dtype"])
-        return {key: numpy_state_of(each) for key, each in value.items()}
-    return value

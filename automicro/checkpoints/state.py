@@ -35,13 +35,14 @@ _PLAIN = (
     torch.device,
     torch.Size,
 )
+_ARRAY = "array of numpy"  # the key under which its dtype stands, beside its shape and its bytes
 
 
 def take_apart(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The structure of a state, and its tensors by their place, like ``model.0.weight``.
 
     Args:
-        state: nested dicts, lists and tuples of tensors and plain values.
+        state: nested dicts, lists and tuples of tensors, arrays of NumPy and plain values.
 
     Raises:
         CheckpointError: something in it is neither, so that loading it would run code.
@@ -72,7 +73,20 @@ def put_together(structure: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
     def fill(place: str, leaf: Any) -> Any:
         return tensors[place] if isinstance(leaf, Tensor) else leaf
 
-    return _map(dict(structure), fill)
+    return _map(dict(structure), fill, _array_of)
+
+
+def _array_of(found: dict[Any, Any]) -> Any:
+    """The array that a dict stands for; any other dict itself."""
+    if _ARRAY not in found:
+        return found
+    data = found["data"].numpy(force=True).tobytes()
+    return np.frombuffer(data, found[_ARRAY]).reshape(found["shape"]).copy()
+
+
+def _packed(array: np.ndarray) -> dict[str, Any]:
+    data = torch.from_numpy(np.frombuffer(array.tobytes(), np.uint8).copy())
+    return {_ARRAY: array.dtype.str, "shape": array.shape, "data": data}
 
 
 def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -91,8 +105,12 @@ def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
     return tensors
 
 
-def _map(state: dict[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
-    """A state whose leaves are replaced. Its containers are new ones."""
+def _map(
+    state: dict[str, Any],
+    change: Callable[[str, Any], Any],
+    close: Callable[[dict[Any, Any]], Any] = lambda found: found,
+) -> dict[str, Any]:
+    """A state in new containers, with leaves replaced and dicts closed."""
     taken: set[str] = set()
 
     def walk(parts: tuple[str, ...], value: Any) -> Any:
@@ -103,8 +121,12 @@ def _map(state: dict[str, Any], change: Callable[[str, Any], Any]) -> dict[str, 
                 setattr(copy, name, walk((*parts, name), attribute))
             return copy
         if type(value) in (dict, defaultdict):
-            return dict(items(parts, value))
+            return close(dict(items(parts, value)))
+        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+            return walk(parts, _packed(value))
         if type(value) in (list, tuple):
+            if all(type(each) is int for each in value):  # an order of rows, say: no place for each
+                return type(value)(value)
             return type(value)(walk((*parts, str(i)), each) for i, each in enumerate(value))
         return change(_unique(".".join(parts), taken), value)
 

@@ -199,7 +199,7 @@ class _Background:
             work()
         except BaseException as error:
             # A caller that asks gets it. It is logged for a process that ends without asking.
-            logger.error("saving in the background failed: %s", text_of(error))
+            logger.error("automicro: saving in the background failed: %s", text_of(error))
             self._error = error
 
 

@@ -245,7 +245,8 @@ def _has_more_to_show(error: BaseException) -> bool:
 def _describe_end(what: str, error: BaseException) -> str:
     """What ended a run; where it ended in order, in one line."""
     stopped = facts_of(error).stopped
-    return str(stopped) if stopped is not None else " ".join([what, *_notes(error)])
+    first, *more = _notes(error) or [""]
+    return str(stopped) if stopped is not None else "; ".join([f"{what} {first}".strip(), *more])
 
 
 def _with_notes(error: BaseException) -> str:

@@ -110,7 +110,8 @@ def _refuse_another_run(folder: Path, config: Mapping[str, Any], *, goes_on: boo
         # One that failed before it left anything else is in no one's way.
         if changes and not all(map(_is_in_nobodys_way, folder.iterdir())):
             saved = folder / "checkpoints"
-            go_on = f"; with checkpoint.resume={saved} there, it goes on" * saved.is_dir()
+            more = shlex.join([f"run_dir={folder}-2", f"checkpoint.resume={saved}"])
+            go_on = f"; the same command with {more} goes on from there" * saved.is_dir()
             raise ConfigError(f"{where} holds another run ({', '.join(changes)}): {ANOTHER}{go_on}")
     results = [name for name in (SUMMARY, WEIGHTS) if (folder / name).exists()]
     if results and not (goes_on and path.exists()):
@@ -211,15 +212,14 @@ def telling_how_to_go_on(
     try:
         with end_told_here():
             yield
-    except (KeyboardInterrupt, SystemExit) as error:
+    except (KeyboardInterrupt, SystemExit, PeerLostError) as error:
         stopped = facts_of(error).stopped
-        if stopped is not None:
-            is_saved = stopped.checkpoint is not None
-            remedy = _remedy(checkpoint, run_dir, inputs, is_saved=is_saved)
+        is_saved = stopped is not None and stopped.checkpoint is not None
+        remedy = _remedy(checkpoint, run_dir, inputs, is_saved=is_saved)
+        if stopped is None:  # at once, by a second signal or a lost rank
+            add_note(error, remedy)
+        else:
             remember(error, stopped=replace(stopped, remedy=remedy))
-        raise
-    except PeerLostError as error:
-        add_note(error, _remedy(checkpoint, run_dir, inputs, is_saved=False))
         raise
 
 

@@ -2,12 +2,13 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from automicro.errors import Bystander, add_note, blame
 from automicro.events.run import Run
-from automicro.memory.oom import is_out_of_memory
+from automicro.memory.oom import is_out_of_memory, once_more
 from automicro.showing import one_line
 from automicro.step.events import Microbatch, Observing, OutOfMemory, Resize, Subject
 from automicro.step.feature import Attempt, Feature
@@ -31,7 +32,10 @@ class Callback:
 
     Inside an attempt, what happens may be undone: count and keep at ``batch_end``. A forward and
     backward of one's own goes through a `Microbatcher` (`Run.microbatcher`), which survives
-    running out of memory, at ``batch_start``, ``batch_end`` or later ones.
+    running out of memory, at ``batch_start``, ``batch_end`` or later ones. Where memory runs out in
+    an event outside of attempts, in one process, memory is given back and the method is called once
+    more, so it changes what it keeps last; `transform` and ``gradients_ready`` are not, for what
+    they have changed already would change twice.
 
     Example:
         >>> class CountRetries(Callback):
@@ -176,6 +180,8 @@ EVENTS = (
 )
 """All of them."""
 
+_CALLED_ONCE = (*STEP_EVENTS, "gradients_ready")
+
 
 class Callbacks:
     """Several callbacks, told one after the other in the order in which they were given.
@@ -189,14 +195,14 @@ class Callbacks:
         TypeError: something else.
 
     >>> class Shout(Callback):
-    ...     def fit_start(self, run):
+    ...     def gradients_ready(self, run, result):
     ...         raise KeyError("no")
     >>> callbacks = Callbacks([Shout()])
     >>> try:
-    ...     callbacks.fire("fit_start", run=None)
+    ...     callbacks.fire("gradients_ready", None, None)
     ... except KeyError as error:
     ...     error.__notes__
-    ['automicro: in the callback Shout, at fit_start']
+    ['automicro: in the callback Shout, at gradients_ready']
     """
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
@@ -256,10 +262,15 @@ class Callbacks:
             Exception: of a callback, with a note that names it and the event.
         """
         for callback, method in self._listeners[event]:
+            where = f"{type(callback).__name__}, at {event}"
+            call = partial(method, run, *subject)
             try:
-                method(run, *subject)
+                if event in _CALLED_ONCE or run.world_size > 1:  # peers would wait
+                    call()
+                else:
+                    once_more(call, run.device, doing=f"calling {where}")
             except BaseException as error:
-                _blame(error, f"{type(callback).__name__}, at {event}")
+                _blame(error, where)
                 if event not in STEP_EVENTS:
                     _explain_shortage(error)
                 raise
@@ -316,8 +327,7 @@ def _explain_shortage(error: BaseException) -> None:
     if is_out_of_memory(error):
         add_note(
             error,
-            "automicro: what a callback does outside of a step is not tried again, because how "
-            "far it came is not known; let it need less of the device, or go through "
+            "automicro: let the callback need less of the device, or go through "
             "run.microbatcher(), which finds a size that fits",
         )
 

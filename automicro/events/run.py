@@ -401,103 +401,88 @@ def _prefix(evaluation: str) -> str:
 T = TypeVar("T")
 
 
+@dataclass(kw_only=True)
+class Requests:
+    """What callbacks have logged and asked for; the trainer takes it.
+
+    Attributes:
+        max_duration: when training ends.
+        expected: the names of values that will be logged, as far as they are known.
+        logged: the latest of every value, by name.
+        unlogged: values that loggers have not got yet.
+        unshown: pictures that loggers have not got yet.
+        stop_reason: why training ends after this batch; None while it was not asked for.
+        wants_checkpoint: whether one was asked for.
+    """
+
+    max_duration: Duration
+    expected: ExpectedValues = field(default_factory=ExpectedValues)
+    logged: dict[str, float] = field(default_factory=dict)
+    unlogged: dict[str, float] = field(default_factory=dict)
+    unshown: dict[str, Any] = field(default_factory=dict)
+    stop_reason: str | None = None
+    wants_checkpoint: bool = False
+
+    def take(self, name: str) -> Any:
+        """What there is of one of these since it was last taken."""
+        value = getattr(self, name)
+        setattr(self, name, type(value)())
+        return value
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Run:
     """A run as callbacks see it: to be read, with a few requests.
 
     Models and optimizers are the real ones, and changing their weights or options is a callback's
     own responsibility.
+
+    Attributes:
+        state: where training stands. Setting anything in it is an error.
+        model: the model that is trained.
+        modules: the model, then further modules that take part.
+        optimizer: what steps; None in an evaluation outside of training.
+        device: where the model computes.
+        rank: this process's number, from 0. Callbacks run on all ranks, loggers on rank 0.
+        world_size: how many processes train the model.
+        evaluations: the names of what is evaluated on; an empty one where there is only one.
+        make_microbatcher: for the trainer.
+        requests: for the trainer.
     """
 
-    def __init__(
-        self,
-        *,
-        state: LoopState,
-        model: nn.Module,
-        modules: Sequence[nn.Module],
-        optimizer: torch.optim.Optimizer | None,
-        device: torch.device,
-        max_duration: Duration,
-        evaluations: Sequence[str],
-        make_microbatcher: Callable[..., Microbatcher],
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        self._state = _read_only(state)
-        self._model = model
-        self._modules = tuple(modules)
-        self._optimizer = optimizer
-        self._device = device
-        self._max_duration = max_duration
-        self._evaluations = tuple(evaluations)
-        self._make_microbatcher = make_microbatcher
-        self._rank = rank
-        self._world_size = world_size
-        self._logged: dict[str, float] = {}
-        self._unlogged: dict[str, float] = {}
-        self._unshown: dict[str, Any] = {}
-        self._stop_reason: str | None = None
-        self._wants_checkpoint = False
-        self._expected = ExpectedValues()
+    state: LoopState
+    model: nn.Module
+    modules: Sequence[nn.Module]
+    optimizer: torch.optim.Optimizer | None
+    device: torch.device
+    evaluations: Sequence[str]
+    make_microbatcher: Callable[..., Microbatcher]
+    requests: Requests
+    rank: int = 0
+    world_size: int = 1
 
-    @property
-    def state(self) -> LoopState:
-        """Where training stands. Setting anything in it is an error."""
-        return self._state
-
-    @property
-    def model(self) -> nn.Module:
-        """The model that is trained."""
-        return self._model
-
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """The model, then further modules that take part."""
-        return self._modules
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """What steps; None in an evaluation outside of training."""
-        return self._optimizer
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model computes."""
-        return self._device
-
-    @property
-    def rank(self) -> int:
-        """This process's number, from 0. Callbacks run on all ranks, loggers on rank 0."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """How many processes train the model."""
-        return self._world_size
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "state", _read_only(self.state))
 
     @property
     def max_duration(self) -> Duration:
         """When training ends."""
-        return self._max_duration
-
-    @property
-    def evaluations(self) -> tuple[str, ...]:
-        """The names of what is evaluated on; an empty one where there is only one."""
-        return self._evaluations
+        return self.requests.max_duration
 
     @property
     def values(self) -> Mapping[str, float]:
         """The latest of every value that was logged, by name."""
-        return MappingProxyType(self._logged)
+        return MappingProxyType(self.requests.logged)
 
     @property
     def expected(self) -> ExpectedValues:
         """The names of values that will be logged, as far as they are known."""
-        return self._expected
+        return self.requests.expected
 
     @property
     def stop_reason(self) -> str | None:
         """Why training ends after this batch; None while it was not asked for."""
-        return self._stop_reason
+        return self.requests.stop_reason
 
     def microbatcher(self, **options: Any) -> Microbatcher:
         """A `Microbatcher` of this run's model, loss and options, for passes of one's own.
@@ -508,12 +493,12 @@ class Run:
         Args:
             options: of `Microbatcher`, in place of the run's: ``forward=…``, say.
         """
-        return self._make_microbatcher(**options)
+        return self.make_microbatcher(**options)
 
     def log(self, values: Mapping[str, float]) -> None:
         """Hand values to the loggers, with the batch that is running."""
-        self._logged.update(values)
-        self._unlogged.update(values)
+        self.requests.logged.update(values)
+        self.requests.unlogged.update(values)
 
     def show(self, name: str, picture: Any) -> None:
         """Hand a picture to the loggers that show any, with the batch that is running.
@@ -522,7 +507,7 @@ class Run:
             name: under which it stands.
             picture: a figure of matplotlib, such as those of `automicro.tools.pictures`.
         """
-        self._unshown[name] = picture
+        self.requests.unshown[name] = picture
 
     def stop(self, reason: str) -> None:
         """Ask to end training after this batch, or after this evaluation.
@@ -530,38 +515,11 @@ class Run:
         Args:
             reason: in words that complete "training stopped: …".
         """
-        self._stop_reason = self._stop_reason or reason
+        self.requests.stop_reason = self.stop_reason or reason
 
     def save_checkpoint(self) -> None:
         """Ask for a checkpoint after this batch, where the run makes any."""
-        self._wants_checkpoint = True
-
-    def expect(self, values: ExpectedValues) -> None:
-        """For the trainer: say which values there will be."""
-        self._expected = values
-
-    def take_unlogged(self) -> dict[str, float]:
-        """For the trainer: the values since this was last called."""
-        values, self._unlogged = self._unlogged, {}
-        return values
-
-    def take_unshown(self) -> dict[str, Any]:
-        """For the trainer: the pictures since this was last called."""
-        pictures, self._unshown = self._unshown, {}
-        return pictures
-
-    def take_checkpoint_request(self) -> bool:
-        """For the trainer: whether a checkpoint was asked for since this was last called."""
-        wanted, self._wants_checkpoint = self._wants_checkpoint, False
-        return wanted
-
-    def train_until(self, duration: Duration) -> None:
-        """For the trainer: training ends there from now on."""
-        self._max_duration = duration
-
-    def resume(self) -> None:
-        """For the trainer: an earlier request to stop is over."""
-        self._stop_reason = None
+        self.requests.wants_checkpoint = True
 
 
 def _read_only(value: T) -> T:

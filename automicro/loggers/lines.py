@@ -210,15 +210,12 @@ def _kept_bytes(
         return end
 
 
-class _LinesLogger(abc.ABC):
-    """A file of lines that each carry a step.
+class FileLogger:
+    """Writes into a file that is open from `start` to `close`.
 
     Args:
-        path: of the file.
+        path: of the file, or of its folder.
     """
-
-    _head: ClassVar[bytes]
-    """What every such file begins with."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
@@ -226,6 +223,25 @@ class _LinesLogger(abc.ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self._path)!r})"
+
+    @property
+    def _opened(self) -> AppendFile:
+        if self._file is None:
+            raise not_started(self)
+        return self._file
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class _LinesLogger(FileLogger, abc.ABC):
+    """A file of lines that each carry a step."""
+
+    _head: ClassVar[bytes]
+    """What every such file begins with."""
 
     def start(self, run: Mapping[str, Any], *, resume_step: int | None = None) -> None:
         """Open the file, and cut it after the step to resume from.
@@ -238,17 +254,6 @@ class _LinesLogger(abc.ABC):
         self._file = _open_lines(
             self._path, head=self._head, step_of=self._step_of, resume_step=resume_step
         )
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _append(self, lines: bytes) -> None:
-        if self._file is None:
-            raise not_started(self)
-        self._file.write(lines)
 
     @staticmethod
     @abc.abstractmethod
@@ -298,7 +303,7 @@ class CSVLogger(_LinesLogger):
         text = io.StringIO()
         rows = csv.writer(text, lineterminator="\n")
         rows.writerows((step, name, value) for name, value in values.items())
-        self._append(text.getvalue().encode(errors="backslashreplace"))
+        self._opened.write(text.getvalue().encode(errors="backslashreplace"))
 
     @staticmethod
     def _step_of(line: bytes) -> int:
@@ -355,7 +360,7 @@ class JSONLinesLogger(_LinesLogger):
         line = {"step": step, "time": round(time.time(), 3), **content}
         text = json.dumps(json_values(line), ensure_ascii=False, allow_nan=False)
         # Half of a surrogate pair cannot be encoded; its escape is the JSON for it.
-        self._append(text.encode(errors="backslashreplace") + b"\n")
+        self._opened.write(text.encode(errors="backslashreplace") + b"\n")
 
     @staticmethod
     def _step_of(line: bytes) -> int:

@@ -174,7 +174,7 @@ class _GuardedLogger:
         message = self._attempt(f"log step {step}", log)
         if self._failures >= MOST_FAILURES:
             _log.warning(
-                "%s is switched off: it failed %d times in a row, at last at step %d",
+                "automicro: %s is switched off: it failed %d times in a row, at last at step %d",
                 self._name,
                 self._failures,
                 step,

@@ -1,5 +1,6 @@
 """Loggers of others: TensorBoard, W&B, MLflow, and any of Lightning's."""
 
+import abc
 import importlib.util
 import io
 import json
@@ -10,17 +11,17 @@ import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from automicro.files import write_whole
-from automicro.loggers.lines import AppendFile, json_values
+from automicro.loggers.lines import AppendFile, FileLogger, json_values
 from automicro.loggers.logger import LightningInterface, not_started
 
 _PREFIX = "events.out.tfevents."
 _RGBA = 4  # as TensorBoard numbers them
 
 
-class TensorBoardLogger:
+class TensorBoardLogger(FileLogger):
     """Writes event files that ``tensorboard --logdir FOLDER`` shows.
 
     Values are scalars under their own names, of 32 bits, as TensorBoard keeps them. What is run
@@ -50,11 +51,7 @@ class TensorBoardLogger:
 
     def __init__(self, folder: str | Path) -> None:
         _require("tensorboard", "TensorBoardLogger")
-        self._folder = Path(folder)
-        self._file: AppendFile | None = None
-
-    def __repr__(self) -> str:
-        return f"TensorBoardLogger({str(self._folder)!r})"
+        super().__init__(folder)
 
     def start(self, run: Mapping[str, Any], *, resume_step: int | None = None) -> None:
         """Begin an event file.
@@ -66,7 +63,7 @@ class TensorBoardLogger:
         from torch.utils.tensorboard.summary import text
 
         self.close()
-        self._file = AppendFile(_next_path(self._folder), is_new=True)
+        self._file = AppendFile(_next_path(self._path), is_new=True)
         self._write(file_version="brain.Event:2")
         if resume_step is not None:
             # Readers drop what earlier files hold from this step on.
@@ -108,22 +105,14 @@ class TensorBoardLogger:
         image = Summary.Image(encoded_image_string=png, colorspace=_RGBA, **size)
         self._write(step=step, summary=Summary(value=[Summary.Value(tag=name, image=image)]))
 
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
     def _write(self, **content: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import (  # type: ignore[import-untyped]
             RecordWriter,
         )
 
-        if self._file is None:
-            raise not_started(self)
         event = Event(wall_time=time.time(), **content)
-        RecordWriter(self._file).write(event.SerializeToString())
+        RecordWriter(self._opened).write(event.SerializeToString())
 
 
 def _require(package: str, logger: str) -> None:
@@ -273,10 +262,68 @@ def flat(run: Mapping[str, object], before: str = "") -> dict[str, object]:
     return found
 
 
+class _ServerLogger(abc.ABC):
+    """Goes on in the same run there: the folder says which it is, and how far it has come.
+
+    Args:
+        folder: of the run; made where there is none.
+    """
+
+    _note: ClassVar[str]
+    """The file in the folder that says it."""
+    _is_slow: ClassVar[bool] = False
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+        self._given = GivenOnce(self._folder / self._note, is_slow=self._is_slow)
+        self._there: Any = None  # the run, while it is open
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self._folder)!r})"
+
+    def start(self, run: Mapping[str, Any], *, resume_step: int | None = None) -> None:
+        """Begin a run, or go on in the one that the folder names.
+
+        Raises:
+            Exception: what the place raises where it cannot begin.
+        """
+        self.close()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._there = self._begin(run, self._given.begin(resume_step=resume_step))
+
+    def log(self, values: Mapping[str, float], *, step: int) -> None:
+        """Hand on the values that are new there.
+
+        Raises:
+            OSError: the folder cannot be written.
+            Exception: what the place raises.
+        """
+        if self._there is None:
+            raise not_started(self)
+        if new := self._given.take(values, step=step):
+            self._give(self._there, new, step)
+
+    def close(self) -> None:
+        """End: what is not sent yet is sent now."""
+        if self._there is not None:
+            there, self._there = self._there, None
+            self._end(there)
+
+    @abc.abstractmethod
+    def _begin(self, run: Mapping[str, Any], name: str | None) -> Any:
+        """Open the run of a name, or another one; what the next two get."""
+
+    @abc.abstractmethod
+    def _give(self, there: Any, values: Mapping[str, float], step: int) -> None: ...
+
+    @abc.abstractmethod
+    def _end(self, there: Any) -> None: ...
+
+
 _OWN = ("config", "dir", "id", "resume")
 
 
-class WandbLogger:
+class WandbLogger(_ServerLogger):
     """Logs to a run of Weights & Biases, and goes on in the same run after a resume.
 
     The folder holds which run it is and how far it has come, so another process finds it, also
@@ -304,6 +351,8 @@ class WandbLogger:
         >>> logger = WandbLogger("runs/first", project="digits", mode="offline", tags=["cpu"])
     """
 
+    _note, _is_slow = "wandb.json", True
+
     def __init__(
         self,
         folder: str | Path,
@@ -320,51 +369,26 @@ class WandbLogger:
                 f"WandbLogger sets {taken[0]!r} itself: leave it out. The folder decides which run "
                 "goes on, and what is run becomes the config"
             )
-        self._folder = Path(folder)
+        super().__init__(folder)
         self._options = {"project": project, "name": name, "mode": mode, **options}
-        self._given = GivenOnce(self._folder / "wandb.json", is_slow=True)
-        self._run: Any = None
 
-    def __repr__(self) -> str:
-        return f"WandbLogger({str(self._folder)!r})"
-
-    def start(self, run: Mapping[str, Any], *, resume_step: int | None = None) -> None:
-        """Begin a run, or go on in the one that the folder names.
-
-        Raises:
-            Exception: what W&B raises where it cannot begin.
-        """
+    def _begin(self, run: Mapping[str, Any], name: str | None) -> Any:
         import wandb
 
-        self.close()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        name = self._given.begin(resume_step=resume_step)
         if name is None:
             name = uuid.uuid4().hex[:12]
             self._given.name_run(name)
-        self._run = wandb.init(
+        return wandb.init(
             dir=str(self._folder), id=name, resume="allow", config=json_values(run), **self._options
         )
 
-    def log(self, values: Mapping[str, float], *, step: int) -> None:
-        """Hand the values to W&B, which sends or writes them.
+    def _give(self, there: Any, values: Mapping[str, float], step: int) -> None:
+        if step >= there.step:  # of a run that goes on: what W&B has
+            there.log(values, step=step)
 
-        Raises:
-            OSError: the folder cannot be written.
-            Exception: what W&B raises.
-        """
-        if self._run is None:
-            raise not_started(self)
-        new = self._given.take(values, step=step)
-        if new and step >= self._run.step:  # of a run that goes on: what W&B has
-            self._run.log(new, step=step)
-
-    def close(self) -> None:
-        """Finish the run: what is not sent yet is sent now."""
-        if self._run is not None:
-            run, self._run = self._run, None
-            run.finish()
-            self._given.finish()
+    def _end(self, there: Any) -> None:
+        there.finish()
+        self._given.finish()
 
 
 _MOST_PARAMETERS = 100  # in one call
@@ -372,7 +396,7 @@ _MOST_LETTERS = 500  # of a parameter, in the oldest version
 _NOT_IN_NAMES = re.compile(r"[^/\w.\- :]")
 
 
-class MLflowLogger:
+class MLflowLogger(_ServerLogger):
     """Logs to a run of MLflow, and goes on in the same run after a resume.
 
     The folder holds which run it is and how far it has come, so another process finds it, also
@@ -395,6 +419,8 @@ class MLflowLogger:
         >>> logger = MLflowLogger("runs/first", experiment="digits")
     """
 
+    _note = "mlflow.json"
+
     def __init__(
         self,
         folder: str | Path,
@@ -404,61 +430,32 @@ class MLflowLogger:
         tracking_uri: str | None = None,
     ) -> None:
         _require("mlflow", "MLflowLogger")
-        self._folder = Path(folder)
+        super().__init__(folder)
         self._experiment = experiment
         self._name = name
         self._tracking_uri = tracking_uri
-        self._given = GivenOnce(self._folder / "mlflow.json")
-        self._client: Any = None
-        self._run_id = ""
 
-    def __repr__(self) -> str:
-        return f"MLflowLogger({str(self._folder)!r})"
-
-    def start(self, run: Mapping[str, Any], *, resume_step: int | None = None) -> None:
-        """Begin a run, or go on in the one that the folder names.
-
-        Raises:
-            Exception: what MLflow raises where it cannot begin.
-        """
+    def _begin(self, run: Mapping[str, Any], name: str | None) -> tuple[Any, str]:
         from mlflow import MlflowClient
 
-        self.close()
-        self._folder.mkdir(parents=True, exist_ok=True)
         client = MlflowClient(self._where())
-        found = self._given.begin(resume_step=resume_step)
-        if found is None:
-            self._run_id = self._create(client, run)
-        else:
-            self._run_id = found
-            client.update_run(found, status="RUNNING")
-        self._client = client
+        if name is None:
+            return client, self._create(client, run)
+        client.update_run(name, status="RUNNING")
+        return client, name
 
-    def log(self, values: Mapping[str, float], *, step: int) -> None:
-        """Write the values, all in one call.
-
-        Raises:
-            OSError: the folder cannot be written.
-            Exception: what MLflow raises.
-        """
-        if self._client is None:
-            raise not_started(self)
+    def _give(self, there: tuple[Any, str], values: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric
 
-        new = self._given.take(values, step=step)
-        if new:
-            now = int(time.time() * 1000)
-            metrics = [
-                Metric(_NOT_IN_NAMES.sub("_", name), value, now, step)
-                for name, value in new.items()
-            ]
-            self._client.log_batch(self._run_id, metrics=metrics)
+        (client, run_id), now = there, int(time.time() * 1000)
+        metrics = [
+            Metric(_NOT_IN_NAMES.sub("_", name), value, now, step) for name, value in values.items()
+        ]
+        client.log_batch(run_id, metrics=metrics)  # all in one call
 
-    def close(self) -> None:
-        """Say that the run has ended."""
-        if self._client is not None:
-            client, self._client = self._client, None
-            client.set_terminated(self._run_id, "FINISHED")
+    def _end(self, there: tuple[Any, str]) -> None:
+        client, run_id = there
+        client.set_terminated(run_id, "FINISHED")
 
     def _create(self, client: Any, run: Mapping[str, Any]) -> str:
         from mlflow.entities import Param
@@ -487,7 +484,7 @@ class MLflowLogger:
         return f"sqlite:///{self._folder.resolve()}/mlflow.db"
 
 
-class LightningLogger:
+class LightningLogger(_ServerLogger):
     """Hands everything on to a logger of Lightning.
 
     Settings come in one level, ``config.optimizer.args.lr``. After a resume, values of steps that
@@ -520,6 +517,8 @@ class LightningLogger:
         success
     """
 
+    _note = "lightning.json"
+
     def __init__(self, logger: LightningInterface, folder: str | Path) -> None:
         if isinstance(logger, type) or not isinstance(logger, LightningInterface):
             raise TypeError(
@@ -527,37 +526,19 @@ class LightningLogger:
                 "all loggers of Lightning have: pass one of them, such as "
                 "lightning.pytorch.loggers.CSVLogger('runs')"
             )
+        super().__init__(folder)
         self._logger = logger
-        self._given = GivenOnce(Path(folder) / "lightning.json")
-        self._is_open = False
 
     def __repr__(self) -> str:
         return f"LightningLogger({type(self._logger).__name__})"
 
-    def start(self, run: Mapping[str, Any], *, resume_step: int | None = None) -> None:
-        """Hand on what is run.
-
-        Raises:
-            Exception: what the logger raises.
-        """
-        self._given.begin(resume_step=resume_step)
-        self._is_open = True
+    def _begin(self, run: Mapping[str, Any], name: str | None) -> LightningInterface:
         self._logger.log_hyperparams(flat(json_values(run)))
+        return self._logger
 
-    def log(self, values: Mapping[str, float], *, step: int) -> None:
-        """Hand on the values that are new.
+    def _give(self, there: LightningInterface, values: Mapping[str, float], step: int) -> None:
+        there.log_metrics(dict(values), step=step)
+        there.save()  # some hold hundreds of steps, which would die with the process
 
-        Raises:
-            OSError: the folder cannot be written.
-            Exception: what the logger raises.
-        """
-        new = self._given.take(values, step=step)
-        if new:
-            self._logger.log_metrics(new, step=step)
-            self._logger.save()  # some hold hundreds of steps, which would die with the process
-
-    def close(self) -> None:
-        """Let the logger end."""
-        if self._is_open:
-            self._is_open = False
-            self._logger.finalize("success")
+    def _end(self, there: LightningInterface) -> None:
+        there.finalize("success")

@@ -79,8 +79,8 @@ def read_counts(device: torch.device | str) -> AllocatorCounts:
     except RuntimeError as error:
         _uncounted.add(device)
         logger.warning(
-            "the allocator of %s keeps no statistics (%s): sizes are only halved there, and no "
-            "memory is reported; use torch's own allocator for more",
+            "automicro: the allocator of %s keeps no statistics (%s): sizes are only halved "
+            "there, and no memory is reported; use torch's own allocator for more",
             device,
             next(iter(str(error).splitlines()), ""),
         )

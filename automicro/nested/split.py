@@ -608,7 +608,7 @@ class _Sizer:
                 f"slice of {size} of {self.num_rows} {nested.unit}; the next ones have {proposed}",
             )
         logger.warning(
-            "out of memory in %s, slices of %d → %d %s of %d",
+            "automicro: out of memory in %s, slices of %d → %d %s of %d",
             nested.name,
             size,
             proposed,

@@ -472,8 +472,8 @@ class OptimizerReservation:
 
 def _say_unknown(optimizer: torch.optim.Optimizer, why: str) -> None:
     logger.warning(
-        "cannot predict what %s will allocate in its first step (%s), so no memory is reserved for "
-        "it; the second batch may need a smaller microbatch than the first",
+        "automicro: cannot predict what %s will allocate in its first step (%s), so no memory "
+        "is reserved for it; the second batch may need a smaller microbatch than the first",
         type(optimizer).__name__,
         why,
     )

@@ -640,7 +640,8 @@ class Halving(Policy):
             )
         if known.ceiling < self.multiple_of <= rows:
             logger.warning(
-                "%d rows do not fit: going on with sizes that are not multiples of multiple_of=%d",
+                "automicro: %d rows do not fit: going on with sizes that are not multiples of "
+                "multiple_of=%d",
                 rows,
                 self.multiple_of,
             )

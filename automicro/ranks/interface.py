@@ -474,7 +474,9 @@ def announcing_failed_construction(
         try:
             construct(*args, **kwargs)
         except Exception as error:
-            announce_failed_construction(args[1] if len(args) > 1 else kwargs.get("model"), error)
+            model = args[1] if len(args) > 1 else kwargs.get("model")
+            is_shared = kwargs.get("parallel") is not None
+            announce_failed_construction(model, error, is_shared=is_shared)
             raise
 
     return announcing_failure

@@ -137,8 +137,8 @@ class Recompute:
             return
         self._has_told = True
         logger.warning(
-            "'recompute' brought nothing to a batch: %s were not called, or without gradients "
-            "alone; %s, or use 'offload'",
+            "automicro: 'recompute' brought nothing to a batch: %s were not called, or without "
+            "gradients alone; %s, or use 'offload'",
             shown_blocks(block.name for block in waiting),
             _NAME_THEM.replace("name them", "name others"),
         )

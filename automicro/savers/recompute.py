@@ -273,7 +273,7 @@ class Block:
     def leave_out(self, why: str) -> LeftOutError:
         """Compute it but once from now on."""
         self.left_out = why
-        logger.warning("%s is not computed again in the backward: it %s", self.name, why)
+        logger.warning("automicro: %s is not computed again in the backward: it %s", self.name, why)
         return LeftOutError(f"{self.name} {why}")
 
 

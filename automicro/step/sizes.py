@@ -78,7 +78,7 @@ class Sizes:
             cut = sum(self._step.rows), plan.size, plan.num_microbatches
             logger.log(
                 self._loudness,
-                "out of memory, microbatch size %d → %d %s%s (%s)",
+                "automicro: out of memory, microbatch size %d → %d %s%s (%s)",
                 self._tried[-1],
                 plan.most,
                 plan.unit.removesuffix("s") if plan.most == 1 else plan.unit,
@@ -112,7 +112,8 @@ class Sizes:
         if self._phase.ranks.drop_whole_gradients():
             logger.log(
                 self._loudness,
-                "out of memory, microbatch size %d again, gradients reduced with each microbatch",
+                "automicro: out of memory, microbatch size %d again, gradients reduced with each "
+                "microbatch",
                 plan.size,
             )
             return
@@ -151,6 +152,10 @@ class Sizes:
             nested_ooms=nested_ooms,
         )
         self._phase.end(finished)
+        if finished.grown_from is not None and self._phase.ranks.rank == 0:
+            logger.info(
+                "automicro: more fits, microbatch size %d → %d", finished.grown_from, plan.size
+            )
         return finished
 
     def _record(self, plan: Plan, took: Measured | None, *, fits: bool) -> None:

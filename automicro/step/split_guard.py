@@ -75,7 +75,7 @@ class SplitGuard:
             return whole
         listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         averaging = "layers average over the batch"
-        remedy = "Replace them (GroupNorm) or freeze their statistics (.eval()), or train on"
+        remedy = "Give batchnorm='exact', replace them (GroupNorm), or train on"
         if evaluates:
             averaging = "layers without running statistics average over it in evaluation, too"
             remedy = "Replace them (GroupNorm), or evaluate"

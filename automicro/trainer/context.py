@@ -92,16 +92,15 @@ class Recorder:
 
     def flush(self) -> None:
         """Hand on what callbacks have logged since."""
-        values = self._run.take_unlogged()
-        if values:
+        if values := self._run.requests.take("unlogged"):
             self._loggers.log(values, step=self._run.state.batch)
-        for name, picture in self._run.take_unshown().items():
+        for name, picture in self._run.requests.take("unshown").items():
             self._loggers.show(name, picture, step=self._run.state.batch)
 
     def forget(self) -> None:
         """Leave out what callbacks have logged since."""
-        self._run.take_unlogged()
-        self._run.take_unshown()
+        self._run.requests.take("unlogged")
+        self._run.requests.take("unshown")
 
     def _take(self, values: Mapping[str, Any]) -> None:
         if self._is_read:

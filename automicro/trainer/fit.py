@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from automicro.errors import warn
+from automicro.errors import add_note, warn
 from automicro.memory.device import peak_bytes, reset_peak
 from automicro.step.results import StepResult
 from automicro.trainer.context import RunContext
@@ -173,7 +173,7 @@ class FitLoop:
             return
         run = self._run
         has_reason = run.stop_reason is not None
-        wants_checkpoint = run.take_checkpoint_request()
+        wants_checkpoint = run.requests.take("wants_checkpoint")
         wishes = any_rank(self.context.ranks, stop.is_wanted, has_reason, wants_checkpoint)
         stop.take_up(wishes[0])
         if wishes[1] and not has_reason:
@@ -379,7 +379,7 @@ class Fit:
         self._step.seconds.require_for("duration", duration)
         done = self._state.done(duration.unit)
         until = Duration(value=done + duration.value, unit=duration.unit)
-        self._run.train_until(until)
+        self._run.requests.max_duration = until
         self._step.tokens.require_for("duration", until)
         self._settings = replace(self._settings, max_duration=until)
 
@@ -407,7 +407,7 @@ class Fit:
         """
         state, context = self._state, self._context
         reset_peak(self._run.device)
-        self._run.resume()
+        self._run.requests.stop_reason = None
         self._step.update.clear()  # an interrupted fit leaves those of its last batch
         progress.line(self._settings.line(self.loop.num_batches))
         resume_step = self._resume(progress)
@@ -429,6 +429,13 @@ class Fit:
 
                 yield wants_to_stop
                 interruption.take_note_of_peers(context.ranks)
+        except (KeyboardInterrupt, SystemExit) as error:  # a second one
+            if self._checkpointer is not None and not is_end_told():
+                folder = self._checkpointer.folder
+                add_note(
+                    error, f"automicro: a run with the same checkpoint=… goes on from {folder}"
+                )
+            raise
         finally:
             context.mode.eval()
             context.recorder.close()

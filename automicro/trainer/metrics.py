@@ -3,15 +3,15 @@
 import copy
 import functools
 import sys
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from automicro.checkpoints.state import put_together, take_apart
 from automicro.errors import CheckpointError, CheckpointWarning, add_note, warn
 from automicro.memory.oom import once_more
 from automicro.sharding import num_ranks
@@ -390,10 +390,6 @@ def _shown(value: Tensor) -> str:
     return str(value.item()) if value.numel() == 1 else f"a tensor of shape {tuple(value.shape)}"
 
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-_ARRAY = "numpy array"
-
-
 def _is_of_torchmetrics(metric: object, class_name: str = "Metric") -> bool:
     """Tell whether a metric is one of torchmetrics, without importing it: it takes seconds.
 
@@ -444,10 +440,11 @@ class _MetricState:
         self._warn_of_other_attributes()
         given = self._given
         changed = {
-            name: _encode(value)
+            name: value
             for name, value in self._data().items()
             if name not in given or not same_values(value, given[name])
         }
+        changed = put_together(*take_apart(changed))  # other containers than those it counts in
         if self._saves_itself:
             return {"own": self._metric.state_dict(), "attributes": changed}
         if not self._is_known:
@@ -480,7 +477,7 @@ class _MetricState:
         if self._saves_itself:
             metric.load_state_dict(state["own"])
         for name, value in state["attributes"].items():
-            _put(metric, name, _decode(value))
+            _put(metric, name, value)
         if not self._is_known:
             return
         for name, value in state["states"].items():
@@ -550,35 +547,12 @@ def _of_every_metric() -> Mapping[str, Any]:
 
 
 def _is_data(value: Any) -> bool:
-    if isinstance(value, np.ndarray):
-        return value.dtype.kind in "biufc"
-    if isinstance(value, Tensor):
-        return not isinstance(value, nn.Parameter)
-    if type(value) in (dict, OrderedDict, defaultdict, Counter):
-        return all(_is_data(key) and _is_data(each) for key, each in value.items())
-    if type(value) in (list, tuple, set):
-        return all(map(_is_data, value))
-    return isinstance(value, np.generic) or type(value) in _PLAIN
-
-
-def _encode(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return {_ARRAY: torch.from_numpy(value.copy())}
-    if isinstance(value, Mapping) and type(value) is not Counter:
-        return {key: _encode(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(_encode, value))
-    return value
-
-
-def _decode(value: Any) -> Any:
-    if isinstance(value, Mapping) and type(value) is not Counter:
-        if value.keys() == {_ARRAY}:
-            return value[_ARRAY].cpu().numpy()
-        return {key: _decode(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(_decode, value))
-    return value
+    """Whether a checkpoint holds it."""
+    try:
+        take_apart({"": value})
+    except CheckpointError:
+        return False
+    return not isinstance(value, nn.Parameter)
 
 
 def _put(metric: Any, name: str, value: Any) -> None:

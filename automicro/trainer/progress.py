@@ -390,7 +390,7 @@ def batch_status(
     size = f"{cut.num_microbatches} × {cut.microbatch_size}{unit}{measuring}"
     return StatusLine(
         line=SEPARATOR.join(line),
-        parts=[loss, str(speed), f"microbatches {size}", *memory, where, *rate, whole],
+        parts=[loss, f"microbatches {size}", str(speed), *memory, where, *rate, whole],
         share=share,
         seconds_left=left,
     )
@@ -785,8 +785,8 @@ class _Retries(logging.Handler):
         self._say = say
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Say it."""
-        self._say(record.getMessage())
+        """Say it, without the name that log lines begin with."""
+        self._say(record.getMessage().removeprefix("automicro: "))
 
 
 class _DurationPace:

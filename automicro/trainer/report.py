@@ -109,15 +109,12 @@ class FitSummary:
 
     def _repr_html_(self) -> str:
         """For notebooks."""
-        survived, final = self._memory_lines()
-        last = dict(line.split(": ", 1) for line in (survived, final))
-        return html_table("training", {**self._rows(), **last})
+        return html_table("training", self._rows())
 
     def __str__(self) -> str:
         rows = self._rows()
         width = max(map(len, rows)) + 2
-        lines = [f"{name:<{width}}{value}" for name, value in rows.items()]
-        return "\n".join([*lines, *self._memory_lines()])
+        return "\n".join(f"{name:<{width}}{value}" for name, value in rows.items())
 
     def _rows(self) -> dict[str, str]:
         """What is reported, by name, without what there is nothing to report of."""
@@ -148,22 +145,20 @@ class FitSummary:
                 for name, value in self.train_metrics.items()
             },
             **{f"eval {name}": describe_number(value) for name, value in self.eval_metrics.items()},
+            "OOMs survived": f"{self.ooms} ({self.train_ooms} in train, {self.eval_ooms} in eval)"
+            + (f", and {self.nested_ooms} inside of parts" if self.nested_ooms else ""),
+            "final microbatch size": self._final_size(),
         }
         return {name: value for name, value in rows.items() if value}
 
-    def _memory_lines(self) -> tuple[str, str]:
+    def _final_size(self) -> str:
         share = "" if self.global_batch.num_devices == 1 else " on each device"
         unit = self.microbatch_unit
         word = unit.removesuffix("s") if self.microbatch_size == 1 else unit
         final = f"{self.microbatch_size} {word} ({self.cut}{share}) in train"
         if self.eval_microbatch_size is not None:
             final += f", {self.eval_microbatch_size} in eval"
-        inside = f", and {self.nested_ooms} inside of parts" if self.nested_ooms else ""
-        return (
-            f"OOMs survived: {self.ooms} ({self.train_ooms} in train, {self.eval_ooms} in eval)"
-            f"{inside}",
-            f"final microbatch size: {final}",
-        )
+        return final
 
 
 _SURE = {

@@ -1,11 +1,10 @@
 """What must be the same on all ranks, and what they agree on between steps."""
 
 import contextlib
-import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ParamSpec, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 from automicro.callbacks import ExponentialMovingAverage
 from automicro.errors import DesyncError, facts_of
 from automicro.events.callback import Callback
-from automicro.ranks.interface import Ranks, announce_failed_construction
+from automicro.ranks.interface import Ranks
 from automicro.sharding import num_ranks
 from automicro.torch_private import is_uninitialized
 from automicro.trainer.data.loading import batch_order, num_batches, samplers_of
@@ -188,9 +187,6 @@ _SPECIAL: Mapping[str, Callable[[str, Any], dict[str, str]]] = {
 }
 
 
-P = ParamSpec("P")
-
-
 def any_rank(ranks: Ranks, *answers: bool) -> list[bool]:
     """Whether any rank says yes, for each of some questions. All ranks call it.
 
@@ -218,25 +214,6 @@ def announcing_once(ranks: Ranks) -> Iterator[None]:
         if not known.is_told and known.stopped is None:
             ranks.fail(error)
         raise
-
-
-def announcing_failed_construction(
-    construct: Callable[P, None],
-) -> Callable[P, None]:
-    """Let a Trainer that cannot be made on this rank tell the others, once they have met."""
-
-    @functools.wraps(construct)
-    def announcing_failure(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            construct(*args, **kwargs)
-        except Exception as error:
-            is_shared = kwargs.get("parallel") is not None
-            announce_failed_construction(
-                args[1] if len(args) > 1 else kwargs.get("model"), error, is_shared=is_shared
-            )
-            raise
-
-    return announcing_failure
 
 
 def of_all_ranks(ranks: Ranks, value: Any, point: str) -> list[Any]:

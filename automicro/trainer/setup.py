@@ -1,8 +1,7 @@
 """Putting together what trains: the model on its device, the step, the data, the loop."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 
 from automicro.batch.layout import BatchLayout
 from automicro.checkpoints.peers import open_peers
-from automicro.checkpoints.store import CheckpointConfig
 from automicro.compilation import compile_model
 from automicro.data import LengthBatchSampler
 from automicro.events.run import GlobalBatch
@@ -43,7 +41,6 @@ from automicro.trainer.evaluation import Evaluation, EvaluationPlan
 from automicro.trainer.fit import Fit, FitLoop
 from automicro.trainer.metrics import MetricSet
 from automicro.trainer.optimizer import (
-    SchedulerOrFactory,
     Update,
     build_scheduler,
     gather_modules,
@@ -263,25 +260,6 @@ class PlacedModel:
             seed_everything((seed + self.place.rank) % 2**32)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FitOptions:
-    """What a `Trainer` is told about training, as it was told; see there."""
-
-    scheduler: SchedulerOrFactory | None
-    scheduler_interval: str | None
-    grad_clip_norm: float | None
-    non_finite: str
-    count_tokens: Callable[[Any], int] | None
-    count_seconds: Callable[[Any], float] | None
-    accumulate_batches: int | str | Duration
-    eval_interval: Duration | None
-    checkpoint: CheckpointConfig | None
-    max_time: str | timedelta | None
-    rehearse: str | None
-    repeatable: bool
-    batch_layout: int | Mapping[str, Any]
-
-
 def _expected(loader: object, num_devices: int, accumulate_batches: int) -> GlobalBatch | None:
     """What optimization batches hold on average, where batches differ and lengths are known."""
     average = average_batch(loader)
@@ -299,7 +277,7 @@ def _expected(loader: object, num_devices: int, accumulate_batches: int) -> Glob
 def assemble_fit(
     loader: Iterable[Any] | None,
     context: RunContext,
-    options: FitOptions,
+    options: Mapping[str, Any],
     *,
     microbatcher: Microbatcher,
     scaler: GradientScaler | None,
@@ -312,7 +290,7 @@ def assemble_fit(
     Args:
         loader: of the data to train on; None for none.
         context: of the run.
-        options: of training.
+        options: the arguments of the `Trainer`, by name.
         microbatcher: gives the gradient.
         scaler: of its loss, in half precision.
         evaluations: what to evaluate on.
@@ -322,24 +300,26 @@ def assemble_fit(
     Raises:
         TypeError, ValueError: options that make no sense, or data and no optimizer.
     """
-    run, ranks, every = context.run, context.ranks, options.eval_interval
+    run, ranks, every = context.run, context.ranks, options["eval_interval"]
     optimizer = run.optimizer
-    size = read_accumulation(options.accumulate_batches)
+    size = read_accumulation(options["accumulate_batches"])
     accumulate_batches = size if isinstance(size, int) else 1
     if not isinstance(size, int) and loader is not None:
         accumulate_batches = choose_accumulation(size, loader, ranks.world_size)
         chosen = f"accumulate_batches {accumulate_batches} (reaches '{size}')"
         settings = replace(settings, accumulation=chosen)
-    schedule = build_scheduler(options.scheduler, optimizer)
-    scheduler_interval = read_scheduler_interval(schedule, options.scheduler_interval)
+    schedule = build_scheduler(options["scheduler"], optimizer)
+    scheduler_interval = read_scheduler_interval(schedule, options["scheduler_interval"])
     require_same(run.device, partial(outline_given, optimizer, schedule), what="optimizers")
-    grad_clip_norm = read_amount("grad_clip_norm", options.grad_clip_norm)
-    guard = FinitenessGuard(check_choice("non_finite", options.non_finite, NON_FINITE_MODES))
-    rehearse = read_rehearsal(options.rehearse)
-    tokens = TokenCounter(options.count_tokens, max_duration=run.max_duration, eval_interval=every)
+    grad_clip_norm = read_amount("grad_clip_norm", options["grad_clip_norm"])
+    guard = FinitenessGuard(check_choice("non_finite", options["non_finite"], NON_FINITE_MODES))
+    rehearse = read_rehearsal(options["rehearse"])
+    tokens = TokenCounter(
+        options["count_tokens"], max_duration=run.max_duration, eval_interval=every
+    )
     sampler = shared_sampler(loader)
     seconds = SecondsCounter(
-        options.count_seconds,
+        options["count_seconds"],
         is_known=isinstance(sampler, LengthBatchSampler) and "seconds" in sampler.units,
         max_duration=run.max_duration,
         eval_interval=every,
@@ -378,11 +358,11 @@ def assemble_fit(
             metrics,
             evaluations,
             context,
-            count_rows=BatchLayout(options.batch_layout).num_rows,
+            count_rows=BatchLayout(options["batch_layout"]).num_rows,
             accumulate_batches=accumulate_batches,
-            repeatable=options.repeatable,
+            repeatable=options["repeatable"],
         )
-    config = read_checkpoint(options.checkpoint)
+    config = read_checkpoint(options["checkpoint"])
     checkpointer = None
     if config is not None:
         context.failures.folder = Path(config.folder).parent
@@ -427,4 +407,4 @@ def assemble_fit(
         checkpointer=checkpointer,
         rehearsal=rehearsal,
     )
-    return Fit(loop, max_seconds=read_time("max_time", options.max_time), settings=settings)
+    return Fit(loop, max_seconds=read_time("max_time", options["max_time"]), settings=settings)

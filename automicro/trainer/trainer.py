@@ -13,7 +13,9 @@ from torch import nn
 from automicro.checkpoints.store import CheckpointConfig
 from automicro.errors import DeterminismWarning, warn
 from automicro.events.callback import Callback, Callbacks
-from automicro.events.run import LoopState, PhaseState, Run
+from automicro.events.run import LoopState, PhaseState, Requests, Run
+from automicro.features import WORDS
+from automicro.files import write_whole
 from automicro.lengths.unit import Cost
 from automicro.loggers import Logger, LoggerGroup
 from automicro.loss.averages import LossAverage
@@ -21,6 +23,7 @@ from automicro.nested.parts import NestedParts
 from automicro.options import check_model, read_count, read_flag
 from automicro.policy.explore import Explore
 from automicro.policy.policy import Policy
+from automicro.ranks.interface import announcing_failed_construction
 from automicro.savers.levels import Savers
 from automicro.trainer.context import Recorder, RunContext
 from automicro.trainer.data.loading import check_loader, check_passes
@@ -36,14 +39,14 @@ from automicro.trainer.optimizer import (
     SchedulerOrFactory,
     build_optimizer,
 )
+from automicro.trainer.parallel import whole_state_dict
 from automicro.trainer.progress import RunSettings, count_of, describe_parameters
 from automicro.trainer.report import FitSummary
 from automicro.trainer.same_on_all_ranks import (
-    announcing_failed_construction,
     announcing_once,
     require_same,
 )
-from automicro.trainer.setup import FitOptions, MicrobatcherFactory, PlacedModel, assemble_fit
+from automicro.trainer.setup import MicrobatcherFactory, PlacedModel, assemble_fit
 from automicro.trainer.surroundings import RunSurroundings, noting, prepare_cublas
 from automicro.units import Duration, read_duration
 
@@ -290,22 +293,7 @@ class Trainer:
             compile=compile,
             memory_limit=memory_limit,
             options={
-                "loss_fn": loss_fn,
-                "forward": forward,
-                "loss_average": loss_average,
-                "batchnorm": batchnorm,
-                "strict_divisible": strict_divisible,
-                "precision": precision,
-                "gradient_sums": gradient_sums,
-                "sync": sync,
-                "batch_layout": batch_layout,
-                "microbatch_unit": microbatch_unit,
-                "nested": nested,
-                "when_too_large": when_too_large,
-                "padding": padding,
-                "cut_padding": cut_padding,
-                "update_metric": update_metric,
-                "probe": probe,
+                **{name: given[name] for name in (*WORDS, *_OF_STEPS) if name in given},
                 "remember_sizes": _remembers(remember_sizes, seed, deterministic),
                 "repeatable": repeatable,
             },
@@ -314,12 +302,12 @@ class Trainer:
         self._run = Run(
             state=state,
             model=placed.model,
-            modules=modules,
+            modules=tuple(modules),
             optimizer=optimizer,
             device=device,
             rank=place.rank,
             world_size=place.world_size,
-            max_duration=duration,
+            requests=Requests(max_duration=duration),
             evaluations=list(evaluators),
             make_microbatcher=factory.make_for_callback,
         )
@@ -358,27 +346,15 @@ class Trainer:
         self._evaluations = self._evaluating.make_all(evaluators)
         metrics = model_metrics(model, is_train=True) if metrics is None else metrics
         of_training = MetricSet(metrics, device)
-        self._run.expect(expected_values(of_training, self._evaluations, loss_fn=loss_fn))
+        self._run.requests.expected = expected_values(
+            of_training, self._evaluations, loss_fn=loss_fn
+        )
         if train_dataloader is not None:
             train_dataloader = sharing.share(train_dataloader, "train_dataloader")
         self._fit = assemble_fit(
             train_dataloader,
             self._context,
-            FitOptions(
-                scheduler=scheduler,
-                scheduler_interval=scheduler_interval,
-                grad_clip_norm=grad_clip_norm,
-                non_finite=non_finite,
-                count_tokens=count_tokens,
-                count_seconds=count_seconds,
-                accumulate_batches=accumulate_batches,
-                eval_interval=every,
-                checkpoint=checkpoint,
-                max_time=max_time,
-                rehearse=rehearse,
-                repeatable=repeatable,
-                batch_layout=batch_layout,
-            ),
+            {**given, "eval_interval": every, "repeatable": repeatable},
             microbatcher=self._microbatcher,
             scaler=factory.scaler,
             evaluations=self._evaluations,
@@ -407,6 +383,29 @@ class Trainer:
     def state(self) -> LoopState:
         """Where training stands. Setting anything in it is an error."""
         return self._run.state
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is trained, on its device, without a wrapper for several ranks."""
+        return self._run.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """What steps; None in a trainer that only evaluates."""
+        return self._run.optimizer
+
+    def save_weights(self, path: str | os.PathLike[str]) -> None:
+        """Write the model's weights, for ``model.load_state_dict(torch.load(path))``.
+
+        Whole where ranks hold shards; all ranks call it, and the first writes. A checkpoint
+        (``checkpoint=…``) has the optimizer and the place in the data as well.
+
+        Raises:
+            OSError: the file cannot be written; an older one stays as it was.
+        """
+        weights = whole_state_dict(self._run.model)
+        if self._run.rank == 0:
+            write_whole(Path(path), lambda file: torch.save(weights, file))
 
     def fit(self, duration: str | Duration | None = None) -> FitSummary:
         """Train until ``max_duration``.
@@ -550,6 +549,16 @@ class Trainer:
             return predict_all(self._microbatcher, dataloader, progress)
 
 
+# The others of a step's options are words for features.
+_OF_STEPS = (
+    "loss_fn",
+    "forward",
+    "loss_average",
+    "batchnorm",
+    "precision",
+    "batch_layout",
+    "probe",
+)
 _BY_CLOCK = 'microbatch_size="explore" finds sizes by the clock'
 _SIZE_FOUND = "give the size that it found, as in microbatch_size=16"
 

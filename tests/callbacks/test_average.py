@@ -179,7 +179,7 @@ def test_it_goes_on_from_its_state() -> None:
     again.load_state_dict(weights.steps[3])
     run: Any = type("AfterTheFourthBatch", (), {"model": again, "state": LoopState(batch=4)})
     resumed.fit_start(run)
-    resumed.batch_end(run, None)  # type: ignore[arg-type]
+    resumed.batch_end(run, None)
     assert_equal(resumed.average_state_dict(), whole.average_state_dict())
     state["average"]["0.weight"].zero_()  # what was loaded is not what goes on
     assert_equal(resumed.average_state_dict(), whole.average_state_dict())

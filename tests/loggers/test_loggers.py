@@ -93,7 +93,7 @@ def test_three_failures_in_a_row_switch_a_logger_off(caplog: pytest.LogCaptureFi
     messages = play(LoggerGroup([failing, other]), range(1, 8))
     assert len(messages) == 1
     assert [record.message for record in caplog.records] == [
-        "Noting() is switched off: it failed 3 times in a row, at last at step 4"
+        "automicro: Noting() is switched off: it failed 3 times in a row, at last at step 4"
     ]
     assert failing.told == [({"seed": 0}, None), (1, {"loss": 1.0}), "close"]
     assert other.told == whole(range(1, 8))

@@ -305,9 +305,9 @@ def test_an_allocator_that_was_plugged_in_is_named(mocker, caplog) -> None:
     reset_peak("cuda:6")
     reset_peak("cuda:6")
     assert [each.getMessage() for each in caplog.records] == [
-        "the allocator of cuda:6 keeps no statistics (CUDAPluggableAllocator does not yet support "
-        "this): sizes are only halved there, and no memory is reported; use torch's own allocator "
-        "for more"
+        "automicro: the allocator of cuda:6 keeps no statistics (CUDAPluggableAllocator does not "
+        "yet support this): sizes are only halved there, and no memory is reported; use torch's "
+        "own allocator for more"
     ]
     with pytest.raises(ValueError, match=r"allocator was plugged in.*use torch's own allocator"):
         limit_memory("1MiB", "cuda:6")

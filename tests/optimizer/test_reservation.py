@@ -141,9 +141,11 @@ def test_a_dropped_microbatcher_leaves_no_placeholder_alive() -> None:
     optimizer = torch.optim.Adam(model.parameters())
     microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), optimizer=optimizer)
     microbatcher.backward(batches()[0])
-    placeholders = [weakref.ref(each) for each in microbatcher._engine.reservation._placeholders]
+    reservation = microbatcher._engine.reservation
+    assert reservation is not None
+    placeholders = [weakref.ref(each) for each in reservation._placeholders]
     assert len(placeholders) > 0
-    del microbatcher
+    del microbatcher, reservation
     gc.collect()
     assert all(each() is None for each in placeholders)
     optimizer.step()

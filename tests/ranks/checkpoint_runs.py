@@ -21,7 +21,7 @@ from automicro.callbacks import ExponentialMovingAverage
 from automicro.checkpoints.peers import ALONE, Peers, open_peers, together
 from automicro.checkpoints.store import CheckpointConfig, CheckpointStore
 from automicro.events.callback import Callbacks
-from automicro.events.run import LoopState, Run
+from automicro.events.run import LoopState, Requests, Run
 from automicro.loggers import LoggerGroup
 from automicro.ranks.interface import OneRank
 from automicro.trainer.context import Recorder, RunContext
@@ -104,7 +104,7 @@ class Training:
             modules=[self.model],
             optimizer=self.optimizer,
             device=torch.device("cpu"),
-            max_duration=Duration.parse("9ba"),
+            requests=Requests(max_duration=Duration.parse("9ba")),
             evaluations=[],
             make_microbatcher=NotImplemented,
         )

@@ -151,8 +151,8 @@ def test_where_not_even_one_row_fits_the_next_level_is_tried(
     assert tried == [(0, 8), (0, 4), (0, 2), (0, 1), (1, 8), (1, 4)]
     assert (finished.level, finished.attempts, finished.microbatch_size) == (1, 6, 4)
     said = [record.getMessage().split(" (")[0] for record in caplog.records]
-    assert said[2] == "out of memory, microbatch size 2 → 1 row"
-    assert said[3] == "out of memory, microbatch size 1 → 8 rows, recompute"
+    assert said[2] == "automicro: out of memory, microbatch size 2 → 1 row"
+    assert said[3] == "automicro: out of memory, microbatch size 1 → 8 rows, recompute"
     del tried[:]
     assert run(climbing(policy, [0, 4], tried), 8, policy).level == 1
     assert tried == [(1, 4)]
@@ -336,8 +336,8 @@ def test_each_retry_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         run(fits(3, []), 10, Halving())
     assert [record.getMessage() for record in caplog.records] == [
-        "out of memory, microbatch size 10 → 5 rows (2 × 5 of 10)",
-        "out of memory, microbatch size 5 → 3 rows (4 × up to 3 of 10)",
+        "automicro: out of memory, microbatch size 10 → 5 rows (2 × 5 of 10)",
+        "automicro: out of memory, microbatch size 5 → 3 rows (4 × up to 3 of 10)",
     ]
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,6 +109,16 @@ def test_a_model_in_evaluation_mode_is_put_into_training_mode() -> None:
     model = make_model().eval()
     make_trainer(model).fit()
     assert all(module.training for module in model.modules())
+
+
+def test_model_optimizer_and_weights_are_there_afterwards(tmp_path: Path) -> None:
+    trainer = make_trainer(make_model())
+    trainer.fit()
+    assert trainer.optimizer is not None
+    trainer.save_weights(tmp_path / "weights.pt")
+    again = make_model()
+    again.load_state_dict(torch.load(tmp_path / "weights.pt"))
+    assert_same(again, trainer.model)
 
 
 def test_gradients_of_parameters_that_the_optimizer_lacks_do_not_pile_up() -> None:

@@ -556,8 +556,9 @@ class Feed:
         earlier = len(self._passes) - is_in_the_middle
         if earlier > 0:
             logger.warning(
-                "%s: persistent workers go on with their random numbers from pass to pass, so the "
-                "earlier ones are made again (%d); a run with persistent_workers=False need not",
+                "automicro: %s: persistent workers go on with their random numbers from pass to "
+                "pass, so the earlier ones are made again (%d); a run with "
+                "persistent_workers=False need not",
                 self._name,
                 earlier,
             )

@@ -12,20 +12,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from automicro.batch.device import on_host
-from automicro.checkpoints.rng import (
-    numpy_state_as_tensors,
-    numpy_state_of,
-    python_state_as_tensors,
-    python_state_of,
-    restore_rng_state,
-    rng_state,
-)
+from automicro.checkpoints.rng import restore_rng_state, rng_state
 from automicro.data import LengthBatchSampler
 from automicro.data.sampler import AverageBatch
 from automicro.errors import DataLoaderError
 from automicro.reach import generators_in, kinds_of_loading
 from automicro.units import Duration, Unit
-from automicro.values import comes_from, is_generator, same_values
+from automicro.values import comes_from, is_generator, same_values, set_state, state_of
 
 Generator: TypeAlias = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 
@@ -99,7 +92,7 @@ def read_attributes(loader: object) -> dict[str, Any]:
         >>> import types
         >>> sampler = types.SimpleNamespace(epoch=0, order=[1, 0])
         >>> read_attributes(types.SimpleNamespace(sampler=sampler))
-        {'sampler.epoch': 0, 'sampler.order': {'list': tensor([1, 0])}}
+        {'sampler.epoch': 0, 'sampler.order': [1, 0]}
     """
     found = {}
     for place, owner in _owners(loader).items():
@@ -108,7 +101,7 @@ def read_attributes(loader: object) -> dict[str, Any]:
         is_dataset = place.endswith("dataset.")
         for name, value in vars(owner).items():
             if type(value) in _PLAIN or (not is_dataset and _is_order(value)):
-                found[place + name] = _packed(value)
+                found[place + name] = _copied(value)
     return found
 
 
@@ -126,15 +119,12 @@ def write_attributes(loader: object, values: Mapping[str, Any]) -> None:
             continue
         own = vars(owners[owner + dot])
         here = own.get(name)
-        if name in own and same_values(_packed(here), value):
+        if name in own and same_values(_copied(here), value):
             continue
-        value = _unpacked(value)
         if isinstance(here, list) and isinstance(value, list):
             here[:] = value
-        elif isinstance(here, np.ndarray) and isinstance(value, Tensor):
-            own[name] = value.numpy()
         else:
-            own[name] = value
+            own[name] = _copied(value)
 
 
 _PLAIN = {type(None), bool, int, float, str}
@@ -142,7 +132,7 @@ _PLAIN = {type(None), bool, int, float, str}
 
 def _is_order(value: Any) -> bool:
     if isinstance(value, np.ndarray):
-        return value.dtype.kind in "biuf" and value.dtype.isnative and value.dtype.itemsize <= 8
+        return not value.dtype.hasobject
     if isinstance(value, Tensor):
         return value.layout is torch.strided and not (value.is_meta or value.requires_grad)
     if type(value) not in (list, tuple):
@@ -150,19 +140,10 @@ def _is_order(value: Any) -> bool:
     return all(type(each) in _PLAIN or _is_order(each) for each in value)
 
 
-def _packed(value: Any) -> Any:
-    """A copy for a checkpoint, where each element of a list is a place of its own."""
-    if isinstance(value, np.ndarray):
-        return torch.from_numpy(value.copy())
+def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
-    if type(value) is list and value and all(type(each) is int for each in value):
-        return {"list": torch.tensor(value)}
     return copy.deepcopy(value)
-
-
-def _unpacked(value: Any) -> Any:
-    return value["list"].tolist() if isinstance(value, Mapping) else copy.deepcopy(value)
 
 
 def read_generators(generators: Mapping[str, Generator]) -> dict[str, Any]:
@@ -179,7 +160,7 @@ def read_generators(generators: Mapping[str, Generator]) -> dict[str, Any]:
         >>> generators["order"].random() == drawn
         True
     """
-    return {place: _read(each) for place, each in generators.items()}
+    return {place: state_of(each) for place, each in generators.items()}
 
 
 def write_generators(generators: Mapping[str, Generator], states: Mapping[str, Any]) -> None:
@@ -193,7 +174,8 @@ def write_generators(generators: Mapping[str, Generator], states: Mapping[str, A
     """
     for place, each in generators.items():
         if place in states:
-            _write(each, states[place])
+            state = states[place]
+            set_state(each, state.cpu() if isinstance(state, Tensor) else state)
 
 
 def generator_states(loader: object) -> dict[str, Any]:
@@ -219,27 +201,6 @@ def restore_generators(loader: object, states: Mapping[str, Any]) -> None:
         states: what `generator_states` gave.
     """
     write_generators(find_generators(loader), states)
-
-
-def _read(generator: Generator) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return python_state_as_tensors(generator)
-    if isinstance(generator, np.random.RandomState):
-        return numpy_state_as_tensors(generator.get_state(legacy=False))
-    return numpy_state_as_tensors(generator.bit_generator.state)
-
-
-def _write(generator: Generator, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state.cpu())
-    elif isinstance(generator, random.Random):
-        generator.setstate(python_state_of(state))
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(numpy_state_of(state))
-    else:
-        generator.bit_generator.state = numpy_state_of(state)
 
 
 def check_loader(name: str, loader: object) -> None:

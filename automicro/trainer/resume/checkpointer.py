@@ -116,6 +116,11 @@ class Checkpointer:
         """What the best checkpoints are kept by; None where none is kept for that."""
         return self._config.best_metric if self._config.keep_best else None
 
+    @property
+    def folder(self) -> Path:
+        """Where checkpoints are."""
+        return self._store.folder
+
     def saved_in(self, state: LoopState) -> Path | None:
         """Where the state as it is was saved; None where that failed."""
         is_saved = self._saved_at == (state.batch, state.epoch)
@@ -170,7 +175,7 @@ class Checkpointer:
     ) -> None:
         """Save if the interval or a callback asks for it."""
         is_due = self._interval.is_due(state)
-        if self._context.run.take_checkpoint_request() or is_due:
+        if self._context.run.requests.take("wants_checkpoint") or is_due:
             self.save(state, progress, metrics=metrics)
 
     def rehearse(self) -> None:

@@ -34,6 +34,7 @@ from automicro.trainer.data.loading import (
     generator_states,
     restore_generators,
 )
+from automicro.values import same_values
 from tests.loaders import seeded_generator
 
 ROWS, BATCH_SIZE = 8, 2
@@ -216,18 +217,7 @@ def state_of(loader: object) -> Any:
 
 
 def assert_same(one: Any, other: Any) -> None:
-    """Compare nested containers of tensors and plain values, to the bit."""
-    assert type(one) is type(other)
-    if isinstance(one, Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert_same(list(one.items()), list(other.items()))
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other)
-        for each in zip(one, other, strict=True):
-            assert_same(*each)
-    else:
-        assert one == other
+    assert same_values(one, other)
 
 
 def seed(number: int) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from automicro.checkpoints.manifest import verify
 from automicro.checkpoints.writing import list_checkpoints
+from automicro.values import same_values
 from tests.loggers.logged import Rows, read_csv, read_json_lines
 from tests.processes import KILLED
 from tests.trainer.resume.lives import Life, live
@@ -206,7 +207,7 @@ def assert_same(one: Any, other: Any, place: str = "") -> None:
     elif isinstance(one, float):
         assert one.hex() == other.hex(), (place, one, other)
     else:
-        assert one == other, (place, one, other)
+        assert same_values(one, other), (place, one, other)
 
 
 def _bits(tensor: Tensor) -> Tensor:
