@@ -213,6 +213,11 @@ def _integer(given: Mapping[str, Any]) -> Any:
     return 0 if high is None else (low + high) // 2
 
 
+def _reversed(given: Mapping[str, Any]) -> Any:
+    # Not the order as it is: that would hide what a permutation puts beside what.
+    return torch.arange(given["n"]).flip(0)
+
+
 def _middle(given: Mapping[str, Any]) -> Any:
     return (given["from"] + given["to"]) / 2
 
@@ -230,6 +235,7 @@ _CONSTANTS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     **dict.fromkeys(("uniform", "uniform_"), _middle),
     **dict.fromkeys(("randn", "randn_like", "normal", "normal_", "normal_functional"), _near_mean),
     **dict.fromkeys(("random_", "randint", "randint_like"), _integer),
+    "randperm": _reversed,
     **dict.fromkeys(("poisson", GAMMA_DRAW), lambda given: given["self"]),
     DIRICHLET_DRAW: lambda given: given["self"] / given["self"].sum(-1, keepdim=True),
     "binomial": lambda given: given["count"] * given["prob"],
