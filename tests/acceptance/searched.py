@@ -46,11 +46,10 @@ def row(name: str, one: Combination) -> Row:
     """Wrong where the ingredient says so, of the loss or of the model."""
     model, loss = one.parts
     counts_rows = loss.true is per_target and model.shape == "vectors"  # none of them is ignored
-    kind = f"the search's {'models' if one.loss == SIMPLE['loss'] else 'losses'}"
     # An `index_add_` of its own does not know autocast.
     dtypes = WIDE if one.model == "router" else ALL
     return Row(
-        kind=kind,
+        kind=f"the search's {'models' if one.loss == SIMPLE['loss'] else 'losses'}",
         is_wrong=not model.splits or (one.has_wrong_average and not counts_rows),
         make=lambda seed, precision: made(one, seed, precision),
         is_measured=not one.draws,
