@@ -206,7 +206,6 @@ class Microbatcher:
             modules=everything,
             convention=convention,
             averages=averages,
-            averages_of=lambda declared: averages_of(hiding(declared)),
             eval_averages=eval_averages,
             layout=setup.carrying.layout,
             device=setup.device,

@@ -92,8 +92,15 @@ def cuts(
         elif rest := layout.num_rows(batch) - sum(sizes):
             batch = layout.split(batch, [sum(sizes), rest])[0]
         parts = layout.split(batch, sizes) if len(sizes) > 1 else [batch]
-    whole = CutBatch(batch=batch, microbatches=[batch], sizes=[sum(sizes)])
-    return whole, CutBatch(batch=batch, microbatches=parts, sizes=sizes)
+    apart = CutBatch(batch=batch, microbatches=parts, sizes=sizes)
+    return CutBatch.whole(batch, sum(sizes)), apart
+
+
+def cuts_of(
+    layout: BatchLayout, batch: Any, parts: Sequence[Sequence[int]]
+) -> tuple[CutBatch, CutBatch]:
+    """Rows of a batch together, and in these parts."""
+    return cuts(layout, batch, list(map(len, parts)), [row for part in parts for row in part])
 
 
 _CONTROLS = 6  # at most

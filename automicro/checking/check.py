@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from automicro.batch.device import on_host
-from automicro.checking.bench import Bench, Conditions, Failed, cuts, tried
+from automicro.checking.bench import Bench, Conditions, Failed, cuts, cuts_of, tried
 from automicro.checking.draws import CollectiveError, needs_other_ranks
 from automicro.checking.reading import LOSS, SEAM, Reading
 from automicro.checking.rows import MOST_ROWS, Forms, is_telling, telling_rows
@@ -52,9 +52,6 @@ _SLIGHT = 1e-2  # of the gradient of a parameter
 class Occasions:
     """Which of many batches of a kind are compared: the first, second, 10th, 100th … millionth.
 
-    Attributes:
-        are_over: whether none will be any more, so that counting can stop.
-
     Example:
         >>> splits = Occasions()
         >>> [splits.is_next() for _ in range(10)].count(True)
@@ -62,13 +59,11 @@ class Occasions:
     """
 
     def __init__(self) -> None:
-        self.are_over = False
         self._num = self._num_put_off = 0
 
     def is_next(self) -> bool:
         """Count one more; whether it is one of them."""
         self._num += 1
-        self.are_over |= self._num >= _OCCASIONS[-1]
         return self._num in _OCCASIONS
 
     def put_off(self) -> None:
@@ -157,14 +152,13 @@ class Checks:
         self._is_claimed = not declared and any(
             isinstance(average, Tokens) and average.is_claimed for average in averages
         )
-        self._off = off
+        self._off = off or not is_alone
         self._refuses = refuses
         self._why_not = "" if is_alone else needs_other_ranks()
         layout = computation.layout
         self._train, self._eval = (_Track(forms=Forms(layout), is_over=off) for _ in range(2))
         self._output_splits = Occasions()
-        for splits in (*self._train.splits, *self._eval.splits, self._output_splits):
-            splits.are_over = bool(off or self._why_not)
+        self._has_named_outputs = False
         self._has_said_unchecked = off  # who switches it off knows
         self._odd_numbers: set[str] = set()
         self._asked: set[tuple[int, str]] = set()
@@ -317,8 +311,7 @@ class Checks:
         """Whether a loss can be computed of these rows, from the state as it is."""
 
         def has_loss() -> bool:
-            rows = self._computation.layout.num_rows(batch)
-            cut = CutBatch(batch=batch, microbatches=[batch], sizes=[rows])
+            cut = CutBatch.whole(batch, self._computation.layout.num_rows(batch))
             with Bench(self._computation, Conditions(mode=mode, wants="numbers")) as bench:
                 return LOSS in bench.read(cut).numbers
 
@@ -328,7 +321,7 @@ class Checks:
         self, batch: Any, parts: Sequence[Sequence[int]], mode: Mode
     ) -> Finding | None:
         track, is_training = self._of(mode), mode == "train"
-        together, apart = self._cuts(batch, parts)
+        together, apart = cuts_of(self._computation.layout, batch, parts)
         conditions = Conditions(
             mode=mode,
             wants="parameters" if is_training else "numbers",
@@ -378,11 +371,6 @@ class Checks:
             track.has_checked = True
         return None
 
-    def _cuts(self, batch: Any, parts: Sequence[Sequence[int]]) -> tuple[CutBatch, CutBatch]:
-        """Some rows together, and in parts."""
-        rows = [row for part in parts for row in part]
-        return cuts(self._computation.layout, batch, list(map(len, parts)), rows)
-
     def _note_state(self, bench: Bench, whole: Reading, parts: Reading, apart: CutBatch) -> None:
         """Take note of state that depends on how many calls there are for the same rows.
 
@@ -397,11 +385,7 @@ class Checks:
         if not new:
             return
         self._asked |= new.keys()
-        end = CutBatch(
-            batch=apart.microbatches[-1],
-            microbatches=apart.microbatches[-1:],
-            sizes=apart.sizes[-1:],
-        )
+        end = CutBatch.whole(apart.microbatches[-1], apart.sizes[-1])
         alone, again = bench.read(end).state, bench.read(apart).state
         for key, (place, left) in new.items():
             is_last = key in alone and left.is_like(alone[key][1])
@@ -410,10 +394,10 @@ class Checks:
 
     # Whole batches that are split
 
-    def compares(self, mode: Mode) -> bool:
-        """Whether batches that are split are still counted, and some compared."""
-        splits = self._of(mode).splits
-        return not (self._train.has_named or all(each.are_over for each in splits))
+    @property
+    def compares(self) -> bool:
+        """Whether batches that are split are counted, and some compared."""
+        return not (self._off or self._train.has_named)
 
     def whole(
         self, batch: Any, sizes: Sequence[int], mode: Mode, *, gives_outputs: bool = False
@@ -496,7 +480,7 @@ class Checks:
     @property
     def compares_outputs(self) -> bool:
         """Whether evaluations that are split, and give outputs, are still counted."""
-        return not self._output_splits.are_over
+        return not (self._off or self._has_named_outputs)
 
     def outputs(self, batch: Any, num_rows: int, mode: Mode) -> frozenset[str]:
         """Compare outputs of a few rows together and apart, where that is due: what is known now.
@@ -521,7 +505,7 @@ class Checks:
             _, again = self._see_outputs(batch, num_rows, mode, seed=1)
             wrong = {path: text for path, text in wrong.items() if path in again}
         if wrong:
-            self._output_splits.are_over = True
+            self._has_named_outputs = True
             text = next(iter(wrong.values()))
             more = f" (and {len(wrong) - 1} more outputs)" if len(wrong) > 1 else ""
             warn(f"{text}{more}. {_OUTPUTS_REMEDY}", MetricWarning)
@@ -533,7 +517,7 @@ class Checks:
         def see(most: int) -> _SeenOutputs:
             layout = self._computation.layout
             parts = telling_rows(layout, batch, num_rows, most=most, seed=seed)
-            together, apart = self._cuts(batch, parts)
+            together, apart = cuts_of(layout, batch, parts)
             with Bench(self._computation, Conditions(mode=mode, wants="outputs")) as bench:
                 whole, pieces = bench.read(together), bench.read(apart)
                 found, _ = bench.compare(together, whole, pieces)
@@ -560,7 +544,7 @@ class Checks:
         A few forwards of two rows, which leave no trace; nothing where they fail, or other ranks
         would have to take part.
         """
-        if self._off or self._why_not:
+        if self._off:
             return []
 
         def lasting() -> list[Place]:
@@ -590,8 +574,7 @@ class Checks:
         with Bench(self._computation, conditions) as bench:
 
             def after(calls: int) -> Reading:
-                cut = CutBatch(batch=rows, microbatches=[rows] * calls, sizes=[num_rows] * calls)
-                return bench.read(cut)
+                return bench.read(CutBatch.whole(rows, num_rows, times=calls))
 
             one, two = after(1), after(2)
             if all(place.is_buffer for place, _ in two.state.values()):

@@ -40,7 +40,6 @@ class HeldDraws(ParameterWrites):
         drawn: names of the operations whose draws were replaced.
         unheld: names of those for which no constant stands.
         lowest: the lowest floating point type that operations gave.
-        cast_to: the lowest type that something in float64 was cast to, if any.
 
     Example:
         >>> with HeldDraws() as draws:
@@ -57,7 +56,6 @@ class HeldDraws(ParameterWrites):
         self.drawn: set[str] = set()
         self.unheld: set[str] = set()
         self.lowest = torch.float64
-        self.cast_to: torch.dtype | None = None
         # By the state that draws began at: what each pass drew from it.
         self._seeds: dict[bytes, dict[int, list[Any]]] = {}
         self._most: collections.Counter[int] = collections.Counter()
@@ -75,18 +73,8 @@ class HeldDraws(ParameterWrites):
             return self._draw(func, name, args, dict(kwargs))
         result = super().run(func, types, args, kwargs)
         if type(result) is Tensor and (result.is_floating_point() or result.is_complex()):
-            self._note_precision(result, args)
+            self.lowest = min(self.lowest, result.dtype.to_real(), key=lambda each: each.itemsize)
         return result
-
-    def _note_precision(self, result: Tensor, args: Any) -> None:
-        dtype = result.dtype.to_real()
-        if dtype.itemsize < self.lowest.itemsize:
-            self.lowest = dtype
-        if dtype is not torch.float64 and any(
-            isinstance(each, Tensor) and each.dtype is torch.float64 for each in args
-        ):
-            known = [dtype] if self.cast_to is None else [dtype, self.cast_to]
-            self.cast_to = min(known, key=lambda each: each.itemsize)
 
     def _without_dropout(self, at: int, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         given = args[at] if len(args) > at else kwargs.get(name)
@@ -100,16 +88,8 @@ class HeldDraws(ParameterWrites):
     def _draw(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         defaults = {each.name: each.default_value for each in schema_of(func).arguments}
         given = {**defaults, **dict(zip(_names(func), args, strict=False)), **kwargs}
-        if name == "native_dropout" or name.strip("_") in _IN_ONE_PIECE:
-            values: Any = given.get("input", given.get("self"))
-            is_training = given.get("train", given.get("training"))
-            if "p" in given and given["p"] and is_training is not False:
-                self.drawn.add("dropout")
-            elif name != "native_dropout":
-                return func(*args, **kwargs)
-            if name == "native_dropout":
-                return values.clone(), torch.ones_like(values, dtype=torch.bool)
-            return values if name.endswith("_") else values.clone()
+        if given.get("training") is False:
+            return func(*args, **kwargs)
         if name in ("rrelu_with_noise", "rrelu_with_noise_"):
             slopes = (given["lower"] + given["upper"]) / 2
             self.drawn.add("rrelu")
@@ -192,7 +172,7 @@ def _told(func: Any) -> tuple[str, bool, tuple[tuple[int, str], ...]]:
     """An operation's name, whether it draws, and which of its arguments are shares of dropout."""
     name, names = func.overloadpacket.__name__, _names(func)
     draws = name in _CONSTANTS or torch.Tag.nondeterministic_seeded in func.tags
-    shares = ("dropout_p", "dropout")
+    shares = ("dropout_p", "dropout", *["p"] * (name.strip("_") in _DROPOUTS))
     return name, draws, tuple((names.index(each), each) for each in shares if each in names)
 
 
@@ -213,6 +193,11 @@ def _integer(given: Mapping[str, Any]) -> Any:
     return 0 if high is None else (low + high) // 2
 
 
+def _reversed(given: Mapping[str, Any]) -> Any:
+    # Not the order as it is: that would hide what a permutation puts beside what.
+    return torch.arange(given["n"]).flip(0)
+
+
 def _middle(given: Mapping[str, Any]) -> Any:
     return (given["from"] + given["to"]) / 2
 
@@ -221,8 +206,10 @@ def _probability(given: Mapping[str, Any]) -> Any:
     return given["self"] if given.get("p") is None else given["p"]
 
 
-# Operations that do not come in parts in inference mode, and draw in training mode alone.
-_IN_ONE_PIECE = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "rrelu")
+# The first as it is where kernels are fused, the others in inference mode; else they come in parts.
+_DROPOUTS = {
+    *("native_dropout", "dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"),
+}
 # The same for every row, wherever it lies.
 _CONSTANTS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     **dict.fromkeys(("bernoulli", "bernoulli_"), _probability),
@@ -230,6 +217,7 @@ _CONSTANTS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     **dict.fromkeys(("uniform", "uniform_"), _middle),
     **dict.fromkeys(("randn", "randn_like", "normal", "normal_", "normal_functional"), _near_mean),
     **dict.fromkeys(("random_", "randint", "randint_like"), _integer),
+    "randperm": _reversed,
     **dict.fromkeys(("poisson", GAMMA_DRAW), lambda given: given["self"]),
     DIRICHLET_DRAW: lambda given: given["self"] / given["self"].sum(-1, keepdim=True),
     "binomial": lambda given: given["count"] * given["prob"],

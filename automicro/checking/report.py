@@ -153,6 +153,7 @@ def finding(key: str, names: Iterable[str] = (), evidence: str = "", **words: An
     names = tuple(names)
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     words |= {"names": ", ".join(names[:_SHOWN]) + more, "count": len(names)}
+    words["what"] = "buffers" if key.startswith("buffers") else "attributes or variables"
     words["layers"] = "layer averages" if len(names) == 1 else "layers average"
     text, remedy = (each.format(**words) for each in _SAID[key])
     kind = key.partition(":")[0]
@@ -160,6 +161,15 @@ def finding(key: str, names: Iterable[str] = (), evidence: str = "", **words: An
 
 
 _WHOLE = "keep batches whole with microbatch_size=None"
+_STATE = (
+    "each training forward changes {what} and the next one computes with them: {names}",
+    "update them once per step, outside the forward (spectral norm: eval() of the parametrization "
+    f"but for one forward per step), or {_WHOLE}",
+)
+_STATE_NOT_READ = (
+    "each forward changes {what}, now once per microbatch: {names}",
+    "nothing, if they are a cache; else update them once per step, outside of it",
+)
 # By kind, and behind a colon which of several of one kind: what was found, and what to do.
 _SAID = {
     "batchnorm": (
@@ -167,16 +177,8 @@ _SAID = {
         "use GroupNorm or LayerNorm, freeze the statistics with .eval() on these layers, or train "
         "on whole batches with batchnorm='disable'",
     ),
-    "buffers": (
-        "each training forward changes buffers and the next one computes with them: {names}",
-        "update them once per step, outside the forward (spectral norm: eval() of the "
-        f"parametrization but for one forward per step), or {_WHOLE}",
-    ),
-    "attributes": (
-        "each forward changes state that is not a buffer and the next one computes with it: "
-        "{names}",
-        f"update it once per step, outside the forward; or {_WHOLE}",
-    ),
+    "buffers": _STATE,
+    "attributes": _STATE,
     "loss average": (
         "the loss is {kind}, and was taken for {taken}",
         "pass loss_average={names}",
@@ -266,14 +268,8 @@ _SAID = {
         "the model is in evaluation mode and was examined in it",
         "call model.train() first if that is not how it is trained",
     ),
-    "buffers: not read": (
-        "each forward changes buffers, now once per microbatch: {names}",
-        "nothing, if it is a cache; else update it once per step, outside of it",
-    ),
-    "attributes: not read": (
-        "each forward changes state that is not a buffer, now once per microbatch: {names}",
-        "nothing, if it is a cache; else update it once per step, outside of it",
-    ),
+    "buffers: not read": _STATE_NOT_READ,
+    "attributes: not read": _STATE_NOT_READ,
     "loss value": (
         "the loss itself differs (relative error {error:.1g}), without a gradient",
         "",

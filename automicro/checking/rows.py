@@ -20,7 +20,8 @@ LAST_GLANCE = 4096
 """After so many batches no later one is asked whether it shows something new."""
 
 _MOST_FORMS = 64
-_MOST_NEWS = 20  # looks out of turn
+_MOST_NEWS = 20  # looks out of turn; from then on, with news in each batch, fewer and fewer
+_REST = 1.1
 _MOST_CLASSES = 256
 _CUTS_TRIED = 48
 _READ_ROWS = 256  # of structures that are no plain tensors
@@ -145,6 +146,7 @@ class Forms:
         self._known: dict[str, tuple[int, int]] = {}
         self._classes: dict[str, set[int]] = {}
         self._num = self._news = 0
+        self._next = 0.0
 
     def is_due(self, batch: Any) -> bool:
         """Count a batch; whether it is the first, second, fourth, eighth … or shows news."""
@@ -153,7 +155,7 @@ class Forms:
     def is_new(self, batch: Any) -> bool:
         """Whether a batch shows something for the first time. Reads whole numbers on the host."""
         self._num += 1
-        if self._num > LAST_GLANCE or self._news > _MOST_NEWS:
+        if self._num > LAST_GLANCE or self._num < self._next:
             return False
         is_new = False
         form = _form_of(batch)
@@ -167,6 +169,8 @@ class Forms:
                 if is_whole and is_here and not leaf.is_nested and leaf.numel():
                     is_new |= self._is_record(path, leaf.detach())
         self._news += is_new
+        if is_new and self._news > _MOST_NEWS:  # it may count up, as the number of the batch
+            self._next = self._num * _REST
         return is_new
 
     def _is_record(self, path: str, leaf: Tensor) -> bool:

@@ -120,14 +120,13 @@ class _Examination:
         self.num_rows = layout.num_rows(batch)
         self.is_declared = means.is_declared(loss_average)
         self.convention = choose_convention(
-            subject.model, forward=subject.forward, loss_fn=subject.loss_fn
+            subject.model, forward=subject.forward, loss_fn=subject.loss_fn, count=loss_average
         )
         roots, averages = subject.roots, self.averages_of(loss_average)
         self.computation = Computation(
             modules=subject.tops(),
             convention=self.convention,
             averages=averages,
-            averages_of=self.averages_of,
             eval_averages=averages,
             layout=layout,
             device=device,
@@ -151,6 +150,7 @@ class _Examination:
             model=self.subject.model,
             targets=self.convention.targets,
             reads_model=self.convention.computes_loss_in_model,
+            counts_items=self.convention.counts_items,
         )
 
     def targets(self) -> Tensor | None:
@@ -432,7 +432,7 @@ class _Examination:
                 f"exact with loss_average={found.code} ({found.kind}); as configured "
                 f"({self.taken}) the relative error is {most:.2g}"
             )
-        if first is not None and first.draws.cast_to and lowest is not torch.float64:
+        if torch.get_default_dtype() is torch.float64 and lowest is not torch.float64:
             why = f"{why}; the model itself casts down to {precision}".lstrip("; ")
         loss_errors = [each.loss_error for each in comparisons if each.loss_error > tolerance]
         sureness = "checked" if not causes and self.can_tell() else "unchecked"

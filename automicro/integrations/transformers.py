@@ -1052,7 +1052,7 @@ def _count(average: Tokens, layout: BatchLayout, microbatch: Any) -> Any:
     targets = targets_in(flat)
     if targets is None:  # predictions alone
         return layout.num_rows(microbatch)
-    return average.divisors([CutBatch(batch=flat, microbatches=[flat], sizes=[len(targets)])]).whole
+    return average.divisors([CutBatch.whole(flat, len(targets))]).whole
 
 
 def targets_in(batch: Any) -> Tensor | None:

@@ -117,7 +117,7 @@ def _look(
         cut = cut_padding(padded, groups, slice(row, row + 1))
     windows = {group.name: (*group.window([row]), group.padded) for group in groups}
     with Bench(computation, Conditions(mode=mode, wants="outputs")) as bench:
-        one, other = bench.read(_alone(padded)), bench.read(_alone(cut))
+        one, other = (bench.read(CutBatch.whole(each, 1)) for each in (padded, cut))
         dims = {
             path: own
             for path, whole in one.outputs.items()
@@ -127,7 +127,7 @@ def _look(
         }
         other.outputs = {path: other.outputs[path] for path in dims}
         one = _narrowed(one, dims, windows)
-        shaken = (bench.read(_alone(padded), shake=shake) for shake in range(1, 7))
+        shaken = (bench.read(CutBatch.whole(padded, 1), shake=shake) for shake in range(1, 7))
         finite = [name for name, value in one.numbers.items() if math.isfinite(value)]
         has_values = any(float(leaf.nan_to_num().abs().max()) for leaf in one.outputs.values())
         found = gaps(one, other, (_narrowed(each, dims, windows) for each in shaken))
@@ -142,10 +142,6 @@ def _look(
     if not (finite or has_values):
         return _Seen(why="the forward gives no finite loss and no outputs of a row")
     return _Seen(_Verdict.SAME, output_dims=dims)
-
-
-def _alone(row: Any) -> CutBatch:
-    return CutBatch(batch=row, microbatches=[row], sizes=[1])
 
 
 def _narrowed(

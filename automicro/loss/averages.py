@@ -7,11 +7,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from numbers import Real
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from numpy import ndarray
 from torch import Tensor, nn
 
 from automicro.errors import LossError
@@ -41,6 +40,11 @@ class CutBatch:
     batch: Any
     microbatches: Sequence[Any]
     sizes: Sequence[int]
+
+    @classmethod
+    def whole(cls, batch: Any, num_rows: int, *, times: int = 1) -> Self:
+        """The rows of a batch in one piece, or several times one behind the other."""
+        return cls(batch=batch, microbatches=[batch] * times, sizes=[num_rows] * times)
 
 
 class Divisors(NamedTuple):
@@ -185,16 +189,11 @@ class Tokens(Average):
 
     def _counts(self, cut: CutBatch) -> Sequence[Weight]:
         targets, sizes = self.targets(cut.batch), cut.sizes
-        if isinstance(targets, ndarray):
-            raise LossError(
-                "the loss is a mean over targets, and the batch's targets are a NumPy array; "
-                "convert to tensors in the dataset or the data loader's collate_fn "
-                "(torch.from_numpy)"
-            )
         if not isinstance(targets, Tensor) or targets.dim() == 0:
             raise LossError(
                 "the loss is a mean over targets, but the batch's targets are "
-                f"{type(targets).__name__}, not a tensor with a dimension; {REMEDY}"
+                f"{type(targets).__name__}, not a tensor with a dimension; give them as one "
+                f"(torch.from_numpy in the dataset or collate_fn), or {REMEDY}"
             )
         if targets.is_floating_point() or targets.is_complex():
             return sizes  # class probabilities or regression: every row counts the same

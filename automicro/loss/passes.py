@@ -1,7 +1,7 @@
 """What is computed from a batch, and forwards that count for nothing."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -58,7 +58,6 @@ class Computation:
         modules: the model, then further modules that take part.
         convention: from a batch of rows to a loss.
         averages: what each loss is taken for, by name.
-        averages_of: reads what a caller may give as ``loss_average``.
         eval_averages: the same in evaluation.
         layout: of batches.
         device: where the model computes.
@@ -69,7 +68,6 @@ class Computation:
     modules: Sequence[nn.Module]
     convention: Convention
     averages: Mapping[str, Average]
-    averages_of: Callable[[Any], Mapping[str, Average]]
     eval_averages: Mapping[str, Average]
     layout: BatchLayout
     device: torch.device

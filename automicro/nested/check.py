@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro.batch.tensors import tensor_leaves
-from automicro.checking.bench import Bench, Conditions, Failed, Wanted, cuts, tried
+from automicro.checking.bench import Bench, Conditions, Failed, Wanted, cuts_of, tried
 from automicro.checking.candidates import candidates
 from automicro.checking.draws import CollectiveError
 from automicro.checking.reading import LOSS, Reading, gaps, relative_errors
@@ -38,7 +38,7 @@ from automicro.loss.averages import (
     is_declared,
     read_average,
 )
-from automicro.loss.conventions import TARGET_KEYS, Output
+from automicro.loss.conventions import TARGET_KEYS, Convention, Output
 from automicro.loss.passes import Computation, Mode, extra_pass
 from automicro.loss.weights import BatchWeights
 from automicro.memory.oom import Failure, classify, ignoring_errors
@@ -190,7 +190,7 @@ def _dry(call: Call) -> Checked:
     return Checked(averages=_averages("samples") if is_loss(output) else None)
 
 
-class _Part:
+class _Part(Convention):
     """A part, as a way from rows to a loss.
 
     Attributes:
@@ -201,10 +201,8 @@ class _Part:
         flatten: makes tokens of what it gives for rows and positions; None where it gives rows.
     """
 
-    computes_loss_in_model = needs_pairs = has_eval_forward = False
-
     def __init__(self, call: Call) -> None:
-        self._call = call
+        self._sliced = call
         self._form = Form()
         self.gives_loss, self.gives_count, self.is_proportional = False, False, True
         self.told: Average | None = None
@@ -215,15 +213,15 @@ class _Part:
         leaves = tensor_leaves(microbatch)
         real = [path for path, leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
         rows, inputs = marked(microbatch, real)
-        aliases = aliases_of(self._call.parameters)
-        loss = self._call.compute(rows, aliases)
+        aliases = aliases_of(self._sliced.parameters)
+        loss = self._sliced.compute(rows, aliases)
         loss = loss[0] if self.gives_count else loss
         if loss.requires_grad:
-            needing = set(self._call.inputs())
+            needing = set(self._sliced.inputs())
             wanted = [leaf for path, leaf in zip(real, inputs, strict=True) if path in needing]
             wanted = wanted or [min(aliases or inputs, key=Tensor.numel)]
             self.is_proportional = _is_proportional(loss, wanted)
-            self.told = _told(loss, microbatch, self._call.layout.num_rows(microbatch))
+            self.told = _told(loss, microbatch, self._sliced.layout.num_rows(microbatch))
         return Output(loss.detach(), {}, None)
 
     def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
@@ -240,7 +238,7 @@ class _Part:
         if self.flatten is not None:
             output = output if self.gives_loss else self.flatten(output)
         elif not self.gives_loss:
-            self._form.take(output, self._call.layout.num_rows(microbatch))
+            self._form.take(output, self._sliced.layout.num_rows(microbatch))
         leaves = tensor_leaves(output)
         return {path: leaf if leaf.dim() else leaf[None] for path, leaf in leaves}
 
@@ -249,7 +247,7 @@ class _Part:
 
     def _compute(self, rows: Any) -> Any:
         inputs = Unwritten(rows)
-        output = self._call.compute(rows, ())
+        output = self._sliced.compute(rows, ())
         inputs.check()
         return output
 
@@ -266,9 +264,7 @@ class _Comparison:
     def __init__(self, call: Call, pieces: Sequence[Sequence[int]], declared: LossAverage) -> None:
         self._call, self._declared = call, declared
         self._part = _Part(call)
-        rows = [row for piece in pieces for row in piece]
-        sizes = [*map(len, pieces)]
-        self._whole, self._pieces = cuts(call.layout, call.batch, sizes, rows)
+        self._whole, self._pieces = cuts_of(call.layout, call.batch, pieces)
 
     def run(self) -> Checked:
         """Compare outputs, or losses weighted by what they average over."""
@@ -340,8 +336,7 @@ class _Comparison:
         Raises:
             UnsplittableModelError: it does, as that of spectral norm.
         """
-        rows, (size,) = self._whole.batch, self._whole.sizes
-        twice = CutBatch(batch=rows, microbatches=[rows, rows], sizes=[size, size])
+        twice = CutBatch.whole(self._whole.batch, self._whole.sizes[0], times=2)
         bench.computation = replace(bench.computation, eval_averages=_averages("none"))
         carried = bench.read(twice)
         bench.conditions = replace(bench.conditions, carries=False)
@@ -375,7 +370,7 @@ class _Comparison:
         found: list[str] = []
         read = (*bench.read(self._whole).each, *bench.read(self._pieces).each)
         whole, *pieces = map(torch.tensor, read)
-        for each in candidates(self._whole.batch, cast(Any, self._part)):
+        for each in candidates(self._whole.batch, self._part):
             if len(found) == _SHOWN:
                 break
             with ignoring_errors():  # it may not apply
@@ -400,8 +395,7 @@ def check_positions(call: Call, batch: Any, flatten: Callable[[Any], Any]) -> No
     """
     rows = call.layout.take_rows(batch, list(range(min(2, call.layout.num_rows(batch)))))
     together, apart = (
-        CutBatch(batch=each, microbatches=[each], sizes=[call.layout.num_rows(each)])
-        for each in (rows, flatten(rows))
+        CutBatch.whole(each, call.layout.num_rows(each)) for each in (rows, flatten(rows))
     )
     part = _Part(call)
     with uncheckpointed(), _bench(call, part, Conditions(mode="predict", wants="outputs")) as bench:
@@ -455,9 +449,8 @@ def _bench(call: Call, part: _Part, conditions: Conditions) -> Bench:
     roots, averages = call.state.roots, _averages("none")
     computation = Computation(
         modules=_modules_of(call) or [nn.Identity()],
-        convention=cast(Any, part),
+        convention=part,
         averages=averages,
-        averages_of=_averages,
         eval_averages=averages,
         layout=call.layout,
         device=call.device,

@@ -181,8 +181,7 @@ class Passes:
         if not self.scales_for_ranks:
             return {}
         cuts = [
-            CutBatch(batch=batch, microbatches=[batch], sizes=[num_rows])
-            for batch, num_rows in zip(batches, rows, strict=True)
+            CutBatch.whole(batch, num_rows) for batch, num_rows in zip(batches, rows, strict=True)
         ]
         totals = self.weights(cuts).totals
         return {name: float(total) for name, total in totals.items() if total is not None}

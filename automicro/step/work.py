@@ -247,7 +247,7 @@ class _Work(Generic[T]):
         checks, kept, mode = self._engine.checks, self._kept, self._mode
         of_outputs = checks.compares_outputs and mode != "train" and self._gives_outputs
         of_outputs = of_outputs and not self._has_checked_outputs
-        of_loss = not self._has_checked and checks.compares(mode)
+        of_loss = not self._has_checked and checks.compares
         if not (of_outputs or of_loss):
             return
         every = zip(self._step.raw, self._step.rows, plan.cuts, strict=True)

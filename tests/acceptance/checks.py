@@ -92,13 +92,14 @@ def judge(name: str, precision: str, seed: int = 0) -> Run:
             found, heard = trained(row, seed, precision)
         except Exception as error:
             said = Said.NAMED if is_refusal(error) else Said.CRASH
+            said = Said.NOTHING if row.says and row.says in str(error) else said
             return Run(name=name, precision=precision, said=said, text=one_line(error))
         gap = None
         if precision == "float64" and row.is_measured:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 gap = max(map(relative_error, found, plainly(row, seed)))
-    said = Said.NOTHING
+    said, heard = Said.NOTHING, [each for each in heard if not (row.says and row.says in each)]
     if heard:
         is_unchecked = all(UNCHECKED.search(each) for each in heard)
         said = Said.UNCHECKED if is_unchecked else Said.NAMED

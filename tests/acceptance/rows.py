@@ -89,6 +89,7 @@ class Row:
         make: from a seed and the name of a precision to a fresh job.
         is_measured: whether one run shows it: not where draws differ from run to run.
         dtypes: precisions in which it can be told from rounding.
+        says: a part of what is said of it for another reason than splitting.
     """
 
     kind: str
@@ -96,6 +97,7 @@ class Row:
     make: Callable[[int, str], Job]
     is_measured: bool = True
     dtypes: tuple[str, ...] = ALL
+    says: str = ""
 
 
 def job(

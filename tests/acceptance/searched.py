@@ -13,6 +13,13 @@ from tests.search.losses import LOSSES
 from tests.search.models import MODELS
 
 SIZE, ROWS, STEPS = 5, (16, 13, 16), 3
+# They say something true, which is not that splitting changes what is computed.
+SAYS = {
+    "loss: a metric among the losses": "needs no gradient",  # it is added to what is reported
+    # No attempt may change parameters, since it could not be rolled back: the guarantees say so.
+    "model: clamps its weight": "sets parameters",
+    "model: max_norm": "changed parameters",
+}
 
 
 def combination(**changes: Any) -> Combination:
@@ -35,19 +42,19 @@ def made(one: Combination, seed: int, precision: str) -> Job:
     )
 
 
-def row(one: Combination) -> Row:
+def row(name: str, one: Combination) -> Row:
     """Wrong where the ingredient says so, of the loss or of the model."""
     model, loss = one.parts
     counts_rows = loss.true is per_target and model.shape == "vectors"  # none of them is ignored
-    kind = f"the search's {'models' if one.loss == SIMPLE['loss'] else 'losses'}"
     # An `index_add_` of its own does not know autocast.
     dtypes = WIDE if one.model == "router" else ALL
     return Row(
-        kind=kind,
+        kind=f"the search's {'models' if one.loss == SIMPLE['loss'] else 'losses'}",
         is_wrong=not model.splits or (one.has_wrong_average and not counts_rows),
         make=lambda seed, precision: made(one, seed, precision),
         is_measured=not one.draws,
         dtypes=("float64",) if model.only_float64 or loss.only_float64 else dtypes,
+        says=SAYS.get(name, ""),
     )
 
 
@@ -62,7 +69,7 @@ def rows() -> dict[str, Row]:
             found[f"loss: {name}, declared"] = dataclasses.replace(one, declares=True)
     for name in [name for name in MODELS if name != "an unused layer"]:  # torch cannot run it
         found[f"model: {name}"] = combination(model=name)
-    return {name: row(one) for name, one in found.items() if makes_sense(one)}
+    return {name: row(name, one) for name, one in found.items() if makes_sense(one)}
 
 
 SEARCHED = rows()

@@ -204,7 +204,7 @@ PLANTED = {
     "a generator of its own": Planted(
         kind="random", names="middle.generator", model=layered(OwnNoise), exit_code=3
     ),
-    "mixup": Planted(kind="random", names="randperm", model=layered(Mixup), exit_code=3),
+    "mixup": Planted(kind="across rows", names="middle", model=layered(Mixup)),
     "a written-out batch size": Planted(
         kind="fails on fewer rows", names="CrossEntropyLoss", model=layered(FixedRows)
     ),

@@ -405,7 +405,7 @@ def test_as_many_positions_as_rows_are_told_apart_by_the_cut() -> None:
 @pytest.mark.parametrize("size", ["auto", None, 3])
 def test_targets_in_numpy_are_an_error_with_the_remedy_and_no_warning(size: Any) -> None:
     microbatcher = Microbatcher(Mlp(), loss_fn=nn.CrossEntropyLoss(), microbatch_size=size)
-    with pytest.raises(LossError, match=r"NumPy array; convert to tensors"):
+    with pytest.raises(LossError, match=r"ndarray, not a tensor .*; give them as one"):
         microbatcher.backward((x(), y().numpy()))
 
 

@@ -85,8 +85,7 @@ class Laboratory:
         if not looks:
             checks = run.microbatcher._engine.checks
             checks._train.is_over = checks._eval.is_over = True
-            for splits in (*checks._train.splits, *checks._eval.splits):
-                splits.are_over = True
+            checks._off = True
         base_bytes = self.allocator.used_bytes
         self.allocator.reset_peak()
         call(scene, run)
