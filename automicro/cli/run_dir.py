@@ -213,13 +213,12 @@ def telling_how_to_go_on(
         with end_told_here():
             yield
     except (KeyboardInterrupt, SystemExit, PeerLostError) as error:
-        stopped = facts_of(error).stopped
-        is_saved = stopped is not None and stopped.checkpoint is not None
-        remedy = _remedy(checkpoint, run_dir, inputs, is_saved=is_saved)
-        if stopped is None:  # at once, by a second signal or a lost rank
+        told = facts_of(error).stopped
+        remedy = _remedy(checkpoint, run_dir, inputs, is_saved=bool(told and told.checkpoint))
+        if told is None:  # at once, by a second signal or a lost rank
             add_note(error, remedy)
         else:
-            remember(error, stopped=replace(stopped, remedy=remedy))
+            remember(error, stopped=replace(told, remedy=remedy))
         raise
 
 

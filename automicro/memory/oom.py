@@ -381,8 +381,7 @@ def once_more(work: Callable[[], T], device: torch.device | str | None = None, *
         if classify(failure) is not Failure.RETRYABLE:
             raise failure
         logger.warning(
-            "automicro: out of memory while %s (%s): memory was given back, and it is tried "
-            "once more",
+            "automicro: out of memory while %s (%s): memory is freed, and it is tried once more",
             doing,
             first_line(failure),
         )

@@ -640,8 +640,7 @@ class Halving(Policy):
             )
         if known.ceiling < self.multiple_of <= rows:
             logger.warning(
-                "automicro: %d rows do not fit: going on with sizes that are not multiples of "
-                "multiple_of=%d",
+                "automicro: %d rows do not fit: sizes are not multiples of multiple_of=%d now",
                 rows,
                 self.multiple_of,
             )

@@ -475,25 +475,16 @@ def announcing_failed_construction(
             construct(*args, **kwargs)
         except Exception as error:
             model = args[1] if len(args) > 1 else kwargs.get("model")
-            is_shared = kwargs.get("parallel") is not None
-            announce_failed_construction(model, error, is_shared=is_shared)
+            if kwargs.get("parallel") or (isinstance(model, nn.Module) and is_parallel([model])):
+                _announce(error)
             raise
 
     return announcing_failure
 
 
-def announce_failed_construction(model: Any, error: Exception, *, is_shared: bool = False) -> None:
-    """Tell the other ranks, if there are any, that this one could not make what all of them make.
+def _announce(error: Exception) -> None:
+    """Tell the other ranks, if there are any, that this one could not make what all make."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        from automicro.ranks.coordinated import announce_absence
 
-    Args:
-        model: of which this rank would have trained its part.
-        error: why it cannot.
-        is_shared: whether the model was to be wrapped for several ranks.
-    """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return
-
-    from automicro.ranks.coordinated import announce_absence
-
-    if is_shared or (isinstance(model, nn.Module) and is_parallel([model])):
         announce_absence(error)

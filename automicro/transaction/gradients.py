@@ -625,9 +625,7 @@ class Gradients:
                 break
             failures.append(failure)
         else:
-            logger.warning(
-                "automicro: not all earlier .grad tensors could be kept (%s)", failures[-1]
-            )
+            logger.warning("automicro: not all earlier .grad could be kept (%s)", failures[-1])
         if self._memory.writes_to_gradients is None:
             self._memory.writes_to_gradients = False
         self._end()

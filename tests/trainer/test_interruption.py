@@ -95,13 +95,6 @@ def test_nothing_is_raised_where_nothing_came() -> None:
     Interruption().raise_if_interrupted(where="anywhere")
 
 
-def test_it_is_said_that_there_is_no_checkpoint() -> None:
-    interruption = Interruption()
-    interruption.take_note(signal.SIGINT)
-    line = interruption.describe(where="after batch 3")
-    assert line == "Ctrl-C: stopped after batch 3, without a checkpoint"
-
-
 def test_handlers_are_put_back_after_an_exception() -> None:
     before = signal.getsignal(signal.SIGINT)
 
