@@ -27,7 +27,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, Protocol
+from typing import ParamSpec, Protocol
 
 import torch.distributed as dist
 from torch import Tensor, nn
