@@ -48,7 +48,7 @@ import difflib
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -232,6 +232,34 @@ def facts_of(error: BaseException) -> _Facts:
     """
     found = vars(error).get(_FACTS)
     return found if isinstance(found, _Facts) else _Facts()
+
+
+def keys_of(error: BaseException) -> tuple[str, ...]:
+    """The arguments, or the dotted keys of a config, that an error is about; none if unknown.
+
+    >>> keys_of(ValueError())
+    ()
+    """
+    return facts_of(error).keys
+
+
+@contextlib.contextmanager
+def about(*keys: object) -> Iterator[None]:
+    """Remember of each error which keys it is about; what lies inside knows better.
+
+    >>> try:
+    ...     with about("model"), about("model.args"):
+    ...         raise ConfigError("no such argument")
+    ... except ConfigError as error:
+    ...     keys_of(error)
+    ('model.args',)
+    """
+    try:
+        yield
+    except Exception as error:
+        if not keys_of(error):
+            remember(error, keys=tuple(map(str, keys)))
+        raise
 
 
 class AutomicroError(Exception):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro.errors import BatchError, LossError, suggestion
-from automicro.units import Duration, Unit, parse_time
+from automicro.units import Duration, Unit, parse_time, read_duration
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What autocast computes in, by the name of a precision; None for the model's own types."""
@@ -187,14 +187,9 @@ def check_optimizer(
         )
     if isinstance(innermost, torch.optim.LBFGS):
         raise ValueError(
-            "LBFGS evaluates the loss several times in one step through a closure, which cannot "
-            "be one transaction; use another optimizer, or, in a loop of your own, leave "
-            "optimizer= out and call backward inside the closure:\n"
-            "    microbatcher = Microbatcher(model, loss_fn=loss_fn)\n"
-            "    def closure():\n"
-            "        optimizer.zero_grad()\n"
-            "        return microbatcher.backward(batch).loss\n"
-            "    optimizer.step(closure)"
+            "LBFGS evaluates the loss several times in one step, which cannot be one transaction; "
+            "use another optimizer, or leave optimizer= out and call backward inside the closure "
+            "that you hand to its step"
         )
     known = {id(parameter) for module in modules for parameter in module.parameters()}
     parameters = [p for group in innermost.param_groups for p in group["params"]]
@@ -432,11 +427,8 @@ def read_accumulation(value: object) -> int | Duration:
     """
     if not isinstance(value, str | Duration):
         return read_count("accumulate_batches", value)
-    try:
-        size = Duration.parse(value)
-    except ValueError:
-        size = None
-    if size is None or size.unit is Unit.EPOCHS:
+    size = read_duration("accumulate_batches", value)
+    if size.unit is Unit.EPOCHS:
         raise ValueError(
             f"accumulate_batches={str(value)!r} is no size of a batch; give a number of batches, "
             "or a size such as '1024sp' (samples), '1e6tok' (tokens) or '5h' (hours of data)"

@@ -12,7 +12,9 @@ from typing import TypeAlias
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from automicro.units import Duration, Unit
+from automicro.errors import about
+from automicro.options import read_count
+from automicro.units import Duration, Unit, read_duration
 
 Steps: TypeAlias = int | str | Duration
 
@@ -136,24 +138,16 @@ def _read_steps(name: str, value: Steps, *, at_least: int) -> int:
     >>> _read_steps("total", "300ba", at_least=1)
     300
     """
-    form = f"give a whole number of at least {at_least}, or text such as '50ba' (batches)"
-    if isinstance(value, bool) or not isinstance(value, int | str | Duration):
-        raise TypeError(
-            f"{name}={value!r} is of type {type(value).__name__}, and steps are counted: {form}"
-        )
-    if isinstance(value, int):
-        if value < at_least:
-            raise ValueError(f"{name}={value} is not a number of optimizer steps: {form}")
-        return value
-    try:
-        duration = Duration.parse(value)
-    except ValueError:
-        raise ValueError(f"{name}={value!r} is not a number of optimizer steps: {form}") from None
-    if duration.unit is not Unit.BATCHES:
-        raise ValueError(
-            f"{name}={str(value)!r} counts {duration.unit.name.lower()}, and how many optimizer "
-            f"steps these are is not known here: {form}"
-        )
+    with about(name):
+        if not isinstance(value, str | Duration):
+            return read_count(name, value, least=at_least)
+        duration = read_duration(name, value)
+        if duration.unit is not Unit.BATCHES:
+            raise ValueError(
+                f"{name}={str(value)!r} counts {duration.unit.name.lower()}, and how many "
+                f"optimizer steps these are is not known here: give a whole number of at least "
+                f"{at_least}, or text such as '50ba' (batches)"
+            )
     return duration.value
 
 

@@ -35,6 +35,17 @@ _WORDS = {
 _OF_DATA = {"h": 3600, "min": 60, "sec": 1}
 
 
+def duration_meant(number: object, name: str) -> str:
+    """How a number of epochs, batches and so on is written; empty where no such name is known.
+
+    >>> duration_meant(3, "epochs"), duration_meant(9, "max_steps"), duration_meant(3, "parsecs")
+    ('3ep', '9ba', '')
+    """
+    word = re.sub("^((max|num|total|train)_)*", "", name)
+    unit = next((unit for unit in Unit if word in _WORDS[unit]), "")
+    return f"{number}{unit}" if unit and str(number).isdecimal() else ""
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Duration:
     """A number of epochs, optimization batches, samples, tokens or seconds of data.
@@ -106,12 +117,10 @@ def read_duration(name: str, duration: str | Duration) -> Duration:
     if found is not None:
         return found
     text = str(duration).strip()
-    may_be_none = name == "interval" or name.endswith((".interval", "eval_interval"))
-    never = ", or None" if may_be_none else ""
     why = (
         f"is not a whole number of epochs, batches, samples, tokens or seconds of data, at "
         f"least 1{_meant_duration(text) or _counted_otherwise(text)}; write it like '2ep', "
-        f"'500ba', '10000sp', '1e6tok' or '100h'{never}"
+        f"'500ba', '10000sp', '1e6tok' or '100h'"
     )
     if text.isdecimal() and int(text) > 0:
         why = (
@@ -148,10 +157,8 @@ def _counted_otherwise(text: str) -> str:
 def _meant_duration(text: str) -> str:
     """A hint to be put behind what is no duration; empty where it is not known what was meant."""
     match = re.fullmatch(r"(\d+)\s*([a-z]+)", text.lower())
-    if match is None:
-        return ""
-    unit = next((unit for unit in Unit if match[2] in _WORDS[unit]), None)
-    return "" if unit is None else f" (did you mean '{match[1]}{unit}'?)"
+    meant = match and duration_meant(*match.groups())
+    return f" (did you mean '{meant}'?)" if meant else ""
 
 
 _UNITS = {"": 1, "b": 1, "byte": 1, "bytes": 1}

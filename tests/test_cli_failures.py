@@ -325,7 +325,7 @@ WRITTEN = {
     "eval_interval=1000 samples": (
         "eval_interval='1000 samples' is not a whole number of epochs, batches, samples, "
         "tokens or seconds of data, at least 1 (did you mean '1000sp'?); write it like '2ep', "
-        "'500ba', '10000sp', '1e6tok' or '100h', or None"
+        "'500ba', '10000sp', '1e6tok' or '100h'"
     ),
     "seed=": (
         "the override 'seed=' has no value: write seed=null for none, or 'seed=\"\"' for an empty "

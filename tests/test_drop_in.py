@@ -175,16 +175,6 @@ def test_lbfgs_ends_where_the_plain_loop_does_in_a_closure() -> None:
     assert are_equal(model, plain)
 
 
-def test_lbfgs_as_optimizer_is_refused_with_these_lines() -> None:
-    page = (DOCS.parent / "drop_in.md").read_text(encoding="utf-8")
-    model, _, _ = small()
-    with pytest.raises(ValueError, match="LBFGS evaluates the loss several times") as caught:
-        Microbatcher(model, loss_fn=nn.MSELoss(), optimizer=torch.optim.LBFGS(model.parameters()))
-    shown = [line.strip() for line in str(caught.value).splitlines()[2:]]
-    assert len(shown) == 4
-    assert all(line in page for line in shown)
-
-
 def test_a_gan_trains_to_the_weights_of_the_plain_loop() -> None:
     page = (DOCS.parent / "drop_in.md").read_text(encoding="utf-8")
     code = next(each for each in page.split("```python\n") if "generator" in each).split("```")[0]

@@ -187,12 +187,13 @@ CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a number as text": (
         constant_with_warmup,
         {"warmup": "50"},
-        "warmup='50' is not a number of optimizer steps: " + FORM.format(0),
+        "warmup='50' has no unit; say '50ep' (epochs), '50ba' (batches), '50sp' (samples) or "
+        "'50tok' (tokens)",
     ),
     "a share of no total": (
         constant_with_warmup,
         {"warmup": 0.1},
-        "warmup=0.1 is of type float, and steps are counted: " + FORM.format(0),
+        "warmup is 0.1, not a whole number; pass an int such as 0",
     ),
     "a share of more than all": (
         cosine_with_warmup,
@@ -203,27 +204,27 @@ CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a flag": (
         cosine_with_warmup,
         {"warmup": True, "total": 10},
-        "warmup=True is of type bool, and steps are counted: " + FORM.format(0),
+        "warmup is True, not a whole number; pass an int such as 0",
     ),
     "nothing": (
         cosine_with_warmup,
         {"warmup": 1, "total": None},
-        "total=None is of type NoneType, and steps are counted: " + FORM.format(1),
+        "total is None, not a whole number; pass an int such as 1",
     ),
     "a negative warm-up": (
         constant_with_warmup,
         {"warmup": -1},
-        "warmup=-1 is not a number of optimizer steps: " + FORM.format(0),
+        "warmup=-1 must be at least 0; pass an int such as 0",
     ),
     "no steps at all": (
         linear_with_warmup,
         {"warmup": 0, "total": 0},
-        "total=0 is not a number of optimizer steps: " + FORM.format(1),
+        "total=0 must be at least 1; pass an int such as 1",
     ),
     "no warm-up to take the root of": (
         inverse_sqrt_with_warmup,
         {"warmup": 0},
-        "warmup=0 is not a number of optimizer steps: " + FORM.format(1),
+        "warmup=0 must be at least 1; pass an int such as 1",
     ),
     "a warm-up longer than all": (
         linear_with_warmup,

@@ -4,7 +4,10 @@ After changing a message, write the table anew with ``python -m tests.test_wrong
 the difference with a user's eyes: what is wrong, the values, what to do.
 """
 
+import contextlib
+import functools
 import re
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +34,7 @@ from automicro import (
     verify,
 )
 from automicro.features import Carry, with_features
+from tests.config_jobs import build_trainer, job
 
 TABLE = Path(__file__).with_name("messages.md")
 
@@ -274,7 +278,152 @@ TRAINER: dict[str, Callable[[], object]] = {
     "eval without data": evaluate_nothing,
 }
 
-CASES = {"The primitive": PRIMITIVE, "The trainer": TRAINER}
+DATA = "{call: torch.utils.data.DataLoader, args: {dataset: [1]}}"
+CALLBACKS = "automicro.callbacks"
+STOPPING = f"{CALLBACKS}.EarlyStopping"
+LINES = "automicro.loggers.JSONLinesLogger"
+WRONG_OVERRIDES = (
+    "optimzer.call=x",
+    "epochs=3",
+    "1=2",
+    "lr=0.3",
+    "out_features=3",
+    "optimizer.lr=0.3",
+    "seed=many",
+    "seed=1.5",
+    "grad_clip_norm=big",
+    "strict_divisible=maybe",
+    "device=[cpu]",
+    "max_duration={a: 1}",
+    "microbatch_size=1.5",
+    "eval_microbatch_size=true",
+    "memory_limit=1.5",
+    "max_duration=2",
+    "microbatch_size=0",
+    "grad_clip_norm=-1",
+    "memory_limit=lots",
+    "global_batch_size=0",
+    "eval_global_batch_size=0",
+    "eval_global_batch_size=many",
+    "accumulate_batches=0",
+    "accumulate_batches=null",
+    "accumulate_batches=many",
+    "rehearse=worse",
+    "scheduler_interval=epochs",
+    "non_finite=halt",
+    "precision=bf61",
+    "batchnorm=wran",
+    "loss_average=sample",
+    "loss_average={language: token}",
+    "channels_last=sometimes",
+    "deterministic=1.5",
+    "probe=never",
+    "compile=fast",
+    "compile=null",
+    "eval_interval=0ep",
+    "max_duration=10xp",
+    "loss_average=3",
+    "batch_layout=rows",
+    "seed=-1",
+    "weights=none.pt",
+    "run_dir=[a]",
+    "parameter_groups=null",
+    "parameter_groups=[bias]",
+    "parameter_groups=[{param: bias}]",
+    "model=torch.nn.Linear",
+    "model=null",
+    "model.cal=x",
+    "model={args: {}}",
+    "model.call=3",
+    "model.args=[1]",
+    "model.args={1: 2}",
+    "model.args.device={call: torch.device, arg: 1}",
+    "metrics=[1]",
+    "metrics.accuracy=high",
+    "count_tokens=len",
+    "model.call=torch.nn.linear",
+    "model.call=torch.optimm.AdamW",
+    "model.call=torhc.nn.Linear",
+    "model.call=argprase.Net",
+    "model.call=torch/nn",
+    "model.call=dict",
+    "model.call=torch.nn",
+    "optimizer.call=torch.optim.adamw",
+    "model.call=torch.pi",
+    "model.args.in_feature=3",
+    "model.args=null",
+    "scheduler.call=torch.optim.lr_scheduler.StepLR",
+    "optimizer.args.params=[]",
+    "optimizer={call: gc.collect_all}",
+    "optimizer={call: time.get_clock_info.missing}",
+    "optimizer={call: shutil.get_archive_formats}",
+    "train_dataloader.args.batch_size=${global_batch_size}",
+    "train_dataloader.args.batch_size=${global_batch}",
+    "run_dir=${when:%Y}",
+    "seed=${max_duration}",
+    "model=???",
+    "model.args={in_features: '???', out_features: '???'}",
+    "model.args.bias=???",
+    "eval_dataloader=${model.args}",
+    "model.args.in_features=${train_data.args.batch_size}",
+    "max_duration",
+    "=3",
+    "optimizer.args={lr: [",
+    "optimizer.args.lr.x=1",
+    "train_dataloader.args.dataset.3=1",
+    "max_time=2 hours",
+    "max_time=1:30:00",
+    "max_time=[2h]",
+    f"callbacks={STOPPING}",
+    f"loggers={{call: {LINES}}}",
+    f"callbacks=[{STOPPING}]",
+    "loggers=[null]",
+    f"callbacks=[{{call: {CALLBACKS}.EarlyStoping}}]",
+    f"callbacks=[{{call: {STOPPING}, args: {{patient: 3}}}}]",
+    f"callbacks=[{{call: {STOPPING}, patience: 3}}]",
+    f"loggers=[{{call: {LINES}}}]",
+    "callbacks=[{call: torch.nn.ReLU}]",
+    "loggers=[{call: torch.nn.ReLU}]",
+    "checkpoint={}",
+    "checkpoint=true",
+    "checkpoint=runs/a",
+    "checkpoint.intervall=3ep",
+    "keep_last=3",
+    "checkpoint.keep_last=many",
+    "checkpoint.keep_best=null",
+    "checkpoint.folder=3",
+    "checkpoint.asynchronous=sometimes",
+    "checkpoint={folder: a, interval: 3}",
+    "checkpoint={folder: a, keep_last: 0}",
+    "checkpoint={folder: a, best_mode: mni}",
+    "checkpoint={folder: a, resume: atuo}",
+    "checkpoint.folder=${rundir}/a",
+    "eval_dataloader={cal: a.b}",
+    "eval_dataloader={seen: {cal: a.b}}",
+    "eval_dataloader={seen: a.b}",
+    f"eval_dataloader={{seen: {DATA}, new: 3}}",
+    f"eval_dataloader={{seen/all: {DATA}}}",
+    "eval_dataloader={seen: {max_batches: 3}}",
+    f"eval_dataloader={{data: {DATA}, max_batch: 3}}",
+    f"eval_dataloader={{new: {{data: {DATA}, max_batches: all}}}}",
+    f"eval_dataloader={{new: {{data: {DATA}, max_batches: 0}}}}",
+    f"eval_dataloader={{new: {{data: {DATA}, interval: 3}}}}",
+    f"eval_dataloader={{data: {DATA}, microbatch_size: 0}}",
+    f"eval_dataloader={{new: {{data: {DATA}, metrics: [a]}}}}",
+    "eval_dataloader={new: {data: {call: torch.utils.data.DataLoadr}}}",
+)
+
+
+def config_with(override: str) -> object:
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        return build_trainer(job(override))
+
+
+CONFIGS: dict[str, Callable[[], object]] = {
+    override: functools.partial(config_with, override) for override in WRONG_OVERRIDES
+}
+
+CASES = {"The primitive": PRIMITIVE, "The trainer": TRAINER, "Configs": CONFIGS}
 
 
 def message(use: Callable[[], object]) -> str:

@@ -13,7 +13,6 @@
     config/keys    the names of all keys, in groups
     config/schema  each key with its type and default
     config/sources YAML files and overrides, and which of them brought a mistake
-    config/resolve interpolations and global batch sizes
     config/check   whether values belong where they stand
     config/load    all of this: from files and overrides to a RunConfig
     config/nodes   {call: dotted.path, args: {…}}

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from automicro.cli.config.keys import KEYS
+from automicro.cli.config.keys import KEYS, TO_TRAIN
 from automicro.cli.output import importing, results_alone
 from automicro.errors import ConfigError
 
@@ -126,8 +126,8 @@ def look_for_files(inputs: Sequence[str], *, command: str) -> None:
 def reading(
     arguments: argparse.Namespace,
     *,
-    needs: Sequence[str],
-    unused: Collection[str],
+    needs: Sequence[str] = TO_TRAIN,
+    unused: Collection[str] = (),
     for_ranks: bool = False,
     results_only: bool = True,
 ) -> "Iterator[tuple[Job, Recipe, TextIO]]":
@@ -144,14 +144,14 @@ def reading(
         The job, the recipe of what to make, and where results go.
     """
     look_for_files(arguments.inputs, command=arguments.command)
-    with importing(arguments.inputs):
+    with importing(arguments.inputs, in_logs=for_ranks):
         from automicro.cli.config.build import Recipe
         from automicro.cli.job import Job
 
     job = Job(arguments.inputs, command=arguments.command, for_ranks=for_ranks)
-    loading = job.reading(required=needs, check=partial(Recipe, without=unused))
-    with loading as loaded, results_alone(results_only) as results:
-        yield job, loaded.checked, results
+    loading = job.reading(needs, check=partial(Recipe, without=unused))
+    with loading as recipe, results_alone(results_only) as results:
+        yield job, recipe, results
 
 
 def whole_number(text: str) -> int:

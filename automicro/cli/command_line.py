@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from automicro.cli.arguments import FORM, exit_code_lines
 from automicro.cli.commands import COMMANDS
 from automicro.cli.config.keys import KEYS
-from automicro.cli.errors import warnings_in_one_line
 from automicro.cli.output import one_rank_speaks
 from automicro.errors import suggestion
+from automicro.units import duration_meant
 from automicro.version import __version__
 
 DESCRIPTION = """\
@@ -33,26 +33,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parse(argv)
     except SystemExit as exit:  # argparse has written its message
         return int(exit.code or 0)
+    from automicro.cli import errors
+
     try:
-        with one_rank_speaks(), warnings_in_one_line():
+        with one_rank_speaks(), errors.warnings_in_one_line():
             code = COMMANDS[arguments.command].run(arguments)
         print(end="", flush=True)
         return code
     except (Exception, KeyboardInterrupt, SystemExit) as error:
-        from automicro.cli.errors import (
-            CLOSED_PIPE,
-            forget_stdout,
-            is_closed_pipe,
-            is_sigterm,
-            show_failure,
-        )
-
-        if is_closed_pipe(error):
-            forget_stdout()
-            return CLOSED_PIPE
-        if isinstance(error, SystemExit) and not is_sigterm(error):  # the user's own
+        if errors.is_closed_pipe(error):
+            errors.forget_stdout()
+            return errors.CLOSED_PIPE
+        if isinstance(error, SystemExit) and not errors.is_sigterm(error):  # the user's own
             raise
-        return show_failure(error, debug=arguments.debug)
+        return errors.show_failure(error, debug=arguments.debug)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -75,7 +69,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for each in rest:
         if each.startswith("-"):
             known = re.findall(r"--[\w-]+", mine.format_usage())
-            hint = _key_meant(each) or suggestion(each, known)
+            hint = _key_meant(each, *given[given.index(each) + 1 :]) or suggestion(each, known)
             mine.error(
                 f"unknown option {each!r}{hint}: use some of "
                 f"{', '.join(known)}; options of a config are key=value"
@@ -91,12 +85,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _key_meant(option: str) -> str:
+def _key_meant(option: str, *behind: str) -> str:
     key, equals, value = option.lstrip("-").partition("=")
     key = key.replace("-", "_")
-    if key.partition(".")[0] not in KEYS:
-        return ""
-    return f" (did you mean '{key}={value if equals else 'VALUE'}'?)"
+    if not equals:
+        value = "VALUE" if not behind or behind[0].startswith("-") else behind[0]
+    if duration := duration_meant(value, key):
+        key, value = "max_duration", duration
+    return f" (did you mean '{key}={value}'?)" if key.partition(".")[0] in KEYS else ""
 
 
 def make_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:

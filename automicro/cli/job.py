@@ -10,12 +10,11 @@ from torch import nn
 
 from automicro.cli.arguments import split_inputs
 from automicro.cli.config.build import Recipe
-from automicro.cli.config.keys import about, key_in, keys_of
 from automicro.cli.config.load import LoadedConfig, read_config
-from automicro.cli.config.schema import TO_TRAIN, RunConfig
-from automicro.cli.config.sources import ElsewhereError, Sources
+from automicro.cli.config.schema import RunConfig
+from automicro.cli.config.sources import ElsewhereError
 from automicro.cli.errors import is_bug_of_ours, is_refusal, summarize_error
-from automicro.errors import AutomicroError, ConfigError, DataLoaderError
+from automicro.errors import AutomicroError, ConfigError, DataLoaderError, about, keys_of
 from automicro.options import check_model
 from automicro.trainer.device import choose_device
 from automicro.trainer.processes import process_in_environment
@@ -39,20 +38,23 @@ class Job:
         self._command = command
         self._for_ranks = for_ranks
         self.files, self._overrides = split_inputs(inputs, command=command)
-        self._sources: Sources | None = None  # until the config was read
+        self.loaded: LoadedConfig  # once the config was read
 
     @contextlib.contextmanager
     def reading(
         self,
-        required: Sequence[str] = TO_TRAIN,
+        required: Sequence[str],
         *,
-        check: Callable[[RunConfig], object] = Recipe,
-    ) -> Iterator[LoadedConfig]:
+        check: Callable[[RunConfig], Recipe],
+    ) -> Iterator[Recipe]:
         """Read the config; meanwhile modules are found beside its files, and where we are.
 
         Args:
             required: the keys that the command cannot do without.
             check: looks at all that the command takes of it, and makes nothing.
+
+        Returns:
+            What ``check`` gave.
         """
 
         def examine(config: RunConfig) -> object:
@@ -66,15 +68,14 @@ class Job:
 
         num_processes = self._count_processes()
         with _importing_beside(*self.files):
-            loaded = read_config(
+            self.loaded = read_config(
                 self.files,
                 self._overrides,
                 required=required,
                 num_devices=num_processes,
                 check=examine,
             )
-            self._sources = loaded.sources
-            yield loaded
+            yield self.loaded.checked
 
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:
@@ -85,7 +86,7 @@ class Job:
             if is_bug_of_ours(error):
                 raise
             text = str(error) if isinstance(error, ConfigError) else summarize_error(error)
-            raise ConfigError(self._located(text, keys_of(error) or key_in(text))) from error
+            raise ConfigError(self._located(text, keys_of(error))) from error
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
@@ -100,11 +101,9 @@ class Job:
 
     def _located(self, text: str, keys: Sequence[str]) -> str:
         """A message with the lines that it is about, and what else has a part in their values."""
-        if self._sources is None:
-            return f"{' + '.join(self.files)}: {text}"
         said, *notes = text.split("\n", 1)
-        whole = [said + self._sources.borrowed(said, keys), *notes]
-        return f"{self._sources.origin(keys)}: " + "\n".join(whole)
+        whole = [said + self.loaded.sources.borrowed(keys), *notes]
+        return f"{self.loaded.sources.origin(keys)}: " + "\n".join(whole)
 
     def _count_processes(self) -> int:
         try:

@@ -90,6 +90,8 @@ def _say(text: str, style: str) -> None:
     from rich.console import Console
     from rich.text import Text
 
+    with contextlib.suppress(OSError, ValueError):  # closed
+        sys.stdout.flush()  # behind a pipe, what was printed before comes before
     line = Text.assemble(("automicro:", style), f" {text}")
     Console(stderr=True).print(line, soft_wrap=True)
 

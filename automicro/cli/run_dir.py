@@ -21,7 +21,7 @@ from automicro.cli.config.load import to_yaml
 from automicro.cli.config.nodes import leaves
 from automicro.cli.config.sources import read_file
 from automicro.cli.output import to_json
-from automicro.errors import ConfigError, PeerLostError, add_note, facts_of, remember
+from automicro.errors import ConfigError, PeerLostError, about, add_note, facts_of, remember
 from automicro.events.run import GlobalBatch
 from automicro.files import write_whole
 from automicro.trainer.failed_batch import CONFIG, KEPT
@@ -61,6 +61,7 @@ class RunDir:
         """Whether this run was started here before."""
         return self._path is not None and (self._path / CONFIG).exists()
 
+    @about("run_dir")
     def finished(self) -> FitSummary | None:
         """What the run came to, where it trained to its end and goes on from there."""
         if self._path is None or not self._goes_on or not (self._path / SUMMARY).exists():
@@ -75,6 +76,7 @@ class RunDir:
         # A run whose time was over is not at its end: it goes on when it is started again.
         return None if summary.stop_reason == TIME_IS_OVER else summary
 
+    @about("run_dir")
     def begin(self) -> None:
         """Write the config."""
         if self._path is None:
@@ -102,6 +104,7 @@ class RunDir:
         return f"wrote {CONFIG}, {SUMMARY} and {WEIGHTS} into {self._path}"
 
 
+@about("run_dir")
 def _refuse_another_run(folder: Path, config: Mapping[str, Any], *, goes_on: bool) -> None:
     where = f"run_dir={str(folder)!r}"
     path = folder / CONFIG

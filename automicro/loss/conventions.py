@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from automicro.batch.reading import reading_of
 from automicro.batch.tensors import map_tensors
-from automicro.errors import BatchError, LossError
+from automicro.errors import BatchError, LossError, about
 from automicro.torch_private import FakeTensor
 
 TARGET_KEYS = ("labels", "label", "targets", "target")
@@ -158,13 +158,11 @@ def choose_convention(
         ValueError: both are given, or state is carried without ``forward``.
     """
     for name, function in (("forward", forward), ("loss_fn", loss_fn)):
-        if function is not None and not callable(function):
-            raise TypeError(f"{name}={function!r} cannot be called; {HOW_TO_GIVE_A_LOSS}")
-        if isinstance(function, type) and issubclass(function, nn.Module):
-            raise TypeError(
-                f"{name} is the class {function.__name__}; make an instance: "
-                f"{name}={function.__name__}()"
-            )
+        with about(name):
+            if function is not None and not callable(function):
+                raise TypeError(f"{name}={function!r} cannot be called; {HOW_TO_GIVE_A_LOSS}")
+            if isinstance(function, type) and issubclass(function, nn.Module):
+                raise TypeError(f"{name} is the class {function.__name__}; make an instance of it")
     if forward is not None and loss_fn is not None:
         raise ValueError(
             "both forward and loss_fn were given, and only one can compute the loss; call the "

@@ -1,17 +1,22 @@
 """``automicro cache``: list the sizes that runs have found, and forget them."""
 
+from __future__ import annotations
+
 import argparse
 import dataclasses
 import datetime
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from automicro.cli.arguments import Command
 from automicro.cli.output import to_json
 from automicro.errors import ConfigError
-from automicro.remembered.cache import RememberedSize, SizeCache
 from automicro.units import format_bytes, parse_time
+
+if TYPE_CHECKING:
+    from automicro.remembered.cache import RememberedSize, SizeCache
 
 DESCRIPTION = """\
 List the microbatch sizes that earlier runs have found, or clear them. A run with
@@ -44,6 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"{' and '.join(f'--{name}' for name in forms)} do not go together: give one of them"
         )
+    from automicro.remembered.cache import SizeCache
+
     which = _choose_sizes(older_than=arguments.older_than, model=arguments.model)
     cache = SizeCache()
     if arguments.clear:

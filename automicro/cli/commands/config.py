@@ -7,8 +7,8 @@ import re
 import textwrap
 from dataclasses import dataclass
 
-from automicro.cli.arguments import Command, add_inputs, look_for_files
-from automicro.cli.config.keys import GROUPS, KEYS
+from automicro.cli.arguments import Command, add_inputs, reading
+from automicro.cli.config.keys import GROUPS, KEYS, TO_TRAIN
 from automicro.cli.output import print_yaml
 from automicro.errors import ConfigError, suggestion
 
@@ -126,12 +126,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print_config(arguments: argparse.Namespace) -> None:
-    look_for_files(arguments.inputs, command="config")
-    from automicro.cli.config.load import to_yaml
-    from automicro.cli.job import Job
+    with reading(arguments, results_only=False) as (job, _, _):
+        from automicro.cli.config.load import to_yaml
 
-    with Job(arguments.inputs, command="config").reading() as loaded:
-        print_yaml(to_yaml(loaded.written if arguments.set else loaded.everything))
+        print_yaml(to_yaml(job.loaded.written if arguments.set else job.loaded.everything))
 
 
 def _take_no_inputs(arguments: argparse.Namespace, option: str) -> None:
@@ -195,7 +193,6 @@ def _describe_keys() -> dict[str, list[Key]]:
     from automicro.cli.config.load import to_yaml
     from automicro.cli.config.schema import (
         EXAMPLES,
-        TO_TRAIN,
         defaults,
         keys_inside,
         type_in_words,

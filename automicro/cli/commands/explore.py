@@ -1,17 +1,10 @@
 """``automicro explore``: which microbatch size is the fastest, before a run."""
 
 import argparse
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from automicro.cli.arguments import Command, add_inputs, reading, whole_number
-from automicro.cli.config.keys import LISTS
+from automicro.cli.config.keys import LISTS, mistake
 from automicro.cli.output import to_json
-from automicro.tools.pictures import check_name, save
-
-if TYPE_CHECKING:
-    from automicro.cli.config.build import Recipe
-    from automicro.tools.explore import ExploreReport
 
 DESCRIPTION = """\
 Measure which microbatch size is the fastest for a config's model, on its own data:
@@ -64,6 +57,8 @@ def _minutes(text: str) -> float:
 
 
 def _picture(text: str) -> str:
+    from automicro.tools.pictures import check_name
+
     try:
         check_name(text)
     except (ImportError, ValueError) as error:
@@ -78,46 +73,28 @@ def run(arguments: argparse.Namespace) -> int:
         loader, other = other, loader
     unused = UNUSED | {other}
     with reading(arguments, needs=("model", loader), unused=unused) as (job, recipe, results):
+        from automicro.cli.job import make_computation
+        from automicro.step.plan import ROWS
+        from automicro.tools.explore import explore
+        from automicro.tools.pictures import save
+        from automicro.trainer.evaluators import read_evaluators
+        from automicro.trainer.surroundings import noting
+
+        config = recipe.config
         with job.making():
-            examine = _make(recipe, arguments, loader)
-        report = examine()
-        if arguments.picture is not None:
-            save(report.picture(), arguments.picture)
-        print(to_json(report.to_dict()) if arguments.json else report, file=results)
-    return 0
-
-
-def _make(
-    recipe: "Recipe", arguments: argparse.Namespace, loader: str
-) -> "Callable[[], ExploreReport]":
-    """Make what takes part, and return what measures it."""
-    from automicro.cli.job import make_computation
-    from automicro.errors import ConfigError
-    from automicro.step.plan import ROWS
-    from automicro.tools.explore import explore
-    from automicro.trainer.evaluators import read_evaluators
-    from automicro.trainer.surroundings import noting
-
-    config = recipe.config
-    if config.microbatch_unit != ROWS:
-        raise ConfigError(
-            f"microbatch_unit={config.microbatch_unit}: explore measures numbers of rows, and "
-            "slices of a budget are packed for the least time already; leave the size to "
-            "microbatch_size=auto, or explore with microbatch_unit=rows"
-        )
-    model, options = make_computation(recipe)
-    options |= {
-        "precision": "bf16" if config.precision == "fp16" else config.precision,
-        "memory_limit": config.memory_limit,
-    }
-    data = recipe.make(loader)
-    if arguments.eval:
-        evaluators = read_evaluators("eval_dataloader", data)
-        data = next(iter(evaluators.values())).dataloader
-
-    def examine() -> "ExploreReport":
+            if config.microbatch_unit != ROWS:
+                raise mistake(
+                    f"microbatch_unit={config.microbatch_unit}: explore measures numbers of rows, "
+                    "and slices of a budget are packed for the least time already; leave the size "
+                    "to microbatch_size=auto, or explore with microbatch_unit=rows",
+                    "microbatch_unit",
+                )
+            model, options = make_computation(recipe)
+            data = recipe.make(loader)
+            if arguments.eval:
+                data = next(iter(read_evaluators(loader, data).values())).dataloader
         with noting(lambda: f"while measuring sizes on {loader}"):
-            return explore(
+            report = explore(
                 model,
                 data,
                 evaluate=arguments.eval,
@@ -125,10 +102,14 @@ def _make(
                 max_minutes=arguments.max_minutes,
                 max_rows=arguments.max_rows,
                 emit=print,
+                precision="bf16" if config.precision == "fp16" else config.precision,
+                memory_limit=config.memory_limit,
                 **options,
             )
-
-    return examine
+        if arguments.picture is not None:
+            save(report.picture(), arguments.picture)
+        print(to_json(report.to_dict()) if arguments.json else report, file=results)
+    return 0
 
 
 COMMAND = Command(

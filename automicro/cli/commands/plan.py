@@ -1,19 +1,13 @@
 """``automicro plan``: the largest microbatch that will fit a device, before the run."""
 
 import argparse
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 from automicro.cli.arguments import Command, add_inputs, reading, whole_number
 from automicro.cli.config.keys import LISTS
 from automicro.cli.output import to_json
 from automicro.errors import ConfigError
-
-if TYPE_CHECKING:
-    from automicro.cli.config.build import Recipe
-    from automicro.tools.plan.report import PlanReport
 
 DESCRIPTION = """\
 Tell the largest microbatch of a config's model that will fit a device, into how
@@ -77,16 +71,41 @@ def run(arguments: argparse.Namespace) -> int:
         recipe,
         results,
     ):
+        from automicro.cli.job import first_batch
         from automicro.tools.plan.devices import read_memory
+        from automicro.tools.plan.plan import plan
+        from automicro.trainer.surroundings import noting
 
         try:
             read_memory(arguments.memory, arguments.device or "cuda")
         except (TypeError, ValueError) as error:
             raise ConfigError(f"plan: {error}") from None
+        config = recipe.config
         with job.making():
-            examine = _make(recipe, arguments)
+            options = {
+                "loss_fn": recipe.make("loss_fn"),
+                "forward": recipe.make("forward"),
+                "optimizer": recipe.optimizer,
+                "memory": arguments.memory or (None if arguments.device else config.memory_limit),
+                "device": arguments.device or "cuda",
+                "rows": arguments.rows,
+                "ranks": arguments.ranks,
+                "precision": config.precision,
+                "gradient_sums": config.gradient_sums,
+                "recompute": arguments.recompute,
+                "when_too_large": config.when_too_large,
+                "nested": config.nested,
+                "sync": config.sync,
+                "train": not arguments.eval,
+                "batch_layout": config.batch_layout,
+            }
+            data = recipe.make("train_dataloader")
         with job.asking():
-            report = examine()
+            batch = first_batch(data)
+            with noting(lambda: "in planning, on the first batch of train_dataloader"):
+                report = plan(partial(recipe.make_model, with_weights=False), batch, **options)
+        if config.batchnorm == "exact":
+            report = replace(report, assumptions=[*report.assumptions, _NOT_EXACT])
         print(to_json(report.to_dict(), indent=2) if arguments.json else report, file=results)
     return report.exit_code
 
@@ -95,43 +114,6 @@ _NOT_EXACT = (
     "BatchNorm sees each microbatch alone; in the slices of batchnorm='exact' a batch takes other "
     "memory, which is not planned"
 )
-
-
-def _make(recipe: "Recipe", arguments: argparse.Namespace) -> "Callable[[], PlanReport]":
-    """Return what plans a step on the first batch."""
-    from automicro.cli.job import first_batch
-    from automicro.tools.plan.plan import plan
-    from automicro.trainer.surroundings import noting
-
-    config = recipe.config
-    options: dict[str, Any] = {
-        "loss_fn": recipe.make("loss_fn"),
-        "forward": recipe.make("forward"),
-        "optimizer": recipe.optimizer,
-        "memory": arguments.memory or (None if arguments.device else config.memory_limit),
-        "device": arguments.device or "cuda",
-        "rows": arguments.rows,
-        "ranks": arguments.ranks,
-        "precision": config.precision,
-        "gradient_sums": config.gradient_sums,
-        "recompute": arguments.recompute,
-        "when_too_large": config.when_too_large,
-        "nested": config.nested,
-        "sync": config.sync,
-        "train": not arguments.eval,
-        "batch_layout": config.batch_layout,
-    }
-    data = recipe.make("train_dataloader")
-
-    def examine() -> "PlanReport":
-        batch = first_batch(data)
-        with noting(lambda: "in planning, on the first batch of train_dataloader"):
-            report = plan(partial(recipe.make_model, with_weights=False), batch, **options)
-        if config.batchnorm != "exact":
-            return report
-        return replace(report, assumptions=[*report.assumptions, _NOT_EXACT])
-
-    return examine
 
 
 COMMAND = Command(

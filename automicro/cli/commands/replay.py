@@ -1,7 +1,6 @@
 """``automicro replay``: a batch that did not fit, run once more."""
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,6 @@ from automicro.errors import ConfigError, describe_error
 
 if TYPE_CHECKING:
     from automicro.cli.config.build import Recipe
-    from automicro.tools.replay import ReplayReport
     from automicro.trainer.failed_batch import FailedBatch
 
 DESCRIPTION = """\
@@ -40,10 +38,33 @@ def run(arguments: argparse.Namespace) -> int:
     path: Path = arguments.file
     arguments.inputs = _with_config(path, arguments.inputs)
     with reading(arguments, needs=("model",), unused=UNUSED) as (job, recipe, results):
+        from automicro.cli.job import make_computation
+        from automicro.tools.replay import replay
+        from automicro.trainer.optimizer import build_optimizer
+        from automicro.trainer.surroundings import noting
+
+        config = recipe.config
         with job.making():
             failed = _load(path, recipe)
-            examine = _make(recipe, failed)
-        report = examine()
+            model, options = make_computation(recipe)
+            groups = config.parameter_groups if recipe.optimizer else ()
+            optimizer = build_optimizer(recipe.optimizer, model, [model], groups, None)
+            sizes = recipe.make_sizes()
+        with noting(lambda: "while replaying a batch"):
+            report = replay(
+                failed,
+                model,
+                optimizer=optimizer,
+                nested=config.nested,
+                when_too_large=config.when_too_large,
+                padding=config.padding,
+                cut_padding=config.cut_padding,
+                precision="bf16" if config.precision == "fp16" else config.precision,
+                gradient_sums=config.gradient_sums,
+                memory_limit=config.memory_limit,
+                **options,
+                **sizes,
+            )
         print(to_json(report.to_dict()) if arguments.json else report, file=results)
     return 0 if report.fits else 1
 
@@ -79,37 +100,6 @@ def _load(path: Path, recipe: "Recipe") -> "FailedBatch":
         raise ConfigError(str(error)) from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({describe_error(error)})") from error
-
-
-def _make(recipe: "Recipe", failed: "FailedBatch") -> "Callable[[], ReplayReport]":
-    """Make what takes part, and return what runs the batch."""
-    from automicro.cli.job import make_computation
-    from automicro.tools.replay import replay
-    from automicro.trainer.optimizer import build_optimizer
-    from automicro.trainer.surroundings import noting
-
-    config = recipe.config
-    model, options = make_computation(recipe)
-    optimizer = build_optimizer(
-        recipe.optimizer, model, [model], config.parameter_groups if recipe.optimizer else (), None
-    )
-    options |= {
-        "optimizer": optimizer,
-        "nested": config.nested,
-        "when_too_large": config.when_too_large,
-        "padding": config.padding,
-        "cut_padding": config.cut_padding,
-        "precision": "bf16" if config.precision == "fp16" else config.precision,
-        "gradient_sums": config.gradient_sums,
-        "memory_limit": config.memory_limit,
-        **recipe.make_sizes(),
-    }
-
-    def examine() -> "ReplayReport":
-        with noting(lambda: "while replaying a batch"):
-            return replay(failed, model, **options)
-
-    return examine
 
 
 COMMAND = Command(

@@ -3,8 +3,8 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from automicro.cli.arguments import Command, add_inputs, look_for_files
-from automicro.cli.output import importing, print_yaml, results_alone, saying, to_json, warn
+from automicro.cli.arguments import Command, add_inputs, reading
+from automicro.cli.output import print_yaml, saying, to_json, warn
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,21 +34,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what the command was asked for, and return the exit code."""
-    look_for_files(arguments.inputs, command="train")
-    with importing(arguments.inputs, in_logs=True):
+    with reading(arguments, for_ranks=True, results_only=arguments.json) as (job, recipe, results):
         from automicro.cli.config.load import to_yaml
-        from automicro.cli.job import Job
         from automicro.cli.run_dir import RunDir, goes_on, telling_how_to_go_on
         from automicro.trainer.parallel import whole_state_dict
         from automicro.trainer.processes import process_in_environment
 
-    job = Job(arguments.inputs, command="train", for_ranks=True)
-    with job.reading() as loaded, results_alone(arguments.json) as results:
-        config = loaded.config
+        loaded, config = job.loaded, recipe.config
         is_first = process_in_environment().is_first
         making = saying("making the model and the data", is_silent=not config.progress)
         with making, job.making():
-            recipe = loaded.checked
             run_dir = RunDir(config.run_dir, loaded.everything, goes_on=goes_on(recipe.checkpoint))
             finished = run_dir.finished()
             if finished is None:

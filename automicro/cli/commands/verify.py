@@ -1,15 +1,9 @@
 """``automicro verify``: whether splitting changes a model's gradient."""
 
 import argparse
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from automicro.cli.arguments import Command, add_inputs, reading
 from automicro.cli.config.keys import LISTS
-
-if TYPE_CHECKING:
-    from automicro.checking.report import VerifyReport
-    from automicro.cli.config.build import Recipe
 
 DESCRIPTION = """\
 Find out whether splitting a batch changes the gradient of a config's model, and
@@ -25,10 +19,17 @@ def run(arguments: argparse.Namespace) -> int:
     """Do what the command was asked for, and return the exit code."""
     needs = ("model", "train_dataloader")
     with reading(arguments, needs=needs, unused=UNUSED, results_only=False) as (job, recipe, _):
+        from automicro.checking.verify import verify
+        from automicro.cli.job import first_batch, make_computation
+        from automicro.trainer.surroundings import noting
+
         with job.making():
-            examine = _make(recipe)
+            model, options = make_computation(recipe)
+            data = recipe.make("train_dataloader")
         with job.asking():
-            report = examine()
+            batch = first_batch(data)
+            with noting(lambda: "in verification, on the first batch of train_dataloader"):
+                report = verify(model, batch, **options)
         print(report)
         if report.loss_average.startswith("lambda batch: "):
             count = report.loss_average.removeprefix("lambda batch: ")
@@ -37,23 +38,6 @@ def run(arguments: argparse.Namespace) -> int:
                 f"my_data.count}}}}, with `def count(batch): return {count}` in my_data.py"
             )
     return report.exit_code
-
-
-def _make(recipe: "Recipe") -> "Callable[[], VerifyReport]":
-    """Make what takes part in a gradient, and return what examines it on the first batch."""
-    from automicro.checking.verify import verify
-    from automicro.cli.job import first_batch, make_computation
-    from automicro.trainer.surroundings import noting
-
-    model, options = make_computation(recipe)
-    data = recipe.make("train_dataloader")
-
-    def examine() -> "VerifyReport":
-        batch = first_batch(data)
-        with noting(lambda: "in verification, on the first batch of train_dataloader"):
-            return verify(model, batch, **options)
-
-    return examine
 
 
 COMMAND = Command(

@@ -14,17 +14,19 @@ from torch.utils.data import Dataset, IterableDataset
 
 from automicro.checkpoints.reading import load_checkpoint
 from automicro.cli.config.check import check_values, make_checkpoint
-from automicro.cli.config.keys import KEYS, LISTS, about
+from automicro.cli.config.keys import KEYS, LISTS, mistake
+from automicro.cli.config.load import rows_to_load
 from automicro.cli.config.nodes import call_of, is_node, items_inside, prepare_value
 from automicro.cli.config.schema import EvaluatorConfig, RunConfig, keys_inside
 from automicro.data import LengthBatchSampler, with_batch_sampler
-from automicro.errors import CheckpointError, ConfigError
+from automicro.errors import CheckpointError, ConfigError, about
 from automicro.events.callback import Callback
 from automicro.loggers import Logger
 from automicro.memory.oom import first_line
 from automicro.policy.policy import Policy
 from automicro.trainer.device import seed_everything
 from automicro.trainer.evaluators import Evaluator
+from automicro.trainer.processes import process_in_environment
 from automicro.trainer.trainer import Trainer
 
 _ARGUMENTS = tuple(signature(Trainer).parameters)
@@ -73,8 +75,7 @@ class Recipe:
             self._makers["train_dataloader"] = _prepare_sampling(config, make_data)
         self.checkpoint = None if "checkpoint" in without else make_checkpoint(config)
         if config.weights is not None and "weights" not in without:
-            with about("weights"):
-                _check_weights_file(config.weights)
+            _check_weights_file(config.weights)
 
     def make_model(self, *, with_weights: bool = True) -> Any:
         """The model, after the seed: its weights depend on the config alone.
@@ -87,16 +88,18 @@ class Recipe:
         model = self.make("model")
         if with_weights and self.config.weights is not None:
             if not isinstance(model, nn.Module):
-                raise ConfigError(
+                raise mistake(
                     f"model.call={call_of(self.config.model)!r} made a "
-                    f"{type(model).__name__}, which can hold no weights: name a torch.nn.Module"
+                    f"{type(model).__name__}, which can hold no weights: name a torch.nn.Module",
+                    "model",
                 )
             load_weights(model, self.config.weights)
         return model
 
     def make(self, key: str) -> Any:
         """What a key names, or None where the config leaves it out."""
-        return self._makers[key]() if key in self._makers else None
+        with about(key):
+            return self._makers[key]() if key in self._makers else None
 
     def make_sizes(self) -> dict[str, Any]:
         """The microbatch sizes of training and of evaluation, or their policies; their unit."""
@@ -124,13 +127,13 @@ class Recipe:
             for key in _ARGUMENTS
             if key in self._makers and key not in later and key != "model"
         }
+        if "train_dataloader" in options and self.config.sampling_mode is None:
+            _check_batch_size(self.config, options["train_dataloader"])
         if later["optimizer"] is None:
             options["parameter_groups"] = ()
         config = asdict(self.config)
         options["metrics"] = options.get("metrics") or None
-        options["loggers"] = [
-            _ConfiguredLogger(each, config) for each in options.get("loggers", ())
-        ]
+        options["loggers"] = [_with_config(each, config) for each in options.get("loggers", ())]
         return Trainer(model, checkpoint=self.checkpoint, **later, **options | instead)
 
 
@@ -223,42 +226,41 @@ def _checking_data(make: Callable[..., Any], call: str, key: str) -> Callable[..
     return made
 
 
-class _ConfiguredLogger:
-    """Hands everything on to a logger, with the config among what is run.
+@about("global_batch_size", "train_dataloader.args.batch_size")
+def _check_batch_size(config: RunConfig, loader: Any) -> None:
+    """Refuse a loader that loads another number of rows than the config says a batch has."""
+    rows, loaded = config.global_batch_size, getattr(loader, "batch_size", None)
+    if not isinstance(rows, int) or not isinstance(loaded, int):
+        return
+    wanted = rows_to_load(
+        rows,
+        num_devices=process_in_environment().world_size,
+        accumulate_batches=config.accumulate_batches,
+    )
+    if loaded != wanted:
+        raise ConfigError(
+            f"global_batch_size={rows} is {wanted} rows a time on each device, and "
+            f"train_dataloader loads {loaded}: write batch_size: ${{global_batch_size}} among its "
+            f"args, or leave global_batch_size out"
+        )
+
+
+def _with_config(logger: Logger, config: Mapping[str, Any]) -> Logger:
+    """Let a logger take down the config among what is run.
 
     >>> from automicro.loggers import ConsoleLogger
-    >>> logger = _ConfiguredLogger(ConsoleLogger(), {"seed": 0})
-    >>> logger.start({}, resume_step=None)
-    >>> logger.log({"train/loss": 0.5}, step=1)
-    step 1: train/loss 0.5
+    >>> _with_config(ConsoleLogger(), {"seed": 0}).start({}, resume_step=None)
     """
+    start = logger.start
 
-    def __init__(self, logger: Logger, config: Mapping[str, Any]) -> None:
-        self._logger = logger
-        self._config = config
+    def start_with_config(run: Mapping[str, Any], *, resume_step: int | None) -> None:
+        start({**run, "config": config}, resume_step=resume_step)
 
-    def __repr__(self) -> str:
-        return repr(self._logger)
-
-    def start(self, run: Mapping[str, Any], *, resume_step: int | None) -> None:
-        """Begin, with the config."""
-        self._logger.start({**run, "config": self._config}, resume_step=resume_step)
-
-    def log(self, values: Mapping[str, float], *, step: int) -> None:
-        """Take down values."""
-        self._logger.log(values, step=step)
-
-    def close(self) -> None:
-        """Write what is still held."""
-        self._logger.close()
-
-    def __getattr__(self, name: str) -> Any:
-        """What some loggers have beside these, such as ``show``."""
-        if name == "_logger":  # of a copy that is being made
-            raise AttributeError(name)
-        return getattr(self._logger, name)
+    logger.start = start_with_config  # type: ignore[method-assign]
+    return logger
 
 
+@about("weights")
 def _check_weights_file(path: str | os.PathLike[str]) -> None:
     """Refuse a path where neither a file nor a folder is.
 
@@ -274,6 +276,7 @@ def _check_weights_file(path: str | os.PathLike[str]) -> None:
         )
 
 
+@about("weights")
 def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Load weights from a file or a checkpoint into a model. Every name and shape has to fit.
 

@@ -11,15 +11,23 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from automicro.checkpoints.store import CheckpointConfig
-from automicro.cli.config.keys import KEYS, OPTIONS, Option, about, as_override, mistake
+from automicro.cli.config.keys import (
+    KEYS,
+    OPTIONS,
+    Option,
+    as_override,
+    mistake,
+)
 from automicro.cli.config.nodes import (
     FORM,
     NODE_KEYS,
+    REFERENCE,
     CallConfig,
     check_node,
     is_interpolation,
     is_node,
     items_inside,
+    leaves,
     show,
 )
 from automicro.cli.config.schema import (
@@ -36,12 +44,12 @@ from automicro.cli.config.schema import (
     wrong_type,
 )
 from automicro.compilation import check_compile
-from automicro.errors import ConfigError, nearest, suggestion
+from automicro.errors import ConfigError, about, nearest, suggestion
 from automicro.memory.oom import first_line
 from automicro.options import check_choice
 from automicro.policy.choose import make_policy
 from automicro.trainer.device import choose_device
-from automicro.units import parse_bytes, parse_share, parse_time
+from automicro.units import duration_meant, parse_bytes, parse_share, parse_time
 
 LOSS_AVERAGES = ("auto", "samples", "tokens", "none")
 NO_KEYS_OF_ITS_OWN = (
@@ -142,11 +150,14 @@ def _may_be(value: object, found: tuple[Any, ...]) -> bool:
 
 def _unknown_key(key: str, tree: Mapping[str, Any]) -> str:
     value = tree[key]
-    below = [f"{each}.{key}" for each in SECTIONS if key in keys_inside(each)]
-    below = below or _places_of(key, tree)
+    duration = duration_meant(value, str(key))
+    below = ["max_duration"] if duration else _places_of(key, tree)
+    below += [f"{each}.{key}" for each in SECTIONS if key in keys_inside(each)]
     if below:
-        said = f"unknown key {key!r} (did you mean {below[0]!r}?)"
-        return f"{said}: write {as_override(below[0], value)}"
+        other = REFERENCE.fullmatch(str(leaves(tree).get(below[0])))
+        meant = other[1] if other else below[0]
+        said = f"unknown key {key!r} (did you mean {meant!r}?)"
+        return f"{said}: write {as_override(meant, duration or value)}"
     hint = suggestion(str(key), KEYS)
     return f"unknown key {key!r}{hint}: {'correct it' if hint else NO_KEYS_OF_ITS_OWN}"
 

@@ -1,16 +1,14 @@
-"""Every key of a config, and which of them an error is about.
+"""Every key of a config.
 
 Nothing here imports torch or OmegaConf: readers and choices are named, and looked up when used.
 """
 
-import contextlib
 import json
-import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from automicro.errors import ConfigError, facts_of, remember
+from automicro.errors import ConfigError, remember
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,58 +160,22 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
 }
 OPTIONS = {key: option for group in GROUPS.values() for key, option in group.items()}
 KEYS = tuple(key for key in OPTIONS if "." not in key)
+# Keys without which nothing is trained.
+TO_TRAIN = ("model", "train_dataloader", "optimizer")
 # Keys that hold a list of nodes.
 LISTS = tuple(key for key, option in OPTIONS.items() if option.made == "list")
-
-
-@contextlib.contextmanager
-def about(*keys: object) -> Iterator[None]:
-    """Remember of each error which keys of the config it is about; what lies inside knows better.
-
-    >>> from automicro.errors import ConfigError
-    >>> try:
-    ...     with about("model"), about("model.args"):
-    ...         raise ConfigError("no such argument")
-    ... except ConfigError as error:
-    ...     keys_of(error)
-    ('model.args',)
-    """
-    try:
-        yield
-    except Exception as error:
-        if not keys_of(error):
-            remember(error, keys=tuple(map(str, keys)))
-        raise
 
 
 def mistake(text: str, *keys: object) -> ConfigError:
     """An error about some keys of the config, to be raised.
 
+    >>> from automicro.errors import keys_of
     >>> keys_of(mistake("no such argument", "model.args.widht"))
     ('model.args.widht',)
     """
     error = ConfigError(text)
     remember(error, keys=tuple(map(str, keys)))
     return error
-
-
-def keys_of(error: BaseException) -> tuple[str, ...]:
-    """The keys that an error is about, dotted; none if unknown.
-
-    >>> keys_of(ValueError())
-    ()
-    """
-    return facts_of(error).keys
-
-
-def key_in(text: str) -> tuple[str, ...]:
-    """The key with which a message begins, as most do.
-
-    >>> key_in("scheduler needs an optimizer"), key_in("Trainer needs a model")
-    (('scheduler',), ())
-    """
-    first = re.match(r"\w+", text)
-    return (first[0],) if first and first[0] in KEYS else ()
 
 
 def as_override(key: str, value: object) -> str:

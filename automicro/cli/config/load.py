@@ -19,23 +19,21 @@ from omegaconf.errors import (
 )
 
 from automicro.cli.config.check import OF_SECTIONS, read_typed
-from automicro.cli.config.keys import KEYS, LISTS, about, mistake
-from automicro.cli.config.nodes import leaves, mapped
+from automicro.cli.config.keys import KEYS, LISTS, TO_TRAIN, mistake
+from automicro.cli.config.nodes import REFERENCE, leaves, mapped
 from automicro.cli.config.schema import (
     EXAMPLES,
     SECTIONS,
-    TO_TRAIN,
     RunConfig,
     defaults,
     is_made,
 )
 from automicro.cli.config.sources import Sources, load_or_tell
-from automicro.errors import ConfigError, suggestion
+from automicro.errors import ConfigError, about, suggestion
 from automicro.memory.oom import first_line
 from automicro.options import read_accumulation
 from automicro.trainer.processes import agreed_time
 
-REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 RESOLVER = re.compile(r"\$\{([\w.]+):")
 
 

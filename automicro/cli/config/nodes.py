@@ -19,11 +19,20 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from automicro.cli.config.keys import about, as_override, mistake
+from automicro.cli.config.keys import as_override, mistake
 from automicro.cli.errors import is_users
-from automicro.errors import ConfigError, add_note, nearest, suggestion
+from automicro.errors import (
+    ConfigError,
+    about,
+    add_note,
+    keys_of,
+    nearest,
+    remember,
+    suggestion,
+)
 
 NODE_KEYS = ("call", "args")
+REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 FORM = "write {call: dotted.path, args: {name: value}}"
 # Where people mean what they write a part of the path of, as after their imports.
 PLACES = (
@@ -251,8 +260,13 @@ def _make(
 ) -> Any:
     args = {name: value() for name, value in values.items()}
     doing = f"while making {key} ({call}){_describe_arguments(args)}{_hint_of_numbers(args)}"
-    with about(key), _noting(doing):
-        return target(*first, **args)
+    try:
+        with _noting(doing):
+            return target(*first, **args)
+    except Exception as error:
+        wrong = [f"{key}.args.{name}" for name in keys_of(error) if name in args]
+        remember(error, keys=tuple(wrong or [key]))
+        raise
 
 
 def _describe_arguments(args: Mapping[str, Any]) -> str:

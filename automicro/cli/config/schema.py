@@ -24,7 +24,6 @@ from automicro.policy.policy import Policy
 from automicro.trainer.evaluators import Evaluator
 from automicro.trainer.trainer import Trainer
 
-TO_TRAIN = ("model", "train_dataloader", "optimizer")
 # Required by a command, with something to copy for each.
 EXAMPLES = {
     "model": "{call: my_package.MyModel, args: {width: 64}}",

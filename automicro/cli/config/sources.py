@@ -16,10 +16,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from automicro.cli.arguments import no_such_file
-from automicro.cli.config.keys import KEYS, keys_of
-from automicro.cli.config.nodes import NODE_KEYS, CallConfig, leaves, show
+from automicro.cli.config.keys import KEYS
+from automicro.cli.config.nodes import NODE_KEYS, REFERENCE, CallConfig, leaves, show
 from automicro.cli.config.schema import alternatives, keys_inside, type_in_words
-from automicro.errors import ConfigError
+from automicro.errors import ConfigError, keys_of
 from automicro.memory.oom import first_line
 
 T = TypeVar("T")
@@ -99,25 +99,18 @@ class Sources:
             for name in sorted(lines, key=order.index)
         )
 
-    def borrowed(self, text: str, keys: Collection[str]) -> str:
-        """What to set where the argument that a message begins with has another key's value.
-
-        Args:
-            text: of the message.
-            keys: that it is about, dotted.
-
-        Returns:
-            A clause; empty where the argument has a value of its own.
+    def borrowed(self, keys: Collection[str]) -> str:
+        """A clause that says what to set where one of the keys has another key's value.
 
         >>> sources = Sources(["configs/speech.yaml"])
-        >>> sources.borrowed("total='1ep' counts epochs", ["scheduler"])
+        >>> sources.borrowed(["scheduler.args.total"])
         '; scheduler.args.total is ${max_duration}: set max_duration, or scheduler.args.total alone'
         """
-        argument = re.match(r"\w*", text)[0]  # type: ignore[index]  # it matches nothing at least
-        for leaf, value in leaves(self.tree).items():
-            other = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
-            if other and leaf.endswith(f".{argument}") and any(_lies_in(leaf, key) for key in keys):
-                return f"; {leaf} is {value}: set {other[1]}, or {leaf} alone"
+        values = leaves(self.tree)
+        for key in keys:
+            other = REFERENCE.fullmatch(str(values.get(key)))
+            if other:
+                return f"; {key} is {other[0]}: set {other[1]}, or {key} alone"
         return ""
 
     def _origins_of(self, key: str) -> Collection[str]:
@@ -151,7 +144,7 @@ def load_or_tell(sources: Sources, load: Callable[[Tree, Collection[str]], T]) -
         sources: what it comes from.
         load: takes the merged values, and the keys that were left out: these are not missing.
 
-    >>> from automicro.cli.config.keys import about
+    >>> from automicro.errors import about
     >>> def load(tree, without):
     ...     for key in tree:
     ...         with about(key):
