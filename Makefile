@@ -24,7 +24,8 @@ HOSTS := tests/integrations automicro/integrations
 
 # Worlds of processes and their files stay together in one worker.
 # AUTOMICRO_SEED, as `make nightly` sets it, is what property tests draw by.
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 $(if $(AUTOMICRO_SEED),--hypothesis-seed=$(AUTOMICRO_SEED))
+DRAWS := $(if $(AUTOMICRO_SEED),--hypothesis-seed=$(AUTOMICRO_SEED))
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 $(DRAWS)
 
 test: $(INSTALLED)  ## run the tests and the doctests
 	@echo "about 8,500 tests, in four to seven minutes on two idle cores (make test-quick: the core of them)"
@@ -32,7 +33,7 @@ test: $(INSTALLED)  ## run the tests and the doctests
 
 # What most changes would break, of what is fast: no processes, no compiler, no libraries of others.
 QUICK := $(addprefix tests/,$(addsuffix .py,$(addprefix test_,\
-	architecture cli config duration exactness microbatcher) \
+	architecture cli config duration microbatcher) \
 	$(addprefix memory/test_,budget oom) policy/test_policy batch/test_slicing loss/test_weighting \
 	$(addprefix transaction/test_,transaction gradients) checkpoints/test_checkpoints \
 	events/test_events loggers/test_loggers $(addprefix trainer/test_,trainer loop evaluate progress)))
@@ -110,7 +111,7 @@ torture-ranks: $(INSTALLED)  ## run out of memory on any rank at random points, 
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/ranks -q -s -m slow
 
 search: $(INSTALLED)  ## judge two thousand random combinations of what people write, with counts
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/search -q -s -m 'slow or not slow'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/oracle -q -s -m slow $(DRAWS)
 
 # A run of its own: the device stays for the life of a process.
 standin: $(INSTALLED)  ## test the simulated device, and automicro on it; needs a C++ compiler

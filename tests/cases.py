@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
-from automicro import Microbatcher, StepResult
+from automicro import Microbatcher
 from automicro.features import with_features
 from tests.models import (
     IGNORED,
@@ -80,25 +80,6 @@ def difference(one: Mapping[str, Tensor | None], other: Mapping[str, Tensor | No
             gap = float((first.to_dense() - second.to_dense()).abs().max())
             worst = max(worst, gap if gap == gap else float("inf"))
     return worst
-
-
-def whole_batch(case: Case) -> tuple[float, dict[str, Tensor | None]]:
-    """What plain torch gives: the loss and the gradients of the whole batch."""
-    torch.manual_seed(1)
-    model, batch = case.model(), case.batch()
-    loss = case.loss(model, batch)
-    loss.backward()
-    return float(loss.detach()), gradients(model)
-
-
-def in_microbatches(
-    case: Case, size: Any, **options: Any
-) -> tuple[StepResult, dict[str, Tensor | None]]:
-    """What a Microbatcher gives for the same model and batch."""
-    torch.manual_seed(1)
-    model, batch = case.model(), case.batch()
-    result = case.microbatcher(model, size, **options).backward(batch)
-    return result, gradients(model)
 
 
 # Losses

@@ -148,13 +148,6 @@ class Keywords(Mlp):
         return super().forward(x) * scale
 
 
-class LogProbabilities(nn.Sequential):
-    """An `Mlp` for losses that take log-probabilities."""
-
-    def __init__(self) -> None:
-        super().__init__(Mlp(), nn.LogSoftmax(1))
-
-
 # Batches
 
 

@@ -28,8 +28,8 @@ from tests.acceptance.right import RIGHT
 from tests.acceptance.rows import Job, Row
 from tests.acceptance.searched import SEARCHED
 from tests.acceptance.wrong import WRONG
-from tests.search.oracle import UNCHECKED, relative_error
-from tests.search.runs import is_refusal
+from tests.oracle.judging import UNCHECKED, relative_error
+from tests.oracle.runs import is_refusal
 from tests.torture.engine.sweep import quiet
 
 TABLE: dict[str, Row] = {**WRONG, **RIGHT, **SEARCHED}

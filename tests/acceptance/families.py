@@ -22,8 +22,8 @@ from automicro import Microbatcher
 from automicro.errors import AutomicroWarning
 from automicro.features import with_features
 from tests.acceptance.rows import Batch, Draws
-from tests.search.oracle import relative_error
-from tests.search.runs import is_refusal
+from tests.oracle.judging import relative_error
+from tests.oracle.runs import is_refusal
 
 FILE = Path(__file__).with_name("families.md")
 EXACT = 1e-9

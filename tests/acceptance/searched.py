@@ -1,16 +1,16 @@
-"""Rows of the ingredients of the search, each alone in the simplest combination."""
+"""Rows of the ingredients of the oracle, each alone in the simplest combination."""
 
 import dataclasses
 from typing import Any
 
 from tests.acceptance.rows import ALL, WIDE, Job, Row
-from tests.search.averages import per_row, per_target
-from tests.search.contents import make_contents
-from tests.search.drawing import SIMPLE, draw, makes_sense
-from tests.search.jobs import DTYPES, Combination
-from tests.search.jobs import Job as SearchJob
-from tests.search.losses import LOSSES
-from tests.search.models import MODELS
+from tests.oracle.averages import per_row, per_target
+from tests.oracle.contents import make_contents
+from tests.oracle.drawing import SIMPLE, makes_sense
+from tests.oracle.jobs import DTYPES, Combination
+from tests.oracle.jobs import Job as SearchJob
+from tests.oracle.losses import LOSSES
+from tests.oracle.models import MODELS
 
 SIZE, ROWS, STEPS = 5, (16, 13, 16), 3
 # They say something true, which is not that splitting changes what is computed.
@@ -23,8 +23,7 @@ SAYS = {
 
 
 def combination(**changes: Any) -> Combination:
-    sizes = {"size": SIZE, "second_size": SIZE, "num_rows": ROWS}
-    return dataclasses.replace(draw(0), **{**SIMPLE, **sizes, **changes})
+    return dataclasses.replace(SIMPLE, size=SIZE, num_rows=ROWS, **changes)
 
 
 def made(one: Combination, seed: int, precision: str) -> Job:
@@ -49,7 +48,7 @@ def row(name: str, one: Combination) -> Row:
     # An `index_add_` of its own does not know autocast.
     dtypes = WIDE if one.model == "router" else ALL
     return Row(
-        kind=f"the search's {'models' if one.loss == SIMPLE['loss'] else 'losses'}",
+        kind=f"the search's {'models' if one.loss == SIMPLE.loss else 'losses'}",
         is_wrong=not model.splits or (one.has_wrong_average and not counts_rows),
         make=lambda seed, precision: made(one, seed, precision),
         is_measured=not one.draws,
@@ -61,7 +60,7 @@ def row(name: str, one: Combination) -> Row:
 def rows() -> dict[str, Row]:
     found: dict[str, Combination] = {}
     for name, loss in LOSSES.items():
-        model = "router" if name == "router's balance" else SIMPLE["model"]
+        model = "router" if name == "router's balance" else SIMPLE.model
         model = "lstm" if loss.shape == "tokens" else model
         one = combination(model=model, loss=name)
         found[f"loss: {name}"] = one

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from tests.search.trainer_jobs import TrainerJob, by_loop, by_trainer, draw_trainer_job
+from tests.oracle.trainer_jobs import TrainerJob, by_loop, by_trainer, draw_trainer_job
 from tests.torture.engine.sweep import quiet
 
 pytestmark = pytest.mark.sweep

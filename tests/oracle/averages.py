@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.search.contents import CLASS_WEIGHT, IGNORED
+from tests.oracle.contents import CLASS_WEIGHT, IGNORED, IGNORED_CLASS
 
 Rows = Mapping[str, Any]
 Denominator = Callable[[Rows], float]
@@ -25,6 +25,11 @@ def per_batch(d: Rows) -> float:
 
 def per_target(d: Rows) -> float:
     return float((d["y"] != IGNORED).sum())
+
+
+def per_class_kept(d: Rows) -> float:
+    """Targets of the class IGNORED_CLASS are ignored."""
+    return float((d["y"] != IGNORED_CLASS).sum())
 
 
 def per_mask(d: Rows) -> float:

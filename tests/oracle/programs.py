@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.search.averages import Loss, Rows, normalised, per_batch, per_mask
-from tests.search.contents import CLASSES
+from tests.oracle.averages import Loss, Rows, normalised, per_batch, per_mask
+from tests.oracle.contents import CLASSES
 
 
 def _program(function: Callable[..., Any], **more: Any) -> Loss:

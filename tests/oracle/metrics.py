@@ -17,7 +17,7 @@ from torchmetrics.classification import (
 )
 from torchmetrics.wrappers import Running
 
-from tests.search.contents import CLASSES, IGNORED
+from tests.oracle.contents import CLASSES, IGNORED
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from automicro import Microbatcher
 from automicro.features import with_features
-from tests.search.averages import Denominator, Loss, per_batch, per_row
-from tests.search.contents import CLASSES, FEATURES, Content, make_contents
-from tests.search.forms import FORMS, Form, pair_of
-from tests.search.losses import LOSSES
-from tests.search.metrics import METRICS, MetricKind
-from tests.search.models import MODELS, Model
+from tests.oracle.averages import Denominator, Loss, per_batch, per_row
+from tests.oracle.contents import CLASSES, FEATURES, Content, make_contents
+from tests.oracle.forms import FORMS, Form, pair_of
+from tests.oracle.losses import LOSSES
+from tests.oracle.metrics import METRICS, MetricKind
+from tests.oracle.models import MODELS, Model
 
 WIRINGS = (
     "loss_fn",
@@ -41,6 +41,7 @@ TWISTS = (
     "hooks that step",
     "gradients are kept",
     "gradients are zeroed in place",
+    "gradients are views of a bucket",
     "two microbatchers",
     "optimizer given",
     "own backward",
@@ -126,6 +127,8 @@ class Job:
         self.extra: dict[str, Any] = {}  # parameters, leaves and modules that a closure holds
         self.options: dict[str, Any] = {}
         self.form: Form = FORMS[combination.form]
+        self.compute = computing(self.loss, ingredient)
+        self.rows_of = reading(combination.wiring, self.form)
         self.contents = make_contents(
             combination.seed, kind.shape, list(combination.num_rows), combination.late, dtype
         )
@@ -138,21 +141,6 @@ class Job:
         self._twist()
 
     # What is computed
-
-    def rows_of(self, batch: Any) -> Mapping[str, Any]:
-        if self.of.wiring in PAIRS:
-            inputs, targets = batch
-            return targets if isinstance(targets, Mapping) else {"x": inputs, "w": inputs}
-        if self.of.wiring in ("keywords", "Composer"):
-            return dict(batch)
-        return self.form.read(batch)
-
-    def outputs_and_loss(self, model: Any, rows: Mapping[str, Any]) -> tuple[Any, Any]:
-        ingredient = self.of.parts[1]
-        if ingredient.is_program:
-            return None, self.loss(model, rows)
-        out = model(rows["x"])
-        return out, self.loss(out, rows if ingredient.target == "all" else rows[ingredient.target])
 
     def make_batch(self, content: Content, index: int) -> Any:
         if self.of.wiring in PAIRS:
@@ -194,18 +182,12 @@ class Job:
             self.options.update(self.form.options)
             self.options["forward"] = self._forward(wiring, dtype)
         if self.metric_kind is not None:
-            kind = self.metric_kind
+            feed, rows_of = self.metric_kind.update, self.rows_of
 
             def update(metric: Any, out: Any, batch: Any) -> None:
-                kind.update(metric, read_outputs(out), self._metric_rows(batch))
+                feed(metric, read_outputs(out), rows_of(batch))
 
             self.options["update_metric"] = update
-
-    def _metric_rows(self, batch: Any) -> Mapping[str, Any]:
-        if self.of.wiring in PAIRS:
-            _inputs, targets = batch
-            return targets if isinstance(targets, Mapping) else {"y": targets, "t": targets}
-        return self.rows_of(batch)
 
     def _forward(self, wiring: str, dtype: torch.dtype) -> Callable[[Any, Any], Any]:
         change: Callable[[Any], Any] = lambda model: model  # noqa: E731
@@ -234,13 +216,14 @@ class Job:
             teacher.requires_grad_(False)
             self.extra["teacher"] = teacher
         gives_outputs = wiring == "forward with outputs" or self.metric is not None
+        read, compute = self.form.read, self.compute
 
         def forward(model: Any, batch: Any) -> Any:
-            rows = self.form.read(batch)
+            rows = read(batch)
             if teacher is not None:
                 with torch.no_grad():
                     rows = {**rows, "t": rows["t"] + teacher(rows["x"]).detach()}
-            out, loss = self.outputs_and_loss(change(model), rows)
+            out, loss = compute(change(model), rows)
             return (loss, out.detach()) if gives_outputs and out is not None else loss
 
         return forward
@@ -254,18 +237,8 @@ class Job:
         elif true is per_row:
             self.options["loss_average"] = "samples"
         else:
-            self.options["loss_average"] = lambda batch: true(self._declared_rows(batch))
-
-    def _declared_rows(self, batch: Any) -> Mapping[str, Any]:
-        if self.of.wiring in PAIRS:
-            inputs, targets = batch
-            if isinstance(targets, Mapping):
-                return targets
-            return {"w": inputs, "y": targets, "t": targets}
-        if self.of.wiring in ("keywords", "Composer"):
-            return dict(batch)
-        kept = copy.deepcopy(batch)  # what reads it may take it apart
-        return self.form.read(kept)
+            rows_of = self.rows_of
+            self.options["loss_average"] = lambda batch: true(rows_of(batch))
 
     # What is trained
 
@@ -328,11 +301,20 @@ class Job:
         twist = self.of.twist
         if twist == "gradients are zeroed in place":
             self.optimizer.zero_grad(set_to_none=False)
+        elif twist == "gradients are views of a bucket":
+            self._fill_a_bucket()
         elif twist != "gradients are kept" or index % 2 == 0:
             for leaf in self.leaves.values():
                 leaf.grad = None
         if twist == "freezes later" and index == 1:
             next(iter(self.model.parameters())).requires_grad_(False)
+
+    def _fill_a_bucket(self) -> None:
+        """Gradients that are there already, as DDP has them with gradient_as_bucket_view."""
+        leaves = [leaf for leaf in self.trained if not nn.parameter.is_lazy(leaf)]
+        bucket = torch.ones(sum(leaf.numel() for leaf in leaves), dtype=leaves[0].dtype)
+        for leaf, part in zip(leaves, bucket.split([p.numel() for p in leaves]), strict=True):
+            leaf.grad = part.view_as(leaf)
 
     def after_backward(self) -> dict[str, Tensor | None]:
         """The gradients that the optimizer is about to use."""
@@ -389,6 +371,34 @@ class Job:
         return None if self.metric_kind is None else self.metric_kind.read(self.metric)
 
 
+# automicro captures all that a forward reaches, so that no closure here holds a whole job
+
+
+def computing(loss: Callable[..., Any], kind: Loss) -> Callable[[Any, Mapping[str, Any]], Any]:
+    """What gives the outputs and the loss of a model and rows."""
+    is_program, target = kind.is_program, kind.target
+
+    def compute(model: Any, rows: Mapping[str, Any]) -> Any:
+        if is_program:
+            return None, loss(model, rows)
+        out = model(rows["x"])
+        return out, loss(out, rows if target == "all" else rows[target])
+
+    return compute
+
+
+def reading(wiring: str, form: Form) -> Callable[[Any], Mapping[str, Any]]:
+    """What gives the rows of a batch, and leaves the batch as it is."""
+    if wiring in PAIRS:
+        return lambda batch: (
+            batch[1]
+            if isinstance(batch[1], Mapping)
+            else {"x": batch[0], "w": batch[0], "y": batch[1], "t": batch[1]}
+        )
+    read = form.read
+    return (lambda batch: read(copy.deepcopy(batch))) if form.edits else read
+
+
 class Wrapped(nn.Module):
     """A model and something after it, made anew in each forward, as closures do."""
 
@@ -419,7 +429,7 @@ class Keywords(nn.Module):
     def __init__(self, inner: nn.Module, job: Job) -> None:
         super().__init__()
         self.inner = inner
-        self.compute = job.outputs_and_loss
+        self.compute = job.compute
         if isinstance(job.loss, nn.Module):
             self.loss_module = job.loss
 

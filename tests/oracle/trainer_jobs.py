@@ -15,8 +15,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from automicro import Trainer
 from automicro.policy.auto import Halving
-from tests.search.contents import CLASSES, FEATURES, IGNORED
-from tests.search.faults import out_of_memory
+from tests.oracle.contents import CLASSES, FEATURES, IGNORED
+from tests.oracle.faults import out_of_memory
 
 
 @dataclasses.dataclass(frozen=True)

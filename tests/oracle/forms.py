@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
-from tests.search.contents import LATE, Content
+from tests.oracle.contents import LATE, Content
 
 Rows = dict[str, Any]
 
@@ -218,6 +219,34 @@ def _asking(batch: Any) -> Rows:
     return dict(batch)
 
 
+def _ragged(content: Content) -> list[Tensor]:
+    """Of every row as many numbers as the row itself says."""
+    lengths = [1 + int(10 * weight) % 3 for weight in content.rows["w"].tolist()]
+    views = content.rows["t"].flatten(1)
+    return [view[:length].clone() for view, length in zip(views, lengths, strict=True)]
+
+
+def _with(pack: Callable[[list[Tensor]], Any]) -> Callable[[Content, int], Rows]:
+    return lambda content, index: {**content.rows, "ragged": pack(_ragged(content))}
+
+
+def _read_with(unpack: Callable[[Any], Any]) -> Callable[[Any], Rows]:
+    def read(batch: Any) -> Rows:
+        sums = torch.stack([each.sum() for each in unpack(batch["ragged"])])
+        t = batch["t"]
+        return {**batch, "t": t + sums.view(-1, *[1] * (t.dim() - 1))}
+
+    return read
+
+
+def _rows_second(content: Content, index: int) -> Rows:
+    return {**content.rows, "t": content.rows["t"].movedim(0, 1).contiguous()}
+
+
+def _read_rows_second(batch: Any) -> Rows:
+    return {**batch, "t": batch["t"].movedim(1, 0)}
+
+
 def _views(content: Content, index: int) -> Rows:
     """Every other row of something larger: nothing is contiguous."""
     return {n: v.repeat_interleave(2, 0)[::2] for n, v in content.rows.items()}
@@ -252,6 +281,21 @@ FORMS = {
     "rows in a list": Form(make=_rows_in_lists, read=_read_rows_in_lists),
     "array of objects": Form(make=_object_array, read=_read_object_array),
     "views": Form(make=_views, read=dict),
+    "tensors of several lengths": Form(
+        make=_with(lambda ragged: [{"boxes": each} for each in ragged]),
+        read=_read_with(lambda ragged: [each["boxes"] for each in ragged]),
+    ),
+    "packed sequences": Form(
+        make=_with(lambda ragged: pack_sequence(ragged, enforce_sorted=False)),
+        read=_read_with(unpack_sequence),
+    ),
+    "jagged": Form(
+        make=_with(lambda ragged: torch.nested.nested_tensor(ragged, layout=torch.jagged)),
+        read=_read_with(lambda ragged: ragged.unbind()),
+    ),
+    "rows in dimension 1": Form(
+        make=_rows_second, read=_read_rows_second, options={"batch_layout": {"t": 1}}
+    ),
     "numbers beside": Form(make=_with_numbers, read=_read_with_numbers),
     "a shared table": Form(
         make=_with_table, read=_read_with_table, options={"batch_layout": {"table": "shared"}}

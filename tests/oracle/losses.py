@@ -1,5 +1,6 @@
 """The losses of the search that are given outputs, each with what it truly divides by."""
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -9,19 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.search.averages import (
+from tests.oracle.averages import (
     Loss,
     Rows,
     normalised,
     per_batch,
+    per_class_kept,
     per_class_weight,
     per_mask,
     per_row,
     per_target,
     per_weight,
 )
-from tests.search.contents import CLASS_WEIGHT, CLASSES, IGNORED
-from tests.search.programs import PROGRAMS
+from tests.oracle.contents import CLASS_WEIGHT, CLASSES, IGNORED, IGNORED_CLASS
+from tests.oracle.programs import PROGRAMS
 
 
 def cross_entropies(out: Tensor, y: Tensor) -> Any:
@@ -328,6 +330,47 @@ LOSSES = {
         shape="vectors",
         true=per_class_weight,
         read=per_class_weight,
+    ),
+    "CrossEntropyLoss ignore_index": _module(
+        lambda: nn.CrossEntropyLoss(ignore_index=IGNORED_CLASS),
+        shape="vectors",
+        true=per_class_kept,
+        read=per_class_kept,
+    ),
+    "CrossEntropyLoss of probabilities": _module(
+        lambda: nn.CrossEntropyLoss(torch.tensor(CLASS_WEIGHT)),
+        shape="vectors",
+        target="t",
+        read=per_row,
+    ),
+    "NLLLoss weight": _module(
+        lambda: nn.NLLLoss(torch.tensor(CLASS_WEIGHT)),
+        shape="vectors",
+        true=per_class_weight,
+        read=per_class_weight,
+    ),
+    "KLDivLoss batchmean": _module(
+        lambda: nn.KLDivLoss(reduction="batchmean", log_target=True), target="t", read=per_row
+    ),
+    "BCEWithLogitsLoss pos_weight": _module(
+        lambda: nn.BCEWithLogitsLoss(pos_weight=torch.tensor(CLASS_WEIGHT)),
+        target="t",
+        read=per_row,
+    ),
+    "torch's cross_entropy": _function(
+        F.cross_entropy, shape="vectors", true=per_target, read=per_target
+    ),
+    "a partial with ignore_index": _function(
+        functools.partial(F.cross_entropy, ignore_index=IGNORED_CLASS),
+        shape="vectors",
+        true=per_class_kept,
+        read=per_class_kept,
+    ),
+    "a partial sum": _function(
+        functools.partial(F.cross_entropy, reduction="sum"),
+        shape="vectors",
+        true=per_batch,
+        read=per_batch,
     ),
     "a subclass with weights": _module(
         lambda: ClassWeighted(torch.tensor(CLASS_WEIGHT)), shape="vectors", true=per_class_weight

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from tests.search.contents import CLASSES, FEATURES, LENGTH, VOCABULARY
+from tests.oracle.contents import CLASSES, FEATURES, LENGTH, VOCABULARY
 
 HIDDEN = 8
 

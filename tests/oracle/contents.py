@@ -11,6 +11,7 @@ CLASSES = 4
 LENGTH = 5
 VOCABULARY = 11
 IGNORED = -100
+IGNORED_CLASS = CLASSES - 1  # of a loss with an ignore_index of its own
 CLASS_WEIGHT = (0.25, 2.5, 1.0, 0.625)  # the same in float32
 LATE = 2  # the batch at which comes what earlier ones lack
 

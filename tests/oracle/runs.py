@@ -15,9 +15,9 @@ from torch import Tensor
 import automicro
 from automicro.errors import AutomicroError, AutomicroWarning
 from automicro.memory.budget import MemoryBudget
-from tests.search.averages import Denominator, per_batch
-from tests.search.faults import Boom, FaultAt, out_of_memory
-from tests.search.jobs import Job, random_states, read_outputs, seed_all
+from tests.oracle.averages import Denominator, per_batch
+from tests.oracle.faults import Boom, FaultAt, out_of_memory
+from tests.oracle.jobs import Job, random_states, read_outputs, seed_all
 
 PACKAGE = str(Path(automicro.__file__).parent)
 Gradients = dict[str, Tensor | None]
@@ -31,6 +31,7 @@ class Trace:
     gradients: list[Gradients] = dataclasses.field(default_factory=list)
     parameters: list[dict[str, Tensor]] = dataclasses.field(default_factory=list)
     buffers: list[dict[str, Tensor]] = dataclasses.field(default_factory=list)
+    replaced: list[list[str]] = dataclasses.field(default_factory=list)  # gradients, by others
     batches: list[Any] = dataclasses.field(default_factory=list)
     attributes: dict[str, Any] = dataclasses.field(default_factory=dict)
     random: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -176,7 +177,9 @@ def _loop(
             trace.evaluated = (evaluate or (lambda b: _evaluate_plainly(job, b)))(
                 job.make_batch(content.take(0, len(content)), index)
             )
+        grads = {name: leaf.grad for name, leaf in job.leaves.items() if leaf.grad is not None}
         trace.losses.append(backward(batch, content, index))
+        trace.replaced.append([n for n, grad in grads.items() if job.leaves[n].grad is not grad])
         trace.gradients.append(job.after_backward())
         trace.batches.append(batch)
         job.step()
@@ -257,6 +260,8 @@ def is_same(one: Any, other: Any) -> bool:
     import numpy as np
 
     if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.is_nested and other.is_nested:
+            return is_same(list(one.unbind()), list(other.unbind()))
         if one.is_sparse or other.is_sparse:
             one, other = one.to_dense(), other.to_dense()
         return (
