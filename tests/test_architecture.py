@@ -12,7 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tree import MODULES, PACKAGE, ROOT, imports, nodes, own_module, parameters, parsed, unit
+from tests.tree import (
+    MODULES,
+    PACKAGE,
+    ROOT,
+    imports,
+    loaded_by,
+    nodes,
+    own_module,
+    parameters,
+    parsed,
+    unit,
+)
 
 # From the ground up. A folder, or a file beside them, imports only from layers below its own, and
 # nothing of its own layer but itself. Within a folder all is free, as long as there is no circle.
@@ -66,6 +77,13 @@ PRIVATE_NAMES_OF_TORCH_IN = (
     "torch_private",
     "torch_private_distributed",
 )
+
+# What each step needs. All else is imported by the first batch, metric or failure that asks for it.
+NEEDED_BY_EACH_STEP = {
+    *("__init__", "batch", "batchnorm", "compilation", "errors", "features", "loss", "memory"),
+    *("microbatcher", "modules", "options", "policy", "ranks", "reach", "sharding", "state"),
+    *("step", "torch_private", "transaction", "units", "values", "version"),
+}
 
 FORBIDDEN_STEMS = {"common", "helper", "helpers", "manager", "misc", "util", "utils"}
 LONG_FILE = 600  # lines: more is reported, and a reason to ask whether there are two subjects
@@ -208,6 +226,10 @@ def test_imports_point_down_only() -> None:
                     f"into a lower layer, or hand it in as an argument"
                 )
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_microbatcher_loads_the_path_of_a_step_alone() -> None:
+    assert {unit(module) for module in loaded_by("automicro.microbatcher")} == NEEDED_BY_EACH_STEP
 
 
 def test_only_the_command_line_imports_tools() -> None:

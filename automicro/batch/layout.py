@@ -5,10 +5,9 @@ from typing import Any
 
 import torch
 
-from automicro.batch.reading import Decisions, Node, Reader, decide, refuse_rows_in
+from automicro.batch.reading import Decisions, Node, Reader, decide
 from automicro.batch.tensors import (
     builder,
-    elements_like,
     open_container,
     row_encodings,
     tensor_leaves,
@@ -246,6 +245,8 @@ class BatchLayout:
                 "The batch has no rows. Skip empty batches, or check the sampler and the dataset."
             )
         for node in reader.called:
+            from automicro.batch.words import refuse_rows_in
+
             refuse_rows_in(node.value, counts[0], node.path)
         decisions: Decisions = {}
         shown: Decisions = {}
@@ -311,7 +312,7 @@ def _cut(node: Node, pieces: Pieces, num_rows: int, decisions: Decisions) -> Seq
     if kind is Kind.SHARED:
         return [value] * len(pieces)
     if kind is Kind.SEQUENCE and decisions.get(node.path) == "items":
-        return [elements_like(value, each) for each in pieces.of(value)]
+        return list(map(builder(value, ()), pieces.of(value)))
     columns = [_cut(child, pieces, num_rows, decisions) for child in node.children]
     rows = zip(*columns, strict=True) if columns else [()] * len(pieces)
     found = list(map(builder(value, node.keys), rows))

@@ -19,9 +19,7 @@ from automicro.batch.types import (
     Kind,
     join_path,
     kind_of,
-    or_shared,
     row_type_of,
-    subject,
     where,
 )
 from automicro.errors import BatchError
@@ -65,22 +63,16 @@ class Node:
         self.is_open = False
         self.reason = ""
 
-
-def common_counts(first: Counts, second: Counts) -> Counts:
-    """The row counts that both allow.
-
-    >>> common_counts(frozenset({2, 8}), frozenset({8}))
-    frozenset({8})
-    """
-    if first == second:
-        return first
-    free_first, free_second = None in first, None in second
-    common = {
-        count
-        for count in first | second
-        if (count in first or free_first) and (count in second or free_second)
-    }
-    return frozenset(common)
+    def counts_with(self, others: Counts) -> Counts:
+        """The row counts that it allows, and others do."""
+        if others == self.counts:
+            return others
+        is_free, are_free = None in self.counts, None in others
+        return frozenset(
+            count
+            for count in self.counts | others
+            if (count in self.counts or is_free) and (count in others or are_free)
+        )
 
 
 def agreement(nodes: Iterable[Node]) -> Counts:
@@ -93,7 +85,7 @@ def agreement(nodes: Iterable[Node]) -> Counts:
     seen: list[Node] = []
     for node in nodes:
         if node.counts is not ANY and node.counts != counts:
-            common = common_counts(counts, node.counts)
+            common = node.counts_with(counts)
             if not common:
                 from automicro.batch.words import disagreement
 
@@ -129,24 +121,6 @@ def _refuse_iterators(rows: Sequence[Any], path: str) -> None:
             f"The rows of {path!r} are of type {type(rows[0]).__name__}, which can be read only "
             "once, and a retry reads them again. Make lists of them in the dataset."
         )
-
-
-def refuse_rows_in(value: Any, num_rows: int, path: str) -> None:
-    """Refuse to share an object that can be called, but holds rows all the same.
-
-    Raises:
-        BatchError: one of its attributes has as many rows as the batch.
-    """
-    for name, part in getattr(value, "__dict__", {}).items():
-        is_data = isinstance(part, torch.Tensor | np.ndarray) and part.ndim
-        if is_data and len(part) == num_rows > 1:
-            from automicro.batch.words import registration
-
-            cls = type(value).__name__
-            raise BatchError(
-                f"{subject(path)} is of type {cls}, which can be called, and its {name!r} has "
-                f"{num_rows} rows, as many as the batch. Use {registration(cls)}{or_shared(path)}."
-            )
 
 
 class Reader:

@@ -74,14 +74,6 @@ def builder(value: Any, keys: Sequence[Any]) -> Builder:
     return functools.partial(_like_list, value)
 
 
-def elements_like(value: Any, elements: Sequence[Any]) -> Any:
-    """A list or tuple of the type of `value`, with other elements."""
-    if type(value) is list or type(value) is tuple:
-        return elements if type(elements) is type(value) else type(value)(elements)
-    like = _like_tuple if isinstance(value, tuple) else _like_list
-    return like(value, elements)
-
-
 def _like_tuple(value: Any, elements: Sequence[Any]) -> Any:
     cls = type(value)
     if hasattr(cls, "_make"):

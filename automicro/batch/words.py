@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from automicro.batch.reading import ANY, Counts, Node, common_counts
+from automicro.batch.reading import ANY, Counts, Node
 from automicro.batch.types import Kind, or_shared, subject, where
 from automicro.errors import BatchError
 
 
 def disagreement(before: Sequence[Node], node: Node) -> BatchError:
     """The error for a part that has other rows than those before it."""
-    opponents = [other for other in before if not common_counts(other.counts, node.counts)]
+    opponents = [other for other in before if not other.counts_with(node.counts)]
     others = opponents or [other for other in before if other.counts != ANY]
     first = _witness(others[0], node.counts)
     second = _witness(node, first.counts)
@@ -87,7 +87,7 @@ def _witness(node: Node, against: Counts) -> Node:
     if not node.children or node.may_be_items:
         return node
     holding = [child for child in node.children if child.counts != ANY]
-    ruling_out = [child for child in holding if not common_counts(child.counts, against)]
+    ruling_out = [child for child in holding if not child.counts_with(against)]
     return _witness((ruling_out or holding)[0], against)
 
 
@@ -135,13 +135,29 @@ def unknown_type(value: Any, path: str) -> BatchError:
     elif "torch_geometric" in libraries and hasattr(value, "num_graphs"):
         remedy = f"Use {_GRAPHS}"
     elif isinstance(value, Sequence) or _is_like_a_list(cls):
-        remedy = f"Make a list of it, or use {registration(name)}"
+        remedy = f"Make a list of it, or use {_registration(name)}"
     else:
-        remedy = f"Use {registration(name)}"
+        remedy = f"Use {_registration(name)}"
     return BatchError(f"{text} {remedy}{or_shared(path)}.")
 
 
-def registration(name: str) -> str:
+def refuse_rows_in(value: Any, num_rows: int, path: str) -> None:
+    """Refuse to share an object that can be called, but holds rows all the same.
+
+    Raises:
+        BatchError: one of its attributes has as many rows as the batch.
+    """
+    for name, part in getattr(value, "__dict__", {}).items():
+        is_data = isinstance(part, torch.Tensor | np.ndarray) and part.ndim
+        if is_data and len(part) == num_rows > 1:
+            cls = type(value).__name__
+            raise BatchError(
+                f"{subject(path)} is of type {cls}, which can be called, and its {name!r} has "
+                f"{num_rows} rows, as many as the batch. Use {_registration(cls)}{or_shared(path)}."
+            )
+
+
+def _registration(name: str) -> str:
     """The code that registers a class."""
     return (
         f"register_batch_type({name}, num_rows=lambda value: …, take=lambda value, start, stop: …)"

@@ -111,11 +111,9 @@ def _counts_one_by_one(device: torch.device, module: Any) -> AllocatorCounts:
     reserved = getattr(module, "memory_reserved", None)
     stats = getattr(module, "memory_stats", None)
     counters = {} if stats is None else stats(device)
-    held: int | None = None
+    held = None if current is None else int(current())
     if allocated is not None:
         held = int(allocated(device))
-    elif current is not None:
-        held = int(current())
     return AllocatorCounts(
         allocated_bytes=held,
         peak_bytes=None if peak is None else int(peak(device)),
@@ -161,8 +159,7 @@ def reset_peak(device: torch.device | str) -> None:
     """
     device = torch.device(device)
     if device.type == "cpu":
-        budget = active_budget()
-        if budget is not None:
+        if (budget := active_budget()) is not None:
             budget.reset_peak()
         return
     _earlier_laps.pop(device, None)
@@ -188,8 +185,7 @@ def begin_lap(device: torch.device | str) -> AllocatorCounts:
     device = torch.device(device)
     counts = read_counts(device)
     if device.type == "cpu":
-        budget = active_budget()
-        if budget is not None:
+        if (budget := active_budget()) is not None:
             budget.begin_lap()
     elif counts.peak_bytes is not None:
         _earlier_laps[device] = max(counts.peak_bytes, _earlier_laps.get(device, 0))

@@ -19,7 +19,6 @@ from automicro.policy.policy import (
     Policy,
     cut_size,
     require_cost,
-    require_kind,
     require_rows,
     require_size,
 )
@@ -661,29 +660,16 @@ class Halving(Policy):
             },
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what was learned.
-
-        Raises:
-            ValueError: if another kind of policy wrote the state, or it is damaged. Nothing has
-                changed then.
-        """
-        require_kind(state, self)
-        try:
-            told = dict(state["learned"])
-            if told.keys() != Learned.__dataclass_fields__.keys():
-                raise KeyError(*told.keys() ^ Learned.__dataclass_fields__.keys())
-            fits = [Point(**each) for each in told["fits"]]
-            failures = [Point(**each) for each in told["failures"]]
-            told["fits"] = {_bucket(each): each for each in fits}
-            told["failures"] = {(_class(each.cost), each.within): each for each in failures}
-            learned = Learned(**told | {"faster": Faster(**told["faster"])})
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(
-                f"the state of a Halving policy is damaged ({error!r}): give what its "
-                f"state_dict() returned, or leave it out"
-            ) from error
-        self._learned, self._decided = learned, None
+    def _load(self, state: dict[str, Any]) -> None:
+        told = dict(state["learned"])
+        if told.keys() != Learned.__dataclass_fields__.keys():
+            raise KeyError(*told.keys() ^ Learned.__dataclass_fields__.keys())
+        fits = [Point(**each) for each in told["fits"]]
+        failures = [Point(**each) for each in told["failures"]]
+        told["fits"] = {_bucket(each): each for each in fits}
+        told["failures"] = {(_class(each.cost), each.within): each for each in failures}
+        self._learned = Learned(**told | {"faster": Faster(**told["faster"])})
+        self._decided = None
 
 
 def _largest(points: Iterable[Point]) -> Point | None:

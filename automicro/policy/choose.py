@@ -8,8 +8,8 @@ from automicro.policy.policy import Fixed, Policy, require_size
 
 def _accepted(unit: str, *, may_explore: bool) -> str:
     """What makes sense where sizes are counted in this."""
-    explores = may_explore and unit == "rows"
-    explore = '"explore" (the fastest of those that fit), ' if explores else ""
+    may_explore &= unit == "rows"
+    explore = '"explore" (the fastest of those that fit), ' if may_explore else ""
     counted = "" if unit == "rows" else f" (of {unit}, with padding)"
     return (
         f'give an int of at least 1{counted}, "auto" (found by halving), {explore}None (the whole '
@@ -47,19 +47,19 @@ def make_policy(
     >>> make_policy("auto"), make_policy(8), make_policy(None)
     (Halving(initial=None), Fixed(8), Fixed(None))
     """
+    accepted = _accepted(unit, may_explore=may_explore)
     if microbatch_size is None:
         return Fixed(None)
     if isinstance(microbatch_size, str):
         if microbatch_size == "auto":
             return Halving()
-        if microbatch_size == "explore" and not repeatable:
-            from automicro.policy.explore import Explore
-
-            return Explore()
-        if microbatch_size == "explore":
+        if microbatch_size != "explore":
+            raise ValueError(f"{name}={microbatch_size!r} means nothing: {accepted}")
+        if repeatable:
             raise ValueError(_by_clock(name, microbatch_size))
-        accepted = _accepted(unit, may_explore=may_explore)
-        raise ValueError(f"{name}={microbatch_size!r} means nothing: {accepted}")
+        from automicro.policy.explore import Explore
+
+        return Explore()
     # The class of a policy has all the methods of one, but nothing to call them on.
     if isinstance(microbatch_size, type):
         raise TypeError(
@@ -78,7 +78,6 @@ def make_policy(
     try:
         return Fixed(require_size(microbatch_size, name=name))
     except (TypeError, ValueError) as error:
-        accepted = _accepted(unit, may_explore=may_explore)
         raise type(error)(f"{name}={microbatch_size!r} is no size: {accepted}") from None
 
 

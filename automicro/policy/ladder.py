@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from automicro.policy.auto import FIRST_RETRY, FIRST_WAIT, Point
-from automicro.policy.policy import Outcome, Policy, require_cost, require_kind
+from automicro.policy.policy import Outcome, Policy, require_cost
 
 # Between a cost at which a level fits and one at which it does not, it is tried in the lower half
 # only, until less than this share of the latter is left. So trials fail a few times in all.
@@ -237,16 +237,7 @@ class Ladder(Policy):
         if state.get("kind") == type(self.plain).__name__:
             self.plain.load_state_dict(state)
             return
-        require_kind(state, self)
-        before = self.state_dict()
-        try:
-            self._load(state)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            self._load(before)
-            raise ValueError(
-                f"the state of {type(self).__name__} is damaged ({error!r}): give what its "
-                "state_dict() returned, or leave it out"
-            ) from error
+        super().load_state_dict(state)
 
     def _load(self, state: dict[str, Any]) -> None:
         fresh = {"policy": self._fresh, "known": dataclasses.asdict(_Known())}

@@ -234,9 +234,21 @@ class Policy(abc.ABC):
         """Take over what ``state_dict`` returned.
 
         Raises:
-            ValueError: another kind of policy wrote it.
+            ValueError: another kind of policy wrote it, or it is damaged. Nothing has changed then.
         """
         require_kind(state, self)
+        before = self.state_dict()
+        try:
+            self._load(state)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            self._load(before)
+            raise ValueError(
+                f"the state of a {type(self).__name__} policy is damaged ({error!r}): give what "
+                "its state_dict() returned, or leave it out"
+            ) from error
+
+    def _load(self, state: dict[str, Any]) -> None:
+        """Take over a state of this kind."""
         vars(self).update(copy.deepcopy(state.get("values", {})))
 
 
@@ -363,11 +375,9 @@ class Fixed(Policy):
     adapts = False
 
     def __init__(self, microbatch_size: int | None) -> None:
-        self._microbatch_size = (
-            None
-            if microbatch_size is None
-            else require_size(microbatch_size, name="microbatch_size")
-        )
+        self._microbatch_size = microbatch_size
+        if microbatch_size is not None:
+            self._microbatch_size = require_size(microbatch_size, name="microbatch_size")
 
     def __repr__(self) -> str:
         return f"Fixed({self._microbatch_size})"

@@ -1,0 +1,271 @@
+"""Rows of what is no dense tensor: packed, nested and sparse ones, tensordicts, other classes."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import (
+    PackedSequence,
+    pack_padded_sequence,
+    pack_sequence,
+    pad_packed_sequence,
+    unpack_sequence,
+)
+
+from automicro.batch.types import (
+    TENSORS,
+    Pieces,
+    Registered,
+    RowType,
+    TensorFunction,
+    join_path,
+    subject,
+)
+from automicro.errors import BatchError
+from automicro.memory.oom import ignoring_errors
+from automicro.torch_private import is_wrapper
+from automicro.values import same_values
+
+
+class _Packed(RowType):
+    """Packed sequences. Rows count in the caller's order, not the sorted one."""
+
+    def count(self, value: Any, dim: int, path: str) -> int:
+        return int(value.batch_sizes[0])
+
+    def cut(self, value: Any, pieces: Pieces, dim: int, path: str) -> Sequence[Any]:
+        padded, lengths = pad_packed_sequence(value, batch_first=True)
+        found = []
+        for selection in pieces.selections:
+            rows = torch.as_tensor(list(selection))
+            if isinstance(selection, range):
+                piece = padded[selection.start : selection.stop]
+            else:
+                piece = padded.index_select(0, rows.to(padded.device))
+            own = lengths[rows]
+            # Sequences that were packed as sorted carry no indices, and stay so where they can.
+            in_order = value.sorted_indices is None and bool(torch.all(own.diff() <= 0))
+            packed = pack_padded_sequence(piece, own, batch_first=True, enforce_sorted=in_order)
+            found.append(packed)
+        return found
+
+    def concat(self, values: Sequence[Any], dim: int) -> Any:
+        rows = [row for value in values for row in unpack_sequence(value)]
+        lengths = [len(row) for row in rows]
+        unsorted = any(value.sorted_indices is not None for value in values)
+        in_order = not unsorted and lengths == sorted(lengths, reverse=True)
+        return pack_sequence(rows, enforce_sorted=in_order)
+
+    def map(self, value: Any, fn: TensorFunction) -> Any:
+        data = fn(value.data)
+        # Indices are no data: they follow to its device, and keep their dtype and their values.
+        waits = data.device.type == "cpu"
+        order, inverse = (
+            None if each is None else each.to(data.device, non_blocking=not waits)
+            for each in (value.sorted_indices, value.unsorted_indices)
+        )
+        return PackedSequence(data, value.batch_sizes, order, inverse)
+
+    def leaves(self, value: Any) -> Iterable[tuple[str, torch.Tensor]]:
+        return [("data", value.data)]
+
+
+class _TensorDicts(Registered):
+    """Those of tensordict, which are known without an import of the library."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            num_rows=lambda value: int(value.batch_size[0]),
+            take=lambda value, start, stop: value[start:stop],
+            concat=lambda values: torch.cat(list(values), 0),
+            map_tensors=_map_tensordict,
+        )
+
+    def count(self, value: Any, dim: int, path: str) -> int:
+        name = type(value).__name__
+        if dim:
+            own = f", or declare batch_layout={{'': {dim}, {path!r}: 0}}" if path else ""
+            raise BatchError(
+                f"{subject(path)} is a {name}, whose rows are dimension 0 of its batch_size, and "
+                f"batch_layout says dimension {dim}. Transpose it{own}."
+            )
+        if not value.batch_size:
+            raise BatchError(
+                f"A {name} has no batch_size, so it is one row, or nothing tells how many it has. "
+                "Make it with batch_size=[rows]."
+            )
+        return int(value.batch_size[0])
+
+    def leaves(self, value: Any) -> Iterable[tuple[str, torch.Tensor]]:
+        stacked = getattr(value, "tensordicts", None)
+        if stacked is not None:  # a lazy stack makes new tensors whenever it is asked for some
+            for row, part in enumerate(stacked):
+                yield from ((f"{row}.{path}", leaf) for path, leaf in self.leaves(part))
+            return
+        for key, leaf in value.items(include_nested=True, leaves_only=True):
+            if isinstance(leaf, torch.Tensor):
+                yield key if isinstance(key, str) else ".".join(key), leaf
+
+
+def _map_tensordict(value: Any, fn: TensorFunction) -> Any:
+    # A device of its own would move every new tensor back to it.
+    new = value.apply(fn, device=None)
+    return new if value.device is None else new.auto_device_()
+
+
+class _Others(RowType):
+    """Nested and sparse tensors, and those of classes of their own."""
+
+    def cut(self, value: Any, pieces: Pieces, dim: int, path: str) -> Sequence[Any]:
+        if value.is_nested:
+            return _cut_nested(value, pieces)
+        if value.layout is not torch.strided:
+            return _cut_sparse(value, pieces, dim)
+        return _cut_subclass(value, TENSORS.cut_dense(value, pieces, dim), dim, pieces)
+
+    def concat(self, values: Sequence[Any], dim: int) -> Any:
+        layout = values[0].layout
+        if values[0].is_nested:
+            rows = [row for value in values for row in value.unbind()]
+            return torch.nested.as_nested_tensor(rows, layout=layout)
+        joined = torch.cat([each.to_sparse(layout=torch.sparse_coo) for each in values])
+        return joined.to_sparse(layout=layout)
+
+    def map(self, value: Any, fn: TensorFunction) -> Any:
+        new = fn(value)
+        return new if new is value else _like_subclass([new], value)[0]
+
+
+ROW_TYPES = {"packed": _Packed(), "tensordict": _TensorDicts(), "tensor": _Others()}
+
+
+def _cut_nested(value: torch.Tensor, pieces: Pieces) -> list[torch.Tensor]:
+    if value.layout is torch.jagged:
+        return _cut_jagged(value, pieces)
+    rows = value.unbind()
+    return [torch.nested.as_nested_tensor([rows[i] for i in each]) for each in pieces.selections]
+
+
+def _cut_jagged(value: Any, pieces: Pieces) -> list[torch.Tensor]:
+    # The one dimension that has no number: its size is a symbol, bound to the offsets tensor.
+    ragged_dim = next(i for i, size in enumerate(value.shape) if not isinstance(size, int))
+    values, offsets, lengths = value.values(), value.offsets(), value.lengths()
+    starts: list[int] = offsets.tolist()
+    row_lengths: list[int] = (offsets.diff() if lengths is None else lengths).tolist()
+    # Tensors that share offsets in the batch must share them in a microbatch, or torch takes
+    # their ragged dimensions for different ones and refuses to add them.
+    new = pieces.offsets.get(id(offsets))
+    if new is None:
+        new = [
+            _piece_offsets(chosen, offsets, lengths, starts, row_lengths)
+            for chosen in pieces.selections
+        ]
+        pieces.offsets[id(offsets)] = new
+    found = []
+    for chosen, (new_offsets, new_lengths) in zip(pieces.selections, new, strict=True):
+        if isinstance(chosen, range):
+            start, stop = starts[chosen.start], starts[chosen.stop]
+            rows = values.narrow(ragged_dim - 1, start, stop - start)
+        else:
+            parts = [values.narrow(ragged_dim - 1, starts[i], row_lengths[i]) for i in chosen]
+            rows = torch.cat(parts, dim=ragged_dim - 1)
+        found.append(
+            torch.nested.nested_tensor_from_jagged(
+                rows, new_offsets, lengths=new_lengths, jagged_dim=ragged_dim
+            )
+        )
+    return found
+
+
+def _piece_offsets(
+    chosen: Sequence[int],
+    offsets: torch.Tensor,
+    lengths: torch.Tensor | None,
+    starts: list[int],
+    row_lengths: list[int],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if isinstance(chosen, range):
+        start, stop = chosen.start, chosen.stop
+        new_lengths = None if lengths is None else lengths[start:stop]
+        return offsets[start : stop + 1] - starts[start], new_lengths
+    ends = [0]
+    for i in chosen:
+        ends.append(ends[-1] + row_lengths[i])
+    return torch.tensor(ends, dtype=offsets.dtype, device=offsets.device), None
+
+
+def _cut_sparse(value: torch.Tensor, pieces: Pieces, dim: int) -> list[torch.Tensor]:
+    whole = value.to_sparse(layout=torch.sparse_coo)
+    chosen = (torch.as_tensor(list(each), device=value.device) for each in pieces.selections)
+    return [whole.index_select(dim, rows).to_sparse(layout=value.layout) for rows in chosen]
+
+
+_DEEPEST = 8  # mapping within a mapping that a tensor carries
+
+
+def _cut_subclass(
+    value: torch.Tensor, cut: Sequence[torch.Tensor], dim: int, pieces: Pieces
+) -> list[torch.Tensor]:
+    """Pieces of a tensor of a class of its own, as its own indexing gives them if that has to be.
+
+    Raises:
+        BatchError: an attribute holds rows, too, and its own indexing does not cut them.
+    """
+    rows, kind = value.shape[dim], type(value)
+    held = dict(_attributes_with_rows(getattr(value, "__dict__", {}), rows))
+    if not held or issubclass(kind, torch.nn.Parameter) or is_wrapper(kind):
+        return _like_subclass(cut, value)
+    own = [_own_piece(value, chosen, dim, held) for chosen in pieces.selections]
+    found = [piece for piece in own if piece is not None]
+    if len(found) < len(own):
+        raise BatchError(
+            f"A {kind.__name__} in the batch has {rows} rows, and so has its attribute "
+            f"{next(iter(held))!r}, which a slice of the tensor does not cut. Use "
+            f"register_batch_type({kind.__name__}, num_rows=len, take=lambda value, start, stop: "
+            "…), or put the attribute into the batch beside it."
+        )
+    return _like_subclass(found, value)
+
+
+def _own_piece(
+    value: torch.Tensor, chosen: Sequence[int], dim: int, held: Mapping[str, Any]
+) -> Any | None:
+    """What its own indexing gives for some rows, if that cuts its attributes with rows as well."""
+    before = (slice(None),) * (dim % value.dim())
+    is_slice = isinstance(chosen, range)
+    index = slice(chosen[0], chosen[-1] + 1) if is_slice else torch.as_tensor(list(chosen))
+    with ignoring_errors():  # of a class that knows fewer ways to index
+        piece = value[(*before, index)] if before else value[index]
+        cut = dict(_attributes_with_rows(vars(piece), len(chosen)))
+        wanted = {
+            path: [each[row] for row in chosen] if isinstance(each, list) else each[list(chosen)]
+            for path, each in held.items()
+        }
+        if all(same_values(cut.get(path), each) for path, each in wanted.items()):
+            return piece
+    return None
+
+
+def _attributes_with_rows(table: Any, rows: int, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Attributes, and what lies in mappings among them, that have as many entries as rows."""
+    for name, each in table.items():
+        inner = join_path(path, name)
+        if isinstance(each, Mapping) and inner.count(".") < _DEEPEST:
+            yield from _attributes_with_rows(each, rows, inner)
+        elif (getattr(each, "ndim", 0) or isinstance(each, list)) and len(each) == rows:
+            yield inner, each
+
+
+def _like_subclass(pieces: Sequence[torch.Tensor], value: torch.Tensor) -> list[torch.Tensor]:
+    """`pieces` of `value`, of its class and with its attributes, where torch has dropped them."""
+    cls = type(value)
+    if issubclass(cls, torch.nn.Parameter) or is_wrapper(cls):
+        return list(pieces)
+    found = []
+    for piece in pieces:
+        new = piece if isinstance(piece, cls) else piece.as_subclass(cls)
+        for name, attribute in getattr(value, "__dict__", {}).items():
+            if name not in vars(new):
+                setattr(new, name, attribute)
+        found.append(new)
+    return found
