@@ -42,7 +42,7 @@ test-quick: $(INSTALLED)  ## run the core of the tests, in less than a minute
 	@echo "the core of the tests, in less than a minute on two idle cores"
 	$(PYTEST) -q $(QUICK)
 
-# With the seeds that are always the same; all of them by make torture, search and so on.
+# A few of what make torture, search and so on run whole.
 sweeps: $(INSTALLED)  ## run samples of the torture, the search, the kills and the walks of collectives
 	$(PYTEST) --dist loadfile -q -m 'sweep and not slow and not gpu and not standin' tests --ignore tests/integrations
 
