@@ -1,5 +1,6 @@
 """What integrations share: seams of hosts, places of methods, reports, and what steps tell."""
 
+import ast
 import collections
 import contextlib
 import functools
@@ -8,6 +9,8 @@ import importlib.metadata
 import inspect
 import itertools
 import numbers
+import re
+import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +30,7 @@ from automicro.features import WORDS
 from automicro.loss.conventions import Output
 from automicro.microbatcher import Microbatcher
 from automicro.state.part import State
+from automicro.values import OBJECT, kinds_of
 
 _MISSING = object()
 
@@ -209,9 +213,12 @@ _FOLDS: Mapping[str, Callable[[Sequence[float], Sequence[float]], float]] = {
     "max": lambda values, _: max(values),
     "min": lambda values, _: min(values),
 }
-_LOOKS = 2  # at batches that are cut
+_LOOKS = 3  # at batches that are cut
+_UNSURE = "sum from 0"
+_DEEPEST = 3  # of mappings in mappings
 _ROUNDING = 1e-4  # of a number that a check computes in one part and in several
 RETURNS = "what the step returns"
+_STEP = re.compile(r"\.(\w+)|\[(.+?)\](?=[.\[]|$)")  # in a path
 _Key = tuple[str, int]
 _Heard = dict[_Key, tuple[float, float]]
 _Tell = Callable[[Any, Any], Any]
@@ -271,6 +278,15 @@ class _Note:
         )
 
 
+@dataclass(kw_only=True)
+class _Compared:
+    """Numbers of some rows, and of their parts as far as these were seen."""
+
+    rows: int = 0
+    whole: _Heard = field(default_factory=dict)
+    parts: list[tuple[int, _Heard]] = field(default_factory=list)
+
+
 class Recorded:
     """What the microbatches of a batch tell, as the batch would have: a part of its transaction.
 
@@ -318,14 +334,14 @@ class Recorded:
         self._roots = beside
         self._beside = State(beside, skip=skip, is_held=False)
         self._second = State(beside, skip=skip, is_held=False)
-        self._looks = 0  # at what microbatches change
+        # At what microbatches change: in training, and in evaluation.
+        self._looks: collections.Counter[bool] = collections.Counter()
         self._dims, self._sorted_by, self._lists, self._concat = dims, sorted_by, lists, concat
         self._verdicts: dict[_Key, str] = {}
         self._named: set[str] = set()
         self._heard: _Heard | None = None
         self._heard_rows = 0
-        self._whole: tuple[int, _Heard] = 0, {}
-        self._parts: list[tuple[int, _Heard]] = []
+        self._told, self._added = _Compared(), _Compared()
         self._forget()
 
     def _forget(self) -> None:
@@ -381,12 +397,11 @@ class Recorded:
             counts: what else means are over, by the name of a list.
         """
         self.rows.append(rows)
-        if len(self.rows) == 2 and self._looks < _LOOKS:
-            self._looks += 1
+        trains = torch.is_grad_enabled()
+        if len(self.rows) == 2 and self._looks[trains] < _LOOKS:
+            self._looks[trains] += 1
             self._changed = self._places(self._beside)
             self._second.begin()
-        elif len(self.rows) == 3:
-            self._compare()
         self._times.clear()
         self._counts.append(counts or {})
         self._is_open = True
@@ -445,10 +460,23 @@ class Recorded:
         self._later.append(tell)
 
     def _compare(self) -> None:
-        """Name what the first microbatch has changed beside the model, and the second again."""
+        """Name what the first microbatch has changed beside the model, and others again.
+
+        What adds up by rows goes on to change; else it is set, to what only some rows come to.
+        """
         if self._changed is None:
             return
-        names = sorted(self._changed & self._places(self._second))
+        later, roots = self._places(self._second), self._roots()
+
+        def depends(path: str) -> bool:
+            is_again = any(
+                each == path or each.startswith((f"{path}.", f"{path}[")) for each in later
+            )
+            value, verdict = _at(roots, path), self._verdicts.get((path, 0))
+            is_count = isinstance(value, int) and value == self.rows[-1] > 1
+            return is_count or (verdict != _UNSURE and is_again != (verdict == "sum"))
+
+        names = sorted(filter(depends, self._changed))
         self._second.commit()
         self._changed = None
         new = [name for name in names if name not in self._named]
@@ -471,7 +499,7 @@ class Recorded:
         joined += [
             f"{name}.{key}."
             for name, root in roots.items()
-            for key, each in vars(root).items()
+            for key, each in getattr(root, "__dict__", {}).items()
             if isinstance(each, nn.Module)
         ]
         return {
@@ -507,13 +535,30 @@ class Recorded:
         self._counts.append(counts or {})
         self._note_lengths()
         self._beside.begin()
+        added: dict[str, float] = {}
         try:
             yield
+            added = self._numbers_beside()
         finally:
             self._heard = None
             self._counts.pop()
             self._lengths.pop()
             self._beside.roll_back()
+            before = {path: _number(_at(self._roots(), path)) or 0.0 for path in added}
+            heard = {(path, 0): (now - before[path], float(rows)) for path, now in added.items()}
+            known = {key: self._verdicts.pop(key) for key in heard.keys() & self._verdicts.keys()}
+            if not self._learn(self._added, rows, heard):
+                self._verdicts |= known
+            for path, start in before.items():  # from 0, a number that is set seems to add up
+                key = path, 0
+                if start == 0.0 and self._verdicts.get(key) == "sum":
+                    self._verdicts[key] = known.get(key, _UNSURE)
+
+    def _numbers_beside(self) -> dict[str, float]:
+        """Numbers that have changed beside the model, by their places."""
+        captured, roots = self._beside.captured, self._roots()
+        found = {path: _number(_at(roots, path)) for path in captured.changed()} if captured else {}
+        return {path: number for path, number in found.items() if number is not None}
 
     def seen(self, loss: Tensor | None, outputs: Any = None, own: Tensor | None = None) -> Output:
         """What a check sees of the step that has run: its loss, outputs with rows, and numbers.
@@ -536,7 +581,7 @@ class Recorded:
             for value in new if len(new) != rows or rows == 1 else ():
                 for label, each in _numbers_in(what, value):
                     self._hear(label, each, self._counts[-1].get(name, rows))
-        self._learn()
+        self._learn(self._told, rows, self._heard)
         number = _number(loss if own is None else own)
         told = {
             what if not nth else f"{what}, {nth + 1}": each
@@ -554,18 +599,16 @@ class Recorded:
         if number is not None and weight:
             self._heard[key] = number, weight
 
-    def _learn(self) -> None:
+    def _learn(self, compared: _Compared, rows: int, heard: _Heard) -> bool:
         """Tell, once all parts of some rows were seen, how their numbers become those of all."""
-        assert self._heard is not None
-        rows, of_whole = self._whole
-        self._parts.append((self._heard_rows, self._heard))
-        total = sum(count for count, _ in self._parts)
-        if self._heard_rows == rows or total > rows:
-            self._whole, self._parts = (self._heard_rows, dict(self._heard)), []
-        if total != rows or len(self._parts) < 2:
-            return
-        parts, self._parts = [each for _, each in self._parts], []
-        for key, (number, _) in of_whole.items():
+        compared.parts.append((rows, heard))
+        total = sum(count for count, _ in compared.parts)
+        if rows == compared.rows or total > compared.rows:
+            compared.rows, compared.whole, compared.parts = rows, dict(heard), []
+        if total != compared.rows or len(compared.parts) < 2:
+            return False
+        parts, compared.parts = [each for _, each in compared.parts], []
+        for key, (number, _) in compared.whole.items():
             if not all(key in each for each in parts):
                 continue
             values, weights = zip(*(each[key] for each in parts), strict=True)
@@ -579,6 +622,7 @@ class Recorded:
                 self._verdicts[key] = fitting[0]
             elif "mean" in fitting and "sum" not in fitting:  # it was the same in all parts
                 self._verdicts.setdefault(key, "mean")
+        return True
 
     # Afterwards
 
@@ -725,15 +769,29 @@ class Recorded:
             self._name_unsure(note.what, "a whole number")
             return "sum"
         if note.reduce not in _FOLDS or note.reduce == "mean":
+            is_weighted = bool(note.weights) and None not in note.weights
+            if not (self._told.rows or is_weighted or self._is_known(note, several, is_loss)):
+                self.name_once(
+                    note.what,
+                    f"{note.what} has one number for each microbatch, and their mean over rows is "
+                    "taken for the batch's; no check of this process has shown that. Give a value "
+                    "for each row, or let a metric count it",
+                )
             return "mean"
         if is_loss is None or not bool(is_loss):
-            self._name(
+            self.name_once(
                 note.what,
                 f"{note.what} has one number for each microbatch, and the {note.reduce} of them is "
                 "taken; no check has shown whether a batch gives that, or their mean. Let a metric "
                 "count it, or keep batches whole with microbatch_size=None",
             )
         return note.reduce
+
+    def _is_known(self, note: _Note, several: Tensor, is_loss: Tensor | None) -> bool:
+        """Whether numbers are all the same, or each microbatch's loss."""
+        is_loss = self._is_loss(note) if is_loss is None else is_loss
+        is_same = bool((several == several[0]).all())
+        return is_same or (is_loss is not None and bool(is_loss))
 
     def _join_tensors(self, what: str, values: Sequence[Tensor]) -> Any:
         for dim in self._dims:
@@ -774,7 +832,7 @@ class Recorded:
             self._refuse_rows(what)
             return
         if len(set(lengths)) > 1:
-            self._name(
+            self.name_once(
                 what,
                 f"{what} got {lengths} entries from the microbatches of one batch, so they depend "
                 "on the microbatch size; append once a batch, in a hook that runs after it",
@@ -798,7 +856,7 @@ class Recorded:
             )
 
     def _name_unsure(self, what: str, kind: str) -> None:
-        self._name(
+        self.name_once(
             what,
             f"{what} is {kind} in each microbatch, and these are added up, as counts are; no check "
             "has shown that a batch gives that. Give a sum as a sum, and a float, or a value for "
@@ -806,7 +864,7 @@ class Recorded:
         )
 
     def _as_they_are(self, what: str, values: Sequence[Any]) -> Any:
-        self._name(
+        self.name_once(
             what,
             f"{what} is a {type(values[0]).__name__} in each microbatch, and nothing says how the "
             f"{len(values)} of a batch become one: they are given as a list. Values with a row for "
@@ -815,10 +873,44 @@ class Recorded:
         )
         return list(values)
 
-    def _name(self, what: str, text: str) -> None:
+    def name_once(self, what: str, text: str) -> None:
+        """Warn of something that is told, unless that was warned of."""
         if what not in self._named:
             self._named.add(what)
             warn(text, MetricWarning)
+
+
+def lists_in(
+    name: str, table: Mapping[str, Any], *, hosts: Sequence[str] = ()
+) -> Iterator[tuple[str, str, list[Any]]]:
+    """Lists in attributes, in dictionaries there, and in objects that are not a host's.
+
+    Args:
+        name: of what has the attributes.
+        table: these, by name.
+        hosts: packages of the host.
+
+    Yields:
+        The path, the last name or key in it, and the list.
+
+    Example:
+        >>> table = {"losses": [], "kept": {"outputs": []}}
+        >>> [path for path, _, _ in lists_in("self", table)]
+        ['self.losses', "self.kept['outputs']"]
+    """
+    waiting = [(f"{name}.{key}", key, value) for key, value in table.items()]
+    for path, key, value in waiting:  # which grows
+        if isinstance(value, list):
+            yield path, key, value
+        elif isinstance(value, dict) and path.count("[") < _DEEPEST:
+            waiting += [(f"{path}[{key!r}]", str(key), each) for key, each in value.items()]
+        elif path.count(".") == 1 and _is_users(value, hosts):
+            waiting += [(f"{path}.{key}", key, each) for key, each in vars(value).items()]
+
+
+def _is_users(value: Any, hosts: Sequence[str]) -> bool:
+    is_object = OBJECT in kinds_of(type(value)) and not isinstance(value, nn.Module)
+    return is_object and type(value).__module__.partition(".")[0] not in hosts
 
 
 def detached(value: Any) -> Any:
@@ -843,6 +935,18 @@ def _number(value: Any) -> float | None:
     return (
         float(value.detach() if isinstance(value, Tensor) else value) if is_number(value) else None
     )
+
+
+def _at(roots: Mapping[str, Any], path: str) -> Any:
+    """What lies at a place that `Captured.changed` gives; None where it is no more."""
+    first, *rest = _STEP.findall(f".{path}")
+    found = roots.get(first[0])
+    for name, key in rest:
+        try:
+            found = getattr(found, name) if name else found[ast.literal_eval(key)]
+        except (AttributeError, LookupError, TypeError, ValueError, SyntaxError):
+            return None
+    return found
 
 
 def _tensor(number: Any) -> Tensor:
@@ -958,6 +1062,10 @@ class _StandIn:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        """As functions are bound, in the place of one of a class."""
+        return self if owner is None else types.MethodType(self, owner)
 
 
 def _put_back(owner: Any, name: str, earlier: Any) -> None:

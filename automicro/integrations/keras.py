@@ -9,7 +9,9 @@ forward changes them; so a `Microbatcher` gets a module in which they are buffer
 divides by is read off its ``reduction``.
 """
 
-from collections.abc import Callable, Mapping
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +23,13 @@ from automicro.batchnorm import find_batchnorm
 from automicro.errors import BatchNormWarning, LossError, UnsplittableModelError, warn
 from automicro.features import with_features
 from automicro.integrations.host import (
+    Growing,
+    Recorded,
     Replacements,
     check_options,
     import_host,
+    is_number,
+    lists_in,
     require_seam,
 )
 from automicro.loss.passes import is_extra_pass
@@ -54,6 +60,8 @@ _OWN = (
 )  # fmt: skip
 _MEANS = ("sum_over_batch_size", "mean")
 _SEED = "global_seed_generator"
+_OF_EVERY_MODEL = frozenset(vars(keras.Model())) | {"automicro", "history"}
+_COMPUTED = "what compute_metrics returns"
 
 
 def enable(model: Any, **options: Any) -> Any:
@@ -176,7 +184,12 @@ class Enabled:
         )
         self._has_warned = False
         self._made: _Made | None = None
-        self._values: Mapping[str, Any] = {}  # of a compute_metrics of the model's own
+        self._returned: list[str] = []  # names, by a compute_metrics of the model's own
+        self._recorded = Recorded(
+            lists=self._lists,
+            beside=self._beside,
+            skip=self._apart,
+        )
         read_average(model, self._average)  # refuse now what the first batch would be refused for
         self._replacements = Replacements()
         put = self._replacements.put
@@ -215,28 +228,37 @@ class Enabled:
         result = self.last = made.microbatcher.backward(made.flat, _Counted())
         if result.num_microbatches > 1:
             self._warn_of_batchnorm(result)
-        model._loss_tracker.update_state(result.loss, sample_weight=result.num_samples)
         trained = model.trainable_weights[:]
         with torch.no_grad():
             model.optimizer.apply([each.value.grad for each in trained], trained)
-        return self._told()
+        return self._told(result)
 
     def _test_step(self, data: Any) -> Any:
         made = self._ready(data, "test")
         result = self.last_evaluation = made.microbatcher.evaluate(made.flat, _Counted())
-        self._model._loss_tracker.update_state(result.loss, sample_weight=result.num_samples)
-        return self._told()
+        return self._told(result)
 
     def _predict_step(self, data: Any) -> Any:
         made = self._ready(data, "predict")
         return made.microbatcher.predict(made.flat)
 
-    def _told(self) -> Any:
-        """What a step returns: all metrics, or those that a ``compute_metrics`` has returned."""
-        now = self._model.get_metrics_result()
+    def _told(self, result: StepResult | EvalResult) -> Any:
+        """What a step returns: all metrics, or what a ``compute_metrics`` has returned."""
+        model, recorded = self._model, self._recorded
+        others = recorded.told(_COMPUTED, result.loss)
+        if others and recorded.is_split:
+            recorded.name_once(
+                _COMPUTED,
+                f"compute_metrics returns {', '.join(others)}, which no metric has: it is the mean "
+                "of what microbatches return, and wrong where it is made of a metric's result(); "
+                "let a keras.metrics.Mean count it",
+            )
+        recorded.tell(result.loss)
+        model._loss_tracker.update_state(result.loss, sample_weight=result.num_samples)
+        now = model.get_metrics_result()
         if not self._has_own_metrics():
             return now
-        return {name: now.get(name, value) for name, value in self._values.items()}
+        return {name: now[name] if name in now else others[name] for name in self._returned}
 
     def _has_own_metrics(self) -> bool:
         return type(self._model).compute_metrics is not keras.Model.compute_metrics
@@ -268,11 +290,11 @@ class Enabled:
             "update_metric": lambda metric, outputs, flat: metric.update(
                 lambda: self._count(new, outputs, new.pack(flat))
             ),
-            "state": [each for each in metrics_of(self._model) if _is_own(each)],
+            "state": [self._recorded, *filter(_is_own, metrics_of(self._model))],
         }
         new.microbatcher = Microbatcher(
             Variables(self._model, variables),
-            forward=lambda _, flat: self._forward(new, new.pack(flat)),
+            forward=lambda _, flat: self._recording(new, flat),
             backward=self._backward,
             loss_average=average if counts is None else lambda flat: counts(new.pack(flat)),
             modules=list(_of_torch(self._model).values()),
@@ -281,10 +303,50 @@ class Enabled:
         )
         return new
 
-    def _forward(self, made: "_Made", data: Any) -> tuple[Tensor | None, Any]:
-        model = self._model
+    def _recording(self, made: "_Made", flat: Mapping[str, Any]) -> Any:
+        """Forward of some rows; what it tells metrics is the microbatch's, or heard by a check."""
+        recorded, data, rows = self._recorded, made.pack(flat), _rows_of(flat)
         if made.phase == "predict":
             return None, self._own_predict_step(data)
+        if not is_extra_pass():
+            recorded.begin_microbatch(rows)
+            with self._listening(rows < _rows_of(made.flat)):
+                return self._forward(made, data)
+        with recorded.hearing(rows), self._listening():
+            loss, outputs = self._forward(made, data)
+            self._update(made, outputs, data)
+            return recorded.seen(loss, outputs)
+
+    @contextlib.contextmanager
+    def _listening(self, listens: bool = True) -> Iterator[None]:
+        """Keep what metrics are told that is of no row, which a batch would have told once."""
+        kinds = dict.fromkeys(
+            kind
+            for metric in metrics_of(self._model) * listens
+            for kind in type(metric).__mro__
+            if "update_state" in vars(kind)
+        )
+        with Replacements() as places:
+            for kind in kinds:
+                note = functools.partial(self._note, vars(kind)["update_state"])
+                places.put(kind, "update_state", note)
+            yield
+
+    def _note(self, own: Callable[..., Any], metric: Any, *given: Any, **named: Any) -> Any:
+        """In place of a metric's ``update_state``."""
+        weight = named.get("sample_weight", given[1] if len(given) == 2 else None)
+        if not given or not is_number(given[0]) or not (weight is None or is_number(weight)):
+            return own(metric, *given, **named)
+
+        def tell(joined: Any, weight: Any) -> None:
+            own(metric, joined, *([] if weight is None else [weight]))
+
+        reduce = "sum" if isinstance(metric, keras.metrics.Sum) else "mean"
+        what = f"{type(metric).__name__} ({metric.name})"
+        return self._recorded.note(what, given[0], weight=weight, reduce=reduce, tell=tell)
+
+    def _forward(self, made: "_Made", data: Any) -> tuple[Tensor, Any]:
+        model = self._model
         # In a look at a few rows nothing is drawn, and each is normalised by itself.
         trains = made.phase == "train" and not is_extra_pass()
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -307,19 +369,55 @@ class Enabled:
                 "add_loss) that would count once for each microbatch; compile with "
                 "reduction='sum_over_batch_size'"
             )
+        made.loss = loss.detach()
         return loss, outputs
 
     def _backward(self, loss: Tensor) -> None:
         scaled = self._model.optimizer.scale_loss(loss)
         scaled.backward()
 
+    def _of_its_own(self) -> dict[str, Any]:
+        """Attributes of the model that are neither Keras' nor torch's, and no part of it."""
+        parts = keras.Layer, keras.Variable, keras.metrics.Metric, nn.Module
+        return {
+            name: each
+            for name, each in vars(self._model).items()
+            if name not in _OF_EVERY_MODEL and not isinstance(each, parts)
+        }
+
+    def _lists(self) -> list[Growing]:
+        found = lists_in("model", self._of_its_own(), hosts=("keras",))
+        return [Growing(path, value) for path, _, value in found]
+
+    def _beside(self) -> dict[str, Any]:
+        """The model and metrics that Keras did not write, whose variables are parameters there."""
+        found = {"model": self._model}
+        for each in filter(_is_own, metrics_of(self._model)):
+            variables = {variable.name: variable.value.detach() for variable in each.variables}
+            found |= {each.name: each, f"{each.name}_variables": variables}
+        return found
+
+    def _apart(self) -> list[Any]:
+        """What is Keras' or torch's: parts of the model are rolled back by themselves."""
+        own = self._of_its_own()
+        return [each for name, each in vars(self._model).items() if name not in own]
+
     def _count(self, made: "_Made", outputs: Any, data: Any) -> None:
+        with self._listening(_rows_of(made.flat) > self._recorded.rows[-1]):
+            self._update(made, outputs, data)
+        self._recorded.end_microbatch(made.loss)
+
+    def _update(self, made: "_Made", outputs: Any, data: Any) -> None:
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
         for each, mask in zip(keras.tree.flatten(outputs), made.masks, strict=True):
             if mask is not None:
                 each._keras_mask = mask  # detached, it has lost it
         if self._has_own_metrics():
-            self._values = self._model.compute_metrics(x, y, outputs, sample_weight=weight)
+            told = self._model.compute_metrics(x, y, outputs, sample_weight=weight)
+            metrics = self._model.get_metrics_result()
+            self._returned = list(told)
+            others = {name: value for name, value in told.items() if name not in metrics}
+            self._recorded.note(_COMPUTED, others)
         elif self._model._compile_metrics is not None:
             self._model._compile_metrics.update_state(y, outputs, weight)
 
@@ -404,6 +502,7 @@ class _Made:
         pack: from some rows of them to what Keras gave.
         phase: ``"train"``, ``"test"`` or ``"predict"``.
         masks: of the outputs of the last forward.
+        loss: of that.
     """
 
     key: tuple[Any, ...]
@@ -413,6 +512,7 @@ class _Made:
     pack: Callable[[Any], Any] = field(default=lambda flat: flat)
     phase: str = "train"
     masks: list[Any] = field(default_factory=list)
+    loss: Tensor | None = None
 
 
 def read_average(model: Any, given: Any) -> Any:
@@ -533,3 +633,7 @@ def metrics_of(model: Any) -> list[Any]:
 def _is_own(metric: Any) -> bool:
     """Whether other code than Keras wrote a metric, which may count in attributes."""
     return type(metric).__module__.partition(".")[0] != "keras"
+
+
+def _rows_of(flat: Mapping[str, Any]) -> int:
+    return len(next(iter(flat.values())))

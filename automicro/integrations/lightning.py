@@ -38,6 +38,7 @@ from automicro.integrations.host import (
     detached,
     import_host,
     is_number,
+    lists_in,
     require_seam,
 )
 from automicro.loss.passes import is_extra_pass
@@ -247,7 +248,7 @@ class _Run:
             dims=list(dict.fromkeys((0, layout) if isinstance(layout, int) else (0,))),
             sorted_by=None if unit == "rows" else unit,
             lists=self._lists,
-            beside=lambda: {"trainer": trainer},
+            beside=lambda: {"self": module, "trainer": trainer},
             skip=self._apart,
         )
         self._step: Callable[[Any], Any] = lambda batch: None
@@ -361,12 +362,7 @@ class _Run:
             return loss
 
         self._step = step
-        microbatcher.know_state(
-            name
-            for name, value in self._of_its_own()
-            for parts in [value.values() if isinstance(value, dict) else [value]]
-            if parts and all(type(each) is list for each in parts)
-        )
+        microbatcher.know_state(name for name, _ in self._of_its_own())
         with self._listening(), self._keeping_from_hooks():
             return microbatcher.backward(kwargs["batch"])
 
@@ -515,8 +511,11 @@ class _Run:
         return self.microbatcher
 
     def _apart(self) -> list[Any]:
-        """What the trainer holds, and is the host's: steps change attributes that hold values."""
-        return [each for each in vars(self._trainer).values() if not _is_value(each)]
+        """What is the host's or torch's, and lists, which may be long and are joined."""
+        hosts = (OF_EVERY_MODULE | _OF_EVERY_LIGHTNING_MODULE) - {"_trainer"}
+        held = [each for each in vars(self._trainer).values() if not _is_value(each)]
+        lists = [each.values for each in self._lists()]
+        return [*held, *lists, *map(vars(self._module).get, hosts)]
 
     def _of_its_own(self) -> list[tuple[str, Any]]:
         """Attributes of the module that are the caller's, and neither torch's nor the host's."""
@@ -524,13 +523,8 @@ class _Run:
         return [(name, each) for name, each in vars(self._module).items() if name not in hosts]
 
     def _lists(self) -> list[Growing]:
-        found = []
-        for name, value in self._of_its_own():
-            for key, each in value.items() if isinstance(value, dict) else [("", value)]:
-                if type(each) is list:
-                    where = f"self.{name}[{key!r}]" if key != "" else f"self.{name}"
-                    found.append(Growing(where, each))
-        return found
+        found = lists_in("self", dict(self._of_its_own()), hosts=tuple(_PACKAGES))
+        return [Growing(path, value) for path, _, value in found]
 
     def _took(self, loss: Tensor | None, output: Any) -> None:
         """What the step of some rows came to."""

@@ -51,6 +51,7 @@ from automicro.integrations.host import (
     Replacements,
     check_options,
     import_host,
+    lists_in,
     require_seam,
     weakly,
 )
@@ -64,7 +65,6 @@ from automicro.state.part import State
 from automicro.step.results import EvalResult, StepResult
 from automicro.transaction.rng import RandomState, devices_of
 from automicro.transaction.transaction import Transaction
-from automicro.values import OBJECT, kinds_of
 
 import_host("transformers", extra="transformers")
 from transformers import Trainer  # noqa: E402
@@ -234,6 +234,7 @@ def _accumulated(trainer: Any, batches: Sequence[Mapping[str, Any]]) -> Reading:
 _FLAVOURS = ("SFTTrainer", "DPOTrainer", "RewardTrainer")
 _WITH_PAIRS = {"DPOTrainer", "RewardTrainer"}
 _COMPARE_PAIRS = ("aot", "aot_unpaired", "aot_pair", "bco_pair", "sft")
+_OF_OTHER_ROWS = ("MultipleNegatives", "GISTEmbed", "MegaBatch", "BatchHard", "BatchAllTriplet")
 _KEEPS_WHOLE = "or keep batches whole with microbatch_size=None, eval_microbatch_size=None"
 _SIZE_OF = {"train": "microbatch_size", "eval": "eval_microbatch_size"}
 
@@ -296,8 +297,23 @@ def refuse(trainer: Any, *, splits: bool = True) -> None:
             f"loss_type={', '.join(across)} compares the pairs of a batch with each other, or "
             f"counts tokens among them, so it cannot be split; use another, {_KEEPS_WHOLE}"
         )
+    elif splits and (comparing := _compares_rows(trainer)):
+        why = (
+            f"{comparing} compares each row with the others of its batch, so it cannot be split; "
+            f"train it in a loop with automicro.Contrastive, {_KEEPS_WHOLE}"
+        )
     if why:
         raise ValueError(f"automicro cannot be enabled for this {name}: {why}")
+
+
+def _compares_rows(trainer: Any) -> str:
+    """Which loss of sentence-transformers' takes other rows for negatives, also inside another."""
+    losses = getattr(trainer, "loss", None)
+    for loss in losses.values() if isinstance(losses, dict) else [losses]:
+        for each in loss.modules() if isinstance(loss, nn.Module) else ():
+            if any(word in type(each).__name__ for word in _OF_OTHER_ROWS):
+                return type(each).__name__
+    return ""
 
 
 def _splits(options: Mapping[str, Any], phase: str) -> bool:
@@ -513,7 +529,7 @@ class Enabled:
         if is_known or not (is_new and evaluates) or trainer.args.world_size > 1:
             return
         rows = self._cut(batch, _LOOKED_AT)[0]
-        num_items, arguments = self._num_items, self._arguments
+        num_items, arguments, log = self._num_items, self._arguments, self._log
         self._is_asking = True
         try:
             with self._undone(model):
@@ -532,7 +548,7 @@ class Enabled:
             pass  # the step itself says so
         finally:
             self._is_asking = False
-            self._num_items, self._arguments = num_items, arguments
+            self._num_items, self._arguments, self._log = num_items, arguments, log
 
     def _further_modules(self, model: nn.Module) -> list[nn.Module]:
         """What else the optimizer steps: parameters of a loss, that are not the model's."""
@@ -900,16 +916,6 @@ _NOT_OF_A_STEP = (
 )  # fmt: skip
 _MODELS = ("model", "model_wrapped", "ref_model")  # the first two are a Microbatcher's
 _HOSTS = ("transformers", "trl")
-_DEEPEST = 3  # of mappings in mappings
-
-
-def _beside_the_model(trainer: Callable[[], Any]) -> State:
-    """What a step may change of a trainer beside its model, as a part of a transaction.
-
-    Args:
-        trainer: gives it, and may not hold it.
-    """
-    return State(lambda: _roots(trainer), skip=lambda: _skipped(trainer), is_held=False)
 
 
 def _roots(trainer: Callable[[], Any]) -> dict[str, Any]:
@@ -925,33 +931,19 @@ def _skipped(trainer: Callable[[], Any]) -> list[Any]:
 def _everything_of(trainer: Callable[[], Any], model: nn.Module) -> Transaction:
     """All that a step may change."""
     devices = devices_of([model], trainer().args.device)
-    beside, inside = _beside_the_model(trainer), State(lambda: {"model": model})
-    return Transaction([beside, inside, RandomState(devices)])
+    beside = State(lambda: _roots(trainer), skip=lambda: _skipped(trainer), is_held=False)
+    return Transaction([beside, State(lambda: {"model": model}), RandomState(devices)])
 
 
 def _lists_of(trainer: Any) -> list[Growing]:
     """Lists that a trainer keeps, in dictionaries and in objects that are not the host's."""
     name, found = trainer.__class__.__name__, []  # of a weak reference, too
-    waiting = [
-        (f"{name}.{key}", key, value)
-        for key, value in vars(trainer).items()
-        if key not in _NOT_OF_A_STEP and key not in _MODELS
-    ]
-    for path, key, value in waiting:  # which grows
-        if isinstance(value, list):
-            is_told = path.startswith(f"{name}._metrics[")  # by TRL
-            reduce = key[:3] if is_told and key.startswith(("min_", "max_")) else "mean"
-            found.append(Growing(path, value, key if is_told else "", reduce))
-        elif isinstance(value, dict) and path.count("[") < _DEEPEST:
-            waiting += [(f"{path}[{key!r}]", str(key), each) for key, each in value.items()]
-        elif path.count(".") == 1 and _is_users(value):
-            waiting += [(f"{path}.{key}", key, each) for key, each in vars(value).items()]
+    own = {k: v for k, v in vars(trainer).items() if k not in _NOT_OF_A_STEP and k not in _MODELS}
+    for path, key, value in lists_in(name, own, hosts=_HOSTS):
+        is_told = path.startswith(f"{name}._metrics[")  # by TRL
+        reduce = key[:3] if is_told and key.startswith(("min_", "max_")) else "mean"
+        found.append(Growing(path, value, key if is_told else "", reduce))
     return found
-
-
-def _is_users(value: Any) -> bool:
-    is_object = OBJECT in kinds_of(type(value)) and not isinstance(value, nn.Module)
-    return is_object and type(value).__module__.partition(".")[0] not in _HOSTS
 
 
 def _no_backward(loss: Tensor, **options: Any) -> None:

@@ -34,6 +34,7 @@ from automicro import (
     UnsplittableModelError,
 )
 from automicro.integrations.keras import enable
+from tests.integrations.told import Program, host_of, with_and_without
 from tests.ranks.world import world_of
 
 pytestmark = [
@@ -720,6 +721,14 @@ def test_a_run_that_was_killed_goes_on_from_the_backup_of_either(
     assert same(found, through) == keeps_seeds
     if size is None:
         assert same(found, resumed(False, False, tmp_path / "plain"))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("seed", range(6))
+def test_what_a_step_tells_is_the_hosts_own_or_named(seed: int) -> None:
+    host = host_of("keras")
+    verdict = with_and_without(host, Program.drawn(host, seed))
+    assert verdict.kind != "silent", verdict.about
 
 
 class Averaging(keras.optimizers.SGD):

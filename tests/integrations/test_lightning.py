@@ -4,7 +4,6 @@ import functools
 import gc
 import logging
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -36,7 +35,6 @@ from torchmetrics.classification import (
 
 from automicro import (
     BatchError,
-    BufferWarning,
     LossAverageError,
     LossError,
     MemoryBudget,
@@ -447,80 +445,6 @@ def test_none_for_a_part_of_a_batch_is_refused(tmp_path: Path) -> None:
         fit(tmp_path, [line], make=Skipping, num_sanity_val_steps=0)
 
 
-class Counting(runs.Module):
-    """Counts what it does, in all the ways that there are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = self.calls = 0
-        self.parts: list[int] = []
-        self.names: list[Any] = []
-        self.net[0].register_forward_hook(lambda *_: None)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.rows += len(batch[0])
-        self.calls += 1
-        self.parts.append(len(batch[0]))
-        self.names.append({"index": batch_idx, "loss": float(self.net(batch[0]).detach().mean())})
-        return super().training_step(batch, batch_idx)
-
-
-def test_what_a_failed_attempt_appends_and_counts_is_taken_back(tmp_path: Path) -> None:
-    case: dict[str, Any] = {"num_sanity_val_steps": 0, "max_epochs": 1}
-    plain = fit(tmp_path / "plain", make=Counting, **case)
-    line = AutoMicrobatch(memory_limit="300KiB")
-    with pytest.warns(BufferWarning, match=r"changes attributes or variables: .*\bcalls"):
-        ours = fit(tmp_path / "ours", [line], make=Counting, **case)
-    assert line.result is not None
-    assert ours.module.rows == plain.module.rows == runs.ROWS
-    assert ours.module.calls > plain.module.calls
-    assert ours.module.parts == plain.module.parts
-    assert [each["index"] for each in ours.module.names] == [0, 1, 2, 3]
-    for one, other in zip(ours.module.names, plain.module.names, strict=True):
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-3, abs=1e-3)
-
-
-class Returning(runs.Module):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        outputs = self.net(x)
-        return {
-            "loss": F.cross_entropy(outputs, y),
-            "outputs": outputs,
-            "right": (outputs.argmax(-1) == y).sum(),
-            "rows": len(x),
-            "index": batch_idx,
-            "pair": (x[:, 0], "name"),
-            "strange": object(),
-        }
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.kept["outputs"].append(outputs)
-
-    def on_train_epoch_end(self) -> None:
-        """Without the metrics that the step does not update."""
-
-
-def test_what_the_step_returns_is_that_of_the_whole_batch_or_said_to_be_parts(
-    tmp_path: Path,
-) -> None:
-    case: dict[str, Any] = {"max_steps": 1, "limit_val_batches": 0}
-    (plain,) = fit(tmp_path, make=Returning, **case).module.kept["outputs"]
-    with pytest.warns(MetricWarning) as told:
-        ours = fit(tmp_path, [AutoMicrobatch(microbatch_size=12)], make=Returning, **case)
-    (found,) = ours.module.kept["outputs"]
-    assert found["loss"] == pytest.approx(float(plain["loss"]), rel=1e-6)
-    assert torch.allclose(found["outputs"], plain["outputs"], atol=1e-6)
-    assert not found["outputs"].requires_grad
-    assert found["right"] == plain["right"]
-    assert (found["rows"], found["index"]) == (32, 0)
-    assert torch.equal(found["pair"][0], plain["pair"][0])
-    assert found["pair"][1] == "name"
-    assert len(found["strange"]) == 3
-    [text] = [str(each.message) for each in told if each.category is MetricWarning]
-    assert "['strange'] is a object in each microbatch" in text
-
-
 class InLists(runs.Module):
     """Each list has as many tensors as a microbatch has rows."""
 
@@ -588,29 +512,6 @@ def test_predictions_that_microbatches_cannot_give_are_named(
     line = AutoMicrobatch(eval_microbatch_size=3)
     with pytest.warns(MetricWarning, match=said):
         runs.trainer_of(tmp_path, [line]).predict(module, runs.loader(rows=10, batch=10))
-
-
-class LoggingNumbers(runs.Module):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        outputs = self.net(batch[0])
-        loss = F.cross_entropy(outputs, batch[1])
-        self.log("most", outputs.max())
-        self.log("perplexity", loss.exp())
-        self.log("loss", loss)
-        self.log("mean", outputs.mean())
-        self.log("count", float(len(outputs)))
-        return loss
-
-    def on_train_epoch_end(self) -> None:
-        """Without the metrics that the step does not update."""
-
-
-def test_logged_numbers_that_are_no_means_are_named(tmp_path: Path) -> None:
-    case: dict[str, Any] = {"max_steps": 1, "limit_val_batches": 0}
-    with pytest.warns(MetricWarning, match="numbers that a step gives") as told:
-        fit(tmp_path, [AutoMicrobatch(microbatch_size=12)], make=LoggingNumbers, **case)
-    [text] = [str(each.message) for each in told if "a step gives" in str(each.message)]
-    assert re.findall(r"log\('(\w+)'\)", text) == ["perplexity"]
 
 
 class OfLogits(runs.Module):
@@ -698,22 +599,6 @@ def test_a_mean_over_tokens_in_validation_is_right_or_warned_of(
         return
     with pytest.warns(MetricWarning, match=r"no means over rows: log\('loss'\) is"):
         trainer.validate(module, given, verbose=False)
-
-
-class Sending(runs.Module):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        sent = {"sent": float(loss.detach()), "index": batch_idx}
-        self.logger.log_metrics(sent, step=self.global_step)  # type: ignore[union-attr]
-        return loss
-
-
-def test_what_a_step_sends_to_a_logger_is_sent_once(tmp_path: Path) -> None:
-    case: dict[str, Any] = {"make": Sending, "max_epochs": 1, "num_sanity_val_steps": 0}
-    plain = fit(tmp_path / "plain", **case)
-    ours = fit(tmp_path / "ours", [AutoMicrobatch(memory_limit="300KiB")], **case)
-    gap, where = furthest_row(ours.rows, plain.rows)
-    assert gap < 3e-6, where
 
 
 class Sometimes(runs.Module):
@@ -921,22 +806,6 @@ class Moving(Small):
 def test_what_a_hook_before_the_backward_moves_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(RollbackError, match=r"on_before_zero_grad or .* writes to parameters"):
         fit(tmp_path, [AutoMicrobatch(microbatch_size=5)], make=Moving)
-
-
-class Keeping(Small):
-    """Keeps a sum at the trainer."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.trainer.own_sum = getattr(self.trainer, "own_sum", 0.0) + float(loss.detach())  # type: ignore[attr-defined]
-        return loss
-
-
-def test_what_a_step_keeps_at_the_trainer_is_taken_back_and_named(tmp_path: Path) -> None:
-    sums = [fit(tmp_path, c, make=Keeping).trainer.own_sum for c in ([], [AutoMicrobatch()])]
-    assert sums[0] == sums[1]
-    with pytest.warns(MetricWarning, match="trainer.own_sum changed in each microbatch"):
-        fit(tmp_path, [AutoMicrobatch(microbatch_size=5)], make=Keeping)
 
 
 def test_a_loss_that_is_no_mean_over_rows_is_refused_by_a_look(tmp_path: Path) -> None:

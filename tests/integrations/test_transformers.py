@@ -360,32 +360,6 @@ def test_interrupted_in_a_step_the_trainer_is_as_it_was_and_trains_again(tmp_pat
 # What is told, and refused
 
 
-class Listing(Trainer):
-    """Keeps losses of its own in a list, and fails at some forward."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.seen: list[float] = []
-        self.calls = 0
-
-    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        self.seen.append(float(len(inputs["input_ids"])))
-        return super().compute_loss(model, inputs, *args, **kwargs)
-
-
-def test_what_a_subclass_keeps_in_lists_is_rolled_back_and_told_of(tmp_path: Path) -> None:
-    held = peak_of(CASES["causal"], tmp_path) // 2
-    ours = make(CASES["causal"], tmp_path, with_us=True, kind=Listing)
-    with (
-        MemoryBudget(held),
-        pytest.warns(MetricWarning, match="Listing.calls changed in each microbatch"),
-    ):
-        ours.train()
-    assert ours.seen == [8.0, 8.0, 8.0, 8.0, 8.0, 4.0] * 2
-    assert ours.calls > len(ours.seen)
-
-
 EVERY_BATCH_WHOLE = {"microbatch_size": None, "eval_microbatch_size": None}
 
 
@@ -660,6 +634,16 @@ def test_what_would_be_wrong_is_refused_by_name(tmp_path: Path) -> None:
         make(CASES["causal"], tmp_path, with_us=True, options={"microbatch": 3})
     with pytest.raises(TypeError, match=r"takes a transformers.Trainer, not a Linear"):
         enable(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_losses_that_compare_rows_are_refused_with_the_remedy(inside: bool, tmp_path: Path) -> None:
+    loss = type("CachedMultipleNegativesRankingLoss", (nn.Module,), {})()
+    trainer = make(CASES["causal"], tmp_path)
+    trainer.loss = nn.Sequential(loss) if inside else {"pairs": loss}
+    with pytest.raises(ValueError, match=r"CachedMultiple.* compares .*automicro\.Contrastive"):
+        enable(trainer)
+    enable(trainer, microbatch_size=None)
 
 
 def test_a_trainer_with_another_seam_is_refused_by_its_version(
@@ -964,43 +948,6 @@ def test_outputs_that_microbatches_cannot_give_are_named(
     trainer.evaluate()
     with pytest.warns(MetricWarning, match=said):
         trainer.predict(runs.classes(8))
-
-
-class LoggingNumbers(Trainer):
-    """Logs what is a mean over rows, and what is none."""
-
-    extra = True
-
-    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        outputs = model(**inputs)
-        right = outputs["logits"].argmax(-1) == inputs["labels"]
-        numbers = {"accuracy": right.double().mean().item(), "loss of it": outputs["loss"].item()}
-        if self.extra:
-            logits = outputs["logits"]
-            numbers |= {
-                "rows": len(right),
-                "most": logits.max().item(),
-                "spread": logits.std().item(),
-            }
-        self.log(numbers)
-        return outputs["loss"]
-
-
-def test_logged_numbers_that_are_no_means_are_named(tmp_path: Path) -> None:
-    case = Case(model=runs.Own, data=runs.classes)
-    double: dict[str, Any] = {"dtype": torch.float64, "kind": LoggingNumbers, "max_steps": 2}
-    options = {"microbatch_size": 3}
-    plain = make(case, tmp_path, **double)
-    plain.train()
-    trainer = make(case, tmp_path, with_us=True, options=options, **double)
-    with pytest.warns(MetricWarning, match=r"no means over rows: log\['spread'\] is"):
-        trainer.train()
-    for row, its in zip(logged(trainer), logged(plain), strict=True):
-        row.pop("spread", its.pop("spread", None))
-        assert row == pytest.approx(its, rel=1e-6)
-    trainer = make(case, tmp_path, with_us=True, options=options, **double)
-    trainer.extra = False
-    trainer.train()  # and nothing is said
 
 
 def test_what_cannot_be_put_back_is_told_and_left(tmp_path: Path) -> None:

@@ -1,0 +1,130 @@
+"""What steps tell inside Lightning, for `told`."""
+
+import logging
+import tempfile
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MaxMetric, MeanMetric, MinMetric, SumMetric
+
+from automicro.integrations.lightning import AutoMicrobatch
+from tests.integrations.told import BATCH, KEEPING, Kept, Net, Program, add, data, values_of
+
+METRICS = {"mean": MeanMetric, "sum": SumMetric, "max": MaxMetric, "min": MinMetric}
+
+
+class Told(pl.loggers.logger.DummyLogger):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[dict[str, float]] = []
+
+    def log_metrics(self, metrics: Any, step: Any = None) -> None:
+        self.rows.append({name: float(each) for name, each in metrics.items()})
+
+
+WAYS: dict[str, Any] = {
+    "log": lambda m, n, v: m.log(n, v, on_step=True, on_epoch=True),
+    "log, max": lambda m, n, v: m.log(n, v, on_epoch=True, reduce_fx="max"),
+    "log, torch.min": lambda m, n, v: m.log(n, v, on_epoch=True, reduce_fx=torch.min),
+    "log, sum": lambda m, n, v: m.log(n, v, on_epoch=True, reduce_fx="sum"),
+    "log, batch_size": lambda m, n, v: m.log(n, v, on_epoch=True, batch_size=m.rows),
+    "log, batch_size=1": lambda m, n, v: m.log(n, v, on_epoch=True, batch_size=1),
+    "log_dict": lambda m, n, v: m.log_dict({n: v, f"{n}/x": v * 2}, on_epoch=True),
+    "logger": lambda m, n, v: m.logger.log_metrics({n: v}),
+    "added to the trainer": lambda m, n, v: add(m.trainer, n, v),
+    **KEEPING,
+    "returned": lambda m, n, v: m.returned.update({n: v}),
+    "rows returned": lambda m, n, v: m.returned.update({n: v}),
+    "rows to a mean": lambda m, n, v: getattr(m, n).update(v),
+    **{f"{k} metric": lambda m, n, v: getattr(m, n).update(v) for k in METRICS},
+    **{f"{k} metric called": lambda m, n, v: m.log(f"{n}", getattr(m, n)(v)) for k in METRICS},
+    "mean metric called, logged": lambda m, n, v: (
+        getattr(m, n)(v),
+        m.log(n, getattr(m, n), on_step=True, on_epoch=True),
+    ),
+}
+
+
+class Module(pl.LightningModule):
+    """Runs a program."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self.net, self.program = Net(), program
+        self.returned: dict[str, Any] = {}
+        self.seen: dict[str, list[Any]] = {}
+        for nth, each in enumerate(program.tellings):
+            name, way = f"n{nth}", each.way
+            if "metric" in way or way == "rows to a mean":
+                setattr(self, name, METRICS.get(way.split()[0], MeanMetric)())
+        self.kept = Kept(self, program)
+
+    def step(self, batch: Any, where: str) -> Any:
+        values = values_of(*batch, self.net(batch[0]))
+        self.rows = len(batch[0])
+        self.returned = {}
+        for nth, each in enumerate(self.program.tellings):
+            if each.where == where:
+                WAYS[each.way](self, f"n{nth}", each.of(values))
+        return {"loss": values["loss"], **self.returned}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.step(batch, "fit")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.step(batch, "validate")
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.keep(outputs)
+
+    def on_validation_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.keep(outputs)
+
+    def keep(self, outputs: Any) -> None:
+        for name, value in outputs.items():
+            if name != "loss":
+                self.seen.setdefault(name, []).append(value)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Host:
+    """Lightning's ``Trainer``."""
+
+    WAYS, WHERE = WAYS, ("fit", "validate")
+    CLOSE = 1e-6  # also of float64, which Lightning keeps in fp32
+    OF_ROWS = ("rows appended", "rows extended", "rows returned", "rows to a mean")
+
+    def run(self, program: Program, *, ours: bool) -> dict[str, Any]:
+        module, told = Module(program), Told()
+        callbacks: list[Any] = []
+        if ours:
+            sizes = {"microbatch_size": 3, "eval_microbatch_size": 3}
+            callbacks = [AutoMicrobatch(**(sizes if program.cut == "size" else {}))]
+            module.net.most = 4 if program.cut == "oom" else None
+        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+        trainer = pl.Trainer(
+            accelerator="cpu", max_epochs=2, logger=told, callbacks=callbacks,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            log_every_n_steps=1, num_sanity_val_steps=0, default_root_dir=tempfile.gettempdir(),
+        )  # fmt: skip
+        loader: Any = DataLoader(TensorDataset(*data()), BATCH)
+        trainer.fit(module, loader, loader)
+        found = module.kept.found()
+        for nth in range(len(program.tellings)):
+            name = f"n{nth}"
+            metric = getattr(module, name, None)
+            if isinstance(metric, nn.Module):
+                found[name] += [v for v in metric.metric_state.values() if isinstance(v, Tensor)]
+            found[name] += [v for row in told.rows for k, v in row.items() if name in k]
+            found[name] += [module.seen.get(name, []), getattr(trainer, name, [])]
+        return found
+
+
+HOST = Host()
