@@ -158,7 +158,7 @@ def refuse(model: Any) -> None:
 
 
 class Enabled:
-    """What stands in for the steps of one model; made by `enable`, as ``model.automicro``.
+    """The replacement for the steps of one model; made by `enable`, as ``model.automicro``.
 
     Attributes:
         last: the result of the last training batch; None before the first.
@@ -232,7 +232,7 @@ class Enabled:
         return made.microbatcher.predict(made.flat)
 
     def _told(self) -> Any:
-        """What a step returns: all metrics, or those that a ``compute_metrics`` has returned."""
+        """The values that a step returns: all metrics, or those of ``compute_metrics``."""
         now = self._model.get_metrics_result()
         if not self._has_own_metrics():
             return now
@@ -416,7 +416,7 @@ class _Made:
 
 
 def read_average(model: Any, given: Any) -> Any:
-    """What a model's loss is divided by, for ``loss_average``; a callable of Keras' data.
+    """The divisor of a model's loss, for ``loss_average``; a callable of Keras' data.
 
     Raises:
         ValueError: it cannot be told, or ``given`` is none.
@@ -501,7 +501,7 @@ def _of_torch(model: Any) -> dict[str, nn.Module]:
 
 
 def _shared_by_ranks(model: Any) -> list[str]:
-    """What of a model torch has wrapped for several ranks, or sharded, in words."""
+    """Parts of a model that torch has wrapped for several ranks, or sharded, in words."""
     found = [
         f"the {type(each).__name__} in the layer {name!r}"
         for name, module in _of_torch(model).items()

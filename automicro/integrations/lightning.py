@@ -134,7 +134,7 @@ class AutoMicrobatch(Callback):
 
     @property
     def microbatcher(self) -> Microbatcher | None:
-        """What runs the batches; None outside of a run, and before its first batch."""
+        """The Microbatcher of the run; None outside of a run, and before its first batch."""
         return None if self._run is None else self._run.microbatcher
 
     def setup(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
@@ -515,7 +515,7 @@ class _Run:
         return self.microbatcher
 
     def _apart(self) -> list[Any]:
-        """What the trainer holds, and is the host's: steps change attributes that hold values."""
+        """Attributes of the trainer that are the host's; steps change those that hold values."""
         return [each for each in vars(self._trainer).values() if not _is_value(each)]
 
     def _of_its_own(self) -> list[tuple[str, Any]]:
@@ -533,7 +533,7 @@ class _Run:
         return found
 
     def _took(self, loss: Tensor | None, output: Any) -> None:
-        """What the step of some rows came to."""
+        """The result of the step of some rows."""
         if is_extra_pass():
             self._returned = loss, output
             return
