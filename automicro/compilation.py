@@ -274,7 +274,7 @@ def _check_keywords(keywords: Mapping[str, Any]) -> None:
 
 
 def _capturing(keywords: Mapping[str, Any]) -> str | None:
-    """What asks for CUDA graphs, if something does."""
+    """The setting that asks for CUDA graphs, if there is one."""
     if keywords.get("backend") == "cudagraphs":
         return "backend='cudagraphs'"
     if keywords.get("backend", "inductor") != "inductor":

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 
 def text_of(error: BaseException) -> str:
-    r"""What an exception says, as text that can be written anywhere; never raises.
+    r"""The text of an exception, which can be written anywhere; never raises.
 
     ``__str__`` may be anybody's, and a file name with a lone surrogate is no UTF-8.
 
@@ -150,7 +150,7 @@ class Stopped:
 
 @dataclass(frozen=True, kw_only=True)
 class Bystander:
-    """What beside the model, its loss and its optimizer takes part in a step.
+    """A participant of a step beside the model, its loss and its optimizer.
 
     Attributes:
         kind: ``"callback"``, ``"feature"``, ``"metric"``, or ``"joining of"`` outputs.
@@ -169,7 +169,7 @@ class Bystander:
 
 @dataclass(frozen=True, kw_only=True)
 class _Facts:
-    """What automicro knows of an exception, of any class."""
+    """Facts about an exception, of any class."""
 
     is_told: bool = False
     stopped: Stopped | None = None
@@ -215,7 +215,7 @@ def blame(error: BaseException, culprit: Bystander, doing: str) -> None:
 
 
 def bystander(error: BaseException) -> str | None:
-    """What beside the step an exception was raised in, in words; None where in nothing.
+    """The participant beside the step that raised an exception, in words; None if none did.
 
     >>> bystander(MemoryError()) is None
     True
@@ -225,7 +225,7 @@ def bystander(error: BaseException) -> str | None:
 
 
 def facts_of(error: BaseException) -> _Facts:
-    """What is known of an exception; nothing unless `remember` was told.
+    """The facts about an exception; none unless `remember` was called.
 
     >>> facts_of(ValueError()) == _Facts()
     True

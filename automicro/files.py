@@ -1,4 +1,4 @@
-"""What is done to the disk: files that appear whole or not at all, folders that last over a crash.
+"""Writing to disk: files that appear whole or not at all, folders that survive a crash.
 
 Everything that a checkpoint does to the disk goes through the functions here, so a test can make
 any of them fail, or end the process in it.

@@ -279,7 +279,7 @@ class Microbatcher:
         return self._eval.size
 
     def describe_level(self, level: str) -> str:
-        """What is done at a level that a result names, in words.
+        """Describe the level that a result names.
 
         Example:
             >>> from automicro.features import WhenTooLarge
@@ -539,7 +539,7 @@ class Microbatcher:
         return None if reservation is None else reservation.unknown
 
     def residents(self, *, training: bool) -> ResidentMemory:
-        """What lies on the device at any size, with what the optimizer's first step will add.
+        """The memory held at any size, with what the optimizer's first step will add.
 
         Known from the first batch on.
         """
@@ -598,7 +598,7 @@ class Microbatcher:
     def joinable(
         self, parts: Sequence[Any], *, fill: float = 0
     ) -> tuple[list[Any], list[int] | None]:
-        """What a host kept of each microbatch of the last evaluation, as ``evaluate`` joins it.
+        """Join what a host kept of each microbatch of the last evaluation, as ``evaluate`` does.
 
         Rows are sorted where sizes are not counted in rows, and slices have lengths of their own.
 

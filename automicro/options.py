@@ -11,10 +11,10 @@ from automicro.errors import BatchError, LossError, suggestion
 from automicro.units import Duration, Unit, parse_time, read_duration
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""What autocast computes in, by the name of a precision; None for the model's own types."""
+"""The type of autocast, by the name of a precision; None for the model's own types."""
 
 GRADIENT_SUMS = ("fp32", "native")
-"""What the gradients of parameters in bf16 or fp16 add up in."""
+"""The type in which gradients of parameters in bf16 or fp16 add up."""
 
 SYNCS = ("each", "auto")
 """With which microbatch shards of gradients are reduced over ranks."""
@@ -22,7 +22,7 @@ SYNCS = ("each", "auto")
 ONE_GRAPH_EACH = (
     "compute it inside forward=…, .detach() it, or keep batches whole with microbatch_size=None"
 )
-"""What to do with a graph that several microbatches would share."""
+"""The choices for a graph that several microbatches would share."""
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
@@ -133,7 +133,7 @@ def unwrapped(model: Any) -> Any:
 
 
 _INSIDE = ("optimizer", "_optimizer", "base_optimizer", "_base_optimizer", "optim", "_optim")
-"""What wrappers call the optimizer inside of them."""
+"""Attributes by which wrappers hold the optimizer inside of them."""
 
 
 def innermost_optimizer(optimizer: object) -> torch.optim.Optimizer | None:

@@ -1,4 +1,4 @@
-"""What functions and modules get at by themselves, past their arguments: modules, generators."""
+"""Modules and generators that functions and modules reach past their arguments."""
 
 import functools
 import itertools
@@ -85,7 +85,7 @@ class Reach:
         return generators_in({name: unwrapped(each) for name, each in self._roots.items()})
 
     def _read(self) -> Iterator[tuple[str, Any]]:
-        """What stands where modules and generators were found."""
+        """Read the places where modules and generators were found."""
         for place in self._places:
             held = {place.name: place.value} if place.owner is None else children(place.owner)
             yield place.path, dict(held).get(place.name)
@@ -121,7 +121,7 @@ _OF_THE_PROCESS = (random._inst, np.random.mtrand._rand, torch.default_generator
 
 @functools.lru_cache(5_000)
 def kinds_of_loading(kind: type) -> tuple[Kind, ...]:
-    """What a walk through a loader looks into: also samplers and data sets, but not into data."""
+    """Kinds that a walk through a loader enters: also samplers and data sets, but no data."""
     found = kinds_of(kind)
     if issubclass(kind, _CONTAINERS):
         return tuple(each._replace(read=functools.partial(_read_short, each)) for each in found)
@@ -162,7 +162,7 @@ def captured_modules(function: Any) -> list[nn.Module]:
 
 
 def _kinds_of_code(kind: type) -> tuple[Kind, ...]:
-    """What a function reads by name: nothing within what is copied along with it."""
+    """Names that a function reads, without those of what is copied along with it."""
     if issubclass(kind, functools.partial | types.MethodType):
         return (_CODE,)
     is_walked = issubclass(kind, (types.FunctionType, *_CONTAINERS))

@@ -31,7 +31,7 @@ def is_sharded(tensor: object) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What lies on this rank; of a plain tensor all of it.
+    """The part on this rank; of a plain tensor all of it.
 
     >>> import torch
     >>> local(torch.ones(2))

@@ -418,7 +418,7 @@ class Reduction(NamedTuple):
 
 
 def reduction_of(loss: Tensor) -> Reduction | None:
-    """What torch's own last operation says of a loss; None where it is no reduction.
+    """The reduction of torch's last operation in a loss; None where it is none.
 
     >>> loss = torch.ones(3, 2, requires_grad=True).mean()
     >>> reduction_of(loss)[:2], reduction_of(loss / 2)
@@ -483,7 +483,7 @@ def _writable(table: Any) -> MutableMapping[str, Any]:
 
 
 class _ScriptedTable(MutableMapping[str, Any]):
-    """What a scripted or traced module itself holds: none can come or go, only become another."""
+    """The entries of a scripted or traced module: none can come or go, only change."""
 
     def __init__(self, table: Any) -> None:
         self._table = table
@@ -508,7 +508,7 @@ class _ScriptedTable(MutableMapping[str, Any]):
 
 
 def scripted_attributes(module: Any) -> dict[str, Any]:
-    """What a scripted module keeps beside its children, by name."""
+    """The attributes of a scripted module beside its children, by name."""
     names = map(sys.intern, module._concrete_type.get_attributes())
     return {name: module._c.getattr(name) for name in names}
 
@@ -528,7 +528,7 @@ def children_of(module: nn.Module) -> list[nn.Module]:
 
 
 def schema_of(operation: Any) -> Any:
-    """What an operation takes, gives, writes to and aliases; None for a higher-order operator.
+    """The schema of an operation; None for a higher-order operator.
 
     >>> schema_of(torch.ops.aten.add_.Tensor).is_mutable
     True
@@ -1009,7 +1009,7 @@ def compile_in_place(module: nn.Module, **keywords: Any) -> None:
 
 
 def compile_modes() -> dict[str, dict[str, Any]]:
-    """What each mode of ``torch.compile`` stands for.
+    """The options of each mode of ``torch.compile``.
 
     >>> compile_modes()["reduce-overhead"]
     {'triton.cudagraphs': True}
@@ -1032,7 +1032,7 @@ def compile_options() -> list[str]:
 
 
 def compiler_config(module: nn.Module) -> Mapping[str, Any] | None:
-    """What torch's own backend was told where a module itself was compiled; else None.
+    """The config of torch's own backend where a module itself was compiled; else None.
 
     >>> compiler_config(nn.Linear(2, 2)) is None
     True

@@ -119,7 +119,7 @@ def _ask_before(
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """What a group's tensors of a device are sent by, such as ``"nccl"`` or ``"gloo"``."""
+    """The backend of a group for a device's tensors, such as ``"nccl"`` or ``"gloo"``."""
     name: str = group._get_backend(device).name()
     return name.lower()
 
@@ -199,14 +199,14 @@ def reset_reducer(model: DistributedDataParallel) -> None:
 
 
 def local_used_map(model: DistributedDataParallel) -> Tensor | None:
-    """What the reducer reduces after its last bucket, where it looks for unused parameters."""
+    """The map that the reducer reduces last, where it looks for unused parameters."""
     if not model.find_unused_parameters:
         return None
     return model.reducer._get_local_used_map()
 
 
 def reduced_parameters(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
-    """What the reducer reduces, by name, in its order.
+    """The parameters that the reducer reduces, by name, in its order.
 
     Raises:
         ValueError: some parameters were frozen or thawed since the model was wrapped.
@@ -331,7 +331,7 @@ def has_many_groups(module: "FSDPModule") -> bool:
 
 
 def collectives_of(module: "FSDPModule") -> tuple[Any, Any] | None:
-    """What a module all-gathers and reduce-scatters with; None where it shards nothing."""
+    """The collectives of a module, all-gather and reduce-scatter; None where it shards nothing."""
     groups = _groups(module)
     return (groups[0]._all_gather_comm, groups[0]._reduce_scatter_comm) if groups else None
 
@@ -435,7 +435,7 @@ def holds_two_types(module: "FSDPModule") -> bool:
 
 
 def whole_parameters(module: "FSDPModule") -> list[Tensor]:
-    """What a module gathers in place of its shards; empty before it has gathered any."""
+    """The parameters that a module gathers; empty before it has gathered any."""
     every = [each for group in _groups(module) for each in group.fsdp_params]
     return [each._unsharded_param for each in every if hasattr(each, "_unsharded_param")]
 

@@ -14,7 +14,7 @@ _PATTERN = re.compile(r"([+-]?[0-9]+(?:\.[0-9]+)?)(e\+?[0-9]{1,2})?\s*([a-z]+)")
 
 
 class Unit(StrEnum):
-    """What a duration counts, by the letters it is written with."""
+    """The unit of a duration, by the letters it is written with."""
 
     EPOCHS = "ep"
     BATCHES = "ba"

@@ -207,7 +207,7 @@ _PARTS = ("__func__", "__self__", "fget", "fset", "fdel", "func", "args", "keywo
 
 
 def _owner_of(method: Any) -> dict[str, Any]:
-    """What a function that is written in C is a method of, where that can be read."""
+    """The owner of a method that is written in C, where that can be read."""
     owner = method.__self__
     return {} if UNREADABLE in kinds_of(type(owner)) else {"__self__": owner}
 
@@ -389,7 +389,7 @@ def differs(one: Any, other: Any) -> bool:
 
 
 def children(value: Any, kinds: Kinds = kinds_of) -> Iterator[tuple[str, Any]]:
-    """What a value holds, each with its name behind that of the value.
+    """The children of a value, each with its name behind that of the value.
 
     A name that begins with neither a dot nor a bracket stands by itself.
     """

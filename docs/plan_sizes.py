@@ -1,4 +1,4 @@
-"""Plan the benchmarks/results/planned_sizes.md: sizes of large language models on absent devices.
+"""Plan benchmarks/results/planned_sizes.md: sizes of large language models on absent devices.
 
     OMP_NUM_THREADS=1 python docs/plan_sizes.py [MODEL …]
 

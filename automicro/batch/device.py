@@ -179,7 +179,7 @@ def cost_of_row(contents: Contents, num_rows: int) -> float:
 
 
 class InputGuard:
-    """What is known about a model: whether it writes into its input."""
+    """Knowledge about a model: whether it writes into its input."""
 
     def __init__(self) -> None:
         self.writes: bool | None = None  # None: not known yet

@@ -118,7 +118,7 @@ class BatchLayout:
         """Whether the batch that was read last is itself a list of rows, not of parts."""
 
     def sharing(self, path: str) -> dict[str, int | str]:
-        """What to declare for this layout with one more path shared.
+        """The declaration for this layout with one more path shared.
 
         >>> BatchLayout(1).sharing("mask")
         {'': 1, 'mask': 'shared'}
@@ -303,7 +303,7 @@ def _all_paths(value: Any, path: str) -> list[str]:
 
 
 def _cut(node: Node, pieces: Pieces, num_rows: int, decisions: Decisions) -> Sequence[Any]:
-    """What of the value at `node` is in each piece of the batch."""
+    """The share of the value at `node` in each piece of the batch."""
     kind, value = node.kind, node.value
     if kind is Kind.ROWS:
         row_type = row_type_of(type(value))

@@ -230,7 +230,7 @@ def _cut_subclass(
 def _own_piece(
     value: torch.Tensor, chosen: Sequence[int], dim: int, held: Mapping[str, Any]
 ) -> Any | None:
-    """What its own indexing gives for some rows, if that cuts its attributes with rows as well."""
+    """The result of its own indexing, if that cuts its attributes with rows as well."""
     before = (slice(None),) * (dim % value.dim())
     is_slice = isinstance(chosen, range)
     index = slice(chosen[0], chosen[-1] + 1) if is_slice else torch.as_tensor(list(chosen))

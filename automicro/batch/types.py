@@ -1,4 +1,4 @@
-"""What batches are made of: kinds of values, and those with rows, which are cut and joined.
+"""Kinds of values in batches, and those with rows, which are cut and joined.
 
 A class whose values have rows is a `RowType`: tensors, arrays and packed sequences as well as what
 `register_batch_type` teaches.
@@ -234,7 +234,7 @@ _registered: dict[type, RowType] = {}
 
 
 class Kind(enum.Enum):
-    """What can be done with a value: cut its rows, open it, or hand it on whole."""
+    """How a value is treated: its rows are cut, it is opened, or it is passed on whole."""
 
     ROWS = "rows"
     MAPPING = "mapping"

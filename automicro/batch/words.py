@@ -1,4 +1,4 @@
-"""What is said of a batch that cannot be read: which parts disagree, and what to declare."""
+"""Messages about a batch that cannot be read: which parts disagree, and what to declare."""
 
 from collections.abc import Iterator, Sequence, Set
 from typing import Any

@@ -93,7 +93,7 @@ class ExponentialMovingAverage(Callback):
         self._set_aside: list[tuple[Tensor, Tensor]] = []  # what evaluates, its training weights
 
     def decay_after(self, amount: int) -> float:
-        """What stays of the average in an update.
+        """The share of the average that an update keeps.
 
         Args:
             amount: of training since the last update, in the unit of the half-life.

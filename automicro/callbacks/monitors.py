@@ -47,7 +47,7 @@ class LearningRateMonitor(Callback):
         run.log(self._values)
 
     def values(self, groups: list[dict[str, Any]]) -> dict[str, float]:
-        """What there is to log of an optimizer's parameter groups.
+        """The values to log for an optimizer's parameter groups.
 
         Args:
             groups: the optimizer's ``param_groups``.
@@ -88,7 +88,7 @@ class MemoryMonitor(Callback):
             run.log(values)
 
     def values(self, device: torch.device) -> dict[str, float]:
-        """What there is to log of a device.
+        """The values to log for a device.
 
         Args:
             device: whose memory it is.
@@ -106,7 +106,7 @@ class MemoryMonitor(Callback):
 
 @dataclass(frozen=True, kw_only=True)
 class _Mark:
-    """What was done, and how long it took, since training began."""
+    """Work done and time taken since training began."""
 
     done: int
     batches: int

@@ -235,7 +235,7 @@ class OutOfMemoryReport(Callback):
 
 
 def describe_failure(run: Run, failure: OutOfMemory, batch: Any) -> dict[str, Any]:
-    """What there is to say about running out of memory, as plain values for JSON.
+    """Describe an out-of-memory failure as plain values for JSON.
 
     Args:
         run: in which it happened.
@@ -311,7 +311,7 @@ def _device_memory(device: torch.device) -> dict[str, int] | None:
 
 
 class _Forward:
-    """What each module leaves on the device in the forward of one microbatch.
+    """Bytes that each module leaves on the device in the forward of one microbatch.
 
     Only after a failure, and for one forward: asking the allocator twice for each module costs
     microseconds each. Nothing is looked at inside of what is compiled.
@@ -369,7 +369,7 @@ class _Forward:
                 pass  # a part whose error the model caught
 
     def _turn(self) -> None:
-        """What came since the last turn is the innermost module's."""
+        """Attribute the bytes since the last turn to the innermost module."""
         before, self._bytes = self._bytes, allocated_bytes(self._device) or 0
         if self._open:
             self._held[self._names[self._open[-1]]] += self._bytes - before

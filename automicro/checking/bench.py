@@ -171,7 +171,7 @@ class Bench:
     def compare(
         self, together: CutBatch, whole: Reading, parts: Reading
     ) -> tuple[dict[str, float], list[bool]]:
-        """What differs between readings of some rows beyond chance, by how much of its size.
+        """Differences between readings of some rows beyond chance, relative to their size.
 
         Lets the tensors of the parts go. Also, for each time that chance was measured, since
         something differed, whether it alone hides a gradient twice as large.
@@ -281,7 +281,7 @@ class Bench:
         return loss
 
     def _set_floors(self, reading: Reading, kinds: Mapping[str, torch.dtype]) -> None:
-        """What is rounding in any case: of values by the lowest type, of sums by a wide one."""
+        """Set the least rounding: of values by the lowest type, of sums by a wide one."""
         for name, value in reading.outputs.items():
             reading.raise_scale(name, norm_of(value) if has_fractions(value) else 1.0)
         for name, given in itertools.chain(*reading.seams):
@@ -301,7 +301,7 @@ class Bench:
 
     @property
     def rounding(self) -> tuple[float, float]:
-        """What computing rounds, relative: sums, and values, which are kept in the lowest type."""
+        """Relative rounding of sums, and of values, which are kept in the lowest type."""
         lowest = self.draws.lowest
         wide = torch.float64 if lowest is torch.float64 else torch.float32
         sums = _SUMS * torch.finfo(wide).eps
@@ -467,7 +467,7 @@ class Bench:
 
     @contextlib.contextmanager
     def _seam(self) -> Iterator[list[tuple[str, Tensor]]]:
-        """What the outermost modules with parameters give: leaves, and nothing is kept of them.
+        """Leaves that the outermost modules with parameters return; none is kept.
 
         Or, where it watches, what all modules get and give, as it is.
         """

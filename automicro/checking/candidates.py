@@ -32,12 +32,12 @@ class Candidate:
 
     @functools.cached_property
     def value(self) -> Any:
-        """What the code stands for: what is tried is what is printed."""
+        """The value of the code: the same code is tried and printed."""
         return eval(self.code, {"torch": torch})
 
 
 def candidates(batch: Any, convention: Convention) -> Iterator[Candidate]:
-    """What to try for this batch, the likeliest first."""
+    """Candidates for this batch, the likeliest first."""
     yield Candidate("'samples'", "a mean over samples")
     yield Candidate("'none'", "a sum")
     yield Candidate("'tokens'", _OVER_COUNTED + "ignored")

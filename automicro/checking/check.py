@@ -75,7 +75,7 @@ class Occasions:
 
 @dataclass(kw_only=True)
 class _Track:
-    """What checks of one kind of forward have shown so far.
+    """Results of the checks of one kind of forward so far.
 
     Attributes:
         forms: what its batches have shown.
@@ -104,7 +104,7 @@ class _Track:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What a check has found.
+    """The finding of a check.
 
     Attributes:
         kind: ``"wrong"``, ``"nothing"`` learned (so far), or ``"unchecked"``.
@@ -450,7 +450,7 @@ class Checks:
     def _compare_whole(
         self, batch: Any, sizes: Sequence[int], mode: Mode, wants: Any, *, is_one: bool
     ) -> tuple[str, dict[str, str]]:
-        """What is wrong with the loss of the rows of some microbatches, and with numbers beside."""
+        """Errors in the loss of the rows of some microbatches, and in numbers beside it."""
         device = self._computation.device
         together, apart = cuts(self._computation.layout, batch, sizes)
         with Bench(self._computation, Conditions(mode=mode, wants=wants)) as bench:
@@ -565,7 +565,7 @@ class Checks:
         ]
 
     def _lasting_state(self, rows: Any, num_rows: int) -> list[Place]:
-        """What goes on from forward to forward of the same rows, and may matter.
+        """State that lasts from forward to forward of the same rows, and may matter.
 
         Numbers may always; all else only where the next loss goes by it. What a clock says, and
         what only the last call decides, does not go on.
@@ -649,7 +649,7 @@ def _fewer_and_fewer(sizes: Sequence[int]) -> Iterator[Sequence[int]]:
 
 
 def _taken_for(averages: Mapping[str, Average]) -> str:
-    """What losses were taken for, in words."""
+    """The assumed averages of the losses, in words."""
     return " and ".join(dict.fromkeys(each.describe() for each in averages.values()))
 
 
@@ -669,7 +669,7 @@ _OUTPUTS_REMEDY = (
 
 
 def _said(found: Mapping[str, float], whole: Reading, parts: Reading, apart: CutBatch) -> str:
-    """What differs most, by how much."""
+    """The largest difference, with its size."""
     rows = f"{sum(apart.sizes)} rows in {len(apart.sizes)} parts"
 
     def rank(name: str) -> tuple[bool, ...]:

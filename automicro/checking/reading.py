@@ -1,4 +1,4 @@
-"""What a computation gave, by name, and which of it differs from another time beyond chance."""
+"""Results of a computation by name, and their differences beyond chance."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +16,7 @@ SEAM = "the gradient by what the model gives"
 
 @dataclass(kw_only=True)
 class Reading:
-    """What a computation gave for some rows, in one part or several, by name.
+    """Results of a computation for some rows, in one part or several, by name.
 
     Attributes:
         numbers: the loss, its parts, and numbers beside it; weighted, and added up.
@@ -78,7 +78,7 @@ class Reading:
         return {name: math.inf if math.isnan(gap) else gap for name, gap in found.items()}
 
     def _pairs(self, parts: "Reading") -> Iterator[tuple[str, Tensor, Tensor]]:
-        """What modules gave or got for all rows, beside that of parts, joined."""
+        """Pairs of a module's values for all rows and those for parts, joined."""
         mine, theirs = [each for part in self.seams for each in part], list(parts.seams)
         flat = [(each,) for part in theirs for each in part]
         if len(flat) != len(mine):  # else one call for each row, say, in any case
@@ -142,7 +142,7 @@ def norm_of(value: Tensor | None) -> float:
 
 
 def gaps(whole: Reading, parts: Reading, controls: Iterable[Reading]) -> dict[str, float]:
-    """What differs between two readings beyond chance, and by how much of its size.
+    """Differences between two readings beyond chance, relative to their size.
 
     Args:
         whole: of the rows together.

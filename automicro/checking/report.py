@@ -1,4 +1,4 @@
-"""What `verify` found, as values, as text, and in words."""
+"""The findings of `verify`, as values, as text, and in words."""
 
 import dataclasses
 import json
@@ -149,7 +149,7 @@ def _table(comparisons: Sequence[Comparison]) -> list[str]:
 
 
 def finding(key: str, names: Iterable[str] = (), evidence: str = "", **words: Any) -> Finding:
-    """What is said of a kind, by its key in the table, with these names and words."""
+    """The text for a kind of finding, by its key in the table, with these names and words."""
     names = tuple(names)
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     words |= {"names": ", ".join(names[:_SHOWN]) + more, "count": len(names)}

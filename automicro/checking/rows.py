@@ -129,7 +129,7 @@ def varying(layout: BatchLayout, batch: Any, num_rows: int) -> list[Tensor]:
 
 
 class Forms:
-    """What batches have shown so far: which tensors, words and classes, and how large numbers are.
+    """Forms of batches seen so far: tensors, words, classes, and sizes of numbers.
 
     Args:
         layout: of batches.

@@ -1,4 +1,4 @@
-"""What forwards change in attributes of modules and variables of functions."""
+"""Changes that forwards make to attributes of modules and variables of functions."""
 
 import array
 import itertools
@@ -101,7 +101,7 @@ _ROUNDING = 1e-5  # of the state of a forward in float32, added up in another or
 
 
 class Snapshot:
-    """What a value is at one moment, to be compared with what it is at another.
+    """A value at one moment, for comparison with another moment.
 
     Tensors and arrays are copied. What is too deep or too much, and what says nothing of itself,
     counts as the same.

@@ -58,7 +58,7 @@ class _Subject:
 
     @property
     def loss_name(self) -> str:
-        """What computes the loss, by a name that its author knows."""
+        """The function that computes the loss, by a name that its author knows."""
         function = self.forward or self.loss_fn
         while isinstance(function, functools.partial):
             function = function.func
@@ -143,7 +143,7 @@ class _Examination:
         ]
 
     def averages_of(self, value: Any) -> dict[str, Average]:
-        """What ``loss_average`` stands for."""
+        """The averages that ``loss_average`` stands for."""
         return means.read_average(
             value,
             loss_fn=self.subject.loss_fn,
@@ -211,7 +211,7 @@ class _Examination:
             )
 
     def _named(self, unheld: Iterable[str]) -> Iterator[str]:
-        """What drew, generators of the caller's by their paths."""
+        """Sources of random draws, the caller's generators by their paths."""
         for name in unheld:
             own = self.computation.reach.named_generators() if "your own" in name else {}
             numbers = (path for path, each in own.items() if not isinstance(each, torch.Generator))
@@ -269,7 +269,7 @@ class _Examination:
         return False
 
     def _average(self, sizes: Sequence[int]) -> Candidate | None:
-        """What makes it exact as ``loss_average``; where there are several losses, for each."""
+        """The ``loss_average`` that makes it exact; with several losses, one for each."""
         with on_host():
             tried = list(candidates(self.batch, self.convention))
         if self.losses:
@@ -455,7 +455,7 @@ class _Examination:
     def _notes(
         self, seen: _Compared | None, causes: Sequence[Finding], loss_error: float
     ) -> Iterator[Finding]:
-        """What is worth knowing although it changes no gradient."""
+        """Notes on facts that change no gradient."""
         if seen is not None:
             drawn = [*sorted(seen.draws.drawn), *seen.unheld]
             for key, names in (

@@ -21,7 +21,7 @@ _BUFFER_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class FileSum:
-    """What a file holds, in short.
+    """Size and checksum of a file.
 
     Attributes:
         size: in bytes.

@@ -90,7 +90,7 @@ def together(peers: Peers, work: Callable[[], T]) -> T:
 
 
 def from_first(peers: Peers, work: Callable[[], T]) -> T:
-    """What some work gave on rank 0, which alone does it.
+    """The result of some work that rank 0 alone does.
 
     Args:
         peers: all ranks, each of which calls this.

@@ -252,7 +252,7 @@ class Share:
         return replace(self, tensors=tensors, copies=copies)
 
     def data(self, name: str) -> Tensor:
-        """What this rank has of a tensor."""
+        """This rank's part of a tensor."""
         return self.copies[name] if name in self.copies else local_part(self.tensors[name])
 
 

@@ -59,12 +59,12 @@ class TensorsToWrite:
         self._is_first = is_first
 
     def plan(self) -> SavePlan:
-        """What this rank has."""
+        """The parts that this rank has."""
         self._planner.set_up(is_first=self._is_first)
         return self._planner.create_local_plan()
 
     def plan_all(self, plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """What each rank is to write, and the table of contents. On rank 0.
+        """The parts that each rank writes, and the table of contents. On rank 0.
 
         Args:
             plans: of all ranks.

@@ -131,7 +131,7 @@ _NAME = re.compile(r"(\d{5,})-step-(\d+)")
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """What is called like a checkpoint, the latest first.
+    """Folders named like checkpoints, the latest first.
 
     Args:
         folder: in which they lie; it may not exist.
@@ -221,7 +221,7 @@ def write_checkpoint(
 
 
 def structure_file(rank: int) -> str:
-    """What the structure of a rank's state is called; rank 0's is that of the whole run.
+    """File name of a rank's structure of state; rank 0's is that of the whole run.
 
     >>> structure_file(0), structure_file(3)
     ('state.pt', 'state-of-rank-3.pt')

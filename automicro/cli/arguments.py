@@ -1,4 +1,4 @@
-"""What every command has: a name, its help, its arguments; and the files and overrides of most."""
+"""The interface of a command, and the files and overrides that most commands take."""
 
 import argparse
 import contextlib

@@ -243,7 +243,7 @@ def _has_more_to_show(error: BaseException) -> bool:
 
 
 def _describe_end(what: str, error: BaseException) -> str:
-    """What ended a run; where it ended in order, in one line."""
+    """Describe the end of a run, an orderly one in one line."""
     stopped = facts_of(error).stopped
     first, *more = _notes(error) or [""]
     return str(stopped) if stopped is not None else "; ".join([f"{what} {first}".strip(), *more])
@@ -413,7 +413,7 @@ def _is_raised_in(place: traceback.FrameSummary) -> bool:
 
 
 def _role(frame: FrameType) -> str | None:
-    """What automicro called, where it says what it is."""
+    """The role of the function that automicro called, where it is known."""
     import torch
 
     roles: tuple[tuple[type, str], ...] = (

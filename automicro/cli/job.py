@@ -22,7 +22,7 @@ from automicro.trainer.surroundings import noting
 
 
 class Job:
-    """What a command line names, to be read and made.
+    """The job that a command line names, to be read and made.
 
     Args:
         inputs: paths of YAML files, and ``key=value``. What has ``=`` in it is a path only where

@@ -1,4 +1,4 @@
-"""What is printed: results for programs and for people, and what takes long. One rank speaks.
+"""Output for programs and for people, and notices of long work. One rank prints.
 
 Nothing here imports torch where there is one process.
 """

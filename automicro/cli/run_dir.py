@@ -63,7 +63,7 @@ class RunDir:
 
     @about("run_dir")
     def finished(self) -> FitSummary | None:
-        """What the run came to, where it trained to its end and goes on from there."""
+        """The summary of a run that trained to its end."""
         if self._path is None or not self._goes_on or not (self._path / SUMMARY).exists():
             return None
         try:

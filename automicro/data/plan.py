@@ -43,7 +43,7 @@ Cost = Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """What a mode asks for.
+    """The requirements of a mode.
 
     Attributes:
         dimensions: how many lengths of a row it looks at.
@@ -66,13 +66,13 @@ MODES = {
     "2D-bucketing-fixed": Mode(dimensions=2, buckets="derived", budgets=("batch_size",)),
     "2D-bucketing-singlet": Mode(dimensions=2, buckets="one", budgets=("batch_cost",)),
 }
-"""What each value of ``sampling_mode`` means."""
+"""The meaning of each value of ``sampling_mode``."""
 
 DEFAULT_BUCKETS = {1: (10,), 2: (10, 4)}
 
 
 def length_cost(length: Any, second: Any = 0) -> Any:
-    """What a row takes: its length times its second length and one more.
+    """The cost of a row: its length × (its second length + 1).
 
     That is the lattice of a transducer, which has a column for "nothing yet"; without a second
     length it is the length.
@@ -298,7 +298,7 @@ def _cut(lengths: Sequence[Array], bounds: Array, budget: Budget) -> Array:
 
 
 Lengths: TypeAlias = str | Path | Callable[[Any], Any] | Sequence[float] | Array | torch.Tensor
-"""What says how long rows are: numbers, a file, a column's name, or a function of a row."""
+"""The source of lengths: numbers, a file, a column's name, or a function of a row."""
 
 _FILE = re.compile(r"(?P<path>.*\.(?P<kind>npy|csv|tsv|jsonl|txt))(?::(?P<column>[^:]+))?", re.S)
 _FORMS = (

@@ -36,7 +36,7 @@ UNITS = ("seconds", "tokens")
 
 @dataclass(frozen=True, kw_only=True)
 class AverageBatch:
-    """What a batch of one device holds on average; None for what is unknown.
+    """The average batch of one device; None for what is unknown.
 
     >>> AverageBatch(rows=32.0, seconds=400.0).tokens is None
     True
@@ -293,7 +293,7 @@ class LengthBatchSampler(Sampler[list[int]]):
         return value
 
     def batch_costs(self) -> list[float] | None:
-        """What each batch of this pass takes on this rank, with its padding; a rehearsal asks.
+        """The cost of each batch of this pass on this rank, with padding; a rehearsal asks.
 
         That is rows × cost of the longest. None where nothing says how long rows are.
 
@@ -312,11 +312,11 @@ class LengthBatchSampler(Sampler[list[int]]):
 
     @property
     def units(self) -> tuple[str, ...]:
-        """What is known of rows: some of "seconds" and "tokens"."""
+        """The units known for rows: some of "seconds" and "tokens"."""
         return tuple(self._by_unit)
 
     def total_of(self, number: int, unit: str) -> float:
-        """What a batch of this pass holds on this rank, without padding.
+        """The total of a batch of this pass on this rank, without padding.
 
         Args:
             number: of the batch, from 0.
@@ -331,7 +331,7 @@ class LengthBatchSampler(Sampler[list[int]]):
         return float(self._by_unit[unit][self._share().rows(number)].sum())
 
     def average_batch(self) -> AverageBatch:
-        """What a batch of the epoch holds on average, on one device.
+        """The average batch of the epoch, on one device.
 
         >>> LengthBatchSampler(range(6), mode="fixed", batch_size=4).average_batch().rows
         3.0
@@ -405,7 +405,7 @@ class LengthBatchSampler(Sampler[list[int]]):
 
 
 class _Share:
-    """What a rank takes of a plan, from a batch of it on: one batch of each round of all ranks."""
+    """A rank's share of a plan, from a batch of it on: one batch of each round of all ranks."""
 
     def __init__(self, plan: Plan, start: int, rank: int, world_size: int) -> None:
         self._plan, self._first, self._step = plan, start + rank, world_size

@@ -1,1 +1,1 @@
-"""What happens in a run, and how others take part: events, callbacks, the state of the run."""
+"""Events, callbacks, and the state of a run."""

@@ -138,7 +138,7 @@ class Callback:
         """A checkpoint was made; where it is written in the background, not yet there."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this callback: tensors and plain values."""
+        """The state that a checkpoint keeps of this callback: tensors and plain values."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -292,7 +292,7 @@ class Callbacks:
         return batch
 
     def state_dicts(self) -> dict[str, dict[str, Any]]:
-        """What a checkpoint keeps of each, by its name; those that keep nothing are left out.
+        """The state of each callback, by its name; those that keep nothing are left out.
 
         Raises:
             Exception: of a callback, with a note that names it.
@@ -309,7 +309,7 @@ class Callbacks:
         return states
 
     def features(self, run: Run) -> list[Feature]:
-        """What tells of the events inside a step; nothing where no callback listens to them."""
+        """Features that emit the events inside a step; none where no callback listens to them."""
         if not self.listens(*STEP_EVENTS):
             return []
 

@@ -1,4 +1,4 @@
-"""What a callback sees of a run, and what it may ask of it."""
+"""The run as a callback sees it, and the requests that it may make."""
 
 import copy
 import math
@@ -65,7 +65,7 @@ class Sizes:
 
 @dataclass(kw_only=True)
 class PhaseState:
-    """What training, or evaluation, has seen so far.
+    """Counts of training, or evaluation, so far.
 
     Attributes:
         ooms: attempts that ran out of memory and were rolled back.
@@ -258,7 +258,7 @@ class GlobalBatch:
 
     @property
     def average(self) -> str:
-        """What a device loads at a time, times devices, times accumulation, on average.
+        """Rows of a device's batch × devices × accumulation, on average.
 
         >>> GlobalBatch(
         ...     rows_per_device=32, num_devices=8, accumulation=2, seconds_per_device=400.0
@@ -403,7 +403,7 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True)
 class Requests:
-    """What callbacks have logged and asked for; the trainer takes it.
+    """Values and requests of callbacks; the trainer takes them.
 
     Attributes:
         max_duration: when training ends.
@@ -424,7 +424,7 @@ class Requests:
     wants_checkpoint: bool = False
 
     def take(self, name: str) -> Any:
-        """What there is of one of these since it was last taken."""
+        """The entries of one of these since it was last taken."""
         value = getattr(self, name)
         setattr(self, name, type(value)())
         return value

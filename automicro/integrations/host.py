@@ -1,4 +1,4 @@
-"""What integrations share: seams of hosts, places of methods, reports, and what steps tell."""
+"""Shared parts of integrations: seams of hosts, methods, reports, and values of steps."""
 
 import ast
 import collections
@@ -61,7 +61,7 @@ class Group:
     def of(
         cls, place: str, found: Reading, whole: Reading, *, rows: tuple[int, ...], divisor: int
     ) -> "Group":
-        """What the host's gradient, and that of one batch, come to."""
+        """The comparison of the host's gradient with that of one batch."""
         return cls(
             place=place,
             rows=rows,
@@ -288,7 +288,7 @@ class _Compared:
 
 
 class Recorded:
-    """What the microbatches of a batch tell, as the batch would have: a part of its transaction.
+    """Values that the microbatches of a batch emit, as those of the batch: a part.
 
     A number is their mean, weighted by rows, unless checks have shown that the number of some rows
     is the sum, the most or the least of those of their parts; one that is always the loss is the
@@ -561,7 +561,7 @@ class Recorded:
         return {path: number for path, number in found.items() if number is not None}
 
     def seen(self, loss: Tensor | None, outputs: Any = None, own: Tensor | None = None) -> Output:
-        """What a check sees of the step that has run: its loss, outputs with rows, and numbers.
+        """The step that has run, as a check sees it: its loss, outputs with rows, and numbers.
 
         Args:
             loss: that is trained on.
@@ -643,16 +643,16 @@ class Recorded:
         self._forget()
 
     def values(self, what: str) -> list[Any]:
-        """What was noted in each microbatch, as it is."""
+        """The values noted in each microbatch, as they are."""
         note = self._notes.get((what, 0))
         return [] if note is None else note.values
 
     def join(self, what: str, values: Sequence[Any]) -> Any:
-        """What each microbatch gave, as of the batch."""
+        """Join the values of microbatches to that of the batch."""
         return self._join(_Note(what=what, indices=list(range(len(values))), values=list(values)))
 
     def told(self, what: str, loss: Tensor | None) -> Any:
-        """What was noted without a call, as of the batch; None where nothing was."""
+        """The value noted without a call, as of the batch; None where there is none."""
         note = self._notes.get((what, 0))
         return None if note is None else self._settled(note, loss)
 

@@ -166,7 +166,7 @@ def refuse(model: Any) -> None:
 
 
 class Enabled:
-    """What stands in for the steps of one model; made by `enable`, as ``model.automicro``.
+    """The replacement for the steps of one model; made by `enable`, as ``model.automicro``.
 
     Attributes:
         last: the result of the last training batch; None before the first.
@@ -516,7 +516,7 @@ class _Made:
 
 
 def read_average(model: Any, given: Any) -> Any:
-    """What a model's loss is divided by, for ``loss_average``; a callable of Keras' data.
+    """The divisor of a model's loss, for ``loss_average``; a callable of Keras' data.
 
     Raises:
         ValueError: it cannot be told, or ``given`` is none.
@@ -601,7 +601,7 @@ def _of_torch(model: Any) -> dict[str, nn.Module]:
 
 
 def _shared_by_ranks(model: Any) -> list[str]:
-    """What of a model torch has wrapped for several ranks, or sharded, in words."""
+    """Parts of a model that torch has wrapped for several ranks, or sharded, in words."""
     found = [
         f"the {type(each).__name__} in the layer {name!r}"
         for name, module in _of_torch(model).items()

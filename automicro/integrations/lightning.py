@@ -135,7 +135,7 @@ class AutoMicrobatch(Callback):
 
     @property
     def microbatcher(self) -> Microbatcher | None:
-        """What runs the batches; None outside of a run, and before its first batch."""
+        """The Microbatcher of the run; None outside of a run, and before its first batch."""
         return None if self._run is None else self._run.microbatcher
 
     def setup(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
@@ -527,7 +527,7 @@ class _Run:
         return [Growing(path, value) for path, _, value in found]
 
     def _took(self, loss: Tensor | None, output: Any) -> None:
-        """What the step of some rows came to."""
+        """The result of the step of some rows."""
         if is_extra_pass():
             self._returned = loss, output
             return

@@ -326,7 +326,7 @@ def _evaluates(trainer: Any) -> bool:
 
 
 class Enabled:
-    """What stands in for the steps of one trainer; made by `enable`, as ``trainer.automicro``.
+    """The replacement for the steps of one trainer; made by `enable`, as ``trainer.automicro``.
 
     Attributes:
         last: the result of the last training batch; None before the first.
@@ -390,7 +390,7 @@ class Enabled:
         self._trainer.automicro = None
 
     def sizes(self) -> dict[str, Any]:
-        """What was found, as plain values; a checkpoint of the trainer's keeps it."""
+        """The sizes found, as plain values; a checkpoint of the trainer's keeps them."""
         return self._known | {
             name: each.microbatcher.state_dict() for name, each in self._made.items()
         }
@@ -551,7 +551,7 @@ class Enabled:
             self._num_items, self._arguments, self._log = num_items, arguments, log
 
     def _further_modules(self, model: nn.Module) -> list[nn.Module]:
-        """What else the optimizer steps: parameters of a loss, that are not the model's."""
+        """Modules with further parameters of the optimizer, such as those of a loss."""
         own = {id(each) for each in model.parameters()}
         groups = getattr(self._trainer.optimizer, "param_groups", [])
         others = [each for group in groups for each in group["params"] if id(each) not in own]
@@ -731,7 +731,7 @@ class Enabled:
     def _ask_all_ranks(
         self, model: nn.Module, rows: Any, loss_of: _LossOf, *, why: str | None = None
     ) -> list[list[float] | str]:
-        """What `_ask` found on each rank, or why not.
+        """The result of `_ask` on each rank, or the reason for none.
 
         Args:
             model: that is asked.
@@ -809,7 +809,7 @@ class Enabled:
         return found or rows[:1]
 
     def _mean(self, model: nn.Module) -> Any:
-        """What a mean averages over, as far as it is known."""
+        """The count that a mean averages over, as far as it is known."""
         declared = self._options.get("loss_average")
         if declared not in (None, "tokens"):
             return declared
@@ -846,7 +846,7 @@ class Enabled:
 
     @contextlib.contextmanager
     def _undone(self, model: nn.Module) -> Iterator[None]:
-        """Whatever is computed meanwhile counts for nothing, also in what the trainer keeps."""
+        """Computations inside count for nothing, also in what the trainer keeps."""
         extra = _everything_of(self._itself, model)
         extra.begin()
         try:
@@ -1091,7 +1091,7 @@ def as_rows(trainer: Any, inputs: Any) -> Any:
 
 
 def as_batch(batch: Any) -> Any:
-    """What `as_rows` gave, or a part of it, as the trainer knows it: of its own kind, a copy."""
+    """Rows of `as_rows`, or some of them, as the trainer's own kind of batch, a copy."""
     if isinstance(batch, Pairs | Sequences):
         return batch.flat()
     return copy.copy(batch) if isinstance(batch, Mapping) else batch

@@ -28,7 +28,7 @@ from automicro.step.setup import Setup, Sort
 
 
 class _Verdict(enum.IntEnum):
-    """What a look at padding has shown. Of several ranks the highest counts."""
+    """The result of a check of padding. Of several ranks the highest counts."""
 
     UNKNOWN = 0
     """Nothing was padded, or nothing could be compared."""
@@ -38,7 +38,7 @@ class _Verdict(enum.IntEnum):
 
 
 class _Seen(NamedTuple):
-    """What one look has shown."""
+    """The results of one check."""
 
     verdict: _Verdict = _Verdict.UNKNOWN
     why: str = ""

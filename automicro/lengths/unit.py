@@ -1,4 +1,4 @@
-"""What the size of a microbatch is counted in: rows, or what rows of varying length cost.
+"""The unit of microbatch sizes: rows, or the cost of rows of varying length.
 
 Where rows have costs, those of a batch are sorted by them, packed into slices, and each slice is
 cut to its own longest row (`padding`). A policy then proposes a budget: what a slice may cost with
@@ -166,7 +166,7 @@ _APART = 0.01
 
 
 class Overhead:
-    """What a slice costs whatever it holds, fitted from the seconds of steps.
+    """The fixed cost of a slice, fitted from the seconds of steps.
 
     A step takes ``seconds = slope · (overhead · slices + padded cost)``, by least squares over
     the steps that were measured. Until they tell, it is the cost of an average row.
@@ -220,7 +220,7 @@ class Overhead:
             self._fitted = max(0.0, per_slice / per_cost)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned, as plain values."""
+        """The learned state, as plain values."""
         return {"steps": self._steps, "sums": list(self._sums), "fitted": self._fitted}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -230,7 +230,7 @@ class Overhead:
 
 
 Cost: TypeAlias = Callable[[Any], float | tuple[float, ...]]
-"""What a row costs, from a batch of this one row; several lengths stand for their product."""
+"""The cost of a row, from a batch of this one row; several lengths stand for their product."""
 
 TOKENS, SECONDS = "tokens", "seconds"
 _DURATIONS = ("seconds", "duration", "durations", "duration_seconds")
@@ -264,7 +264,7 @@ class _SortedRows:
 
     @functools.cached_property
     def extent(self) -> int:
-        """What the whole batch costs as one slice, in whole units."""
+        """The cost of the whole batch as one slice, in whole units."""
         return self._units([self.num_rows])[0]
 
     @functools.cached_property
@@ -290,11 +290,11 @@ class _SortedRows:
         return sizes if min_rows == 1 else without_lonely_rows(sizes)
 
     def largest(self, sizes: Sequence[int]) -> int:
-        """What the costliest of these slices costs, in whole units."""
+        """The cost of the costliest of these slices, in whole units."""
         return max(self._units(sizes))
 
     def padded(self, sizes: Sequence[int]) -> float:
-        """What all slices cost together."""
+        """The cost of all slices together."""
         return sum(self._costs(sizes))
 
     def cut(self, microbatches: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
@@ -403,7 +403,7 @@ def check_unit(unit: object) -> None:
 
 
 def unit_name(unit: str | Cost) -> str:
-    """What messages call the unit, in the plural.
+    """The name of the unit in messages, in the plural.
 
     >>> unit_name("tokens"), unit_name(len)
     ('tokens', 'units of cost')
@@ -515,7 +515,7 @@ class CostUnit(Unit):
         return _PackingRule(strict_divisible=strict_divisible, unit=self.name)
 
     def groups(self, batch: Any, num_rows: int) -> list[Group]:
-        """What is padded in a batch; see `Padding.read`.
+        """The padded tensors of a batch; see `Padding.read`.
 
         Raises:
             BatchError: it cannot be told, or tokens are counted and nothing tells their number.

@@ -241,7 +241,7 @@ class _LinesLogger(FileLogger, abc.ABC):
     """A file of lines that each carry a step."""
 
     _head: ClassVar[bytes]
-    """What every such file begins with."""
+    """The beginning of every such file."""
 
     def start(self, run: Mapping[str, Any], *, resume_step: int | None = None) -> None:
         """Open the file, and cut it after the step to resume from.

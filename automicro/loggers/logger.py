@@ -1,4 +1,4 @@
-"""What a logger is told, what can be logged, and several loggers as one that never fails."""
+"""The interface of loggers, the values that can be logged, and a group that never fails."""
 
 import logging
 import math
@@ -60,7 +60,7 @@ class Logger(Protocol):
 
 @runtime_checkable
 class LightningInterface(Protocol):
-    """What all loggers of Lightning have, and what others have that follow them."""
+    """The interface of Lightning's loggers, and of others that follow them."""
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> Any:
         """Take down values by name."""
@@ -80,7 +80,7 @@ class LightningInterface(Protocol):
 
 
 RESERVED_NAMES = frozenset({"run", "step", "time"})
-"""What a line says besides values, so no value can be called that."""
+"""Names of a line's other fields, which no value can have."""
 
 
 def _plain_values(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str]]:

@@ -1,4 +1,4 @@
-"""What one loss averages over: rows, targets, whatever a function counts, or nothing."""
+"""The average of one loss: over rows, targets, what a function counts, or none."""
 
 import functools
 import inspect
@@ -48,7 +48,7 @@ class CutBatch:
 
 
 class Divisors(NamedTuple):
-    """What losses are divided by.
+    """Divisors of the losses.
 
     Attributes:
         each: of every microbatch.
@@ -83,7 +83,7 @@ def read_numbers(values: Sequence[Any]) -> list[Any]:
 
 
 class Average(Protocol):
-    """What one loss averages over.
+    """The average of one loss.
 
     Attributes:
         counts_rows: whether the weights of microbatches depend on nothing but their rows.
@@ -94,10 +94,10 @@ class Average(Protocol):
     is_known: bool = True
 
     def describe(self) -> str:
-        """What the loss is taken for, in words that complete "the loss is …"."""
+        """The assumed average, in words that complete "the loss is …"."""
 
     def divisors(self, cuts: Sequence[CutBatch]) -> Divisors | None:
-        """What the losses of batches that count as one are divided by; None for a sum."""
+        """The divisor of the losses of batches that count as one; None for a sum."""
 
 
 class Samples(Average):
@@ -253,7 +253,7 @@ def read_average(
     reads_model: bool,
     counts_items: bool = False,
 ) -> dict[str, Average]:
-    """What each loss averages over: as declared, or as the loss or the model says of itself.
+    """The average of each loss: as declared, or as the loss or the model says.
 
     The result has one entry named ``""`` where one average holds for all.
 

@@ -49,7 +49,7 @@ class Carried(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class Output:
-    """What one microbatch's forward gave.
+    """The output of one microbatch's forward.
 
     Attributes:
         loss: the total; None where there is none.
@@ -122,7 +122,7 @@ class Convention:
         return _call(model, microbatch)
 
     def eval_forward(self, microbatch: Any, outputs: Any) -> Any:
-        """What metrics get in training, of a forward's outputs; asked if ``has_eval_forward``."""
+        """The input of metrics in training, from a forward's outputs; if ``has_eval_forward``."""
         return outputs
 
     def targets(self, batch: Any) -> Any:
@@ -517,7 +517,7 @@ def _predictions(outputs: Any) -> Any:
 
 
 def _named(value: Any) -> str:
-    """What a value is, briefly: its type, with the keys or the length of a container."""
+    """Name a value briefly: its type, with the keys or the length of a container."""
     name = "Tensor" if isinstance(value, FakeTensor) else type(value).__name__
     if isinstance(value, Mapping):
         return f"a {name} with the keys {sorted(map(str, value))}"

@@ -1,4 +1,4 @@
-"""What is computed from a batch, and forwards that count for nothing."""
+"""The computation from a batch, and extra passes, which leave no trace."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,7 +52,7 @@ def extra_pass() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Computation:
-    """What is computed from a batch: a model, its loss, and how batches are read.
+    """The computation from a batch: a model, its loss, and how batches are read.
 
     Attributes:
         modules: the model, then further modules that take part.

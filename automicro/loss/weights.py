@@ -18,7 +18,7 @@ from automicro.values import alone
 def _shares(
     divisors: Divisors | None, num_microbatches: int, of_all: float | None, copies: int
 ) -> list[Weight | None]:
-    """What each microbatch is of the whole, also of that of all ranks; None stands for one."""
+    """Each microbatch's share of the whole, also of that of all ranks; None stands for one."""
     if divisors is None:
         return [None if copies == 1 else 1 / copies] * num_microbatches
     each, whole = divisors
@@ -121,7 +121,7 @@ class BatchWeights:
         return functools.reduce(operator.add, counted or parts.values()), parts
 
     def report(self, loss: Tensor, parts: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """What is kept of a microbatch's loss and its parts: no graphs, and nothing beside them."""
+        """A microbatch's loss and its parts as they are kept, without graphs."""
         kept = alone if len(self.of_all) > 1 else Tensor.detach  # one is gone soon
         return kept(loss), {name: kept(part) for name, part in parts.items()}
 

@@ -116,7 +116,7 @@ class MemoryBudget:
 
     @property
     def allocated_bytes(self) -> int:
-        """What live tensors on the device hold now."""
+        """Bytes of the live tensors on the device."""
         return self._mode.ledger.allocated_bytes
 
     @property

@@ -25,7 +25,7 @@ from automicro.units import format_bytes, parse_bytes, parse_share
 
 @dataclass(frozen=True, kw_only=True)
 class AllocatorCounts:
-    """What the allocator of a device says of itself. None where it does not count that.
+    """Counts of a device's allocator. None where it does not count.
 
     Attributes:
         allocated_bytes: that live tensors hold now.
@@ -360,7 +360,7 @@ def _share(device: torch.device) -> float:
 
 
 def _property(device: torch.device, name: str) -> Any:
-    """What a device's properties say; None where they do not."""
+    """A property of a device; None where it has none."""
     read = _ability(device, "get_device_properties")
     return None if read is None else getattr(read(device), name, None)
 

@@ -1,4 +1,4 @@
-"""What one attempt takes of a device: peak, time, and what the device could have given."""
+"""Measurements of one attempt: its peak, its time, and the memory it could have had."""
 
 import math
 import re
@@ -25,7 +25,7 @@ _SECONDS_BETWEEN_READINGS = 1.0  # of the capacity, for which the driver is aske
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one attempt took.
+    """The measurements of one attempt.
 
     Attributes:
         peak_bytes: the most that live tensors held; of an attempt that ran out of memory, with
@@ -66,7 +66,7 @@ def highs_of(measured: Measured | None) -> list[float]:
 
 
 def measured_by_all(highs: Sequence[float], own: Measured | None) -> Measured | None:
-    """What all ranks measured together, the same on every one, where this one measures at all.
+    """The measurements of all ranks, the same on every one, where this one measures at all.
 
     >>> one = Measured(
     ...     peak_bytes=9, resident_bytes=1, capacity_bytes=20, seconds=0.5, alloc_retries=None
@@ -210,7 +210,7 @@ def _share(peak: int | None, resident: int | None, capacity: int | None) -> floa
 
 
 def _requested_bytes(failure: BaseException) -> int:
-    r"""What an out-of-memory error says that was asked for; 0 where it does not say.
+    r"""The bytes that an out-of-memory error says were requested; 0 where it does not say.
 
     >>> _requested_bytes(MemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0"))
     20971520

@@ -1,4 +1,4 @@
-"""What counts as out of memory, and giving the memory of a failed attempt back.
+"""Classify errors as out of memory, and release the memory of a failed attempt.
 
 Recognition is strict on both sides. A missed text ends a run that could have gone on; a wrong
 match retries a bug at ever smaller sizes. So an error counts by its type where torch has one, and
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Failure(enum.Enum):
-    """What an exception means for the attempt that it ended."""
+    """The meaning of an exception for the attempt that it ended."""
 
     RETRYABLE = "memory ran out: roll back and try again with fewer rows"
     CONTEXT_LOST = "the device or communicator is unusable until the process starts again"
@@ -253,7 +253,7 @@ def ignoring_errors() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    r"""What an error says, without what follows.
+    r"""The first line of an error's text.
 
     >>> first_line(RuntimeError("CUDA out of memory.\nGPU 0 has …")), first_line(MemoryError())
     ('CUDA out of memory.', 'MemoryError')
@@ -316,7 +316,7 @@ def release(exception: BaseException, device: torch.device | str | None = None) 
 
 
 def caught(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    """What work gives, or the error that it ended with.
+    """The result of work, or the error that it ended with.
 
     Inside ``except`` a traceback keeps the tensors of what failed alive, and no memory can be
     given back.

@@ -1,4 +1,4 @@
-"""What lies on a device at any microbatch size, and what of it a limit has to hold."""
+"""The memory that a device holds at any microbatch size, and a limit's share of it."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -221,7 +221,7 @@ class OccupiedDevice:
         upcoming_bytes: Sequence[int] = (),
         shared_inputs: Sequence[Tensor] = (),
     ) -> ResidentMemory:
-        """What lies there at any microbatch size; see `measure_residents`."""
+        """The memory held at any microbatch size; see `measure_residents`."""
         return measure_residents(
             self._modules,
             self._optimizer,

@@ -39,7 +39,7 @@ _MOST_SAMPLES = 1000
 
 
 class Owner(NamedTuple):
-    """What a storage is, and the module that made it; ``""`` is the model itself."""
+    """The kind of a storage, and the module that made it; ``""`` is the model itself."""
 
     kind: str
     module: str = ""
@@ -54,7 +54,7 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """What came and went in one step.
+    """Storages that came and went in one step.
 
     Attributes:
         numbers: of the storage, for each event.
@@ -123,7 +123,7 @@ class Trace:
         return Trace(self.numbers, np.sign(self.deltas) * sizes, self.owners, self.marks)
 
     def on_line(self, smaller: "Trace", times: float) -> "Trace | None":
-        """What changed from a smaller step to this one, so many times more; None if not alike."""
+        """Extrapolate the change from a smaller step to this one; None if they are not alike."""
         if not np.array_equal(self.numbers, smaller.numbers):
             return None
         more = self.deltas + (self.deltas - smaller.deltas) * times
@@ -320,7 +320,7 @@ class Recorder(CountingMode):
         self._marks.append(Mark(len(self.ledger.numbers), label))
 
     def trace(self) -> Trace:
-        """What was written down until now."""
+        """The trace until now."""
         ledger = self.ledger
         return Trace(
             np.array(ledger.numbers, dtype=np.int64),

@@ -75,7 +75,7 @@ def refuse_exact(name: str, why: str) -> NoReturn:
 
 
 class Stage(NamedTuple):
-    """What is computed between two BatchNorms, its own ones first.
+    """The computation between two BatchNorms, its own ones first.
 
     Attributes:
         nodes: in order.
@@ -189,7 +189,7 @@ class Stages:
 
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
-        """What does not go by the input is computed while it is traced, and never again."""
+        """Values that do not depend on the input are computed once, while it is traced."""
         before = capture({"": self._module})
         names = {name for name, _ in self._module.named_buffers()}
         drawn, random = torch.get_rng_state(), RandomState([])
@@ -265,7 +265,7 @@ class Stages:
         return Stage(own, list(inputs), outputs, ahead, dead)
 
     def _written(self, node: fx.Node) -> fx.Node | None:
-        """What a node writes into: its first argument, or nothing."""
+        """The value that a node writes into: its first argument, or none."""
         if node.op not in _CALLS or not node.all_input_nodes:
             return None
         name = str(getattr(node.target, "__name__", node.target)).rpartition(".")[2]
@@ -343,7 +343,7 @@ class Stages:
         return node.target(*args, **kwargs)
 
     def output(self, values: Mapping[fx.Node, Any]) -> Any:
-        """What the module gives, from the values of the last stage."""
+        """The output of the module, from the values of the last stage."""
         return fx.node.map_arg(self._output.args[0], lambda node: values[node])
 
     def parameters(self, number: int) -> set[int]:
@@ -450,7 +450,7 @@ class _Norm:
         if len(x) > 1:
             return _normalised(self._layer, x, self.mean, self.variance, affine)
         # The backward of torch's kernel for CPUs is wrong (2.13) for a single row whose gradient
-        # lies in memory as if channels were last, with a stride of rows that is none.
+        # lies in memory as if channels were last, with a meaningless stride of rows.
         output = _normalised(self._layer, x.contiguous(), self.mean, self.variance, affine)
         if output.requires_grad:
             output.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
@@ -537,7 +537,7 @@ def to_device(held: Tensor, device: torch.device) -> Tensor:
 
 
 class _Pass:
-    """What the stages of one call have in common.
+    """Shared state of the stages of one call.
 
     Args:
         call: of the part.
@@ -723,7 +723,7 @@ class _Stage:
         waiting: Sequence[Tensor | None],
         of_statistics: Sequence[Tensor | None],
     ) -> list[tuple[Tensor, Tensor]]:
-        """What goes on from a slice, with its gradients."""
+        """The values that leave a slice, with their gradients."""
         found = {
             node: to_device(each, self._pass.devices[node])
             for node, each in zip(self.spec.outputs, waiting, strict=True)
@@ -816,5 +816,5 @@ def _through_stages(call: Call, stages: Stages, sizes: Sequence[int]) -> Any:
 
 
 def _key(node: fx.Node) -> Any:
-    """What a value is known by while it waits: an argument by its name."""
+    """The key of a waiting value: an argument by its name."""
     return node.target if node.op == "placeholder" else node

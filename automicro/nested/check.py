@@ -66,7 +66,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """What is known of a part.
+    """The facts about a part.
 
     Attributes:
         averages: what its loss is a mean over; None where it gives outputs and no loss.
@@ -176,7 +176,7 @@ class Check:
 
 
 def _dry(call: Call) -> Checked:
-    """What a part gives, where tensors have no data: there is nothing to compare."""
+    """The output of a part on tensors without data: there is nothing to compare."""
     undo = call.undoing()
     undo.begin()
     try:
@@ -366,7 +366,7 @@ class _Comparison:
         )
 
     def _fitting(self, bench: Bench) -> list[str]:
-        """What might be declared, in code: that by which the losses of the pieces add up."""
+        """A declaration, in code, by which the losses of the pieces add up."""
         found: list[str] = []
         read = (*bench.read(self._whole).each, *bench.read(self._pieces).each)
         whole, *pieces = map(torch.tensor, read)
@@ -505,7 +505,7 @@ def _is_proportional(loss: Tensor, wanted: Sequence[Tensor]) -> bool:
 
 
 def _told(loss: Tensor, rows: Mapping[str, Any], num_rows: int) -> Average | None:
-    """What torch's own reduction averaged over, where the loss is that."""
+    """The count of torch's own reduction, where the loss is one."""
     reduction = reduction_of(loss)
     if reduction is None:
         return None

@@ -378,7 +378,7 @@ class LanguageTail:
 
 
 class _Between:
-    """What a language model does to its logits between its head and its loss.
+    """The operations of a language model between its head and its loss.
 
     What it does to small ones may be too little to be seen in a loss (a soft cap does next to
     nothing), and grow with the model. So large numbers go there in the place of logits.
@@ -396,12 +396,12 @@ class _Between:
         return given.clone()
 
     def take(self, logits: Tensor) -> Tensor:
-        """What arrived, and a loss for the rest of the forward."""
+        """Take the arguments, and give a loss for the rest of the forward."""
         self._found.append(logits.clone())
         return logits.sum() * 0
 
     def changed(self, head: nn.Module) -> str | None:
-        """What happened to them, in words; None for nothing.
+        """The change to them, in words; None for none.
 
         A factor is nothing as well: it may come before the head as behind it.
         """

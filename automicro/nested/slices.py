@@ -35,7 +35,7 @@ from automicro.values import same_values
 
 
 class AsItStood(contextlib.AbstractContextManager[None]):
-    """What a computation finds beside its arguments, as it stands now. Entered, it stands again.
+    """The surroundings of a computation as they are now. Entered, they are restored.
 
     Args:
         replays: of what the computation reaches.
@@ -198,7 +198,7 @@ class _Sizer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What a part was called with, and how a slice of it is computed.
+    """The arguments of a part's call, and how a slice of it is computed.
 
     Attributes:
         batch: the arguments by name: a batch of its own.
@@ -270,7 +270,7 @@ class Call:
         return balanced_sizes(self.num_rows, self.sizer.begin(), min_rows=self.min_rows)
 
     def undoing(self) -> Transaction:
-        """What undoes all that a slice changes."""
+        """A context that undoes all that a slice changes."""
         return Transaction([self.state.undone(), self.random()])
 
     def split(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
@@ -343,7 +343,7 @@ class Cut:
         return BatchWeights(self._call.averages, [cut])
 
     def weighted(self, each: Slice, loss: Tensor) -> Tensor:
-        """What a slice adds to the loss. It has no gradient where no target counts."""
+        """The share of a slice in the loss. It has no gradient where no target counts."""
         weighted = self.weights.apply(each.index, loss, {})[0]
         return weighted.detach() if self.weights.is_nothing[each.index] else weighted
 
@@ -499,7 +499,7 @@ def _narrow(total: tuple[Tensor, torch.dtype] | None) -> Tensor:
 
 
 class Form:
-    """What each slice of a part gives: tensors with rows, and the same beside these."""
+    """The outputs of a part's slices: tensors with rows, and equal values beside these."""
 
     def __init__(self) -> None:
         self._rest: Any = None
@@ -685,7 +685,7 @@ class Gradients:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What gradients add up in, so that they are rounded once."""
+    """The type in which gradients add up, so that they are rounded once."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 

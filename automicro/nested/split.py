@@ -336,7 +336,7 @@ class NestedSplit:
             self.remove()
 
     def _forward(self) -> Callable[..., Any]:
-        """What computes the part, without its hooks."""
+        """The function that computes the part, without its hooks."""
         if not isinstance(self._part, nn.Module):
             return self._part
         if self._earlier is not None:
@@ -632,7 +632,7 @@ class _Sizer:
 
 
 class _Known:
-    """What is known of the modules of a part. It is found anew for a copy of the part."""
+    """Facts about the modules of a part, found anew for a copy of the part."""
 
     def __init__(self, modules: Sequence[nn.Module], functions: Sequence[Any]) -> None:
         self.index = ModuleIndex(modules)

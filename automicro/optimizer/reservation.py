@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepMemory:
-    """What an optimizer's first step allocates.
+    """The memory that an optimizer's first step allocates.
 
     Attributes:
         state_bytes: bytes of each state tensor that stays.
@@ -72,7 +72,7 @@ def predict_step_memory(
     *,
     on_accelerator: bool | None = None,
 ) -> StepMemory:
-    """What the first step of some parameters of an optimizer will allocate on their device.
+    """Predict the memory of an optimizer's first step of some parameters, on their device.
 
     Args:
         optimizer: that is to step; nothing of it moves.
@@ -309,7 +309,7 @@ def _only_a_number(tensor: Tensor) -> Tensor:
 
 
 def _options(group: Mapping[str, Any], on_accelerator: bool | None) -> dict[str, Any]:
-    """What of a group's options is another one for stand-ins, which lie on the host."""
+    """Options of a group that differ for stand-ins, which lie on the host."""
     changes: dict[str, Any] = {}
     is_capturable = bool(group.get("capturable"))
     has_tensor_rate = isinstance(group.get("lr"), Tensor)
@@ -376,7 +376,7 @@ class OptimizerReservation:
 
     @property
     def reserved_bytes(self) -> int:
-        """What the placeholders hold now."""
+        """Bytes that the placeholders hold now."""
         return sum(placeholder.nbytes for placeholder in self._placeholders)
 
     @property

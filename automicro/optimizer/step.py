@@ -93,7 +93,7 @@ class GradientScaler:
 
     @property
     def scale(self) -> float:
-        """What losses are multiplied by now. Reading it waits for the device."""
+        """The present scale of the loss. Reading it waits for the device."""
         return self._scaler.get_scale()
 
     def backward(self, loss: Tensor) -> None:

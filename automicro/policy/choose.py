@@ -7,7 +7,7 @@ from automicro.policy.policy import Fixed, Policy, require_size
 
 
 def _accepted(unit: str, *, may_explore: bool) -> str:
-    """What makes sense where sizes are counted in this."""
+    """The sizes that make sense in this unit."""
     may_explore &= unit == "rows"
     explore = '"explore" (the fastest of those that fit), ' if may_explore else ""
     counted = "" if unit == "rows" else f" (of {unit}, with padding)"

@@ -174,7 +174,7 @@ class Explore(Ladder):
 
     @property
     def settings(self) -> Mapping[str, Value]:
-        """What else the next attempt is to be run with: by each coordinate's name, its value."""
+        """Further settings of the next attempt: by each coordinate's name, its value."""
         progress = self._progress
         if self._is_idle and not (progress.is_over or progress.needs_least):
             return {name: values[-1] for name, values in self._choices.items()}
@@ -300,7 +300,7 @@ class Explore(Ladder):
         progress.is_recovering = False
 
     def _exclude(self, outcome: Outcome, cost: float, *, is_least: bool) -> None:
-        """What failed is not tried again, nor what needs more."""
+        """Exclude what failed, and all that needs more."""
         progress, race = self._progress, self._progress.race
         assert race is not None
         savers, elements = self._savers(self.levels[outcome.level]), outcome.microbatch_size * cost
@@ -324,7 +324,7 @@ class Explore(Ladder):
             self._progress, self.exploration = _Progress(is_over=True), None
 
     def _savers(self, level: str) -> frozenset[str]:
-        """What a level switches on."""
+        """The savers of a level."""
         return frozenset(level.split(" + ")) if level != self.levels[0] else frozenset()
 
     def _settle(self, outcome: Outcome, cost: float) -> None:

@@ -142,7 +142,7 @@ class Ladder(Policy):
         return True
 
     def _forget_batch(self, level: int) -> None:
-        """What a batch that went on at another level taught this one says nothing of others."""
+        """Forget outcomes of a batch that went on at another level: they say nothing of others."""
         before = self._before.pop(self.levels[level], None)
         if before is not None:
             self._policies[level].load_state_dict(before)

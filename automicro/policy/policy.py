@@ -1,4 +1,4 @@
-"""What a policy is told and asked: the outcome of an attempt, a size for the next one.
+"""The interface of policies: the outcome of an attempt in, a size for the next one out.
 
 Policies are pure Python. They hold no tensor and read no device, so the same outcomes lead to
 the same sizes on every rank and in every test.
@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of one attempt at an optimization batch.
+    """The outcome of one attempt at an optimization batch.
 
     What was not measured is None; a policy then does without.
 
@@ -168,7 +168,7 @@ class Policy(abc.ABC):
 
     @property
     def settings(self) -> Mapping[str, float | str]:
-        """What else the next attempt is to be run with, by name; asked after the sizes."""
+        """Further settings of the next attempt, by name; asked after the sizes."""
         return {}
 
     @property

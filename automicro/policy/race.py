@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 Value = float | str
 Arm = tuple[Value, ...]
-"""What can be chosen: words, which have no neighbours, and positive numbers, which have."""
+"""A choice: a word, which has no neighbours, or a positive number, which has."""
 Measurement = tuple[Arm, float, int, float]
 """A step: its arm, seconds per unit of work, its number, what a unit is like (a row's length)."""
 
@@ -61,7 +61,7 @@ def _is_between(arm: Arm, one: Arm, other: Arm) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What the measurements say.
+    """The conclusion from the measurements.
 
     Attributes:
         best: the arm to take.
@@ -125,7 +125,7 @@ class Race:
         return cls(arms, tuple(state["base"]), state["expected"], told)
 
     def find(self) -> Finding:
-        """What the measurements say; before the first, that the base is as good a guess as any.
+        """The conclusion from the measurements; before the first, the base.
 
         A kind of which nothing was measured comes next, and nothing is sure before.
         """
@@ -174,7 +174,7 @@ class Race:
 
 
 def _draws(arms: Sequence[Arm], told: Sequence[Measurement], expected: float) -> Array:
-    """What the arms may be: (DRAWS, arms), from each model as probable as it is."""
+    """Draws of the arms' values, (DRAWS, arms), from each model by its probability."""
     told_arms, seconds, numbers, works = zip(*told, strict=True)
     used = list(dict.fromkeys([*arms, *told_arms]))
     index = [used.index(each) for each in told_arms]
@@ -240,7 +240,7 @@ def _normal(k: int) -> Array:
 
 
 def _kernels(arms: Sequence[Arm]) -> tuple[Array, Array]:
-    """What arms have in common with each other: the level and the kind, and walks of unit size."""
+    """Covariances of the arms: the level and the kind, and walks of unit size."""
     shared = np.full((len(arms), len(arms)), LEVEL**2)
     for words in zip(*map(_kind, arms), strict=True):
         shared += KIND**2 * np.array([[a == b for b in words] for a in words])

@@ -467,7 +467,7 @@ def _meeting() -> Store:
 
 
 def coordinate(modules: Sequence[nn.Module]) -> Ranks:
-    """What a step of these modules needs of the other ranks. All ranks call it.
+    """The coordination that a step of these modules needs. All ranks call it.
 
     Args:
         modules: the model, then further modules that take part, wrapped already.

@@ -316,7 +316,7 @@ T = TypeVar("T")
 
 
 class Exchange(Protocol):
-    """What a vote needs to reach all ranks."""
+    """The transport that a vote needs to reach all ranks."""
 
     @property
     def rank(self) -> int:

@@ -36,7 +36,7 @@ _BEATS_OF_A_GAP = 2
 
 
 class Liveness:
-    """What one rank knows of the others' beats, which are texts that differ from one to the next.
+    """One rank's record of the others' beats, texts that differ from one to the next.
 
     Each rank watches the next two in a ring of those that have not ended, so what it asks for does
     not grow with the world. Where one of these is late it asks for all, to name everybody who went
@@ -253,7 +253,7 @@ _LOST = "lost"
 
 
 class Watch(Protocol):
-    """What a vote asks about the peers' hosts."""
+    """The interface by which a vote asks about the peers' hosts."""
 
     def loss(self, *, fresh: bool = False) -> str | None:
         """Why no rank can go on, in words that begin a sentence; None where all is well.

@@ -1,4 +1,4 @@
-"""What a step asks of the other ranks: the one interface between it and several devices.
+"""The one interface between a step and the other ranks.
 
 A step that finds out alone what fits would leave its peers waiting in a collective. So ranks agree
 on a size before an attempt, and vote on its outcome before any of them commits::
@@ -71,12 +71,12 @@ class StrayedError(Exception):
 
 
 class HeldBackError(StrayedError):
-    """What was held back for the last microbatch cannot be reduced with it: with each, then."""
+    """Gradients held back for the last microbatch cannot be reduced with it: use each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """What one rank brings to a step.
+    """The proposal of one rank for a step.
 
     Attributes:
         num_rows: of this rank's batch, or of all that count as one; 0 where its data have run out.
@@ -113,7 +113,7 @@ class Proposal:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """What all ranks together bring to a step; the same on every one of them.
+    """The agreement of all ranks on a step; the same on every one of them.
 
     Attributes:
         microbatch_size: the smallest that a rank proposed at the level, at most `max_extent`.
@@ -154,7 +154,7 @@ class Agreement:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a rank tells with its vote to commit, and what all have told together.
+    """A rank's report with its vote to commit, and the sum of all reports.
 
     Attributes:
         sums: numbers that are added up over ranks.

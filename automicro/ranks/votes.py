@@ -45,7 +45,7 @@ def brought(call: Call, rank: int) -> tuple[float, ...]:
 
 
 class Messages:
-    """What was sent to one peer and not received yet, by all ranks together.
+    """Messages sent to one peer and not received yet, by all ranks together.
 
     A message that is on its way when an attempt fails would be taken for one of the next attempt.
     """
@@ -147,7 +147,7 @@ class Votes:
 
     @property
     def stopped(self) -> Status | None:
-        """What a vote told since the last agreement, if not all were well."""
+        """The result of a vote since the last agreement, if not all ranks were well."""
         return self._stopped
 
     def cast(self, point: str, *, remedy: str = "") -> None:
@@ -331,7 +331,7 @@ class Votes:
         return self._stopped
 
     def state_here(self, *, rolls_back: bool) -> str:
-        """What became of the state of this rank when another one failed.
+        """The state of this rank after another one failed, in words.
 
         Args:
             rolls_back: whether this rank was in an attempt, which leaves no trace.

@@ -72,7 +72,7 @@ class WarmUp:
         return COMMUNICATION_SHARE if self._uses else 0.0
 
     def __str__(self) -> str:
-        """What is still to be connected, the same on all ranks; empty where nothing is."""
+        """Groups that are still to be connected, the same on all ranks; may be empty."""
         waiting = ", ".join(map(str, self._waiting()))
         return f" (first connecting {waiting})" if waiting else ""
 

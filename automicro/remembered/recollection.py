@@ -61,7 +61,7 @@ def _recollect(setup: Setup, phase: str) -> "Recollection":
 
 
 class Recollection:
-    """What one phase of a run takes from the cache of sizes, and gives to it.
+    """One phase's reads from the cache of sizes, and its writes.
 
     Nothing in it can stop a run: whatever goes wrong is one `SizeCacheWarning`, and the run goes
     on without remembering.
@@ -184,7 +184,7 @@ class Recollection:
                 self._cache.remember(found)
 
     def _content(self, size: RememberedSize) -> tuple[object, ...]:
-        """What makes two sizes the same: where lengths vary, as many rows may be longer ones."""
+        """The content that makes two sizes equal: where lengths vary, rows may be longer."""
         return size.microbatch_size, size.cost_per_row if self._varies else None, size.level
 
     @contextlib.contextmanager

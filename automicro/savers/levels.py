@@ -66,7 +66,7 @@ class Saver(Protocol):
         """Around forward and backward of all microbatches of an attempt."""
 
     def describe(self) -> str:
-        """What it does, as half a sentence for people."""
+        """Describe it in half a sentence."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Level:
         return [saver.tail for saver in self.savers if isinstance(saver, NestedTail)]
 
     def describe(self) -> str:
-        """What it does, in one sentence for people."""
+        """Describe it in one sentence."""
         return ", and ".join(saver.describe() for saver in self.savers) or "everything is kept"
 
     @contextlib.contextmanager
@@ -152,7 +152,7 @@ class Recompute:
 
 @dataclass
 class Offload:
-    """What is saved for the backward waits in host memory.
+    """Tensors saved for the backward wait in host memory.
 
     Args:
         modules: whose parameters and buffers stay.

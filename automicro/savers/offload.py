@@ -1,4 +1,4 @@
-"""What is saved for the backward waits in host memory.
+"""Tensors saved for the backward wait in host memory.
 
 Autograd's hooks for saved tensors hand over every tensor that a forward saves. Its whole storage
 goes to the host, once for all tensors that share it, and comes back where the backward asks for it.
@@ -105,7 +105,7 @@ class OffloadHooks:
                 self._staying[id(storage)] = storage
 
     def pack(self, tensor: Tensor) -> Any:
-        """What waits for the backward in place of a tensor."""
+        """The placeholder that waits for the backward in place of a tensor."""
         if tensor.is_inference():
             return tensor
         version = version_of(tensor)

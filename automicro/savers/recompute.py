@@ -176,7 +176,7 @@ def _by_name(
     modules: Sequence[nn.Module],
     find: Callable[[nn.Module], Iterable[tuple[str, nn.Module]]],
 ) -> dict[str, nn.Module]:
-    """What is found in several modules, by names without those of wrappers."""
+    """Values found in several modules, by names without those of wrappers."""
     return {
         (f"modules[{index - 1}]." if index else "") + shown: module
         for index, root in enumerate(modules)
@@ -278,7 +278,7 @@ class Block:
 
 
 class _Saved:
-    """What a forward saves for the backward, as few numbers as show whether it is the same again.
+    """A short summary of what a forward saves, which shows whether it is the same again.
 
     >>> one, other, third = _Saved(), _Saved(), _Saved()
     >>> _ = one.add(torch.ones(3)), other.add(torch.ones(3)), third.add(torch.ones(3) * 2)
@@ -402,7 +402,7 @@ class _Run(AsItStood):
             raise self._block.leave_out(_OTHERWISE) from None
 
     def _explain(self, error: Exception) -> None:
-        """What went through the first time, and not the second, may go by what changed since."""
+        """Explain a forward that went through once and failed when it was repeated."""
         block = self._block
         if isinstance(error, RollbackError):
             raise block.leave_out(f"changes what cannot be put back ({error})") from error

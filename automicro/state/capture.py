@@ -132,7 +132,7 @@ class _Holder(NamedTuple):
         return list(come - set(self.keys) - self.apart)
 
     def read(self) -> dict[Any, Any]:
-        """What the table holds now of what was held, or has come."""
+        """The present values of the captured table, with those that came since."""
         seen = {*self.keys, *self.strangers()}
         return {key: value for key, value in self.table.items() if key in seen}
 
@@ -323,7 +323,7 @@ _SETTINGS: list[tuple[Any, Any]] = [
 
 @functools.cache
 def _settings() -> list[tuple[Any, Any]]:
-    """What holds for the whole thread or process: how it is read, and set."""
+    """Settings of the whole thread or process: how each is read, and set."""
     types = ["cpu"]
     if torch.accelerator.is_available():
         types.append(torch.accelerator.current_accelerator().type)  # type: ignore[union-attr]
@@ -354,7 +354,7 @@ class _Standing:
 
 
 def _again(value: Any) -> Any:
-    """What was held, with the tensors themselves in place of what stands for them."""
+    """The captured values, with the tensors themselves in place of their placeholders."""
     if type(value) is not _Standing:
         return value
     there = value.ref()
@@ -550,7 +550,7 @@ def _entries(held: Iterable[_Tables | _Containers]) -> Iterator[_Entry]:
 
 
 class Captured:
-    """What `capture` gives.
+    """The result of `capture`.
 
     Attributes:
         left_out: what is not put back, each with why.
@@ -601,7 +601,7 @@ class Captured:
     # Later captures
 
     def again(self) -> "Captured":
-        """What `capture` would give now; soon where only numbers, texts and tensors are others.
+        """A new capture; quick where only numbers, texts and tensors have changed.
 
         This one is used up.
         """

@@ -1,4 +1,4 @@
-"""What code can reach: as a part of a transaction, and as it stood when something is run again."""
+"""State that code reaches: as a part of a transaction, and as it was, for a replay."""
 
 import collections
 import contextlib
@@ -152,7 +152,7 @@ _PART = ("begin", "prepare", "commit", "roll_back")
 
 
 def read_state(values: Iterable[Any]) -> tuple[list[Any], dict[str, Any]]:
-    """What a caller gave as further state: parts of a transaction, and roots by name.
+    """Read a caller's further state: parts of a transaction, and roots by name.
 
     Raises:
         TypeError: a value that nothing can change, so that another must have been meant.
@@ -176,7 +176,7 @@ def read_state(values: Iterable[Any]) -> tuple[list[Any], dict[str, Any]]:
 
 
 class Replay:
-    """What a computation reaches, as it stands now and as it stood.
+    """The state that a computation reaches, as it is now and as it was.
 
     What was captured is used again for the next capture, which then needs no walk.
 
@@ -220,7 +220,7 @@ class Replay:
             self._free.append(captured)
 
     def undone(self) -> "State":
-        """What an attempt does to it, as a part of a transaction."""
+        """The changes of an attempt to it, as a part of a transaction."""
         state = State(lambda: self.roots)
         state._replay = self
         return state

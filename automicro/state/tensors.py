@@ -57,7 +57,7 @@ class _Large(NamedTuple):
 
 
 class Copies:
-    """What tensors hold: read with few launches, and put back into the same memory.
+    """Copies of tensors' data: read with few launches, and put back into the same memory.
 
     A large tensor's copy is kept, and not taken again, while its version stays, once a commit has
     shown by content that it is not written to past its version.

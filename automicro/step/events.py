@@ -1,4 +1,4 @@
-"""What a step tells of itself while it runs: its attempts, and each microbatch of them."""
+"""Events inside a step: its attempts, and each microbatch of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What takes part in a step beside its path: metrics, outputs, observers, or a feature of yours."""
+"""Features take part in a step beside its path: metrics, outputs, observers, or yours."""
 
 import difflib
 import functools
@@ -98,7 +98,7 @@ class Feature:
         """A Microbatcher is made with it, and may be made in another way."""
 
     def parts(self) -> Sequence[Part]:
-        """What of it an attempt may change, to be committed or rolled back with all else."""
+        """Its parts that an attempt may change, to be committed or rolled back with all else."""
         return ()
 
     def begin(self, attempt: Attempt) -> None:
@@ -228,7 +228,7 @@ class Features:
 
 
 def _named(hook: Callable[..., Any], *args: Any) -> Any:
-    """What a hook of the caller's gives; its error says whose it is."""
+    """Call a hook of the caller's; its error says whose it is."""
     try:
         return hook(*args)
     except BaseException as error:

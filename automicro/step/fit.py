@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Work(Protocol[T]):
-    """What an attempt does, and what it may change. Each step has one of its own.
+    """The work of an attempt, and the parts it may change. Each step has one of its own.
 
     It keeps no result and no error, which would keep the tensors of a failed attempt alive.
     """
@@ -44,7 +44,7 @@ class Work(Protocol[T]):
         """The attempt ran out of memory and was undone; files that were written of it."""
 
     def numbers(self, result: T) -> Sequence[float]:
-        """What of the result is added up over ranks with the last vote."""
+        """Numbers of the result to add up over ranks with the last vote."""
 
     def combined(self, result: T, sums: Sequence[float]) -> T:
         """The result of all ranks, from this one's and the sums."""
@@ -53,7 +53,7 @@ class Work(Protocol[T]):
         """Whether to keep what went through; else it is rolled back, and that is the end."""
 
     def residents(self) -> ResidentMemory | None:
-        """What lies on the device at any size, for saying why none fits."""
+        """The memory held at any size, for saying why none fits."""
 
 
 @dataclass(frozen=True, kw_only=True)

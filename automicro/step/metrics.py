@@ -451,7 +451,7 @@ TAKES_EITHER = (
 
 
 class Readings(TorchFunctionMode):
-    """What metrics of torchmetrics take their numbers for: around each update of one batch.
+    """How metrics of torchmetrics read their numbers: around each update of one batch.
 
     Attributes:
         asks: whether it depends on the numbers.

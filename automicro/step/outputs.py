@@ -1,4 +1,4 @@
-"""What comes out of a step beside its loss: outputs of all rows, and state for the next batch."""
+"""Results of a step beside its loss: outputs of all rows, state for the next batch."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ _EARLY = 10
 
 
 class Kept(Feature):
-    """What the caller asked for of every microbatch's forward.
+    """The values that the caller asked for of every microbatch's forward.
 
     Args:
         where: outputs are kept.
@@ -232,7 +232,7 @@ class Keeper:
         self._steps = 0
 
     def keep(self, where: object) -> Kept:
-        """What keeps outputs and state of one step; see `Kept`."""
+        """Make the keeper of outputs and state of one step; see `Kept`."""
         self._steps += 1
         is_early = self._steps <= _EARLY
         return Kept(where, self._device, self._carry_layout, self._known, is_early=is_early)

@@ -144,7 +144,7 @@ class Passes:
     def weights(
         self, cuts: Sequence[CutBatch], totals: Mapping[str, float] | None = None
     ) -> BatchWeights:
-        """What each microbatch's loss weighs in the loss of all batches together.
+        """The weight of each microbatch's loss in the loss of all batches together.
 
         Args:
             cuts: the batches of this rank.
@@ -173,7 +173,7 @@ class Passes:
             return BatchWeights(self._eval_averages, cuts)
 
     def denominators(self, batches: Sequence[Any], rows: Sequence[int]) -> dict[str, float]:
-        """What the losses of whole batches are divided by, by name; without those that are sums.
+        """The divisors of the losses of whole batches, by name; without those that are sums.
 
         Reading a count of targets that lie on a device waits for the device. Nothing where each
         rank's loss is divided by its own.
@@ -295,7 +295,7 @@ class Passes:
             run.output = None
 
     def seen_by_metrics(self, run: MicrobatchRun) -> Any:
-        """What metrics get of a microbatch."""
+        """The input of metrics from a microbatch."""
         assert run.output is not None
         if run.loss is None:  # in evaluation
             return run.output.outputs

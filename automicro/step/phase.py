@@ -26,7 +26,7 @@ SYNC, FINER = "sync", "parts finer by"
 
 
 def choices(nested: Iterable[SizedPart], ranks: Ranks) -> dict[str, Sequence[float | str]]:
-    """What there is to choose for the sake of time, the least memory first."""
+    """The choices for the sake of time, the least memory first."""
     found: dict[str, Sequence[float | str]] = {}
     if ranks.sync is Sync.LAST:
         found[SYNC] = ("each", "last")
@@ -144,7 +144,7 @@ class Phase:
 
     @property
     def meter(self) -> Meter | None:
-        """What measures attempts, where anything may follow from that."""
+        """The meter of attempts; None where nothing could follow from it."""
         is_used = self.policy.adapts or self.is_rehearsing or self.fits_overhead
         return self._meter if is_used else None
 
@@ -154,7 +154,7 @@ class Phase:
         return not self.is_repeatable and self.rule.wants_seconds
 
     def state_dict(self) -> dict[str, Any]:
-        """What was found, as plain values."""
+        """The sizes found, as plain values."""
         state = {"policy": self.policy.state_dict(), **self.rule.state_dict()}
         if self.is_training and self.ranks.whole_fits_below:
             state["whole_fits_below"] = sorted(map(list, self.ranks.whole_fits_below.items()))
@@ -230,7 +230,7 @@ class Phase:
         return self.is_training and self.ranks.is_alone and self._setup.parts.cut_what_was_whole()
 
     def nested_counts(self) -> tuple[dict[str, int], int]:
-        """What there is to tell of the parts with a size of their own, once a step is over.
+        """Counts of the parts with a size of their own, once a step is over.
 
         Returns:
             The rows of the largest slice of each in its last call, by its name, and how often

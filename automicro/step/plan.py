@@ -1,4 +1,4 @@
-"""What a step brings to any attempt, what an attempt will run, and what came of it."""
+"""A step, the plan of an attempt, and its outcome."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from automicro.ranks.interface import Agreement, Proposal, Ranks, rows_of_microb
 from automicro.step.results import Counts
 
 ROWS = "rows"
-"""What sizes are counted in, unless rows have costs."""
+"""The unit of sizes, unless rows have costs."""
 
 
 class _Packing(Protocol):
@@ -24,7 +24,7 @@ class _Packing(Protocol):
     def extent(self) -> int: ...
 
     def largest(self, sizes: Sequence[int]) -> int:
-        """What the costliest of these slices costs, in whole units."""
+        """The cost of the costliest of these slices, in whole units."""
 
     def cut(self, microbatches: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
         """Microbatches of these rows, each without the padding that all of its rows have."""
@@ -58,18 +58,18 @@ class ReadBatch:
 
     @property
     def extent(self) -> int:
-        """What a policy takes it for: its rows, or what they cost as one slice."""
+        """Its size for a policy: rows, or their cost as one slice."""
         return self.num_rows if self.packing is None else self.packing.extent
 
     @property
     def row_cost(self) -> float | None:
-        """What the smallest microbatch costs: a row, the costliest where they differ."""
+        """The cost of the smallest microbatch: a row, the costliest where they differ."""
         return self.cost if self.packing is None else self.packing.largest([1])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What one optimization batch brings to any attempt at it. It never changes.
+    """One optimization batch, as every attempt gets it. It never changes.
 
     Attributes:
         batches: that count as one; none where this rank's data have run out.
@@ -95,7 +95,7 @@ class Step:
 
     @property
     def extents(self) -> list[int]:
-        """What a policy takes each batch for."""
+        """The size of each batch for a policy."""
         return [each.extent for each in self.batches]
 
     @property
@@ -140,7 +140,7 @@ class CutRule:
         """A step is over."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned, as plain values."""
+        """The learned state, as plain values."""
         return {"min_rows": self.min_rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -228,7 +228,7 @@ class Cut:
 
     @property
     def extent(self) -> int:
-        """What a policy takes the batch for: its rows, or what they cost as one slice."""
+        """The size of the batch for a policy: its rows, or their cost as one slice."""
         return self.num_rows if self.packing is None else self.packing.extent
 
     @property
@@ -266,7 +266,7 @@ def with_padding(outputs: Sequence[Any], cuts: Sequence[Cut], *, fill: float = 0
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one attempt will run.
+    """The plan of one attempt.
 
     Attributes:
         cuts: of each batch of this rank; none where no rank has any row.
@@ -301,7 +301,7 @@ class Plan:
 
     @property
     def most(self) -> int:
-        """What slices were to have at most: less than the size where a row has more by itself."""
+        """The limit of slices: less than the size where a row has more by itself."""
         return self.size if self.unit == ROWS else min(self.size, self.proposed)
 
     def needs_less_than(self, other: "Plan") -> bool:
@@ -319,7 +319,7 @@ class Plan:
 
     @property
     def row_cost(self) -> float | None:
-        """What the smallest microbatch costs, of those of this size: see `Policy.climb`."""
+        """The cost of the smallest microbatch of this size: see `Policy.climb`."""
         return self.cost if self.unit == ROWS else float(self.size)
 
     @property
@@ -335,13 +335,13 @@ class Plan:
 
     @property
     def totals(self) -> Mapping[str, float] | None:
-        """What the losses of all ranks are divided by; None where there is one rank."""
+        """The divisors of the losses of all ranks; None where there is one rank."""
         return None if self.agreement is None else self.agreement.denominators
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finished(Generic[T]):
-    """What came of a step, and how many attempts it took.
+    """The outcome of a step, and how many attempts it took.
 
     Attributes:
         result: of the attempt that succeeded; None where no rank had any row, and none was made.
@@ -388,7 +388,7 @@ class Finished(Generic[T]):
 
     @property
     def counts(self) -> Counts:
-        """What results tell of rows, slices and attempts, by the names of their fields."""
+        """Counts of rows, slices and attempts for results, by the names of their fields."""
         plan = self.plan
         return {
             "num_samples": sum(cut.num_rows for cut in plan.cuts),
@@ -443,7 +443,7 @@ def plan_alone(step: Step, rule: CutRule) -> Plan:
 
 
 def propose_to(step: Step, rule: CutRule, *, training: bool, lacks_rows: bool = False) -> Proposal:
-    """What this rank brings to an agreement.
+    """This rank's proposal for an agreement.
 
     Args:
         step: at any size.

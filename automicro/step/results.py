@@ -1,4 +1,4 @@
-"""What a training step and an evaluation give back."""
+"""Results of a training step and of an evaluation."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ Where: TypeAlias = bool | Literal["host", "device"]
 
 
 class Counts(TypedDict):
-    """What both results tell of rows, slices and attempts; see `StepResult`."""
+    """Counts of rows, slices and attempts in both results; see `StepResult`."""
 
     num_samples: int
     num_global_samples: int
@@ -45,7 +45,7 @@ class StepResult:
         loss: 0-d, detached, of the whole batch (of all ranks), on the device: reading it waits for
             the device. On the host where ``accept`` was given.
         losses: the parts of the loss by name, where the forward gives several; as ``loss``. Each is
-            taken for the same average as the loss, so that a number that is none (a maximum, a
+            taken for the same average as the loss, so that a number that is no mean (a maximum, a
             perplexity, a count) is not that of the whole batch; metrics are for those.
         rank_loss: the loss of this rank's rows alone, divided by what they count; ``loss`` itself
             where there is one rank.

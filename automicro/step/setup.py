@@ -1,4 +1,4 @@
-"""What a Microbatcher is made of: what it was given, and what its features have changed of that."""
+"""The setup of a Microbatcher: its arguments, as its features have changed them."""
 
 import contextlib
 import functools
@@ -34,7 +34,7 @@ class Level(Protocol):
     def name(self) -> str: ...
 
     def describe(self) -> str:
-        """What it does, in one sentence for people."""
+        """Describe it in one sentence."""
 
     def applied(self) -> AbstractContextManager[None]:
         """Around forward and backward of all microbatches of an attempt."""
@@ -53,7 +53,7 @@ class Plain:
 
 
 class Recollection(Protocol):
-    """What one phase of a run takes from earlier runs, and leaves for later ones."""
+    """Sizes that one phase of a run takes from earlier runs, and leaves for later ones."""
 
     def look_up(
         self, batch: ReadBatch | None, policy: Policy, *, is_new: bool, ranks: Ranks
@@ -65,7 +65,7 @@ class Recollection(Protocol):
 
 
 class Unit:
-    """What sizes are counted in: here rows, as they come.
+    """The unit of sizes: here rows, as they come.
 
     Attributes:
         name: in the plural.
@@ -90,13 +90,13 @@ class Unit:
         """
 
     def rule(self, *, strict_divisible: bool) -> CutRule:
-        """What turns proposed sizes into slices."""
+        """The rule that turns proposed sizes into slices."""
         return CutRule(strict_divisible=strict_divisible)
 
 
 @dataclass(kw_only=True, eq=False)
 class Setup:
-    """What a Microbatcher is made of. Features change it in `attach`; from then on it stays.
+    """The setup of a Microbatcher. Features change it in `attach`; from then on it stays.
 
     Attributes:
         model: inside of any wrapper.

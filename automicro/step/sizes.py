@@ -49,7 +49,7 @@ class Sizes:
         self._failure: BaseException | None = None
 
     def plan(self, residents: Callable[[], ResidentMemory | None]) -> Plan:
-        """What to try next.
+        """The plan to try next.
 
         Args:
             residents: what lies on the device at any size, for saying why none fits.

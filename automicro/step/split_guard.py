@@ -1,4 +1,4 @@
-"""What splitting a batch changes in a model: forbidding it, or warning of it once."""
+"""Guard against effects of splitting on a model: forbid it, or warn once."""
 
 import contextlib
 import functools

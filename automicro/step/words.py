@@ -1,4 +1,4 @@
-"""What a step says where it fails: why nothing fits, and what microbatches have to do with it."""
+"""Messages of a failing step: why nothing fits, and the part of microbatches in it."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -103,7 +103,7 @@ def why_nothing_fits(
     levels: Sequence[str] = ("plain",),
     helps: Sequence[str] = (),
 ) -> str:
-    """What there is to say where the smallest size ran out of memory: a line each, and a list.
+    """The reasons why the smallest size ran out of memory: lines, and a list.
 
     Args:
         plan: of the last attempt.
@@ -250,7 +250,7 @@ def _explain_lonely_row(error: BaseException, plan: Plan) -> None:
 
 
 def _explain_shapes(error: BaseException, plan: Plan) -> None:
-    """What works with several rows and not with one has lost the dimension of rows, most likely.
+    """Explain a shape error with one row: the dimension of rows was probably lost.
 
     And what works with a whole batch and not with a part may take its rows in pairs or groups.
     """

@@ -103,7 +103,7 @@ Evaluated = tuple[Tensor | None, dict[str, Tensor], dict[str, Weight | None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """What the steps of a Microbatcher share.
+    """The shared machinery of a Microbatcher's steps.
 
     Attributes:
         index: of all parameters and buffers that take part.
@@ -139,14 +139,14 @@ class Engine:
 
     @functools.cached_property
     def checks(self) -> "Checks":
-        """What compares rows together and apart."""
+        """The checks, which compare rows together and apart."""
         from automicro.checking.check import Checks
 
         return Checks(self.computation, **self.checking)
 
     @functools.cached_property
     def metric_guard(self) -> "MetricGuard":
-        """What warns where splitting changes a metric."""
+        """The guard that warns where splitting changes a metric."""
         from automicro.step.metrics import MetricGuard, naming_metrics
 
         return MetricGuard(
@@ -158,7 +158,7 @@ class Engine:
 
     @functools.cached_property
     def keeper(self) -> "Keeper":
-        """What keeps outputs and state for the next batch, where they are asked for."""
+        """The keeper of outputs and of state for the next batch, where they are asked for."""
         from automicro.step.outputs import Keeper
 
         return Keeper(self.passes.device, self.carry_layout)
@@ -185,7 +185,7 @@ class _Watching(Feature):
 
 
 class _Work(Generic[T]):
-    """What training and evaluation have in common.
+    """The shared work of training and evaluation.
 
     Args:
         engine: that runs microbatches.
@@ -322,7 +322,7 @@ class _Work(Generic[T]):
         raise NotImplementedError
 
     def _total(self, plan: Plan) -> T:
-        """What all microbatches come to."""
+        """The total of all microbatches."""
         raise NotImplementedError
 
     def _let_go(self) -> None:
@@ -338,7 +338,7 @@ class _Work(Generic[T]):
         return [cuts[0].microbatches[-1]] if cuts else []
 
     def _shared_inputs(self) -> list[Tensor]:
-        """What lies on the device with every microbatch: of several batches, the most of one."""
+        """Bytes of inputs that every microbatch shares: of several batches, the most of one."""
         each: list[list[Tensor]] = []
         with contextlib.suppress(Exception):  # it is for words, where memory has run out
             each = [self._passes.layout.shared(batch) for batch in self._step.raw]

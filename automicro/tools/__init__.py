@@ -1,1 +1,1 @@
-"""What runs beside training: before a run, after a failure, in tests. Only `cli` imports this."""
+"""Tools beside training: before a run, after a failure, in tests. Only `cli` imports this."""

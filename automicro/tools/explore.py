@@ -39,7 +39,7 @@ _SIZES = ("microbatch_size", "eval_microbatch_size", "remember_sizes", "repeatab
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredSize:
-    """What was measured of one size.
+    """The measurements of one size.
 
     Attributes:
         microbatch_size: rows.
@@ -61,7 +61,7 @@ class MeasuredSize:
 
 @dataclass(frozen=True, kw_only=True)
 class ExploreReport:
-    """What was found. ``str()`` of it is a table.
+    """The result of `explore`. ``str()`` of it is a table.
 
     Attributes:
         phase: ``"train"`` or ``"eval"``.
@@ -370,7 +370,7 @@ class _Trials(Policy):
             counting = [False] * (self._size not in self._peaks) + [True] * ROUND
 
     def measured(self) -> Iterator[MeasuredSize]:
-        """What was measured of each size, the smallest first."""
+        """The measurements of each size, the smallest first."""
         base = statistics.median(self.seconds[_size(self.race.base)])
         for size, seconds in sorted(self.seconds.items()):
             median = statistics.median(seconds)

@@ -90,7 +90,7 @@ def _judged(
 
 
 def _planned(model: Any, batch: Any, options: Mapping[str, Any]) -> "PlanReport":
-    """What `automicro.plan` says; an error shows the lines of the model, and none of ours."""
+    """Call `automicro.plan`; an error shows the lines of the model, and none of ours."""
     from automicro.tools.plan.plan import plan
 
     __tracebackhide__ = True
@@ -193,7 +193,7 @@ def _judging(test: Callable[..., Any], marker: pytest.Mark) -> Callable[..., Non
 
 
 def _read_marker(marker: pytest.Mark, test: str) -> dict[str, Any]:
-    """What a mark says, by name."""
+    """The arguments of a mark, by name."""
     __tracebackhide__ = True
     if len(marker.args) > 1:
         shown = ", ".join(map(repr, marker.args))

@@ -28,7 +28,7 @@ from automicro.units import format_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayReport:
-    """What became of a batch that did not fit, run once more. ``str()`` of it is a few lines.
+    """The result of running a batch that did not fit again. ``str()`` of it is a few lines.
 
     Attributes:
         failed: the batch, as it was kept.
@@ -62,7 +62,7 @@ class ReplayReport:
 
     @property
     def activation_bytes(self) -> int | None:
-        """What the rows of a microbatch take, beside what lies there at any size.
+        """Bytes that the rows of a microbatch take, beside those held at any size.
 
         Where it does not fit, at least that.
         """
@@ -70,12 +70,12 @@ class ReplayReport:
 
     @property
     def _needed(self) -> int:
-        """What it takes; what does not fit needs more than the limit."""
+        """The bytes needed; what does not fit needs more than the limit."""
         return max(self.peak_bytes or 0, 0 if self.fits else self.limit_bytes or 0)
 
     @property
     def dominates(self) -> str | None:
-        """What takes most of the memory, in words; None if not counted."""
+        """The largest holder of memory, in words; None if not counted."""
         if self.activation_bytes is None:
             return None
         parts = {"activations of its rows": self.activation_bytes, **self.residents.parts}

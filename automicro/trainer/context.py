@@ -1,4 +1,4 @@
-"""What every part of a run works with, one object for each; and the numbers that it logs."""
+"""The context of a run, one object for each concern; and the numbers that it logs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -66,7 +66,7 @@ class Interval:
 
     @property
     def unit(self) -> Unit | None:
-        """What it counts; None where nothing is ever due."""
+        """The unit that it counts; None where nothing is ever due."""
         return None if self._every is None else self._every.unit
 
     def catch_up(self, state: LoopState, *, is_pending: bool = False) -> None:
@@ -167,7 +167,7 @@ class Evaluation:
 
     @property
     def dataloader(self) -> Iterable[Any]:
-        """What it evaluates on, of several ranks this one's part."""
+        """The data to evaluate on, of several ranks this one's part."""
         return self._evaluator.dataloader
 
     @property
@@ -451,7 +451,7 @@ class EvaluationPlan:
         return all(map(self._is_done, self._at_end))
 
     def values(self) -> dict[str, float]:
-        """What was found for the model as it is, by the names under which it is logged.
+        """The values for the model as it is, by the names under which they are logged.
 
         Values of an earlier evaluation are those of other weights and are left out.
         """

@@ -1,4 +1,4 @@
-"""What to evaluate on: one data set or several, each with a name, metrics and a size of its own."""
+"""Evaluations: one data set or several, each with a name, metrics and a size of its own."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

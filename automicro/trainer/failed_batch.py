@@ -37,7 +37,7 @@ MOST_BYTES = 256 * 2**20
 KEPT = "failed-batch-"
 """How the names of these files begin."""
 CONFIG = "config.yaml"
-"""What a run writes beside the batches that it keeps, if it has a config."""
+"""The file that a run with a config writes beside the batches that it keeps."""
 _ARRAY, _FIELDS, _MAPPING = "array of numpy", "fields of", "mapping of"
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size)
 
@@ -180,7 +180,7 @@ def _plain(value: Any) -> Any:
 
 
 def _rebuilt(value: Any, like: Any) -> Any:
-    """What `_plain` took apart, with the classes of a batch of the same kind."""
+    """Rebuild what `_plain` took apart, with the classes of a batch of the same kind."""
     if type(value) in (list, tuple):
         others = list(like) if isinstance(like, list | tuple) else []
         others += [None] * (len(value) - len(others))

@@ -299,7 +299,7 @@ class FitLoop:
         self.checkpointer.save_if_due(self._state, progress, metrics=values)
 
     def _measured(self) -> dict[str, float]:
-        """What was found for the model as it is."""
+        """The values for the model as it is."""
         best = self.checkpointer.best_metric if self.checkpointer is not None else None
         # Where it is another evaluation's turn to give it, its absence is no mistake to warn of.
         return {} if best and self._evaluations.is_awaited(best) else self._evaluations.values()
@@ -455,7 +455,7 @@ class Fit:
         interruption.raise_if_interrupted(where=where, checkpoint=folder)
 
     def sum_up(self, progress: Progress) -> FitSummary:
-        """What the run came to, shown and returned."""
+        """The summary of the run, shown and returned."""
         reason = self._run.stop_reason
         if not self.loop.is_complete:
             reason = TIME_IS_OVER

@@ -167,14 +167,14 @@ class MetricSet:
             metric.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """What was counted so far, by the name and the class of each metric."""
+        """The counts so far, by the name and the class of each metric."""
         return {
             name: {"class": each.class_name, **each.state_dict()}
             for name, each in self._states.items()
         }
 
     def differences(self, state: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-        """What a state lacks of these metrics, and what only it has, in words.
+        """Metrics that a state lacks, and those that only it has, in words.
 
         Args:
             state: what `state_dict` gave, of whatever metrics.
@@ -315,7 +315,7 @@ _TELLING = (type(None), bool, str, torch.dtype, torch.device)
 def _merge_counts(
     metric: Any, states: Sequence[Mapping[str, Any]], *, is_first: bool
 ) -> dict[str, Any]:
-    """What one rank goes on with: the first with all that was counted, others with nothing.
+    """The counts that a rank resumes with: the first with all of them, others with none.
 
     >>> from torchmetrics import SumMetric
     >>> metrics = SumMetric(), SumMetric()
@@ -436,7 +436,7 @@ class _MetricState:
         return type(self._metric).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """What was counted."""
+        """The counts."""
         self._warn_of_other_attributes()
         given = self._given
         changed = {
@@ -487,7 +487,7 @@ class _MetricState:
         metric._update_count = state["updates"]
 
     def reshard(self, states: Sequence[Mapping[str, Any]], *, rank: int) -> dict[str, Any]:
-        """What a rank goes on with where another number of ranks saved; see `_merge_counts`.
+        """The counts of a rank where another number of ranks saved; see `_merge_counts`.
 
         Args:
             states: what `state_dict` gave on each of them.

@@ -406,7 +406,7 @@ class OptimizerMode:
 
 
 class Update:
-    """What becomes of a gradient: unscaled, clipped, stepped with, cleared; then the scheduler.
+    """The update from a gradient: unscale, clip, step, clear; then the scheduler.
 
     Args:
         optimizer: steps once per batch.

@@ -111,7 +111,7 @@ def check_parallel(
 def wrap(
     parallel: str, modules: Sequence[nn.Module], device: torch.device, place: Process
 ) -> nn.Module:
-    """What the steps call in place of the model: DDP around it, or itself with its shards.
+    """The module that steps call: DDP around the model, or the model with its shards.
 
     All ranks go on from rank 0's values. Do it before the optimizer is made. All ranks call it.
 

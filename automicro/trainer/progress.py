@@ -93,7 +93,7 @@ SEPARATOR = " · "
 
 @dataclass(frozen=True, kw_only=True)
 class StatusLine:
-    """What is true now.
+    """The present status.
 
     Attributes:
         line: for a log, in full.
@@ -247,7 +247,7 @@ def _describe_size(policy: Policy) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What runs, and on what.
+    """The model, the device and the settings of a run.
 
     Attributes:
         expected: what optimization batches are expected to hold on average; None if not
@@ -539,7 +539,7 @@ def level_line(phase: str, level: str, what_it_does: str) -> str:
 def evaluation_line(
     values: Mapping[str, float], *, samples: int, cut: Sizes, where: str, name: str = ""
 ) -> str:
-    """What an evaluation found.
+    """The line of an evaluation.
 
     >>> cut = Sizes(num_rows=10, microbatch_size=5, num_microbatches=2)
     >>> evaluation_line({"loss": 0.25, "accuracy": 1.0}, samples=10, cut=cut, where="batch 3")
@@ -764,7 +764,7 @@ def _html_of(status: StatusLine | str) -> str:
 
 
 def _display_in_notebook() -> Callable[[str], Callable[[str], None]] | None:
-    """What shows HTML in a notebook; None where its library is not there."""
+    """The function that shows HTML in a notebook; None where its library is missing."""
     try:
         from IPython.display import HTML, display
     except ImportError:

@@ -60,7 +60,7 @@ SHOWN_ROWS = 8
 
 
 def read_rehearsal(rehearse: str | None) -> str | None:
-    """What to rehearse, as it was given.
+    """The option for rehearsals, read and checked.
 
     Raises:
         TypeError, ValueError: nothing that can be rehearsed.
@@ -95,7 +95,7 @@ class _CostlyBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class _Scan:
-    """What was looked at, and what was found."""
+    """The scanned batches, and the costliest of them."""
 
     batches: Sequence[_CostlyBatch]
     seen: int
@@ -168,7 +168,7 @@ def find_costliest(
 
 
 def _known_order(loader: Any) -> Iterable[Any] | None:
-    """What gives the indices of each batch; None where batches come from elsewhere."""
+    """The sampler that gives the indices of each batch; None where there is none."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     return batch_order(loader)
@@ -395,7 +395,7 @@ class _RehearsedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class RehearsalReport:
-    """What was rehearsed. ``str()`` of it has a line for each loader and each batch.
+    """The result of a rehearsal. ``str()`` of it has a line for each loader and each batch.
 
     Attributes:
         batches: that went through, the costliest of each loader first.

@@ -1,4 +1,4 @@
-"""What a run came to."""
+"""The summary of a run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ TIME_IS_OVER = "max_time is over"
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class FitSummary:
-    """What `Trainer.fit` did. ``str()`` of it is a small table.
+    """The summary of `Trainer.fit`. ``str()`` of it is a small table.
 
     Attributes:
         seconds: time spent, with evaluations and with waiting for data.
@@ -117,7 +117,7 @@ class FitSummary:
         return "\n".join(f"{name:<{width}}{value}" for name, value in rows.items())
 
     def _rows(self) -> dict[str, str]:
-        """What is reported, by name, without what there is nothing to report of."""
+        """The reported values, by name, without those that are missing."""
         peak, devices = self.peak_memory_bytes, self.global_batch.num_devices
         rows = {
             "time": f"{self.seconds:.1f} s",

@@ -1,4 +1,4 @@
-"""What must be the same on all ranks, and what they agree on between steps."""
+"""Checks that ranks have the same arguments, and their agreement between steps."""
 
 import contextlib
 import hashlib
@@ -31,7 +31,7 @@ Outline: TypeAlias = Mapping[str, str]
 
 
 def outline_options(given: Mapping[str, Any]) -> dict[str, str]:
-    """What ranks must have alike of the arguments of a `Trainer`.
+    """Arguments of a `Trainer` that must be the same on all ranks.
 
     Args:
         given: the arguments by name.
@@ -47,7 +47,7 @@ def outline_options(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def outline_given(optimizer: torch.optim.Optimizer | None, scheduler: object) -> dict[str, str]:
-    """What ranks must have alike of an optimizer and a scheduler that have not stepped yet.
+    """Options of an unstepped optimizer and scheduler that must be the same on all ranks.
 
     >>> sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
     >>> outline_given(sgd, None)["lr"]
@@ -321,7 +321,7 @@ def require_same(
 
 
 def _describe_differences(outlines: Sequence[Outline], *, what: str) -> str:
-    """What differs between ranks, with the remedy.
+    """Describe the differences between ranks, with the remedy.
 
     >>> print(_describe_differences([{"metrics": "None"}, {"metrics": "F1"}], what="options"))
     ranks were given different options:

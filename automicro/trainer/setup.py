@@ -234,7 +234,7 @@ class PlacedModel:
             self.called = wrap(self._parallel, self.modules, self.device, self.place)
 
     def sharing(self, seed: int | None) -> LoaderSharing | SharedAlready:
-        """What gives this rank its part of a loader. All ranks call it.
+        """The function that gives this rank its part of a loader. All ranks call it.
 
         Args:
             seed: of the run, which decides the order of rows where no generator does.
@@ -261,7 +261,7 @@ class PlacedModel:
 
 
 def _expected(loader: object, num_devices: int, accumulate_batches: int) -> GlobalBatch | None:
-    """What optimization batches hold on average, where batches differ and lengths are known."""
+    """The average optimization batch, where batches differ and lengths are known."""
     average = average_batch(loader)
     if average is None or not isinstance(shared_sampler(loader), LengthBatchSampler):
         return None

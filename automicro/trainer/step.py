@@ -76,7 +76,7 @@ class FinitenessGuard:
         )
 
     def object_to_overflow(self, state: LoopState) -> str:
-        """What to say of a batch whose gradients overflowed in half precision.
+        """The error for a batch whose gradients overflowed in half precision.
 
         The scale of the loss is lowered then, so it is no error unless it goes on for long.
 
@@ -361,7 +361,7 @@ def _describe_batch(batch: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedBatch:
-    """What came of one optimization batch.
+    """The outcome of one optimization batch.
 
     Attributes:
         result: of its forward and backward.

@@ -1,4 +1,4 @@
-"""What surrounds a run: determinism, the memory limit and format, notes on errors."""
+"""The surroundings of a run: determinism, the memory limit and format, notes on errors."""
 
 import contextlib
 import os

@@ -391,7 +391,7 @@ class Trainer:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """What steps; None in a trainer that only evaluates."""
+        """The optimizer; None in a trainer that only evaluates."""
         return self._run.optimizer
 
     def save_weights(self, path: str | os.PathLike[str]) -> None:

@@ -41,7 +41,7 @@ class TouchedGradientsError(Exception):
 
 
 class GradientHistory:
-    """What was learned of the gradients of one model.
+    """The history of the gradients of one model.
 
     Args:
         modules: everything that takes part, for names.

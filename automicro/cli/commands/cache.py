@@ -152,7 +152,7 @@ def _date(size: RememberedSize) -> str:
 
 
 def _one_row(shapes: Mapping[str, str]) -> str:
-    """What one row of a batch holds; tensors of one kind are counted.
+    """Describe one row of a batch; tensors of one kind are counted.
 
     >>> _one_row({"input_ids": "int64[128]", "labels": "int64[128]", "weight": "float32[]"})
     '2 × int64[128], float32[]'

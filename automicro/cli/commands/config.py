@@ -142,7 +142,7 @@ def _take_no_inputs(arguments: argparse.Namespace, option: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """What is to be known of a key.
+    """The description of a key.
 
     Attributes:
         name: dotted where it stands inside of another.

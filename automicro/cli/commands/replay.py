@@ -85,7 +85,7 @@ def _with_config(path: Path, inputs: list[str]) -> list[str]:
 
 
 def _load(path: Path, recipe: "Recipe") -> "FailedBatch":
-    """What the file holds; where it only names a class, with a batch of the config's for it."""
+    """Load the file; where it only names a class, with a batch of the config's for it."""
     from automicro.cli.job import first_batch
     from automicro.trainer.failed_batch import UnknownClassError, UnreadableBatchError, load_batch
 

@@ -50,7 +50,7 @@ WRAPPERS = {"module.": "DistributedDataParallel", "_orig_mod.": "torch.compile"}
 
 
 class Recipe:
-    """What a config names, checked, and not made yet.
+    """The objects that a config names, checked, and not made yet.
 
     Args:
         config: the config.
@@ -97,7 +97,7 @@ class Recipe:
         return model
 
     def make(self, key: str) -> Any:
-        """What a key names, or None where the config leaves it out."""
+        """Make the object that a key names, or None where the config leaves it out."""
         with about(key):
             return self._makers[key]() if key in self._makers else None
 
@@ -108,7 +108,7 @@ class Recipe:
 
     @property
     def optimizer(self) -> Callable[..., Any] | None:
-        """What makes the optimizer from parameters; None where the config leaves it out."""
+        """A function from parameters to the optimizer; None where the config leaves it out."""
         return self._later("optimizer")
 
     def _later(self, key: str) -> Callable[..., Any] | None:
@@ -138,7 +138,7 @@ class Recipe:
 
 
 def _prepare(value: Any, key: str, kind: str) -> Callable[..., Any]:
-    """What makes the value of a key; ``kind`` is the key whose values it may have."""
+    """A function that makes the value of a key; ``kind`` is the key whose values it may have."""
     if isinstance(value, EvaluatorConfig):
         makers = {
             name: _prepare(
@@ -181,7 +181,7 @@ def _checking(
 
 
 def _prepare_sampling(config: RunConfig, make_data: Callable[..., Any]) -> Callable[[], Any]:
-    """What makes the loader with batches by the length of rows."""
+    """A function that makes the loader with batches by the length of rows."""
     makers = {
         name: prepare_value(getattr(config.sampling_mode, name), f"sampling_mode.{name}")
         for name in keys_inside("sampling_mode")

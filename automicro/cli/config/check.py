@@ -292,7 +292,7 @@ def _check_value(value: Any, key: str, kind: str) -> None:
 
 @contextlib.contextmanager
 def _about(key: str) -> Iterator[None]:
-    """What Python's misuse is, is a mistake in the config here."""
+    """Turn an error of misuse into a mistake in the config."""
     with about(key):
         try:
             yield

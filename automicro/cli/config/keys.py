@@ -13,7 +13,7 @@ from automicro.errors import ConfigError, remember
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """What is to be known of a key beside its type, its default and its meaning.
+    """Facts about a key beside its type, its default and its meaning.
 
     These three come from the signature and the docstring of what takes it: of the `Trainer`, or,
     for keys inside of another, of a class of ``schema.SECTIONS``.

@@ -236,7 +236,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def leaves(value: Any, key: str = "") -> dict[str, Any]:
-    """What lies at the ends of mappings and lists, by its dotted key; empty ones are ends, too.
+    """Values at the ends of mappings and lists, by dotted key; empty ones are ends, too.
 
     >>> leaves({"model": {"args": {"sizes": [1, 2]}}, "metrics": {}})
     {'model.args.sizes.0': 1, 'model.args.sizes.1': 2, 'metrics': {}}
@@ -270,7 +270,7 @@ def _make(
 
 
 def _describe_arguments(args: Mapping[str, Any]) -> str:
-    """What was handed over by name: plain values as they are, what was made by its type."""
+    """Describe arguments by name: plain values as they are, made objects by their type."""
     shown = [f"{name}={_brief(value)}" for name, value in args.items()]
     return f" with {', '.join(shown)}" if shown else ""
 
@@ -370,7 +370,7 @@ def _step(parent: Any, before: list[str], part: str, path: str, key: str) -> Any
 
 
 def _whole_path(path: str) -> str | None:
-    """What is meant by ``nn.Linear`` or ``Net``: in a module that lies here, or a usual one."""
+    """The whole path of ``nn.Linear`` or ``Net``, in a module that lies here, or a usual one."""
     top, _, rest = path.partition(".")
     for folder in () if rest else dict.fromkeys(sys.path):
         for file in sorted(Path(folder).glob("*.py")) if folder else ():

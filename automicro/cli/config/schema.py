@@ -45,7 +45,7 @@ _ALTERNATIVES: dict[str, tuple[Any, ...]] = {}
 
 
 def _read_hint(hint: Any) -> tuple[Any, ...]:
-    """What a config may hold for an argument: plain values, mappings, lists, nodes, or anything."""
+    """The values a config may have for an argument: plain ones, mappings, lists, nodes, or any."""
     if isinstance(hint, UnionType):
         found = dict.fromkeys(kind for each in typing.get_args(hint) for kind in _read_hint(each))
         return tuple(sorted(found, key=lambda kind: kind is NoneType))
@@ -161,7 +161,7 @@ for _name, _hint in typing.get_type_hints(CheckpointConfig).items():
 # Further modules would have to be shared with the forward: nodes make things of their own.
 @_with_options_of(Trainer, without=("modules",))
 class RunConfig(_Filled):
-    """What the commands read: the options of the `Trainer`, and what only a run has.
+    """The config of a command: the options of the `Trainer`, and those of a run.
 
     Attributes:
         model: makes the ``torch.nn.Module``.
@@ -257,7 +257,7 @@ def one_of(choices: Iterable[str]) -> str:
 
 
 def type_in_words(key: str) -> str:
-    """What a key may hold.
+    """The values that a key may have, in words.
 
     >>> type_in_words("seed"), type_in_words("model"), type_in_words("rehearse")
     ('a whole number or null', 'a node', 'worst or null')

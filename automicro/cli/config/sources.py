@@ -31,11 +31,11 @@ OF_PARTS = ("metrics", "checkpoint", "eval_dataloader")
 
 
 class ElsewhereError(ConfigError):
-    """What a module of the user's raised while it was imported: it is imported once."""
+    """An error of a user's module at its import, which is tried once."""
 
 
 class Sources:
-    """What a config comes from: files, of which later ones win, then ``key=value`` in their order.
+    """The sources of a config: files, of which later ones win, then ``key=value`` in order.
 
     Args:
         paths: of the files.
@@ -264,7 +264,7 @@ def _describe_yaml_error(error: Exception, path: Path, text: str) -> str:
 
 
 def _wrong_boolean(key: str, value: object, typed: str) -> str:
-    """What is wrong with a word that YAML takes for true or false, where the key holds neither.
+    """The mistake in a word that YAML takes for true or false, where the key holds neither.
 
     >>> _wrong_boolean("batchnorm", False, "off")
     'batchnorm=off: YAML reads off as false: expected warn, error, disable, ignore or exact'

@@ -437,7 +437,7 @@ class FsdpGuard:
                 self._next_sum = replicate_group(self._modules[step.where])
 
     def _rest(self) -> list[Collective]:
-        """What is to come of the microbatch, as far as it is known."""
+        """The rest of the microbatch's collectives, as far as it is known."""
         return self._schedules[self._key][len(self._trace) :]
 
     def _is_next(self, step: Collective) -> bool:

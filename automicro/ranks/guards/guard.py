@@ -1,4 +1,4 @@
-"""What keeps the collectives of a model's wrapper matched, and wrapped models without a guard.
+"""Guards keep the collectives of a wrapped model matched; models without a guard.
 
 A wrapper calls one guard, and what that guard knows of it (which collectives are to come, whether
 buffers are stale) is true whichever Microbatcher used it last.
@@ -237,7 +237,7 @@ _opened: _Opened | None = None
 
 
 def state_of_group(open_votes: Callable[[], Votes]) -> GroupState:
-    """What is shared in the present process group. All ranks call it.
+    """The shared state of the present process group. All ranks call it.
 
     Args:
         open_votes: called once for each process group.
@@ -250,6 +250,6 @@ def state_of_group(open_votes: Callable[[], Votes]) -> GroupState:
 
 
 def opened_state() -> GroupState | None:
-    """What is shared in the present process group; None while it is not open."""
+    """The shared state of the present process group; None while it is not open."""
     is_here = _opened is not None and _opened.group is dist.group.WORLD
     return _opened.state if _opened is not None and is_here else None

@@ -20,7 +20,7 @@ _ENDLESS, _UNEXPECTED, _DOUBTFUL, _EXPECTED, _UNNAMED = 8.0, 4.0, 2.0, 1.0, 0.5
 
 @dataclass(kw_only=True)
 class Device:
-    """What is known of the device at the failure; None for what is not.
+    """The device at the failure; None for what is not known.
 
     Attributes:
         requested_bytes: of the request that could not be served.
@@ -42,7 +42,7 @@ class Device:
 
     @property
     def others_bytes(self) -> int:
-        """What other processes had, with contexts and libraries; 0 where it is not known."""
+        """Bytes of other processes, contexts and libraries; 0 where it is not known."""
         if self.capacity_bytes is None or self.free_bytes is None or self.reserved_bytes is None:
             return 0
         return max(self.capacity_bytes - self.free_bytes - self.reserved_bytes, 0)
@@ -61,7 +61,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """What can be done, and how many bytes it would give back, as predicted."""
+    """A remedy, and the bytes that it is predicted to give back."""
 
     text: str
     saved_bytes: int

@@ -162,7 +162,7 @@ def _of_snapshot(path: Path, report: Mapping[str, Any], capacity: int | None) ->
 
 
 def _holders_of(report: Mapping[str, Any], device: Device) -> list[Holder]:
-    """What the report says, and what else was allocated."""
+    """The holders in the report, and the rest of the allocated bytes."""
     holders = [Holder(**each) for each in report["held"]]
     for each in holders:
         if each.owner in report.get("inside", [])[-1:]:
@@ -177,7 +177,7 @@ def _holders_of(report: Mapping[str, Any], device: Device) -> list[Holder]:
 
 
 def _device_of(report: Mapping[str, Any], capacity: int | None) -> Device:
-    """What torch's message says, completed by what the report does."""
+    """The device in torch's message, completed from the report."""
 
     def amount(pattern: str) -> int | None:
         found = re.search(pattern, str(report.get("message", "")))

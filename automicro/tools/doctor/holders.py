@@ -30,7 +30,7 @@ Stack = tuple[Frame, ...]
 
 
 class Event(NamedTuple):
-    """What the allocator did, or a block that it still holds.
+    """An action of the allocator, or a block that it still holds.
 
     Attributes:
         action: ``"alloc"``, ``"free"``, ``"oom"`` or ``"held"``.
@@ -49,7 +49,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What the allocator of one device held, and what it had done before.
+    """The blocks of one device's allocator, and its history.
 
     Attributes:
         blocks: that tensors hold.
@@ -156,7 +156,7 @@ _INSIDE = ("forward", "__init__", "__call__", "<genexpr>", "<listcomp>", "<dictc
 
 
 class Origin(NamedTuple):
-    """What an allocation is, whose it is, and which line outside of modules led to it."""
+    """The kind of an allocation, its owner, and the line outside of modules that led to it."""
 
     kind: str
     owner: str
@@ -191,7 +191,7 @@ class Holder:
 
     @property
     def total_bytes(self) -> int:
-        """What it holds and what it asked for."""
+        """The bytes that it holds and asked for."""
         return self.num_bytes + self.failed_bytes
 
     @property

@@ -1,1 +1,1 @@
-"""What a training step will hold of a device, before there is one."""
+"""Predict the memory of a training step, without the device."""

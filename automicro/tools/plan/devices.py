@@ -43,7 +43,7 @@ class Device:
 
     @property
     def usable_bytes(self) -> int:
-        """What tensors can take of it."""
+        """The bytes that tensors can take."""
         return self.total_bytes - CONTEXT_BYTES
 
 

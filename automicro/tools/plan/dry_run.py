@@ -52,7 +52,7 @@ from automicro.transaction.rng import NothingDrawn
 logger = logging.getLogger(__name__)
 
 OPTIMIZER_STEP = "optimizer step"
-"""What the trace's mark is called where it begins."""
+"""The name of the trace's first mark."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class Conditions:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is to be trained, as the caller has it.
+    """The job to plan, as the caller has it.
 
     Attributes:
         model: a module, or a function that makes one.
@@ -271,7 +271,7 @@ class DryRun:
         return self._mode if self.is_fake else contextlib.nullcontext()
 
     def step_memory(self) -> StepMemory:
-        """What the first step of the optimizer allocates."""
+        """The memory that the first step of the optimizer allocates."""
         if self._step_memory is None:
             self._step_memory = self._predicted()
         return self._step_memory
@@ -294,7 +294,7 @@ class DryRun:
     # One step
 
     def step(self, rows: int, *, splits: bool, conditions: Conditions | None = None) -> Trace:
-        """What one step holds whose largest microbatch has this many rows. Each is run once.
+        """The memory of a step whose largest microbatch has this many rows. Each is run once.
 
         Args:
             rows: of the microbatch; more than the batch has are had by repeating its rows.

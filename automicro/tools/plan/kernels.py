@@ -1,4 +1,4 @@
-"""What kernels keep and take of which torch's operations on tensors without data do not tell.
+"""The memory of kernels that operations on tensors without data do not show.
 
 A `StepRecorder` writes down a planned step, with what only its device knows: the workspaces of
 kernels, and which of them compute attention, dropout and normalisation.
@@ -43,7 +43,7 @@ KINDS = (
     BACKWARD, STEP, WORKSPACE,
 )  # fmt: skip
 STAYING = frozenset((PARAMETERS, CASTS, GRADIENTS, OPTIMIZER, GATHERED, BUFFERS))
-"""What is of the same size whatever the microbatch."""
+"""Kinds whose size does not depend on the microbatch."""
 
 
 class StepRecorder(Recorder):
@@ -146,7 +146,7 @@ class StepRecorder(Recorder):
             self._after_last_part = len(self.ledger.owners)
 
     def forward_ended(self, outputs: Sequence[Tensor]) -> None:
-        """What came since the last submodule ended, and the outputs, belong to the loss."""
+        """Count the bytes since the last submodule ended, and the outputs, as the loss's."""
         for number in range(self._after_last_part, len(self.ledger.owners)):
             if self.ledger.owners[number].kind == ACTIVATIONS:
                 self.ledger.owners[number] = Owner(TAIL)
@@ -275,7 +275,7 @@ def _with_kept(output: Any) -> Any:
 
 
 def _workspace_bytes(func: Any, args: tuple[Any, ...]) -> int:
-    """What a kernel takes for itself while it runs, beside its arguments and results.
+    """The workspace of a kernel while it runs, beside its arguments and results.
 
     A convolution may copy its inputs and its weight in another order, and sums up the gradient of a
     weight in half precision in another one. Fused attention sums up the queries' gradient in

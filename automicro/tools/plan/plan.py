@@ -67,7 +67,7 @@ _SHARDED = frozenset((PARAMETERS, GRADIENTS, OPTIMIZER, STEP))
 def margin_bytes(
     trace: Trace, *, on_accelerator: bool, is_measured: bool, is_plain: bool = True
 ) -> int:
-    """What is added to a peak, so that at most one plan in fifty promises too much.
+    """The margin of a peak, so that at most one plan in fifty promises too much.
 
     Parameters, gradients and state are known to the byte. What comes and goes is not: kernels take
     memory for themselves, on a CPU most. An accelerator's allocator loses some between its blocks.
@@ -111,7 +111,7 @@ class _Shards:
         )
 
     def of_rank(self, trace: Trace, *, train: bool, defers: bool = False) -> Trace:
-        """What one rank holds of what one process would.
+        """One rank's share of what one process would hold.
 
         Args:
             trace: of one process.
@@ -301,7 +301,7 @@ class Planner:
         return self.steps.slices(size, splits=size < self.rows, conditions=self.conditions)
 
     def remedies(self, size: int, limit_bytes: int | None) -> list[Remedy]:
-        """What the same size would need otherwise, the most helpful first."""
+        """The needs of the same size with each remedy, the most helpful first."""
         now = self.need(size)
         found: list[Remedy] = []
 
@@ -518,7 +518,7 @@ def plan(
 
 @dataclass(frozen=True)
 class _Planned:
-    """What was found of a level.
+    """The plan of a level.
 
     Attributes:
         planner: of it, with the slices that are told.
@@ -561,7 +561,7 @@ def _report(
     why: str,
     remedies: bool,
 ) -> PlanReport:
-    """What was found, in bytes and words: of the first level that fits."""
+    """The report, in bytes and words, of the first level that fits."""
     levels = [each.summary(limit_bytes) for each in found]
     index = next((index for index, level in enumerate(levels) if level.fits), 0)
     planner, level = found[index].planner, levels[index]

@@ -1,4 +1,4 @@
-"""What a plan says: to a program, to a person, in a picture."""
+"""The report of a plan: for a program, for a person, and as a picture."""
 
 import dataclasses
 import re
@@ -26,7 +26,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """What would make a step smaller.
+    """A change that would make a step smaller.
 
     Attributes:
         name: in a word.
@@ -80,7 +80,7 @@ class LevelPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport:
-    """What `plan` found. ``print(report)`` tells it, `to_dict` is for JSON.
+    """The result of `plan`. ``print(report)`` shows it, `to_dict` is for JSON.
 
     Attributes:
         model: its class.
@@ -154,7 +154,7 @@ class PlanReport:
         return 0 if self.fits else 1
 
     def policy(self) -> Halving:
-        """What ``"auto"`` is, starting from the planned size in place of the whole batch.
+        """The policy ``"auto"``, starting from the planned size in place of the whole batch.
 
         ``microbatch_size=report.policy()`` for a `Microbatcher` or a `Trainer`.
         """
@@ -237,7 +237,7 @@ class PlanReport:
         return f"{self.model} does not fit: {what}, it needs {need} ({how})"
 
     def _deferred(self) -> str:
-        """What there is to say of gradients that wait; empty where none do."""
+        """Lines about gradients that wait; empty where none do."""
         level = next(each for each in self.levels if each.name == self.level)
         if level.deferred_bytes is None:
             return ""
@@ -249,7 +249,7 @@ class PlanReport:
         )
 
     def _at(self, level: LevelPlan) -> str:
-        """What there is to say of one level."""
+        """The line of one level."""
         need = format_bytes(level.needed_bytes)
         if level.largest_size == 0:
             return f"not even one row fits, it needs {need}"

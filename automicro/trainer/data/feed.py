@@ -61,7 +61,7 @@ def _describe_order(loader: object) -> dict[str, Any] | None:
 
 
 def _describe_rows(loader: object) -> dict[str, Any]:
-    """What decides which rows each batch of a loader has, as far as torch's own classes tell.
+    """The settings that decide the rows of a loader's batches, as far as torch's classes tell.
 
     >>> told = _describe_rows(DataLoader(range(8), batch_size=4, shuffle=True))
     >>> told["rows"], told["batch_size"], told["sampler"]

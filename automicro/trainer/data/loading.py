@@ -81,7 +81,7 @@ def _owners(loader: object) -> dict[str, object]:
 
 
 def read_attributes(loader: object) -> dict[str, Any]:
-    """What passes may count and go by, by its place: plain values, and orders that samplers keep.
+    """State that passes over data may use, by its place: plain values, and samplers' orders.
 
     Of a dataset, numbers and text only. Not of torch's classes and ours, which are told the epoch.
 
@@ -361,7 +361,7 @@ def count_steps(batches: int | None, accumulate_batches: int) -> int | None:
 
 
 def average_batch(loader: object) -> AverageBatch | None:
-    """What a batch of a loader holds on average, on one device; None where it does not know.
+    """The average batch of a loader, on one device; None where it does not know.
 
     >>> rows = torch.utils.data.TensorDataset(torch.zeros(8))
     >>> average_batch(DataLoader(rows, batch_size=4)).rows
@@ -431,7 +431,7 @@ def samplers_of(loader: object) -> tuple[Any, Any, Any]:
 
 
 def batch_order(loader: DataLoader[Any]) -> Iterable[Any]:
-    """What gives the indices of each batch.
+    """The sampler that gives the indices of each batch.
 
     >>> list(batch_order(DataLoader([5, 6, 7], batch_size=2)))
     [[0, 1], [2]]

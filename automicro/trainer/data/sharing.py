@@ -193,7 +193,7 @@ Shared: TypeAlias = SharedBatchSampler | SharedSampler | LengthBatchSampler
 
 
 def shared_sampler(loader: object) -> Shared | None:
-    """What shares the rows of a loader among ranks; None where it is none of ours.
+    """The sampler that shares a loader's rows among ranks; None where it is none of ours.
 
     Args:
         loader: anything that gives batches.
@@ -218,7 +218,7 @@ def _checksum(order: list[Any]) -> int:
 
 
 ITSELF = "is_sharded"
-"""What a loader or a data set has, and is true, where each rank gets rows of its own from it."""
+"""The attribute that is true of a loader or data set that gives each rank its own rows."""
 
 
 class SharedAlready:

@@ -113,7 +113,7 @@ class Checkpointer:
 
     @property
     def best_metric(self) -> str | None:
-        """What the best checkpoints are kept by; None where none is kept for that."""
+        """The metric by which the best checkpoints are kept; None where none are."""
         return self._config.best_metric if self._config.keep_best else None
 
     @property

@@ -27,7 +27,7 @@ from automicro.trainer.metrics import MetricSet
 # Counters of a schedule, and what repeats the optimizer's own options.
 _NOT_GIVEN = ("last_epoch", "base_lrs")
 INNER = "_schedulers"
-"""What torch's schedules call those that they are made of."""
+"""Attributes by which torch's schedules hold their parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,7 +296,7 @@ HOST_PART = "data"
 """The part whose tensors (random numbers) lie on the host; all others are the device's."""
 
 _COUNTED = (HOST_PART, "metrics")
-"""What goes on in the middle of an epoch. Metrics of evaluations have counted nothing there."""
+"""State that lasts in the middle of an epoch, where evaluations have counted nothing."""
 
 
 @runtime_checkable
@@ -472,7 +472,7 @@ def overlay(saved: dict[Any, Any], own: Mapping[Any, Any]) -> None:
 
 
 def describe_change(*, was: int, now: int) -> str:
-    """What is other than it would have been, in a line.
+    """The change to the result, in a line.
 
     >>> describe_change(was=2, now=1)
     'saved by 2 ranks and resumed by 1 rank: random numbers are drawn anew from here on'

@@ -65,7 +65,7 @@ class ModuleState:
         }
 
     def own(self) -> dict[str, Any]:
-        """What may be another on each rank: all buffers, and the generators."""
+        """State that may differ between ranks: all buffers, and the generators."""
         return {
             "buffers": [
                 {

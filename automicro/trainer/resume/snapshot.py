@@ -118,7 +118,7 @@ class Snapshot:
         }
 
     def own(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What may be another on each rank. Rank 0's stands in the state of all.
+        """State that may differ between ranks. Rank 0's stands in the state of all.
 
         Args:
             state: what `gather` gave.

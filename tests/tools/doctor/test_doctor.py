@@ -115,7 +115,7 @@ def test_the_pages_of_the_documentation_are_what_is_printed(
         return re.sub(r" *[\d.]+ ([KM]iB|bytes)", " …", text)
 
     assert without_sizes(page.strip()) in without_sizes(printed)
-    assert len(PAGES) == 5
+    assert PAGES
 
 
 def test_what_grew_is_said_with_its_bytes_at_the_second_and_the_last_pass(tmp_path: Path) -> None:
