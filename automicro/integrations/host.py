@@ -938,7 +938,7 @@ def _number(value: Any) -> float | None:
 
 
 def _at(roots: Mapping[str, Any], path: str) -> Any:
-    """What lies at a place that `Captured.changed` gives; None where it is no more."""
+    """The value at a place that `Captured.changed` gives; None where it is no more."""
     first, *rest = _STEP.findall(f".{path}")
     found = roots.get(first[0])
     for name, key in rest:

@@ -243,7 +243,7 @@ class Enabled:
         return made.microbatcher.predict(made.flat)
 
     def _told(self, result: StepResult | EvalResult) -> Any:
-        """What a step returns: all metrics, or what a ``compute_metrics`` has returned."""
+        """The values that a step returns: all metrics, or those of ``compute_metrics``."""
         model, recorded = self._model, self._recorded
         others = recorded.told(_COMPUTED, result.loss)
         if others and recorded.is_split:
@@ -398,7 +398,7 @@ class Enabled:
         return found
 
     def _apart(self) -> list[Any]:
-        """What is Keras' or torch's: parts of the model are rolled back by themselves."""
+        """Objects of Keras' or torch's: parts of the model are rolled back by themselves."""
         own = self._of_its_own()
         return [each for name, each in vars(self._model).items() if name not in own]
 

@@ -511,7 +511,7 @@ class _Run:
         return self.microbatcher
 
     def _apart(self) -> list[Any]:
-        """What is the host's or torch's, and lists, which may be long and are joined."""
+        """Objects of the host's or torch's, and lists, which may be long and are joined."""
         hosts = (OF_EVERY_MODULE | _OF_EVERY_LIGHTNING_MODULE) - {"_trainer"}
         held = [each for each in vars(self._trainer).values() if not _is_value(each)]
         lists = [each.values for each in self._lists()]
