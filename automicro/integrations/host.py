@@ -940,7 +940,7 @@ def _number(value: Any) -> float | None:
 def _at(roots: Mapping[str, Any], path: str) -> Any:
     """What lies at a place that `Captured.changed` gives; None where it is no more."""
     first, *rest = _STEP.findall(f".{path}")
-    found = roots.get(first[0])
+    found: Any = roots.get(first[0])
     for name, key in rest:
         try:
             found = getattr(found, name) if name else found[ast.literal_eval(key)]
