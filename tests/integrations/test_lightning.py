@@ -213,6 +213,7 @@ class Plain(Failing):
         loss.backward()
 
 
+@pytest.mark.filterwarnings("ignore:.*self.rows changed in each microbatch")
 @pytest.mark.parametrize("parts", [1, 4])
 def test_hooks_of_an_attempt_that_failed_after_them_leave_no_trace(
     parts: int, tmp_path: Path

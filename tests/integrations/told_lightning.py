@@ -62,10 +62,9 @@ class Module(pl.LightningModule):
             name, way = f"n{nth}", each.way
             if "metric" in way or way == "rows to a mean":
                 setattr(self, name, METRICS.get(way.split()[0], MeanMetric)())
-        self.kept = Kept(self, program)
 
     def step(self, batch: Any, where: str) -> Any:
-        values = values_of(*batch, self.net(batch[0]))
+        values = values_of(batch[0], batch[1], self.net(batch[0]))
         self.rows = len(batch[0])
         self.returned = {}
         for nth, each in enumerate(self.program.tellings):
@@ -103,6 +102,7 @@ class Host:
 
     def run(self, program: Program, *, ours: bool) -> dict[str, Any]:
         module, told = Module(program), Told()
+        kept = Kept(module, program)
         callbacks: list[Any] = []
         if ours:
             sizes = {"microbatch_size": 3, "eval_microbatch_size": 3}
@@ -116,7 +116,7 @@ class Host:
         )  # fmt: skip
         loader: Any = DataLoader(TensorDataset(*data()), BATCH)
         trainer.fit(module, loader, loader)
-        found = module.kept.found()
+        found: dict[str, Any] = kept.found()
         for nth in range(len(program.tellings)):
             name = f"n{nth}"
             metric = getattr(module, name, None)
