@@ -450,8 +450,8 @@ def test_words_in_a_note_of_somebody_elses_decide_nothing(
     monkeypatch.setattr(Trainer, "fit", end)
     assert main(["train", "job.yaml", "progress=false"]) == 130
     assert said(capsys) == [
-        "automicro: interrupted my own tool: stopped after batch 83, without a checkpoint; the same "
-        "command begins anew; with run_dir=runs/first checkpoint={} it can go on"
+        "automicro: interrupted my own tool: stopped after batch 83, without a checkpoint; the "
+        "same command begins anew; with run_dir=runs/first checkpoint={} it can go on"
     ]
 
 
