@@ -6,9 +6,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MaxMetric, MeanMetric, MinMetric, SumMetric
+from torchmetrics import MaxMetric, MeanMetric, Metric, MinMetric, SumMetric
 
 from automicro.integrations.lightning import AutoMicrobatch
 from tests.integrations.told import BATCH, KEEPING, Kept, Net, Program, add, data, values_of
@@ -120,7 +120,7 @@ class Host:
         for nth in range(len(program.tellings)):
             name = f"n{nth}"
             metric = getattr(module, name, None)
-            if isinstance(metric, nn.Module):
+            if isinstance(metric, Metric):
                 found[name] += [v for v in metric.metric_state.values() if isinstance(v, Tensor)]
             found[name] += [v for row in told.rows for k, v in row.items() if name in k]
             found[name] += [module.seen.get(name, []), getattr(trainer, name, [])]
