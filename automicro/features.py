@@ -16,6 +16,7 @@ from automicro.options import GRADIENT_SUMS, SYNCS, check_choice
 from automicro.step.carrying import Carrying
 from automicro.step.feature import Feature
 from automicro.step.setup import Setup
+from automicro.units import duration_meant
 
 if TYPE_CHECKING:
     from automicro.lengths.sorting import MicrobatchUnit
@@ -240,45 +241,50 @@ def exact_batchnorm(microbatch_size: Any) -> Feature:
     return ExactBatchNorm(microbatch_size)
 
 
-def answering_words(construct: Callable[P, None]) -> Callable[P, None]:
-    """Let a constructor answer an argument that it has not: a word with the feature.
+def answering_unknown(construct: Callable[P, None]) -> Callable[P, None]:
+    """Let a constructor answer an argument that it has not with what to write in its place.
 
     Args:
-        construct: an ``__init__`` that takes features.
+        construct: an ``__init__``.
     """
     known = inspect.signature(construct).parameters
+    placed = [n for n, p in known.items() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    cls = construct.__qualname__.partition(".")[0]
 
     @functools.wraps(construct)
     def answering(*args: P.args, **kwargs: P.kwargs) -> None:
-        if len(args) > 2:
-            names = [each for each in known if each not in ("self", "model")]
+        if len(args) > len(placed):
+            named = next(name for name in known if name not in placed)
             raise TypeError(
-                "Microbatcher takes the model alone by its place; name all others, as in "
-                f"{names[0]}=…"
+                f"{cls} takes {' and '.join(placed[1:])} alone by place; name all others, as in "
+                f"{named}=…"
             )
-        for name, value in kwargs.items():
-            if name == "metrics":
-                raise TypeError(
-                    "Microbatcher has no argument metrics; give them with each batch: "
-                    "backward(batch, metrics) and evaluate(batch, metrics)"
-                )
-            if name not in {*known, *WORDS}:
-                near = suggestion(name, [*known, *WORDS])
-                raise TypeError(
-                    f"Microbatcher has no argument {name}{near}; help(automicro.Microbatcher) "
-                    "lists those that there are"
-                )
+        for name in kwargs:
             if name not in known:
-                word, shown = WORDS[name], repr(value)
-                shown = shown if len(shown) <= 40 else "…"
-                argument = "" if word.argument is None else f"{word.argument}={shown}"
-                raise TypeError(
-                    f"Microbatcher has no argument {name}: what is beside the path of a batch is "
-                    f"a feature. Give features=[automicro.features.{word.feature}({argument})]"
-                )
+                instead = _in_place(cls, name, kwargs[name], known)
+                raise TypeError(f"{cls} has no argument {name}{instead}")
         construct(*args, **kwargs)
 
     return answering
+
+
+def _in_place(cls: str, name: str, value: Any, known: Mapping[str, Any]) -> str:
+    """The rest of a sentence on an argument that is not there: what to write in its place."""
+    if name in WORDS:
+        word, shown = WORDS[name], repr(value)
+        shown = shown if len(shown) <= 40 else "…"
+        argument = "" if word.argument is None else f"{word.argument}={shown}"
+        return (
+            ": what is beside the path of a batch is a feature. Give "
+            f"features=[automicro.features.{word.feature}({argument})]"
+        )
+    if name == "metrics":
+        return "; give them with each batch: backward(batch, metrics) and evaluate(batch, metrics)"
+    duration = duration_meant(value, name)
+    if duration and "max_duration" in known:
+        return f"; give max_duration={duration!r}"
+    near = suggestion(name, [*known, *WORDS])
+    return f"{near}; help(automicro.{cls}) lists those that there are"
 
 
 def _class_of(feature: str) -> Callable[..., Feature]:

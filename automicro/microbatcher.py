@@ -18,7 +18,7 @@ from automicro.batch.layout import balanced_sizes
 from automicro.batch.reading import refusing_cycles
 from automicro.batch.tensors import Contents
 from automicro.compilation import refuse_cuda_graphs
-from automicro.features import answering_words, exact_batchnorm
+from automicro.features import answering_unknown, exact_batchnorm
 from automicro.loss.averages import LossAverage, is_declared, read_average
 from automicro.loss.conventions import choose_convention
 from automicro.loss.passes import Computation, Mode
@@ -125,7 +125,7 @@ class Microbatcher:
     `LossAverageError` of `backward` or `evaluate`, and not a warning.
     """
 
-    @answering_words
+    @answering_unknown
     @announcing_failed_construction
     def __init__(
         self,

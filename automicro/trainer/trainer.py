@@ -14,7 +14,7 @@ from automicro.checkpoints.store import CheckpointConfig
 from automicro.errors import DeterminismWarning, warn
 from automicro.events.callback import Callback, Callbacks
 from automicro.events.run import LoopState, PhaseState, Requests, Run
-from automicro.features import WORDS
+from automicro.features import WORDS, answering_unknown
 from automicro.files import write_whole
 from automicro.lengths.unit import Cost
 from automicro.loggers import Logger, LoggerGroup
@@ -191,6 +191,7 @@ class Trainer:
         DesyncError: ranks were given different arguments.
     """
 
+    @answering_unknown
     @announcing_failed_construction
     def __init__(
         self,

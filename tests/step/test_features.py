@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, MeanSquaredError
 
-from automicro import Feature, Microbatcher, MicrobatchRun, Policy
+from automicro import Feature, Microbatcher, MicrobatchRun, Policy, Trainer
 from automicro.errors import SampleTooLargeError
 from automicro.policy.policy import Outcome
 
@@ -79,6 +79,13 @@ class Misnamed(Feature):
 def test_arguments_that_do_nothing_are_refused(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(TypeError, match=words):
         Microbatcher(nn.Linear(3, 2), loss_fn=nn.MSELoss(), **arguments)
+
+
+def test_an_argument_of_other_trainers_is_answered() -> None:
+    with pytest.raises(TypeError, match="no argument epochs; give max_duration='3ep'"):
+        Trainer(nn.Linear(3, 2), [], epochs=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="takes model alone by place; name all others, as in loss"):
+        Microbatcher(nn.Linear(3, 2), nn.MSELoss())  # type: ignore[call-arg]
 
 
 def test_metrics_in_a_list_are_named_by_their_classes_and_classes_are_refused() -> None:
