@@ -205,7 +205,8 @@ class Registered(RowType):
         found = self._num_rows(piece)
         if found != stop - start:
             raise BatchError(
-                f"take({name}, {start}, {stop}) of '{path}' gave {found} rows instead of "
+                f"take({name}, {start}, {stop}){f' of {path!r}' * bool(path)} gave {found} rows "
+                "instead of "
                 f"{stop - start}. Correct the functions given to register_batch_type({name}, ...)."
             )
         return piece

@@ -123,6 +123,8 @@ def unknown_type(value: Any, path: str) -> BatchError:
     name = cls.__name__
     text = f"{subject(path)} is of type {name}, and how to cut that into rows is not known."
     libraries = {base.__module__.partition(".")[0] for base in cls.__mro__}
+    if not path and isinstance(value, torch.utils.data.DataLoader):
+        return BatchError(f"{text} Pass its batches one by one: for batch in loader: …")
     if isinstance(value, Iterator):
         remedy = "It can be read only once, and a retry reads it again: make a list of it"
     elif isinstance(value, Set):
