@@ -206,8 +206,8 @@ class Registered(RowType):
         if found != stop - start:
             raise BatchError(
                 f"take({name}, {start}, {stop}){f' of {path!r}' * bool(path)} gave {found} rows "
-                "instead of "
-                f"{stop - start}. Correct the functions given to register_batch_type({name}, ...)."
+                f"instead of {stop - start}. Correct the functions given to "
+                f"register_batch_type({name}, ...)."
             )
         return piece
 
