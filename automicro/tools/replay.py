@@ -222,3 +222,9 @@ class _Noting(Policy):
     def record(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
         self._inner.record(outcome)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._inner.load_state_dict(state)
