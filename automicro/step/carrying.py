@@ -137,6 +137,8 @@ class Carrying:
         def told(*arguments: Any, **options: Any) -> Any:
             return function(*map(_without_carry, arguments), **options)
 
+        # `updated=()`: a loss may be a module, whose table of attributes would be copied as it is
+        # now.
         return functools.update_wrapper(told, function, updated=())
 
 

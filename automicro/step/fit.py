@@ -96,6 +96,8 @@ def fit(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
         if plan.num_microbatches == 0:
             return Finished(result=None, plan=plan)
         if plan.num_microbatches > len(plan.cuts):
+            # The check runs on this rank alone: where it raises, the others would wait for this
+            # rank.
             with announcing_failure(phase.ranks):
                 work.check(plan)
         phase.ranks.begin(plan.num_microbatches, training=phase.is_training)
@@ -128,6 +130,7 @@ def attempt(work: Work[T], plan: Plan, phase: Phase, sizes: Sizes) -> Tried[T]:
     assert failure is not None
     try:
         status = _status(failure, plan, phase, sizes)
+        # The meter reads what the attempt held, before `release` frees it.
         measured = None if meter is None else meter.end(failure)
         try:
             if status is not Status.FATAL or not ranks.is_alone:  # else its frames tell the cause
@@ -168,9 +171,11 @@ def _go_through(
         result = work.run(plan)
     measured = None if meter is None else meter.end()
     transaction.prepare()  # it needs memory as well
+    # Every rank has prepared by now, so that after this vote none has a reason to fail.
     told = ranks.vote(Report(sums=work.numbers(result), highs=highs_of(measured)))
     measured = measured_by_all(told.highs, measured)
     result = work.combined(result, told.sums)
+    # On several ranks this is the loss of all, so that all of them accept it, or none does.
     is_committed = work.accepts(result)
     if is_committed:
         transaction.commit()
@@ -180,22 +185,20 @@ def _go_through(
 
 
 def _status(error: BaseException, plan: Plan, phase: Phase, sizes: Sizes) -> Status:
+    # BatchNorm's refusal of a lone row is no shortage: the same size is cut again, without such
+    # rows.
     if sizes.can_recut and plan.leaves_one_alone and needs_two_rows(error):
         return Status.TWO_ROWS
     if isinstance(error, StrayedError | TouchedGradientsError):
         return Status.STRAYED
     if classify(error) is not Failure.RETRYABLE:
         return Status.FATAL
+    # The parts have shrunk by themselves already: the batch is tried again at the same size.
     return Status.SMALLER_PART if phase.has_smaller_parts() else Status.OUT_OF_MEMORY
 
 
 def _roll_back(transaction: Transaction, cause: BaseException, ranks: Ranks | None = None) -> None:
-    """Put the state back, in a second try if need be, or let other ranks know that it failed.
-
-    Raises:
-        RollbackError: it cannot be put back.
-        BaseException: what interrupted the first try, once the second has put the state back.
-    """
+    """Put the state back, in a second try if need be, or let other ranks know that it failed."""
     failure, again = caught(transaction.roll_back)[1], None
     if failure is None:
         return
@@ -203,6 +206,8 @@ def _roll_back(transaction: Transaction, cause: BaseException, ranks: Ranks | No
         again = caught(transaction.roll_back)[1]
         if again is not None:
             _give_up_rolling_back(again, cause)
+        # The state is back. A shortage is overcome by that, but an interrupt (Ctrl-C) has to be
+        # heard.
         elif classify(failure) is not Failure.RETRYABLE:
             raise failure
     except BaseException as error:
@@ -214,6 +219,7 @@ def _roll_back(transaction: Transaction, cause: BaseException, ranks: Ranks | No
 
 
 def _give_up_rolling_back(failure: BaseException, cause: BaseException) -> None:
+    # Nothing can be put back on a lost device, and its loss is the error to see.
     if classify(cause) is Failure.CONTEXT_LOST:
         add_note(
             cause, f"automicro: the device is lost, nothing could be put back ({text_of(failure)})"

@@ -68,6 +68,7 @@ class Sizes:
                 self._policy.record(_failing(plan))
                 self._failed = plan
             elif self._failure is None:
+                # Nothing has failed since the last plan, which is cut anew: without lone rows, say.
                 break
             elif self._phase.cuts_whole_parts():
                 self._failure = self._failed = None
@@ -109,6 +110,7 @@ class Sizes:
         """An attempt ran out of memory."""
         self._attempts += 1
         self._tried.append(plan.size)
+        # Gradients that were held back took the room: without them the same size may fit.
         if self._phase.ranks.drop_whole_gradients():
             logger.log(
                 self._loudness,
@@ -172,6 +174,7 @@ class Sizes:
                 peak_bytes=took.peak_bytes,
                 resident_bytes=took.resident_bytes,
                 capacity_bytes=took.capacity_bytes,
+                # Seconds differ from run to run, and then sizes would.
                 seconds=None if self._phase.is_repeatable else took.seconds,
                 alloc_retries=took.alloc_retries,
             )
