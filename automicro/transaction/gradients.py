@@ -423,10 +423,7 @@ class Gradients:
             self._memory.warn_of_late_hooks(self._leaves, self._hooks.leaves)
 
     def _require_as_many(self) -> None:
-        """Show that each gradient is the first backward's, with one addition for each other one.
-
-        There may be more where a backward has others inside of it: then the attempt is watched.
-        """
+        """Show that each gradient is the first backward's, with one addition for each other one."""
         now = [leaf.grad for leaf in self._leaves]
         most = self._num_backwards - 1
         additions = list(map(operator.sub, versions_of(now), self._versions))
@@ -435,6 +432,8 @@ class Gradients:
         for each, first, added in zip(now, self._sums, additions, strict=True):
             # A leaf that the first backward did not reach has nothing to compare with.
             if first is not None and (each is not first or added > most):
+                # A backward may have others inside of it, which add more often. Whether it was
+                # that, the next attempt tells by looking before and after each forward.
                 self._memory.is_watched = True
                 raise TouchedGradientsError("gradients have changed otherwise than by backwards")
 
