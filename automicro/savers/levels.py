@@ -359,11 +359,7 @@ def _made(
 
 
 def _blocks(modules: list[nn.Module], names: list[str] | None) -> list[Block]:
-    """Those to compute again.
-
-    Raises:
-        ValueError: there are none. The message has the remedy.
-    """
+    """Those to compute again."""
     if names is None:
         # A part with a size of its own computes again already, unless it runs in one piece.
         found = find_blocks(modules, but=_has_own_size) or find_blocks(modules)

@@ -29,9 +29,8 @@ class _Packed(NamedTuple):
     """A tensor that waits for the backward.
 
     Attributes:
-        tensor: itself, detached, for one that knows the operation that saved it would keep that
-            alive for ever; or of one whose storage went to the host what shares its version and
-            its type, and holds no memory.
+        tensor: itself, detached; or of one whose storage went to the host what shares its version
+            and its type, and holds no memory.
         version: when it was saved.
         place: its size, stride and offset in its storage.
         stored: its storage on the host; None where it stays.
@@ -115,6 +114,7 @@ class OffloadHooks:
         version = version_of(tensor)
         storage = tensor.untyped_storage() if _is_plain(tensor) else None
         if storage is None or storage.nbytes() < SMALL_BYTES or id(storage) in self._staying:
+            # Detached: an output that its own operation saves would keep that alive for ever.
             return _Packed(tensor.detach(), version)
         with torch.no_grad():
             stored = self._stored(tensor, storage, version)

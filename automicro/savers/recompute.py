@@ -325,13 +325,7 @@ class _Saved:
 
 
 class _Plain:
-    """A block's call while it is computed again; copied or saved it is the plain one.
-
-    Args:
-        run: what is called.
-        block: whose.
-        own: what stood there before.
-    """
+    """A block's call while it is computed again; copied or saved it is the plain one."""
 
     def __init__(self, run: Callable[..., Any], block: nn.Module, own: Any) -> None:
         functools.update_wrapper(self, getattr(block, call_of(block)))
@@ -340,6 +334,7 @@ class _Plain:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
 
+    # A model that is copied or saved in an attempt must not take what is replaced along.
     def __reduce__(self) -> Any:
         return (_forward_of, (self._block,)) if self._own is None else (_same, (self._own,))
 
