@@ -165,13 +165,14 @@ def _go_through(
     """The attempt up to its commit; an error leaves the transaction open."""
     ranks, meter = phase.ranks, phase.meter
     transaction.begin()
+    # Behind the copies of the transaction, which are there at any size and count as resident.
     if meter is not None:
         meter.begin(waits=sizes.compares_seconds)
     with phase.applying(plan.level):
         result = work.run(plan)
     measured = None if meter is None else meter.end()
     transaction.prepare()  # it needs memory as well
-    # Every rank has prepared by now, so that after this vote none has a reason to fail.
+    # The vote says that every rank has prepared: after it none has a reason to fail.
     told = ranks.vote(Report(sums=work.numbers(result), highs=highs_of(measured)))
     measured = measured_by_all(told.highs, measured)
     result = work.combined(result, told.sums)

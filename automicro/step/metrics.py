@@ -448,6 +448,7 @@ def _members(metric: Any) -> Sequence[Any]:
 
 def _is_unknown(metric: Any) -> bool:
     package, _, module = type(metric).__module__.partition(".")
+    # Those that aggregate count whatever they are given, which may be a mean over a microbatch.
     return package != "torchmetrics" or module == "aggregation"
 
 
