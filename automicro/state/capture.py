@@ -458,6 +458,7 @@ class _Walk:
         if kind is FUNCTION:
             return self._hold_function(value)
         if kind is CLASS:
+            # A library's class keeps nothing of the caller's, but may have bases of the caller's.
             if is_installed(value.__module__):
                 return [each for each in value.__mro__ if not is_installed(each.__module__)]
             table = vars(value)
