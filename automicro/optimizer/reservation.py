@@ -222,6 +222,7 @@ def _dry_run(
     wanted = {id(parameter) for parameter in parameters}
     everything = [p for group in optimizer.param_groups for p in group["params"]]
     counter = CountingMode(None)
+    # Around the stand-ins as well: what is made inside is what a step may write to.
     with _OwnTensorsOnly():
         stand_ins: dict[int, Tensor] = {}
         for parameter in everything:
@@ -449,6 +450,8 @@ class OptimizerReservation:
             if self._needed.unknown is not None and not self._has_said:
                 self._has_said = True
                 _say_unknown(self._optimizer, self._needed.unknown)
+        # One for each tensor of state: a block for all would leave other gaps when it is given
+        # back.
         for num_bytes in self._needed.state_bytes:
             self._placeholders.append(_hold(num_bytes, new[0].device))
         self._held_for.update(map(id, new))
