@@ -267,6 +267,7 @@ class Padding:
         exact = [dim for dim in range(1, tensor.dim()) if tensor.shape[dim] == longest]
         if len(exact) == 1:
             self._dims[path] = exact[0]
+        # The longest row may be shorter than the padding: an earlier batch has shown the dimension.
         if path in self._dims:
             return self._dims[path]
         raise BatchError(

@@ -278,6 +278,7 @@ class _RowSorter:
     def sort(self, batches: Sequence[ReadBatch], mode: Mode) -> list[ReadBatch]:
         """The same batches, their rows sorted. All ranks call it."""
         device = self._computation.device
+        # Outside of attempts: memory that runs out here is not answered by smaller sizes.
         read = once_more(
             lambda: [self._unit.groups(each.batch, each.num_rows) for each in batches],
             device,
