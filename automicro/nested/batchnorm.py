@@ -239,6 +239,7 @@ class Stages:
         for node in nodes:
             levels[node] = max((levels[each] for each in node.all_input_nodes), default=0)
             levels[node] += node in self.norms
+        # Only the last stage gives outputs, although some may be there before.
         levels[self._output] = max(levels.values())
         return levels
 
@@ -489,6 +490,7 @@ def _require_usual(name: str, layer: Any, x: Tensor) -> None:
     _, mean, variance = _moments(x)
     random = RandomState([x.device])
     random.begin()
+    # The two draw the same numbers, where a layer draws any.
     with random.replaying():
         trained = torch.func.functional_call(layer, buffers, (x,))
     with random.replaying():

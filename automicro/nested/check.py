@@ -213,6 +213,7 @@ class _Part(Convention):
         """Read the graph, and let it go."""
         leaves = tensor_leaves(microbatch)
         real = [path for path, leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
+        # Every real input gets a gradient: so the loss has a graph to read, with frozen layers too.
         rows, inputs = marked(microbatch, real)
         aliases = aliases_of(self._sliced.parameters)
         loss = self._sliced.compute(rows, aliases)

@@ -251,6 +251,7 @@ class LanguageTail:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's forward."""
         bound = inspect.signature(self._forward).bind(*args, **kwargs).arguments
+        # In evaluation logits are wanted, and no backward keeps what made them.
         if bound.get("labels") is None or not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         # Without data there is nothing to compare.

@@ -713,6 +713,7 @@ class Places:
                         "every slice would communicate; apply fully_shard to the part itself, and "
                         "to nothing inside of it, or leave its size out"
                     )
+                # A parameter that is tied has several places, and one gradient.
                 if id(parameter) not in by_id:
                     by_id[id(parameter)] = len(self.parameters)
                     self.parameters.append(parameter)
