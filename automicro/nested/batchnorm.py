@@ -275,8 +275,7 @@ class Stages:
             or node.target in _IN_PLACE
             or (node.op == "call_module" and bool(getattr(self.layer(node), "inplace", False)))
             or (node.op != "call_module" and name.endswith("_") and not name.endswith("__"))
-            # As in `F.relu(x, True)`. A flag that means something else is refused with it, to be
-            # safe.
+            # As in `F.relu(x, True)`; a flag that means something else is refused to be safe.
             or (node.op == "call_function" and any(each is True for each in node.args[1:]))
         )
         first = node.args[0] if node.args else node.all_input_nodes[0]

@@ -221,8 +221,7 @@ class _Part(Convention):
         if loss.requires_grad:
             needing = set(self._sliced.inputs())
             wanted = [leaf for path, leaf in zip(real, inputs, strict=True) if path in needing]
-            # The smallest parameter will do where no input needs a gradient: what counts is the
-            # graph.
+            # Where no input needs a gradient, the smallest parameter shows the graph as well.
             wanted = wanted or [min(aliases or inputs, key=Tensor.numel)]
             self.is_proportional = _is_proportional(loss, wanted)
             self.told = _told(loss, microbatch, self._sliced.layout.num_rows(microbatch))

@@ -682,8 +682,7 @@ class Gradients:
             for each in self._sums:
                 each.mul_(factor)
         return [
-            # Where no target of any slice counts, gradients are zeros, as those of the whole would
-            # be.
+            # Where no target of any slice counts, gradients are zeros, as of the whole.
             each.to(dtype) if is_reached or self._is_empty else None
             for each, dtype, is_reached in zip(
                 self._sums, self._types, self._is_reached, strict=True
@@ -739,8 +738,7 @@ class _Tail(torch.autograd.Function):
         cut = Cut(call, batch)
 
         def loss_and_gradients(each: Slice) -> tuple[Tensor, Sequence[Tensor | None]]:
-            # The forward of a Function runs without gradients, and each slice goes backward inside
-            # of it.
+            # A Function's forward runs without gradients; each slice goes backward inside of it.
             with torch.enable_grad(), uncheckpointed():
                 rows, leaves = marked(each.batch, paths)
                 weighted = cut.weighted(each, call.compute(rows, aliases))

@@ -510,8 +510,7 @@ class NestedSplit:
     def _note_backward(self, call: Call, output: Any) -> None:
         if torch.is_grad_enabled():
             outputs = [leaf for _, leaf in tensor_leaves(output)]
-            # Outputs get their gradients first, and inputs last: between them it is this part's
-            # backward.
+            # Outputs get gradients first, inputs last: between them the backward is in this part.
             for in_backward, leaves in ((True, outputs), (False, call.inputs().values())):
                 for leaf in leaves:
                     # A hook on a leaf would stay there, and one more come with each call.

@@ -450,8 +450,7 @@ class OptimizerReservation:
             if self._needed.unknown is not None and not self._has_said:
                 self._has_said = True
                 _say_unknown(self._optimizer, self._needed.unknown)
-        # One for each tensor of state: a block for all would leave other gaps when it is given
-        # back.
+        # One for each tensor of state: one block for all would later leave other gaps.
         for num_bytes in self._needed.state_bytes:
             self._placeholders.append(_hold(num_bytes, new[0].device))
         self._held_for.update(map(id, new))

@@ -145,8 +145,7 @@ class Copies:
                     with torch.inference_mode(), without_modes():
                         each.memory.copy_(each.copy)
                 elif _has_changed(each):
-                    # The copy is of an earlier capture: such writes may have come before this one,
-                    # too.
+                    # The copy is of an earlier capture: such a write may be older than this one.
                     yield each.tensor, _PAST_VERSION
         for tensor, alias in self._moved():
             tensor.data = alias

@@ -96,8 +96,7 @@ def fit(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
         if plan.num_microbatches == 0:
             return Finished(result=None, plan=plan)
         if plan.num_microbatches > len(plan.cuts):
-            # The check runs on this rank alone: where it raises, the others would wait for this
-            # rank.
+            # The check runs on this rank alone: others would wait for one whose check fails.
             with announcing_failure(phase.ranks):
                 work.check(plan)
         phase.ranks.begin(plan.num_microbatches, training=phase.is_training)
@@ -186,8 +185,7 @@ def _go_through(
 
 
 def _status(error: BaseException, plan: Plan, phase: Phase, sizes: Sizes) -> Status:
-    # BatchNorm's refusal of a lone row is no shortage: the same size is cut again, without such
-    # rows.
+    # A lone row in BatchNorm is no shortage: the same size is cut again, without such rows.
     if sizes.can_recut and plan.leaves_one_alone and needs_two_rows(error):
         return Status.TWO_ROWS
     if isinstance(error, StrayedError | TouchedGradientsError):
@@ -207,8 +205,7 @@ def _roll_back(transaction: Transaction, cause: BaseException, ranks: Ranks | No
         again = caught(transaction.roll_back)[1]
         if again is not None:
             _give_up_rolling_back(again, cause)
-        # The state is back. A shortage is overcome by that, but an interrupt (Ctrl-C) has to be
-        # heard.
+        # The state is back, which overcomes a shortage; an interrupt (Ctrl-C) must be heard.
         elif classify(failure) is not Failure.RETRYABLE:
             raise failure
     except BaseException as error:

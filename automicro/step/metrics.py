@@ -56,8 +56,7 @@ class Metrics:
             for metric in self._metrics
             if (enabled := _forms_groups(metric)) is not None
         ]
-        # The first microbatch would decide which metrics share a state, and unlike ones may agree
-        # on it.
+        # Else the first microbatch decides which metrics share a state, and few rows look alike.
         for metric, _ in self._ungrouped:
             metric._enable_compute_groups = False
 
@@ -502,8 +501,7 @@ class Readings(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name not in ("all", "any", "sigmoid", "softmax", "where"):
             return result
-        # What the outputs were computed by may use these functions, too; only torchmetrics' use
-        # counts.
+        # The caller may use these functions, too: only what torchmetrics calls counts.
         frame = sys._getframe(1)
         while frame.f_globals.get("__name__") == __name__ and frame.f_back:  # of another such mode
             frame = frame.f_back

@@ -120,8 +120,7 @@ class Passes:
             sizes_change: whether other sizes may come; code is then compiled for any size.
         """
         self._row_dims = {}
-        # Code would be compiled anew for each size, unless rows are marked as a dimension that
-        # varies.
+        # Unless rows are marked as a dimension that varies, each size is compiled anew.
         is_compiled = sizes_change and compiler_is_used()
         is_cut = False
         for cut in cuts:
@@ -250,8 +249,7 @@ class Passes:
         index, rows = run.index, run.inputs
         is_nothing = weights.is_nothing[index]
         if is_nothing:
-            # The mean over no target is NaN, and so would be the gradient of an input that gathers
-            # one.
+            # The mean over no target is NaN, and so is the gradient of an input that gathers one.
             rows = map_tensors(rows, _cut_off)
         if not gradients.is_steady:
             gradients.before_forward()
