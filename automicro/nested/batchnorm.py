@@ -770,6 +770,8 @@ def _through_stages(call: Call, stages: Stages, sizes: Sequence[int]) -> Any:
     waiting: list[dict[Any, Any]] = [{**stages.constants, **each.batch} for each in slices]
     affine: dict[fx.Node, tuple[Tensor, Tensor]] = {}
     with done.stood.first():
+        # A stage of all slices gives the statistics of the BatchNorms ahead, and these the scales
+        # and shifts that the next stage is given.
         for number, spec in enumerate(stages.stages):
             stage = _Stage(done, number, call.random())
             found = [each[_key(node)] for each in waiting for node in spec.inputs]

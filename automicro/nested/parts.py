@@ -273,6 +273,8 @@ class LanguageTail:
         earlier = head.__dict__.get("forward")
         handed: list[torch.dtype] = []
 
+        # The forward calls the head and then the loss function. A head that hands its input on lets
+        # the loss have hidden states in the place of logits.
         def hand_on(hidden: Tensor) -> Tensor:
             handed.append(hidden.dtype)
             return hidden if between is None else between.probe(hidden)
@@ -352,6 +354,7 @@ class LanguageTail:
         with extra_pass(), torch.no_grad(), evaluation_mode([self._model]):
             # Clones, for a forward may write into what it is given.
             self._apart((), map_tensors(rows, torch.clone), between)
+            # First, large numbers in the place of logits show small changes; then two rows, both ways.
             changed = between.changed(self._model.get_output_embeddings())  # type: ignore[operator]
             if changed is None:
                 whole = self._forward(**map_tensors(rows, torch.clone))

@@ -373,6 +373,7 @@ class NestedSplit:
             raise
         sizer = self._last = _Sizer(self, num_rows, cost_of_row(Contents(batch), num_rows))
         call = self._call(forward, names, batch, sizer)
+        # One row goes whole, and so do outputs where all rows fit; a loss is always split.
         if num_rows == 1:
             outputs = self._in_one_piece(call)
         else:

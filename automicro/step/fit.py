@@ -119,6 +119,8 @@ def attempt(work: Work[T], plan: Plan, phase: Phase, sizes: Sizes) -> Tried[T]:
         PeerFailedError: another rank failed for good.
         BaseException: whatever else than running out of memory; the state is as it was before.
     """
+    # Begin, run, prepare, vote, commit. Where anything fails: give memory back, tell the other
+    # ranks (`stop`), roll back, and empty the cache for the next attempt.
     ranks, meter, device = phase.ranks, phase.meter, phase.device
     transaction = Transaction(work.parts())
     tried, failure = caught(functools.partial(_go_through, transaction, work, plan, phase, sizes))

@@ -40,6 +40,7 @@ class Sizes:
     def __init__(self, step: Step, phase: Phase) -> None:
         self._step, self._phase, self._policy = step, phase, step.policy
         self._recalled_size = phase.begin(step)
+        # A copy, which `_give_up` puts back: an impossible batch teaches nothing.
         self._whole_fits_below = dict(phase.ranks.whole_fits_below)
         self._last_size = phase.size
         self._learned: dict[str, Any] | None = None  # by the policy, before the first failure
@@ -57,6 +58,8 @@ class Sizes:
         Raises:
             SampleTooLargeError: there is nothing smaller.
         """
+        # Where no smaller size is left, parts that ran whole are cut; then a level that takes less
+        # memory is tried; then there is nothing left to try.
         while True:
             plan, failed = _plan(self._step, self._phase), self._failed
             if plan.num_microbatches == 0:
@@ -71,6 +74,7 @@ class Sizes:
                 # Nothing has failed since the last plan, which is cut anew: without lone rows, say.
                 break
             elif self._phase.cuts_whole_parts():
+                # The same size comes again: with its parts in slices it needs less.
                 self._failure = self._failed = None
                 break
             elif not self._policy.climb(failed.row_cost):

@@ -284,6 +284,7 @@ class _Work(Generic[T]):
         min_rows = self._phase.rule.min_rows
         every = [*microbatches, *self._engine.spare.fillers(plan, self._spares(cuts), min_rows)]
         moved = on_device(every, self._passes.device, isolate=self._watch.isolate)
+        # This rank's own microbatches come first and its fillers last, so that ranks run as many.
         for index, rows in enumerate(moved):
             # A filler runs for the collectives of other ranks alone: no feature and no metric sees
             # it, and its buffers and random numbers are put back.
