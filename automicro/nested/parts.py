@@ -354,7 +354,7 @@ class LanguageTail:
         with extra_pass(), torch.no_grad(), evaluation_mode([self._model]):
             # Clones, for a forward may write into what it is given.
             self._apart((), map_tensors(rows, torch.clone), between)
-            # First, large numbers in the place of logits show small changes; then two rows, both ways.
+            # First, large numbers in the place of logits show small changes; then two rows do.
             changed = between.changed(self._model.get_output_embeddings())  # type: ignore[operator]
             if changed is None:
                 whole = self._forward(**map_tensors(rows, torch.clone))
