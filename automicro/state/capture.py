@@ -482,7 +482,7 @@ class _Walk:
 
     def _hold_tensor(self, value: Tensor) -> Iterable[Any]:
         if is_owned(value) or is_uninitialized(value):
-            # Watched and not copied: they are the most there is, and the optimizer changes them alone.
+            # Watched and not copied: they are the most there is, and the optimizer's to change.
             self.trained.append(value)
         else:
             self.content.append(value)
