@@ -60,6 +60,7 @@ class Group:
     @property
     def lengths(self) -> "np.ndarray[Any, Any]":
         """Of each row; at least 1."""
+        # Budgets are divided by costs, and a slice keeps at least one position.
         return np.asarray(np.maximum(self.stops - self.starts, 1))
 
     def window(self, rows: Sequence[int] | slice) -> tuple[int, int]:
@@ -206,6 +207,7 @@ class Padding:
                 self._decoded.add(path)  # else they may be several labels for each row
             if path in self._decoded:
                 group = _whole(path, tensor.shape[1], num_rows)
+                # Nothing but the labels themselves tells how long they are.
                 group.stops[:] = 0
                 self._add_labels(group, tensor, "labels")
                 group.parts = dict.fromkeys(own, 1)
@@ -265,6 +267,7 @@ class Padding:
         exact = [dim for dim in range(1, tensor.dim()) if tensor.shape[dim] == longest]
         if len(exact) == 1:
             self._dims[path] = exact[0]
+        # The longest row may be shorter than the padding: an earlier batch has shown the dimension.
         if path in self._dims:
             return self._dims[path]
         raise BatchError(
@@ -281,6 +284,7 @@ class Padding:
                     continue
                 pair = (path, group.name)
                 has_rows = tensor.shape[:1] == (len(group.stops),)
+                # `has_rows` leaves out dimension 0, which may be as long by chance.
                 if group.padded not in tensor.shape[has_rows:]:
                     self._apart.add(pair)
                 elif pair not in self._apart and group.padded > 1:

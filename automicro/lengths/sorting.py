@@ -56,6 +56,7 @@ def _padded_rows(groups: Sequence[Group]) -> list[int]:
     if not groups:
         return []
     share = np.mean([group.lengths / group.padded for group in groups], axis=0)
+    # Of a row that has nothing, neither a loss nor an output tells anything.
     is_empty = np.any([group.stops <= group.starts for group in groups], axis=0)
     candidates = np.flatnonzero((share < 1) & ~is_empty)
     if not candidates.size:
@@ -68,16 +69,7 @@ def _padded_rows(groups: Sequence[Group]) -> list[int]:
 def _look_at_padding(
     computation: Computation, batch: Any, groups: Sequence[Group], mode: Mode = "train"
 ) -> _Seen:
-    """Compare rows with their padding and without: losses, and outputs where rows have something.
-
-    Nothing of that stays. Dropout and other noise is silenced.
-
-    Args:
-        computation: model and loss.
-        batch: of the caller.
-        groups: what is padded in it.
-        mode: of the forward.
-    """
+    """Compare rows with padding and without: losses, and outputs where rows have something."""
 
     def look() -> _Seen:
         looks: list[_Seen] = []
@@ -126,6 +118,7 @@ def _look(
             if (own := _matching(whole, part, windows)) is not None
         }
         other.outputs = {path: other.outputs[path] for path in dims}
+        # In the padding anything may stand: there the two need not agree.
         one = _narrowed(one, dims, windows)
         shaken = (bench.read(CutBatch.whole(padded, 1), shake=shake) for shake in range(1, 7))
         finite = [name for name, value in one.numbers.items() if math.isfinite(value)]
@@ -283,19 +276,9 @@ class _RowSorter:
         self._has_said_labels = False
 
     def sort(self, batches: Sequence[ReadBatch], mode: Mode) -> list[ReadBatch]:
-        """The same batches, their rows sorted. All ranks call it.
-
-        Args:
-            batches: as they were read.
-            mode: of the forward, which is looked at.
-
-        Raises:
-            BatchError: the lengths or costs of rows cannot be read.
-
-        Warns:
-            PaddingWarning: padding stays, because without it a row would compute something else.
-        """
+        """The same batches, their rows sorted. All ranks call it."""
         device = self._computation.device
+        # Outside of attempts: memory that runs out here is not answered by smaller sizes.
         read = once_more(
             lambda: [self._unit.groups(each.batch, each.num_rows) for each in batches],
             device,
@@ -329,12 +312,14 @@ class _RowSorter:
             for each, groups in zip(batches, read, strict=True)
             if _padded_rows(groups)
         ]
+        # Other ranks would have to run the forward as well, and may have no padded row.
         if padded and self._ranks.communicates_in_forward:
             seen = _Seen(why=needs_other_ranks())
             self._fruitless = _PATIENCE
         elif padded:
             with self._ranks.looking_alone():
                 seen = _look_at_padding(self._computation, *padded[0], mode)
+        # Ranks cut alike: where one of them has seen a difference, none cuts.
         verdict = _Verdict(int(self._ranks.most(float(seen.verdict))))
         self._unit.output_dims.update(seen.output_dims)
         self._fruitless += bool(seen.why) and verdict is _Verdict.UNKNOWN

@@ -127,6 +127,7 @@ def pack_lengths(
         longest[since:end] = np.maximum(longest[since:end], lengths[end - 1])
         padded = (end - np.arange(since, end)) * combine(longest[since:end])
         total = least[since:end] + overhead + padded
+        # The last beginning is that of a single row, which is allowed whatever it costs.
         total[:-1][padded[:-1] > budget] = np.inf
         best = int(total.argmin())
         least[end], begins[end] = total[best], since + best
@@ -216,6 +217,7 @@ class Overhead:
         if determinant <= _APART * a * c:
             return  # all steps were alike
         per_slice, per_cost = (c * d - b * e) / determinant, (a * e - b * d) / determinant
+        # Noise may tell that rows cost nothing, and then it tells nothing of slices, either.
         if per_cost > 0:
             self._fitted = max(0.0, per_slice / per_cost)
 
@@ -273,20 +275,13 @@ class _SortedRows:
         return float(self.combine(self.lengths).mean())
 
     def pack(self, budget: int, *, overhead: float, min_rows: int = 1) -> list[int]:
-        """The rows of each slice, none of which costs more than a budget.
-
-        A row that costs more by itself is alone.
-
-        Args:
-            budget: in whole units.
-            overhead: what a slice costs whatever it holds.
-            min_rows: the fewest rows of a slice, which may then cost more.
-        """
+        """The rows of each slice, none of which costs more than a budget."""
         if self.lengths.shape[1] == 1:
             costs = self.combine(self.lengths).tolist()
             sizes = pack(costs, budget, overhead=overhead)
         else:
             sizes = pack_lengths(self.lengths, self.combine, budget, overhead=overhead)
+        # BatchNorm in training refuses a single row; two may then cost more than the budget.
         return sizes if min_rows == 1 else without_lonely_rows(sizes)
 
     def largest(self, sizes: Sequence[int]) -> int:
@@ -314,11 +309,7 @@ class _SortedRows:
     def restored(
         self, outputs: Sequence[Any], sizes: Sequence[int], *, fill: float = 0
     ) -> list[Any]:
-        """Outputs of these slices, padded with a number to what the whole batch would have given.
-
-        What has the length of its slice in every slice is taken for padded where slices have
-        several lengths, or where a look has shown it.
-        """
+        """Outputs of these slices, padded with a number to the length of the whole batch."""
         if not self.groups:
             return list(outputs)
         rows = _slices_of(sizes)
@@ -353,6 +344,7 @@ class _SortedRows:
         ]
 
     def _units(self, sizes: Sequence[int]) -> list[int]:
+        # A cost that is whole but for rounding is not to count as one unit more.
         return [max(1, math.ceil(cost - 1e-6)) for cost in self._costs(sizes)]
 
 
@@ -376,6 +368,8 @@ def _length_dims(
         own = [tensor.shape[dim] for tensor in tensors]
         for name, spans in windows.items():
             lengths = [stop - start for start, stop in spans]
+            # As long as its slice in each of them: by chance, unless slices have several lengths,
+            # or a look has shown it.
             if own == lengths and (len(set(own)) > 1 or shown.get(dim) == name):
                 found.setdefault(dim, name)
     return found
@@ -430,6 +424,7 @@ class _PackingRule(CutRule):
 
     def learn(self, finished: Finished[Any]) -> None:
         measured = finished.measured
+        # Without waiting only the time was measured in which work was handed to the device.
         if measured is None or not measured.has_waited:
             return
         if finished.attempts > 1 or not finished.cuts:
@@ -445,6 +440,7 @@ class _PackingRule(CutRule):
         )
 
     def state_dict(self) -> dict[str, Any]:
+        # Plain values are written as JSON, which has no infinity.
         failed = None if math.isinf(self.failed) else self.failed
         learned = {"unit": self.unit, "overhead": self.overhead.state_dict(), "failed": failed}
         return super().state_dict() | learned
@@ -547,6 +543,7 @@ class CostUnit(Unit):
         """
         combine: Combine = _sum
         if self.name == TOKENS:
+            # Where padding stays, each row costs what the longest does.
             lengths = [group.lengths if cuts else _all(group.padded, num_rows) for group in groups]
             table = np.stack(lengths, axis=1).astype(np.float64)
         elif self.name == SECONDS:

@@ -239,6 +239,7 @@ class Stages:
         for node in nodes:
             levels[node] = max((levels[each] for each in node.all_input_nodes), default=0)
             levels[node] += node in self.norms
+        # Only the last stage gives outputs, although some may be there before.
         levels[self._output] = max(levels.values())
         return levels
 
@@ -274,6 +275,7 @@ class Stages:
             or node.target in _IN_PLACE
             or (node.op == "call_module" and bool(getattr(self.layer(node), "inplace", False)))
             or (node.op != "call_module" and name.endswith("_") and not name.endswith("__"))
+            # As in `F.relu(x, True)`; a flag that means something else is refused to be safe.
             or (node.op == "call_function" and any(each is True for each in node.args[1:]))
         )
         first = node.args[0] if node.args else node.all_input_nodes[0]
@@ -329,6 +331,7 @@ class Stages:
                 values[node] = self._call(node, args, kwargs)
             if written is None and versions != all_versions(tensors):
                 self.refuse(f"{node.name} writes into what it is given")
+            # Else what was given to this operation lies beside the next one.
             del inputs, tensors
             for each in dead:
                 values.pop(each, None)
@@ -376,31 +379,16 @@ class _Tracer(fx.Tracer):
 
 
 def _moments(x: Tensor) -> tuple[int, Tensor, Tensor]:
-    """How many values each channel of (rows, channels, …) has, their means and variances.
-
-    In float32 at least.
-    """
+    """How many values each channel of (rows, channels, …) has, their means and variances."""
     dims = [dim for dim in range(x.dim()) if dim != 1]
+    # In float32 at least: sums of squares leave the range of fp16, and the digits of bf16.
     is_half = x.dtype in (torch.float16, torch.bfloat16)
     variance, mean = torch.var_mean(x.float() if is_half else x, dims, correction=0)
     return x.numel() // x.shape[1], mean, variance
 
 
 class _Norm:
-    """One use of a BatchNorm, with the statistics of all rows.
-
-    Args:
-        name: of the layer.
-        layer: itself.
-        moments: of each slice.
-
-    Raises:
-        ValueError: there is one value per channel, which torch refuses, too.
-
-    Attributes:
-        mean: of all rows; without a gradient, as the next one.
-        variance: of all rows.
-    """
+    """One use of a BatchNorm, with the statistics of all rows."""
 
     def __init__(
         self, name: str, layer: Any, moments: Sequence[tuple[int, Tensor, Tensor]]
@@ -408,6 +396,7 @@ class _Norm:
         self._layer = layer
         counts, means, variances = zip(*moments, strict=True)
         self._count = sum(counts)
+        # Torch refuses it, too: the variance of one value is zero.
         if self._count == 1:
             raise ValueError(
                 f"Expected more than 1 value per channel when training, and {name} got one"
@@ -419,15 +408,9 @@ class _Norm:
         self.variance = (shares * (torch.stack(variances) + (apart - mean).square())).sum(0)
 
     def affine(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-        """Scale and shift, through which gradients go on to the statistics.
-
-        To evaluation mode statistics are constants. What these change is in scale and shift, too,
-        whose gradients are the two sums that the gradient of the input needs.
-
-        Args:
-            mean: with its gradient.
-            variance: likewise.
-        """
+        """Scale and shift, through which gradients go on to the statistics."""
+        # A layer in evaluation mode takes statistics for constants. So scale and shift depend on
+        # them, without another value: their gradients are the two sums that the input's needs.
         weight, bias = _affine(self._layer, mean)
         eps, deviation = self._layer.eps, (variance + self._layer.eps).sqrt()
         scale = weight * ((self.variance + eps).sqrt() / deviation)
@@ -466,6 +449,7 @@ class _Norm:
         if momentum is None:
             momentum = 1.0 / float(layer.num_batches_tracked)
         layer.running_mean.lerp_(self.mean.to(layer.running_mean.dtype), momentum)
+        # Running variances are those of a sample, as torch has it.
         variance = self.variance * (self._count / (self._count - 1))
         layer.running_var.lerp_(variance.to(layer.running_var.dtype), momentum)
 
@@ -505,6 +489,7 @@ def _require_usual(name: str, layer: Any, x: Tensor) -> None:
     _, mean, variance = _moments(x)
     random = RandomState([x.device])
     random.begin()
+    # The two draw the same numbers, where a layer draws any.
     with random.replaying():
         trained = torch.func.functional_call(layer, buffers, (x,))
     with random.replaying():
@@ -539,11 +524,6 @@ def to_device(held: Tensor, device: torch.device) -> Tensor:
 class _Pass:
     """Shared state of the stages of one call.
 
-    Args:
-        call: of the part.
-        stages: of it.
-        slices: of the call.
-
     Attributes:
         spans: the first row of each slice, and that after its last.
         norms: those whose rows have all been seen.
@@ -556,6 +536,7 @@ class _Pass:
         self.norms: dict[fx.Node, _Norm] = {}
         self.devices: dict[fx.Node, torch.device] = {}
         self.stood = Standing(call, max(each.num_rows for each in slices))
+        # For the backward, which runs outside of the caller's autocast and computes again.
         kinds = filter(torch.amp.is_autocast_available, {call.device.type, "cpu"})
         self._autocast = [
             torch.autocast(each, torch.get_autocast_dtype(each), torch.is_autocast_enabled(each))
@@ -577,11 +558,6 @@ class _Stage:
     It is given the inputs of each slice, then parameters, then scales and shifts. It gives what
     later stages need of each slice, then mean and variance for each BatchNorm ahead; the last one
     gives the outputs of all rows.
-
-    Args:
-        done: what the stages of this call share.
-        number: of it.
-        random: where its random numbers begin.
     """
 
     def __init__(self, done: _Pass, number: int, random: RandomState) -> None:
@@ -641,6 +617,7 @@ class _Stage:
             made, outputs = self._compute(self._brought(given), (), shared[len(self._own) :])
             for node in self.spec.ahead:
                 source = node.all_input_nodes[0]
+                # A few rows show what a layer does with its statistics.
                 if start == 0:
                     _require_usual(str(node.target), layers[node], made[source].detach()[:4])
                 moments[node].append(_moments(made[source].detach()))
@@ -650,6 +627,7 @@ class _Stage:
             del made, outputs  # else they lie beside the next slice
         for node in self.spec.ahead:
             norm = self._pass.norms[node] = _Norm(str(node.target), layers[node], moments[node])
+            # Clones, because autograd gives what is returned a graph; the norm's own are constants.
             found += norm.mean.clone(), norm.variance.clone()
         return [*found, *joined.tensors]
 
@@ -689,6 +667,7 @@ class _Stage:
         num_waiting, tensors = len(self.spec.outputs), list(self._pass.parameters)
         for at, alias in zip(self._own, aliases, strict=False):
             tensors[at] = alias
+        # Leaves of this slice alone: its graph ends here, and is gone before the next one.
         leaves = [
             each.detach().requires_grad_() if _needs(like) else each
             for each, like in zip(self._brought(given), given, strict=True)
@@ -762,6 +741,7 @@ class _InStages(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         refuse_twice()
+        # Not kept for a second backward: it is as large as all that the stages have made.
         others, ctx.others = ctx.others, None
         if others is None:
             raise RuntimeError(
@@ -790,6 +770,8 @@ def _through_stages(call: Call, stages: Stages, sizes: Sequence[int]) -> Any:
     waiting: list[dict[Any, Any]] = [{**stages.constants, **each.batch} for each in slices]
     affine: dict[fx.Node, tuple[Tensor, Tensor]] = {}
     with done.stood.first():
+        # A stage of all slices gives the statistics of the BatchNorms ahead, and these the scales
+        # and shifts that the next stage is given.
         for number, spec in enumerate(stages.stages):
             stage = _Stage(done, number, call.random())
             found = [each[_key(node)] for each in waiting for node in spec.inputs]
@@ -804,11 +786,13 @@ def _through_stages(call: Call, stages: Stages, sizes: Sequence[int]) -> Any:
             for each, values in zip(waiting, of_slices, strict=True):
                 each.update(zip(spec.outputs, values, strict=True))
                 for key in each.keys() - needed:
+                    # What no later stage needs would wait on the host to the end.
                     del each[key]
             for node, *statistics in zip(spec.ahead, rest[::2], rest[1::2], strict=False):
                 affine[node] = done.norms[node].affine(*statistics)
         if versions != stages.versions():
             stages.refuse("its forward changes other buffers, too")
+        # Not before all stages went through: an error leaves running statistics as they were.
         with torch.no_grad():
             for norm in done.norms.values():
                 norm.commit()

@@ -142,6 +142,7 @@ class Check:
             return known  # it is computed again there
         self._forms = self._forms or Forms(call.layout)
         is_due = self._forms.is_due(call.batch)
+        # Rows without a finite loss showed nothing: then the next call is looked at, too.
         if known is not None and known.is_over and not is_due:
             return known
         for most in _ROWS:
@@ -212,6 +213,7 @@ class _Part(Convention):
         """Read the graph, and let it go."""
         leaves = tensor_leaves(microbatch)
         real = [path for path, leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
+        # Every real input gets a gradient: so the loss has a graph to read, with frozen layers too.
         rows, inputs = marked(microbatch, real)
         aliases = aliases_of(self._sliced.parameters)
         loss = self._sliced.compute(rows, aliases)
@@ -219,6 +221,7 @@ class _Part(Convention):
         if loss.requires_grad:
             needing = set(self._sliced.inputs())
             wanted = [leaf for path, leaf in zip(real, inputs, strict=True) if path in needing]
+            # Where no input needs a gradient, the smallest parameter shows the graph as well.
             wanted = wanted or [min(aliases or inputs, key=Tensor.numel)]
             self.is_proportional = _is_proportional(loss, wanted)
             self.told = _told(loss, microbatch, self._sliced.layout.num_rows(microbatch))
@@ -253,13 +256,7 @@ class _Part(Convention):
 
 
 class _Comparison:
-    """Some rows of a call, whole and in two pieces.
-
-    Args:
-        call: of the part.
-        pieces: rows of each.
-        declared: what its loss is said to be a mean over.
-    """
+    """Some rows of a call, whole and in two pieces."""
 
     def __init__(self, call: Call, pieces: Sequence[Sequence[int]], declared: LossAverage) -> None:
         self._call, self._declared = call, declared
@@ -316,7 +313,7 @@ class _Comparison:
         """Whether losses of pieces add up, weighted by what these count."""
         bench.computation = replace(bench.computation, eval_averages=averages)
         whole = bench.read(self._whole)
-        # What counts nothing at all would make nothing of any loss.
+        # What counts nothing at all would make nothing of any loss, and add up to it.
         is_there = math.isclose(whole.numbers[LOSS], whole.each[0], rel_tol=0.1)
         found, _ = bench.compare(self._whole, whole, bench.read(self._pieces))
         return is_there and not found
@@ -331,11 +328,8 @@ class _Comparison:
             refuse_outputs(next(iter(found)), "other values in slices than in the whole")
 
     def _refuse_memory(self, bench: Bench) -> None:
-        """Refuse a forward that reads what an earlier one wrote: slices would be further ones.
-
-        Raises:
-            UnsplittableModelError: it does, as that of spectral norm.
-        """
+        """Refuse a forward that reads what an earlier one wrote: slices would be further ones."""
+        # Spectral norm is one: two forwards in a row give something else than one forward twice.
         twice = CutBatch.whole(self._whole.batch, self._whole.sizes[0], times=2)
         bench.computation = replace(bench.computation, eval_averages=_averages("none"))
         carried = bench.read(twice)

@@ -251,8 +251,10 @@ class LanguageTail:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's forward."""
         bound = inspect.signature(self._forward).bind(*args, **kwargs).arguments
+        # In evaluation logits are wanted, and no backward keeps what made them.
         if bound.get("labels") is None or not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
+        # Without data there is nothing to compare.
         if not self._is_checked and not isinstance(bound["labels"], FakeTensor):
             self._check(bound)
             self._is_checked = True
@@ -271,6 +273,8 @@ class LanguageTail:
         earlier = head.__dict__.get("forward")
         handed: list[torch.dtype] = []
 
+        # The forward calls the head and then the loss function. A head that hands its input on lets
+        # the loss have hidden states in the place of logits.
         def hand_on(hidden: Tensor) -> Tensor:
             handed.append(hidden.dtype)
             return hidden if between is None else between.probe(hidden)
@@ -281,6 +285,7 @@ class LanguageTail:
             bound = inspect.signature(compute_loss).bind_partial(None, *args, **kwargs)
             given = {**bound.arguments, **bound.arguments.get("kwargs", {})}
             given = {name: given[name] for name in list(given)[1:] if name != "kwargs"}
+            # Behind it slices call the head themselves, which has to be the real one.
             _put_back(head, earlier)
             try:
                 return self._loss(head, compute_loss, logits, handed[-1], given)
@@ -293,6 +298,7 @@ class LanguageTail:
             return self._forward(*args, **kwargs)
         finally:
             _put_back(head, earlier)
+            # Setting `loss_function`, a property, has put `_loss_function` there.
             if had_own:
                 model.loss_function = compute_loss
             else:
@@ -306,18 +312,12 @@ class LanguageTail:
         dtype: torch.dtype,
         given: dict[str, Any],
     ) -> Tensor:
-        """The loss of hidden states, which came in the place of logits.
-
-        Args:
-            head: that gives logits.
-            compute_loss: of logits.
-            hidden: states.
-            dtype: that the head was given.
-            given: further arguments of the loss, by name.
-        """
+        """The loss of hidden states, which came in the place of logits."""
         labels = given.pop("labels", None)
+        # Then the loss is a sum that is divided by this number, so that losses of slices add up.
         is_sum = given.get("num_items_in_batch") is not None
         shifts = "shift_labels" in inspect.signature(compute_loss).parameters
+        # Before the cut: a slice does not hold the label that follows its last position.
         if shifts and given.get("shift_labels") is None:
             padded = F.pad(labels, (0, 1), value=given.get("ignore_index", IGNORED))
             given["shift_labels"] = padded[..., 1:].contiguous()
@@ -344,11 +344,7 @@ class LanguageTail:
         return self.splits[name]
 
     def _check(self, bound: Mapping[str, Any]) -> None:
-        """Refuse a model that does something to its logits between head and loss.
-
-        Raises:
-            UnsplittableModelError: the loss of two rows is another one.
-        """
+        """Refuse a model that does something to its logits between head and loss."""
         layout = BatchLayout()
         batch = {name: value for name, value in bound.items() if value is not None}
         kwargs = batch.pop("kwargs", {})
@@ -356,7 +352,9 @@ class LanguageTail:
         rows = layout.take_rows(batch, list(range(min(2, layout.num_rows(batch)))))
         between = _Between()
         with extra_pass(), torch.no_grad(), evaluation_mode([self._model]):
+            # Clones, for a forward may write into what it is given.
             self._apart((), map_tensors(rows, torch.clone), between)
+            # First, large numbers in the place of logits show small changes; then two rows do.
             changed = between.changed(self._model.get_output_embeddings())  # type: ignore[operator]
             if changed is None:
                 whole = self._forward(**map_tensors(rows, torch.clone))
@@ -401,10 +399,7 @@ class _Between:
         return logits.sum() * 0
 
     def changed(self, head: nn.Module) -> str | None:
-        """The change to them, in words; None for none.
-
-        A factor is nothing as well: it may come before the head as behind it.
-        """
+        """The change to them, in words; None for none."""
         if len(self._given) != 1 or len(self._found) != 1:
             return f"{len(self._given)} calls of its head, {len(self._found)} of its loss function"
         (given,), (found,) = self._given, self._found
@@ -412,9 +407,11 @@ class _Between:
             return f"shapes {tuple(given.shape)} and {tuple(found.shape)}"
         exact = max(torch.finfo(each.dtype).eps for each in (given, found)) * 4
         given, found = given.double(), found.double()
+        # A factor changes nothing: it may come before the head as well as behind it.
         factor = float(found.reshape(-1)[-1]) / _LARGEST
         if not torch.allclose(found, given * factor, rtol=exact, atol=exact * abs(factor)):
             return "other values"
+        # Unless there is a bias, which a factor before the head leaves alone.
         if abs(factor - 1) > exact and getattr(head, "bias", None) is not None:
             return f"times {factor:.6g}, with a bias in its head"
         return None

@@ -72,6 +72,7 @@ class AsItStood(contextlib.AbstractContextManager[None]):
         """Around each further run."""
         moved: set[int | None] = set()
         with contextlib.ExitStack() as stack:
+            # Reading and setting all generators takes time, for each slice.
             if self._has_drawn:
                 stack.enter_context(self._random.replaying())
             for replay, before in zip(self._replays, self.before, strict=True):
@@ -162,6 +163,7 @@ def computed_again(
         run,
         *tensors,
         use_reentrant=False,
+        # `stood` puts more generators back than torch would: Python's, NumPy's and the caller's.
         preserve_rng_state=False,
         context_fn=lambda: (stood.first(), stood),
     )
@@ -344,6 +346,7 @@ class Cut:
 
     def weighted(self, each: Slice, loss: Tensor) -> Tensor:
         """The share of a slice in the loss. It has no gradient where no target counts."""
+        # A mean over no target is NaN, which no weight of zero takes away from its gradients.
         weighted = self.weights.apply(each.index, loss, {})[0]
         return weighted.detach() if self.weights.is_nothing[each.index] else weighted
 
@@ -359,6 +362,7 @@ class Cut:
                 found = compute(each)
             inputs.check()
             yield each, found
+            # Else it lies beside the next slice.
             del found
         self._call.sizer.end(self.sizes)
 
@@ -391,11 +395,7 @@ class Standing(AsItStood):
             yield
 
     def _check(self) -> None:
-        """Refuse other values of what the part computes with.
-
-        Raises:
-            UnsplittableModelError: the values of a tensor are others by now.
-        """
+        """Refuse other values of what the part computes with."""
         now = all_versions(self._parameters)
         versions = zip(self._parameters, now, self._versions, strict=True)
         written = [each for each, version, before in versions if version != before]
@@ -415,12 +415,14 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sums: list[Tensor | None], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.sums, ctx.types = sums, [each.dtype for each in tensors]
+        # Zeros in the place of missing gradients would take memory, and look like gradients.
         ctx.set_materialize_grads(False)
         return tuple(each.view_as(each) for each in tensors)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> Any:
         found = list(ctx.sums)
+        # All slices share this list: what stays in it would be added to in a second backward.
         ctx.sums[:] = [None] * len(found)
         pairs = zip(found, ctx.types, strict=True)
         return None, *(None if each is None else each.to(dtype) for each, dtype in pairs)
@@ -439,6 +441,7 @@ class _Adding(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         for index, gradient in enumerate(gradients):
             if gradient is not None:
+                # Wide, so that the gradients of all slices are rounded once, at the end.
                 wide, before = gradient.to(_wide(gradient.dtype)), ctx.sums[index]
                 ctx.sums[index] = wide if before is None else before + wide
         return None, *(None for _ in gradients)
@@ -517,6 +520,7 @@ class Form:
             if leaf.shape[:1] != (num_rows,):
                 refuse_outputs(path, f"a tensor of shape {tuple(leaf.shape)} for {num_rows} rows")
         if self._rest is None:
+            # Without their memory, for they only show where tensors belong.
             self._rest = map_tensors(output, lambda leaf: leaf.new_empty(0))
             return [leaf for _, leaf in leaves]
         known = iter([leaf for _, leaf in tensor_leaves(self._rest)])  # compared by identity
@@ -588,6 +592,7 @@ class Joined:
         found = list(self.tensors if tensors is None else tensors)
         for at, placed in self._placed.items():
             starts, tokens = zip(*placed, strict=True)
+            # In a list: autograd would take an input that is returned for a view of itself.
             found[at] = cast(Tensor, _apply(_Whole, [found[at]], starts, *tokens))
         return self._form.whole(found)
 
@@ -677,6 +682,7 @@ class Gradients:
             for each in self._sums:
                 each.mul_(factor)
         return [
+            # Where no target of any slice counts, gradients are zeros, as of the whole.
             each.to(dtype) if is_reached or self._is_empty else None
             for each, dtype, is_reached in zip(
                 self._sums, self._types, self._is_reached, strict=True
@@ -732,6 +738,7 @@ class _Tail(torch.autograd.Function):
         cut = Cut(call, batch)
 
         def loss_and_gradients(each: Slice) -> tuple[Tensor, Sequence[Tensor | None]]:
+            # A Function's forward runs without gradients; each slice goes backward inside of it.
             with torch.enable_grad(), uncheckpointed():
                 rows, leaves = marked(each.batch, paths)
                 weighted = cut.weighted(each, call.compute(rows, aliases))
@@ -742,6 +749,7 @@ class _Tail(torch.autograd.Function):
         total: tuple[Tensor, torch.dtype] | None = None
         for each, (loss, gradients) in cut.run(loss_and_gradients):
             sums.add(each, gradients)
+            # Else they lie beside those of the next slice.
             del gradients
             total = _added(total, loss)
         ctx.sums = sums
@@ -750,6 +758,7 @@ class _Tail(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         refuse_twice()
+        # Multiplied in place, so that a second backward would find other numbers.
         sums, ctx.sums = ctx.sums, None
         if sums is None:
             raise RuntimeError(
@@ -792,6 +801,7 @@ def split_outputs(call: Call) -> Any:
     joined = Joined(call.num_rows)
     for each, found in Cut(call, call.batch).run(_how(call)):
         joined.put(each, found)
+        # Else it lies beside the next slice.
         del found
     return joined.whole()
 

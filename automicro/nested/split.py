@@ -221,6 +221,7 @@ class NestedSplit:
         self.ooms = 0
 
     def __getstate__(self) -> dict[str, Any]:
+        # These are of the modules and calls of the original: a copy finds its own.
         forgotten: dict[str, Any] = {"_about": None, "_last": None, "_names": None, "_fixed": {}}
         return {**vars(self), **forgotten, "_before": {}, "_is_inside": False}
 
@@ -308,6 +309,7 @@ class NestedSplit:
 
     def took_shortage(self) -> bool:
         """Whether memory ran out inside since the last question, and slices are smaller now."""
+        # In the backward of a part no slice is there to be named; its hooks tell whose it was.
         if self._in_backward and not self.has_shrunk and self._last is not None and self.sizes:
             self._last.failed(max(self.sizes))
         self._in_backward = False
@@ -348,6 +350,7 @@ class NestedSplit:
         forward = self._forward()
         self.has_run = True
         self._refuse_threads()
+        # It is called from inside of one of its own slices: that call is cut no further.
         if self._is_inside or is_traced():
             return forward(*args, **kwargs)
         if is_transformed():
@@ -370,6 +373,7 @@ class NestedSplit:
             raise
         sizer = self._last = _Sizer(self, num_rows, cost_of_row(Contents(batch), num_rows))
         call = self._call(forward, names, batch, sizer)
+        # One row goes whole, and so do outputs where all rows fit; a loss is always split.
         if num_rows == 1:
             outputs = self._in_one_piece(call)
         else:
@@ -379,6 +383,7 @@ class NestedSplit:
             if checked.averages is not None:
                 if stages is not None:
                     refuse_exact(self.name, "it gives a loss, which is there before they have")
+                # A gradient in fp16 that is taken before the loss scale is known may vanish.
                 recompute = _is_half(call) or not checked.is_proportional
                 counts: list[Any] | None = [] if checked.gives_count else None
                 call = replace(checked.watch(call, counts), averages=checked.averages)
@@ -403,11 +408,7 @@ class NestedSplit:
         return self._known.stages(self._part, batch)
 
     def _refuse_threads(self) -> None:
-        """Refuse a call while another thread computes a slice, with other parameters in place.
-
-        Raises:
-            UnsplittableModelError: there is one.
-        """
+        """Refuse a call while another thread computes a slice, with other parameters in place."""
         if self._is_inside and self._thread != threading.get_ident() and torch.is_grad_enabled():
             raise UnsplittableModelError(
                 f"{self.name} has a size of its own, and two threads call it at a time: one would "
@@ -453,6 +454,7 @@ class NestedSplit:
                 are_apart = tensors and all(each.is_leaf for each in tensors)
                 own = tensors if are_apart else [*tensors, *places.parameters]
                 _refuse_strangers(output, rows, [*own, *places.frozen])
+                # Once for each call: all its slices run the same code.
                 if is_new:
                     _refuse_left_behind(known.index)
                 is_new = False
@@ -509,8 +511,10 @@ class NestedSplit:
     def _note_backward(self, call: Call, output: Any) -> None:
         if torch.is_grad_enabled():
             outputs = [leaf for _, leaf in tensor_leaves(output)]
+            # Outputs get gradients first, inputs last: between them the backward is in this part.
             for in_backward, leaves in ((True, outputs), (False, call.inputs().values())):
                 for leaf in leaves:
+                    # A hook on a leaf would stay there, and one more come with each call.
                     if leaf.grad_fn is not None:
                         hook: Any = functools.partial(self._note, in_backward)
                         leaf.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -578,6 +582,7 @@ class _Sizer:
             nested._is_over = False
         key = self.num_rows, self._cost, nested.finer
         if key not in fixed:
+            # In evaluation no backward comes to clear them.
             if len(fixed) > _MOST_SIZES:
                 fixed.clear()
             fixed[key] = -(-self._policy.propose(self.num_rows, self._cost) // nested.finer)
@@ -592,6 +597,7 @@ class _Sizer:
             return False
         nested._before.setdefault(self._key, policy.state_dict())
         policy.record(self._outcome(size, fits=False))
+        # So that the next call asks for a size anew, although no backward came between.
         nested._is_over = True
         proposed = policy.propose(self.num_rows, self._cost or None)
         nested.has_shrunk = nested._min_rows <= proposed < size
@@ -707,6 +713,7 @@ class Places:
                         "every slice would communicate; apply fully_shard to the part itself, and "
                         "to nothing inside of it, or leave its size out"
                     )
+                # A parameter that is tied has several places, and one gradient.
                 if id(parameter) not in by_id:
                     by_id[id(parameter)] = len(self.parameters)
                     self.parameters.append(parameter)

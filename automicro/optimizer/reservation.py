@@ -121,6 +121,7 @@ def _predict(
             "the optimizer cannot step on fake tensors (%s); using zeros", describe_error(error)
         )
     try:
+        # One at a time: zeros of all of them would take as much host memory as the model does.
         each = [dry_run([parameter], others=None, keeps=_only_a_number) for parameter in parameters]
     except Exception as error:
         is_ours = isinstance(error, _UncopyableError)
@@ -154,6 +155,7 @@ def _copied(
         stand_ins: of parameters, by their id.
         keeps: makes one of any other tensor that it keeps beside its state.
     """
+    # `deepcopy` takes what `memo` has, and so puts stand-ins in the place of all tensors.
     optimizers, memo = _optimizers_in(optimizer), dict[int, Any](stand_ins)
     parts = {
         id(each): {
@@ -191,6 +193,7 @@ def undisturbed() -> Iterator[None]:
     state, numpy = random.getstate(), sys.modules.get("numpy")
     of_numpy = None if numpy is None else numpy.random.get_state()
     try:
+        # Stand-ins lie on the host, so that no generator of a device is drawn from.
         with torch.random.fork_rng(devices=[]), without_global_step_hooks():
             yield
     finally:
@@ -219,6 +222,7 @@ def _dry_run(
     wanted = {id(parameter) for parameter in parameters}
     everything = [p for group in optimizer.param_groups for p in group["params"]]
     counter = CountingMode(None)
+    # Around the stand-ins as well: what is made inside is what a step may write to.
     with _OwnTensorsOnly():
         stand_ins: dict[int, Tensor] = {}
         for parameter in everything:
@@ -241,6 +245,7 @@ def _dry_run(
         resident_bytes = counter.ledger.allocated_bytes
         with counter:
             copied.step()
+    # By id: what several parameters share is built once.
     held = {id(each): each.nbytes for each in _tensors(list(copied.state.values()))}
     kept_bytes = counter.ledger.allocated_bytes - resident_bytes
     return StepMemory(list(held.values()), max(counter.peak_bytes - resident_bytes - kept_bytes, 0))
@@ -268,6 +273,7 @@ class _OwnTensorsOnly(OperationMode):
         for each in _tensors(output):
             storage = each.untyped_storage()
             if id(storage) not in given:
+                # Weakly, and compared with `is`: the id of a storage that is gone may be another's.
                 self._made_inside[id(storage)] = weakref.ref(storage)
         return output
 
@@ -369,9 +375,11 @@ class OptimizerReservation:
             if (reservation := this()) is not None:
                 reservation.roll_back()
                 if reservation._settled is None:
+                    # What has no gradient in this step gets no state from it.
                     reservation._find_idle()
 
         handle = optimizer.register_step_pre_hook(give_back)
+        # The optimizer may outlive this, and would gather hooks that do nothing.
         weakref.finalize(self, handle.remove)
 
     @property
@@ -408,6 +416,7 @@ class OptimizerReservation:
         assert self._optimizer is not None
         groups = [group["params"] for group in self._optimizer.param_groups]
         parameters = list(chain.from_iterable(groups))
+        # None between the two: else a parameter less and a state more could look the same.
         return [*parameters, None, *self._optimizer.state], list(map(_WANTS, parameters))
 
     def prepare(self) -> None:
@@ -419,6 +428,7 @@ class OptimizerReservation:
             del self._idle[id(parameter)]  # from now on it is expected to gain one
         self._hold_for(gained)
         if self._placeholders:
+            # Let go of at once: all that counts is that it can be had.
             _hold(self._needed.temporary_bytes, self._placeholders[0].device)
 
     def commit(self) -> None:
@@ -432,6 +442,7 @@ class OptimizerReservation:
         new = [each for each in parameters if id(each) not in self._held_for]
         if self._optimizer is None or not new:
             return
+        # A prediction lets the whole optimizer step: once is enough for the same parameters.
         if self._needed_for != [id(parameter) for parameter in new]:
             self._needed_for = [id(parameter) for parameter in new]
             self._needed = predict_step_memory(self._optimizer, new)
@@ -439,6 +450,7 @@ class OptimizerReservation:
             if self._needed.unknown is not None and not self._has_said:
                 self._has_said = True
                 _say_unknown(self._optimizer, self._needed.unknown)
+        # One for each tensor of state: one block for all would later leave other gaps.
         for num_bytes in self._needed.state_bytes:
             self._placeholders.append(_hold(num_bytes, new[0].device))
         self._held_for.update(map(id, new))

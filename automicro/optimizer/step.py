@@ -109,6 +109,7 @@ class GradientScaler:
         """
         if id(optimizer) in self._unscaled or not _has_gradient(optimizer):
             return
+        # All ranks find out together whether shards overflowed: none waits for one that failed.
         if has_shards(p for group in optimizer.param_groups for p in group["params"]):
             self._ranks.ready("dividing the gradient by the loss scale")
         try:
@@ -264,6 +265,7 @@ def _clip_shards(
     gradients = [p.grad for p in parameters if p.grad is not None]
 
     def clip() -> Tensor:
+        # Before the vote: a rank that runs out of memory here can still tell the others.
         own = squares_by_layout(gradients)
         ranks.ready("clipping the gradient")
         with ranks.voted():

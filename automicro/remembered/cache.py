@@ -180,12 +180,14 @@ class SizeCache:
         return [self._ask("removed", name, _remove) for name in names].count(True)
 
     def _read(self, name: str) -> RememberedSize | None:
+        # A size takes less than a kilobyte: a huge file in its place is not read to its end.
         text = self._ask("read", name, lambda fs, path: fs.cat_file(path, end=1 << 20))
         if text is None:
             return None
         try:
             content = json.loads(text)
             size = RememberedSize(**{**content, "key": RunKey(**content["key"])})
+            # A file that was renamed would give this run the size of another.
             if size.key.file != name:
                 raise ValueError("its key is that of another file")
         except (KeyError, TypeError, ValueError, RecursionError) as error:
@@ -209,12 +211,14 @@ class SizeCache:
             except Exception as error:  # of any library behind fsspec
                 errors.append(error)
 
+        # A file system that does not answer must hold up neither the run nor its end.
         thread = threading.Thread(target=ask, daemon=True, name="automicro-cache")
         thread.start()
         thread.join(SECONDS)
         if answers:
             return answers[0]
         error = errors[-1]
+        # What is not there was not remembered yet, which is no failure.
         if done == "written" or not isinstance(error, FileNotFoundError):
             self.has_failed = True
             self._warn(

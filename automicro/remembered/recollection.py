@@ -114,6 +114,7 @@ class Recollection:
         self._row_cost = row_cost
         with announcing_failure(ranks):
             size, cost, level = 0.0, 0.0, 0.0
+            # Ranks may have other folders: all start from what the first one has found.
             if ranks.rank == 0 and batch is not None:
                 with self._going_on():
                     size, cost, level = self._recall(batch, policy.levels)

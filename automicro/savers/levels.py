@@ -226,6 +226,7 @@ class WhenTooLarge(Feature):
         levels = make_levels(
             self._savers, setup.modules, setup.device, generators=setup.reach.generators
         )
+        # Levels share savers, because each has those of the levels before.
         for tail in {id(tail): tail for level in levels for tail in level.tails}.values():
             setup.parts.add(tail)
         return levels
@@ -269,6 +270,7 @@ def make_levels(
         try:
             savers.append(_made(name, names, modules, lambda: RandomState(devices(), generators)))
         except ValueError as error:
+            # `auto` makes do with what there is; blocks that were named have to be there.
             if not is_auto or names is not None:
                 raise
             logger.info("nothing is computed again in the backward: %s", error)
@@ -357,11 +359,7 @@ def _made(
 
 
 def _blocks(modules: list[nn.Module], names: list[str] | None) -> list[Block]:
-    """Those to compute again.
-
-    Raises:
-        ValueError: there are none. The message has the remedy.
-    """
+    """Those to compute again."""
     if names is None:
         # A part with a size of its own computes again already, unless it runs in one piece.
         found = find_blocks(modules, but=_has_own_size) or find_blocks(modules)
@@ -381,6 +379,7 @@ def _blocks(modules: list[nn.Module], names: list[str] | None) -> list[Block]:
                 )
     every = [module for root in modules for module in root.modules()]
     done = [module for module in every if recomputes_already(module)]
+    # Inside of what is computed again already, a block would run three times.
     inside = {id(part) for outer in done for part in outer.modules()}
     left = {
         name: block
@@ -394,6 +393,7 @@ def _blocks(modules: list[nn.Module], names: list[str] | None) -> list[Block]:
             "be switched on where it is needed"
         )
     _refuse_compiled(every, set(map(id, left.values())))
+    # The forward of a scripted module cannot be replaced.
     is_scripted = torch.jit.ScriptModule
     return [Block(name, each) for name, each in left.items() if not isinstance(each, is_scripted)]
 

@@ -29,9 +29,8 @@ class _Packed(NamedTuple):
     """A tensor that waits for the backward.
 
     Attributes:
-        tensor: itself, detached, for one that knows the operation that saved it would keep that
-            alive for ever; or of one whose storage went to the host what shares its version and
-            its type, and holds no memory.
+        tensor: itself, detached; or of one whose storage went to the host what shares its version
+            and its type, and holds no memory.
         version: when it was saved.
         place: its size, stride and offset in its storage.
         stored: its storage on the host; None where it stays.
@@ -58,11 +57,13 @@ class _Stored:
         if storage is not None:
             return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
         whole = torch.empty(self._host.shape, dtype=torch.uint8, device=self._device)
+        # The copy to the host runs on another stream, and may not be over.
         if self._copied is not None:
             torch.get_device_module(self._device).current_stream(self._device).wait_event(
                 self._copied
             )
         whole.copy_(self._host, non_blocking=True)
+        # Weakly: when the backward is done with it, its memory is free.
         self._there = weakref.ref(whole.untyped_storage())
         return whole
 
@@ -102,15 +103,18 @@ class OffloadHooks:
         for tensor in tensors:
             with contextlib.suppress(NotImplementedError, RuntimeError):  # it has none
                 storage = tensor.untyped_storage()
+                # The storage itself is held, so that no other one can get its id.
                 self._staying[id(storage)] = storage
 
     def pack(self, tensor: Tensor) -> Any:
         """The placeholder that waits for the backward in place of a tensor."""
+        # It has no version, by which a write would show.
         if tensor.is_inference():
             return tensor
         version = version_of(tensor)
         storage = tensor.untyped_storage() if _is_plain(tensor) else None
         if storage is None or storage.nbytes() < SMALL_BYTES or id(storage) in self._staying:
+            # Detached: an output that its own operation saves would keep that alive for ever.
             return _Packed(tensor.detach(), version)
         with torch.no_grad():
             stored = self._stored(tensor, storage, version)
@@ -118,6 +122,7 @@ class OffloadHooks:
             return _Packed(counter_of(tensor), version, place, stored)
 
     def _stored(self, tensor: Tensor, storage: torch.UntypedStorage, version: int) -> _Stored:
+        # What was written to meanwhile is copied anew: the backward needs both contents.
         known = self._known.get(id(storage))
         if known is not None and known[0]() is storage and known[1] == version:
             stored = known[2]()
@@ -130,6 +135,7 @@ class OffloadHooks:
 
     def _copied(self, whole: Tensor, storage: torch.UntypedStorage) -> _Stored:
         device = whole.device
+        # Memory that can be pinned may run out. Then the copy is waited for, and as good.
         host = _pinned(whole.shape) if copies_overlap(device) else None
         if host is None:
             with self._host():
@@ -158,6 +164,7 @@ class OffloadHooks:
         Raises:
             RuntimeError: it was written to in the meantime.
         """
+        # Those on the way are let go of here: their memory may be used once the copies are over.
         while self._on_the_way:
             self._arrive()
         if isinstance(packed, Tensor):
@@ -178,6 +185,7 @@ class OffloadHooks:
         with torch.no_grad():
             whole = stored.on_device()
             itemsize = tensor.dtype.itemsize
+            # A storage may end with bytes that make no whole element of this type.
             typed = whole[: whole.numel() // itemsize * itemsize].view(tensor.dtype)
             found: Tensor = typed.as_strided(*place)
             return found

@@ -307,6 +307,7 @@ class _Saved:
         found = torch.view_as_real(found.resolve_conj()) if found.is_complex() else found
         if device.type == "cpu" and tensor.is_floating_point():
             found = torch.cat([found.double(), tensor.sum().double().reshape(1)])
+        # NaN is equal to nothing, itself included.
         found = found.double().nan_to_num(1.0, 2.0, 3.0).flatten()
         weights = torch.linspace(1, 2, len(found), device=device, dtype=torch.double)
         weights *= 1 + self._count * 0.6180339887 % 1  # tensors may not change places
@@ -324,13 +325,7 @@ class _Saved:
 
 
 class _Plain:
-    """A block's call while it is computed again; copied or saved it is the plain one.
-
-    Args:
-        run: what is called.
-        block: whose.
-        own: what stood there before.
-    """
+    """A block's call while it is computed again; copied or saved it is the plain one."""
 
     def __init__(self, run: Callable[..., Any], block: nn.Module, own: Any) -> None:
         functools.update_wrapper(self, getattr(block, call_of(block)))
@@ -339,6 +334,7 @@ class _Plain:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
 
+    # A model that is copied or saved in an attempt must not take what is replaced along.
     def __reduce__(self) -> Any:
         return (_forward_of, (self._block,)) if self._own is None else (_same, (self._own,))
 
@@ -374,6 +370,7 @@ class _Run(AsItStood):
         if any(map(is_owned, written)):
             raise block.leave_out("writes into a frozen parameter")
         if written:
+            # The next attempt copies these buffers, and so can put them back.
             block.changing.update({id(tensor): tensor for tensor in written})
             first = written[0]
             size = f"{first.nbytes} bytes" if first.layout is torch.strided else list(first.shape)
@@ -390,6 +387,7 @@ class _Run(AsItStood):
             with super().again(), _showing(saved):
                 yield
         except Exception as error:
+            # Torch ends the second run by an error, once it has all that the backward needs.
             if not ends_checkpoint(error):
                 self._explain(error)
                 raise
@@ -439,6 +437,7 @@ def _computed(
         if type(each) is Tensor and not each.is_inference()
     ]
     objects = [each for each in given if not (isinstance(each, Tensor) or is_plain(each))]
+    # Else this frame holds inputs that the block itself would let go of.
     del given
     try:
         return computed_again(forward, args, kwargs, _Run(block, random, objects))
@@ -484,6 +483,7 @@ def recomputing(blocks: Sequence[Block], random: Callable[[], RandomState]) -> I
                 stack.enter_context(_replaced(block, random))
         try:
             yield
+            # Not reached by an attempt that fails, which has compared nothing to its end.
             for block in blocks:
                 block.num_done += block.turn > begun
         except CheckpointError as error:
@@ -512,6 +512,7 @@ def _leave_out_last(repeated: Sequence[Block], error: CheckpointError) -> LeftOu
         "has an autograd.Function that asks for ctx.saved_tensors more than once in a backward; "
         "take all of them at once, as in x, y = ctx.saved_tensors"
     )
+    # Blocks of one class share that Function: each would cost an attempt of its own.
     alike = [block for block in repeated if type(block.module) is type(last.module)]
     return next(iter([block.leave_out(why) for block in alike]))
 

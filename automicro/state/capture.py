@@ -295,6 +295,7 @@ def _changes(value: Any, kind: Kind, held: Any, names: Mapping[int, _Name]) -> I
 
 
 def _nesting() -> int:
+    # Torch has no getter: it tells the nesting only when it changes.
     nesting = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     return nesting
@@ -339,6 +340,7 @@ def _put_modes_back(saved: list[Any]) -> None:
     if _read_modes() != saved:
         for (_, write), value in zip(_settings(), saved, strict=True):
             write(value)
+        # It may hold casts that the failed attempt has made, with a graph that is gone.
         torch.clear_autocast_cache()
 
 
@@ -456,6 +458,7 @@ class _Walk:
         if kind is FUNCTION:
             return self._hold_function(value)
         if kind is CLASS:
+            # A library's class keeps nothing of the caller's, but may have bases of the caller's.
             if is_installed(value.__module__):
                 return [each for each in value.__mro__ if not is_installed(each.__module__)]
             table = vars(value)
@@ -479,6 +482,7 @@ class _Walk:
 
     def _hold_tensor(self, value: Tensor) -> Iterable[Any]:
         if is_owned(value) or is_uninitialized(value):
+            # Watched and not copied: they are the most there is, and the optimizer's to change.
             self.trained.append(value)
         else:
             self.content.append(value)
@@ -512,6 +516,7 @@ class _Walk:
         for _, cell in cells_of(value):
             found += self._hold_other(cell, CELL)
         for names in namespaces_of(value):
+            # Functions of one module share its globals: held are the names that any of them uses.
             known = self.holders.get(id(names.owner))
             used = names.used if known is None else names.used | (known.used or frozenset())
             if known is None or known.used is not None:
@@ -563,6 +568,7 @@ class Captured:
         self._copied = found.buffers if large is None else large  # however large
         self._empty, self._flags = found.empty, found.flags
         self._objects, self._classes = found.objects, list(map(type, found.objects))
+        # One itemgetter reads all tables of the same keys: layers are many, their classes few.
         groups: dict[tuple[Any, ...], list[_Holder]] = {}
         for each in found.holders.values():
             groups.setdefault(each.keys, []).append(each)
@@ -612,6 +618,7 @@ class Captured:
 
     def _is_refreshed(self) -> bool:
         """Take note of what is there now; not done where that takes a walk."""
+        # What changes this capture comes last: once a question is answered by no, it is given up.
         return (
             not any(self._empty)
             and self._has_same_keys()

@@ -100,6 +100,7 @@ class State:
             return
         try:
             captured.put_back()
+            # Not before all is back: until then a second call tries again.
             self.captured = None
             self._give_back(captured, is_committed=False)
         finally:
@@ -211,6 +212,7 @@ class Replay:
         else:
             captured = capture(self.roots, skip=self._skip, large=self._large)
         if owner is not None:
+            # When the process ends, nothing needs it any more.
             weakref.finalize(owner, self.give_back, captured).atexit = False
         return captured
 
@@ -229,6 +231,7 @@ class Replay:
     def leaving_no_trace(self) -> Iterator[None]:
         """Put back afterwards what is changed meanwhile, so that no one need be told of it."""
         now = self.take()
+        # What is written is put back, so that autograd has no reason to refuse what it has saved.
         with keeping_versions(now.tensors):
             try:
                 yield

@@ -140,10 +140,12 @@ class Copies:
             for each in self._large:
                 if each.copy is None:
                     continue
+                # A kept copy of what has not moved holds the same already.
                 if _has_moved(each) or not each.is_kept:
                     with torch.inference_mode(), without_modes():
                         each.memory.copy_(each.copy)
                 elif _has_changed(each):
+                    # The copy is of an earlier capture: such a write may be older than this one.
                     yield each.tensor, _PAST_VERSION
         for tensor, alias in self._moved():
             tensor.data = alias
@@ -190,6 +192,7 @@ def _in_a_line(alias: Tensor) -> Tensor:
         return alias
     steps = zip(alias.shape, alias.stride(), strict=True)
     span = 1 + sum((size - 1) * step for size, step in steps)
+    # Where elements lie far apart, the gaps between them would cost more than strides do.
     return alias.as_strided((span,), (1,)) if span <= 2 * alias.numel() else alias
 
 
@@ -207,6 +210,7 @@ def _large(tensor: Tensor, memory: Tensor, *, is_copied: bool) -> _Large:
     version = seen_version(tensor)
     known, copy = _kept.get(tensor, (None, None))  # type: ignore[no-untyped-call]
     is_kept = version is not None and version == known
+    # Without a version no write would show, so it is copied in any case.
     if not is_kept:
         copy = _copied(memory) if is_copied or version is None else None
     return _Large(tensor, memory, copy, version, is_kept)
@@ -263,6 +267,7 @@ class Leaves:
         if all_hooks(self._leaves) != self._hooks:
             return False
         flags, self._flags = self._flags, list(map(_FLAG, self._leaves))
+        # Flags change seldom, and to sort all parameters by them at each step would cost.
         if self._flags != flags:
             frozen = compress(self._leaves, map(operator.not_, self._flags))
             there = [e for e in frozen if not (is_uninitialized(e) or e.is_inference())]

@@ -137,6 +137,7 @@ class Carrying:
         def told(*arguments: Any, **options: Any) -> Any:
             return function(*map(_without_carry, arguments), **options)
 
+        # `updated=()`: a loss may be a module, whose attributes would be copied as they are.
         return functools.update_wrapper(told, function, updated=())
 
 

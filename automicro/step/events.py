@@ -115,6 +115,7 @@ class Observing(Feature):
 
     def begin(self, attempt: Attempt) -> None:
         earlier, self._attempt = self._attempt, attempt
+        # The first attempt at a batch may differ from the last one at another batch: no resize.
         if earlier is not None and attempt.number > 1:
             before, after = earlier.microbatch_size, attempt.microbatch_size
             if before != after:

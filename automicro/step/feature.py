@@ -224,6 +224,7 @@ class Features:
         if attempt is None:  # memory ran out before it could begin
             return []
         told = [failed(attempt, message, peak_bytes) for failed in self._having("failed")]
+        # A hook of the caller's that ends without a return gives None.
         return [file for files in told for file in files or ()]
 
 

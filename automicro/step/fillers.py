@@ -39,6 +39,8 @@ class SpareRows:
         rows = list(map(self._layout.num_rows, batches))
         if batches and self._kept is None and not self._ranks.is_alone:
             with on_host():
+                # Two, because BatchNorm refuses one in training; a single row is there twice. On
+                # the host, where they take no memory from attempts.
                 chosen = self._layout.take_rows(batches[0], [0, min(1, rows[0] - 1)])
                 self._kept = map_tensors(chosen, lambda tensor: tensor.detach().cpu())
         return rows
@@ -68,6 +70,7 @@ class SpareRows:
         """
         with announcing_failure(self._ranks):
             message = self._packed() if self._ranks.rank == donor else b""
+        # A collective: ranks that have rows of their own take part as well.
         message = self._ranks.from_rank(donor, message)
         if self._kept is None:
             with on_host():

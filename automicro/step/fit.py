@@ -96,6 +96,7 @@ def fit(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
         if plan.num_microbatches == 0:
             return Finished(result=None, plan=plan)
         if plan.num_microbatches > len(plan.cuts):
+            # The check runs on this rank alone: others would wait for one whose check fails.
             with announcing_failure(phase.ranks):
                 work.check(plan)
         phase.ranks.begin(plan.num_microbatches, training=phase.is_training)
@@ -118,6 +119,8 @@ def attempt(work: Work[T], plan: Plan, phase: Phase, sizes: Sizes) -> Tried[T]:
         PeerFailedError: another rank failed for good.
         BaseException: whatever else than running out of memory; the state is as it was before.
     """
+    # Begin, run, prepare, vote, commit. Where anything fails: give memory back, tell the other
+    # ranks (`stop`), roll back, and empty the cache for the next attempt.
     ranks, meter, device = phase.ranks, phase.meter, phase.device
     transaction = Transaction(work.parts())
     tried, failure = caught(functools.partial(_go_through, transaction, work, plan, phase, sizes))
@@ -128,6 +131,7 @@ def attempt(work: Work[T], plan: Plan, phase: Phase, sizes: Sizes) -> Tried[T]:
     assert failure is not None
     try:
         status = _status(failure, plan, phase, sizes)
+        # The meter reads what the attempt held, before `release` frees it.
         measured = None if meter is None else meter.end(failure)
         try:
             if status is not Status.FATAL or not ranks.is_alone:  # else its frames tell the cause
@@ -162,15 +166,18 @@ def _go_through(
     """The attempt up to its commit; an error leaves the transaction open."""
     ranks, meter = phase.ranks, phase.meter
     transaction.begin()
+    # Behind the copies of the transaction, which are there at any size and count as resident.
     if meter is not None:
         meter.begin(waits=sizes.compares_seconds)
     with phase.applying(plan.level):
         result = work.run(plan)
     measured = None if meter is None else meter.end()
     transaction.prepare()  # it needs memory as well
+    # The vote says that every rank has prepared: after it none has a reason to fail.
     told = ranks.vote(Report(sums=work.numbers(result), highs=highs_of(measured)))
     measured = measured_by_all(told.highs, measured)
     result = work.combined(result, told.sums)
+    # On several ranks this is the loss of all, so that all of them accept it, or none does.
     is_committed = work.accepts(result)
     if is_committed:
         transaction.commit()
@@ -180,22 +187,19 @@ def _go_through(
 
 
 def _status(error: BaseException, plan: Plan, phase: Phase, sizes: Sizes) -> Status:
+    # A lone row in BatchNorm is no shortage: the same size is cut again, without such rows.
     if sizes.can_recut and plan.leaves_one_alone and needs_two_rows(error):
         return Status.TWO_ROWS
     if isinstance(error, StrayedError | TouchedGradientsError):
         return Status.STRAYED
     if classify(error) is not Failure.RETRYABLE:
         return Status.FATAL
+    # The parts have shrunk by themselves already: the batch is tried again at the same size.
     return Status.SMALLER_PART if phase.has_smaller_parts() else Status.OUT_OF_MEMORY
 
 
 def _roll_back(transaction: Transaction, cause: BaseException, ranks: Ranks | None = None) -> None:
-    """Put the state back, in a second try if need be, or let other ranks know that it failed.
-
-    Raises:
-        RollbackError: it cannot be put back.
-        BaseException: what interrupted the first try, once the second has put the state back.
-    """
+    """Put the state back, in a second try if need be, or let other ranks know that it failed."""
     failure, again = caught(transaction.roll_back)[1], None
     if failure is None:
         return
@@ -203,6 +207,7 @@ def _roll_back(transaction: Transaction, cause: BaseException, ranks: Ranks | No
         again = caught(transaction.roll_back)[1]
         if again is not None:
             _give_up_rolling_back(again, cause)
+        # The state is back, which overcomes a shortage; an interrupt (Ctrl-C) must be heard.
         elif classify(failure) is not Failure.RETRYABLE:
             raise failure
     except BaseException as error:
@@ -214,6 +219,7 @@ def _roll_back(transaction: Transaction, cause: BaseException, ranks: Ranks | No
 
 
 def _give_up_rolling_back(failure: BaseException, cause: BaseException) -> None:
+    # Nothing can be put back on a lost device, and its loss is the error to see.
     if classify(cause) is Failure.CONTEXT_LOST:
         add_note(
             cause, f"automicro: the device is lost, nothing could be put back ({text_of(failure)})"

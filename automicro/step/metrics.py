@@ -56,6 +56,7 @@ class Metrics:
             for metric in self._metrics
             if (enabled := _forms_groups(metric)) is not None
         ]
+        # Else the first microbatch decides which metrics share a state, and few rows look alike.
         for metric, _ in self._ungrouped:
             metric._enable_compute_groups = False
 
@@ -70,6 +71,7 @@ class Metrics:
                 the rows of all slices.
         """
         updates = sum(len(sizes) for sizes, _ in cuts)
+        # Metrics of one compute group share their lists: each list is put in order once.
         for values, before in {id(values): (values, n) for values, n in self._grown}.values():
             gained = values[before:]
             if len(gained) != updates:
@@ -83,7 +85,9 @@ class Metrics:
     def prepare(self) -> None:
         for metric, enabled in self._ungrouped:
             metric._enable_compute_groups = enabled
+            # Without any update all states are alike, and all metrics would be merged.
             if any(each.update_count for each in metric.values(copy_state=False)):
+                # As `MetricCollection.update` itself does behind its first update.
                 metric._merge_compute_groups()
                 metric._state_is_copy = False
                 metric._compute_groups_create_state_ref()
@@ -290,6 +294,7 @@ class MetricGuard:
         _, readings = self._readings.setdefault(name, (metric, Readings()))
         with readings:
             self._update(metric, outputs, microbatch, name)
+        # On a device the answer is read when the next batch begins, which then waits for nothing.
         if not readings.on_device:
             self._warn_of(metric, readings)
 
@@ -308,6 +313,7 @@ class MetricGuard:
 
     def _check(self, metric: Any, outputs: Any, microbatch: Any, name: str) -> None:
         rows = self._layout.num_rows(microbatch)
+        # At least three, some of them twice: two pieces of unlike size need as many.
         indices = [index % rows for index in range(max(3, min(rows, _MOST_ROWS)))]
         cut = len(indices) - len(indices) // 3  # unevenly: alike pieces hide a mean of means
 
@@ -441,6 +447,7 @@ def _members(metric: Any) -> Sequence[Any]:
 
 def _is_unknown(metric: Any) -> bool:
     package, _, module = type(metric).__module__.partition(".")
+    # Those that aggregate count whatever they are given, which may be a mean over a microbatch.
     return package != "torchmetrics" or module == "aggregation"
 
 
@@ -494,6 +501,7 @@ class Readings(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name not in ("all", "any", "sigmoid", "softmax", "where"):
             return result
+        # The caller may use these functions, too: only what torchmetrics calls counts.
         frame = sys._getframe(1)
         while frame.f_globals.get("__name__") == __name__ and frame.f_back:  # of another such mode
             frame = frame.f_back

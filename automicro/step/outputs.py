@@ -96,6 +96,7 @@ class Kept(Feature):
         if self._layout is not None:
             if output.carry is not None:
                 self._read_carry(self._layout, output.carry, run.num_rows)
+            # A copy: the state may be a view of something large, which it would keep alive.
             self._carries.append(map_tensors(output.carry, _copied))
 
     def end(self, attempt: Attempt) -> None:
@@ -129,11 +130,7 @@ class Kept(Feature):
         self._outputs, self._carries = [], []
 
     def _warn_of_fixed_lengths(self, sizes: Sequence[int]) -> None:
-        """Warn, once for each, of what is as long for every microbatch, whatever its rows.
-
-        Warns:
-            MetricWarning
-        """
+        """Warn, once for each, of what is as long for every microbatch, whatever its rows."""
         if len(sizes) < 2 or len(sizes) != len(self._outputs):
             return
         least, most = min(sizes), max(sizes)
@@ -182,11 +179,7 @@ class Kept(Feature):
 
 
 class _Forgotten(Part):
-    """Lets what an attempt has kept go when it is rolled back.
-
-    Args:
-        forget: does so.
-    """
+    """Lets what an attempt has kept go when it is rolled back."""
 
     def __init__(self, forget: Callable[[], None]) -> None:
         self._forget = forget

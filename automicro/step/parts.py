@@ -125,6 +125,7 @@ class SizedParts:
     def remove(self) -> None:
         """Let parts that were attached here run in one piece again."""
         for part in self._own:
+            # One that was taken away meanwhile, or covered by another, is not ours to undo.
             if part.is_attached:
                 part.remove()
         self._own.clear()
@@ -135,6 +136,7 @@ class SizedParts:
 
     def by_name(self) -> Mapping[str, SizedPart]:
         """All of them, by the names of their modules."""
+        # A walk through all modules at each step would cost; the count tells when one is due.
         if self._attached is None or self._attached[0] != num_attachments():
             attached = {
                 name: part

@@ -75,6 +75,7 @@ class Passes:
         self._run_backward = run_backward
         self._ranks = ranks or OneRank()
         self._is_alone = self._ranks.is_alone
+        # A backward of the caller's takes a loss alone, and not what it begins with.
         self._can_begin = self._is_alone and run_backward is Tensor.backward
         self.scales_for_ranks = scales_for_ranks
         self._scale = self._ranks.world_size if scales_for_ranks else 1
@@ -119,6 +120,7 @@ class Passes:
             sizes_change: whether other sizes may come; code is then compiled for any size.
         """
         self._row_dims = {}
+        # Unless rows are marked as a dimension that varies, each size is compiled anew.
         is_compiled = sizes_change and compiler_is_used()
         is_cut = False
         for cut in cuts:
@@ -195,6 +197,7 @@ class Passes:
         for name, total in weights.totals.items():
             if isinstance(total, Tensor) or total is None:
                 continue
+            # Counts may be sums of weights, which are rounded otherwise slice by slice.
             if not math.isclose(total, whole[name], rel_tol=1e-6):
                 raise LossError(
                     f"loss_average counts {whole[name]} in a whole batch, and {total} in its "
@@ -246,6 +249,7 @@ class Passes:
         index, rows = run.index, run.inputs
         is_nothing = weights.is_nothing[index]
         if is_nothing:
+            # The mean over no target is NaN, and so is the gradient of an input that gathers one.
             rows = map_tensors(rows, _cut_off)
         if not gradients.is_steady:
             gradients.before_forward()
@@ -258,6 +262,7 @@ class Passes:
             output = self._forward(train, rows)
         if output.losses and not output.has_total and not self._has_looked_at_parts:
             self._warn_of_metrics_among(output.losses)
+        # Metrics get the outputs, and may count what is left out of the losses.
         if not (output.given is None or features.has_metrics or self._has_looked_at_numbers):
             self._warn_of_whole_numbers(output.given)
         loss = check_loss(output.loss, may_be_zero=True)
@@ -272,11 +277,13 @@ class Passes:
         if not gradients.is_steady:
             gradients.after_forward()
         if features.before_backward or features.computed or features.after:
+            # Hooks alone read it; each operation less counts where microbatches are small.
             run.loss = loss.detach() * weight if begun else loss.detach()
             _call(features.before_backward, run)
         if loss.requires_grad and not self._is_alone:
             # Undone where wrappers average gradients over ranks.
             with self.zeroing_gradients() if is_nothing else _NOTHING:
+                # Wrappers average gradients over ranks: the multiple of the loss makes that a sum.
                 gradients.run(self._run_backward, loss * self._scale if self._scale > 1 else loss)
         elif loss.requires_grad and is_nothing:
             gradients.run_for_nothing(self._run_backward, loss)
@@ -291,6 +298,7 @@ class Passes:
         run.output = output
         try:
             _call(features.computed, run)
+        # Else the run would keep the output alive while the next microbatch is computed.
         finally:
             run.output = None
 
@@ -308,12 +316,9 @@ class Passes:
             )
 
     def _warn_of_metrics_among(self, losses: Mapping[str, Tensor]) -> None:
-        """Warn, the first time, of what is added to the losses and cannot be trained on.
-
-        Warns:
-            MetricWarning
-        """
+        """Warn, the first time, of what is added to the losses and cannot be trained on."""
         self._has_looked_at_parts = True
+        # A constant zero, such as a loss that is switched off, changes no total.
         names = [name for name, part in losses.items() if not part.requires_grad and bool(part)]
         if not names or len(names) == len(losses):
             return
@@ -327,13 +332,7 @@ class Passes:
         )
 
     def _warn_of_whole_numbers(self, given: Mapping[Any, Any]) -> None:
-        """Warn, the first time, of counts beside the loss, which are left out.
-
-        Not where metrics get the outputs, and may count them.
-
-        Warns:
-            MetricWarning
-        """
+        """Warn, the first time, of counts beside the loss, which are left out."""
         self._has_looked_at_numbers = True
         names = whole_numbers(given)
         if names and not self._ranks.rank:
@@ -351,6 +350,7 @@ class Passes:
         loss = check_loss(output.loss, may_be_zero=True)
         if loss.requires_grad:
             with self.zeroing_gradients():
+                # Numbers of a filler's rows may be NaN or infinite, and 0 · NaN is NaN.
                 self._run_backward(loss.nan_to_num(0.0, 0.0, 0.0) * 0.0)
         return torch.zeros_like(loss), {n: torch.zeros_like(p) for n, p in output.losses.items()}
 

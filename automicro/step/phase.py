@@ -60,6 +60,7 @@ def make_phase(name: str, size: Any, setup: Setup, levels: Sequence[Level] = ())
     """
     unit, argument = setup.unit, "microbatch_size" if name == "train" else "eval_microbatch_size"
     recollection: Recollection | None = None
+    # A number is meant as it is given: only a size that is looked for is recalled.
     if setup.recollect is not None and isinstance(size, str) and unit.is_rows:
         recollection = setup.recollect(setup, name)
     policy = make_policy(size, name=argument, unit=unit.name, repeatable=setup.repeatable)
@@ -130,6 +131,7 @@ class Phase:
         self.is_rehearsing = False
         self._updated = updated = dict[str, Any]()  # shared, for holding the phase would be a cycle
         self._state = State(lambda: {**setup.roots, **updated}, declared=_DECLARED)
+        # Of its own: `_state` holds the attempt's capture while a filler inside of it is undone.
         self._beside = State(lambda: setup.roots)
         self._inputs = InputGuard()
 

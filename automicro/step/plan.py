@@ -417,6 +417,7 @@ def plan_alone(step: Step, rule: CutRule) -> Plan:
         BatchError: as `CutRule.cut`.
     """
     policy = step.policy
+    # Before the sizes: what a policy proposes depends on its level.
     policy.level = _level_for(step)
     sizes = [_propose(each, policy, rule) for each in step.batches]
     unit = policy.multiple_of  # which a policy may choose with the size
@@ -453,6 +454,7 @@ def propose_to(step: Step, rule: CutRule, *, training: bool, lacks_rows: bool = 
     """
     step.policy.level = _level_for(step)
     sizes = [_propose(each, step.policy, rule) for each in step.batches]
+    # A rank whose data have run out takes part all the same, without rows.
     largest = max(step.extents, default=0)
     # A batch that goes whole says nothing of the size of others.
     cut = [size for size, extent in zip(sizes, step.extents, strict=True) if size < extent]
@@ -489,12 +491,15 @@ def plan_together(step: Step, rule: CutRule, agreement: Agreement, ranks: Ranks)
     if agreement.num_batches <= 1 and rule.unit == ROWS:
         widest = rule.cut(agreement.max_extent, size, multiple_of=unit)
         size, count = widest[0], len(widest)
+        # Balanced over as many slices as the widest batch has. Whole units may come out as fewer,
+        # and then fillers stand for the rest.
         if unit > 1 or rule.strict_divisible:
             slices = [rule.cut(rows, size, multiple_of=unit) for rows in step.rows]
         else:
             slices = [_balanced(rows, count, rule.min_rows) for rows in step.rows]
         cuts = list(map(Cut, slices, step.costs))
     else:
+        # How many slices others make of several batches, or of costs, only they can tell.
         cuts = [rule.cut_batch(each, size, multiple_of=unit) for each in step.batches]
         count = int(ranks.most(sum(len(cut.sizes) for cut in cuts)))
         if rule.unit != ROWS:
@@ -505,6 +510,7 @@ def plan_together(step: Step, rule: CutRule, agreement: Agreement, ranks: Ranks)
         num_microbatches=count,
         extent=max(agreement.max_extent, size),
         cost=agreement.cost,
+        # Ranks that share the work on the same rows (`copies`) would count these several times.
         num_global_rows=agreement.num_rows // ranks.copies,
         stops=agreement.stops,
         unit=rule.unit,
@@ -542,8 +548,10 @@ def _level_for(step: Step) -> int:
 def _propose(batch: ReadBatch, policy: Policy, rule: CutRule) -> int:
     extent = batch.extent
     size = policy.propose(extent) if batch.cost is None else policy.propose(extent, batch.cost)
+    # An int, the usual proposal, passes at once; anything else is converted, or named in an error.
     if type(size) is not int or size < 1:
         size = require_size(size, name=f"the proposal of {policy!r} for {extent} {rule.unit}")
+    # A fixed size that does not divide is refused by `cut`; one that adapts can go lower instead.
     if rule.strict_divisible and policy.adapts:
         size = rule.largest_divisor(extent, min(size, extent))
     return size

@@ -148,6 +148,7 @@ class Setup:
         self.carrying = Carrying(self.batch_layout, None)
         self.parts = SizedParts(self.modules)
 
+    # What follows is found once, so it is to be read only when all features are attached.
     @functools.cached_property
     def reach(self) -> Reach:
         """Modules and generators that the modules and functions get at by themselves."""

@@ -40,6 +40,7 @@ class Sizes:
     def __init__(self, step: Step, phase: Phase) -> None:
         self._step, self._phase, self._policy = step, phase, step.policy
         self._recalled_size = phase.begin(step)
+        # A copy, which `_give_up` puts back: an impossible batch teaches nothing.
         self._whole_fits_below = dict(phase.ranks.whole_fits_below)
         self._last_size = phase.size
         self._learned: dict[str, Any] | None = None  # by the policy, before the first failure
@@ -57,6 +58,8 @@ class Sizes:
         Raises:
             SampleTooLargeError: there is nothing smaller.
         """
+        # Where no smaller size is left, parts that ran whole are cut; then a level that takes less
+        # memory is tried; then there is nothing left to try.
         while True:
             plan, failed = _plan(self._step, self._phase), self._failed
             if plan.num_microbatches == 0:
@@ -68,8 +71,10 @@ class Sizes:
                 self._policy.record(_failing(plan))
                 self._failed = plan
             elif self._failure is None:
+                # Nothing has failed since the last plan, which is cut anew: without lone rows, say.
                 break
             elif self._phase.cuts_whole_parts():
+                # The same size comes again: with its parts in slices it needs less.
                 self._failure = self._failed = None
                 break
             elif not self._policy.climb(failed.row_cost):
@@ -109,6 +114,7 @@ class Sizes:
         """An attempt ran out of memory."""
         self._attempts += 1
         self._tried.append(plan.size)
+        # Gradients that were held back took the room: without them the same size may fit.
         if self._phase.ranks.drop_whole_gradients():
             logger.log(
                 self._loudness,
@@ -172,6 +178,7 @@ class Sizes:
                 peak_bytes=took.peak_bytes,
                 resident_bytes=took.resident_bytes,
                 capacity_bytes=took.capacity_bytes,
+                # Seconds differ from run to run, and then sizes would.
                 seconds=None if self._phase.is_repeatable else took.seconds,
                 alloc_retries=took.alloc_retries,
             )

@@ -65,6 +65,7 @@ class SplitGuard:
         """
         if self._mode not in ("error", "disable", "exact"):
             return policy
+        # Levels save memory for a backward, and evaluation has none.
         whole = Fixed(None) if evaluates else self._whole
         if policy is whole or policy.state_dict() == Fixed(None).state_dict():
             return policy
@@ -154,6 +155,7 @@ class SplitGuard:
             self._warn_of_buffers(self._index.changed_buffers(state.changed_tensors()), len(sizes))
             self._has_warned = True
             return
+        # By versions from now on: comparing content waits for the device, in each step.
         written = self._index.changed_buffers(state.changed_tensors(by_content=False))
         moved = [name for name in written if name not in self._named_buffers]
         if moved:

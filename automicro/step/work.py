@@ -185,15 +185,7 @@ class _Watching(Feature):
 
 
 class _Work(Generic[T]):
-    """The shared work of training and evaluation.
-
-    Args:
-        engine: that runs microbatches.
-        phase: that the step belongs to.
-        step: what it brings.
-        metrics: updated with every row; None for none.
-        where: outputs of all rows are kept; False for nowhere.
-    """
+    """The shared work of training and evaluation."""
 
     _mode: Mode = "train"
 
@@ -214,6 +206,7 @@ class _Work(Generic[T]):
         self._watch = watch = phase.watch([each.contents for each in step.batches])
         # The usual step has none of these, and then no hook is looked for.
         features: list[Feature] = [_Watching(watch, self._passes.tensors)] * watch.compares
+        # A rehearsal leaves no trace, so that features of the caller's do not hear of it.
         if not phase.is_rehearsing:
             features += engine.features
         if metrics is not None:
@@ -255,8 +248,10 @@ class _Work(Generic[T]):
         if split is None:  # the others are fillers
             return
         batch, num_rows, cut = split
+        # The checks run forwards on this rank alone: a collective there raises in place of hanging.
         with self._ranks.looking_alone():
             if of_outputs:
+                # Set before the look: however that ends, no later attempt at this step repeats it.
                 self._has_checked_outputs = True
                 known = checks.outputs(batch, num_rows, mode)
                 if kept is not None:
@@ -289,7 +284,10 @@ class _Work(Generic[T]):
         min_rows = self._phase.rule.min_rows
         every = [*microbatches, *self._engine.spare.fillers(plan, self._spares(cuts), min_rows)]
         moved = on_device(every, self._passes.device, isolate=self._watch.isolate)
+        # This rank's own microbatches come first and its fillers last, so that ranks run as many.
         for index, rows in enumerate(moved):
+            # A filler runs for the collectives of other ranks alone: no feature and no metric sees
+            # it, and its buffers and random numbers are put back.
             if index >= len(sizes):
                 with self._phase.undone(), ranks.microbatch(index, weightless=True):
                     self._fill(MicrobatchRun(index, 0, rows, rows))
@@ -398,6 +396,7 @@ class TrainingWork(_Work[Losses]):
         if plan.num_microbatches > len(plan.cuts):
             for batch, cut in zip(self._step.raw, plan.cuts, strict=True):
                 if cut.is_split:
+                    # The first microbatch's backward would free the graph behind such inputs.
                     check_history(passes.layout.leaves(batch))
         self._weights = passes.weights(cuts, plan.totals)
         if plan.totals:
@@ -418,6 +417,7 @@ class TrainingWork(_Work[Losses]):
     def _total(self, plan: Plan) -> Losses:
         losses, weights = self._losses, self._weights
         assert weights is not None
+        # No loss had a graph: the step would go through and train nothing.
         if plan.cuts and not self._gradients.is_reached:
             refuse_constant()
         self._gradients.require_untouched()
@@ -425,11 +425,14 @@ class TrainingWork(_Work[Losses]):
         self._warn_of_splitting(plan)
         begun = self._passes.begins_with(weights)
         summed = add_up(losses, weights.of_all if begun else None)
+        # `rank_loss` reads it after the step, when `run` has let go of the weights.
         if not self._ranks.is_alone:
             self._own = summed, weights, plan.totals or {}
+        # Reading waits for the device, so that only `accept`, which needs a number, makes it wait.
         return summed if self._accept is None else _read_losses(summed)
 
     def _warn_of_splitting(self, plan: Plan) -> None:
+        # All ranks would say the same: the first one speaks for them.
         if plan.num_microbatches <= len(plan.cuts) or self._ranks.rank:
             return
         most = max(plan.cuts, key=lambda cut: len(cut.sizes), default=None)
@@ -452,6 +455,7 @@ class TrainingWork(_Work[Losses]):
 
         if "" in weights.totals:
             return own(loss, "")
+        # Without an average of the total each part has its own, and is scaled before they add up.
         return torch.stack([own(part, name) for name, part in parts.items()]).sum()
 
     def numbers(self, result: Losses) -> Sequence[float]:
@@ -461,6 +465,7 @@ class TrainingWork(_Work[Losses]):
         return result if self._shared is None else self._shared.together(result, sums)
 
     def accepts(self, result: Losses) -> bool:
+        # What a rehearsal runs is measured, and then rolled back like a step that is not accepted.
         if self._phase.is_rehearsing:
             return False
         return self._accept is None or self._accept(result[0])
@@ -519,6 +524,7 @@ class EvaluationWork(_Work[Evaluated]):
         output = self._forward(run, self._features)
         if output.loss is None:
             return
+        # Not before a loss is there: a forward that gives none need not tell what it averages over.
         weights = self._weights = self._weights or self._passes.eval_weights(self._cuts)
         loss = weights.apply(run.index, output.loss, output.losses, has_total=output.has_total)
         self._losses.append(weights.report(*loss))

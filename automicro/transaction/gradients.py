@@ -32,6 +32,7 @@ from automicro.transaction.leaves import (
     refuse_unknown_part,
 )
 
+# A look walks the whole graph of a loss, so that only some batches are looked at.
 _LOOKED_BATCHES = (1, 2, 4, 8)
 _LOOKED_MICROBATCHES = 4
 
@@ -106,6 +107,7 @@ class GradientHistory:
 
     def remember(self, leaf: Tensor) -> None:
         """Know one more of these."""
+        # Weakly: what this history alone held would never be freed.
         self._outside.append(TensorWeakRef(leaf))
 
     def look_at_nodes(self, leaves: Iterable[Tensor]) -> None:
@@ -291,6 +293,8 @@ class Gradients:
             for leaf in self._leaves
             if (gradient := leaf.grad) is not None
         ]
+        # No gradient is taken away before all copies are there: where memory runs out for one,
+        # `roll_back` has nothing to do.
         self._begun = True
         for each in self._earlier:
             each.leaf.grad = None
@@ -320,6 +324,7 @@ class Gradients:
 
     def before_forward(self) -> None:
         """Call it before the forward of every microbatch."""
+        # By now leaves of the last microbatch are gone, unless others hold them.
         if self._outside:
             self._take_in()
         self._num_forwards += 1
@@ -349,6 +354,7 @@ class Gradients:
         if self._num_backwards < self._looks:
             self._notice(loss)
         else:
+            # It may give a gradient to leaves that no look has seen, which `_take_in` has to know.
             self._went_unseen = True
         if self._hooks:
             with self._hooks.held():
@@ -367,6 +373,7 @@ class Gradients:
         """
 
         def backward_aside(loss: Tensor) -> None:
+            # Apart from the sums of other microbatches, which a NaN would spoil.
             sums = [leaf.grad for leaf in self._leaves]
             for leaf in self._leaves:
                 leaf.grad = None
@@ -416,17 +423,17 @@ class Gradients:
             self._memory.warn_of_late_hooks(self._leaves, self._hooks.leaves)
 
     def _require_as_many(self) -> None:
-        """Show that each gradient is the first backward's, with one addition for each other one.
-
-        There may be more where a backward has others inside of it: then the attempt is watched.
-        """
+        """Show that each gradient is the first backward's, with one addition for each other one."""
         now = [leaf.grad for leaf in self._leaves]
         most = self._num_backwards - 1
         additions = list(map(operator.sub, versions_of(now), self._versions))
         if all(map(operator.is_, now, self._sums)) and max(additions, default=0) <= most:
             return
         for each, first, added in zip(now, self._sums, additions, strict=True):
+            # A leaf that the first backward did not reach has nothing to compare with.
             if first is not None and (each is not first or added > most):
+                # A backward may have others inside of it, which add more often. Whether it was
+                # that, the next attempt tells by looking before and after each forward.
                 self._memory.is_watched = True
                 raise TouchedGradientsError("gradients have changed otherwise than by backwards")
 
@@ -447,6 +454,7 @@ class Gradients:
     def _show_earlier(self) -> None:
         """Let the first forward see the gradients of earlier batches, which it may clear."""
         for each in self._earlier:
+            # Copies are taken until a committed batch has shown that the forward leaves them alone.
             may_write = self._memory.writes_to_gradients is not False
             if each.copy is None and may_write and not self._memory.are_released:
                 each.copy = each.gradient.clone()
@@ -475,6 +483,7 @@ class Gradients:
             return False
         if version_of(now) == each.version:
             return True
+        # `zero_grad(set_to_none=False)` writes zeros, which is clearing as well.
         is_zero = not bool(now.to_dense().any())
         if each.copy is not None:
             now.copy_(each.copy)
@@ -496,6 +505,7 @@ class Gradients:
         touched = [leaf for leaf in self._leaves if leaf.grad is not None]
         if touched:
             self._memory.refuse_touching(touched)
+        # Torch refuses a gradient of another type than the leaf's, unless it was told of that.
         for leaf, _ in self._narrow:
             leaf.grad_dtype = torch.float32
         for leaf, total in zip(self._leaves, self._sums_away, strict=False):
@@ -537,6 +547,7 @@ class Gradients:
                 self._restart()
 
     def _restart(self) -> None:
+        # Once a step: a forward that makes such leaves anew each time would be repeated for ever.
         self._has_restarted = True
         raise TouchedGradientsError("the forward reaches leaves that no module lists")
 
@@ -554,6 +565,7 @@ class Gradients:
                 self._earlier.append(_Earlier(leaf, gradient, None, version_of(gradient)))
             self._sums.append(leaf.grad)
             self._versions += versions_of([leaf.grad])
+            # Its sum was rounded with each microbatch; in the next attempt it adds up in float32.
             needs_restart |= leaf.dtype in NARROW
         if needs_restart and self._memory.is_alone and not self._has_restarted:
             self._restart()
@@ -568,6 +580,7 @@ class Gradients:
         hooked = {id(leaf) for leaf in self._hooks.leaves if leaf.grad is not None}
         copied: set[int] = set()
         delivered: dict[int, Tensor] = {}
+        # Taken off, so that the engine hands over each total through the hooks, in one piece.
         for leaf in self._hooks.leaves:
             if id(leaf) in hooked:
                 assert leaf.grad is not None
@@ -583,6 +596,7 @@ class Gradients:
             elif leaf.grad is None:  # the batch did not reach this parameter
                 self._keep(each)
             elif each.is_cleared:
+                # The forward has cleared the earlier one, so that this batch's is all.
                 pass
             elif leaf.grad.layout is each.gradient.layout:
                 leaf.grad.add_(self._unshared(each))  # into the attempt's own gradient
@@ -665,6 +679,7 @@ class Gradients:
             each.leaf.grad = each.gradient
         self._end()
         if is_lost:
+            # From now on copies are taken, so that the next batch can be tried again.
             self._memory.writes_to_gradients = True
             raise _cannot_undo()
 
@@ -683,6 +698,7 @@ class Gradients:
     def _narrow_totals(self) -> None:
         """Round the sums, one parameter after the other, so that no second set is needed."""
         for leaf, dtype in self._narrow:
+            # Torch lets the type be set only while there is no gradient.
             total, leaf.grad = leaf.grad, None
             leaf.grad_dtype = dtype
             if total is not None:

@@ -52,6 +52,7 @@ class HeldHooks:
     def give_back(self) -> None:
         """Give the leaves their hooks, and those registered meanwhile. It may be called twice."""
         while self._away:
+            # It leaves the list last: after an interruption the next call gives it back.
             leaf, theirs, ours = self._away[-1]
             for their, our in zip(theirs, ours, strict=True):
                 if our is not None:
@@ -72,6 +73,7 @@ class HeldHooks:
         theirs = gradient_hooks(leaf)
         before: Hooks | None = None if theirs[0] is None else OrderedDict()
         after: Hooks | None = None if theirs[1] is None else OrderedDict()
+        # The first backward shows in which order hooks would have run, and `deliver` keeps to it.
         if id(leaf) not in self._order:
             noting = after if before is None else before
             assert noting is not None
@@ -97,6 +99,7 @@ def deliver(leaves: Sequence[Tensor], totals: list[Tensor]) -> None:
     totals.clear()
     with torch.enable_grad():
         token = torch.zeros((), device=leaves[0].device, requires_grad=True) * 1
+        # A backward begins at the node that was made last, which so is that of the first leaf.
         for index in reversed(range(len(leaves))):
             token = _HandOver.apply(  # type: ignore[no-untyped-call]
                 token, leaves[index], waiting, index

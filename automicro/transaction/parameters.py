@@ -55,6 +55,7 @@ class Parameters:
     def _require_unchanged(self) -> None:
         before, now = self._versions, all_versions(self._parameters)
         if before != now:
+            # Said once: the rollback that follows a failed `prepare` is not to fail for it, too.
             self._versions = None
             moved = map(operator.ne, before or (), now)
             pairs = zip(self._parameters, moved, strict=False)  # no versions: nothing to compare
@@ -108,9 +109,11 @@ class ParameterWrites(OperationMode):
             if each.device.type != "meta" and each.numel()
         }
         self._parameters = plain
+        # An alias keeps the memory, although a forward may give the parameter other (`.data = …`).
         self._memory = {key: each.detach() for key, each in plain.items()}
         self._in: dict[int, list[int]] = collections.defaultdict(list)
         for key, memory in self._memory.items():
+            # By storage, so that a write to any view of a parameter is found.
             self._in[memory.untyped_storage().data_ptr()].append(key)
         self._copies: dict[int, Copies] = {}
         self._before: dict[int, Tensor] = {}  # this forward
@@ -128,6 +131,7 @@ class ParameterWrites(OperationMode):
             if parameter.data_ptr() != self._lay[key].data_ptr():
                 self._before.setdefault(key, self._lay[key])
         for key, before in self._before.items():
+            # A write that changes no value, as by a constraint that holds already, does not count.
             self._calls[key] += not same_content(before, self._parameters[key])
         self._before, self._lay = {}, {}
 

@@ -175,6 +175,7 @@ class _Global:
         objects, values = self._find()
         if not objects:
             return self._ask()
+        # After `np.random.set_bit_generator`, say, another memory tells where the numbers stand.
         if objects != self._objects:
             self._objects, self._memory = objects, [_memory_of(each) for each in objects]
         seen = [values, *map(_RAW, self._memory)]

@@ -79,6 +79,7 @@ class Transaction:
         while self._begun:
             try:
                 self._begun[0].commit()
+            # Half a commit could neither be used nor undone, so that even Ctrl-C waits for its end.
             except BaseException as error:
                 interruption = interruption or error
             del self._begun[0]
