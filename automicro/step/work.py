@@ -174,13 +174,13 @@ class _Watching(Feature):
 
     def __init__(self, watch: InputWatch, tensors: Callable[[Any], list[Tensor]]) -> None:
         self._watch, self._tensors = watch, tensors
-        self._used: list[Tensor] = []
+        self.used: list[Tensor] = []
 
     def before(self, run: MicrobatchRun) -> None:
-        self._used = self._tensors(run.inputs)
+        self.used = self._tensors(run.inputs)
 
     def after(self, run: MicrobatchRun) -> None:
-        used, self._used = self._used, []
+        used, self.used = self.used, []
         self._watch.compare(self._tensors(run.given), used)
 
 
@@ -205,7 +205,8 @@ class _Work(Generic[T]):
         self._state = phase.state(counted)
         self._watch = watch = phase.watch([each.contents for each in step.batches])
         # The usual step has none of these, and then no hook is looked for.
-        features: list[Feature] = [_Watching(watch, self._passes.tensors)] * watch.compares
+        self._watching = [_Watching(watch, self._passes.tensors)] * watch.compares
+        features: list[Feature] = [*self._watching]
         # A rehearsal leaves no trace, so that features of the caller's do not hear of it.
         if not phase.is_rehearsing:
             features += engine.features
@@ -328,6 +329,8 @@ class _Work(Generic[T]):
         self._losses: list[Losses] = []
         self._weights: BatchWeights | None = None
         self._cuts: Sequence[CutBatch] = ()
+        for each in self._watching:
+            each.used = []
 
     def _spares(self, cuts: Sequence[CutBatch]) -> list[Any]:
         """Batches to take the rows of fillers from: where they are sorted, the shortest."""
