@@ -317,13 +317,11 @@ class FsdpGuard:
             module.set_requires_all_reduce(sync is Sync.EACH, recurse=False)
 
     def _zero_whole_gradients(self) -> list[Any]:
-        """Keep what counts for nothing apart from what is held back: it may compute as NaN.
-
-        A module that was never gathered has no parameters yet, and so nothing is held back of it.
-        """
+        """Keep what counts for nothing apart from what is held back: it may compute as NaN."""
         hooks = []
         self._zeroed = set()
         for where, module in enumerate(self._modules):
+            # None in a module that was never gathered: so nothing is held back of it either.
             for parameter in whole_parameters(module):
                 self._zeroed.add(where)
                 if parameter.requires_grad:
