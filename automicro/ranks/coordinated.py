@@ -411,6 +411,7 @@ class CoordinatedRanks:
 
 
 TIMEOUT_SECONDS = 600.0
+"""How long a vote waits for the slowest rank, which may compile or write a checkpoint."""
 
 
 _POLL_SECONDS = 0.01
@@ -475,9 +476,6 @@ def _meeting() -> Store:
         _group, _count = group, 0
     _count += 1
     return PrefixStore(f"automicro/words of {group.group_name}, {_count}", default_store())
-
-
-"""How long a vote waits for the slowest rank, which may compile or write a checkpoint."""
 
 
 def coordinate(modules: Sequence[nn.Module]) -> Ranks:
