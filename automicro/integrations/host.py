@@ -311,7 +311,8 @@ class Recorded:
         >>> recorded.begin()
         >>> for rows, value in ((2, 0.5), (1, 2.0)):
         ...     recorded.begin_microbatch(rows)
-        ...     recorded.note("accuracy", value, tell=lambda value, weight: told.append(value))
+        ...     tell = lambda value, weight: told.append(value)
+        ...     recorded.note("accuracy", value, weight=rows, tell=tell)
         ...     recorded.end_microbatch()
         >>> recorded.prepare()
         >>> recorded.tell(None)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -212,7 +213,7 @@ class _Noting(Policy):
     """Another policy, with what became of its sizes."""
 
     def __init__(self, inner: Policy) -> None:
-        self.outcomes: list[Outcome] = []
+        self.outcomes = deque[Outcome]()  # which is no state that giving up would put back
         self.adapts, self.multiple_of = inner.adapts, inner.multiple_of
         self._inner = inner
 
@@ -222,9 +223,3 @@ class _Noting(Policy):
     def record(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
         self._inner.record(outcome)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._inner.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._inner.load_state_dict(state)
