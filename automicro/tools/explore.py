@@ -309,6 +309,7 @@ class _Trials(Policy):
 
     def __init__(self, batch_rows: int, most: int, emit: Callable[[Exploration], None]) -> None:
         sizes = sorted({*ladder(most), min(batch_rows, most)}, reverse=True)
+        # The largest size comes first, for the reason that is given at _WARM_UP.
         self._batch_rows, self._size, self._counts = batch_rows, sizes[0], False
         base = (min(batch_rows, most),)
         self.race = Race([(size,) for size in sizes], base, EXPECTED)

@@ -128,6 +128,7 @@ def _refuse_unknown(who: str, given: Iterable[str], *, also: Iterable[str] = ())
 
 def pytest_configure(config: pytest.Config) -> None:
     """Tell of the marker."""
+    # With --strict-markers pytest refuses a marker that it was not told of.
     config.addinivalue_line(
         "markers",
         "fits(memory=None, **options): the test returns a model and a batch, of which a training "

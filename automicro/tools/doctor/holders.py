@@ -291,6 +291,7 @@ def read_origin(stack: Stack) -> Origin:
     own = [each for each in stack if not _PLUMBING.search(each.file)]
     program = [each for each in own if not _INSTALLED.search(each.file)]
     where = next(iter(own), None)
+    # Modules call one another: of use is the line of the program that led into them.
     caller = next((each for each in program if each.name not in _INSIDE), where)
     # An optimizer may call a closure, whose forward makes no state. Lines are the innermost first,
     # so what is left of the split lies inside of it.

@@ -261,10 +261,14 @@ class Planner:
                     room = limit_bytes - self.need(fits)
                     fails = min(fails, fits + int(room / slope) + 1)
             if fails in self.points:
+                # Both ends were looked at, and what the straight way between them allows surely
+                # fits.
                 slope = (self.need(fails) - self.need(fits)) / (fails - fits)
                 guess = fits + int((limit_bytes - self.need(fits)) / slope) if slope > 0 else fits
                 size = min(max(guess, fits + 1), fails - 1)
             else:
+                # Not looked at yet: the most rows that the line through two sizes leaves are tried
+                # first.
                 size = fails - 1
         return fits
 
