@@ -64,6 +64,7 @@ def on_device(microbatches: Sequence[Any], device: torch.device, *, isolate: boo
     def moved(tensor: Tensor) -> Tensor:
         if budget is None and tensor.device == device and not isolate:
             return tensor if tensor.requires_grad else tensor.detach()  # as `alias`, quickly
+        # Others may have no address, and empty tensors share one.
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.numel():
             return copy(tensor)
         # Inputs that are their own targets are written to as one, as they are without a copy. They
@@ -76,6 +77,7 @@ def on_device(microbatches: Sequence[Any], device: torch.device, *, isolate: boo
 
     def bring(microbatch: Any) -> Any:
         brought = map_tensors(microbatch, moved, isolate=True)
+        # Per microbatch: an address of freed memory may come again with other content.
         copies.clear()
         return brought
 
@@ -84,6 +86,7 @@ def on_device(microbatches: Sequence[Any], device: torch.device, *, isolate: boo
             yield bring(microbatch)
         return
     try:
+        # One microbatch ahead, never more, so that at most two lie on the device.
         upcoming = [bring(microbatches[0])]
         late.start()
         for following in [*microbatches[1:], None]:
@@ -93,6 +96,7 @@ def on_device(microbatches: Sequence[Any], device: torch.device, *, isolate: boo
                 upcoming.append(bring(following))
                 late.start()  # beside the work on the current one, which comes next
             yield current
+            # Else this frame would hold it while the next one is computed.
             del current
     finally:
         late.join()  # the next user of this memory waits for a copy that is not wanted any more
@@ -106,12 +110,7 @@ def _is_pinned(microbatches: Sequence[Any], device: torch.device) -> bool:
 
 
 class _LateCopies:
-    """Copies from pinned host memory that run on a stream of their own, side by side with work.
-
-    They are written to memory of the stream that computes, which therefore needs no record of
-    another stream's use: the side stream begins after all that was enqueued when its memory was
-    handed out, and the computing stream waits for it before it reads, and before it forgets.
-    """
+    """Copies from pinned host memory that run on a stream of their own, side by side with work."""
 
     def __init__(self, device: torch.device) -> None:
         self._module = torch.get_device_module(device)
@@ -126,12 +125,16 @@ class _LateCopies:
 
     def copy(self, tensor: Tensor) -> Tensor:
         """Where a tensor will be, after `start` and `join`."""
+        # Memory of the stream that computes, so no record of the side stream's use is needed. The
+        # side stream begins after all that was enqueued until now. The computing stream waits for
+        # it before it reads, and before it forgets.
         target = torch.empty_like(tensor, device=self._device)
         self._waiting.append((target, tensor))
         return target
 
     def start(self) -> None:
         """Begin all copies."""
+        # The memory that is copied to may still be read by work enqueued before.
         self._side.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._side):
             for target, source in self._waiting:
@@ -266,4 +269,5 @@ class InputWatch:
             )
 
     def _current_versions(self) -> list[int]:
+        # Where forwards get copies, nothing is written to the batch itself.
         return [] if self.isolate else all_versions(self._leaves)

@@ -94,6 +94,7 @@ def _joined(row_type: RowType, parts: list[Any], path: str, dim: int) -> Any:
     try:
         return row_type.concat(parts, dim)
     except (RuntimeError, ValueError) as error:
+        # Memory that ran out is no fault of the shapes.
         if isinstance(error, torch.OutOfMemoryError) or (num_dims or 0) < 2:
             raise
         shapes = ", ".join(dict.fromkeys(str(tuple(part.shape)) for part in parts))
@@ -112,6 +113,7 @@ def _in_order(joined: Any, order: Sequence[int] | None, path: str, dim: int = 0)
     if order is None:
         return joined
     row_type = row_type_of(type(joined))
+    # Counted anew: outputs need not have as many rows as the batch.
     num_rows = len(joined) if row_type is None else row_type.count(joined, dim, path)
     if num_rows != len(order):
         raise BatchError(

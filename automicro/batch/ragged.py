@@ -50,6 +50,7 @@ class _Packed(RowType):
         return found
 
     def concat(self, values: Sequence[Any], dim: int) -> Any:
+        # By rows, because parts were sorted each by itself.
         rows = [row for value in values for row in unpack_sequence(value)]
         lengths = [len(row) for row in rows]
         unsorted = any(value.sorted_indices is not None for value in values)
@@ -128,6 +129,7 @@ class _Others(RowType):
         if values[0].is_nested:
             rows = [row for value in values for row in value.unbind()]
             return torch.nested.as_nested_tensor(rows, layout=layout)
+        # Compressed layouts cannot be concatenated.
         joined = torch.cat([each.to_sparse(layout=torch.sparse_coo) for each in values])
         return joined.to_sparse(layout=layout)
 
@@ -264,6 +266,7 @@ def _like_subclass(pieces: Sequence[torch.Tensor], value: torch.Tensor) -> list[
     found = []
     for piece in pieces:
         new = piece if isinstance(piece, cls) else piece.as_subclass(cls)
+        # Torch keeps the class through most operations, and loses attributes.
         for name, attribute in getattr(value, "__dict__", {}).items():
             if name not in vars(new):
                 setattr(new, name, attribute)

@@ -87,6 +87,7 @@ def _like_tuple(value: Any, elements: Sequence[Any]) -> Any:
 
 
 def _like_list(value: Any, elements: Sequence[Any]) -> Any:
+    # A copy, because a subclass may need arguments to be made.
     new = copy.copy(value)
     new[:] = elements
     return new
@@ -140,6 +141,7 @@ def _record_builder(value: Any, keys: Sequence[Any]) -> Builder:
         for name in stale:
             new.__dict__.pop(name, None)
         for key, part in zip(keys, parts, strict=True):
+            # Past the class, which may be frozen.
             object.__setattr__(new, key, part)
         return new
 
@@ -208,6 +210,7 @@ def copy_object(value: Any) -> Any:
         return value
     for name, part in state_of(value).items():
         if isinstance(part, torch.Tensor):
+            # Past the class, which may refuse or check what is set.
             object.__setattr__(new, name, part.clone())
         elif isinstance(part, dict | list | set | bytearray | np.ndarray):
             object.__setattr__(new, name, part.copy())
@@ -410,6 +413,7 @@ class Contents:
 def _values_inside(value: Any) -> Iterator[Any]:
     """Values that an object holds, those of its containers and of objects in it included."""
     waiting: list[tuple[Any, int]] = [(value, 0)]
+    # Objects may refer to each other in a circle.
     seen = {id(value)}
     while waiting and len(seen) <= _MOST_VALUES:
         current, depth = waiting.pop()

@@ -164,6 +164,7 @@ class Bench:
             threads = torch.autograd.set_multithreading_enabled(False)
             for manager in (uncompiled(), threads, extra_pass()):
                 stack.enter_context(manager)
+            # Where entering fails half-way, all that was entered so far is left again.
             self._stack = stack.pop_all()
         return self
 
@@ -185,6 +186,7 @@ class Bench:
                 control = self.read(together, shake=shake)
                 blind.append(is_blind(whole, control))
                 yield control
+                # Else its gradients would lie beside those of the next control.
                 del control
 
         return gaps(whole, parts, controls()), blind
@@ -327,10 +329,8 @@ class Bench:
                 generator.manual_seed(seed)
 
     def _set_seeds(self, shake: int) -> None:
-        """Let what draws beside torch give the same in each pass, but where chance is measured.
-
-        So a draw for each forward is held, and one for each row shows as chance.
-        """
+        """Let what draws beside torch give the same in each pass, but where chance is measured."""
+        # So a draw for each forward is held, and one for each row shows as chance.
         seed = _SEED + shake
         random.seed(seed)
         np.random.seed(seed)
@@ -359,11 +359,9 @@ class Bench:
         given: list[tuple[str, Tensor]],
         sums: dict[int, Tensor],
     ) -> list[tuple[str, Tensor | None]]:
-        """Add gradients to the leaves, or give those by what modules gave.
-
-        Of a control's loss, which is one part, a little less, and made up for: what cancels is
-        rounded as it is where losses of parts are weighted.
-        """
+        """Add gradients to the leaves, or give those by what modules gave."""
+        # Of a control's loss, which is one part, a little less, and made up for: what cancels is
+        # rounded as it is where losses of parts are weighted.
         stretch = loss.new_tensor(1 - shake * _STRETCHED) if shake else None
 
         def made_up(each: Tensor | None) -> Tensor | None:
@@ -440,6 +438,7 @@ class Bench:
     @contextlib.contextmanager
     def _shaking(self, shake: int) -> Iterator[None]:
         """Parameters are off by last bits of what is computed in. No copy of them is made."""
+        # Bits are turned, not numbers added: turned again, they are exactly as before.
         shaken: list[tuple[Tensor, Tensor, int]] = []  # and the first value of each
         for each in self._shaken if shake else ():
             kind = _INTEGERS.get(each.dtype)
@@ -490,6 +489,8 @@ class Bench:
                     for _, leaf in tensor_leaves(inputs)
                 )
             if cuts and (inside or any(True for _ in module.parameters())):
+                # Inside of the outermost module nothing is kept for a backward, which begins at its
+                # output.
                 torch.set_grad_enabled(False)
                 inside.append(module)
 
@@ -569,6 +570,7 @@ def _pattern(steps: int, shake: int) -> int:
 
 
 def _without_graph(tensor: Tensor) -> Tensor:
+    # A backward of a check would go on into the caller's graph, and free it.
     return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_()
 
 
@@ -692,6 +694,7 @@ def _alone(modules: Sequence[nn.Module]) -> Iterator[None]:
     """
     wrappers = [each for each in modules if isinstance(each, DistributedDataParallel)]
     for each in wrappers:
+        # Past __setattr__, which would register the model as a submodule of this name.
         vars(each)["forward"] = each.module
     try:
         yield

@@ -68,6 +68,7 @@ class Occasions:
 
     def put_off(self) -> None:
         """Take the next one in place of this one, which could not be compared; not for ever."""
+        # Where there is never memory to compare, trying again would cost time at each batch.
         if self._num_put_off < _PATIENCE:
             self._num_put_off += 1
             self._num -= 1
@@ -230,6 +231,8 @@ class Checks:
         seed, track.looks = track.looks, track.looks + 1
         look = functools.partial(self._look, track, batch, num_rows, mode, seed=seed)
         found, rows = look(multiple=multiple)
+        # Not said before a second look: it must hold for rows cut as a step cuts them, and for
+        # other rows than one near an edge.
         if found is not None and found.kind == "wrong":
             if cut > multiple and num_rows >= 2 * cut:
                 # It may come from how these rows were cut, as no batch is.
@@ -384,10 +387,12 @@ class Checks:
         }
         if not new:
             return
+        # Before the extra forwards: each place costs them once, whatever they show.
         self._asked |= new.keys()
         end = CutBatch.whole(apart.microbatches[-1], apart.sizes[-1])
         alone, again = bench.read(end).state, bench.read(apart).state
         for key, (place, left) in new.items():
+            # What only the last call decides is the same after its rows alone.
             is_last = key in alone and left.is_like(alone[key][1])
             if not is_last and key in again and again[key][1].repeats(left):
                 self.counting.append(place.name)

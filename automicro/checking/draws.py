@@ -62,6 +62,7 @@ class HeldDraws(ParameterWrites):
 
     def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run one operation, a constant in place of what it draws."""
+        # Before it runs, as no other rank would come to it.
         if self._is_alone and is_collective(func):
             raise CollectiveError(f"{func.namespace}.{func.overloadpacket.__name__}")
         name, draws, shares = _told(func)
@@ -88,6 +89,7 @@ class HeldDraws(ParameterWrites):
     def _draw(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         defaults = {each.name: each.default_value for each in schema_of(func).arguments}
         given = {**defaults, **dict(zip(_names(func), args, strict=False)), **kwargs}
+        # In evaluation it draws nothing.
         if given.get("training") is False:
             return func(*args, **kwargs)
         if name in ("rrelu_with_noise", "rrelu_with_noise_"):

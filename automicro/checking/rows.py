@@ -50,6 +50,7 @@ def telling_rows(
         without: rows that are not to be chosen.
     """
     groups = num_rows // multiple
+    # A memory budget must not count what is read here.
     with on_host():
         kinds = [_by_group(each, multiple, groups) for each in varying(layout, batch, num_rows)]
     taken = {row // multiple for row in without}
@@ -67,6 +68,7 @@ def telling_rows(
     rest = [each for each in free if each not in wanted]
     chosen = sorted([*wanted, *draw.sample(rest, min(len(rest), count - len(wanted)))])
     small = max(1, min(5, len(chosen) // 3) - seed % 2)
+    # Uneven: of halves, a mean of means is right also where weights are wrong.
     cuts = [set(draw.sample(chosen, small)) for _ in range(_CUTS_TRIED)]
     # Numbers of Python's: as tensors, these would be thousands of operations.
     scaled = [dict(zip(chosen, _standardised(each[chosen]), strict=True)) for each in kinds]
@@ -115,6 +117,7 @@ def varying(layout: BatchLayout, batch: Any, num_rows: int) -> list[Tensor]:
         flat = leaf.detach().movedim(dim, 0).reshape(num_rows, -1)
         flat = flat[:, :: max(1, flat.shape[1] // _READ_VALUES)].cpu()
         if flat.is_floating_point():
+            # A NaN would make every order and every mean of these numbers meaningless.
             flat = flat.double().nan_to_num()
             found += [flat.sum(1), (flat == 0).sum(1)]
             continue

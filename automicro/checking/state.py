@@ -86,6 +86,7 @@ def changed_places(roots: Mapping[str, Any], captured: Captured) -> list[Place]:
     found: dict[tuple[int, str], Place] = {}
     for path in paths:
         ends = [len(path), *(each.start() for each in re.finditer(r"[.\[]", path))]
+        # The longest path that is known is that of the innermost owner.
         starts = (path[:end] for end in sorted(ends, reverse=True))
         for place in next((known[start] for start in starts if start in known), []):
             found.setdefault(place.identity, place)
@@ -151,6 +152,8 @@ def _numbers(value: Any) -> Any:
     is_read = value.layout is torch.strided if is_tensor else value.dtype.kind in "biufc"
     if not is_read or value.nbytes > _MOST_BYTES:
         return tuple(value.shape)
+    # In double precision on the host, so that the comparison adds no rounding and holds no device
+    # memory.
     copy = value.detach() if is_tensor else torch.from_numpy(np.array(value))
     return copy.cpu().to(torch.complex128 if copy.is_complex() else torch.float64, copy=True)
 
@@ -158,6 +161,7 @@ def _numbers(value: Any) -> Any:
 def _are_alike(one: Any, other: Any, *, near_zero: bool) -> bool:
     """Whether they are, to ``_ROUNDING`` of them, or, near zero, of one."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
+        # `allclose` would broadcast shapes, and an empty tensor has no largest value.
         if one.shape != other.shape or not one.numel():
             return one.shape == other.shape
         scale = 1.0 if near_zero else float(one.nan_to_num().abs().max())

@@ -65,6 +65,7 @@ def add_counts(counts: Sequence[Weight]) -> Weight:
     >>> add_counts([1, 2.5])
     3.5
     """
+    # Not read here: that would wait for the device.
     if any(issubclass(kind, Tensor) for kind in set(map(type, counts))):
         return torch.stack([torch.as_tensor(count) for count in counts]).sum()
     return math.fsum(counts)
@@ -142,6 +143,7 @@ class Counted(Average):
 
     def divisors(self, cuts: Sequence[CutBatch]) -> Divisors | None:
         parts = [each for cut in cuts for each in cut.microbatches]
+        # Where no batch was cut, the parts are the wholes, and are not counted twice.
         wholes = [cut.batch for cut in cuts if len(parts) > len(cuts)]
         counts = read_numbers([self._count(each) for each in (*parts, *wholes)])
         for count in counts:
@@ -224,6 +226,7 @@ class Tokens(Average):
         counted = targets != self.ignore_index
         if self.class_weight is None:
             return counted
+        # An ignored target such as -100 is no index, so 0 stands in for it below.
         weight = self._weight_on(targets.device, self.class_weight.detach())
         return torch.where(counted, weight[targets.where(counted, 0)], 0)
 
@@ -231,6 +234,7 @@ class Tokens(Average):
         """The class weights where the targets lie; brought there once, as that may wait."""
         if weight.device == device:
             return weight.to(_float64(device))
+        # Weights may be written to in place between batches.
         version = device, version_of(weight)
         if self._brought is None or self._brought[0] != version:
             self._brought = version, weight.to(device, _float64(device))
@@ -333,6 +337,7 @@ def is_declared(loss_average: Any) -> bool:
 def _read_loss(loss_fn: Callable[..., Any], targets: Callable[[Any], Any]) -> Average | None:
     """Read a loss module of torch or a function of torch.nn.functional, also in a partial."""
     options: dict[str, Any] = {}
+    # The outer partial has the last word, as in a call.
     while isinstance(loss_fn, functools.partial):
         options = {**loss_fn.keywords, **options}
         loss_fn = loss_fn.func

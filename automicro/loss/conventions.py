@@ -178,6 +178,8 @@ def choose_convention(
         return (_CarryingForward if carries else _OwnForward)(forward, count)
     if loss_fn is not None:
         return _LossFunction(loss_fn)
+    # Composer's models have a forward with the batch as its only argument, so they are told apart
+    # before keyword models.
     if all(callable(getattr(model, name, None)) for name in ("loss", "eval_forward")):
         return _ComposerModel(model)
     return _KeywordModel()

@@ -22,6 +22,7 @@ def _shares(
     if divisors is None:
         return [None if copies == 1 else 1 / copies] * num_microbatches
     each, whole = divisors
+    # Without any target on any rank each share is 0, and nothing is divided by 0.
     if of_all is not None:
         return [count / of_all if of_all else 0.0 for count in each]
     if isinstance(whole, Tensor):
@@ -165,6 +166,7 @@ def _weigh(loss: Tensor, weight: Weight | None) -> Tensor:
         # A mean over no target is NaN; selecting first keeps it out of the sum.
         weight = weight.to(loss.device)
         return torch.where(weight > 0, loss, torch.zeros_like(loss)) * weight.to(loss.dtype)
+    # A mean over no target is NaN, and so is zero times it. The product keeps the graph.
     if weight == 0:
         return loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
     return loss * weight
@@ -229,6 +231,7 @@ class LossMean:
         self._gathered += other._gathered
 
     def __getstate__(self) -> dict[str, Any]:
+        # What is unread may lie on a device that the reader of this state does not have.
         self._read()
         return vars(self)
 
@@ -255,6 +258,7 @@ class LossMean:
 
 def _mean(values: list[tuple[float, float | None]]) -> float | None:
     """None where nothing counts: the losses of such batches say nothing, and may be NaN."""
+    # Sums add up and have no denominator.
     if any(count is None for _, count in values):
         return math.fsum(loss for loss, _ in values)
     counted = [(loss, count) for loss, count in values if count]

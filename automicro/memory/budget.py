@@ -226,6 +226,7 @@ class MemoryBudget:
                 batch = next(batches, end)
             if batch is end:
                 return
+            # Outside of `host`: what the caller makes of a batch lies on the device.
             yield cast(T, batch)
 
     def transfer(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -246,6 +247,7 @@ class MemoryBudget:
         ledger = self._mode.ledger
         ledger.place(tensor, [], on_host=True)
         with self, ledger.placing(on_host=False):
+            # Other layouts know no memory format.
             if tensor.layout is torch.strided and not tensor.is_nested:
                 return tensor.clone(memory_format=torch.preserve_format)
             return tensor.clone()

@@ -188,6 +188,7 @@ def begin_lap(device: torch.device | str) -> AllocatorCounts:
         if (budget := active_budget()) is not None:
             budget.begin_lap()
     elif counts.peak_bytes is not None:
+        # Torch counts one peak, so that of the laps so far is kept here.
         _earlier_laps[device] = max(counts.peak_bytes, _earlier_laps.get(device, 0))
         _reset_counter(device)
     return counts
@@ -211,6 +212,7 @@ def capacity_bytes(device: torch.device | str) -> int | None:
     if read_free is None or reserved is None:
         return None
     free, total = map(int, read_free(device))
+    # What the allocator keeps for later counts as free: it serves the next attempt.
     return min(free + reserved, int(_share(device) * total))
 
 
@@ -407,8 +409,11 @@ def use_libraries(devices: Iterable[torch.device], modules: Sequence[nn.Module])
 def _use(device: torch.device, library: str) -> None:
     if (device, library) in _used:
         return
+    # Before it is tried: what fails once would fail, and take its time, at every step.
     _used.add((device, library))
     try:
+        # The caller may be in inference mode or without gradients, and the backward brings up the
+        # libraries on the thread of autograd.
         with without_modes(), torch.inference_mode(False), torch.enable_grad():
             _WORK[library](device).sum().backward()  # type: ignore[no-untyped-call]
     except (RuntimeError, MemoryError) as error:

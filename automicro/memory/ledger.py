@@ -79,6 +79,7 @@ class StorageLedger:
         def forget(entry: weakref.ref[torch.UntypedStorage]) -> None:
             ledger = weak_self()
             assert isinstance(entry, Entry)
+            # A newer storage may have the same id by now.
             if ledger is not None and ledger._live.get(entry.key) is entry:
                 ledger._drop(entry)
 
@@ -113,6 +114,7 @@ class StorageLedger:
         try:
             storage = tensor.untyped_storage()
         except NotImplementedError:
+            # Sparse tensors and wrappers have no storage of their own.
             for part in _plain_parts(tensor):
                 if part is not tensor:
                     self._see_tensor(part, changes)
@@ -155,6 +157,7 @@ class StorageLedger:
 
     def undo(self, changes: list[Change]) -> None:
         """Count as before the changes; what was unknown before is unknown again."""
+        # The latest first, as one storage may have changed several times.
         for entry, before_bytes in reversed(changes):
             self.allocated_bytes -= entry.counted_bytes - before_bytes
             entry.counted_bytes = before_bytes
@@ -225,6 +228,8 @@ class CountingMode(OperationMode):
         """Run one operation, unless what it needs does not fit."""
         ledger = self.ledger
         changes: list[Change] = []
+        # Arguments first: what exists already is admitted or refused before the operation has done
+        # anything.
         ledger.see(args, changes)
         if kwargs:
             ledger.see(kwargs.values(), changes)
@@ -280,6 +285,7 @@ class CountingMode(OperationMode):
         kwargs: Mapping[str, Any],
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Copy what an operation changes besides allocating: the mode sees it only afterwards."""
+        # Nothing is refused without a limit, so nothing has to be put back.
         if self.limit_bytes is None:
             return []
         values = (args[i] if i < len(args) else kwargs.get(name) for i, name in hidden_writes)
@@ -305,14 +311,12 @@ class CountingMode(OperationMode):
 
 @functools.cache
 def _effects(func: Any) -> tuple[bool, tuple[tuple[int, str], ...]]:
-    """Return whether an operation writes into arguments, and which to save should it be refused.
-
-    An operation that both allocates and writes (BatchNorm with its statistics, an observer with
-    its ranges) has written by the time its allocation is seen. A real device refuses before.
-    """
+    """Return whether an operation writes into arguments, and which to save should it be refused."""
     schema = schema_of(func)
     if schema is None:  # a higher-order operator
         return False, _UNDECLARED_WRITES.get(func, ())
+    # An operation that both allocates and writes (BatchNorm with its statistics, an observer with
+    # its ranges) has written by the time its allocation is seen. A real device refuses before.
     allocates = any(value.alias_info is None for value in schema.returns)
     declared = tuple(
         (position, argument.name)

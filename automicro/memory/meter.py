@@ -147,9 +147,11 @@ class Meter:
 
         Call it before the memory of the attempt is given back.
         """
+        # A failed attempt says nothing of speed, so there is nothing to wait for.
         if self._waits and failure is None and not self._is_cpu:
             self._synchronize()
         now = time.perf_counter()
+        # After a failure always: what there was room for decides the next size.
         if failure is not None or now - self._read_at >= self._seconds_between_readings:
             self._capacities, self._read_at = self._read_capacities(), now
         elif self._is_cpu:  # of a budget, which costs nothing

@@ -215,6 +215,7 @@ def classify(exception: BaseException) -> Failure:
 
 def _classify(exception: BaseException, seen: set[int]) -> Failure:
     found = {_classify_one(error, seen) for error in _walk(exception, seen, _what_it_stands_for)}
+    # Ctrl-C that came while memory ran out still means to stop.
     if not isinstance(exception, Exception):
         found.discard(Failure.RETRYABLE)
     order = Failure.CONTEXT_LOST, Failure.UNRELATED, Failure.RETRYABLE
@@ -301,6 +302,7 @@ def release(exception: BaseException, device: torch.device | str | None = None) 
     for error in _walk(exception, set(), _what_it_holds):
         traceback.clear_frames(error.__traceback__)
     device = torch.device("cpu" if device is None else device)
+    # Each device has a queue of its own in autograd, the CPU included.
     _finish_backward(torch.device("cpu"))
     devices = _accelerators_in_use(device)
     for each in devices:
@@ -385,6 +387,7 @@ def once_more(work: Callable[[], T], device: torch.device | str | None = None, *
             doing,
             first_line(failure),
         )
+        # Outside of any `except`, see `release`.
         release(failure, device)
     finally:
         del failure  # it holds this frame: a cycle
@@ -444,11 +447,14 @@ def _classify_one(exception: BaseException, seen: set[int]) -> Failure | None:
     if not isinstance(exception, RuntimeError | MemoryError) and library not in _LIBRARIES:
         return None
     text = _QUOTED_TRACEBACK.sub("", text_of(exception), count=1)
+    # Texts before types: a DataLoader raises what its worker raised in the same type, and that must
+    # not be retried.
     for pattern, sign in _COMPILED:
         if pattern.match(text) and (not sign.if_full or _is_full()):
             return sign.means
     if isinstance(exception, torch.OutOfMemoryError | MemoryError):
         return Failure.RETRYABLE
+    # Its code speaks only where the text did not: a lost device has other codes.
     if isinstance(exception, torch.AcceleratorError):
         code = getattr(exception, "error_code", None)
         return Failure.RETRYABLE if code == _ACCELERATOR_OUT_OF_MEMORY else None
@@ -491,6 +497,7 @@ def _walk(
     waiting: list[BaseException | None] = [exception]
     while waiting:
         error = waiting.pop()
+        # Contexts may form a cycle.
         if error is None or id(error) in seen:
             continue
         seen.add(id(error))
@@ -516,6 +523,7 @@ def _what_came_before(error: BaseException) -> list[BaseException | None]:
 
 
 def _what_it_holds(error: BaseException) -> list[BaseException | None]:
+    # All that an error refers to holds frames, also what it does not stand for.
     members = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
     return [*_what_it_stands_for(error), error.__context__, *members]
 
@@ -529,12 +537,10 @@ def _quotes(error: BaseException, other: BaseException) -> bool:
 
 
 def _finish_backward(device: torch.device) -> None:
-    """Run an empty backward, because only the next one drops what a failed one left queued.
-
-    After an exception in one branch of a graph, autograd's queue keeps the nodes of the other
-    branches, with their saved tensors, until this thread runs a backward again. Tensors of zero
-    elements make one that needs no memory.
-    """
+    """Run an empty backward, because only the next one drops what a failed one left queued."""
+    # After an exception in one branch of a graph, autograd's queue keeps the nodes of the other
+    # branches, with their saved tensors, until this thread runs a backward again. Tensors of zero
+    # elements make one that needs no memory.
     try:
         with torch.inference_mode(False), torch.enable_grad():
             leaf = torch.empty(0, device=device, requires_grad=True)

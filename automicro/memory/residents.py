@@ -107,6 +107,7 @@ def measure_residents(
             least_itemsize=4 if sums_in_float32 else 0,
         )
     state = _distinct(tensors_of([] if optimizer is None else [optimizer]))
+    # Steps and other counts of an optimizer may lie on the host.
     on_device = [each for each in state if each.device.type == device.type]
     return ResidentMemory(
         parameters=_count(parameters),
@@ -147,6 +148,7 @@ def _limit_bytes(device: torch.device, memory_limit: str | int | float | None) -
 
 
 def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
+    # By identity: tied parameters lie there once, and == would compare elements.
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 

@@ -107,6 +107,7 @@ class Trace:
         done = 0
         for event in events:
             part = slice(done, event + 1)
+            # Not `sums[…] +=`, which counts an index that comes twice once.
             np.add.at(sums, place_of[self.numbers[part]], self._rounded[part])
             done = event + 1
             held = zip(places, sums.tolist(), strict=True)
@@ -293,6 +294,7 @@ class Recorder(CountingMode):
 
         handles = [
             register_module_forward_pre_hook(enter),
+            # Called after a forward that fails, too, or its module would own all that follows.
             register_module_forward_hook(leave, always_call=True),
             *(
                 each.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
@@ -383,10 +385,12 @@ def record_step(
         recorder.ledger.see((batch,), [])
     with recorder, recorder.watching(modules, root=lambda module: type(module).__name__):
         step()
+    # Again, because a first step makes the state.
     recorder.own(OPTIMIZER, tensors_of(state))
     trace = recorder.trace()
     width = max(len(trace.totals) // _MOST_SAMPLES, 1)
     starts = range(0, len(trace.totals), width)
+    # Samples at fixed places could miss the peak.
     fullest = [start + int(trace.totals[start : start + width].argmax()) for start in starts]
     return [
         (float(event + 1), _as_pictured(held))

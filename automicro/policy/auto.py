@@ -449,11 +449,7 @@ class Halving(Policy):
         return cut_size(num_rows, max(1, int(most)), multiple_of=self.multiple_of)
 
     def _bracket(self, num_rows: int, cost: float) -> tuple[float, float]:
-        """The most rows that fitted and the fewest that failed; 0 and infinity for not known.
-
-        Scaling by rows × cost is safe downwards from a higher cost, where memory grows at least
-        with the cost. Upwards it may fail, so it is done from the nearest cost only.
-        """
+        """The most rows that fitted and the fewest that failed; 0 and infinity for not known."""
         known, fails, fits = self._learned, math.inf, 0.0
         for each in known.failures.values():
             if not each.holds_for(num_rows):
@@ -462,6 +458,8 @@ class Halving(Policy):
                 fails = min(fails, each.elements)
             elif each.cost < cost:
                 fails = min(fails, each.rows * cost)
+        # Scaling by rows × cost is safe downwards from a higher cost, where memory grows at least
+        # with the cost. Upwards it may fail, so it is done from the nearest cost only.
         lowest = cost if known.is_rehearsed else cost / ALIKE
         above = [each for each in known.fits.values() if each.cost >= lowest]
         if not above and known.fits:
@@ -537,6 +535,7 @@ class Halving(Policy):
         has_changed = known.has_failed or known.start is not None
         if known.ceiling is None:
             if has_changed:
+                # Asked before this point is added.
                 before = int(self._bracket(outcome.num_rows, cost)[0] + ROUNDING)
                 self.grown_from = before if 0 < before * (1 + GROWTH) < rows else None
             if self.wants_to_measure:
@@ -610,6 +609,7 @@ class Halving(Policy):
             known.ceiling = -(-rows // 2)
             return
         regressed = any(point.is_part_of(each) for each in known.fits.values())
+        # An explained failure waits for room, and any other for its time.
         point.until = None if point.is_explained else known.batches + known.retry
         smallest = known.failures.get((_class(cost), None))
         if smallest is None or point.elements <= smallest.elements:
@@ -655,6 +655,7 @@ class Halving(Policy):
             "limit": limit,
             "learned": dataclasses.asdict(known)
             | {
+                # As lists: in JSON, no tuple can be a key.
                 name: [dataclasses.asdict(each) for each in points.values()]
                 for name, points in (("fits", known.fits), ("failures", known.failures))
             },
@@ -686,6 +687,7 @@ def _class(cost: float) -> int:
 
 def _keep(points: dict[Key, Point], key: Key, point: Point) -> None:
     """Put a point last, and drop the oldest where there are too many."""
+    # First, because a key that is assigned to anew stays in its old place.
     points.pop(key, None)
     points[key] = point
     if len(points) > MOST_POINTS:

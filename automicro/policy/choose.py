@@ -78,6 +78,7 @@ def make_policy(
     try:
         return Fixed(require_size(microbatch_size, name=name))
     except (TypeError, ValueError) as error:
+        # Says all that is accepted, which the function that counts rows does not know.
         raise type(error)(f"{name}={microbatch_size!r} is no size: {accepted}") from None
 
 

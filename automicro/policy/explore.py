@@ -313,6 +313,7 @@ class Explore(Ladder):
         def needs_as_much(arm: Arm) -> bool:
             level, rows, *settings = arm
             needs = [values.index(each) for each, values in zip(settings, choices, strict=True)]
+            # With savers that the failed level lacks, or settings that need less, it may fit.
             if not self._savers(str(level)) <= savers or any(map(int.__lt__, needs, asked)):
                 return False
             if not self._tries_cuts:  # its size becomes smaller
@@ -384,6 +385,8 @@ class Explore(Ladder):
         largest: dict[str, int] = {}
         for level, size, at_cost, _ in progress.settled:
             known = min(rows, max(1, int(size * at_cost / cost + 1e-9)))
+            # A level that saves more takes more time, so it is of use only with sizes that do not
+            # fit with less.
             fewer = [largest[each] for each in largest if self._savers(each) < self._savers(level)]
             less = max(fewer, default=0)
             largest[level] = known
@@ -436,6 +439,8 @@ class Explore(Ladder):
             progress.left -= 1
             return
         progress.has_run = True
+        # A cold step compiles, looks for kernels or grows the allocator: its time tells nothing of
+        # later ones.
         is_cold = progress.has_grown or arm not in progress.seen
         progress.has_grown = False
         if arm not in progress.seen:
@@ -490,6 +495,7 @@ class Explore(Ladder):
             return f"max_steps={self._max_steps}"
         if self._max_minutes is not None and progress.seconds >= 60 * self._max_minutes:
             return f"max_minutes={self._max_minutes}"
+        # What all later steps could win, against what the next round is expected to lose.
         if found.regret * HORIZON < found.next_loss * ROUND:
             return "more steps would not pay"
         return None
@@ -525,6 +531,7 @@ class Explore(Ladder):
     def _load(self, state: dict[str, Any]) -> None:
         is_same = state["among"] == self._among()
         progress = _Progress.from_state(state["progress"]) if is_same else _Progress()
+        # Read first, because a damaged state must raise before anything has changed.
         super()._load(state)
         self._progress = progress
 

@@ -138,6 +138,7 @@ class Ladder(Policy):
         failed.cost = require_cost(cost)
         self._known[self.level].leave(failed, batch=self._batches)
         self._forget_batch(self.level)
+        # Within one batch it only goes up, or it might go round for ever.
         self._lowest = self.level + 1
         return True
 
@@ -186,6 +187,8 @@ class Ladder(Policy):
         """Tell the policy of the level at which an attempt ran."""
         self.level = outcome.level
         here, name = self.at(self.level), self.levels[self.level]
+        # As it was before the batch's first failure: what follows may be forgotten by
+        # `_forget_batch`.
         if not outcome.fits and name not in self._before:
             self._before[name] = here.state_dict()
         here.record(outcome)
@@ -234,6 +237,7 @@ class Ladder(Policy):
             ValueError: if another kind of policy wrote the state, or it is damaged. Nothing has
                 changed then.
         """
+        # A run may have had no levels before.
         if state.get("kind") == type(self.plain).__name__:
             self.plain.load_state_dict(state)
             return
@@ -242,6 +246,7 @@ class Ladder(Policy):
     def _load(self, state: dict[str, Any]) -> None:
         fresh = {"policy": self._fresh, "known": dataclasses.asdict(_Known())}
         for level, (name, policy) in enumerate(zip(self.levels, self._policies, strict=True)):
+            # By name: levels may have been added or left out since.
             learned = state["levels"].get(name, fresh)
             policy.load_state_dict(learned["policy"])
             self._known[level] = _Known(**learned["known"])

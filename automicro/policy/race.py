@@ -152,6 +152,7 @@ class Race:
         near = [each for each in others if self._is_near(arms[each], told)] or others
         challenger = max(near, key=lambda each: worth[each])
         following = min((challenger, best), key=lambda each: self.count(arms[each]))
+        # Of a kind without a measurement only the prior tells: nothing is sure before it has one.
         unknown = [each for each in arms if _kind(each) not in set(map(_kind, told))]
         return Finding(
             best=arms[best],
@@ -181,9 +182,13 @@ def _draws(arms: Sequence[Arm], told: Sequence[Measurement], expected: float) ->
     own, walk, noise, drift, prior = _models()
     k, n = len(arms), len(told)
     work = np.log2(works)
+    # Logarithms, because disturbances and speeds are in shares: a step is 5 % slower whatever its
+    # size.
     y = np.log(seconds)
     firsts = [_place(each)[0] for each in used]
     means = np.median(y) - expected * np.array(firsts)
+    # The prior has a mean of zero, so what is expected beforehand is taken off here and comes back
+    # in the centers.
     y -= means[index]
 
     shared, walks = _kernels(used)

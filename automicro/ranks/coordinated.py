@@ -156,6 +156,8 @@ class CoordinatedRanks:
     def agree(self, proposal: Proposal) -> Agreement:
         self._begin_anew()
         try:
+            # What may fail for want of memory comes before the agreement: right after it the peers
+            # enter collectives, and a rank that failed in between would leave them waiting there.
             self._warm_up.prepare()
             for guard in self._guards:
                 guard.prepare()
@@ -164,6 +166,8 @@ class CoordinatedRanks:
             raise
         proposal = replace(proposal, sync=self._latest_here())
         with self._between_steps():
+            # Groups to be connected are part of the name of this point, so ranks that differ in
+            # them get an error in place of a collective that does not match.
             agreement = self._votes.agree(proposal, asker=f"{self._name}{self._warm_up}")
         self.synced = agreement.sync if proposal.training else Sync.EACH
         self._at = level, size = agreement.level, agreement.microbatch_size
@@ -245,6 +249,8 @@ class CoordinatedRanks:
             with self._between_steps():
                 self._votes.collective(call, where="between batches")
             return
+        # Peers that replay have their next vote at the end of the microbatch or of the attempt, and
+        # a vote from here would meet that one.
         if any(guard.is_replaying for guard in self._guards):
             self._strayed = StrayedError(f"{call} was not known")
             raise self._strayed
@@ -289,6 +295,8 @@ class CoordinatedRanks:
         self._strayed = None
         if isinstance(failure, RankError) and not isinstance(failure, PeerStoppedError):
             return Status.FATAL  # no rank is left to vote with
+        # A rank that was told by a vote plays nothing: all ranks stopped at that vote, and no peer
+        # waits in a collective.
         is_first_to_know = self._votes.stopped is None
         if is_first_to_know:
             if self._votes.messages.are_under_way and status is not Status.FATAL:
@@ -297,7 +305,9 @@ class CoordinatedRanks:
             self._play_rest()
         # What was held back says nothing of the collectives that are to come.
         has_strayed = isinstance(failure, StrayedError) and not isinstance(failure, HeldBackError)
+        # Peers come to their next vote only after the collectives that were just played.
         together = self._votes.report(status, highs, strayed=has_strayed)
+        # Its error waits: where a rank is fatal, all of them exchange reasons below, this one too.
         trouble = self._recover()
         self._votes.clear()
         if together is Status.FATAL:
@@ -353,6 +363,7 @@ class CoordinatedRanks:
 
     def from_rank(self, rank: int, message: bytes) -> bytes:
         point = f"a message of rank {rank}"
+        # A vote first: a rank that has failed would not come to the broadcast, which has no guard.
         self.ready(point)
         sent = [message]
         try:
@@ -400,6 +411,7 @@ class CoordinatedRanks:
 
 
 TIMEOUT_SECONDS = 600.0
+"""How long a vote waits for the slowest rank, which may compile or write a checkpoint."""
 
 
 _POLL_SECONDS = 0.01
@@ -416,10 +428,13 @@ _count = 0
 
 def _exchange_words(word: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> list[str]:
     """The words of all ranks, in order. All ranks call it, or `_say_failed` in its place."""
+    # Over the store, because the groups that votes need are made after this, and because a rank
+    # that failed can say so without waiting for anyone.
     store, rank, world_size = _meeting(), dist.get_rank(), dist.get_world_size()
     keys = list(map(str, range(world_size)))
     store.set(keys[rank], _plain(word))
     end = time.monotonic() + timeout_seconds
+    # Polled: a wait for these keys would not hear that a rank has failed.
     while not store.check(keys):
         if store.check([_FAILED]):
             raise PeerFailedError(
@@ -461,9 +476,6 @@ def _meeting() -> Store:
         _group, _count = group, 0
     _count += 1
     return PrefixStore(f"automicro/words of {group.group_name}, {_count}", default_store())
-
-
-"""How long a vote waits for the slowest rank, which may compile or write a checkpoint."""
 
 
 def coordinate(modules: Sequence[nn.Module]) -> Ranks:
@@ -536,6 +548,7 @@ def _open_votes() -> Votes:
 
 def _find_guards(modules: Sequence[nn.Module], group: GroupState) -> list[Guard]:
     """A guard for each wrapper among modules, the one that it has or a new one."""
+    # By identity: a module that two roots share gets one guard.
     everything = list({id(each): each for root in modules for each in root.modules()}.values())
     if any(isinstance(each, FullyShardedDataParallel) for each in everything):
         raise ValueError(

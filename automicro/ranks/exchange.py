@@ -98,6 +98,7 @@ def healthy(point: str, count: int, *, flag: bool = False) -> Ballot:
     >>> healthy("commit", 3).is_in_step
     True
     """
+    # Not hash(), which Python salts anew in each process.
     where = float(zlib.crc32(point.encode()))
     return Ballot(
         lowest_point=where,
@@ -212,6 +213,7 @@ def ranks_by_node(local_world_sizes: Sequence[int]) -> list[list[int]]:
     nodes: list[list[int]] = []
     while (start := sum(map(len, nodes))) < world_size:
         size = local_world_sizes[start]
+        # Wrong groups would leave ranks waiting for each other; one group of all is right anywhere.
         if size < 1 or list(local_world_sizes[start : start + size]) != [size] * size:
             return [list(range(world_size))]
         nodes.append(list(range(start, start + size)))
@@ -284,6 +286,8 @@ class GlooGroup:
         return self._ranks.index(dist.get_rank())
 
     def gather(self, message: list[float]) -> list[list[float]]:
+        # Under a user's dispatch mode (fake tensors, a memory budget) these numbers would be
+        # replaced or counted.
         with without_modes():
             numbers = torch.tensor(message, dtype=torch.float64)
             rows: list[list[float]] = gather_on_host(self._group, numbers).tolist()
@@ -305,6 +309,7 @@ class GlooGroup:
 
 
 def _padded(text: bytes) -> Tensor:
+    # Of one length on all ranks, so that no exchange of lengths has to come first.
     return torch.tensor(list(text[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8)
 
 
@@ -363,6 +368,7 @@ class TreeExchange:
             lambda group, own: b"\n".join(filter(None, group.gather_text(own)))[:TEXT_BYTES],
             lambda group, own: group.broadcast_text(own),
         )
+        # A text that was cut off may end in the middle of a character.
         return together.decode(errors="replace")
 
     def _up_and_down(

@@ -99,6 +99,8 @@ class Liveness:
             now: the time.
             beats: by rank.
         """
+        # A longer gap is one in which this process stood still or the store was away. That says
+        # nothing of the others.
         self._answered_seconds += min(now - self._last_answer, self._longest_gap)
         self._last_answer = self._last_wake = now
         self._unanswered_seconds = 0.0
@@ -180,6 +182,8 @@ def _connections() -> Iterator[socket.socket]:
         with contextlib.suppress(OSError):  # the folder itself was open while it was read
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
+            # A duplicate: closing it leaves the original open for its owner, and shutting it down
+            # ends the connection for both.
             found = socket.socket(fileno=os.dup(int(name)))
             if found.family in _INTERNET and found.type == socket.SOCK_STREAM:
                 yield found
@@ -320,6 +324,7 @@ class _Heartbeat:
         self._store = self._connect()
         self._store.set(_host_key(self._rank), socket.gethostname())
         if self._rank == 0:
+            # There from the beginning, because a read of several keys waits for those that are not.
             self._store.set(_LOST, "")
         self._store.set(_beat_key(self._rank), "0")
         self._store.get(_beat_key(self._rank))  # nothing else waits until they are written
@@ -358,6 +363,7 @@ class _Heartbeat:
         # One answer may have been on its way before this.
         enough = self._num_answers + 2
         end = time.monotonic() + _ASK_SECONDS
+        # With an end, because the thread that asks may itself wait for a store that is gone.
         while self._loss is None and self._num_answers < enough and time.monotonic() < end:
             self._hurry.set()
             time.sleep(0.02)
@@ -396,6 +402,7 @@ class _Heartbeat:
         hosts = dict.fromkeys(host.decode() for host in store.multi_get(list(map(_host_key, lost))))
         numbers = ",".join(map(str, lost))
         said = f"{numbers} {self._rank} {', '.join(hosts)}"
+        # The first to accuse is believed by all, so that all ranks tell the same story.
         told: bytes = store.compare_set(_LOST, "", said)
         return told.decode()
 
@@ -463,6 +470,7 @@ class _Heartbeat:
             f"automicro: rank {self._rank} of {self._world_size} ends at once: {self._loss}, and "
             f"it still waits {END_AFTER_SECONDS:g} s later; start again from the last checkpoint\n"
         )
+        # An immediate exit flushes nothing.
         with contextlib.suppress(Exception):
             sys.stdout.flush()
         with contextlib.suppress(Exception):

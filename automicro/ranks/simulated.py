@@ -82,6 +82,7 @@ class SimulatedWorld:
         self.world_size = world_size
         self._local = local_world_size or world_size
         self._timeout_seconds = timeout_seconds
+        # By members, so that threads of one group find the same one, whichever comes first.
         self._meetings: dict[tuple[int, ...], _Meeting] = {}
         self._groups: dict[int, list[_SimulatedGroup]] = {}
         self._lock = threading.Lock()

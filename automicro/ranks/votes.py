@@ -40,6 +40,8 @@ def brought(call: Call, rank: int) -> tuple[float, ...]:
     else:
         factor = -(len(call.members) - 1) if rank == call.members[0] else 1
         text = str(call)
+    # A digest, as hash() of a text differs from process to process. Never 0, which would look as if
+    # no member had come.
     drawn = struct.unpack(f"{COUNT}I", hashlib.sha256(text.encode()).digest()[: 4 * COUNT])
     return tuple(float(factor * (1 + each % (_LARGEST - 1))) for each in drawn)
 
@@ -260,6 +262,7 @@ class Votes:
     def _all_say(self, answers: Sequence[bool]) -> list[bool]:
         base = self.world_size + 1  # the digits of a number that fp64 holds: one count each
         width = max(1, int(53 / math.log2(base)))
+        # Each digit counts the ranks that say yes, and no count carries over into the next digit.
         packed = [
             float(
                 sum(base**place for place, yes in enumerate(answers[start : start + width]) if yes)
@@ -324,6 +327,8 @@ class Votes:
         Raises:
             PeerLostError: a peer is gone.
         """
+        # A rank that learned of the failure by a vote must not vote on it again: its peers would
+        # not.
         if self._stopped is None:
             ballot = failed(status, self.rank, highs=highs)._replace(flag=float(strayed))
             self._hear(self._send(ballot, "telling of a failure"))
@@ -356,8 +361,10 @@ class Votes:
             self.give_up(error, "telling why")
 
     def _send(self, ballot: Ballot, point: str, remedy: str = "", *, said: str = "") -> Ballot:
+        # Nothing is sent after a loss or a desync: peers that stopped there would not answer.
         if self._broken is not None:
             raise self._broken
+        # Asked first: an exchange with a lost host fails only after its own, longer timeout.
         if (loss := self._watch.loss()) is not None:
             self._lose(loss)
         self._point = point
@@ -392,6 +399,7 @@ class Votes:
             raise stopped
 
     def _report_desync(self, point: str, remedy: str) -> None:
+        # All ranks read the same result, so all of them come to this exchange.
         where = self.explain(f"{point}, after {self._attempts_so_far()}")
         self._broken = DesyncError(
             "ranks are at different points of the program, so they would wait for each other:\n"
@@ -428,6 +436,7 @@ class Votes:
         """
         if (loss := self._watch.loss(fresh=True)) is not None:
             self._lose(loss, error)
+        # The watch knows of no lost host, so what is missing are processes that ended or hang.
         missing = self._roll_call.missing()
         if missing:
             names = ", ".join(map(str, missing))

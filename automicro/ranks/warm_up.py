@@ -99,8 +99,10 @@ class WarmUp:
             size = dist.get_world_size(use.group)
             self._tensors[use] = []
             for most in (_FEW, _MANY):
+                # A multiple of the ranks, as gathering and scattering need it.
                 count = max(1, most // size)
                 key = use.device, count * size
+                # Shared by all uses of its size, since nothing reads what it holds.
                 if key not in buffers:
                     buffers[key] = torch.zeros(count * size, device=use.device)
                 part = torch.zeros(count, device=use.device)

@@ -114,6 +114,7 @@ _own = _Own()
 
 def open_entrance() -> None:
     """Let the collectives of this process group come by here."""
+    # Put into torch once; a later process group comes by the same entrance.
     if _kept.process == 0:
         before_collectives(_come_by)
     _kept.process = os.getpid()
@@ -154,6 +155,7 @@ def _come_by(name: str, arguments: Mapping[str, Any]) -> None:
         _refuse_worker(name)
     if keeper is None or _own.depth:
         return
+    # Autograd runs backwards on threads of its own.
     if threading.get_ident() != _kept.thread and not (_kept.step is not None and is_in_backward()):
         return  # a thread of other code, whose collectives come at any time
     tensors = list(_tensors(list(arguments.values())))

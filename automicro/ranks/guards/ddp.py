@@ -97,6 +97,7 @@ def _average(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
 
 def _mean_of(group: dist.ProcessGroup | None, buffer: Tensor) -> torch.futures.Future[Tensor]:
     """Average a bucket's content over ranks with the rounding of DDP without any hook."""
+    # Divided before the sum, which rounds otherwise than a division after it.
     buffer.mul_(1.0 / dist.get_world_size(group))
     work = dist.all_reduce(buffer, group=group, async_op=True)
     assert work is not None
@@ -229,6 +230,7 @@ class DdpGuard:
             self._is_rebuilt = rebuild_buckets(self._model)
 
     def open(self, num_microbatches: int, *, training: bool, sync: Sync) -> None:
+        # A forward would broadcast buffers where a rank may be missing; `meet` has done so already.
         self._model.require_forward_param_sync = False
         self._last = num_microbatches - 1
         self._training = training
@@ -269,6 +271,7 @@ class DdpGuard:
         self._hook.pending.clear()
         self._known = (self._is_reduced or self._known) and not any_strayed
         if self._training:
+            # Statistics of each rank have moved on with its own rows.
             self._stale_buffers = self._model.broadcast_buffers
             self._leave_out(unused)
 
@@ -276,15 +279,18 @@ class DdpGuard:
         if not self._training or self._votes_here:
             return
         with own_collectives():
+            # Reductions that are under way still write into buckets.
             self._hook.drain()
             for buffer in self._buckets[self._launched :]:
                 self._hook.pending.append(_mean_of(self._model.process_group, buffer.zero_()))
+            # Peers reduce this map after their last bucket, so it is the last to be played.
             used = local_used_map(self._model)
             if used is not None and self._launched < len(self._buckets):
                 dist.all_reduce(torch.zeros_like(used), group=self._model.process_group)
 
     def recover(self) -> None:
         self._is_open = False
+        # First: what is under way writes into buckets that the next attempt uses again.
         self._hook.drain()
         if self._training:
             reset_reducer(self._model)
@@ -336,6 +342,7 @@ class DdpGuard:
             self._unused = [
                 name in names and each.grad is None for name, each in self._parameters.items()
             ]
+        # Its hooks reduce the buckets that still wait.
         root.backward()  # type: ignore[no-untyped-call]
         if not self._is_reduced:
             raise RuntimeError(
@@ -346,6 +353,8 @@ class DdpGuard:
 
     def _leave_out(self, unused: Sequence[bool]) -> None:
         """Let those that no rank used have no gradient, as without DDP, and not a zero."""
+        # An optimizer skips a parameter without a gradient, but takes a step (weight decay,
+        # momentum) for one of zeros.
         if not any(unused):
             return
         for parameter, is_unused, had in zip(

@@ -110,6 +110,7 @@ class _GuardedReduceScatter(_Guarded):
         reduction = self.guard.reduction(self, group, op, input_tensor.device)
         self.guard.before(step, group, reduction)
         with own_collectives():
+            # A weight of zero would not do: zero times NaN is NaN, on every rank.
             if self.guard.weighs_nothing(self.where):
                 input_tensor.zero_()
             work: dist.Work | None = self.inner(
@@ -316,13 +317,11 @@ class FsdpGuard:
             module.set_requires_all_reduce(sync is Sync.EACH, recurse=False)
 
     def _zero_whole_gradients(self) -> list[Any]:
-        """Keep what counts for nothing apart from what is held back: it may compute as NaN.
-
-        A module that was never gathered has no parameters yet, and so nothing is held back of it.
-        """
+        """Keep what counts for nothing apart from what is held back: it may compute as NaN."""
         hooks = []
         self._zeroed = set()
         for where, module in enumerate(self._modules):
+            # None in a module that was never gathered: so nothing is held back of it either.
             for parameter in whole_parameters(module):
                 self._zeroed.add(where)
                 if parameter.requires_grad:
@@ -348,6 +347,7 @@ class FsdpGuard:
         if self._votes_here or not self._is_open:
             return
         rest = self._rest()
+        # Closed first, so that what is played comes by `before` without a vote.
         self._is_open = False
         self._reset()
         self._is_playing = True
@@ -355,6 +355,7 @@ class FsdpGuard:
             with own_collectives(), torch.no_grad():
                 for step in rest:
                     if step.kind == "all-gather":
+                        # The real shards, because peers compute with what they gather.
                         self._modules[step.where].unshard()
                         self._modules[step.where].reshard()
                     else:
@@ -433,6 +434,7 @@ class FsdpGuard:
         """A collective was enqueued."""
         if self._is_open:
             self._trace.append(step)
+            # The sum over the replicas that follows belongs to this one, see `owns`.
             if step.kind == "reduce-scatter" and self._reduces_all:
                 self._next_sum = replicate_group(self._modules[step.where])
 
@@ -452,6 +454,7 @@ class FsdpGuard:
         self._index = index
         self._next_sum = None
         is_last = index == self._num_microbatches - 1
+        # Microbatches that agree in all of these are expected to run the same collectives.
         self._key = (self._training, index == 0, is_last, self._sync)
         self._trace = []
         self._votes_here = not self._can_replay or self._key not in self._schedules
