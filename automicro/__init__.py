@@ -121,9 +121,11 @@ if not TYPE_CHECKING:
         if home is not None:
             value = getattr(importlib.import_module(home), name)
         elif not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
+            # A submodule, which nothing may have imported yet.
             return importlib.import_module(f"{__name__}.{name}")
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        # Kept, so that this function is asked for each name once.
         globals()[name] = value
         return value
 

@@ -104,6 +104,7 @@ def needs_two_rows(exception: BaseException) -> bool:
     ...     print(needs_two_rows(error))
     True
     """
+    # Torch has no class of its own for it: its words are all there is to know it by.
     return isinstance(exception, ValueError) and text_of(exception).startswith(
         "Expected more than 1 value per channel when training"
     )

@@ -249,6 +249,7 @@ def _check_keywords(keywords: Mapping[str, Any]) -> None:
         )
     backend = keywords.get("backend", "inductor")
     if isinstance(backend, str):
+        # Unless told otherwise torch leaves out those for debugging, which it takes all the same.
         backends = torch.compiler.list_backends(exclude_tags=())
         if backend not in backends:
             usual = ", ".join(torch.compiler.list_backends())
@@ -256,6 +257,7 @@ def _check_keywords(keywords: Mapping[str, Any]) -> None:
                 f"compile has backend={backend!r}, which torch does not know"
                 f"{suggestion(backend, backends)}; use one of {usual}, or a callable"
             )
+    # Modes and options are a backend's own, and those of others cannot be looked up.
     if backend != "inductor":
         return
     if mode is not None and mode not in compile_modes():

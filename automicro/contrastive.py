@@ -81,6 +81,7 @@ class Contrastive(nn.Module):
                 )
         self.encoders = nn.ModuleDict(encoders)
         self.loss = InfoNCE() if loss is None else loss
+        # After all were looked at: an error must not leave some of the caller's encoders split.
         for name, encoder in encoders.items():
             if attached_to(encoder) is None:
                 split(encoder, microbatch_size=microbatch_size).name = name
@@ -191,6 +192,7 @@ class InfoNCE(nn.Module):
         group: Group = None,
     ) -> None:
         super().__init__()
+        # So written, it refuses NaN, too.
         if not temperature > 0:
             raise ValueError(f"temperature={temperature} is not positive; 0.07 is usual")
         log_scale = torch.tensor([-math.log(temperature)])  # fully_shard takes no scalars
@@ -225,6 +227,7 @@ class InfoNCE(nn.Module):
         )
         scale = self.log_scale.exp().to(anchors.device)  # encoders may have been moved without it
         among, first = self._of_all(positives)
+        # Rows of lower ranks come before this one's among those of all.
         targets = first + torch.arange(len(anchors), device=anchors.device)
         among = torch.cat([among, *(self._of_all(each)[0] for each in others)])
         loss: Tensor = self.similarities(anchors, among, scale, targets)
@@ -262,6 +265,8 @@ def gather_rows(rows: Tensor, group: Group = None) -> tuple[Tensor, int]:
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
         return rows, 0
+    # Ranks exchange their numbers of rows first, because all_gather() takes tensors of one size:
+    # rows are padded to the most that a rank has.
     count = torch.tensor([len(rows)], device=rows.device)
     counts = [torch.empty_like(count) for _ in range(dist.get_world_size(group))]
     dist.all_gather(counts, count, group=group)
@@ -284,6 +289,8 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        # A copy, because all_reduce() writes into it, and autograd may hand the same gradient to
+        # others.
         summed = gradients[0].contiguous().clone()
         dist.all_reduce(summed, group=ctx.group)
         return torch.split(summed, ctx.sizes)[dist.get_rank(ctx.group)], None, None

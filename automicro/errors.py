@@ -96,6 +96,7 @@ def nearest(name: object, known: Iterable[object]) -> str | None:
     ('Linear', None)
     """
     # Classes are often meant by the name of the module that they are in.
+    # In reverse, so that the last to be kept is the upper case: Linear, and not the module linear.
     spelled = {each.lower(): each for each in sorted(map(str, known), reverse=True)}
     near = difflib.get_close_matches(str(name).lower(), spelled, n=1)
     return spelled[near[0]] if near else None
@@ -193,6 +194,7 @@ def remember(error: BaseException, **facts: Any) -> None:
     """
     known = replace(facts_of(error), **facts)
     with contextlib.suppress(Exception):  # it is no reason for another error
+        # Past the class's own __setattr__, which may refuse.
         BaseException.__setattr__(error, _FACTS, known)
 
 
@@ -230,6 +232,7 @@ def facts_of(error: BaseException) -> _Facts:
     >>> facts_of(ValueError()) == _Facts()
     True
     """
+    # Past __getattr__, which may be a user's.
     found = vars(error).get(_FACTS)
     return found if isinstance(found, _Facts) else _Facts()
 
@@ -403,10 +406,8 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> type[Exception]:
-        """Make the one class whose base is torch's when it is first asked for.
-
-        Torch takes a second to import, and a mistyped command line needs another error.
-        """
+        # Made when it is first asked for: torch, whose class is its base, takes a second to import,
+        # and a mistyped command line needs another error.
         if name != "SampleTooLargeError":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         import torch
@@ -415,6 +416,7 @@ else:
         made = type(
             name, (AutomicroError, torch.OutOfMemoryError), {"__doc__": doc, "__module__": __name__}
         )
+        # One class for all who ask, also of two threads at once: except clauses compare classes.
         return globals().setdefault(name, made)
 
 

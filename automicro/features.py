@@ -251,6 +251,7 @@ def answering_unknown(construct: Callable[P, None]) -> Callable[P, None]:
     placed = [n for n, p in known.items() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     cls = construct.__qualname__.partition(".")[0]
 
+    # Through __wrapped__, help() and the config's schema still see the constructor's own signature.
     @functools.wraps(construct)
     def answering(*args: P.args, **kwargs: P.kwargs) -> None:
         if len(args) > len(placed):

@@ -94,6 +94,7 @@ def write_whole(
         'all of it'
         >>> path.unlink()
     """
+    # Beside the file: only within one file system does a rename take one step.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
         with temporary.open("xb") as file:
@@ -101,11 +102,15 @@ def write_whole(
             if mode is not None and hasattr(os, "fchmod"):
                 os.fchmod(file.fileno(), mode)
             if lasts:
+                # The content before the name: else a crash could leave the new name without its
+                # content.
                 file.flush()
                 sync(file.fileno())
         replace(temporary, path)
+    # Ctrl-C leaves no temporary file behind, either.
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     if lasts:
+        # The new name is an entry of the folder, which has to reach the disk by itself.
         sync_folder(path.parent)

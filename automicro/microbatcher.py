@@ -170,6 +170,7 @@ class Microbatcher:
             asked.append(exact_batchnorm(microbatch_size))
         for feature in asked:
             feature.attach(setup)
+        # Only now that each feature has said what it wants of the step.
         setup.unit.check(setup)
         self._setup, self._model, self._modules = setup, model, everything
         self._ranks, self._device, self._index = ranks, setup.device, setup.index
@@ -214,6 +215,7 @@ class Microbatcher:
         )
         self._sort = None if setup.sorter is None else setup.sorter(setup, computation)
         update_metric = hiding(setup.functions.get("update_metric"))
+        # Where all rows are compared, parts of a few rows have another gradient by nature.
         is_checked = check_probe(probe) and comparing_rows(everything) is None
         reservation = None
         if setup.optimizer is not None:
@@ -333,6 +335,7 @@ class Microbatcher:
         Raises:
             ValueError: a state of other policies than these.
         """
+        # Before anything is loaded: the state of something else leaves all sizes as they were.
         check_state(state, {"train": None, "eval": None})
         self._setup.parts.load_state_dict(state.get("nested", {}))
         self._train.load_state_dict(state["train"])
@@ -412,6 +415,8 @@ class Microbatcher:
         """
         try:
             with self._memory.limited(), self._split_guard.explaining_memory():
+                # What fails in here fails before the ranks agree on anything: unless told, the
+                # others would wait.
                 with announcing_failure(self._ranks):
                     step = self._prepare(batches)
                 where = return_outputs
@@ -666,6 +671,8 @@ class Microbatcher:
         predicts: bool = False,
         compares_outputs: bool = False,
     ) -> EvalResult:
+        # Not inference_mode(): no later backward may use a tensor that was made in it, and a model
+        # may keep some.
         with self._memory.limited(), evaluation_mode(self._modules), torch.no_grad():
             with announcing_failure(self._ranks):
                 self._ranks.settle()

@@ -143,6 +143,7 @@ class ModuleIndex:
         self._spaces = [vars(module) for _, module in self.owners]
         every = list(chain.from_iterable(usual))
         self._full = [table for table in every if table]
+        # These have no keys to compare, and may be filled where they are.
         self._empty = [table for table in every if not table]
         self._keys = list(chain.from_iterable(self._full))
         self._values = list(chain.from_iterable(map(dict.values, self._full)))
@@ -236,6 +237,8 @@ def runs_collectives(modules: Iterable[nn.Module]) -> bool:
             if is_fsdp_module(module):
                 dims = mesh_dims(cast(Any, module))
                 own: list[Any] = [p for p in module.parameters() if is_sharded(p)]
+                # Over more dimensions of a mesh than sharding and replicas take, parameters are
+                # those of tensor parallelism, which communicates within forward and backward.
                 sharded |= {id(p) for p in own if p.device_mesh.ndim <= dims}
         if any(is_sharded(p) and id(p) not in sharded for p in root.parameters()):
             return True

@@ -116,6 +116,7 @@ def check_unwrapped(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         kind = type(module).__name__
+        # fully_shard() gives a module a class whose name begins with FSDP.
         if isinstance(module, nn.parallel.DistributedDataParallel) or "FSDP" in kind:
             raise ValueError(
                 f"{name or 'the model'} is wrapped in {kind}, and this looks at it in one process "
@@ -149,6 +150,8 @@ def innermost_optimizer(optimizer: object) -> torch.optim.Optimizer | None:
     found, seen = optimizer, set[int]()
     while id(found) not in seen:
         seen.add(id(found))
+        # From the table itself, because wrappers hand unknown attributes on to the optimizer
+        # inside.
         attributes = getattr(found, "__dict__", {})
         inside = (attributes.get(name) for name in _INSIDE)
         found = next((each for each in inside if _is_like_an_optimizer(each)), found)
@@ -191,6 +194,7 @@ def check_optimizer(
             "use another optimizer, or leave optimizer= out and call backward inside the closure "
             "that you hand to its step"
         )
+    # By identity: to compare tensors would compare their numbers.
     known = {id(parameter) for module in modules for parameter in module.parameters()}
     parameters = [p for group in innermost.param_groups for p in group["params"]]
     foreign = [parameter for parameter in parameters if id(parameter) not in known]
@@ -299,6 +303,7 @@ def check_loss(loss: object, *, may_be_zero: bool = False) -> Tensor:
             f"the loss is of dtype {loss.dtype} and cannot be differentiated; return a floating "
             "point loss, not a count or an index"
         )
+    # Reading the number waits for the device, and only where there is no graph.
     if not loss.requires_grad and not (may_be_zero and float(loss) == 0.0):
         refuse_constant()
     return loss
@@ -358,6 +363,7 @@ def resolve_device(device: torch.device | str | None, model: nn.Module) -> torch
 
 
 def _agrees(one: torch.device, other: torch.device) -> bool:
+    # "cuda" without a number is whichever device of that type the model lies on.
     return one.type == other.type and other.index in (None, one.index)
 
 
@@ -393,6 +399,7 @@ def read_amount(name: str, value: float | None) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} is {value!r}, not a number; pass one such as 1.0, or None")
+    # So written, it refuses NaN, too.
     if not value > 0:
         raise ValueError(f"{name}={value} must be above 0; pass a number such as 1.0, or None")
     return float(value)
@@ -408,6 +415,7 @@ def read_count(name: str, value: object, *, least: int = 1) -> int:
     >>> read_count("accumulate_batches", 4)
     4
     """
+    # For Python, True is an int.
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} is {value!r}, not a whole number; pass an int such as {least}")
     if value < least:

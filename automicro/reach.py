@@ -82,6 +82,7 @@ class Reach:
 
     def named_generators(self) -> dict[str, Any]:
         """The same without those of the process, by names that are the same in each run."""
+        # Without DDP's wrapper, whose attribute would be part of each name on several ranks alone.
         return generators_in({name: unwrapped(each) for name, each in self._roots.items()})
 
     def _read(self) -> Iterator[tuple[str, Any]]:
@@ -99,6 +100,8 @@ class Reach:
             if is_new:
                 seen |= set(map(id, place.value.modules()))
             if is_new or is_generator(place.value):
+                # Without its value, which is read anew each time: kept here, it would outlive its
+                # replacement.
                 self._places.append(place if place.owner is None else place._replace(value=None))
 
 
@@ -125,6 +128,7 @@ def kinds_of_loading(kind: type) -> tuple[Kind, ...]:
     found = kinds_of(kind)
     if issubclass(kind, _CONTAINERS):
         return tuple(each._replace(read=functools.partial(_read_short, each)) for each in found)
+    # To look into an iterator would take from the pass that is under way.
     is_a_pass = issubclass(kind, Iterator | type | types.ModuleType)
     is_of_python = kind.__module__.partition(".")[0] in sys.stdlib_module_names
     if found or is_a_pass or is_of_python or not kind.__dictoffset__:
@@ -138,6 +142,7 @@ def _read_short(kind: Kind, value: Any) -> Any:
 
 def _read_loading(value: Any) -> dict[str, Any]:
     table = table_of(value)
+    # Sorted, because a set has another order in each run.
     return {name: table[name] for name in sorted(table.keys() - _NOTHING_OF_ITS_OWN)}
 
 

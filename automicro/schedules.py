@@ -181,6 +181,7 @@ def _falling(
         )
 
     def fall(step: int) -> float:
+        # This answers a warm-up that takes all of it, too, where nothing is left to divide by.
         if step >= end:
             return final
         return final + (1 - final) * shape((step - rise) / (end - rise))
@@ -192,6 +193,7 @@ def _after_warmup(rise: int, then: Callable[[int], float]) -> Callable[[int], fl
     # A function and not an object: LambdaLR would save an object's values, and a run that goes on
     # with another total would silently keep the old one.
     def factor(step: int) -> float:
+        # One ahead, because a rate of 0 would waste the first step.
         return (step + 1) / rise if step < rise else then(step)
 
     return factor

@@ -80,9 +80,11 @@ def squares_by_layout(tensors: Sequence[Tensor]) -> list[tuple[Tensor, list[Any]
         if is_sharded(tensor):
             mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
             key = (mesh, placements)
+            # Replicas hold the same numbers, which must count once.
             dims = [dim for dim, each in enumerate(placements) if not each.is_replicate()]
             groups = [mesh.get_group(dim) for dim in dims]
         norms = found.setdefault(key, ([], groups))[0]
+        # The square of a norm above 1.8e19 overflows float32.
         norms.append(torch.linalg.vector_norm(local(tensor)).to(torch.float64))
     return [(torch.stack(norms).square().sum(), groups) for norms, groups in found.values()]
 
@@ -93,6 +95,8 @@ def norm_of_all(squares: Sequence[tuple[Tensor, list[Any]]]) -> Tensor:
     >>> norm_of_all(squares_by_layout([torch.tensor([3.0, 4.0])])).item()
     5.0
     """
+    # In the order of the tensors, which is the same on all ranks: else they would wait for each
+    # other.
     for square, groups in squares:
         for group in groups:
             dist.all_reduce(square, group=group)

@@ -27,6 +27,7 @@ def one_line(subject: object) -> str:
     told = []
     for name, parameter in inspect.signature(type(subject).__init__).parameters.items():
         value = getattr(subject, f"_{name}", getattr(subject, name, _MISSING))
+        # A method of an argument's name does not hold the argument.
         if name == "self" or value is _MISSING or inspect.ismethod(value):
             continue
         if not _is_same(value, parameter.default):

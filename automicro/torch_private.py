@@ -193,6 +193,7 @@ def is_collective(func: Any) -> bool:
     return namespace == "_dtensor" and func._schema.name in _ALSO_COLLECTIVE
 
 
+# Through map(), these read thousands of parameters without a step of Python's.
 _BUFFERS = operator.attrgetter("_buffers")
 _VERSION = operator.attrgetter("_version")
 _HOOKS_BEFORE = operator.attrgetter("_backward_hooks")
@@ -276,6 +277,7 @@ def counter_of(tensor: Tensor) -> Tensor:
     """
     counter = tensor.detach()
     with torch.no_grad():
+        # Other memory under the same version: detach() shares it, and .data leaves it alone.
         counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return counter
 
@@ -425,6 +427,7 @@ def reduction_of(loss: Tensor) -> Reduction | None:
     (('mean', (3, 2)), None)
     """
     node: Any = loss.grad_fn
+    # A loss may be cast behind its reduction.
     while node is not None and node.name() == "ToCopyBackward0":
         node = node.next_functions[0][0]
     name = "" if node is None else node.name()
@@ -571,6 +574,7 @@ def saving(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
         return
     pack, unpack = hooks
 
+    # is_in_checkpoint() knows hooks by their module.
     @functools.wraps(pack)
     def changed(tensor: Tensor) -> Any:
         return pack(change(tensor))
@@ -662,6 +666,7 @@ def uncheckpointed() -> Iterator[None]:
     if not is_in_checkpoint():
         yield
         return
+    # Torch asks no hooks about what is saved while it takes itself to be tracing.
     before = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
     try:
         yield
@@ -688,6 +693,7 @@ def record_memory_history(max_entries: int | None) -> None:
     if max_entries is None:
         torch.cuda.memory._record_memory_history(None)
     else:
+        # Frames of C++ take much longer to read, and name nothing of the user's.
         torch.cuda.memory._record_memory_history(stacks="python", max_entries=max_entries)
 
 
@@ -696,6 +702,7 @@ def dump_memory_snapshot(path: str) -> None:
     torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
 
 
+# Weakly, because torch keeps its observer for good, and with it whatever this list holds.
 _told_of_shortage: list[weakref.WeakMethod[Callable[[], None]]] = []
 _observes_shortage = False
 
@@ -728,6 +735,7 @@ def tell_no_more(tell: Callable[[], None]) -> None:
 
 
 def _on_shortage(*_: int) -> None:
+    # A copy, because what is told may take itself off the list.
     for each in list(_told_of_shortage):
         tell = each()
         if tell is not None:
@@ -746,6 +754,7 @@ def without_global_step_hooks() -> Iterator[None]:
     ...     torch.optim.SGD([nn.Parameter(torch.ones(2))]).step()
     """
     home = sys.modules[torch.optim.Optimizer.__module__]
+    # Other tables take their place, because handles by which hooks are removed refer to these.
     names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
     hooks = {name: getattr(home, name) for name in names}
     try:
@@ -763,6 +772,7 @@ def calls_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     >>> calls_step_hooks(torch.optim.SGD([nn.Parameter(torch.ones(2))]))
     True
     """
+    # Optimizer.__init__ puts the calls of hooks around its class's step, and marks it so.
     is_patched = getattr(type(optimizer).step, "hooked", False)
     tables = [vars(optimizer).get(name) for name in STEP_HOOKS]
     return bool(is_patched) and all(isinstance(table, OrderedDict) for table in tables)
@@ -776,6 +786,7 @@ def forget_workers(loader: object) -> None:
 
     >>> forget_workers([1, 2])
     """
+    # Persistent workers keep the data set as it was when they began.
     if getattr(loader, "_iterator", None) is not None:
         loader._iterator = None  # type: ignore[attr-defined]
 
@@ -802,6 +813,8 @@ def computing(operations: Mapping[str, Callable[..., Tensor | None]]) -> Iterato
 
         def run(*args: Any, **options: Any) -> Any:
             found = compute(*args, **options) if threading.get_ident() == thread else None
+            # Torch's own computation in parts: to call the operation by its name would come here
+            # again.
             return plain.decompose(*args, **options) if found is None else found
 
         return run
@@ -809,6 +822,8 @@ def computing(operations: Mapping[str, Callable[..., Tensor | None]]) -> Iterato
     # There is one table of operations for all threads.
     with _OPERATIONS_LOCK, torch.library._scoped_library("aten", "IMPL") as library:
         for name, compute in operations.items():
+            # At the level of autograd, which differentiates what the function does, and not the
+            # operation.
             library.impl(name, instead(name, compute), "AutogradCPU")
         yield
 
@@ -970,6 +985,7 @@ def mark_dynamic(tensor: Tensor, dim: int) -> list[str]:
     """
     table = vars(tensor)
     before = set(table)
+    # It keeps its marks as attributes of the tensor.
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
     return [name for name in table if name not in before]
 

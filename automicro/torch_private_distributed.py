@@ -115,6 +115,7 @@ def _ask_before(
     *args: Any,
 ) -> Any:
     ask(name, dict(zip(names, args, strict=False)))
+    # On to what lies behind this kernel: a plain call would ask once more.
     return func.redispatch(keys & rest, *args)
 
 
@@ -153,6 +154,7 @@ def is_in_backward() -> bool:
 def gather_on_host(group: dist.ProcessGroup, message: Tensor) -> Tensor:
     """The messages of all members of a gloo group, one in a row, past torch's operations."""
     gathered = message.new_empty(group.size() * message.numel())
+    # By the backend itself: an operation of c10d's would be seen by before_collectives().
     backend: Any = group._get_backend(message.device)
     backend._allgather_base(gathered, message).wait()
     return gathered.view(group.size(), -1)
@@ -217,6 +219,7 @@ def reduced_parameters(model: DistributedDataParallel) -> dict[str, nn.Parameter
             if f"{place}.{name}" not in model.parameters_to_ignore:
                 every.setdefault(id(parameter), (f"{place}.{name}".lstrip("."), parameter))
     trained = [(name, each) for name, each in every.values() if each.requires_grad]
+    # The reducer tells how many parameters it has, and not which: the list of that length has them.
     data = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     for candidates in (trained, list(every.values())):
         if len(candidates) == int(data["num_parameter_tensors"]):
@@ -272,6 +275,8 @@ def arrive(parameters: Sequence[Tensor]) -> Tensor:
     >>> weight.grad is None
     True
     """
+    # The reducer still waits for what was frozen after the model was wrapped, and only what
+    # requires a gradient is come to.
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(True)
@@ -359,6 +364,7 @@ def groups_of_shards(
     if not groups:
         return None
     group = groups[0]
+    # With reshard_after_forward=N the backward gathers over fewer ranks than the forward.
     meshes = [group.mesh_info, group.post_forward_mesh_info]
     gathered = [each.shard_process_group for each in meshes if each is not None]
     return group.device, list(dict.fromkeys(gathered)), [group._reduce_scatter_process_group]
@@ -406,6 +412,7 @@ def whole_numel(module: "FSDPModule") -> int:
         if each.sharded_param.requires_grad:
             size = list(each._orig_size)
             dim = each.fsdp_placement.dim
+            # Shards are padded to the same size on all ranks.
             size[dim] = -(-size[dim] // num_ranks) * num_ranks
             total += math.prod(size)
     return total
@@ -414,6 +421,7 @@ def whole_numel(module: "FSDPModule") -> int:
 def holds_back(module: "FSDPModule") -> bool:
     """Whether a module has gradients that are not reduced over all ranks."""
     return any(
+        # Of HSDP: reduced over the shards of one replica, and not yet over replicas.
         group._partial_reduce_output is not None
         or any(gradient is not None for gradient in map(_whole_gradient, group.fsdp_params))
         for group in _groups(module)

@@ -136,6 +136,7 @@ def _read_duration(text: str) -> Duration | None:
     if match is None or match[3] not in {*Unit, *_OF_DATA}:
         return None
     number, exponent = match[1], match[2] or ""
+    # In floats, 1.1h are 3960.0000000000005 seconds, which is no whole number.
     value = Decimal(number + exponent) * _OF_DATA.get(match[3], 1)
     unit = Unit.SECONDS if match[3] in _OF_DATA else Unit(match[3])
     # Parts are of hours and minutes; epochs and batches are few enough to be written out.
@@ -305,6 +306,7 @@ def _read(text: str) -> int:
     if clock is not None:
         days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
         return 86400 * days + 3600 * hours + 60 * minutes + seconds
+    # Each part may be missing, so empty text matches as well.
     parts = _PARTS.fullmatch(stripped)
     if parts is None or not stripped:
         raise ValueError(f"{text!r} is no time: {_why(stripped)}{_HOW}")
@@ -343,6 +345,7 @@ class TimeLimit:
         self, seconds: float | None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._seconds = seconds
+        # Monotonic by default: a wall clock that is set meanwhile must not end a run.
         self._clock = clock
         self._start = 0.0 if seconds is None else clock()
 

@@ -94,6 +94,7 @@ def same_objects(one: Collection[Any], other: Collection[Any]) -> bool:
 
 def put_table(table: dict[Any, Any], saved: Mapping[Any, Any]) -> None:
     """Let a dict have these entries in this order; writes no more than what differs."""
+    # An OrderedDict keeps its order beside the dict that it is: written to as a dict, it loses it.
     base: Any = OrderedDict if isinstance(table, OrderedDict) else dict
     if not same_objects(list(base.__iter__(table)), saved):
         base.clear(table)
@@ -109,6 +110,8 @@ def _container(base: Any, fill: Any) -> Kind:
     """A container, past what a subclass may make of its methods."""
 
     def write(value: Any, saved: Any) -> None:
+        # A weak reference that has died meanwhile stays out: what would remove it has been called
+        # already.
         base.clear(value)
         fill(value, [each for each in saved if not _is_dead(each)])
 
@@ -188,11 +191,13 @@ def set_state(generator: Any, state: Any) -> None:
 
 def is_generator(value: Any) -> bool:
     """Whether a value draws random numbers of its own."""
+    # SystemRandom has no state that could be put back.
     return issubclass(type(value), _GENERATORS) and not isinstance(value, random.SystemRandom)
 
 
 def _put_array(value: Any, saved: Any) -> None:
     if value.shape != saved.shape:
+        # Others refer to the array while it is put back, for which resize() would refuse.
         value.resize(saved.shape, refcheck=False)
     if value.flags.writeable:
         value[...] = saved
@@ -405,6 +410,8 @@ def children(value: Any, kinds: Kinds = kinds_of) -> Iterator[tuple[str, Any]]:
         elif not kind.is_leaf:
             held = kind.read(value)
             for name, each in held.items() if type(held) is dict else enumerate(held):
+                # Parameters, buffers and children go by their own names, without that of their
+                # table.
                 if name in REGISTERED and issubclass(type(value), nn.Module):
                     yield from ((f".{key}", part) for key, part in dict.items(each))
                 yield kind.name.format(name), each
@@ -468,8 +475,10 @@ class Place(NamedTuple):
 def places(roots: Mapping[str, Any], kinds: Kinds = kinds_of) -> Iterator[Place]:
     """The same with what holds each."""
     waiting = deque(Place(path, value) for path, value in roots.items())
+    # Values are kept with their ids, because one that is freed would leave its id to another.
     seen = dict[int, Any]()
     while waiting:
+        # Breadth first, so that the path to a value is the shortest.
         place = waiting.popleft()
         path, value = place.path, place.value
         if id(value) not in seen and kinds(type(value)):
@@ -492,6 +501,7 @@ def comes_from(value: object, *names: str) -> bool:
     >>> comes_from(fractions.Fraction(1), "fractions.Fraction"), comes_from(1, "torch.Tensor")
     (True, False)
     """
+    # By names, so that a library that is not in use need not be imported.
     classes = type(value).__mro__
     homes = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in classes}
     return not homes.isdisjoint(names)
@@ -509,6 +519,7 @@ def same_content(one: Tensor, other: Tensor) -> bool:
         return False
     if not one.is_nested and one.shape != other.shape:  # ragged sizes are symbols
         return False
+    # Without data there is nothing else to compare.
     if one.is_meta or other.is_meta:
         return one.is_meta and other.is_meta
     parts = _dense_parts(one.detach())
@@ -543,7 +554,9 @@ def _dense_parts(value: Tensor) -> list[Tensor]:
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape:
         return False
+    # As whole numbers: for floats NaN is unlike itself, and 0.0 like -0.0.
     bits = _BITS[min(one.itemsize, 8)]
+    # A conjugate or a negative is only marked as one, over the bits of the other.
     lines = [each.resolve_conj().resolve_neg().reshape(-1) for each in (one, other)]
     return torch.equal(*(each.view(bits) for each in lines))
 

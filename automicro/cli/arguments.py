@@ -143,6 +143,8 @@ def reading(
     Returns:
         The job, the recipe of what to make, and where results go.
     """
+    # First of all: a mistyped path is told at once, and not after the seconds that torch's import
+    # takes.
     look_for_files(arguments.inputs, command=arguments.command)
     with importing(arguments.inputs, in_logs=for_ranks):
         from automicro.cli.config.build import Recipe
@@ -160,6 +162,7 @@ def whole_number(text: str) -> int:
     >>> whole_number("8")
     8
     """
+    # What is no number at all is a ValueError, which argparse answers by itself.
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is below 1: give a number of them")
     return int(text)
@@ -180,6 +183,7 @@ def is_path(argument: str) -> bool:
     >>> is_path("configs/digits.yaml"), is_path("seed=1")
     (True, False)
     """
+    # Folders may be named by values, as in runs/lr=0.1/config.yaml: no key has a slash in it.
     before, equals, _ = argument.partition("=")
     return not equals or os.sep in before or "/" in before or Path(argument).is_file()
 
@@ -193,6 +197,7 @@ def _files_near(path: Path) -> str:
         for each in folder.glob(pattern)
         if not each.name.startswith(".")
     }
+    # A key without =VALUE was taken for a path.
     if str(path).partition(".")[0] in KEYS and not path.suffix.startswith(".y"):
         return f": to set this key, say {path}=VALUE"
     names = {Path(each).name: each for each in sorted(found)}

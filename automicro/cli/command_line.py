@@ -38,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with one_rank_speaks(), errors.warnings_in_one_line():
             code = COMMANDS[arguments.command].run(arguments)
+        # Flushed inside of the try: a closed pipe would else show when Python ends, which prints a
+        # complaint of its own.
         print(end="", flush=True)
         return code
     except (Exception, KeyboardInterrupt, SystemExit) as error:
@@ -59,11 +61,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if given and given[0] == "help":
         given = [*given[1:2], "--help"]
     name = next((each for each in given if not each.startswith("-")), None)
+    # argparse would refuse it, too, without a word of what was meant.
     if name is not None and name not in COMMANDS:
         parser.error(
             f"there is no command {name!r}{suggestion(name, COMMANDS)}: say one of "
             f"{', '.join(COMMANDS)}"
         )
+    # Not parse_args(), whose error suggests nothing and which refuses a file behind an option.
     arguments, rest = parser.parse_known_args(given)
     mine = parser if name is None else commands[name]
     for each in rest:
@@ -90,6 +94,7 @@ def _key_meant(option: str, *behind: str) -> str:
     key = key.replace("-", "_")
     if not equals:
         value = "VALUE" if not behind or behind[0].startswith("-") else behind[0]
+    # Other programs take --epochs 3: here it is max_duration=3ep.
     if duration := duration_meant(value, key):
         key, value = "max_duration", duration
     return f" (did you mean '{key}={value}'?)" if key.partition(".")[0] in KEYS else ""

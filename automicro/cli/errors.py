@@ -73,15 +73,16 @@ def show_failure(error: BaseException, *, debug: bool) -> int:
 
 
 def _print_traceback(error: BaseException) -> None:
-    """Without notes, which come with the message; in a terminal with the code of all but torch."""
     from rich.console import Console
 
     console = Console(stderr=True)
     if console.is_terminal:
         from rich.traceback import Traceback
 
+        # Frames of torch without their code: a page of it would hide the user's own lines.
         torch = [sys.modules["torch"]] if "torch" in sys.modules else []
         shown = Traceback.from_exception(type(error), error, error.__traceback__, suppress=torch)
+        # Notes come with the message below.
         shown.trace.stacks[0].notes = []
         console.print(shown)
         return
@@ -138,6 +139,8 @@ def is_closed_pipe(error: BaseException) -> bool:
         return True
     try:
         sys.stdout.flush()
+        # A BrokenPipeError may come from any pipe of the user's: POLLERR tells that it is that of
+        # stdout.
         poll = select.poll()
         poll.register(sys.stdout.fileno(), select.POLLOUT)
     except BrokenPipeError:
@@ -149,6 +152,7 @@ def is_closed_pipe(error: BaseException) -> bool:
 
 def forget_stdout() -> None:
     """Let what is still to be written to a closed pipe vanish, when Python ends too."""
+    # Python flushes stdout once more at its end, which would fail again where there is no reader.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
@@ -159,6 +163,8 @@ def _is_told_as_one_of_many(error: BaseException, text: str, *, debug: bool) -> 
     from automicro.trainer.processes import is_said_by_first, leave, place_for_output
 
     place = place_for_output()
+    # The error is caught, so Python does not know of it: at its exit it would end the process group
+    # in order, and wait there for ranks that are gone.
     leave()
     if debug:
         return False
@@ -236,6 +242,7 @@ def _has_more_to_show(error: BaseException) -> bool:
         return False
     if not isinstance(error, ConfigError):
         return True
+    # Errors of a config wrap one another: what counts is the first cause of another kind.
     cause: BaseException | None = error
     while isinstance(cause, ConfigError):
         cause = cause.__cause__
@@ -270,6 +277,7 @@ def _users_place(error: BaseException) -> str | None:
     if isinstance(error, SyntaxError) and error.filename and is_users(error.filename):
         code = f": {error.text.strip()}" if error.text else ""
         return f"{shorten(error.filename)}:{error.lineno}{code}"
+    # Lines of a worker process lie further inside than those that passed its error on.
     for place in reversed([*_places(error), *_places_in_worker(error)]):
         if is_users(place.filename):
             return _describe_place(place)
@@ -288,6 +296,8 @@ def _librarys_place(error: BaseException) -> str | None:
     """
     frames = list(_frames(error))
     first = next((frame for frame, _ in reversed(frames) if _role(frame)), None)
+    # Only what lies behind the last line of automicro's is the library's doing. Torch's private
+    # files tell a user nothing.
     innermost = None
     for place in _places(error):
         if PRIVATE_OF_TORCH not in place.filename:
@@ -311,6 +321,7 @@ def is_refusal(error: BaseException) -> bool:
     if not isinstance(error, TypeError | ValueError):
         return False
     places = list(_places(error))
+    # By a raise statement: a TypeError that an expression of ours ran into refuses nothing.
     return bool(places) and _is_ours(places[-1].filename) and _is_raised_in(places[-1])
 
 
@@ -323,8 +334,10 @@ def is_bug_of_ours(error: BaseException) -> bool:
     places = list(_places(error))
     if not places or not isinstance(error, SLIPS) or not _is_ours(places[-1].filename):
         return False
+    # No object of a user's can be the reason of these.
     if isinstance(error, AssertionError | NameError):
         return True
+    # An attribute or a key may be missing in what a user, or a metric, has handed over.
     beside = facts_of(error).bystander
     is_metrics = beside is not None and beside.kind == "metric"
     return _users_place(error) is None and not is_metrics and not _is_of_users_object(error)
@@ -364,6 +377,7 @@ def shorten(filename: str) -> str:
 
 def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
     for frame, line in traceback.walk_tb(error.__traceback__):
+        # A slip in the mode itself is still automicro's.
         is_below = frame.f_code.co_name in BELOW_TORCH and _is_ours(frame.f_code.co_filename)
         if is_below and not isinstance(error, SLIPS):
             return
@@ -371,6 +385,7 @@ def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
 
 
 def _places(error: BaseException) -> list[traceback.FrameSummary]:
+    # Read once more by extract_tb(), which knows the columns of an expression.
     wanted = sum(1 for _ in _frames(error))
     return list(traceback.extract_tb(error.__traceback__, limit=wanted)) if wanted else []
 
@@ -396,6 +411,7 @@ def _code(place: traceback.FrameSummary) -> str:
     line = linecache.getline(place.filename, place.lineno or 0)
     start, end = getattr(place, "colno", None), getattr(place, "end_colno", None)
     if start is not None and end is not None:
+        # Columns count bytes of UTF-8, and not letters.
         if getattr(place, "end_lineno", None) == place.lineno:
             return line.encode()[start:end].decode(errors="replace").strip() or line.strip()
         return f"{line.encode()[start:].decode(errors='replace').strip()}…"
@@ -404,6 +420,7 @@ def _code(place: traceback.FrameSummary) -> str:
 
 def _is_of_users_object(error: BaseException) -> bool:
     """Whether something that the user wrote lacks what automicro asks of it."""
+    # Python keeps with an AttributeError the object that lacks the attribute.
     module = sys.modules.get(type(getattr(error, "obj", None)).__module__)
     return is_users(getattr(module, "__file__", None) or "<none>")
 

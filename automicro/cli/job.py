@@ -61,12 +61,15 @@ class Job:
             try:
                 return check(config)
             except Exception as error:
+                # A bug of automicro's is no mistake in a config: it keeps its own class and
+                # traceback.
                 if isinstance(error, ConfigError) or is_bug_of_ours(error):
                     raise
                 with about(*keys_of(error)):
                     raise ElsewhereError(summarize_error(error)) from error
 
         num_processes = self._count_processes()
+        # Around the yield, too: what is made there may import more.
         with _importing_beside(*self.files):
             self.loaded = read_config(
                 self.files,
@@ -96,6 +99,7 @@ class Job:
         except (TypeError, ValueError) as error:
             if isinstance(error, AutomicroError) or not is_refusal(error):
                 raise
+            # Raised again inside of it, which gives the error the lines of the config.
             with self.making():
                 raise
 
@@ -138,6 +142,7 @@ def make_computation(recipe: Recipe) -> tuple[nn.Module, dict[str, Any]]:
     model.to(device)
     loss_fn = recipe.make("loss_fn")
     return model, {
+        # A loss may be a function; a module may hold weights of classes.
         "loss_fn": loss_fn.to(device) if hasattr(loss_fn, "to") else loss_fn,
         "forward": recipe.make("forward"),
         "loss_average": recipe.make("loss_average"),

@@ -25,6 +25,7 @@ def to_json(values: Any, *, indent: int | None = None) -> str:
     """
     if dataclasses.is_dataclass(values) and not isinstance(values, type):
         values = dataclasses.asdict(values)
+    # Python would write NaN and Infinity, which other readers of JSON refuse.
     return json.dumps(_finite(values), indent=indent, allow_nan=False, default=str)
 
 
@@ -70,6 +71,8 @@ def print_yaml(text: str) -> None:
         shown = Text(text)
         for found in _KEY_OR_COMMENT.finditer(text):
             shown.stylize("bold" if found["key"] else "dim", *found.span())
+        # Rich would break long lines, and YAML that is copied from the terminal has to stay the
+        # same.
         console.print(shown, soft_wrap=True, end="")
     else:
         sys.stdout.write(text)
@@ -92,6 +95,7 @@ def _say(text: str, style: str) -> None:
 
     with contextlib.suppress(OSError, ValueError):  # closed
         sys.stdout.flush()  # behind a pipe, what was printed before comes before
+    # As Text, because Rich reads [brackets] in a plain string as markup.
     line = Text.assemble(("automicro:", style), f" {text}")
     Console(stderr=True).print(line, soft_wrap=True)
 
@@ -127,6 +131,7 @@ def saying(doing: str, *, in_logs: bool = False, is_silent: bool = False) -> Ite
             _write(f"automicro: {doing} …\n")
         yield
         return
+    # The cursor goes back, so that whatever is printed meanwhile writes over the line.
     _write(f"automicro: {doing} …\r")
     try:
         yield

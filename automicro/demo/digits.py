@@ -61,11 +61,7 @@ def _read(split: str) -> TensorDataset:
 
 
 def _images_and_targets() -> tuple[Any, Any]:
-    """All images, and which digit each one is.
-
-    Raises:
-        ImportError: scikit-learn is not installed.
-    """
+    """All images, and which digit each one is."""
     package = importlib.util.find_spec("sklearn")
     places = None if package is None else package.submodule_search_locations
     if not places:
@@ -85,11 +81,9 @@ def _images_and_targets() -> tuple[Any, Any]:
 
 
 def _parts(targets: Any) -> tuple[Any, Any]:
-    """The rows of training and those held out, each digit with the same share in both.
-
-    They are those that scikit-learn's ``train_test_split(stratify=targets, random_state=0)`` draws,
-    so the same numbers are drawn in the same order.
-    """
+    """The rows of training and those held out, each digit with the same share in both."""
+    # The same numbers are drawn in the same order as by scikit-learn's
+    # train_test_split(stratify=targets, random_state=0), so that the parts are the same.
     draw, counts = np.random.RandomState(0), np.bincount(targets)
     trained = _shared_out(len(targets) - EVAL_ROWS, counts, draw)
     held_out = _shared_out(EVAL_ROWS, counts - trained, draw)

@@ -139,6 +139,7 @@ def numbers_of_words(text: str, vocabulary: int) -> list[int]:
     >>> numbers_of_words("for x in x", 131_072)
     [98739, 5270, 94176, 5270]
     """
+    # Python's own hash of a text is another one in each process.
     return [1 + zlib.crc32(word.encode()) % (vocabulary - 1) for word in _WORD.findall(text)]
 
 
@@ -185,10 +186,9 @@ def topics_of(split: str) -> tuple[str, ...]:
 
 
 def _families() -> list[list[str]]:
-    """Group the topics, those that share a paragraph of some length together.
-
-    Some topics are chapters that contain others word by word.
-    """
+    """Group the topics, those that share a paragraph of some length together."""
+    # Names of one family share one list, so that it grows for all of them. Some topics are chapters
+    # that contain others word by word.
     home = {name: [name] for name in TOPICS}
     quoting: dict[str, list[str]] = defaultdict(list)
     for name, text in TOPICS.items():
@@ -202,6 +202,7 @@ def _families() -> list[list[str]]:
                 home[first].extend(home[other])
                 for name in home[other]:
                     home[name] = home[first]
+    # Each family once, at the name that it began with.
     return [sorted(family) for name, family in home.items() if family[0] == name]
 
 
@@ -219,6 +220,7 @@ def _collate(rows: Sequence[Sequence[int]], boundary: int = BOUNDARY) -> dict[st
     tokens = [torch.tensor([boundary, *row]) for row in rows]
     lengths = torch.tensor([len(row) for row in tokens])
     input_ids = pad_sequence(tokens, batch_first=True, padding_value=boundary)
+    # By lengths, because the boundary token both begins a row and pads it.
     attention_mask = (torch.arange(input_ids.shape[1]) < lengths[:, None]).long()
     labels = input_ids.masked_fill(input_ids == boundary, IGNORED)
     return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}

@@ -195,6 +195,7 @@ def explore(
     with undisturbed(batches):
         pool = _Pool(batches, BatchLayout(options.get("batch_layout", 0)), max_rows)
         trials = _Trials(pool.batch_rows, pool.num_rows, emit)
+        # No gradient is kept, so it does not matter whether splitting is exact.
         options = {"batchnorm": "ignore", "probe": False, **options}
         sizes = {"microbatch_size": trials, "eval_microbatch_size": trials}
         microbatcher = Microbatcher(model, **with_features({**options, **sizes}))
@@ -206,11 +207,14 @@ def explore(
                     if evaluate:
                         microbatcher.evaluate(batch)
                     else:
+                        # A step that is not accepted is rolled back, as one that ran out of memory
+                        # is.
                         microbatcher.accumulate([batch], accept=lambda _: False)
                 except SampleTooLargeError:
                     if size == 1:
                         raise
         except KeyboardInterrupt:
+            # Without a measurement there is no best so far to return.
             if not trials.seconds:
                 raise
             trials.ended = "interrupted"
@@ -305,6 +309,7 @@ class _Trials(Policy):
 
     def __init__(self, batch_rows: int, most: int, emit: Callable[[Exploration], None]) -> None:
         sizes = sorted({*ladder(most), min(batch_rows, most)}, reverse=True)
+        # The largest size comes first, for the reason that is given at _WARM_UP.
         self._batch_rows, self._size, self._counts = batch_rows, sizes[0], False
         base = (min(batch_rows, most),)
         self.race = Race([(size,) for size in sizes], base, EXPECTED)
@@ -319,6 +324,8 @@ class _Trials(Policy):
         race, size = self.race, self._size
         if not outcome.fits:
             self.too_large.add(size)
+            # Told before exclude(), which puts the first of the rest in the base's place, measured
+            # or not.
             is_lost = _size(race.base) >= size
             race.exclude([each for each in race.arms if _size(each) >= size])
             if is_lost and race.arms:
@@ -326,6 +333,7 @@ class _Trials(Policy):
                 race.base = (max(self.seconds, default=max(smaller)),)
             return
         assert outcome.seconds is not None
+        # A peak of 0 is one that was not counted.
         self._peaks[size] = max(outcome.peak_bytes or 0, self._peaks.get(size) or 0) or None
         if self._counts:
             seconds = outcome.seconds / outcome.num_rows
@@ -347,6 +355,7 @@ class _Trials(Policy):
         race, start = self.race, time.monotonic()
         counting = [False] * min(_WARM_UP, max_steps // 10)
         while True:
+            # An attribute counts here, because record() reads it while the trial is under way.
             for self._counts in counting:
                 is_late = max_minutes is not None and time.monotonic() - start >= 60 * max_minutes
                 if self.seconds and (is_late or self.steps >= max_steps):
@@ -367,6 +376,8 @@ class _Trials(Policy):
                 if not beside:
                     return
                 self._size = min(beside)
+            # The first trial at a size pays for what later ones find done: memory of that size,
+            # kernels chosen.
             counting = [False] * (self._size not in self._peaks) + [True] * ROUND
 
     def measured(self) -> Iterator[MeasuredSize]:
@@ -379,6 +390,7 @@ class _Trials(Policy):
                 microbatch_size=size,
                 steps=len(seconds),
                 rows_per_second=1 / median,
+                # By 1.4826 a median deviation becomes the standard deviation of normal noise.
                 spread=None if len(seconds) < 2 else 1.4826 * deviation / median,
                 peak_bytes=self._peaks[size],
                 speedup=base / median,

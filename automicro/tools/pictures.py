@@ -49,6 +49,7 @@ def new_figure(*, height: float = 5.0) -> "Figure":
         raise ImportError(
             "pictures need matplotlib, which is not installed: pip install 'automicro[pictures]'"
         ) from error
+    # Not pyplot's, which keeps each figure alive until it is closed, and may open a window.
     return Figure(figsize=(9, height), dpi=96, layout="constrained")
 
 
@@ -197,6 +198,7 @@ def timeline(
     _draw_limit(axes, limit_bytes, scale)
     axes.set(title=title, xlabel=unit, xlim=(xs[0], xs[-1]), ylim=(0, None))
     handles, labels = axes.get_legend_handles_labels()
+    # In the order in which the bands lie on one another, the uppermost first.
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False)
     return figure  # type: ignore[no-any-return]
 
@@ -214,6 +216,7 @@ def _bytes_axis(axes: "Axes", label: str, amounts: Iterable[int]) -> int:
     """Label the axis, and return how many bytes its unit has."""
     most = max(amounts)
     names = {1 << 40: "TiB", 1 << 30: "GiB", 1 << 20: "MiB", 1 << 10: "KiB", 1: "bytes"}
+    # At least two of a unit: below that an axis would be all fractions.
     scale = next(each for each in names if most >= 2 * each or each == 1)
     axes.set_ylabel(f"{label} ({names[scale]})")
     return scale

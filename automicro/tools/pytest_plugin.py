@@ -51,6 +51,7 @@ def assert_fits(model: Any, batch: Any, memory: Any = None, **options: Any) -> "
         >>> assert_fits(model, batch, "1MiB", forward=forward).microbatch_size
         32
     """
+    # pytest leaves frames out that say so: the last one that it shows is the caller's assertion.
     __tracebackhide__ = True
     _refuse_unknown("assert_fits() has no argument", options, also=["whole"])
     options = {"memory": memory, **options}
@@ -83,6 +84,7 @@ def _judged(
     report = _planned(model, batch, {**options, "microbatch_size": _WHOLE})
     if report.fits:
         return report, ""
+    # For its size alone: what is shown is the report of the whole batch.
     cut = _planned(model, batch, {**options, "remedies": False})
     most = f"at most {cut.largest_size}" if cut.fits else "not even one"
     rows = f"{most} of its {cut.num_rows} rows would"
@@ -126,6 +128,7 @@ def _refuse_unknown(who: str, given: Iterable[str], *, also: Iterable[str] = ())
 
 def pytest_configure(config: pytest.Config) -> None:
     """Tell of the marker."""
+    # With --strict-markers pytest refuses a marker that it was not told of.
     config.addinivalue_line(
         "markers",
         "fits(memory=None, **options): the test returns a model and a batch, of which a training "
@@ -156,6 +159,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[Any]:
     try:
         return (yield)
     finally:
+        # A plugin that runs a test again would find it wrapped, and have it wrapped once more.
         pyfuncitem.obj = test
 
 

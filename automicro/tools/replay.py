@@ -162,6 +162,7 @@ def replay(
     unit = unit_name(options.get("microbatch_unit", "rows"))
     policy = _Noting(make_policy(options.pop(name, "auto"), name=name, unit=unit))
     limit = options.pop("memory_limit", None)
+    # No gradient is kept, so it does not matter whether splitting is exact.
     options = {"batchnorm": "ignore", "probe": False, **options, name: policy}
     microbatcher = Microbatcher(model, **with_features(options))
     result: StepResult | EvalResult | None = None
@@ -205,6 +206,7 @@ def _limited(
     """The limit, entered; where there is none, whatever counts."""
     if limit is not None:
         return limit_memory(limit, device)
+    # A plain CPU counts nothing; a budget without a limit counts and refuses nothing.
     is_counted = device.type != "cpu" or active_budget() is not None
     return contextlib.nullcontext() if is_counted else MemoryBudget(None)
 

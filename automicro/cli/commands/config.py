@@ -180,6 +180,7 @@ def documentation() -> dict[str, str]:
     }
     for section, owner in SECTIONS.items():
         texts |= {f"{section}.{name}": text for name, text in read_entries(owner).items()}
+    # CheckpointConfig does not know run_dir: the folder in it is the command line's default.
     texts["checkpoint.folder"] += " Unless given, checkpoints in `run_dir`."
     return {key: _in_yaml(text) for key, text in texts.items()}
 
@@ -203,6 +204,7 @@ def _describe_keys() -> dict[str, list[Key]]:
     def describe(name: str) -> Key:
         section, _, own = name.rpartition(".")
         values = defaults(section)
+        # Behind an empty key, because YAML as a whole is a mapping here.
         text = to_yaml({"": values.get(own)}).partition(": ")[2].strip()
         return Key(
             name=name,

@@ -57,6 +57,7 @@ def _minutes(text: str) -> float:
 
 
 def _picture(text: str) -> str:
+    # Looked at while options are read, and not after minutes of measuring.
     from automicro.tools.pictures import check_name
 
     try:
@@ -102,6 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
                 max_minutes=arguments.max_minutes,
                 max_rows=arguments.max_rows,
                 emit=print,
+                # fp16 needs a loss scaler, which only the Trainer has; numbers in bf16 have the
+                # same size.
                 precision="bf16" if config.precision == "fp16" else config.precision,
                 memory_limit=config.memory_limit,
                 **options,

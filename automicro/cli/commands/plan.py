@@ -77,6 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
         from automicro.trainer.surroundings import noting
 
         try:
+            # Its result is not needed yet: what it refuses is a mistake of the command line, told
+            # as one.
             read_memory(arguments.memory, arguments.device or "cuda")
         except (TypeError, ValueError) as error:
             raise ConfigError(f"plan: {error}") from None
@@ -86,6 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
                 "loss_fn": recipe.make("loss_fn"),
                 "forward": recipe.make("forward"),
                 "optimizer": recipe.optimizer,
+                # A device that is named says how much there is; the config's limit counts where
+                # none is.
                 "memory": arguments.memory or (None if arguments.device else config.memory_limit),
                 "device": arguments.device or "cuda",
                 "rows": arguments.rows,
@@ -103,6 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
         with job.asking():
             batch = first_batch(data)
             with noting(lambda: "in planning, on the first batch of train_dataloader"):
+                # The memory of a step does not depend on weights, whose file need not be here.
                 report = plan(partial(recipe.make_model, with_weights=False), batch, **options)
         if config.batchnorm == "exact":
             report = replace(report, assumptions=[*report.assumptions, _NOT_EXACT])

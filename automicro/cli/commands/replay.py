@@ -59,6 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
                 when_too_large=config.when_too_large,
                 padding=config.padding,
                 cut_padding=config.cut_padding,
+                # fp16 needs a loss scaler, which only the Trainer has; numbers in bf16 have the
+                # same size.
                 precision="bf16" if config.precision == "fp16" else config.precision,
                 gradient_sums=config.gradient_sums,
                 memory_limit=config.memory_limit,

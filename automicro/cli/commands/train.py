@@ -64,6 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
             trainer.keep_failures_in(config.run_dir)
         with going_on:
             summary = trainer.fit()
+        # On every rank, although one writes: they are gathered, and the others would wait for one
+        # that is missing.
         weights = whole_state_dict(model) if config.run_dir is not None else {}
         written = run_dir.end(weights, summary) if is_first else ""
         if not config.progress and not arguments.json:

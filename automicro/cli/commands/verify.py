@@ -31,6 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
             with noting(lambda: "in verification, on the first batch of train_dataloader"):
                 report = verify(model, batch, **options)
         print(report)
+        # YAML cannot hold a lambda.
         if report.loss_average.startswith("lambda batch: "):
             count = report.loss_average.removeprefix("lambda batch: ")
             print(

@@ -65,6 +65,7 @@ class Recipe:
     def __init__(self, config: RunConfig, *, without: Collection[str] = ()) -> None:
         check_values(config)
         self.config = config
+        # Here every import path and signature is looked at, before the first thing is made.
         self._makers = {
             key: _prepare(getattr(config, key), key, key)
             for key in KEYS
@@ -151,6 +152,7 @@ def _prepare(value: Any, key: str, kind: str) -> Callable[..., Any]:
         inside = {name: _prepare(each, f"{key}.{name}", kind) for name, each in items_inside(value)}
         if kind in LISTS:
             return lambda: [make() for make in inside.values()]
+        # Without a name left there is no evaluation.
         return lambda: {name: make() for name, make in inside.items()} or None
     make = prepare_value(value, key, first=FIRST_ARGUMENTS.get(key, ()))
     if kind in PROTOCOLS and is_node(value):
@@ -170,6 +172,7 @@ def _checking(
 ) -> Callable[[], Any]:
     def made() -> Any:
         found = make()
+        # A class has the methods of a protocol just as its instances do.
         if isinstance(found, type) or not isinstance(found, wanted):
             raise ConfigError(
                 f"{key}.call={call!r} made a {type(found).__name__}, which is no "
@@ -295,8 +298,11 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     _check_weights_file(path)
     state = _read_checkpoint(Path(path)) if Path(path).is_dir() else _read(path)
     try:
+        # Not strict: torch would list every name, and not see that a wrapper's prefix is all that
+        # is wrong.
         result = model.load_state_dict(state, strict=False)
     except RuntimeError as error:  # shapes
+        # The first line of torch's message only names the class.
         wrong = [line.strip().rstrip(".") for line in str(error).splitlines()[1:]]
         raise ConfigError(
             f"weights={str(path)!r} {_do_not_fit(model)}: {_first(wrong, '; ')}: give weights of "
@@ -317,6 +323,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     try:
+        # To the host: the device that they were saved from need not be here.
         state = torch.load(path, weights_only=True, map_location="cpu")
     except pickle.UnpicklingError as error:
         raise ConfigError(

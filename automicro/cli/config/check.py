@@ -71,6 +71,7 @@ def read_typed(tree: Mapping[str, Any]) -> DictConfig:
     >>> read_typed({"model": {"call": "torch.nn.Linear"}, "seed": "3"}).seed
     3
     """
+    # Before OmegaConf looks, whose errors do not say what was meant.
     for key, value in tree.items():
         with about(key):
             if key not in KEYS:
@@ -123,6 +124,7 @@ def _check_shape(value: Any, key: str, kind: str) -> None:
         for name, node in value.items():
             with about(f"{key}.{name}"):
                 check_node(node, f"{key}.{name}")
+    # A mapping is a node, unless the key may hold a plain one: there it is a node if it has call.
     elif set(found) <= {CallConfig, NoneType} or (
         CallConfig in found
         and isinstance(value, Mapping)
@@ -136,6 +138,7 @@ def _check_shape(value: Any, key: str, kind: str) -> None:
 def _is_default(value: object, kind: str) -> bool:
     section, _, name = kind.rpartition(".")
     default = defaults(section).get(name, ...)
+    # By type, too: for Python True is 1, and False is 0.
     return type(value) is type(default) and value == default
 
 
@@ -143,6 +146,7 @@ def _may_be(value: object, found: tuple[Any, ...]) -> bool:
     if Any in found or set(found) <= set(PLAIN):
         # Which plain value it may be is for OmegaConf to tell: it reads numbers as text, and so on.
         return Any in found or not isinstance(value, Mapping | list)
+    # Python takes True for an int.
     if isinstance(value, bool):
         return bool in found
     return any(isinstance(value, kind) for kind in found)
@@ -154,6 +158,7 @@ def _unknown_key(key: str, tree: Mapping[str, Any]) -> str:
     below = ["max_duration"] if duration else _places_of(key, tree)
     below += [f"{each}.{key}" for each in SECTIONS if key in keys_inside(each)]
     if below:
+        # An argument that only refers to a key is set by that key.
         other = REFERENCE.fullmatch(str(leaves(tree).get(below[0])))
         meant = other[1] if other else below[0]
         said = f"unknown key {key!r} (did you mean {meant!r}?)"
@@ -250,6 +255,7 @@ def _is_by_name(value: object) -> bool:
         return False
     if any(name in value for name in (*NODE_KEYS, *keys_inside("eval_dataloader"))):
         return False
+    # {clal: torch.nn.Linear} is a mistyped node, and no evaluation that is called clal.
     return all(isinstance(value[name], Mapping) or not nearest(name, NODE_KEYS) for name in value)
 
 
@@ -264,6 +270,7 @@ def check_values(config: RunConfig) -> None:
         sizes = (config.microbatch_size, config.eval_microbatch_size)
         check_compile(
             config.compile,
+            # A policy may change sizes. It is not made yet, so it cannot be asked.
             sizes_change=any(size in ("auto", "explore") or is_node(size) for size in sizes),
             device=choose_device(config.device),
             memory_limit=config.memory_limit,
@@ -321,6 +328,7 @@ def make_checkpoint(config: RunConfig) -> CheckpointConfig | None:
     for name, value in values.items():
         with about(f"checkpoint.{name}"):
             try:
+                # One key at a time, so that an error is about the line of its own key.
                 CheckpointConfig(**{"folder": folder, name: value})
             except ValueError as error:
                 raise ConfigError(f"checkpoint.{error}") from error

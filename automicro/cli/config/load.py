@@ -53,6 +53,7 @@ def resolve(tree: dict[str, Any]) -> dict[str, Any]:
     config = OmegaConf.create(tree)
     try:
         return cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))
+    # OmegaConf may follow interpolations in a circle until Python's stack ends.
     except (OmegaConfBaseException, RecursionError) as error:
         key = getattr(error, "full_key", None)
         with about(*filter(None, [key])):
@@ -124,6 +125,7 @@ def _circle(tree: dict[str, Any]) -> list[str]:
 
 @cache
 def _started_at() -> datetime.datetime:
+    # Cached, so that every ${now:…} of a config is the same moment.
     now = datetime.datetime.now().isoformat()
     return datetime.datetime.fromisoformat(agreed_time(now))
 
@@ -263,6 +265,8 @@ def read_config(
 def _load(
     tree: dict[str, Any], typed: DictConfig, num_devices: int
 ) -> tuple[RunConfig, dict[str, Any]]:
+    # Interpolations are resolved with marks in the place of batch sizes and run_dir. These marks
+    # become values for the run, and references again in what is written.
     # With the defaults: an interpolation may stand for a key that the file does not set.
     unresolved = cast(dict[str, Any], OmegaConf.to_container(typed))
     follows = [key for key in MARKS if tree.get(key) is not None]
@@ -271,7 +275,8 @@ def _load(
         resolve(unresolved)  # in a circle
     values = {key: None if value == "???" else value for key, value in values.items()}
     whole = {key: values[key] for key in follows}
-    # Again: what stood behind an interpolation is known only now.
+    # Again: what stood behind an interpolation is known only now. Escaped, because a ${ that is
+    # left in a value is text from here on.
     typed = read_typed(escape(_fill(values, whole)))
     shares = _share_out(typed, num_devices)
     data = {key: _fill(values[key], {**whole, **shares[key]}) for key in DATA}
@@ -304,17 +309,16 @@ def _to_objects(typed: Any) -> Any:
 
 
 def _with_marks(tree: Mapping[str, Any], follows: Sequence[str]) -> dict[str, Any]:
-    """A config with marks for those references that are kept when it is written.
-
-    These are ``${run_dir}`` in what is made, and batch sizes in the data, where nothing is
-    computed from them.
-    """
+    """A config with marks for those references that are kept when it is written."""
 
     def mark(value: Any, keys: Sequence[str]) -> Any:
+        # Escaped and nested interpolations take more than a pattern to read: OmegaConf resolves
+        # them.
         if not isinstance(value, str) or "\\" in value or re.search(r"\$\{[^}]*\$\{", value):
             return value
         return REFERENCE.sub(lambda found: MARKS[found[1]] if found[1] in keys else found[0], value)
 
+    # Elsewhere a number may be computed from a batch size, so that it has to be resolved.
     of_made = [key for key in follows if key == "run_dir"]
     return {
         key: mapped(value, partial(mark, keys=follows if key in DATA else of_made))
@@ -329,6 +333,7 @@ def _fill(value: Any, fillings: Mapping[str, Any]) -> Any:
 
     def fill(leaf: Any) -> Any:
         for key, filling in fillings.items() if isinstance(leaf, str) else ():
+            # A mark that stands alone is replaced by the value itself: a batch size stays a number.
             if leaf == MARKS[key]:
                 return filling
             leaf = leaf.replace(MARKS[key], str(filling))
@@ -344,6 +349,7 @@ def _share_out(typed: DictConfig, num_devices: int) -> Mapping[str, Mapping[str,
         if not OmegaConf.is_missing(typed, key) and typed[key] is not None:
             with about(key):
                 shares[key] = rows_to_load(typed[key], num_devices=num_devices, key=key)
+    # An evaluation accumulates nothing: there global_batch_size is shared by devices alone.
     of_training = {}
     if "global_batch_size" in shares:
         with about("global_batch_size"):
@@ -418,11 +424,11 @@ def brief(made: Any) -> Any:
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
-    """Writes no anchors, and quotes text that OmegaConf would read as a number."""
-
+    # PyYAML writes what occurs twice as &id001 and *id001.
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    # PyYAML would put the items of a list right below their key, without an indent.
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         super().increase_indent(flow, False)
 

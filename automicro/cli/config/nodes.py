@@ -72,6 +72,7 @@ class CallConfig:
     """
 
     call: str = MISSING
+    # In YAML, args: with nothing behind it is null.
     args: dict[str, Any] | None = field(default_factory=dict)
 
 
@@ -264,6 +265,7 @@ def _make(
         with _noting(doing):
             return target(*first, **args)
     except Exception as error:
+        # Where the callee tells which arguments are wrong, these lines of the config are to blame.
         wrong = [f"{key}.args.{name}" for name in keys_of(error) if name in args]
         remember(error, keys=tuple(wrong or [key]))
         raise
@@ -329,6 +331,7 @@ def _import_callable(path: str, *, key: str) -> Callable[..., Any]:
     if len(parts) == 1 and hasattr(builtins, path):
         raise ConfigError(f"{key}={path!r} is a builtin: say builtins.{path}")
     found = None
+    # Part by part, and not by pkgutil.resolve_name(): so a mistake names the part that is wrong.
     for index, part in enumerate(parts):
         found = _step(found, parts[:index], part, path, key)
     if not callable(found):
@@ -374,12 +377,14 @@ def _whole_path(path: str) -> str | None:
     top, _, rest = path.partition(".")
     for folder in () if rest else dict.fromkeys(sys.path):
         for file in sorted(Path(folder).glob("*.py")) if folder else ():
+            # Read and not imported: a script beside the config would run, and may begin to train.
             defined = re.compile(rf"^(class|def) {path}\b", re.MULTILINE)
             if is_users(str(file)) and defined.search(_read(file)):
                 return f"{file.stem}.{path}"
     places = [f"{each}.{path}" for each in PLACES]
     for whole in [f"{ALIASES[top]}.{rest}"] if top in ALIASES else places:
         parent, _, name = whole.rpartition(".")
+        # Not every library of PLACES has to be installed.
         with contextlib.suppress(ImportError):
             module = importlib.import_module(parent)
             known = [each for each in dir(module) if not each.startswith("_")]

@@ -48,6 +48,7 @@ def _read_hint(hint: Any) -> tuple[Any, ...]:
     """The values a config may have for an argument: plain ones, mappings, lists, nodes, or any."""
     if isinstance(hint, UnionType):
         found = dict.fromkeys(kind for each in typing.get_args(hint) for kind in _read_hint(each))
+        # In messages null comes last.
         return tuple(sorted(found, key=lambda kind: kind is NoneType))
     kind = typing.get_origin(hint) or hint
     if kind is Callable or (isclass(kind) and issubclass(kind, Policy)):
@@ -61,6 +62,7 @@ class _Filled:
     """Has a field for each argument of something else."""
 
     if TYPE_CHECKING:
+        # For type checkers alone: the fields are filled in when this module is imported.
         __dataclass_fields__: ClassVar[dict[str, Any]]
 
         def __init__(self, **values: Any) -> None: ...
@@ -78,14 +80,18 @@ def _with_options_of(
         for argument, parameter in signature(owner).parameters.items():
             name = renamed.get(argument, argument)
             if argument in without or name in own:
+                # Put in here, a field of the class's own keeps the place that the owner gives it.
                 hints |= {each: own[each] for each in own if each == name}
                 continue
             key = f"{section}.{name}" if section else name
+            # At the top level each command asks for keys of its own.
             is_needed = parameter.default is Parameter.empty and bool(section)
             found = _read_hint(given[argument])
             if OPTIONS.get(key, Option()).made == "node":
                 found = (CallConfig,) if is_needed else (CallConfig, NoneType)
             _ALTERNATIVES[key] = found
+            # OmegaConf takes no unions with containers: such keys are Any for it, and checked by
+            # check.py.
             is_typed = set(found) <= {*PLAIN, CallConfig} and (
                 CallConfig not in found or set(found) <= {CallConfig, NoneType}
             )
@@ -306,6 +312,7 @@ def defaults(section: str = "") -> dict[str, Any]:
         if each.default_factory is not NO_DEFAULT:
             values[each.name] = each.default_factory()
         elif each.default not in (NO_DEFAULT, omegaconf.MISSING):
+            # YAML has no tuples.
             values[each.name] = list(each.default) if each.default == () else each.default
     return values if section else {key: values[key] for key in KEYS if key in values}
 

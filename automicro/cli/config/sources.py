@@ -66,6 +66,7 @@ class Sources:
             try:
                 values, self._lines[path] = read_file(Path(path))
             except ConfigError as error:
+                # The others are read all the same: one run tells of all that cannot be.
                 unreadable.append(error)
                 continue
             self.tree = merge(self.tree, values)
@@ -167,6 +168,8 @@ def load_or_tell(sources: Sources, load: Callable[[Tree, Collection[str]], T]) -
             if not _follows_from(parts, without, sources.tree):
                 found.append(error)
                 texts.append(f"{sources.origin(keys_of(error))}: {error}")
+            # A mistake in what was left out already would come up for ever. A module that failed to
+            # import has run in part, and is not run again.
             if parts <= without or isinstance(error, ElsewhereError):
                 break
             without |= parts
@@ -185,6 +188,7 @@ def _all_in_one(found: Sequence[ConfigError], texts: Sequence[str]) -> ConfigErr
         lines = [each.replace("\n", "\n  ") for each in said]
         text = "\n  ".join([f"{len(said)} mistakes:", *lines])
     error = ConfigError(text)
+    # One traceback can be shown: that of a real cause, where any mistake has one.
     error.__cause__ = next((each for each in found if each.__cause__ is not None), found[0])
     return error
 
@@ -233,6 +237,7 @@ def read_file(path: Path) -> tuple[Tree, Mapping[str, int]]:
         )
     tree = cast(Tree, tree)
     _refuse_nodes_without_a_key(path, tree)
+    # OmegaConf keeps no lines, and has turned off into False: these nodes have the words as typed.
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     lines = _lines(root)
     for name, node in root.value if tree else ():
@@ -416,6 +421,7 @@ def _part(key: str, tree: Mapping[str, Any]) -> str:
     inside = tree.get(top)
     if top not in OF_PARTS or not rest or not isinstance(inside, Mapping):
         return top
+    # Of a single evaluation no key can be left out alone: the rest would not be one.
     if rest[0] not in inside or (top == "eval_dataloader" and not_names & inside.keys()):
         return top
     return f"{top}.{rest[0]}"
@@ -436,5 +442,6 @@ def _without(tree: Mapping[str, Any], parts: Collection[str]) -> Tree:
 def _follows_from(parts: Collection[str], without: Collection[str], tree: Tree) -> bool:
     """Whether a mistake is only that something else with a mistake was left out."""
     tops = {part.partition(".")[0] for part in without}
+    # An interpolation to what was left out finds nothing.
     held = str([tree.get(part.partition(".")[0]) for part in parts])
     return any(re.search(rf"\$\{{{re.escape(top)}\b", held) for top in tops)

@@ -93,10 +93,12 @@ def find_causes(holders: Sequence[Holder], device: Device) -> list[Cause]:
         holders: of memory.
         device: that ran out of it.
     """
+    # A log names no holders, and a history may begin late: what was allocated counts as held.
     held = max(sum(holder.num_bytes for holder in holders), device.allocated_bytes or 0, 1)
     causes = [*_of_growth(holders), *_of_models(holders)]
     causes += [_of_holder(each) for each in holders if each.kind not in _MODELS]
     causes = [cause for cause in causes if cause.num_bytes >= _LEAST_SHARE * held]
+    # Causes of the device have thresholds of their own.
     return sorted([*causes, *_of_device(device)], key=lambda cause: -cause.weight)
 
 
@@ -115,10 +117,13 @@ def choose_remedies(
     [('halve the microbatch', 2048)]
     """
     moving, saved = (kinds.ACTIVATIONS, kinds.BACKWARD, kinds.STEP), attrgetter("saved_bytes")
+    # Fewer rows do not stop what grows from batch to batch.
     of_rows = sum(each.total_bytes - each.growth for each in holders if each.kind in moving)
     halving = Remedy(text="halve the microbatch", saved_bytes=of_rows // 2 * can_halve)
     others = [halving, *(remedy for cause in causes[1:] for remedy in cause.remedies)]
     ordered = [*(causes[0].remedies if causes else ()), *sorted(others, key=saved, reverse=True)]
+    # Those of the likeliest cause are among them however little they save; bytes only order the
+    # few.
     found = list({each.text: each for each in ordered if each.saved_bytes > 0}.values())
     return sorted(found[:_MOST_REMEDIES], key=saved, reverse=True)
 
@@ -151,6 +156,8 @@ def _of_growth(holders: Sequence[Holder]) -> Iterator[Cause]:
 
 
 def _of_models(holders: Sequence[Holder]) -> Iterator[Cause]:
+    # Most optimizers keep state of the size of each parameter that they train, so a model whose
+    # sizes do not occur there is not trained.
     state = {size for each in holders if each.kind == kinds.OPTIMIZER for size in each.sizes}
     models = [each for each in holders if each.kind in _MODELS]
     built = [each.sizes for each in models if each.kind == kinds.PARAMETERS]
@@ -181,6 +188,7 @@ def _share_of_bytes(model: Holder, sizes: set[int]) -> float:
 
 
 def _of_holder(holder: Holder) -> Cause:
+    # By how much it grew is a cause of its own.
     usual, num_bytes = max(holder.passes, default=0), holder.total_bytes - holder.growth
     is_long = len(holder.passes) > 1 and num_bytes >= 3 * usual > 0
     said = [f"took {_amount(holder)}"] * bool(holder.num_bytes)
@@ -199,6 +207,7 @@ def _remedies(holder: Holder, num_bytes: int) -> Iterator[tuple[str, int]]:
             num_bytes,
         )
     elif holder.kind == kinds.OPTIMIZER:
+        # A quarter of what 32 bits take stays.
         yield "take an optimizer with state in 8 bits, or Adafactor", holder.num_bytes * 3 // 4
     if holder.kind == kinds.ACTIVATIONS and holder.count > 1:
         how = "in the backward (torch.utils.checkpoint), or use torch.no_grad() if none follows"

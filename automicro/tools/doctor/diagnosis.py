@@ -133,6 +133,7 @@ _Read: TypeAlias = tuple[Mapping[str, Any], Device, Sequence[Holder], str]
 
 def _read(source: Path, capacity: int | None) -> _Read:
     with source.open("rb") as file:
+        # Pickles of protocol 2 and above begin with \x80, reports with a brace; all else is text.
         begin = file.read(512).lstrip()[:1]
         file.seek(max(file.seek(0, os.SEEK_END) - _MOST_TEXT, 0))
         text = "" if begin == b"\x80" else file.read().decode("utf-8", errors="replace")
@@ -147,6 +148,7 @@ def _read(source: Path, capacity: int | None) -> _Read:
     messages = _MESSAGE.findall(text)
     if not messages:
         raise ValueError("it holds no message of an out-of-memory error")
+    # The run may have gone on after earlier ones.
     report = {"message": messages[-1]}
     return report, _device_of(report, capacity), [], _NO_OWNERS
 
@@ -157,6 +159,7 @@ def _of_snapshot(path: Path, report: Mapping[str, Any], capacity: int | None) ->
     device.allocated_bytes = sum(block.size for block in snapshot.blocks)
     device.is_expandable = snapshot.is_expandable
     if snapshot.failed is not None:
+        # In an entry of the kind oom the allocator puts there what the device had free.
         device.requested_bytes, device.free_bytes = snapshot.failed.size, snapshot.failed.address
     return report, device, find_holders(snapshot), "" if snapshot.events else _NO_HISTORY
 

@@ -73,6 +73,8 @@ class Snapshot:
 
 class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        # A snapshot is lists, dicts, numbers and text. A pickle that names anything else may run
+        # code.
         raise pickle.UnpicklingError(f"it names {module}.{name}, and a snapshot names nothing")
 
 
@@ -131,8 +133,10 @@ BATCH, TENSORS, UNKNOWN = "batch", "other tensors", "not recorded"
 STEP = "of no known module"  # its activations, for one
 
 # Of a stack's lines "file:function", the innermost first.
+# Beside optimizers lie schedulers and averaged models, and zero_grad() makes no state.
 _OPTIMIZER = re.compile(r"/optim(?:izers?)?/(?:.*/)?(?!lr_sched|swa_)(\w+)\.py:(?!zero_grad\n)")
 _CALLED_BY_OPTIMIZER = re.compile(r".*:(?:forward|closure)\n")
+# The first that matches decides: a copy that is made inside of a backward is a copy.
 _RULES = (
     (COPY, r"optim/swa_utils\.py:|torch/serialization\.py:"),
     (COPY, r"deepcopy\w*\n(?!(?:.*\n)*.*:__init__\n)"),  # inside of a constructor: a model's layers
@@ -198,6 +202,8 @@ class Holder:
     def growth(self) -> int:
         """By how much it grew from the second backward pass to the last, pass after pass; or 0."""
         held = self.passes[1:]  # the first pass has neither gradients nor optimizer state yet
+        # What swings overlaps between the ends, and what has settled does not rise in its second
+        # half.
         third, middle = len(held) // 3, len(held) // 2
         if len(held) < 4 or max(held[:third]) >= min(held[-third:]) or held[middle] >= held[-1]:
             return 0
@@ -212,6 +218,7 @@ def find_holders(snapshot: Snapshot) -> list[Holder]:
     Args:
         snapshot: at the failure.
     """
+    # A history may be recorded without stacks.
     has_stacks = any(event.stack for event in snapshot.events[:64])
 
     def origin_of(stack: Stack) -> Origin:
@@ -225,6 +232,7 @@ def find_holders(snapshot: Snapshot) -> list[Holder]:
         held = [each[origin[:2]] for each in passes]
         return found.setdefault(origin[:2], Holder(**origin._asdict(), passes=held))
 
+    # Blocks from before the recording have no stack either.
     recorded = {event.address for event in snapshot.events if event.action == "alloc"}
     reads = [origin_of if each.address in recorded else read_origin for each in snapshot.blocks]
     origins = [(each, read(each.stack)) for each, read in zip(snapshot.blocks, reads, strict=True)]
@@ -259,6 +267,7 @@ def _held_at_passes(
             kind, owner, _ = origin_of(event.stack)
             if kind == BACKWARD and not is_backward:
                 passes.append(held.copy())
+            # What hooks or the optimizer allocate does not end a backward: the next activations do.
             is_backward = kind == BACKWARD or (is_backward and kind != ACTIVATIONS)
             made[event.address] = (kind, owner), event.size
             held[kind, owner] += event.size
@@ -282,7 +291,10 @@ def read_origin(stack: Stack) -> Origin:
     own = [each for each in stack if not _PLUMBING.search(each.file)]
     program = [each for each in own if not _INSTALLED.search(each.file)]
     where = next(iter(own), None)
+    # Modules call one another: of use is the line of the program that led into them.
     caller = next((each for each in program if each.name not in _INSIDE), where)
+    # An optimizer may call a closure, whose forward makes no state. Lines are the innermost first,
+    # so what is left of the split lies inside of it.
     optimizer = _OPTIMIZER.search(_CALLED_BY_OPTIMIZER.split(lines, 1)[0])
     if optimizer:
         name = f"{optimizer[1]} (foreach)" if ":_multi_tensor_" in lines else optimizer[1]

@@ -141,6 +141,7 @@ class DryRun:
     levels: list[Level] = field(init=False)
 
     def __post_init__(self) -> None:
+        # A model's code may hold real tensors outside of its tables: in lists, or as globals.
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         job = self.job
         model = job.model if isinstance(job.model, nn.Module) else self._made(job.model)
@@ -163,6 +164,8 @@ class DryRun:
         levels = make_levels(when_too_large, self._modules, torch.device("cpu"))
         for saver in (saver for level in levels for saver in level.savers):
             if isinstance(saver, Recompute) and self.is_fake:
+                # On tensors without data no generator draws, so recomputation has nothing to set
+                # back.
                 saver.random = functools.partial(NothingDrawn, ())
             if isinstance(saver, NestedTail):
                 self._nested.add(saver.tail)
@@ -223,6 +226,8 @@ class DryRun:
         return model
 
     def _copied(self, roots: Sequence[nn.Module], *functions: Any) -> Any:
+        # deepcopy() takes what is in its memo for the copy: each tensor becomes its stand-in
+        # wherever it is held, shared ones stay shared, and no data are copied.
         memo: dict[int, Any] = {}
         for root in roots:
             for name, module in root.named_modules():
@@ -257,6 +262,7 @@ class DryRun:
                 "quantized, and the shards as ranks=…"
             )
         with self._fake():
+            # With its strides, which decide over the memory format of what is computed from it.
             value = torch.empty_strided(
                 tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu"
             )
@@ -282,6 +288,7 @@ class DryRun:
             return StepMemory()
         parameters = [p for p in self.parameters if p.requires_grad]
         if isinstance(given, torch.optim.Optimizer):
+            # It has the caller's parameters, and not those of the copy.
             parameters = [p for group in given.param_groups for p in group["params"]]
             parameters = [p for p in parameters if p.requires_grad]
             optimizer = given
@@ -314,10 +321,12 @@ class DryRun:
         if splits and self._without_gradient is None:
             self.step(1, splits=False, conditions=conditions)  # shows what has a gradient
         microbatch = self._rows(rows)
+        # Found before the recorder is entered, which would count the optimizer's own dry run, too.
         self.step_memory()
         for part in self._nested.all():
             part.sizes = []
             if part.adapts:
+                # Else it would go on with the sizes that an earlier step has found.
                 part.load_state_dict({})
                 part.finer = conditions.finer
         recorder = StepRecorder(
@@ -385,6 +394,7 @@ class DryRun:
         finally:
             del rows
         recorder.mark(OPTIMIZER_STEP)
+        # Given back at once: it has only to show in the peak.
         recorder.hold(memory.temporary_bytes, STEP)()
         self._clear()
 
@@ -410,6 +420,7 @@ class DryRun:
         output, loss = self._forward(recorder, rows, conditions)
         recorder.mark("backward")
         with recorder.owning(TAIL):
+            # backward() would make it by itself, as a temporary of the backward.
             first = torch.ones_like(loss)
         loss.backward(first)  # type: ignore[no-untyped-call]
         del output, loss, first
@@ -430,6 +441,7 @@ class DryRun:
         dtype = PRECISIONS[conditions.precision]
         with contextlib.ExitStack() as stack:
             if dtype is not None:
+                # Stand-ins lie on the CPU, whatever device is planned for.
                 stack.enter_context(torch.autocast("cpu", dtype))
             if conditions.train:
                 output = self._convention.train(self.model, rows)
@@ -437,6 +449,7 @@ class DryRun:
             else:
                 output = self._convention.evaluate(self.model, rows)
                 loss = torch.empty(()) if output.loss is None else output.loss
+            # A Microbatcher weights each loss, which makes one more tensor.
             loss = loss * 1.0
         found = [tensor for _, tensor in tensor_leaves(output.outputs)]
         recorder.forward_ended([*found, *output.losses.values()])
@@ -463,6 +476,8 @@ class DryRun:
                 f"the batch holds a {type(tensor).__name__} of layout {tensor.layout}, which has "
                 "no stand-in without data"
             )
+        # The batch that was given counts for nothing: of a run's batches one microbatch is on the
+        # device.
         recorder.ledger.place(tensor, [], on_host=True)
         if not self.is_fake:
             return tensor.detach().to("cpu", copy=True).requires_grad_(tensor.requires_grad)
@@ -504,11 +519,9 @@ _DEMOS = str(Path(__file__).parents[2] / "demo")
 
 
 def _where(error: BaseException) -> str:
-    """The innermost line of an error that is neither torch's nor ours: the model's own.
-
-    The models of our demos are models.
-    """
+    """The innermost line of an error that is neither torch's nor ours: the model's own."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        # The models of our demos are models.
         is_demo = frame.filename.startswith(_DEMOS)
         if is_demo or not frame.filename.startswith((_OURS, _TORCHS, "<")):
             return f"in {frame.name} at {frame.filename}:{frame.lineno}: {frame.line}"

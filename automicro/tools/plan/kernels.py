@@ -87,12 +87,14 @@ class StepRecorder(Recorder):
         workspace_bytes = _workspace_bytes(func, args)
         if workspace_bytes:
             number = self.ledger.new(Owner(WORKSPACE, self.ledger.owner.module))
+            # Gone with the operation: it has only to show in the peak.
             self.ledger.write(number, workspace_bytes)
             self.ledger.write(number, -workspace_bytes)
         return output
 
     def _owner_of(self, func: Any, args: tuple[Any, ...]) -> Owner:
         owner = super()._owner_of(func, args)
+        # Autocast keeps casts of parameters until it ends, so they do not grow with the rows.
         is_cast = func is _CAST and id(args[0]) in self.parameters
         return Owner(CASTS, owner.module) if is_cast else owner
 
@@ -102,6 +104,7 @@ class StepRecorder(Recorder):
         if not self._on_accelerator:
             yield
             return
+        # Stand-ins lie on the CPU, whose kernels torch would take, and whose memory is another.
         norms = {name: _in_float32(name) for name in ("layer_norm", "group_norm")}
         with computing({"scaled_dot_product_attention": self._attend, "dropout": _drop, **norms}):
             yield
@@ -123,6 +126,7 @@ class StepRecorder(Recorder):
                 self.assumptions.add(_AS_ON_CPU)
             return None
         if attn_mask is not None and attn_mask.dtype is torch.bool:
+            # Kernels add a mask to the scores, so a boolean one becomes numbers, which take more.
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
         given = (query, key, value)
         may_flash = attn_mask is None and not self._before_ampere
@@ -143,6 +147,8 @@ class StepRecorder(Recorder):
 
     def _left(self, name: str) -> None:
         if name:
+            # Not where the model itself ends: what it computes behind its last part is told as the
+            # loss's.
             self._after_last_part = len(self.ledger.owners)
 
     def forward_ended(self, outputs: Sequence[Tensor]) -> None:
@@ -246,6 +252,7 @@ def _efficient(
         if size % _PADDED_TO:
             mask = pad(mask, (0, -size % _PADDED_TO))[..., :size]
         mask = mask.expand(*query.shape[:-1], key.shape[-2])
+    # Where a backward follows, the kernel keeps the logarithms of its sums.
     is_differentiated = torch.is_grad_enabled() and any(each.requires_grad for each in given)
     found: Tensor = EFFICIENT_ATTENTION(
         *given, mask, is_differentiated, dropout_p, is_causal, scale=scale
@@ -275,12 +282,8 @@ def _with_kept(output: Any) -> Any:
 
 
 def _workspace_bytes(func: Any, args: tuple[Any, ...]) -> int:
-    """The workspace of a kernel while it runs, beside its arguments and results.
-
-    A convolution may copy its inputs and its weight in another order, and sums up the gradient of a
-    weight in half precision in another one. Fused attention sums up the queries' gradient in
-    float32, padded to the tiles of its kernel. What others take is left to the margin.
-    """
+    """The workspace of a kernel while it runs, beside its arguments and results."""
+    # Fused attention sums up the queries' gradient in float32, padded to the tiles of its kernel.
     if func is FLASH_ATTENTION_BACKWARD:
         query: Tensor = args[1]
         return 4 * query.numel() + _padded_bytes(query, 128, -(-query.shape[-1] // 32) * 32)
@@ -290,12 +293,15 @@ def _workspace_bytes(func: Any, args: tuple[Any, ...]) -> int:
     if func is _SUM and args[0].itemsize == 2:
         summed = args[0].numel() // max(1, args[0][0].numel()) if args[0].dim() == 2 else 0
         return 8 * args[0].numel() if summed >= _SUMMED_BY_BLOCKS else 0
+    # A convolution may copy its inputs and its weight in another order.
     if func is _CONVOLUTION:
         return int(args[0].nbytes + args[1].nbytes)
     if func is _CONVOLUTION_BACKWARD:
         of_y, x, weight = args[:3]
+        # The gradient of a weight in half precision is summed up in one more copy.
         copies = 2 if weight.itemsize == 2 else 1
         return int(of_y.nbytes + x.nbytes + copies * weight.nbytes)
+    # What other kernels take is left to the margin.
     return 0
 
 

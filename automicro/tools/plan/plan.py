@@ -81,13 +81,7 @@ def margin_bytes(
 
 @dataclass(frozen=True)
 class _Shards:
-    """One rank's part of a model of which each rank holds a share, as ``fully_shard`` has it.
-
-    Repeated blocks are gathered one after the other, the next one while one computes; what is left
-    of the model stays gathered. What is gathered lies there twice for a while, as it came and as
-    parameters, and so do gradients before they are reduced: how much at most was measured. In half
-    precision they are gathered as such (``MixedPrecisionPolicy(param_dtype=torch.bfloat16)``).
-    """
+    """One rank's part of a model of which each rank holds a share, as ``fully_shard`` has it."""
 
     num_ranks: int
     block_bytes: int
@@ -107,6 +101,7 @@ class _Shards:
             num_ranks=num_ranks,
             block_bytes=max(blocks, default=0),
             rest_bytes=max(whole - sum(blocks), 0),
+            # As with MixedPrecisionPolicy(param_dtype=torch.bfloat16).
             gathered_share=1.0 if dtype is None else min(dtype.itemsize / widest, 1.0),
         )
 
@@ -120,6 +115,9 @@ class _Shards:
         """
         if self.num_ranks == 1:
             return trace
+        # Repeated blocks are gathered one after the other, the next one while one computes; what
+        # is left of the model stays gathered. What is gathered lies there twice for a while, as it
+        # came and as parameters; so do gradients before they are reduced. Factors were measured.
         rest, block = self.rest_bytes, self.block_bytes
         if train:
             gathered = 2 * rest + 5 * block if block else 3 * rest
@@ -173,6 +171,8 @@ class _FewRows:
         found = high.on_line(low, times)
         if found is not None:
             return found
+        # Their events do not match, so owners are extrapolated at the peaks alone. The optimizer's
+        # step is left out, which the rows of a microbatch do not change.
         before, after = (each.until(OPTIMIZER_STEP).breakdown() for each in (low, high))
         held = {
             owner: max(round(num_bytes + (num_bytes - before.get(owner, 0)) * times), 0)
@@ -261,10 +261,14 @@ class Planner:
                     room = limit_bytes - self.need(fits)
                     fails = min(fails, fits + int(room / slope) + 1)
             if fails in self.points:
+                # Both ends were looked at, and what the straight way between them allows surely
+                # fits.
                 slope = (self.need(fails) - self.need(fits)) / (fails - fits)
                 guess = fits + int((limit_bytes - self.need(fits)) / slope) if slope > 0 else fits
                 size = min(max(guess, fits + 1), fails - 1)
             else:
+                # Not looked at yet: the most rows that the line through two sizes leaves are tried
+                # first.
                 size = fails - 1
         return fits
 
@@ -307,6 +311,7 @@ class Planner:
 
         def add(name: str, how: str, predict: Callable[[], Trace], **changes: Any) -> None:
             try:
+                # A remedy that cannot be planned is no reason to plan nothing.
                 trace = predict()
             except UntraceableModelError:
                 return
@@ -453,6 +458,7 @@ def plan(
     if isinstance(model, nn.Module):
         check_model(model)
         check_unwrapped(model)
+    # Refuses it in its own words.
     elif not callable(model):
         check_model(model)
     conditions = Conditions(
@@ -460,6 +466,8 @@ def plan(
         gradient_sums=check_choice("gradient_sums", gradient_sums, GRADIENT_SUMS),
         train=train,
         savers=(RECOMPUTE,) if recompute else (),
+        # A microbatch fits if it does with the finest slices; coarser ones are looked for
+        # afterwards.
         finer=_FINEST,
     )
     check_levels(when_too_large)
@@ -476,6 +484,7 @@ def plan(
         optimizer=optimizer,
         on_accelerator=on_accelerator,
         before_ampere=device not in ("cpu", "cuda") and find_device(device).is_before_ampere,
+        # Levels save memory of the backward, and an evaluation has none.
         when_too_large=when_too_large if train else "error",
         nested=nested,
     )
@@ -495,6 +504,7 @@ def plan(
                 size = planner.largest(limit_bytes)
             told = planner.told(size)
             planner = planner.with_coarsest_slices(told, limit_bytes)
+            # With other slices it is another planner, which has not looked at this size yet.
             planner.told(size)
             found.append(_Planned(planner, level, size, told, may_defer=sync == "auto"))
         return found
@@ -508,6 +518,7 @@ def plan(
         except (BatchError, LossError):
             raise
         except Exception as second:
+            # The same on both ways: said once.
             if text_of(second) == why:
                 raise
             raise UntraceableModelError(

@@ -307,6 +307,7 @@ def grouped(module: str) -> str:
     >>> grouped("transformer.h.11.mlp.act"), grouped("layers.0.2"), grouped("0"), grouped("")
     ('transformer.h.*.mlp.act', 'layers.*.2', '0', 'the model itself')
     """
+    # The first number alone: blocks are put together, and the layers in one are told apart.
     return _NUMBER.sub("*", module, count=1) or "the model itself"
 
 
@@ -327,6 +328,7 @@ def samples_of(trace: Trace) -> list[tuple[float, Mapping[str, int]]]:
         return []
     events = sorted({min(mark.event, last) for mark in trace.marks} | {trace.peak_event, last})
     stride = -(-len(events) // _MOST_SAMPLES)
+    # A stride may step over the peak, which the picture is about.
     chosen = sorted({*events[::stride], trace.peak_event})
     return [
         (event / max(last, 1), _owners(held))
