@@ -189,6 +189,8 @@ class Enabled:
             lists=self._lists,
             beside=self._beside,
             skip=self._apart,
+            # A metric's own list has an entry for each update: what it comes to is its affair.
+            apart=tuple(f"{digit}]" for digit in range(10)),
         )
         read_average(model, self._average)  # refuse now what the first batch would be refused for
         self._replacements = Replacements()

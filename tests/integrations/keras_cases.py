@@ -394,7 +394,6 @@ def test_what_keras_rounds_in_float64_differs_as_much_between_two_plain_runs() -
 
 
 @pytest.mark.sweep
-@pytest.mark.filterwarnings("ignore:listed.told")  # where no check fits, its counts are named
 def test_whatever_the_limit_nothing_comes_out_but_that_a_row_does_not_fit() -> None:
     case = Case(
         lambda: classifier(metrics=["accuracy", Listed()], optimizer=keras.optimizers.SGD(0.1))
