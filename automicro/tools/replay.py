@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import os
-from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -215,7 +214,7 @@ class _Noting(Policy):
     """Another policy, with what became of its sizes."""
 
     def __init__(self, inner: Policy) -> None:
-        self.outcomes = deque[Outcome]()  # which is no state that giving up would put back
+        self.outcomes: tuple[Outcome, ...] = ()  # no list: giving up would put that back
         self.adapts, self.multiple_of = inner.adapts, inner.multiple_of
         self._inner = inner
 
@@ -223,5 +222,5 @@ class _Noting(Policy):
         return self._inner.propose(num_rows, cost)
 
     def record(self, outcome: Outcome) -> None:
-        self.outcomes.append(outcome)
+        self.outcomes += (outcome,)
         self._inner.record(outcome)
