@@ -103,7 +103,7 @@ def _take_apart(content: Sequence[Mapping[str, Any]], traces: Sequence[Any]) -> 
     segments = [each for each in content if each.get("device", 0) == device]
     blocks = [block for segment in segments for block in segment["blocks"]]
     free = [int(block["size"]) for block in blocks if block["state"] == "inactive"]
-    trace = [each for each in [*traces, []][device] if each["action"] in _ACTIONS]
+    trace = [each for each in [*traces, []][min(device, len(traces))] if each["action"] in _ACTIONS]
     return Snapshot(
         blocks=[_event(each, "held", stacks) for each in blocks if each["state"] != "inactive"],
         events=[_event(each, _ACTIONS[each["action"]], stacks) for each in trace],
