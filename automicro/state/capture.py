@@ -162,6 +162,7 @@ class _Tables:
 
     Attributes:
         held: their values, one table's after the other's; `refresh` may put others there.
+        places: where among these tensors lie that are not trained.
     """
 
     def __init__(self, keys: tuple[Any, ...], holders: list[_Holder]) -> None:
@@ -169,7 +170,7 @@ class _Tables:
         self._get = operator.itemgetter(*keys) if keys else lambda table: ()
         self._tables = [each.table for each in holders]
         self.held = list(self._now())
-        self._places = {place for place, each in enumerate(self.held) if _is_content(each)}
+        self.places = {place for place, each in enumerate(self.held) if _is_content(each)}
 
     def _now(self) -> Iterator[Any]:
         each = map(self._get, self._tables)
@@ -194,17 +195,17 @@ class _Tables:
         others = list(compress(range(len(now)), map(operator.is_not, now, self.held)))
         if not all(_may_pass(self.held[i]) and _may_pass(now[i]) for i in others):
             return False
-        self._places.update(place for place in others if _is_content(now[place]))
+        self.places.update(place for place in others if _is_content(now[place]))
         self.held = now
         return True
 
     def content(self) -> Iterator[Tensor]:
         """The tensors that are held, but for those that are trained."""
-        return filter(_is_content, map(self.held.__getitem__, self._places))
+        return filter(_is_content, map(self.held.__getitem__, self.places))
 
     def change_content(self, change: Callable[[Any], Any]) -> None:
         """Hold something else in place of tensors."""
-        for place in self._places:
+        for place in self.places:
             self.held[place] = change(self.held[place])
 
     def entries(self) -> Iterator[_Entry]:
@@ -215,11 +216,15 @@ class _Tables:
 
 
 class _Containers:
-    """Everything else that holds values, or content of its own: each is read by its kind."""
+    """Everything else that holds values, or content of its own: each is read by its kind.
+
+    Attributes:
+        places: of the entries among whose values tensors lie that are not trained.
+    """
 
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
-        self._with_tensors: set[int] = set()
+        self.places: set[int] = set()
 
     def is_as_held(self) -> bool:
         return False  # not known before each is read
@@ -228,7 +233,7 @@ class _Containers:
         """Hold one."""
         self._entries.append((value, kind, held))
         if not kind.is_leaf and any(map(_is_content, _parts(held))):
-            self._with_tensors.add(len(self._entries) - 1)
+            self.places.add(len(self._entries) - 1)
 
     def refresh(self) -> bool:
         """Hold what is there now; not done where containers or objects have come or gone."""
@@ -240,16 +245,16 @@ class _Containers:
                 if not all(map(_may_pass, others)) or _is_long(now) > _is_long(held):
                     return False
                 if any(map(_is_content, _parts(now))):
-                    self._with_tensors.add(place)
+                    self.places.add(place)
             self._entries[place] = value, kind, now
         return True
 
     def content(self) -> Iterator[Tensor]:
-        held = (_parts(self._entries[place][2]) for place in self._with_tensors)
+        held = (_parts(self._entries[place][2]) for place in self.places)
         return filter(_is_content, chain.from_iterable(held))
 
     def change_content(self, change: Callable[[Any], Any]) -> None:
-        for place in self._with_tensors:
+        for place in self.places:
             value, kind, held = self._entries[place]
             self._entries[place] = value, kind, _with_parts(held, change)
 
@@ -588,7 +593,7 @@ class Captured:
 
     def _in_places(self) -> Iterator[Tensor]:
         """The tensors that lie in tables and containers."""
-        return chain.from_iterable(each.content() for each in self._held)
+        return chain.from_iterable([each.content() for each in self._held if each.places])
 
     def _take_content(self) -> None:
         content = {id(each): each for each in chain(self._inner, self._in_places())}
@@ -602,7 +607,8 @@ class Captured:
 
     def _change_content(self, change: Callable[[Any], Any]) -> None:
         for each in self._held:
-            each.change_content(change)
+            if each.places:  # most tables have no tensors but parameters
+                each.change_content(change)
 
     # Later captures
 

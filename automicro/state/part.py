@@ -19,6 +19,7 @@ from automicro.values import (
     is_plain,
     kinds_of,
     kinds_within,
+    same_objects,
     walk,
 )
 
@@ -70,7 +71,7 @@ class State:
             TypeError: a declared root holds what cannot be put back.
         """
         roots, held = self._roots(), self._replay.roots
-        is_same = roots.keys() == held.keys() and all(roots[name] is held[name] for name in roots)
+        is_same = roots.keys() == held.keys() and same_objects(roots.values(), held.values())
         if not (self._is_held and is_same):
             self._replay = Replay(roots, skip=self._skip())
         self.captured = self._replay.take()

@@ -195,6 +195,8 @@ class Features:
         return [functools.partial(_named, h) if f in self._given else h for f, h in hooks]
 
     def parts(self) -> list[Part]:
+        if not self._all:
+            return []
         self._attempt = None  # the next one begins
         return [part for parts in self._having("parts") for part in parts()]
 
@@ -226,6 +228,10 @@ class Features:
         told = [failed(attempt, message, peak_bytes) for failed in self._having("failed")]
         # A hook of the caller's that ends without a return gives None.
         return [file for files in told for file in files or ()]
+
+
+# Most steps have none: they share this one, which never holds an attempt.
+NO_FEATURES = Features(())
 
 
 def _named(hook: Callable[..., Any], *args: Any) -> Any:

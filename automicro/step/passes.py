@@ -28,7 +28,7 @@ from automicro.memory.oom import once_more
 from automicro.modules import evaluation_mode
 from automicro.options import check_loss
 from automicro.ranks.interface import OneRank, Ranks
-from automicro.step.feature import Features, MicrobatchRun
+from automicro.step.feature import NO_FEATURES, Features, MicrobatchRun
 from automicro.step.plan import Cut
 from automicro.torch_private import compiler_is_used
 from automicro.transaction.gradients import Gradients
@@ -36,7 +36,6 @@ from automicro.transaction.gradients import Gradients
 T = TypeVar("T")
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 Losses = tuple[Tensor, dict[str, Tensor]]
-_NO_FEATURES = Features(())
 
 
 class Passes:
@@ -236,7 +235,7 @@ class Passes:
         run: MicrobatchRun,
         weights: BatchWeights,
         gradients: Gradients,
-        features: Features = _NO_FEATURES,
+        features: Features = NO_FEATURES,
     ) -> Losses:
         """Forward and backward of one microbatch; its losses, detached.
 
@@ -369,7 +368,7 @@ class Passes:
             for handle in handles:
                 handle.remove()
 
-    def evaluate(self, run: MicrobatchRun, features: Features = _NO_FEATURES) -> Output:
+    def evaluate(self, run: MicrobatchRun, features: Features = NO_FEATURES) -> Output:
         """Forward of one microbatch for evaluation."""
         output = self._forward(self._convention.evaluate, run.inputs)
         _call(features.forwarded, run)
@@ -378,7 +377,7 @@ class Passes:
         self._show(run, output, features)
         return output
 
-    def predict(self, run: MicrobatchRun, features: Features = _NO_FEATURES) -> Output:
+    def predict(self, run: MicrobatchRun, features: Features = NO_FEATURES) -> Output:
         """Forward of one microbatch for its outputs alone."""
         predict = functools.partial(self._convention.predict, holds_rows=self.layout.holds_rows)
         output = Output(None, {}, self._forward(predict, run.inputs))

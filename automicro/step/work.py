@@ -21,7 +21,7 @@ from automicro.memory.residents import OccupiedDevice, ResidentMemory
 from automicro.modules import ModuleIndex
 from automicro.options import check_history, refuse_constant
 from automicro.ranks.interface import announcing_failure
-from automicro.step.feature import Feature, Features, MicrobatchRun
+from automicro.step.feature import NO_FEATURES, Feature, Features, MicrobatchRun
 from automicro.step.fillers import SpareRows
 from automicro.step.passes import Losses, Passes
 from automicro.step.phase import Phase
@@ -221,7 +221,10 @@ class _Work(Generic[T]):
             features.append(updates)
         if self._kept is not None:
             features.append(self._kept)
-        self._features = Features(features, given=engine.features, has_metrics=metrics is not None)
+        self._features = NO_FEATURES
+        if features:
+            has_metrics = metrics is not None
+            self._features = Features(features, given=engine.features, has_metrics=has_metrics)
         self._gives_outputs = where is not False
         self._has_checked = self._has_checked_outputs = False
         self._number = 0  # of attempts
