@@ -88,6 +88,7 @@ __all__ = [
     "overflows",
     "parameter_table",
     "pop_function_modes",
+    "precisions",
     "record_memory_history",
     "reduction_of",
     "run_backward",
@@ -96,6 +97,7 @@ __all__ = [
     "scripted_attributes",
     "set_gradient_hooks",
     "set_inductor_deterministic",
+    "set_precisions",
     "set_scripted",
     "sparse_parts",
     "tell_no_more",
@@ -887,6 +889,40 @@ def pop_function_modes(num_left: int) -> None:
     """Leave the innermost modes that see each call of torch's functions until so many are left."""
     while function_modes() > num_left:
         torch._C._pop_torch_function_stack()
+
+
+_OLD_PRECISIONS: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
+]
+_PRECISIONS = [("generic", "all")]
+_PRECISIONS += [(e, of) for e in ("cuda", "mkldnn") for of in ("all", "matmul", "conv", "rnn")]
+
+
+def precisions() -> list[Any]:
+    """How exactly backends multiply numbers in float32.
+
+    >>> torch.set_float32_matmul_precision("highest")
+    >>> precisions()[0]
+    'highest'
+    """
+    found: list[Any] = []
+    for read, _ in _OLD_PRECISIONS:
+        try:
+            found.append(read())
+        except RuntimeError:  # torch refuses where the newer functions have set it, too
+            found.append(None)
+    return found + [torch._C._get_fp32_precision_getter(*each) for each in _PRECISIONS]
+
+
+def set_precisions(saved: Sequence[Any]) -> None:
+    """Let backends multiply as they did."""
+    for (_, write), value in zip(_OLD_PRECISIONS, saved, strict=False):
+        if value is not None:
+            write(value)
+    # Last, because the older functions set some of these.
+    for each, value in zip(_PRECISIONS, saved[len(_OLD_PRECISIONS) :], strict=True):
+        torch._C._set_fp32_precision_setter(*each, value)
 
 
 # The tables of hooks that hold for all modules, by name.

@@ -33,6 +33,8 @@ from automicro.torch_private import (
     gradient_hooks,
     is_uninitialized,
     pop_function_modes,
+    precisions,
+    set_precisions,
 )
 from automicro.values import (
     CELL,
@@ -311,7 +313,13 @@ def _set_nesting(nesting: int) -> None:
         torch.autocast_decrement_nesting()
 
 
+def _anomalies() -> tuple[bool, bool]:
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+
 _CUDA, _ATTENTION = torch.backends.cuda, ("flash", "mem_efficient", "math", "cudnn")
+_CHOICES = [(torch.backends.cudnn, e) for e in ("enabled", "benchmark", "deterministic")]
+_CHOICES += [(torch.backends.mkldnn, "enabled")]
 _OWN: list[tuple[Any, Any]] = [  # of each type of device
     (torch.is_autocast_enabled, torch.set_autocast_enabled),
     (torch.get_autocast_dtype, torch.set_autocast_dtype),
@@ -323,6 +331,10 @@ _SETTINGS: list[tuple[Any, Any]] = [
     (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     (_nesting, _set_nesting),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch.get_num_threads, torch.set_num_threads),
+    (_anomalies, lambda saved: torch.set_anomaly_enabled(*saved)),
+    (precisions, set_precisions),
+    *((partial(getattr, *each), partial(setattr, *each)) for each in _CHOICES),
     *((getattr(_CUDA, f"{e}_sdp_enabled"), getattr(_CUDA, f"enable_{e}_sdp")) for e in _ATTENTION),
 ]
 
@@ -343,8 +355,9 @@ def _read_modes() -> list[Any]:
 
 def _put_modes_back(saved: list[Any]) -> None:
     if _read_modes() != saved:
-        for (_, write), value in zip(_settings(), saved, strict=True):
-            write(value)
+        for (read, write), value in zip(_settings(), saved, strict=True):
+            if read() != value:
+                write(value)
         # It may hold casts that the failed attempt has made, with a graph that is gone.
         torch.clear_autocast_cache()
 

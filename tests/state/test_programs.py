@@ -33,6 +33,7 @@ from torch import nn
 
 from automicro import Microbatcher, is_extra_pass
 from automicro.errors import StateWarning
+from automicro.torch_private import precisions, set_precisions
 from automicro.values import CELL
 from tests.outside import Outside, Unreached
 from tests.state.undone import Box, count, picture
@@ -127,10 +128,12 @@ def modes(_=None):
     torch.autocast_increment_nesting()
     nesting, dtype = torch.autocast_decrement_nesting(), torch.get_autocast_dtype("cpu")
     found = torch.is_autocast_enabled("cpu"), torch.is_grad_enabled(), torch.get_default_dtype()
-    return *map(str, (*found, dtype, torch.is_autocast_cache_enabled())), nesting
+    chosen = torch.backends.cudnn.benchmark, torch.is_anomaly_enabled(), *precisions()
+    return *map(str, (*found, *chosen, dtype, torch.is_autocast_cache_enabled())), nesting
 
 
 EINSUM: Any = np.einsum
+BACKENDS: Any = torch.backends
 SDPA: Any = F.scaled_dot_product_attention
 LINEAR: Any = nn.Linear.forward
 OWN: Any = Theirs.forward
@@ -240,6 +243,11 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "cache_of_autocast": (lambda a: a, lambda a: torch.set_autocast_cache_enabled(False), lambda a: torch.set_autocast_cache_enabled(True), modes, ("turn",)),
     "nesting_of_autocast": (lambda a: a, lambda a: torch.autocast_increment_nesting(), lambda a: torch.autocast_decrement_nesting(), modes, PULSE),
     "function_of_numpy": (lambda a: a.of(np, "einsum", lambda: np.einsum), lambda a: put(a, len), lambda a: put(a, EINSUM), lambda a: a.v is EINSUM, AROUND),
+    "matmul_precision": (lambda a: a, lambda a: torch.set_float32_matmul_precision("medium"), lambda a: torch.set_float32_matmul_precision("highest"), modes, PULSE),
+    "matmul_precision_of_a_backend": (lambda a: a, lambda a: setattr(BACKENDS.mkldnn.matmul, "fp32_precision", "bf16"), lambda a: setattr(BACKENDS.mkldnn.matmul, "fp32_precision", "none"), modes, PULSE),
+    "choices_of_cudnn": (lambda a: a, lambda a: setattr(torch.backends.cudnn, "benchmark", True), lambda a: setattr(torch.backends.cudnn, "benchmark", False), modes, PULSE),
+    "number_of_threads": (lambda a: torch.get_num_threads(), lambda a: torch.set_num_threads(a.v + 1), lambda a: torch.set_num_threads(a.v), lambda a: torch.get_num_threads() - a.v, PULSE),
+    "anomalies": (lambda a: a, lambda a: torch.set_anomaly_enabled(True), lambda a: torch.set_anomaly_enabled(False), modes, PULSE),
     "default_dtype": (lambda a: a, lambda a: torch.set_default_dtype(torch.float64), lambda a: torch.set_default_dtype(torch.float32), modes, ("pulse", "around")),
     "global_generators": (lambda a: a, lambda a: (random.random(), np.random.random(), torch.rand(1)), None, lambda a: (random.getstate(), str(np.random.get_state()), picture(torch.get_rng_state())), DRAWN),
     "iterator": (lambda a: itertools.count(), lambda a: next(a.v), None, lambda a: repr(a.v), DRAWN),
@@ -391,9 +399,13 @@ def backward(loss):
 @contextlib.contextmanager
 def everything_global():
     """As it was."""
+    precise = precisions()
     try:
         yield
     finally:
+        set_precisions(precise)
+        torch.backends.cudnn.benchmark = False
+        torch.set_anomaly_enabled(False)
         F.scaled_dot_product_attention, np.einsum = SDPA, EINSUM
         setattr(nn.Linear, "forward", LINEAR)  # noqa: B010
         setattr(Theirs, "forward", OWN)  # noqa: B010
