@@ -212,13 +212,21 @@ def is_parallel(modules: Sequence[nn.Module]) -> bool:
     >>> is_parallel([nn.Linear(2, 2)])
     False
     """
+    return runs_collectives(modules) or any(
+        is_rank_wrapper(module) for root in modules for module in root.modules()
+    )
+
+
+def is_rank_wrapper(module: nn.Module) -> bool:
+    """Whether a module averages or shards parameters over ranks: DDP, FSDP and FSDP2.
+
+    >>> is_rank_wrapper(nn.Linear(2, 2))
+    False
+    """
     from automicro.torch_private_distributed import is_fsdp_module, is_in_fsdp1
 
-    return runs_collectives(modules) or any(
-        isinstance(module, DistributedDataParallel) or is_fsdp_module(module) or is_in_fsdp1(module)
-        for root in modules
-        for module in root.modules()
-    )
+    is_ddp = isinstance(module, DistributedDataParallel)
+    return is_ddp or is_fsdp_module(module) or is_in_fsdp1(module)
 
 
 def runs_collectives(modules: Iterable[nn.Module]) -> bool:

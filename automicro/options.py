@@ -1,5 +1,6 @@
 """Arguments that are refused early, each with what was probably meant."""
 
+import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro.errors import BatchError, LossError, suggestion
+from automicro.modules import is_rank_wrapper
 from automicro.units import Duration, Unit, parse_time, read_duration
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -116,8 +118,7 @@ def check_unwrapped(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         kind = type(module).__name__
-        # fully_shard() gives a module a class whose name begins with FSDP.
-        if isinstance(module, nn.parallel.DistributedDataParallel) or "FSDP" in kind:
+        if is_rank_wrapper(module):
             raise ValueError(
                 f"{name or 'the model'} is wrapped in {kind}, and this looks at it in one process "
                 "alone; pass the unwrapped module"
@@ -397,7 +398,7 @@ def read_amount(name: str, value: float | None) -> float | None:
     """
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {value!r}, not a number; pass one such as 1.0, or None")
     # So written, it refuses NaN, too.
     if not value > 0:
@@ -412,15 +413,17 @@ def read_count(name: str, value: object, *, least: int = 1) -> int:
         TypeError: not a whole number.
         ValueError: too small.
 
-    >>> read_count("accumulate_batches", 4)
+    >>> read_count("accumulate_batches", torch.tensor(4))
     4
     """
-    # For Python, True is an int.
-    if isinstance(value, bool) or not isinstance(value, int):
+    # NumPy's whole numbers are no ints, and for Python, True is one.
+    count = getattr(value, "__index__", None)
+    if isinstance(value, bool) or count is None:
         raise TypeError(f"{name} is {value!r}, not a whole number; pass an int such as {least}")
-    if value < least:
-        raise ValueError(f"{name}={value} must be at least {least}; pass an int such as {least}")
-    return value
+    number: int = count()
+    if number < least:
+        raise ValueError(f"{name}={number} must be at least {least}; pass an int such as {least}")
+    return number
 
 
 def read_accumulation(value: object) -> int | Duration:
