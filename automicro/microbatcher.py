@@ -152,6 +152,7 @@ class Microbatcher:
         if isinstance(loss_fn, nn.Module) and loss_fn not in everything:
             everything.append(loss_fn)  # it may hold parameters and buffers of its own
         sizes = {"microbatch_size": microbatch_size, "eval_microbatch_size": eval_microbatch_size}
+        # Before anything is attached, so that a refused construction leaves the model as it was.
         _refuse_to_cut(everything, **sizes)
         innermost = check_optimizer(optimizer, everything)
         ranks = find_ranks(everything)  # before all that may fail on one rank alone
@@ -167,6 +168,7 @@ class Microbatcher:
         )
         asked = check_features(features)
         if check_choice("batchnorm", batchnorm, BATCHNORM_MODES) == "exact":
+            # A feature like any other, so that the step needs to know nothing of it.
             asked.append(exact_batchnorm(microbatch_size))
         for feature in asked:
             feature.attach(setup)
@@ -176,14 +178,17 @@ class Microbatcher:
         self._ranks, self._device, self._index = ranks, setup.device, setup.index
         self._levels = levels = list(setup.levels(setup))
 
+        # Two phases, as an evaluation keeps no activations and finds a far larger size.
         self._train = make_phase("train", microbatch_size, setup, levels)
         self._eval = make_phase("eval", eval_microbatch_size, setup)
+        # Graphs replay the addresses and shapes of their recording.
         refuse_cuda_graphs(everything, sizes_change=self._train.adapts or self._eval.adapts)
         whole = self._train.policy
         if microbatch_size is not None:
             whole = leveled(Fixed(None), levels, setup)
         self._split_guard = SplitGuard(self._index, batchnorm, whole)
 
+        # The caller's functions were written without a state that is carried along.
         hiding = setup.carrying.hiding
         convention = choose_convention(
             setup.model,
@@ -425,9 +430,11 @@ class Microbatcher:
         finally:
             self._engine.gradients.are_released = False  # it was so for this batch
         if finished.result is None:
+            # Of a batch of which no rank had rows.
             nan = torch.tensor(math.nan)
             return StepResult(loss=nan, rank_loss=nan, is_committed=False, **finished.counts)
         loss, losses = finished.result
+        # Parts that were never called are named after some steps.
         self._setup.parts.notice_step()
         return StepResult(
             loss=loss,
@@ -657,6 +664,7 @@ class Microbatcher:
             return
         batch, rows, multiple = step.raw[0], step.rows[0], int(getattr(policy, "multiple_of", 1))
         sizes = [] if by_cost or policy.adapts else balanced_sizes(rows, policy.propose(rows))
+        # A collective in here would meet no other rank.
         with self._ranks.looking_alone():
             has_run = checks.few_rows(batch, rows, mode, multiple=multiple, sizes=sizes)
         if has_run:
@@ -711,11 +719,13 @@ class Microbatcher:
         reading = functools.partial(self._read_once, batches)
         read = once_more(reading, self._device, doing="reading the structure of the batch")
         rows = [each.num_rows for each in read]
+        # A batch to predict may lack its targets, which the loss would be asked for.
         if mode != "predict":
             self._passes.check_form(batches, rows)
         denominators: Mapping[str, float] = {}
         if not self._ranks.is_alone:
             denominators = self._passes.denominators(batches, rows)
+        # Parameters must be there before gradients are set aside for them.
         elif self._index.is_lazy:
             with self._train.initializing():
                 self._passes.materialize(batches[0])

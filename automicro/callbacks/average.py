@@ -75,6 +75,7 @@ class ExponentialMovingAverage(Callback):
             )
         self._interval = read_duration("update_interval", update_interval)
         self._half_life = None if half_life is None else read_duration("half_life", half_life)
+        # Within an epoch the count of epochs stands still, so the average would not age.
         if self._half_life is not None and Unit.EPOCHS is self._half_life.unit is not (
             self._interval.unit
         ):
@@ -113,6 +114,8 @@ class ExponentialMovingAverage(Callback):
         """
         if self._average is None or self._model is None:
             raise RuntimeError("there is no average yet; it begins with fit()")
+        # With the parameters themselves, as averages are found by identity: names in a state dict
+        # may differ from those of parameters, under hooks.
         state: dict[str, Any] = self._model.state_dict(keep_vars=True)
         average = self._average
         by_id = {id(each): average[name] for name, each in _averaged(self._model).items()}
@@ -137,6 +140,8 @@ class ExponentialMovingAverage(Callback):
         self._adopt(run)
         budget = active_budget()
         if self._average is not None and budget is not None and run.device.type == "cpu":
+            # The simulated device of this fit is another one, and its memory holds the average as
+            # well.
             budget.track(self._average)  # of an earlier fit
         if self._average is None and not any(map(is_uninitialized, _tensors(run.model))):
             self._begin(run)
@@ -154,6 +159,7 @@ class ExponentialMovingAverage(Callback):
         if not self._evaluate or self._average is None:
             return
         for name, tensor in _averaged(run.model).items():
+            # Of one precision it is the average itself: nothing is copied.
             average = self._average[name].to(tensor.dtype)
             if is_sharded(tensor):
                 # FSDP keeps the very memory of a shard, so it is written to instead.
@@ -191,6 +197,7 @@ class ExponentialMovingAverage(Callback):
         tensors = _averaged(run.model)
         _require_same_names(self._average, tensors)
         self._average = {
+            # A copy in any case: what was loaded may belong to a checkpoint that others read.
             name: self._average[name].to(tensor.device, _dtype_for(tensor), copy=True)
             for name, tensor in tensors.items()
         }
@@ -230,10 +237,13 @@ class ExponentialMovingAverage(Callback):
         _require_same_names(averages, tensors)
         by_type: dict[tuple[torch.dtype, torch.device], list[str]] = {}
         for name, tensor in tensors.items():
+            # All of one type and device in one call: a kernel for each parameter would cost more
+            # than the update itself.
             if averages[name].dtype == tensor.dtype:
                 by_type.setdefault((tensor.dtype, tensor.device), []).append(name)
             else:
                 averages[name].lerp_(tensor.to(averages[name].dtype), 1 - decay)
+        # Of torch, so that it is fused where torch can do that.
         update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         for names in by_type.values():
             update([averages[name] for name in names], [tensors[name] for name in names], 0)
@@ -249,6 +259,7 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 
 
 def _averaged(model: nn.Module) -> dict[str, Tensor]:
+    # By name and not by identity: the average must fit a model that a checkpoint is loaded into.
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {
         name: tensor
@@ -258,6 +269,7 @@ def _averaged(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _dtype_for(tensor: Tensor) -> torch.dtype:
+    # In half precision, 0.999 · average + 0.001 · weights rounds to the average, which never moves.
     return torch.promote_types(tensor.dtype, torch.float32)
 
 

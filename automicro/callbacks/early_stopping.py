@@ -52,6 +52,7 @@ class EarlyStopping(Callback):
             raise ValueError("monitor='' is no name; pass one such as 'eval/loss'")
         self._monitor = monitor
         self._patience = read_count("patience", patience)
+        # With the sign, less is better for both modes.
         self._sign = 1 if check_choice("mode", mode, ("min", "max")) == "min" else -1
         if not min_delta >= 0:
             raise ValueError(f"min_delta={min_delta!r} must be 0 or above; mode says the direction")
@@ -76,9 +77,11 @@ class EarlyStopping(Callback):
     def fit_start(self, run: Run) -> None:
         """Begin to look; a run that had ended here ends again, unless patience is greater now."""
         self._is_training = True
+        # Only what is known to be missing: None says that values alone will tell.
         if run.expected.gives(self._monitor) is False:
             names = [each for each in run.expected.names if each.startswith(IN_EVALUATION)]
             self._refuse(names or None)
+        # A run that had stopped here would else train one more round of patience at each start.
         if self._was_loaded and self._without_better >= self._patience:
             times = "" if self._without_better == 1 else f" {self._without_better} times in a row"
             run.stop(f"{self._monitor} was not better{times} before the run was taken up again")
@@ -91,6 +94,7 @@ class EarlyStopping(Callback):
             UserWarning: there never was a value to look at.
         """
         self._is_training = False
+        # A run that ended within its first epoch may have had no evaluation by right.
         if self._best is None and self._without_better == 0 and run.state.epoch:
             warn(
                 f"EarlyStopping never saw {self._monitor!r}, in {run.state.epoch} epochs: it looks "
@@ -109,6 +113,8 @@ class EarlyStopping(Callback):
         self._batches += 1
         if self._batches == 2:  # what others log of the first one is there
             self._warn_of_name(run)
+        # A metric of training covers an epoch: between two of them it would be looked at again and
+        # again, and its patience would run out in batches.
         is_of_epochs = self._monitor.removeprefix(IN_TRAINING) in run.state.train.metrics
         if self._monitor.startswith(IN_TRAINING) and not is_of_epochs:
             value = run.values.get(self._monitor)
@@ -122,6 +128,7 @@ class EarlyStopping(Callback):
         metrics = {f"{IN_TRAINING}{name}": each for name, each in run.state.train.metrics.items()}
         if self._monitor in metrics:
             self._look_at(run, metrics[self._monitor], "epoch")
+        # After a whole epoch everything of training has been given at least once.
         elif self._monitor not in run.values:
             of_batches = (name for name in run.values if name.startswith(IN_TRAINING))
             self._refuse(sorted({*of_batches, *metrics}))
@@ -131,6 +138,7 @@ class EarlyStopping(Callback):
         if self._monitor.startswith(IN_TRAINING) or not self._is_training:
             return
         found = {_logged_name(name): value for name, value in values.items()}
+        # A name of no kind is what another callback logs.
         if not self._monitor.startswith(IN_EVALUATION):
             found |= run.values
         if self._monitor in found:
@@ -157,7 +165,9 @@ class EarlyStopping(Callback):
 
     def _look_at(self, run: Run, value: float, what: str) -> None:
         value, best = float(value), self._best
+        # The first value is better than none, whatever it is.
         gain = math.inf if best is None else self._sign * (best - value)
+        # A comparison with NaN is false in both directions, which would hide it as the best.
         if not math.isnan(value) and gain > self._min_delta:
             self._best, self._without_better = value, 0
             return

@@ -91,6 +91,8 @@ class FreezeSchedule(Callback):
         if run.optimizer is not None:
             known = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
             for name in parameters:
+                # Optimizers are often built of what requires a gradient: unfreezing would then
+                # change nothing, and nothing would say so.
                 if _matches(name, self._until) and id(parameters[name]) not in known:
                     raise ValueError(
                         f"{name!r} is to be unfrozen, and the optimizer does not have it; build "
@@ -107,6 +109,7 @@ class FreezeSchedule(Callback):
         state = run.state
         durations = (*self._until.values(), *self._from.values())
         reached = [_is_reached(state, each) for each in durations]
+        # Names are matched only when something is due: there may be thousands, at each batch.
         if self._now is not None and self._now[0] is run.model and self._now[1] == reached:
             return
         self._now = (run.model, reached)
@@ -122,6 +125,8 @@ class FreezeSchedule(Callback):
                 parameter.requires_grad_(wants_gradient)
                 changed[wants_gradient].append(name)
             if not wants_gradient:
+                # A gradient that stays would let the optimizer, with its momentum, move what is
+                # frozen.
                 parameter.grad = None
         for wants_gradient, names in changed.items():
             if names:
@@ -164,6 +169,7 @@ def _matches(name: str, patterns: Any) -> bool:
 def _require_match(pattern: str, names: list[str]) -> None:
     if any(fnmatchcase(name, pattern) for name in names):
         return
+    # The commonest mistake: a module is named, and patterns are of parameters.
     if any(name.startswith(f"{pattern}.") for name in names):
         raise ValueError(
             f"no parameter is called {pattern!r}, which is a module; for all parameters of it say "

@@ -87,6 +87,7 @@ class GrowthSchedule(Callback):
             step = done * self._steps // self._over.value
             grown = (self._end - self._start) * step // self._steps
         size = self._start + grown
+        # The first and the last were asked for, so they hold even where they are no multiple.
         if size in (self._start, self._end):
             return size
         return max(size // self._multiple_of * self._multiple_of, self._start)
@@ -169,18 +170,23 @@ def resize_images(batch: Any, size: int, *, multiple_of: int = 1) -> Any:
     key, images = _find(batch)
     height, width = images.shape[-2:]
     short, long = min(height, width), max(height, width)
+    # The very batch: without a copy, and with the bits that the loader gave.
     if short == size:
         return batch
     longer = max(round(long * size / short / multiple_of) * multiple_of, multiple_of)
+    # A square stays one, also where its side is no multiple.
     if long == short:
         longer = size
     target = (size, longer) if height <= width else (longer, size)
+    # A mask or a target per pixel that stayed as large would train on wrong pixels, without an
+    # error.
     for path, tensor in tensor_leaves(batch):
         if tensor is not images and tensor.dim() >= 3 and tensor.shape[-2:] == images.shape[-2:]:
             raise ValueError(
                 f"{path!r} has the height and the width of the images, {height} × {width}, and "
                 f"nothing says how to resize it; {_OWN}"
             )
+    # What is made on the host is none of the memory of a simulated device.
     with on_host() if images.device.type == "cpu" else torch.no_grad():
         resized = _interpolated(images.detach(), target)
     if key is None:
@@ -191,10 +197,12 @@ def resize_images(batch: Any, size: int, *, multiple_of: int = 1) -> Any:
 
 
 def _interpolated(images: Tensor, size: tuple[int, int]) -> Tensor:
+    # Bilinear interpolation with antialiasing is there for floating point alone.
     floating = images if images.is_floating_point() else images.float()
     resized = F.interpolate(floating, size, mode="bilinear", antialias=True, align_corners=False)
     if images.is_floating_point():
         return resized
+    # Rounding may leave the range of the type by one, and a conversion would wrap around.
     limits = torch.iinfo(images.dtype)
     return resized.round_().clamp_(limits.min, limits.max).to(images.dtype)
 
@@ -221,6 +229,7 @@ def _find(batch: Any) -> tuple[Any, Tensor]:
 
 
 def _is_image(value: object) -> bool:
+    # Four dimensions of truths are a mask, which bilinear interpolation would make gray.
     return isinstance(value, Tensor) and value.dim() == 4 and value.dtype is not torch.bool
 
 
@@ -334,6 +343,8 @@ def _cut_mapping(
     known = _TOKEN_KEYS if keys is None else keys
     if keys is None:
         for key, value in batch.items():
+            # What is as long as the tokens most likely belongs to them, but not surely: an error
+            # costs less than a training on rows that were cut apart.
             is_as_long = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length
             if key not in _TOKEN_KEYS and is_as_long:
                 raise ValueError(
@@ -365,6 +376,7 @@ def _length(batch: Mapping[str, Any], keys: Sequence[str] | None) -> int:
 
 def _cut(value: Any, size: int, length: int) -> Any:
     """Cut what has the tokens' length in its second dimension, or in its last two."""
+    # One value per row, such as a class, has no tokens to cut.
     if not isinstance(value, Tensor) or length <= size or value.dim() < 2:
         return value
     if value.dim() == 4 and value.shape[-1] == length:  # a mask of attention scores

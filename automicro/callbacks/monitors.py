@@ -57,6 +57,7 @@ class LearningRateMonitor(Callback):
             suffix = f"/{index}" if len(groups) > 1 else ""
             if "lr" in group:
                 logged[f"train/lr{suffix}"] = float(group["lr"])
+            # Adam and its like have their momentum as the first of the betas.
             momentum = group.get("momentum", next(iter(group.get("betas", ())), None))
             if self._momentum and momentum is not None:
                 logged[f"train/momentum{suffix}"] = float(momentum)
@@ -93,6 +94,7 @@ class MemoryMonitor(Callback):
         Args:
             device: whose memory it is.
         """
+        # Read without waiting for the device: the allocator counts on the host.
         counts = read_counts(device)
         read = {
             "memory/allocated_bytes": counts.allocated_bytes,
@@ -157,6 +159,7 @@ class SpeedMonitor(Callback):
     def batch_start(self, run: Run, batch: Any) -> None:
         """The wait is over."""
         self._batch_start = self._clock()
+        # An evaluation between two batches is no wait for data.
         self._waiting += max(self._batch_start - self._last_end - self._paused, 0.0)
         self._paused = 0.0
 
@@ -165,6 +168,7 @@ class SpeedMonitor(Callback):
         self._last_end = self._clock()
         self._computing += self._last_end - self._batch_start
         now = self._mark(run.state)
+        # One mark from before the window stays, so that the window is full and not one batch short.
         while len(self._marks) > 1 and now.done - self._marks[1].done >= self._window.value:
             self._marks.popleft()
         if values := _speeds(self._marks[0], now):
@@ -198,6 +202,7 @@ def _speeds(start: _Mark, end: _Mark) -> dict[str, float]:
     computing = end.computing_seconds - start.computing_seconds
     waiting = end.waiting_seconds - start.waiting_seconds
     seconds = computing + waiting
+    # A clock that is too coarse may show no time at all.
     if not batches or not seconds > 0:
         return {}
     values = {
@@ -208,5 +213,6 @@ def _speeds(start: _Mark, end: _Mark) -> dict[str, float]:
         "speed/waiting_share": waiting / seconds,
     }
     if end.tokens is not None:
+        # At the first mark nothing may have been counted yet.
         values["speed/tokens_per_second"] = (end.tokens - (start.tokens or 0)) / seconds
     return values

@@ -114,10 +114,13 @@ class OutOfMemoryReport(Callback):
         """Take a snapshot where memory runs out."""
         self._drop_snapshot()
         if self._takes_snapshots(run):
+            # Asked of the allocator itself: by the time that the error arrives here, the attempt's
+            # tensors are gone, and a snapshot would show a device that is half empty.
             tell_of_shortage(self._take_snapshot)
 
     def forward_start(self, run: Run, microbatch: Microbatch) -> None:
         """Look what modules take, where memory ran out before."""
+        # One forward is enough: all microbatches of an attempt are alike.
         if microbatch.attempt.number > 1 and microbatch.index == 0 and self._last is not None:
             self._forward = _Forward(run, microbatch.attempt)
             self._forward.begin()
@@ -132,6 +135,8 @@ class OutOfMemoryReport(Callback):
         tell_no_more(self._take_snapshot)
         self._drop_snapshot()
         if self._forward is not None and self._last is not None:
+            # The file is written again, because the modules were not watched in the attempt that it
+            # tells of.
             path, report = self._last
             self._forward.add_to(report)
             self._write(path, report)
@@ -165,11 +170,13 @@ class OutOfMemoryReport(Callback):
         if not self._write(path, report):
             return
         self._written += 1
+        # So that the error can name the file, where nothing smaller fits.
         failure.reports.append(str(path))
         self._open = self._last = (path, report)
         if self._takes_snapshots(run):
             snapshot = path.with_suffix(".pickle")
             try:
+                # Inside of the allocator, where it happened, nothing could be said.
                 if self._why_not is not None:
                     raise self._why_not
                 if self._taken is None:
@@ -189,6 +196,7 @@ class OutOfMemoryReport(Callback):
         self._drop_snapshot()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            # Named by the process, as several may write into one folder.
             taken = self._folder / f"snapshot-{os.getpid()}.part"
             self._taken = taken
             dump_memory_snapshot(str(taken))
@@ -218,6 +226,7 @@ class OutOfMemoryReport(Callback):
         self._written = state["written"]
 
     def _next_path(self) -> Path:
+        # Reports of earlier runs stay, so numbers go on behind theirs.
         number = self._written + 1
         while (path := self._folder / f"oom-{number:04d}.json").exists():
             number += 1  # of an earlier run
@@ -228,6 +237,7 @@ class OutOfMemoryReport(Callback):
             text = f"{json.dumps(report, indent=2)}\n".encode()
             self._folder.mkdir(parents=True, exist_ok=True)
             write_whole(path, lambda file: file.write(text))
+        # Not only a full disk: json refuses values that are not plain, with a TypeError.
         except (OSError, TypeError, ValueError) as error:
             _say(path, error)
             return False
@@ -277,6 +287,7 @@ def describe_failure(run: Run, failure: OutOfMemory, batch: Any) -> dict[str, An
         "batch": _describe_batch(batch),
         "peak_bytes": failure.peak_bytes,
         "allocated_bytes_after": allocated_bytes(run.device),
+        # The limit that was set, which the device's own total does not show.
         "limit_bytes": residents.limit,
         "device_memory": _device_memory(run.device),
         "held": [each for each in held if each["num_bytes"]],
@@ -296,11 +307,13 @@ def _held(kind: str, owner: str, num_bytes: int, sizes: Sequence[int] = (0,)) ->
 
 def _device_memory(device: torch.device) -> dict[str, int] | None:
     """Of the whole device, so that what others hold shows; None if unknown."""
+    # What others hold of the host's memory changes all the time, and did not limit the run.
     if device.type == "cpu":
         return None
     try:
         free_bytes, total_bytes = torch.accelerator.get_memory_info(device)
         reserved_bytes = torch.accelerator.memory_reserved(device)
+    # Backends from outside of torch have all of these functions, some or none.
     except (AttributeError, NotImplementedError, RuntimeError):
         return None
     return {
@@ -322,6 +335,7 @@ class _Forward:
         self._rows = attempt.microbatch_size
         root = type(run.model).__name__
         self._names = {id(part): name or root for name, part in run.model.named_modules()}
+        # A hook would break the graph of a compiled model, or have it compiled again.
         self._looks = not any(map(is_compiled, run.model.modules()))
         self._open: list[int] = []  # modules that compute
         self._bytes = 0  # that were there at the last turn
@@ -347,9 +361,11 @@ class _Forward:
 
     def add_to(self, report: dict[str, Any]) -> None:
         """Say what modules held, the largest first: at this report's size, where rows add up."""
+        # The attempt that was watched was smaller than the one that the report is about.
         share = report["microbatch_size"]["before"] / self._rows
         others = [each for each in report["held"] if each["kind"] != "activations"]
         innermost = self.inside[-1:]
+        # The module in which memory ran out is named even if it held nothing yet.
         self._held.update(dict.fromkeys(innermost, 0))
         report["held"] = others + [
             _held("activations", name, round(num_bytes * share))
@@ -358,6 +374,7 @@ class _Forward:
         ]
 
     def _enter(self, module: nn.Module, _: Any) -> None:
+        # The hooks are for all modules of the process, and others may run, such as a teacher.
         if id(module) in self._names:
             self._turn()
             self._open.append(id(module))

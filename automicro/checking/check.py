@@ -150,6 +150,7 @@ class Checks:
         averages = computation.averages.values()
         self._is_known = all(average.is_known for average in averages)
         self._declared = declared
+        # Read off a model that says so of itself, and may be wrong about a subclass's loss.
         self._is_claimed = not declared and any(
             isinstance(average, Tokens) and average.is_claimed for average in averages
         )
@@ -217,12 +218,14 @@ class Checks:
         track = self._of(mode)
         if track.is_over or num_rows < 2:
             return False
+        # A second warning of the same cause would say nothing new.
         if self._why_not or (track is self._eval and self._train.is_wrong):
             track.is_over = True
             if self._why_not and track is self._train:
                 self._say_unchecked(self._why_not, may_be_claimed=True)
             return False
         cut = math.gcd(*sizes) or 1
+        # Too few rows for two groups: better to compare single ones than none.
         multiple = multiple if num_rows >= 2 * multiple else 1
         # What cannot be read for want of memory is not due.
         is_due = functools.partial(track.forms.is_due, batch)
@@ -273,6 +276,7 @@ class Checks:
             found = tried(compare, device)
             if not isinstance(found, Failed):
                 return found, [*parts[0], *parts[1]]
+            # Fewer rows would fail in the same way.
             if found.kind is not Failure.RETRYABLE:
                 break
         else:
@@ -294,6 +298,7 @@ class Checks:
         if not issubclass(found.error, AutomicroError):
             with on_host():
                 pieces = [layout.take_rows(batch, each) for each in parts]
+            # The whole has a loss and parts have none: no split of this batch can be right.
             if not all(self._has_loss(each, mode) for each in pieces):
                 listed = " and ".join(map(str, sorted([*parts[0], *parts[1]])[:2]))
                 text = (
@@ -343,6 +348,7 @@ class Checks:
                 return None  # later batches find what the first has set
             if is_training:
                 self._note_state(bench, whole, pieces, apart)
+            # An overflow in the first steps is common under fp16, and says nothing of the split.
             if not math.isfinite(whole.numbers[LOSS]) or not math.isfinite(whole.size):
                 return Finding(kind="nothing", text="the loss or its gradient is not finite")
             if is_training and not whole.size:
@@ -358,6 +364,7 @@ class Checks:
                 is_slight = (
                     bench.draws.lowest is not torch.float64 and max(found.values()) < _SLIGHT
                 )
+                # Once more with state held still: then the remedy is another one.
                 bench.conditions = dataclasses.replace(conditions, carries=False)
                 is_state = not bench.compare(together, whole, bench.read(apart))[0]
                 text = _said(found, whole, pieces, apart) + _BY_STATE * is_state

@@ -60,6 +60,7 @@ class _Subject:
     def loss_name(self) -> str:
         """The function that computes the loss, by a name that its author knows."""
         function = self.forward or self.loss_fn
+        # Its author knows the function by its own name, not as a partial.
         while isinstance(function, functools.partial):
             function = function.func
         if function is None:
@@ -156,6 +157,7 @@ class _Examination:
     def targets(self) -> Tensor | None:
         """Classes or tokens, where the batch has some."""
         with ignoring_errors():
+            # Code of the caller's may run here, and its errors are no finding.
             found = self.convention.targets(self.batch)
             is_plain = isinstance(found, Tensor) and not found.is_nested
             return found if is_plain and not found.is_floating_point() else None
@@ -166,6 +168,7 @@ class _Examination:
         targets = self.targets()
         if self.is_known or targets is None or targets.dim() < 2:
             return True
+        # With as many targets in each row, a mean over targets is one over rows.
         counts = (targets != means.IGNORED).flatten(1).sum(1)
         return bool((counts != counts[0]).any())
 
@@ -194,11 +197,13 @@ class _Examination:
                 num_microbatches=len(sizes),
                 error=errors.get(worst, 0.0),
                 worst=worst,
+                # Near 0 a relative error of the loss would say nothing.
                 loss_error=abs(parts.numbers[LOSS] - loss) / max(0.05, abs(loss)),
             )
             places = [place for place, _ in parts.state.values()]
             return _Compared(
                 found=found,
+                # The gradients alone: a loss may be told wrongly and trained rightly.
                 off={name: size for name, size in found.items() if name not in whole.numbers},
                 errors=errors,
                 shown=shown,
@@ -225,11 +230,13 @@ class _Examination:
             return self.compare(sizes, **conditions).off
         except Exception as error:
             _refuse(error)
+            # That it fails under this condition is an answer as well: the condition matters.
             return {"": math.inf}
 
     def diagnose(self, seen: _Compared) -> tuple[list[Finding], Candidate | None]:
         """Hold every suspect still; find the right average; then let each loose again."""
         sizes = balanced_sizes(self.num_rows, seen.shown.microbatch_size)
+        # With everything else held still, what remains is the loss's.
         rest, causes, found = self.gap(sizes, **_STILL), list[Finding](), None
         if rest:
             found = self._average(sizes)
@@ -249,6 +256,8 @@ class _Examination:
         value = None if found is None else found.value
         proven = []
         for kind, names, loose in (
+            # One at a time, with the others still: two causes would otherwise each look innocent,
+            # or both guilty.
             ("batchnorm", self.layers, "batchnorm"),
             ("buffers", seen.buffers, "carries"),
             ("attributes", seen.attributes, "carries"),
@@ -261,6 +270,7 @@ class _Examination:
 
     def _fits(self, tried: Candidate, sizes: Sequence[int]) -> bool:
         """Whether it makes this batch exact, and some rows of it."""
+        # On the whole batch alone an average may fit by chance, where all its counts are equal.
         rows = telling_rows(self.layout, self.batch, self.num_rows)
         few = {"sizes": [*map(len, rows)], "rows": [*rows[0], *rows[1]]}
         with ignoring_errors():
@@ -271,6 +281,7 @@ class _Examination:
     def _average(self, sizes: Sequence[int]) -> Candidate | None:
         """The ``loss_average`` that makes it exact; with several losses, one for each."""
         with on_host():
+            # On the host, as counts of a batch may be as large as the batch.
             tried = list(candidates(self.batch, self.convention))
         if self.losses:
             fitting: dict[str, Candidate] = {}
@@ -281,6 +292,7 @@ class _Examination:
                     fitting = {**dict.fromkeys(self.losses - found.keys(), each), **fitting}
                 if fitting.keys() == self.losses:
                     break
+            # In one order on each run, so that the code that is shown is the same.
             fitting = dict(sorted(fitting.items()))
             tried = [named(fitting)] if fitting.keys() == self.losses else []
         return next((each for each in tried if self._fits(each, sizes)), None)
@@ -293,6 +305,7 @@ class _Examination:
             for name, module in top.named_modules()
         }
         off = self.gap(sizes, watches=True, **_STILL)
+        # What gets something else already is not the one that began it.
         guilty = [each for each in off if each in modules and f"the input of {each}" not in off]
         inner = [n for n in guilty if not any(o.startswith(f"{n}.") for o in guilty)]
         model = type(self.subject.model).__name__
@@ -314,14 +327,19 @@ class _Examination:
             for some in (rows, *([row] for row in rows)):
                 reading = bench.read(cuts(self.layout, self.batch, [len(some)], some)[0])
                 flat = [each.double().flatten() for _, each in sorted(reading.gradients.items())]
+                # The loss counts as one more entry: gradients alone may be dependent.
                 vectors.append(torch.cat([*flat, torch.tensor([reading.numbers[LOSS]])]))
             eps = bench.rounding[1]
         if len(vectors) <= len(rows) or len({each.shape for each in vectors}) > 1:
             return None, None
         whole, *alone = vectors
+        # If the batch's gradient is a weighted sum of the rows' own, least squares give the
+        # weights.
         columns = torch.stack(alone, 1)
+        # Columns of one length, as one row with a large gradient would drown the others' weights.
         scales = columns.norm(dim=0).clamp(min=1e-30)
         solved = torch.linalg.lstsq(columns / scales, whole[:, None], driver="gelsd").solution[:, 0]
+        # A solution that does not explain the whole, or no mean, is none.
         off = float((columns / scales @ solved - whole).norm() / whole.norm().clamp(min=1e-30))
         weights, slack = (solved / scales).tolist(), 100 * math.sqrt(eps)
         if off > slack or min(weights) < -slack / 100 or abs(sum(weights) - 1) > slack:
@@ -334,10 +352,12 @@ class _Examination:
         if targets is None or not (0 < len(classes) < len(rows) and are_equal):
             shown = ", ".join(f"{row}: {each:.3g}" for row, each in zip(rows, weights, strict=True))
             return finding("loss average: by row", [name], weights=shown), None
+        # Only their ratios are known: the smallest is shown as 1.
         least = min(each[0] for each in classes.values() if each[0] > 0)
         table = {label: each[0] / least for label, each in sorted(classes.items())}
         found = None
         code = "… as a callable that adds up the weights of a microbatch's targets"
+        # Of classes that the few rows lacked, nothing is known.
         if min(table) >= 0 and {*targets.tolist()} <= table.keys():
             digits = max(4, round(-math.log10(eps)) - 2)
             every = (table.get(label, 0.0) for label in range(max(table) + 1))
@@ -365,6 +385,7 @@ class _Examination:
             self.lowest = bench.draws.lowest
             if not (math.isfinite(loss) and math.isfinite(whole.size)):
                 return finding("batch: infinite", loss=loss)
+            # Any split has the gradient 0 as well, which would pass for exact.
             if not whole.gradients or whole.size == 0:
                 return finding("batch: no gradient")
             if changes and not bench.draws.unheld:
@@ -391,6 +412,7 @@ class _Examination:
                 _refuse(error)
                 failure = _ONE if needs_two_rows(error) else describe_error(error)
                 row = Comparison(microbatch_size=size, num_microbatches=len(cut), error=math.nan)
+                # It goes on with other sizes: a model may fail on one row alone.
                 comparisons.append(replace(row, failure=failure))
                 if not needs_two_rows(error):
                     name = [self.subject.loss_name]
@@ -399,10 +421,12 @@ class _Examination:
         names = dict.fromkeys(name for each in every for name in each.errors)
         errors = {name: max(each.errors.get(name, 0.0) for each in every) for name in names}
         causes, found = list[Finding](), None
+        # All sizes failed, as BatchNorm does on a single row.
         if first is None and self.layers:
             causes = [finding("batchnorm", self.layers)]
         off = [each for each in every if each.off]
         if off:
+            # Where the difference is largest, each cause stands out best from rounding.
             causes, found = self.diagnose(max(off, key=lambda each: each.shown.error))
         causes = [*broken[:1], *causes]
         is_random = False
@@ -416,6 +440,8 @@ class _Examination:
         precision = str(lowest).removeprefix("torch.")
         known = {name for each in every for name in each.found}
         chance = (error for name, error in errors.items() if name not in known)
+        # What was judged chance may be larger than rounding, and must not be called a difference
+        # below.
         tolerance = max([16 * torch.finfo(lowest).eps, *chance])
         most = max(errors.values(), default=math.nan)
         status = told.UNVERIFIABLE if is_random else told.NOT_EXACT
@@ -480,6 +506,7 @@ class _Examination:
 
 def _refuse(error: Exception) -> None:
     """Raise what is no answer to whether fewer rows can be run."""
+    # Those speak of the batch or the model, whatever the size of the part.
     is_told = isinstance(error, BatchError | LossError | RollbackError)
     if is_told or classify(error) is not Failure.UNRELATED:
         raise error
@@ -492,6 +519,7 @@ def _cuts(num_rows: int, sizes: Sequence[int] | None) -> list[int]:
         ValueError: none of the sizes splits the batch.
     """
     if sizes is None:
+        # Equal parts would hide a mean of means.
         ragged = next((pieces for pieces in range(3, num_rows) if num_rows % pieces), 2)
         most = [-(-num_rows // 2), num_rows] if num_rows <= _MOST_MICROBATCHES else [16]
         sizes = [-(-num_rows // pieces) for pieces in (2, ragged, *most)]
@@ -578,11 +606,13 @@ def verify(
         if ModuleIndex(subject.tops()).is_lazy:
             return _unverifiable(finding("lazy"), num_rows)
         try:
+            # In float64 a true difference stands out from rounding by nine digits.
             return report_in(wanted or torch.float64)
         except Exception as error:
             is_of_the_type = classify(error) is Failure.UNRELATED
             if wanted is not None or not is_of_the_type or isinstance(error, BatchError):
                 raise
+            # Some models, such as those with kernels of their own, run in one type only.
             said = describe_error(error).splitlines()[0]
         return report_in(None, f"not in float64, because there the model fails ({said})")
     except (BatchError, RollbackError) as error:
@@ -605,6 +635,7 @@ def _in_precision(roots: Mapping[str, Any], dtype: torch.dtype | None) -> Iterat
         torch.set_default_dtype(dtype or torch.get_default_dtype())
         for leaf in leaves:
             stack.callback(setattr, leaf, "grad", leaf.grad)
+            # The very storage comes back, with its bits and for whatever shares it.
             stack.callback(setattr, leaf, "data", leaf.data)
             leaf.grad = None
             leaf.data = leaf.data.to(dtype)

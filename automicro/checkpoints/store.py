@@ -75,6 +75,7 @@ class _Retention:
         Args:
             saved: the metrics of all good ones, the newest first.
         """
+        # Both kinds overlap: the newest is often the best.
         newest = list(saved)
         best = self.ranked(saved)[: self.keep_best]
         kept = set(newest[: self.keep_last]) | set(best)
@@ -90,6 +91,7 @@ class _Retention:
         values = {
             path: sign * metrics[self.best_metric]
             for path, metrics in saved.items()
+            # NaN compares with nothing, and one would leave the order of all others to chance.
             if self.best_metric in metrics and not math.isnan(metrics[self.best_metric])
         }
         return sorted(values, key=values.__getitem__)
@@ -252,6 +254,7 @@ class CheckpointStore:
             keep_last=keep_last, keep_best=keep_best, best_metric=best_metric, best_mode=best_mode
         )
         self._background = _Background()
+        # A metric that is missing is told once, and not at each save.
         self._missed_metric = False
 
     @classmethod
@@ -329,6 +332,7 @@ class CheckpointStore:
         """
         values = _checked(step, metrics)
         share = self._prepare(lambda: self._share_of(state, own).copied(), step)
+        # The copy alone is handed over: the state may change from here on.
         self._background.start(partial(self._write, share, step, values))
 
     def wait(self) -> None:
@@ -384,6 +388,7 @@ class CheckpointStore:
             try:
                 return FoundCheckpoint.at(path, peers=self._peers)
             except DamagedCheckpointError as error:
+                # One warning is enough, and rank 0 gives it.
                 if self._peers.rank:
                     continue
                 warn(f"{error}. It was the best one; taking the next best", CheckpointWarning)

@@ -217,6 +217,7 @@ class LengthBatchSampler(Sampler[list[int]]):
         >>> LengthBatchSampler(range(4), mode="fixed", batch_size=2).at(rank=1, world_size=2).rank
         1
         """
+        # Lengths may be those of millions of rows, and both share them.
         other = copy.copy(self)
         other._own_place = _read_place(rank, world_size)
         return other
@@ -232,6 +233,7 @@ class LengthBatchSampler(Sampler[list[int]]):
         Args:
             epoch: from 0.
         """
+        # A resumed epoch is set again by its loop, and must not begin anew.
         if epoch != self._epoch:
             self._epoch, self._given, self._planned_for = epoch, 0, None
             self._start = self._next_start = 0
@@ -244,6 +246,7 @@ class LengthBatchSampler(Sampler[list[int]]):
                 "has as many batches: use fewer processes, or more data"
             )
         together = self._planned_for or self.world_size
+        # As many as began the epoch: the plan of another number of ranks would have other batches.
         key = (self.seed, self._epoch, together)
         if self._plan is None or self._plan[0] != key:
             self._plan = None  # two at a time would take twice the memory
@@ -262,7 +265,9 @@ class LengthBatchSampler(Sampler[list[int]]):
         self._start, self._given = self._next_start, 0
         share = self._share()
         for number in range(share.rounds):
+            # Counted before it is given: who asked for it has it.
             self._given += 1
+            # At the end of a resumed epoch there may be fewer rows than ranks.
             if len(rows := share.rows(number)):
                 yield rows.tolist()
         self._next_start = 0  # a whole one
@@ -288,6 +293,7 @@ class LengthBatchSampler(Sampler[list[int]]):
     def fingerprint(self) -> int:
         """Of lengths and options: samplers that plan alike have the same."""
         value = zlib.crc32(f"{self.num_rows} {self._options}".encode())
+        # The numbers themselves: a data set of as many other rows plans other batches.
         for each in (*self._lengths, *([] if self._buckets is None else [self._buckets])):
             value = checksum_of(each, value)
         return value
@@ -371,6 +377,7 @@ class LengthBatchSampler(Sampler[list[int]]):
         True
         """
         given = self._given if batches_given is None else batches_given
+        # The last round may hold fewer batches than ranks, so a product would not reach the end.
         is_complete = given >= self._share().rounds
         return {
             "epoch": self._epoch,
@@ -415,6 +422,7 @@ class _Share:
             return
         left = [plan.batch(place) for place in range(len(plan) - rest, len(plan))]
         if sum(map(len, left)) >= world_size or not self._even:
+            # A rank without a batch would leave the others waiting in their collectives.
             while len(left) < world_size:  # the largest is halved; rows may be too few for all
                 largest = max(range(len(left)), key=lambda place: len(left[place]))
                 left[largest], half = np.array_split(left[largest], 2)
@@ -424,6 +432,7 @@ class _Share:
         self._even -= 1
         places = range(len(plan) - rest - world_size, len(plan) - rest)
         full = [plan.batch(place) for place in places]
+        # The smallest batches have the most room left in their budgets.
         smallest = sorted(range(world_size), key=lambda place: len(full[place]))
         more = np.concatenate(left)  # a row each for the smallest
         self._last = np.append(full[rank], more[smallest.index(rank) :][:1])
@@ -508,6 +517,7 @@ def _read_edges(edges: Sequence[float] | None) -> Sequence[float]:
             "mode='1D-bucketing' needs the edges of its buckets: give bucket_edges=[…], or let "
             "mode='1D-bucketing-dyn' derive them"
         )
+    # Between equal edges lies a bucket that no row falls into.
     if list(edges) != sorted(set(edges)):
         raise ValueError(f"bucket_edges={list(edges)} do not ascend: give ascending lengths")
     return edges
@@ -520,6 +530,7 @@ def _read_counts(counts: int | Sequence[int] | None, rule: Mode) -> tuple[int, .
     if len(numbers) != rule.dimensions:
         form = f"a number, such as {default[0]}" if rule.dimensions == 1 else "two numbers"
         raise ValueError(f"num_buckets={counts!r}: give {form}")
+    # Buckets are numbered in 16 bits, which halves the memory of large data sets.
     if np.prod([read_count("num_buckets", each) for each in numbers]) > 2**16:
         raise ValueError(f"num_buckets={counts!r} is too many: give at most {2**16:,} in all")
     return numbers

@@ -206,6 +206,7 @@ class Callbacks:
     """
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
+        # Without this, the mistake would show as one of iteration, inside of automicro.
         if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):
             raise TypeError(
                 f"callbacks is a {type(callbacks).__name__} and not a list; pass a list of "
@@ -224,6 +225,7 @@ class Callbacks:
             event: [
                 (callback, getattr(callback, event))
                 for callback in self._callbacks
+                # On the class, or on the instance, where some set a method of one object.
                 if getattr(type(callback), event) is not getattr(Callback, event)
                 or event in vars(callback)
             ]
@@ -242,6 +244,8 @@ class Callbacks:
         names: list[str] = []
         for callback in self._callbacks:
             name = type(callback).__name__
+            # The order of the list tells two of a class apart, as nothing else of them outlasts the
+            # process.
             same = sum(each.partition(" ")[0] == name for each in names)
             names.append(f"{name} {same + 1}" if same else name)
         return names
@@ -265,12 +269,14 @@ class Callbacks:
             where = f"{type(callback).__name__}, at {event}"
             call = partial(method, run, *subject)
             try:
+                # A second call on one rank alone would meet the others' next collective.
                 if event in _CALLED_ONCE or run.world_size > 1:  # peers would wait
                     call()
                 else:
                     once_more(call, run.device, doing=f"calling {where}")
             except BaseException as error:
                 _blame(error, where)
+                # Inside a step, memory that runs out is the step's matter: a smaller size may help.
                 if event not in STEP_EVENTS:
                     _explain_shortage(error)
                 raise
@@ -310,6 +316,7 @@ class Callbacks:
 
     def features(self, run: Run) -> list[Feature]:
         """Features that emit the events inside a step; none where no callback listens to them."""
+        # Telling of each forward costs something even if nothing listens.
         if not self.listens(*STEP_EVENTS):
             return []
 
@@ -339,6 +346,7 @@ def _refuse_foreign_events(callback: Callback) -> None:
         ValueError: there are such.
     """
     for name in dir(type(callback)):
+        # Names of Lightning and Hugging Face: on_train_batch_start, on_step_end, on_epoch_begin.
         event = name.removeprefix("on_").replace("train_batch", "batch").replace("step", "batch")
         event = event.replace("train_epoch", "epoch").replace("begin", "start")
         if name.startswith("on_") and event in EVENTS and callable(getattr(callback, name)):

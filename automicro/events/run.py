@@ -87,6 +87,7 @@ class PhaseState:
         """Take note of one batch."""
         self.ooms += result.ooms
         self.nested_ooms += result.nested_ooms
+        # Such a batch was cut smaller than necessary, and would be told as the size that fits.
         if result.is_measuring and self.cut is not None:
             return
         if self.cut is None or result.ooms or result.num_samples >= self.cut.num_rows:
@@ -149,6 +150,7 @@ class LoopState:
         self.samples += rows
         self.loader_batches += loaded
         if rows > self.most_rows:
+            # All batches before were smaller than this one.
             self.num_smaller = self.batch - 1
             self.most_rows, self.most_loaded = rows, max(loaded, 1)
         elif rows < self.most_rows:
@@ -185,6 +187,7 @@ class LoopState:
                         "known; pass count_seconds=…, a callable from a batch to its seconds, or "
                         "count batches or samples instead (100ba, 3200sp)"
                     )
+                # Durations are compared in whole numbers, and 0.1 + 0.2 seconds must not miss one.
                 return math.floor((self.data_seconds or 0) + _ROUNDING)
 
 
@@ -304,6 +307,7 @@ class GlobalBatch:
         """Rows, devices and accumulation of the largest; None where they say nothing."""
         assert self.most_rows is not None
         shares = self.num_devices * self.most_loaded
+        # Ranks may have had unequal parts of it, and a product would then be a lie.
         if shares == 1 or self.most_rows % shares:
             return None
         return self.most_rows // shares, self.num_devices, self.most_loaded
@@ -548,6 +552,7 @@ class _View:
         value = getattr(self._target, name)
         if isinstance(value, dict):
             return MappingProxyType(value)
+        # Only what belongs to a run is shown read-only; tensors and models are the real ones.
         return _View(value) if type(value).__module__ == type(self._target).__module__ else value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

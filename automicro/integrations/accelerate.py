@@ -81,6 +81,7 @@ def microbatcher(
         False
     """
     _check_accelerator(accelerator)
+    # By name, as Microbatcher knows both and would take them.
     for name in _ACCELERATORS.keys() & options.keys():
         raise TypeError(f"{name}={options[name]!r} was given: {_ACCELERATORS[name]}; leave it out")
     _check_kind(accelerator)
@@ -97,6 +98,7 @@ def microbatcher(
         optimizer=optimizer,
         **with_features(options),
     )
+    # `prepare` leaves a model unwrapped that has no gradients, or on request (device_placement).
     if step.ranks.world_size != accelerator.num_processes:
         raise ValueError(
             f"the accelerator has {accelerator.num_processes} processes, and the model is wrapped "
@@ -124,6 +126,7 @@ class _InAccelerator(Microbatcher):
         accept: Callable[[Tensor], bool] | None = None,
         return_outputs: Where = False,
     ) -> StepResult:
+        # It may be an iterator, and its length is asked for.
         batches = list(batches)
         self._refuse_division(len(batches))
         self._refuse_unsynchronized()
@@ -185,6 +188,7 @@ def _check_kind(accelerator: Any) -> None:
             "optimizer"
         )
     for name in ("tp_size", "cp_size", "sp_size", "pp_size"):
+        # Older versions have no such setting, and None stands for a default.
         size = getattr(accelerator.parallelism_config, name, 1)
         if size is not None and size > 1:
             raise ValueError(
@@ -213,6 +217,7 @@ def _is_prepared(accelerator: Any, model: nn.Module) -> bool:
     """Whether a model came out of ``prepare``, which marks what it gives; not all versions do."""
     if _is_marked(model):
         return True
+    # Versions before the mark keep a list of what they prepared.
     inside = accelerator.unwrap_model(model)
     return any(each is inside for each in accelerator._models)
 

@@ -157,6 +157,7 @@ def import_host(name: str, *, extra: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
+        # A host that is there and lacks a package of its own must not be called missing.
         if (error.name or "").partition(".")[0] != name.partition(".")[0]:
             raise  # it is there, and lacks something else
         raise ImportError(
@@ -190,6 +191,7 @@ def require_seam(
     place = getattr(owner, "__name__", type(owner).__name__)
     lacks = [] if callable(found) else [f"{place}.{name}"]
     if not lacks:
+        # By name, as a version may keep the method and mean other things by its arguments.
         taken = inspect.signature(found).parameters
         lacks = [f"the parameter {each!r} of {name}" for each in parameters if each not in taken]
     if not lacks:
@@ -334,6 +336,8 @@ class Recorded:
         self._apart = apart
         self._roots = beside
         self._beside = State(beside, skip=skip, is_held=False)
+        # From the second microbatch on: what changes again there would have changed once in a whole
+        # batch, or not at all.
         self._second = State(beside, skip=skip, is_held=False)
         # At what microbatches change: in training, and in evaluation.
         self._looks: collections.Counter[bool] = collections.Counter()
@@ -399,6 +403,7 @@ class Recorded:
         """
         self.rows.append(rows)
         trains = torch.is_grad_enabled()
+        # A comparison of all that a trainer holds costs time, and a step does the same each time.
         if len(self.rows) == 2 and self._looks[trains] < _LOOKS:
             self._looks[trains] += 1
             self._changed = self._places(self._beside)
@@ -451,9 +456,11 @@ class Recorded:
             note = _Note(what=what, nth=key[1], reduce=reduce, tell=tell, whole=whole)
             self._notes[key] = note
         note.indices.append(len(self.rows) - 1)
+        # With its graph, it would hold a microbatch's activations to the end of the batch.
         note.values.append(detached(value))
         note.weights.append(weight)
         note.is_kept = is_kept
+        # A number of rows is a sum by nature, whatever its author says of means.
         note.is_count &= type(raw) in (int, float) and raw == self.rows[-1]
 
     def later(self, tell: Callable[[], None]) -> None:
@@ -522,6 +529,7 @@ class Recorded:
                 if each.indices[-1] == index and _is_of(each.values[-1], dtype)
             ]
             if len(notes) > 1:
+                # The allocator gives each tensor of one number a block of 512 bytes.
                 packed = torch.stack([each.values[-1] for each in notes])
                 for each, value in zip(notes, packed.unbind(), strict=True):
                     each.values[-1] = value
@@ -547,6 +555,8 @@ class Recorded:
             self._beside.roll_back()
             before = {path: _number(_at(self._roots(), path)) or 0.0 for path in added}
             heard = {(path, 0): (now - before[path], float(rows)) for path, now in added.items()}
+            # Taken out meanwhile, so that a verdict that is not repeated does not pass for a new
+            # one.
             known = {key: self._verdicts.pop(key) for key in heard.keys() & self._verdicts.keys()}
             if not self._learn(self._added, rows, heard):
                 self._verdicts |= known
@@ -603,6 +613,7 @@ class Recorded:
     def _learn(self, compared: _Compared, rows: int, heard: _Heard) -> bool:
         """Tell, once all parts of some rows were seen, how their numbers become those of all."""
         compared.parts.append((rows, heard))
+        # Parts come after the whole, in the order of a check; another whole begins anew.
         total = sum(count for count, _ in compared.parts)
         if rows == compared.rows or total > compared.rows:
             compared.rows, compared.whole, compared.parts = rows, dict(heard), []
@@ -613,12 +624,14 @@ class Recorded:
             if not all(key in each for each in parts):
                 continue
             values, weights = zip(*(each[key] for each in parts), strict=True)
+            # Relative to the largest, as a sum of both signs may be near 0.
             least = _ROUNDING * max(map(abs, (number, *values)))
             fitting = [
                 name
                 for name, fold in _FOLDS.items()
                 if abs(fold(values, weights) - number) <= least
             ]
+            # Equal numbers fit a mean, a largest and a smallest alike, and say nothing.
             if len(fitting) == 1:
                 self._verdicts[key] = fitting[0]
             elif "mean" in fitting and "sum" not in fitting:  # it was the same in all parts
@@ -636,6 +649,7 @@ class Recorded:
         for note in self._notes.values():
             if note.tell is not None:
                 weight = note.weights[-1]
+                # Without a weight in each, the host takes its own, of the last microbatch.
                 if self.is_split and all(each is not None for each in note.weights):
                     weight = self._weight(note)
                 note.tell(self._settled(note, loss), weight)
@@ -666,6 +680,8 @@ class Recorded:
             return note.values[-1]
         for value, is_loss in self._may_be_loss:
             if loss is not None:
+                # On the device, without looking at the answer: that would wait once for each number
+                # that is logged.
                 value.copy_(torch.where(is_loss, loss.to(value), value))
         self._may_be_loss.clear()
         if note.whole is not None:
@@ -693,6 +709,7 @@ class Recorded:
         """The weight of a batch's value: counts add up, but for what is always the same."""
         counts, rows = note.weights, [self.rows[each] for each in note.indices]
         is_fixed = len(set(counts)) == 1 and counts != rows
+        # What is the same in each microbatch may be the whole batch's, or a constant such as 1.
         is_fixed = is_fixed and (counts[0] == sum(rows) or any(counts[0] % each for each in rows))
         return counts[0] if is_fixed else sum(counts)
 
@@ -705,6 +722,7 @@ class Recorded:
             if self._sorted_by is not None and _holds_rows(first, sum(self.rows)):
                 self._refuse_rows(what)
             return first
+        # A step that returns nothing returns nothing of a batch, too.
         if all(each is None for each in values):
             return None
         if len(values) < len(self.rows) or any(type(each) is not type(first) for each in values):
@@ -749,9 +767,11 @@ class Recorded:
         weights = note.weights
         if not weights or None in weights or self._weight(note) != sum(weights):
             weights = rows
+        # Whole numbers beyond 2^24 would be rounded in float32.
         wide = torch.float64 if is_whole or several.dtype is torch.float64 else torch.float32
         shares = torch.tensor(weights, dtype=wide).to(several.device) / sum(weights)
         mean = (several.to(wide) * shares).sum(0)
+        # A mean of equal numbers may be off by the last bit, and a constant should stay what it is.
         joined = torch.where(is_same, several[0].to(wide), mean).to(several.dtype)
         return joined if isinstance(first, Tensor) else joined.item()
 
@@ -761,6 +781,7 @@ class Recorded:
         """How numbers come together that no check has heard, which is said where it is a guess."""
         is_whole = not several.is_floating_point()
         if note.is_count or (is_whole and several.tolist() == rows):
+            # Equal sizes cannot tell a count of rows from a constant that is as large by chance.
             if len(set(rows)) == 1:
                 self._name_unsure(note.what, "the number of rows")
             return "sum"
@@ -827,6 +848,7 @@ class Recorded:
         ends = [each.get(what, 0) for each in self._lengths]
         pieces = [values[one:other] for one, other in itertools.pairwise(ends)]
         lengths = [len(each) for each in pieces]
+        # The list was cleared or cut meanwhile, so that places in it mean nothing.
         if len(values) != ends[-1] or not any(lengths):
             return
         if self._are_rows(pieces) and max(lengths) > 1:
@@ -843,6 +865,7 @@ class Recorded:
             note = _Note(what=what, nth=nth, reduce=reduce, values=list(each), is_count=False)
             note.indices = list(range(len(each)))
             note.weights = [counts.get(name) for counts in self._counts]
+            # In place, as others may hold this very list.
             values[ends[0] + nth] = self._join(note)
         del values[ends[0] + lengths[0] :]
 
@@ -899,6 +922,7 @@ def lists_in(
         >>> [path for path, _, _ in lists_in("self", table)]
         ['self.losses', "self.kept['outputs']"]
     """
+    # A work list and no recursion, as an object may lead back to itself.
     waiting = [(f"{name}.{key}", key, value) for key, value in table.items()]
     for path, key, value in waiting:  # which grows
         if isinstance(value, list):
@@ -1002,6 +1026,8 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """
     if not inspect.ismethod(method):
         return method
+    # A cycle between trainer and Microbatcher would keep both, and the device's memory, until the
+    # garbage collector comes.
     reference, name = weakref.WeakMethod(method), method.__qualname__
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -1039,6 +1065,8 @@ class Replacements:
         own = getattr(owner, name)
         earlier = vars(owner).get(name, _MISSING)
         self._undo.append(functools.partial(_put_back, owner, name, earlier))
+        # No bound method or plain function: a capture of the owner would take each new one for a
+        # change.
         setattr(owner, name, _StandIn(function))
         return own
 
@@ -1070,6 +1098,7 @@ class _StandIn:
 
 
 def _put_back(owner: Any, name: str, earlier: Any) -> None:
+    # The method was the class's: an entry on the instance would hide later changes of it.
     if earlier is _MISSING:
         vars(owner).pop(name, None)
     else:

@@ -42,6 +42,7 @@ from automicro.step.split_guard import BATCHNORM_MODES
 try:
     keras = import_host("keras", extra="keras")
 except ModuleNotFoundError as error:
+    # Keras imports its default backend before it is asked for another.
     if error.name != "tensorflow":
         raise
     raise ImportError(
@@ -112,6 +113,7 @@ def refuse(model: Any) -> None:
     own = [
         name
         for name in ("train_step", "test_step")
+        # On the instance as well, where a compile may have put one.
         if name in vars(model) or getattr(type(model), name) is not getattr(keras.Model, name)
     ]
     with_activity = [
@@ -141,6 +143,7 @@ def refuse(model: Any) -> None:
         )
     elif model.steps_per_execution > 1:
         why = "steps_per_execution makes one step of several; leave it at 1"
+    # It acts on variables when they are made, where no step can see it.
     elif keras.distribution.distribution() is not None:
         why = (
             "keras.distribution.set_distribution is on, and its effect on gradients is unknown "
@@ -179,6 +182,7 @@ class Enabled:
         self._model = model
         self._options = {"probe": "error", **options}
         self._average = self._options.pop("loss_average", "auto")
+        # Taken out of the options: Keras' layers are none that torch's warning would find.
         self._batchnorm = check_choice(
             "batchnorm", self._options.pop("batchnorm", "warn"), BATCHNORM_MODES
         )
@@ -223,6 +227,7 @@ class Enabled:
 
     def _train_step(self, data: Any) -> Any:
         model = self._model
+        # There is no backward then, and Keras' own step says it in its words.
         if not model.trainable_weights:
             return self._own_train_step(data)  # which warns
         made = self._ready(data, "train")
@@ -230,6 +235,7 @@ class Enabled:
         result = self.last = made.microbatcher.backward(made.flat, _Counted())
         if result.num_microbatches > 1:
             self._warn_of_batchnorm(result)
+        # A copy, as Keras builds the list anew at each access, and both places must agree.
         trained = model.trainable_weights[:]
         with torch.no_grad():
             model.optimizer.apply([each.value.grad for each in trained], trained)
@@ -248,6 +254,7 @@ class Enabled:
         """The values that a step returns: all metrics, or those of ``compute_metrics``."""
         model, recorded = self._model, self._recorded
         others = recorded.told(_COMPUTED, result.loss)
+        # Of a batch that stays whole, the values are what Keras would have returned.
         if others and recorded.is_split:
             recorded.name_once(
                 _COMPUTED,
@@ -256,6 +263,7 @@ class Enabled:
                 "let a keras.metrics.Mean count it",
             )
         recorded.tell(result.loss)
+        # Once, with the weight of all rows: per microbatch it would be a mean of means.
         model._loss_tracker.update_state(result.loss, sample_weight=result.num_samples)
         now = model.get_metrics_result()
         if not self._has_own_metrics():
@@ -269,6 +277,8 @@ class Enabled:
         """The microbatcher for a batch: another where the model was compiled, or has changed."""
         model, made = self._model, self._made
         variables = variables_of(model)
+        # Everything that a Microbatcher has read once: compile, a new layer, or a loaded model
+        # change it.
         key = (model._compile_loss, model.optimizer, *map(id, variables))
         if made is None or made.key != key:
             if model.jit_compile:
@@ -278,6 +288,7 @@ class Enabled:
                 )
             earlier, made = made, self._made_for(key, variables)
             if earlier is not None:
+                # A new loss does not change much in what a row takes.
                 made.microbatcher.load_state_dict(earlier.microbatcher.state_dict())
             self._made = made
         made.flat, made.pack = flatten(data)
@@ -325,6 +336,8 @@ class Enabled:
         kinds = dict.fromkeys(
             kind
             for metric in metrics_of(self._model) * listens
+            # Subclasses call the method of their parents, each of which may be told a number of no
+            # row.
             for kind in type(metric).__mro__
             if "update_state" in vars(kind)
         )
@@ -354,6 +367,7 @@ class Enabled:
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
         # As Keras calls it: a call that knows of no training is asked for none.
         outputs = model(x, training=trains) if model._call_has_training_arg else model(x)
+        # Before the loss, which removes them.
         made.masks = [getattr(each, "_keras_mask", None) for each in keras.tree.flatten(outputs)]
         if self._average == "auto" and any(each is not None for each in made.masks):
             raise LossError(
@@ -365,6 +379,7 @@ class Enabled:
         loss = model._compute_loss(
             x=x, y=y, y_pred=outputs, sample_weight=weight, training=made.phase == "train"
         )
+        # Only known now: such losses are added in the forward.
         if made.is_sum and model.losses:
             raise LossError(
                 "the loss is a sum over rows, and the model adds losses to it (regularizers, "
@@ -375,6 +390,8 @@ class Enabled:
         return loss, outputs
 
     def _backward(self, loss: Tensor) -> None:
+        # Also without a loss scale, where it returns the loss: a LossScaleOptimizer may be given
+        # later.
         scaled = self._model.optimizer.scale_loss(loss)
         scaled.backward()
 
@@ -478,6 +495,7 @@ class Variables(nn.Module):
         super().__init__()
         weights = {id(v) for each in model._flatten_layers() for v in each._trainable_variables}
         for index, variable in enumerate(variables):
+            # Paths may repeat, and torch takes no dots in names.
             name = f"{index}:{variable.path}".replace(".", "_")
             if id(variable) in weights:  # frozen ones, too: only watched, and not copied
                 self.register_parameter(name, variable.value)
@@ -554,6 +572,7 @@ def read_average(model: Any, given: Any) -> Any:
 
 def _may_compare(loss: Any) -> bool:
     """Whether a loss may compare rows: one of the caller's own, or Keras' ``Circle``."""
+    # Names of losses are Keras' own, so all but one are known to be a mean of rows.
     if isinstance(loss, str):
         return loss.lower() == "circle"
     function = getattr(loss, "fn", loss)
@@ -621,6 +640,7 @@ def variables_of(model: Any) -> list[Any]:
     found = {id(each): each for each in model.variables}
     for metric in model.metrics:
         found |= {id(each): each for each in metric.variables}
+    # Dropout draws from it, and it is a variable of no model.
     seed = _global_state.get_global_attribute(_SEED)
     if seed is not None:
         found[id(seed.state)] = seed.state

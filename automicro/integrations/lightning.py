@@ -57,6 +57,7 @@ _SUPPORTED = "2.5 or 2.6"
 def _package() -> str:
     """Where the host lies: what the program has imported already, else what is installed."""
     for name, place in _PACKAGES.items():
+        # Both packages may be installed, and a callback of one is none of the other.
         if name in sys.modules:
             return place
     installed = [place for name, place in _PACKAGES.items() if importlib.util.find_spec(name)]
@@ -83,6 +84,7 @@ _OURS = frozenset(
     )
 )
 _OPTIONS = (frozenset(inspect.signature(Microbatcher).parameters) | frozenset(WORDS)) - _OURS
+# Read off an empty module, as versions of the host differ in it.
 _OF_EVERY_LIGHTNING_MODULE = frozenset(vars(LightningModule()))
 _STRATEGIES = {
     "DeepSpeedStrategy": "keeps gradients of its own, which cannot be rolled back; use "
@@ -270,9 +272,13 @@ class _Run:
         host, strategy = self._host, self._trainer.strategy
         self._trains = trains
         if trains:
+            # Looked for before anything is replaced: a version that lacks one is an error, and no
+            # half-replaced trainer.
             host.seam(self._loop, "_make_closure", ("kwargs", "optimizer", "batch_idx"))
             host.seam(self._loop, "_make_zero_grad_fn", ("batch_idx", "optimizer"))
             host.seam(self._loop, "_training_step", ("kwargs",))
+            # The one place that has a batch's forward, clearing and backward together: everything
+            # around it, such as clipping and accumulation, stays the host's.
             self.places.put(self._loop, "_make_closure", self._make_closure)
         for name in _EVALUATIONS:
             own = host.seam(strategy, name)
@@ -308,13 +314,18 @@ class _Run:
             # The closure runs inside the optimizer's step, past the place that would give it back.
             microbatcher.release_reservation()
         self._owner.result = result
+        # A batch is most likely cut as the one before: clearing first saves an attempt that is
+        # given up.
         self._was_split = result.num_microbatches > 1
         loss = result.rank_loss
+        # The host divides the loss for its backward, and tells callbacks of it undivided.
         of_batch = loss * trainer.accumulate_grad_batches
         outputs = self._recorded.told(RETURNS, of_batch)
         self._recorded.tell(of_batch)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
+        # Of a whole batch, the hook before the backward has run where it belongs.
         for name in _AROUND_BACKWARD[self._knows_loss :]:
+            # The host's own hook sees the loss as it goes into the backward.
             shown = loss if scaler is None else scaler.scale(loss)
             given = (shown,) if name == "on_before_backward" else ()
             self._host.call._call_callback_hooks(trainer, name, *given)
@@ -351,6 +362,7 @@ class _Run:
             read = self._loop.output_result_cls.from_training_step_output(
                 output, trainer.accumulate_grad_batches
             )
+            # By an exception, as no attempt may be committed for a batch that is skipped.
             if read.closure_loss is None:
                 raise _SkippedError(rows, self._num_rows)
             own = output["loss"] if isinstance(output, Mapping) else output
@@ -362,6 +374,7 @@ class _Run:
             return loss
 
         self._step = step
+        # What of these changes is looked at by `Recorded`, in the words of this host.
         microbatcher.know_state(name for name, _ in self._of_its_own())
         with self._listening(), self._keeping_from_hooks():
             return microbatcher.backward(kwargs["batch"])
@@ -380,6 +393,7 @@ class _Run:
         if not self._has_own_clearing():
             zero_grad()
             return
+        # Also those that a callback holds, such as the copy that it averages into.
         modules = [self._module, *(m for each in self._hooked() for m in _modules_in(each))]
         tensors = [each for m in modules for each in (*m.parameters(), *m.buffers())]
         before = [seen_version(each) for each in tensors]
@@ -416,6 +430,7 @@ class _Run:
         """Keep hooks around the backward from running for each microbatch."""
 
         def before_backward(own: Callable[..., Any], *given: Any) -> None:
+            # On one rank, a batch that stays whole runs in the host's own order.
             if self._trainer.world_size == 1 and self._recorded.rows == [self._num_rows]:
                 self._knows_loss = True
                 with self._in_hooks():
@@ -423,6 +438,8 @@ class _Run:
 
         with Replacements() as replacements:
             for owner in (*_callbacks_of(self._trainer), self._module):
+                # Once for each microbatch it would see a part of the gradient; it is called after
+                # the batch.
                 replacements.put(owner, "on_after_backward", _nothing)
                 hook = functools.partial(before_backward, owner.on_before_backward)
                 replacements.put(owner, "on_before_backward", hook)
@@ -440,6 +457,7 @@ class _Run:
                 "of zero for rows that do not count (0.0 * outputs.sum()), or skip batches in the "
                 "data loader"
             ) from None
+        # The attempt was rolled back, and with it what the step had logged.
         result = self._loop._training_step(kwargs)
         if result.closure_loss is not None:
             raise LossError(
@@ -454,6 +472,8 @@ class _Run:
     def _evaluate(self, name: str, own: Callable[..., Any], batch: Any, *rest: Any) -> Any:
         """In place of a step of the strategy's."""
         microbatcher = self._ready()
+        # A user's own evaluation may leave a part in training mode, and the forward of a
+        # Microbatcher's evaluation ends that for all.
         modes = [module for module in self._module.modules() if module.training]
 
         def step(microbatch: Any) -> tuple[Tensor | None, None]:
@@ -493,6 +513,7 @@ class _Run:
             features = [*self._owner.options.get("features", ())]
             if trainer.world_size > 1:  # fillers of other ranks run the step as well
                 features.append(_Announcing(self))
+            # Their attributes change in hooks that run inside of an attempt.
             roots = {
                 f"callbacks[{index}]": each
                 for index, each in enumerate(self._hooked() if trainer.world_size == 1 else ())
@@ -512,6 +533,7 @@ class _Run:
 
     def _apart(self) -> list[Any]:
         """Objects of the host's or torch's, and lists, which may be long and are joined."""
+        # Without the trainer's place, so that it is walked into: a step may keep numbers there.
         hosts = (OF_EVERY_MODULE | _OF_EVERY_LIGHTNING_MODULE) - {"_trainer"}
         held = [each for each in vars(self._trainer).values() if not _is_value(each)]
         lists = [each.values for each in self._lists()]
@@ -531,6 +553,7 @@ class _Run:
         if is_extra_pass():
             self._returned = loss, output
             return
+        # Without outputs, as these would live until the next step.
         self._returned = None if loss is None else loss.detach(), None
         self._recorded.note(RETURNS, output)
         self._gives_outputs |= any(each.dim() for _, each in tensor_leaves(output))
@@ -545,6 +568,7 @@ class _Run:
                 return recorded.seen(loss, output, own)
         if self._is_filler:
             return self._step(microbatch)
+        # Until the feature speaks up again: fillers are not announced.
         self._is_filler = self._trainer.world_size > 1
         recorded.begin_microbatch(rows)
         if len(recorded.rows) == 1 and rows < self._num_rows:
@@ -561,6 +585,8 @@ class _Run:
             if results is not None:
                 self._host.seam(results, "log", ("fx", "name", "value", "batch_size"))
                 self._log = replacements.put(results, "log", self._note)
+                # The object that was given is seen here alone: below, the host has a copy of it,
+                # and whose value it was is lost.
                 own = self._module.log
                 replacements.put(self._module, "log", functools.partial(self._note_given, own))
             for each in self._trainer.loggers:
@@ -803,6 +829,7 @@ def _emptied(metric: Any) -> Any:
     """A metric like this one that has counted nothing; its states are not copied for that."""
     # What it has returned may hold a graph, which nothing copies.
     metric._forward_cache = metric._computed = None
+    # Counted rows may fill the device, as curves keep all of them.
     states = [getattr(metric, name) for name in metric._defaults]
     memo = {id(each): [] if isinstance(each, list) else each for each in states}
     shadow = copy.deepcopy(metric, memo)
@@ -858,6 +885,7 @@ def _modules_in(callback: Any) -> list[nn.Module]:
 @contextlib.contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """The type of new tensors, in which the host keeps what is logged."""
+    # Precisions of the host set it around the step, and what waits is told outside of that.
     before = torch.get_default_dtype()
     if dtype is before:
         yield
@@ -1033,6 +1061,7 @@ def verify(
             )
         )
     precision = str(trainer.precision)
+    # Rounding of sums of a few batches, with room: what is looked for is a factor, not a last bit.
     tolerance = 1e-9 if "64" in precision else 3e-2 if "16" in precision else 1e-4
     return AccumulationReport(groups=tuple(compared), tolerance=tolerance, remedy=_REMEDY)
 
@@ -1088,11 +1117,13 @@ def _gradient(
                     gradients[name] = parameter.grad.detach().clone()
 
         def on_train_batch_end(self, _: Any, __: Any, outputs: Any, *rest: Any) -> None:
+            # Divided already, so that they add up to the step's loss.
             losses.append(outputs["loss"].detach())
 
     kind = trainer.strategy.root_device.type
     told = logging.getLogger(place)
     level = told.level
+    # Two runs with other masks of dropout would differ by them alone.
     with warnings.catch_warnings(), torch.random.fork_rng(), HeldDraws():
         warnings.simplefilter("ignore")
         told.setLevel(logging.ERROR)

@@ -111,6 +111,7 @@ def enable(trainer: Any, **options: Any) -> Any:
         "prediction_step": ["model", "inputs", "prediction_loss_only", "ignore_keys"],
         "_get_num_items_in_batch": ["batch_samples"],
     }
+    # Of the class and not the instance, which a subclass may have changed by right.
     for name, parameters in seam.items():
         require_seam(Trainer, name, parameters, host="transformers", supported=SUPPORTED)
     if not isinstance(trainer, Trainer):
@@ -172,6 +173,8 @@ def verify(trainer: Any) -> AccumulationReport:
         rows = list(itertools.islice(iter(loader.dataset), parts * size))
         if not rows:
             raise ValueError("verify: train_dataset has no rows; give the trainer one that has")
+        # The last step of an epoch is the one that goes wrong most, as its batches are of unequal
+        # size.
         counts = [len(rows)]
         with contextlib.suppress(TypeError):  # it has no length
             rest = len(loader.dataset) % (parts * size)
@@ -218,6 +221,8 @@ def _accumulated(trainer: Any, batches: Sequence[Mapping[str, Any]]) -> Reading:
             for parameter, _ in kept:
                 parameter.grad = None
             replacements.put(trainer.accelerator, "backward", backward)
+            # The step itself sets training mode, and dropout would differ between the two
+            # gradients.
             replacements.put(model, "train", lambda mode=True: model)
             trainer.current_gradient_accumulation_steps = len(batches)
             prepared = [trainer._prepare_inputs(dict(each)) for each in batches]
@@ -249,6 +254,7 @@ def refuse(trainer: Any, *, splits: bool = True) -> None:
     name = type(trainer).__name__
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     sharding = accelerator.parallelism_config
+    # By name, as TRL need not be installed.
     of_trl = [each for each in type(trainer).__mro__ if each.__module__.startswith("trl.")]
     known = any(each.__name__ in _FLAVOURS for each in of_trl)
     losses = getattr(trainer, "loss_types", None) or [getattr(args, "loss_type", "")]
@@ -308,6 +314,7 @@ def refuse(trainer: Any, *, splits: bool = True) -> None:
 
 def _compares_rows(trainer: Any) -> str:
     """Which loss of sentence-transformers' takes other rows for negatives, also inside another."""
+    # A trainer may have one loss for each of its data sets.
     losses = getattr(trainer, "loss", None)
     for loss in losses.values() if isinstance(losses, dict) else [losses]:
         for each in loss.modules() if isinstance(loss, nn.Module) else ():
@@ -412,9 +419,11 @@ class Enabled:
         """Forward and backward of a batch: the trainer's own, in microbatches."""
         trainer = self._trainer
         batch = self._read(inputs)
+        # Kept, as microbatches are divided by the number of the whole batch.
         self._num_items = num_items_in_batch
         # Before anything is remembered: such an optimizer changes parameters there.
         model.train()
+        # Schedule-free optimizers keep other weights for evaluation.
         if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
         with self._held_up(model):
@@ -439,6 +448,7 @@ class Enabled:
         own_train = weakly(model.train)
 
         def train(mode: bool = True) -> nn.Module:
+            # It walks over all modules, and would do so for each microbatch.
             if not is_extra_pass() and [each.training for each in modules] != modes:
                 own_train(mode)
             return model
@@ -454,6 +464,7 @@ class Enabled:
 
     def _catch(self, loss: Tensor, **options: Any) -> None:
         """In the place of ``accelerator.backward``."""
+        # A list, as a step that asks for two backwards has to be refused and not half run.
         self._caught.append((loss, options))
         if self._held is not None:
             self._held.start()
@@ -523,6 +534,8 @@ class Enabled:
         """
         trainer, options = self._trainer, self._options
         is_own = trainer.compute_loss_func is not None or _is_own(trainer, "compute_loss")
+        # Where training and evaluation have one loss and both are cut, the first training batch has
+        # told.
         is_new = is_own or not _splits(options, "train")
         is_known = options.get("loss_average") is not None or "eval" in self._made
         evaluates = _evaluates(trainer) and _splits(options, "eval")
@@ -554,6 +567,8 @@ class Enabled:
         """Modules with further parameters of the optimizer, such as those of a loss."""
         own = {id(each) for each in model.parameters()}
         groups = getattr(self._trainer.optimizer, "param_groups", [])
+        # sentence-transformers gives the optimizer parameters of its loss, which the model does not
+        # have.
         others = [each for group in groups for each in group["params"] if id(each) not in own]
         return [nn.ParameterList(others)] if others else []
 
@@ -650,6 +665,8 @@ class Enabled:
         collected = self._recorded.values(RETURNS)
         logits = labels = None
         if collected and not prediction_loss_only:
+            # Logits of a metric are joined as the trainer pads them between batches, with what it
+            # ignores.
             parts, order = made.microbatcher.joinable(collected, fill=IGNORED)
             logits, labels = self._recorded.join(RETURNS, parts).values()
             if order is not None:
@@ -712,10 +729,13 @@ class Enabled:
         if why is not None:
             # What cannot be computed alone may refer to other rows, and the host has them all.
             every = self._ask_all_ranks(model, batch, loss_of, why=why)
+        # The clearest answer of all ranks, so that all of them decide alike.
         answers = [each for each in every if not isinstance(each, str)]
         real, rest = max(answers, key=lambda found: abs(found[0]))
+        # A row whose targets are all ignored has no loss either way.
         if real == rest == 0:
             return None
+        # Divided by 10^18, a sum leaves nothing that float32 could tell from 0.
         if abs(rest) <= 1e-6 * abs(real):
             return True
         if abs(rest - real) <= 1e-3 * abs(real):
@@ -754,6 +774,8 @@ class Enabled:
         mine = found, failure is not None and (ran_out or why is not None)
         every = [mine]
         if dist.is_initialized() and dist.get_world_size() > 1:
+            # All ranks take part, also one that failed: a rank that waits here alone would wait for
+            # ever.
             every *= dist.get_world_size()
             dist.all_gather_object(every, mine)
         try:
@@ -802,6 +824,8 @@ class Enabled:
         found = []
         for row in rows:
             targets = targets_in(as_batch(row))
+            # The first token of a causal model has no prediction, so a row with that target alone
+            # counts as empty.
             if targets is None or bool((targets[..., 1:] != IGNORED).any()):
                 found.append(row)
             if len(found) == _ASKED:
@@ -815,10 +839,12 @@ class Enabled:
             return declared
         trainer, inner = self._trainer, self._inner(model)
         is_own = trainer.compute_loss_func is not None or _is_own(trainer, "compute_loss")
+        # A loss of the caller's own says nothing about the model's.
         if declared is None and is_own:
             return "auto"  # unknown, so a few rows are checked
         if trainer.label_smoother is not None:
             names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+            # The smoother counts tokens itself, shifted for these models alone.
             average: Any = Tokens(targets_in, shift=int(type(inner).__name__ in names))
         else:  # a causal model's tokens are shifted, also where they are counted for a subclass
             targets = functools.partial(_targets_behind, _virtual_tokens(trainer))
@@ -864,6 +890,8 @@ class Enabled:
             microbatcher.load_state_dict(earlier.microbatcher.state_dict())
         elif name in self._known:
             microbatcher.load_state_dict(self._known[name])
+        # Only a run that goes on has sizes in its state: a fresh trainer may carry those of
+        # another.
         elif state.global_step:
             kept = state.stateful_callbacks.get(Sizes.__name__) or {}
             sizes = kept.get("attributes", {}).get("found", {})
@@ -959,6 +987,7 @@ def _tokens_of(trainer: Any, flat: Any) -> dict[str, float]:
     # Elsewhere it is not asked for, and counting would wait for the device.
     if not (hasattr(trainer, "_metrics") and isinstance(flat, Mapping)):
         return {}
+    # DPO's batch holds the chosen rows first, then the rejected ones.
     if "completion_mask" in flat:
         chosen, rejected = (float(e.sum()) for e in flat["completion_mask"][..., 1:].chunk(2))
         return {
@@ -1007,12 +1036,15 @@ class HeldBack:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        # Subclasses, such as sharded or quantized ones, cannot all be expanded from one number.
         of_model = [each for each in model.parameters() if type(each) is nn.Parameter]
         self._kept = [(each, each.grad) for each in of_model]
 
     def start(self) -> None:
         """From here on; also where gradients were set to None, which changes nothing."""
         for parameter, _ in self._kept:
+            # One number that stands for all: a gradient of zeros would take the memory of a second
+            # model.
             nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
             parameter.grad = nothing.expand_as(parameter).as_subclass(_HeldBack)
 
@@ -1021,6 +1053,7 @@ class HeldBack:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # A step that sets a gradient itself has replaced what stands for it.
         is_held = all(isinstance(each.grad, _HeldBack) for each, _ in self._kept)
         for parameter, gradient in self._kept:
             parameter.grad = gradient
@@ -1124,6 +1157,7 @@ class Pairs:
         def part(value: Any) -> Any:
             if not isinstance(value, Tensor) or value.dim() == 0:
                 return value
+            # Both blocks, as a row without its partner has no loss.
             if len(value) == 2 * half:
                 return torch.cat([value[start:stop], value[half + start : half + stop]])
             if len(value) == half:
@@ -1170,9 +1204,11 @@ class Sequences:
         if not isinstance(tokens, Tensor) or tokens.dim() != 2 or len(tokens) != 1:
             return None
         length = tokens.shape[1]
+        # Flash attention's own notation, which is exact where positions are not.
         if isinstance(batch.get(_ENDS[0]), Tensor):
             ends = batch[_ENDS[0]].tolist()
         elif isinstance(places, Tensor) and places.shape == tokens.shape and length:
+            # Positions begin anew at each sequence, at 0 or at a padding offset.
             starts = (places[0] == places[0, 0]).nonzero().flatten().tolist()
             ends = [*starts, length]
         else:
@@ -1205,6 +1241,7 @@ class Sequences:
             if name in found:
                 found[name] = max(lengths)
         if "seq_idx" in found:
+            # Numbers begin at 0 in each microbatch, as kernels index by them.
             numbers = torch.arange(len(lengths), dtype=found["seq_idx"].dtype, device=device)
             found["seq_idx"] = numbers.repeat_interleave(torch.tensor(lengths, device=device))[None]
         return found

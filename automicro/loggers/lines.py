@@ -126,10 +126,12 @@ class AppendFile:
         if self._torn_at is not None:
             self.cut(self._torn_at)
         end = self._raw.seek(0, os.SEEK_END)
+        # Noted before the first byte, as Ctrl-C may come at any line.
         self._torn_at = end
         try:
             rest = memoryview(record)
             while rest:
+                # An unbuffered write may take a part, where the disk is nearly full.
                 rest = rest[self._raw.write(rest) :]
         except BaseException:
             # If not even this goes, it is tried again before the next record.
@@ -170,6 +172,7 @@ def _open_lines(
         if size:
             size = _kept_bytes(file, path, head, step_of, resume_step)
             file.cut(size)
+        # Only a table has a head line; of JSON, the head is how each line begins.
         if not size and head.endswith(b"\n"):
             file.write(head)
     except BaseException:
@@ -187,11 +190,13 @@ def _kept_bytes(
 ) -> int:
     # Mapped and read from its end: a log may be large, and only a few lines of it are read.
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        # A file shorter than its head is one whose first write was torn.
         if not head.startswith(content[: len(head)]):
             raise ValueError(
                 f"{str(path)!r} begins with {content[: len(head)]!r} and not with {head!r}, so "
                 "another program wrote it; it is left as it is: log to another path"
             )
+        # A last line without its end was torn by a kill.
         end = content.rfind(b"\n") + 1
         while end and resume_step is not None:
             start = content.rfind(b"\n", 0, end - 1) + 1
@@ -204,6 +209,7 @@ def _kept_bytes(
                     f"be cut after step {resume_step}; it is left as it is: remove the line, or "
                     "log to another path"
                 ) from error
+            # Steps ascend, so all before this line stay.
             if step <= resume_step:
                 break
             end = start

@@ -67,6 +67,8 @@ class TensorBoardLogger(FileLogger):
         self._write(file_version="brain.Event:2")
         if resume_step is not None:
             # Readers drop what earlier files hold from this step on.
+            # A file is not cut: several processes may have written there, and readers know this
+            # mark.
             start = SessionLog(status=SessionLog.START)
             self._write(step=resume_step + 1, session_log=start)
         shown = json.dumps(json_values(run), indent=2, ensure_ascii=False)
@@ -100,6 +102,7 @@ class TensorBoardLogger(FileLogger):
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         picture.savefig(target := io.BytesIO(), format="png")
+        # Width and height stand at fixed places in the head of a PNG, so no decoder is needed.
         png = target.getvalue()
         size = {"width": int.from_bytes(png[16:20]), "height": int.from_bytes(png[20:24])}
         image = Summary.Image(encoded_image_string=png, colorspace=_RGBA, **size)
@@ -128,6 +131,7 @@ def _next_path(folder: Path) -> Path:
     files = folder.glob(f"{_PREFIX}*")
     taken = [path.name.removeprefix(_PREFIX).partition(".")[0] for path in files]
     last = max((int(each) for each in taken if each.isdecimal()), default=0)
+    # Two starts within a second, or a clock that was set back, would mix their order.
     seconds = max(int(time.time()), last + 1)
     return folder / f"{_PREFIX}{seconds:010d}.{socket.gethostname()}.{os.getpid()}"
 
@@ -206,8 +210,10 @@ class GivenOnce:
         Raises:
             OSError: the file cannot be written.
         """
+        # An earlier process got further than the checkpoint, and gave these steps already.
         if step < self._step:
             return {}
+        # At the last step it may have died between two of its values.
         known = self._names if step == self._step else set()
         new = {name: value for name, value in values.items() if name not in known}
         if new:
@@ -227,6 +233,8 @@ class GivenOnce:
         try:
             content = json.loads(self._path.read_text(encoding="utf-8"))
             self._run, step, names = content["run"], int(content["step"]), set(content["names"])
+            # Of a slow place it is not known how much of the last steps it has: its own count
+            # decides.
             if content["is_finished"] or not self._is_slow:
                 self._step, self._names = step, names
         except (ValueError, KeyError, TypeError) as error:
@@ -244,6 +252,7 @@ class GivenOnce:
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(content).encode()
+        # Half a file would look like that of another program, and no run could go on.
         write_whole(self._path, lambda file: file.write(text))
 
 
@@ -306,6 +315,7 @@ class _ServerLogger(abc.ABC):
     def close(self) -> None:
         """End: what is not sent yet is sent now."""
         if self._there is not None:
+            # Let go first: an error in ending must not end it twice.
             there, self._there = self._there, None
             self._end(there)
 
@@ -376,6 +386,8 @@ class WandbLogger(_ServerLogger):
         import wandb
 
         if name is None:
+            # Chosen here and noted before the server knows it: a kill in between begins no second
+            # run.
             name = uuid.uuid4().hex[:12]
             self._given.name_run(name)
         return wandb.init(
@@ -441,6 +453,7 @@ class MLflowLogger(_ServerLogger):
         client = MlflowClient(self._where())
         if name is None:
             return client, self._create(client, run)
+        # It was ended, or its process was killed, and shows as such.
         client.update_run(name, status="RUNNING")
         return client, name
 
@@ -466,11 +479,13 @@ class MLflowLogger(_ServerLogger):
             where or client.create_experiment(self._experiment), run_name=self._name
         )
         run_id: str = made.info.run_id
+        # Before anything is logged: a kill after this line finds the run again.
         self._given.name_run(run_id)
         parameters = [
             Param(_NOT_IN_NAMES.sub("_", name), str(value)[:_MOST_LETTERS])
             for name, value in flat(json_values(run)).items()
         ]
+        # The server refuses more in one call.
         for first in range(0, len(parameters), _MOST_PARAMETERS):
             client.log_batch(run_id, params=parameters[first : first + _MOST_PARAMETERS])
         return run_id
@@ -520,6 +535,7 @@ class LightningLogger(_ServerLogger):
     _note = "lightning.json"
 
     def __init__(self, logger: LightningInterface, folder: str | Path) -> None:
+        # A class has these methods, too, and would pass for a logger.
         if isinstance(logger, type) or not isinstance(logger, LightningInterface):
             raise TypeError(
                 f"{logger!r} has not got log_metrics, log_hyperparams, save and finalize, which "
