@@ -311,11 +311,11 @@ WRITTEN = {
         "you mean 'optimizer.args.lr'?): use a key of the config, from its top level"
     ),
     "optimizer.args.lr=${optimizer.args.lr}": (
-        "optimizer.args.lr → optimizer.args.lr: these refer to each other in a circle: "
-        "give one of them a value"
+        "optimizer.args.lr=${optimizer.args.lr} leads back to itself: give it a value"
     ),
     "batchnorm=off": (
-        "batchnorm=off: YAML reads off as false: expected warn, error, disable, ignore or exact"
+        "batchnorm=false: expected warn, error, disable, ignore or exact; YAML reads yes, no, on "
+        "and off as true or false"
     ),
     "max_duration=5epochs": (
         "max_duration='5epochs' is not a whole number of epochs, batches, samples, "
@@ -345,7 +345,7 @@ def test_a_slip_of_the_pen_is_answered_with_what_was_meant(
 
 FILES = {
     "model:\ncall: a.b\nargs: {}\n": (
-        ": call and args at the top level: indent them below model, or write model: {call: "
+        ": call and args at the top level: indent them below their key, as in model: {call: "
         "dotted.path, args: {name: value}}"
     ),
     "model:\ncall: a.b\ntrain_dataloader:\ncall: a.b\n": (
@@ -361,7 +361,8 @@ FILES = {
         "quote an interpolation, as '${seed}'"
     ),
     "batchnorm: off\n": (
-        ":1: batchnorm=off: YAML reads off as false: expected warn, error, disable, ignore or exact"
+        ":1: batchnorm=false: expected warn, error, disable, ignore or exact; YAML reads yes, no, "
+        "on and off as true or false"
     ),
 }
 
@@ -371,7 +372,7 @@ def test_what_everybody_gets_wrong_in_yaml_has_a_remedy_of_its_own(
     text: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("wrong.yaml").write_text(text, encoding="utf-8")
-    assert main(["config", "wrong.yaml"]) == 2
+    assert main(["config", "job.yaml", "wrong.yaml"]) == 2
     assert capsys.readouterr().err == f"automicro: wrong.yaml{message}\n"
 
 

@@ -224,15 +224,15 @@ def test_all_mistakes_are_told_at_once_each_with_what_brought_it_in(
     assert [line.split(" (did you mean")[0] for line in lines] == [
         "  the override 'seed.x=1' goes below seed, which is 'many' and holds no keys: replace it "
         "as a whole with seed=VALUE",
-        "  wrong.yaml:6: metrics.accuracy has an unknown key 'cal'",
         "  wrong.yaml:8: unknown key 'max_durations'",
         "  also.yaml:1: unknown key 'divice'",
-        "  wrong.yaml:9: seed='many' (text): expected a whole number or null",
-        "  wrong.yaml:2: train_dataloader.args.batch_size refers to ${sede}, which does not exist",
         "  the override 'memory_limit=lots': memory_limit: cannot read 'lots' as an amount of "
         "memory: write a positive number and one of B, KiB, MiB, GiB, TiB (powers of 1024) or kB, "
         "MB, GB, TB (powers of 1000), such as '24MiB'",
         "  wrong.yaml:10: precision='bf61' is not known",
+        "  wrong.yaml:9: seed='many' (text): expected a whole number or null",
+        "  wrong.yaml:6: metrics.accuracy has an unknown key 'cal'",
+        "  wrong.yaml:2: train_dataloader.args.batch_size refers to ${sede}, which does not exist",
         "  wrong.yaml:1: model: torch.nn.Linear takes no arguments 'in_featurs'",
         "  wrong.yaml:3: loss_fn.call='nn.CrossEntropyLoss': there is no module 'nn'",
         "  the override 'optimizer.args.rate=0.2': optimizer: torch.optim.SGD takes no argument "

@@ -6,7 +6,6 @@ import difflib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -151,7 +150,7 @@ def reading(
         from automicro.cli.job import Job
 
     job = Job(arguments.inputs, command=arguments.command, for_ranks=for_ranks)
-    loading = job.reading(needs, check=partial(Recipe, without=unused))
+    loading = job.reading(needs, check=lambda config, at: Recipe(config, without=unused, at=at))
     with loading as recipe, results_alone(results_only) as results:
         yield job, recipe, results
 

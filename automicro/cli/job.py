@@ -11,10 +11,10 @@ from torch import nn
 from automicro.cli.arguments import split_inputs
 from automicro.cli.config.build import Recipe
 from automicro.cli.config.load import LoadedConfig, read_config
+from automicro.cli.config.read import At
 from automicro.cli.config.schema import RunConfig
-from automicro.cli.config.sources import ElsewhereError
 from automicro.cli.errors import is_bug_of_ours, is_refusal, summarize_error
-from automicro.errors import AutomicroError, ConfigError, DataLoaderError, about, keys_of
+from automicro.errors import AutomicroError, ConfigError, DataLoaderError, keys_of
 from automicro.options import check_model
 from automicro.trainer.device import choose_device
 from automicro.trainer.processes import process_in_environment
@@ -45,7 +45,7 @@ class Job:
         self,
         required: Sequence[str],
         *,
-        check: Callable[[RunConfig], Recipe],
+        check: Callable[[RunConfig, At], Recipe],
     ) -> Iterator[Recipe]:
         """Read the config; meanwhile modules are found beside its files, and where we are.
 
@@ -56,18 +56,6 @@ class Job:
         Returns:
             What ``check`` gave.
         """
-
-        def examine(config: RunConfig) -> object:
-            try:
-                return check(config)
-            except Exception as error:
-                # A bug of automicro's is no mistake in a config: it keeps its own class and
-                # traceback.
-                if isinstance(error, ConfigError) or is_bug_of_ours(error):
-                    raise
-                with about(*keys_of(error)):
-                    raise ElsewhereError(summarize_error(error)) from error
-
         num_processes = self._count_processes()
         # Around the yield, too: what is made there may import more.
         with _importing_beside(*self.files):
@@ -76,7 +64,7 @@ class Job:
                 self._overrides,
                 required=required,
                 num_devices=num_processes,
-                check=examine,
+                check=check,
             )
             yield self.loaded.checked
 

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from automicro.checkpoints.reading import load_checkpoint
-from automicro.cli.config.check import check_values, make_checkpoint
+from automicro.checkpoints.store import CheckpointConfig
 from automicro.cli.config.keys import KEYS, LISTS, mistake
 from automicro.cli.config.load import rows_to_load
 from automicro.cli.config.nodes import call_of, is_node, items_inside, prepare_value
+from automicro.cli.config.read import At
 from automicro.cli.config.schema import EvaluatorConfig, RunConfig, keys_inside
 from automicro.data import LengthBatchSampler, with_batch_sampler
 from automicro.errors import CheckpointError, ConfigError, about
@@ -55,6 +56,7 @@ class Recipe:
     Args:
         config: the config.
         without: keys that are left alone.
+        at: entered around each key; others than `about` may collect mistakes.
 
     >>> from automicro.cli.config.load import read_config
     >>> recipe = Recipe(read_config(["configs/digits.yaml"], ["progress=false"]).config)
@@ -62,21 +64,25 @@ class Recipe:
     0
     """
 
-    def __init__(self, config: RunConfig, *, without: Collection[str] = ()) -> None:
-        check_values(config)
+    def __init__(self, config: RunConfig, *, without: Collection[str] = (), at: At = about) -> None:
         self.config = config
+        self._makers: dict[str, Callable[..., Any]] = {}
+        self.checkpoint: CheckpointConfig | None = None
         # Here every import path and signature is looked at, before the first thing is made.
-        self._makers = {
-            key: _prepare(getattr(config, key), key, key)
-            for key in KEYS
-            if key not in (*without, "checkpoint", "sampling_mode")
-        }
-        if config.sampling_mode is not None and "train_dataloader" in self._makers:
-            make_data = self._makers["train_dataloader"]
-            self._makers["train_dataloader"] = _prepare_sampling(config, make_data)
-        self.checkpoint = None if "checkpoint" in without else make_checkpoint(config)
-        if config.weights is not None and "weights" not in without:
-            _check_weights_file(config.weights)
+        for key in KEYS:
+            with at(key):
+                if key not in (*without, "checkpoint", "sampling_mode"):
+                    self._makers[key] = _prepare(getattr(config, key), key, key, at)
+        with at("sampling_mode"):
+            if config.sampling_mode is not None and "train_dataloader" in self._makers:
+                make_data = self._makers["train_dataloader"]
+                self._makers["train_dataloader"] = _prepare_sampling(config, make_data)
+        with at("checkpoint"):
+            if "checkpoint" not in without:
+                self.checkpoint = _make_checkpoint(config)
+        with at("weights"):
+            if config.weights is not None and "weights" not in without:
+                _check_weights_file(config.weights)
 
     def make_model(self, *, with_weights: bool = True) -> Any:
         """The model, after the seed: its weights depend on the config alone.
@@ -138,18 +144,30 @@ class Recipe:
         return Trainer(model, checkpoint=self.checkpoint, **later, **options | instead)
 
 
-def _prepare(value: Any, key: str, kind: str) -> Callable[..., Any]:
+def _make_checkpoint(config: RunConfig) -> CheckpointConfig | None:
+    values = config.checkpoint
+    if values is not None and values["folder"] is None:
+        raise ConfigError(
+            "checkpoint.folder is missing: give a folder such as checkpoints, or run_dir, where "
+            "they lie in checkpoints then"
+        )
+    return None if values is None else CheckpointConfig(**values)
+
+
+def _prepare(value: Any, key: str, kind: str, at: At) -> Callable[..., Any]:
     """A function that makes the value of a key; ``kind`` is the key whose values it may have."""
     if isinstance(value, EvaluatorConfig):
+        kinds = {name: kind if name == "data" else f"{kind}.{name}" for name in keys_inside(kind)}
         makers = {
-            name: _prepare(
-                getattr(value, name), f"{key}.{name}", kind if name == "data" else f"{kind}.{name}"
-            )
-            for name in keys_inside(kind)
+            name: _prepare(getattr(value, name), f"{key}.{name}", inner, at)
+            for name, inner in kinds.items()
         }
         return lambda: _make_evaluator({name: make() for name, make in makers.items()})
-    if not is_node(value) and kind in ("eval_dataloader", *LISTS):
-        inside = {name: _prepare(each, f"{key}.{name}", kind) for name, each in items_inside(value)}
+    if not is_node(value) and kind in ("eval_dataloader", "metrics", *LISTS):
+        inside: dict[str, Callable[..., Any]] = {}
+        for name, each in items_inside(value):
+            with at(f"{key}.{name}"):
+                inside[name] = _prepare(each, f"{key}.{name}", kind, at)
         if kind in LISTS:
             return lambda: [make() for make in inside.values()]
         # Without a name left there is no evaluation.

@@ -33,9 +33,9 @@ class Option:
     made: str = ""
 
 
-_CHECK = "automicro.cli.config.check"
+_READ = "automicro.cli.config.read"
 _DURATION = "automicro.units.read_duration"
-_SIZE = {"read": f"{_CHECK}._read_size", "words": "a whole number, auto, explore, a node or null"}
+_SIZE = {"read": f"{_READ}._read_size", "words": "a whole number, auto, explore, a node or null"}
 _LENGTHS = Option(words="text, a list, a node or null")
 _UNIT = Option(choices="automicro.data.sampler.UNITS")
 
@@ -98,7 +98,7 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
             words="text such as 2ep, 500ba, 10000sp, 1e6tok or 100h", read=_DURATION
         ),
         "max_time": Option(
-            words="text such as 2h30m, 45m or 90s, or null", read=f"{_CHECK}._read_time"
+            words="text such as 2h30m, 45m or 90s, or null", read=f"{_READ}._read_time"
         ),
         "eval_interval": Option(
             words="text such as 1ep, 100ba, 10000sp or 1e6tok, or null", read=_DURATION
@@ -122,12 +122,12 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
         ),
         "memory_limit": Option(
             words="text such as 24MiB or 80%, a whole number of bytes, or null",
-            read=f"{_CHECK}._read_limit",
+            read=f"{_READ}._read_limit",
         ),
         "strict_divisible": Option(),
         "loss_average": Option(
             words="auto, samples, tokens, none, a node, or a mapping of these by name",
-            read=f"{_CHECK}._read_loss_average",
+            read=f"{_READ}._read_loss_average",
         ),
         "batchnorm": Option(choices="automicro.step.split_guard.BATCHNORM_MODES"),
         "probe": Option(),

@@ -17,8 +17,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from omegaconf import MISSING
-
 from automicro.cli.config.keys import as_override, mistake
 from automicro.cli.errors import is_users
 from automicro.errors import (
@@ -71,18 +69,17 @@ class CallConfig:
     'torch.nn.Linear'
     """
 
-    call: str = MISSING
+    call: str
     # In YAML, args: with nothing behind it is null.
     args: dict[str, Any] | None = field(default_factory=dict)
 
 
-def check_node(node: object, key: str) -> None:
-    """Refuse what is not a well-formed node. Interpolations are left for later.
+def read_node(node: object, key: str) -> CallConfig:
+    """A well-formed node; nodes inside of it are looked at, too, and stay mappings.
 
-    >>> check_node({"call": "torch.nn.Linear", "args": {"in_features": 4}}, "model")
+    >>> read_node({"call": "torch.nn.Linear", "args": {"in_features": 4}}, "model").call
+    'torch.nn.Linear'
     """
-    if is_interpolation(node):
-        return
     if not isinstance(node, Mapping):
         form = FORM
         if isinstance(node, str) and "." in node:
@@ -100,28 +97,27 @@ def check_node(node: object, key: str) -> None:
             f"directly under {key}:",
             key,
         )
-    call, args = node["call"], node.get("args")
+    call, args = node["call"], node.get("args", {})
     if not isinstance(call, str):
         raise mistake(
             f"{key}.call={show(call)} is not a dotted path: write one such as torch.optim.AdamW",
             f"{key}.call",
         )
-    if args is None or is_interpolation(args):
-        return
-    if not isinstance(args, Mapping):
+    if not isinstance(args, Mapping | None):
         raise mistake(
             f"{key}.args={show(args)} is not a mapping: write {{name: value}}, the names being "
             f"those of the arguments of {call}",
             f"{key}.args",
         )
-    for name, value in args.items():
+    for name, value in (args or {}).items():
         if not isinstance(name, str):
             raise mistake(
                 f"{key}.args has the name {show(name)}, which is not text: use the name of an "
                 f"argument of {call}",
                 f"{key}.args.{name}",
             )
-        _check_inside(value, f"{key}.args.{name}")
+        _read_inside(value, f"{key}.args.{name}")
+    return CallConfig(call=call, args=None if args is None else {**args})
 
 
 def prepare(
@@ -141,10 +137,8 @@ def prepare(
     >>> prepare(node, "model")()
     Linear(in_features=4, out_features=2, bias=True)
     """
-    if isinstance(node, CallConfig):
-        node = {"call": node.call, "args": node.args}
-    check_node(node, key)
-    call, args = node["call"], node.get("args") or {}
+    node = node if isinstance(node, CallConfig) else read_node(node, key)
+    call, args = node.call, node.args or {}
     with about(f"{key}.call"), _noting(f"while importing {key}.call ({call})"):
         target = _import_callable(call, key=f"{key}.call")
     with about(key):
@@ -182,17 +176,12 @@ def call_of(node: Any) -> str:
     return str(node.call if isinstance(node, CallConfig) else node["call"])
 
 
-def is_interpolation(value: object) -> bool:
-    """Tell whether something else stands for a value, so that it is known only later."""
-    return isinstance(value, str) and "${" in value
-
-
-def _check_inside(value: Any, key: str) -> None:
+def _read_inside(value: Any, key: str) -> None:
     if is_node(value):
-        check_node(value, key)
+        read_node(value, key)
         return
     for name, inner in items_inside(value):
-        _check_inside(inner, f"{key}.{name}")
+        _read_inside(inner, f"{key}.{name}")
 
 
 def prepare_value(value: Any, key: str, *, first: Sequence[str] = ()) -> Callable[..., Any]:
