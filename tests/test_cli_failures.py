@@ -102,17 +102,17 @@ FAILED = {
     ("train", "model={call: my_code.Net}"): (
         f"the run failed: {SHAPES}",
         FIRST_BATCH,
-        "at my_code.py:11, in forward: self.head(x)",
+        "at my_code.py:11, in forward: return self.head(x)",
     ),
     ("verify", "model={call: my_code.Net}"): (
         f"the run failed: {SHAPES}",
         "in verification, on the first batch of train_dataloader",
-        "at my_code.py:11, in forward: self.head(x)",
+        "at my_code.py:11, in forward: return self.head(x)",
     ),
     ("eval", "model={call: my_code.Net}", "eval_dataloader=${train_dataloader}"): (
         f"the run failed: {SHAPES}",
         "in evaluation, batch 1 of the pass",
-        "at my_code.py:11, in forward: self.head(x)",
+        "at my_code.py:11, in forward: return self.head(x)",
     ),
     ("train", "model.args.in_features=5"): (
         f"the run failed: {SHAPES}",
@@ -122,7 +122,7 @@ FAILED = {
     ("train", "train_dataloader.call=my_code.high", "train_dataloader.args={batch_size: 12}"): (
         "the run failed: IndexError: Target 2 is out of bounds.",
         FIRST_BATCH,
-        "at torch/nn/functional.py:…, in cross_entropy, called by the loss CrossEntropyLoss",
+        "at torch/nn/functional.py:…, in cross_entropy, called by CrossEntropyLoss",
     ),
     (
         "train",
@@ -131,7 +131,7 @@ FAILED = {
     ): (
         "the run failed: IndexError: Target 2 is out of bounds.",
         FIRST_BATCH,
-        "at torch/nn/functional.py:…, in cross_entropy, called by the loss CrossEntropyLoss",
+        "at torch/nn/functional.py:…, in cross_entropy, called by CrossEntropyLoss",
     ),
     ("train", BROKEN_LOADER): (
         "the run failed: ValueError: row 14 is broken",
@@ -152,7 +152,7 @@ FAILED = {
         "the run failed: ValueError: Tried to step 3 times. The specified number of total steps "
         "is 2",
         "in training, epoch 2, batch 2 of the epoch (3 batches done)",
-        "at torch/optim/lr_scheduler.py:…, in get_lr, called by the scheduler OneCycleLR",
+        "at torch/optim/lr_scheduler.py:…, in get_lr, called by OneCycleLR",
     ),
     ("train", "max_duration=10000tok"): (
         "max_duration='10000tok' counts tokens, but nothing says how many a batch of type list "
@@ -204,7 +204,7 @@ MADE = {
     "model={call: slip.make}": (
         "NameError: name 'undefined' is not defined",
         "while importing model.call (slip.make)",
-        "at slip.py:4: undefined",
+        "at slip.py:4: number = undefined",
         HINT,
     ),
     "model={call: typo.make}": (
@@ -216,7 +216,7 @@ MADE = {
     "model={call: my_code.careless}": (
         "KeyError: 'inputs'",
         "while making model (my_code.careless)",
-        'at my_code.py:50, in careless: {}["inputs"]',
+        'at my_code.py:50, in careless: return {}["inputs"]',
         HINT,
     ),
     "optimizer.args.lr=${oc.env:LEARNING_RATE}": (
@@ -516,15 +516,20 @@ def test_help_may_be_written_as_a_word(command: str, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.startswith("usage: automicro [-h]")
 
 
-@pytest.mark.parametrize("word", ["call", "args"])
+@pytest.mark.parametrize(
+    ("word", "kind", "meaning"),
+    [
+        ("call", "text, required", "has to return the thing itself"),
+        ("args", "a mapping, default {}", "{name: my_data.count_tokens}"),
+    ],
+)
 def test_the_form_of_a_node_is_explained_like_a_key(
-    word: str, capsys: pytest.CaptureFixture[str]
+    word: str, kind: str, meaning: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["config", "--keys", word]) == 0
     out = capsys.readouterr().out
-    assert "call: text, required" in out
-    assert "args: a mapping, default {}" in out
-    assert "{name: my_data.count_tokens}" in out
+    assert f"\n{word}: {kind}" in out
+    assert meaning in re.sub(r"\s+", " ", out)
 
 
 def test_a_gpu_is_called_cuda(capsys: pytest.CaptureFixture[str]) -> None:

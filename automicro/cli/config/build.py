@@ -2,10 +2,11 @@
 
 import os
 import pickle
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from inspect import signature
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -316,41 +317,32 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     _check_weights_file(path)
     state = _read_checkpoint(Path(path)) if Path(path).is_dir() else _read(path)
     try:
-        # Not strict: torch would list every name, and not see that a wrapper's prefix is all that
-        # is wrong.
-        result = model.load_state_dict(state, strict=False)
-    except RuntimeError as error:  # shapes
+        model.load_state_dict(state)
+    except RuntimeError as error:
         # The first line of torch's message only names the class.
-        wrong = [line.strip().rstrip(".") for line in str(error).splitlines()[1:]]
+        wrong = [shorten(line, 160, placeholder=" …") for line in str(error).splitlines()[1:]]
+        more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        unexpected = state.keys() - model.state_dict().keys()
+        remedy = "give weights of this very model, or change model to the one that they are from"
+        for prefix, wrapper in WRAPPERS.items():
+            if any(name.startswith(prefix) for name in unexpected):
+                remedy = f"they are from inside {wrapper}: save the state dict of the model in it"
         raise ConfigError(
-            f"weights={str(path)!r} {_do_not_fit(model)}: {_first(wrong, '; ')}: give weights of "
-            f"this very model, or change model.args to those that it was saved with"
+            f"weights={str(path)!r} does not fit the {type(model).__name__}: "
+            f"{' '.join(wrong[:SHOWN]).rstrip('.')}{more}: {remedy}"
         ) from error
-    missing, unexpected = result.missing_keys, result.unexpected_keys
-    if missing or unexpected:
-        said = [
-            f"{len(names)} {what} ({_first(names)})"
-            for names, what in ((missing, "missing"), (unexpected, "unexpected"))
-            if names
-        ]
-        raise ConfigError(
-            f"weights={str(path)!r} {_do_not_fit(model)}: {', '.join(said)}: "
-            f"{_remedy(missing, unexpected)}"
-        )
 
 
 def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     try:
         # To the host: the device that they were saved from need not be here.
         state = torch.load(path, weights_only=True, map_location="cpu")
-    except pickle.UnpicklingError as error:
+    except (pickle.UnpicklingError, OSError, EOFError, RuntimeError, ValueError) as error:
+        # Torch's own words for the first of these recommend to run what is in the file.
+        why = "it is damaged, or holds objects that would run code when they are read"
+        why = why if isinstance(error, pickle.UnpicklingError) else first_line(error)
         raise ConfigError(
-            f"weights={str(path)!r} is no file of tensors alone (it is damaged, or holds objects "
-            f"that would run code when they are read): {SAVE}"
-        ) from error
-    except (OSError, EOFError, RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"weights={str(path)!r} cannot be read ({first_line(error)}): {SAVE}"
+            f"weights={str(path)!r} is no file of tensors alone ({why}): {SAVE}"
         ) from error
     if not isinstance(state, Mapping):
         raise ConfigError(
@@ -358,8 +350,9 @@ def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
         )
     inner = [name for name, value in state.items() if isinstance(value, Mapping)]
     if inner and not any(isinstance(value, Tensor) for value in state.values()):
+        names = ", ".join(map(str, [*state][:SHOWN]))
         raise ConfigError(
-            f"weights={str(path)!r} holds a checkpoint with {_first(list(map(str, state)))} and "
+            f"weights={str(path)!r} holds a checkpoint with {names} and "
             f"not a state dict itself: save the model's part alone, such as "
             f"torch.save(checkpoint[{inner[0]!r}], path)"
         )
@@ -381,20 +374,3 @@ def _read_checkpoint(path: Path) -> Mapping[str, Any]:
         )
     model: Mapping[str, Any] = modules[0]
     return model
-
-
-def _remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    for prefix, wrapper in WRAPPERS.items():
-        if unexpected and {name.removeprefix(prefix) for name in unexpected} == set(missing):
-            return f"they were saved from inside {wrapper}: save the state dict of the model in it"
-    return "give weights of this very model, or change model to the one that they were saved from"
-
-
-def _do_not_fit(model: nn.Module) -> str:
-    return f"does not fit the {type(model).__name__}"
-
-
-def _first(names: Sequence[str], separator: str = ", ") -> str:
-    more = len(names) - SHOWN
-    shown = separator.join(names[:SHOWN])
-    return f"{shown} and {more} more" if more > 0 else shown

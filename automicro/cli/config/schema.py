@@ -11,12 +11,12 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from automicro.checkpoints.store import CheckpointConfig
-from automicro.cli.config.keys import KEYS, OPTIONS, Option, mistake
+from automicro.cli.config.keys import KEYS, OPTIONS, TO_TRAIN, Option, mistake
 from automicro.cli.config.nodes import CallConfig, show
 from automicro.data import LengthBatchSampler
 from automicro.errors import ConfigError
 from automicro.policy.policy import Policy
-from automicro.trainer.evaluators import Evaluator
+from automicro.trainer.evaluators import INHERITED, Evaluator
 from automicro.trainer.trainer import Trainer
 
 # Required by a command, with something to copy for each.
@@ -244,7 +244,8 @@ def one_of(choices: Iterable[str]) -> str:
     'warn, error or ignore'
     """
     *most, last = choices
-    return f"{', '.join(most)} or {last}" if most else last
+    comma = "," * any("," in each or " or " in each for each in most)
+    return f"{', '.join(most)}{comma} or {last}" if most else last
 
 
 def type_in_words(key: str) -> str:
@@ -253,13 +254,16 @@ def type_in_words(key: str) -> str:
     >>> type_in_words("seed"), type_in_words("model"), type_in_words("rehearse")
     ('a whole number or null', 'a node', 'worst or null')
     """
-    words = OPTIONS.get(key, Option()).words
-    if words:
-        return words
-    found = alternatives(key)
-    if choices(key):
-        return one_of([*choices(key), *["null"] * (NoneType in found)])
-    return " or ".join(_WORDS[each] for each in found)
+    option, found = OPTIONS.get(key, Option()), {*alternatives(key)}
+    section, _, name = key.rpartition(".")
+    default = defaults(section).get(name, ...)
+    plain = [_WORDS[each] for each in alternatives(key) if each in {*_WORDS} - {NoneType}]
+    words = [option.words] if option.words else [*choices(key)] or plain
+    words += ["inherited"] * (default == INHERITED)
+    # What may be anything may be null where that means something.
+    if NoneType in found or (Any in found and default in (None, INHERITED)):
+        words += ["null"] * (key not in TO_TRAIN)
+    return one_of(words)
 
 
 def is_made(key: str) -> bool:
