@@ -150,20 +150,17 @@ WRONG_USES = {
     ("train", "job.yaml", "weights=shape.pt"): (
         "{override}: weights='shape.pt' does not fit the Linear: size mismatch for weight: copying "
         "a param with shape torch.Size([2, 8]) from checkpoint, the shape in current model is "
-        "torch.Size([2, 1024]): give weights of this very model, or change model to the one that "
-        "they are from"
+        "torch.Size([2, 1024]): give weights of this very model, or change model to theirs"
     ),
     ("train", "job.yaml", "weights=names.pt"): (
         "{override}: weights='names.pt' does not fit the Linear: Missing key(s) in state_dict: "
         '"weight", "bias". Unexpected key(s) in state_dict: "0.weight", "0.bias", '
-        '"1.weight", "1.bias": give weights of this very model, or change model to the one '
-        "that they are from"
+        '"1.weight", "1.bias": give weights of this very model, or change model to theirs'
     ),
     ("train", "job.yaml", "weights=wrapped.pt"): (
         "{override}: weights='wrapped.pt' does not fit the Linear: Missing key(s) in state_dict: "
-        '"weight", "bias". Unexpected key(s) in state_dict: "module.weight", '
-        '"module.bias": they are from inside DistributedDataParallel: save the state dict of the '
-        "model in it"
+        '"weight", "bias". Unexpected key(s) in state_dict: "module.weight", "module.bias": they '
+        "are from inside DistributedDataParallel: save the state dict of the model in it"
     ),
     ("train", "job.yaml", "run_dir=job.yaml"): (
         "{override}: run_dir='job.yaml' cannot be written ([Errno 17] File exists: 'job.yaml'): "

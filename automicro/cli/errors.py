@@ -60,7 +60,10 @@ def show_failure(error: BaseException, *, debug: bool) -> int:
     2
     """
     code, text = _describe(error)
-    if has_peers() and _is_told_as_one_of_many(error, text, debug=debug):
+    said = _share(error, text) if has_peers() else text
+    if said != text and not debug:
+        if said:
+            complain(said)
         return code
     is_ours = is_bug_of_ours(error)
     if debug or is_ours:
@@ -151,41 +154,36 @@ def forget_stdout() -> None:
     os.close(nowhere)
 
 
-def _is_told_as_one_of_many(error: BaseException, text: str, *, debug: bool) -> bool:
-    """Say of one process among several what concerns it; whether that is all there is to say."""
+def _share(error: BaseException, text: str) -> str:
+    """The text that one process among several says; empty where another one says it."""
     from automicro.trainer.processes import is_said_by_first, leave, place_for_output
 
     place = place_for_output()
     # The error is caught, so Python does not know of it: at its exit it would end the process group
     # in order, and wait there for ranks that are gone.
     leave()
-    if debug:
-        return False
+    mine = f"rank {place.rank} of {place.world_size}: {text}"
     if _is_most_likely_of_all(error):
         is_said = is_said_by_first(text)
         if place.is_first:
-            return False  # it tells all of it
+            return text
         if is_said:
-            return True
+            return ""
         if is_said is False and isinstance(error, ConfigError):  # a mistake on this host alone
-            complain(f"rank {place.rank} of {place.world_size}: {text}")
-            return True
-    elif not isinstance(error, RankError | KeyboardInterrupt | SystemExit) or (
-        place.is_first and not isinstance(error, RankError)
+            return mine
+    # The first rank tells all of what the run was asked to end by.
+    elif not isinstance(error, RankError) and (
+        place.is_first or not isinstance(error, KeyboardInterrupt | SystemExit)
     ):
-        return False  # the first rank tells all of what the run was asked to end by
+        return text
     if isinstance(error, PeerLostError):
         # Any rank that is left says it.
-        complain("; ".join(line.strip() for line in text.splitlines()))
-        return True
+        return "; ".join(line.strip() for line in text.splitlines())
     if facts_of(error).stopped is not None and not place.is_first:
-        return True  # in order, which the first one says
+        return ""  # in order, which the first one says
     # As much of it as one line holds: the other ranks' share of one error. Ours name the rank.
-    said = textwrap.shorten(text, _SHORT, placeholder=" …")
-    is_named = isinstance(error, PeerFailedError)
-    complain(said if is_named else f"rank {place.rank} of {place.world_size}: {said}")
-    _leave_for_torchrun(error, text)
-    return True
+    line = text if isinstance(error, PeerFailedError) else mine
+    return textwrap.shorten(line, _SHORT, placeholder=" …")
 
 
 def _is_most_likely_of_all(error: BaseException) -> bool:

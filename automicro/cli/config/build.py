@@ -45,6 +45,7 @@ PROTOCOLS: Mapping[str, tuple[type, str]] = {
     "eval_microbatch_size": (Policy, _NO_POLICY),
     "eval_dataloader.microbatch_size": (Policy, _NO_POLICY),
 }
+LOADERS = ("train_dataloader", "eval_dataloader")
 SHOWN = 3
 SAVE = "write it with torch.save(model.state_dict(), path)"
 # What wrappers put before each name.
@@ -174,11 +175,7 @@ def _prepare(value: Any, key: str, kind: str, at: At) -> Callable[..., Any]:
         # Without a name left there is no evaluation.
         return lambda: {name: make() for name, make in inside.items()} or None
     make = prepare_value(value, key, first=FIRST_ARGUMENTS.get(key, ()))
-    if kind in PROTOCOLS and is_node(value):
-        return _checking(make, call_of(value), key, *PROTOCOLS[kind])
-    if kind in ("train_dataloader", "eval_dataloader") and is_node(value):
-        return _checking_data(make, call_of(value), key)
-    return make
+    return _checking(make, call_of(value), key, kind) if is_node(value) else make
 
 
 def _make_evaluator(options: dict[str, Any]) -> Evaluator:
@@ -186,16 +183,32 @@ def _make_evaluator(options: dict[str, Any]) -> Evaluator:
     return Evaluator(dataloader=options.pop("data"), metrics=metrics, **options)
 
 
-def _checking(
-    make: Callable[..., Any], call: str, key: str, wanted: type, remedy: str
-) -> Callable[[], Any]:
-    def made() -> Any:
-        found = make()
+def _checking(make: Callable[..., Any], call: str, key: str, kind: str) -> Callable[..., Any]:
+    """Return what makes the same, and refuses what has no place under its key.
+
+    >>> _checking(lambda: None, "my_data.loader", "eval_dataloader", "eval_dataloader")()
+    Traceback (most recent call last):
+        ...
+    automicro.errors.ConfigError: eval_dataloader: my_data.loader returned None: return ...
+    """
+    wanted, remedy = PROTOCOLS.get(kind, (object, ""))
+
+    def made(*first: Any) -> Any:
+        found = make(*first)
         # A class has the methods of a protocol just as its instances do.
-        if isinstance(found, type) or not isinstance(found, wanted):
+        if not isinstance(found, wanted) or (remedy and isinstance(found, type)):
             raise ConfigError(
                 f"{key}.call={call!r} made a {type(found).__name__}, which is no "
                 f"{wanted.__name__}: {remedy}"
+            )
+        if kind in LOADERS and found is None:
+            raise ConfigError(f"{key}: {call} returned None: return a DataLoader")
+        # A dataset that is iterated over may give whole batches; one with places gives rows.
+        is_rows = isinstance(found, Dataset) and not isinstance(found, IterableDataset)
+        if kind in LOADERS and is_rows:
+            raise ConfigError(
+                f"{key}: {call} gave a {type(found).__name__}, which gives single rows: wrap it in "
+                f"a torch.utils.data.DataLoader"
             )
         return found
 
@@ -222,30 +235,6 @@ def _prepare_sampling(config: RunConfig, make_data: Callable[..., Any]) -> Calla
             return with_batch_sampler(loader, sampler)
 
     return make
-
-
-def _checking_data(make: Callable[..., Any], call: str, key: str) -> Callable[..., Any]:
-    """Return what makes the same, and refuses it where it gives no batches.
-
-    >>> _checking_data(lambda: None, "my_data.loader", "eval_dataloader")()
-    Traceback (most recent call last):
-        ...
-    automicro.errors.ConfigError: eval_dataloader: my_data.loader returned None: return ...
-    """
-
-    def made() -> Any:
-        data = make()
-        if data is None:
-            raise ConfigError(f"{key}: {call} returned None: return a DataLoader")
-        # A dataset that is iterated over may give whole batches; one with places gives rows.
-        if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
-            raise ConfigError(
-                f"{key}: {call} gave a {type(data).__name__}, which gives single rows: wrap it in "
-                f"a torch.utils.data.DataLoader"
-            )
-        return data
-
-    return made
 
 
 @about("global_batch_size", "train_dataloader.args.batch_size")
@@ -323,7 +312,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
         wrong = [shorten(line, 160, placeholder=" …") for line in str(error).splitlines()[1:]]
         more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         unexpected = state.keys() - model.state_dict().keys()
-        remedy = "give weights of this very model, or change model to the one that they are from"
+        remedy = "give weights of this very model, or change model to theirs"
         for prefix, wrapper in WRAPPERS.items():
             if any(name.startswith(prefix) for name in unexpected):
                 remedy = f"they are from inside {wrapper}: save the state dict of the model in it"

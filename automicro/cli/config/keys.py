@@ -38,7 +38,9 @@ _PLAIN = Option()
 _NODE = Option(made="node", words="a node")
 _NODES = Option(made="list", words="a list of nodes")
 _METRICS = Option(made="mapping", words="a mapping of nodes")
-_SIZE = Option(read=f"{_READ}._read_size", words="a whole number, auto, explore, a node")
+_SIZE = Option(
+    read="automicro.policy.choose.make_policy", words="a whole number, auto, explore, a node"
+)
 _DURATION = Option(
     words="text such as 2ep, 500ba, 10000sp, 1e6tok or 100h", read="automicro.units.read_duration"
 )

@@ -32,7 +32,6 @@ from automicro.cli.config.schema import (
 from automicro.cli.config.sources import read_value
 from automicro.errors import ConfigError, about, nearest, suggestion
 from automicro.options import check_choice
-from automicro.policy.choose import make_policy
 from automicro.units import duration_meant, parse_bytes, parse_share, parse_time
 
 At = Callable[..., AbstractContextManager[None]]
@@ -92,10 +91,12 @@ class Reader:
                 check_choice(key, typed, choices(kind))
             elif option.read and not is_node(typed):
                 read = resolve_name(option.read)
-                is_named = next(iter(signature(read).parameters)) == "name"
-                read(key, typed) if is_named else read(typed)
+                names = [*signature(read).parameters]
+                given = {"name": key} if "name" in names else {}
+                read(**{next(each for each in names if each != "name"): typed}, **given)
         except (TypeError, ValueError) as error:
-            raise mistake(str(error), key) from error
+            said = str(error) if str(error).startswith(key) else f"{key}: {error}"
+            raise mistake(said, key) from error
         return typed
 
     def _nodes(self, value: Any, key: str, made: str) -> Any:
@@ -233,34 +234,20 @@ def _places_of(name: object, tree: Mapping[str, Any]) -> Iterator[str]:
             yield f"{place}.args.{name}"
 
 
-def _read_size(name: str, value: Any) -> None:
-    """Refuse what is no microbatch size. A policy is a node here."""
-    try:
-        make_policy(value)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{name}={show(value)}: give a whole number of at least 1, auto (found by halving), "
-            f"explore (the fastest number of rows) or null (the whole batch)"
-        ) from error
-
-
-def _read_limit(name: str, value: Any) -> None:
+def _read_limit(limit: Any) -> None:
     """Refuse what is no amount of memory, and no share of a device."""
-    try:
-        if parse_share(value) is None:
-            parse_bytes(value)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{name}: {error}") from error
+    if parse_share(limit) is None:
+        parse_bytes(limit)
 
 
-def _read_time(name: str, value: str) -> None:
+def _read_time(time: str) -> None:
     """Refuse what is no time."""
     try:
-        parse_time(value)
+        parse_time(time)
     except ValueError as error:
         # YAML reads 1:30:00 as a number, counted in sixties.
-        quote = "; in YAML, put quotes around colons" if value.isdecimal() else ""
-        raise ConfigError(f"{name}: {error}{quote}") from error
+        quote = "; in YAML, put quotes around colons" if time.isdecimal() else ""
+        raise ConfigError(f"{error}{quote}") from error
 
 
 def _read_loss_average(name: str, value: Any) -> None:

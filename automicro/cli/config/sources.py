@@ -277,13 +277,11 @@ def _apply_override(tree: Tree, override: str) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
     key = key.strip()
     name = name_override(override)
-    if not equals:
-        raise ConfigError(f"{name} has no '=': write key=value, such as max_duration=2ep")
     *way, last = key.split(".")
-    if not all([*way, last]):
+    if not equals or not all([*way, last]):
         raise ConfigError(
-            f"{name} has no key before '=', or an empty part in it: write key=value, such as "
-            f"optimizer.args.lr=0.001"
+            f"{name} is not key=value, with a name before and behind each dot: write it so, such "
+            f"as optimizer.args.lr=0.001"
         )
     if not text.strip():
         raise ConfigError(
