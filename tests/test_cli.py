@@ -20,11 +20,11 @@ from automicro.trainer.trainer import Trainer
 from tests.cli_jobs import enter_folder_with_job
 
 NEW_COMMAND = """\
+'''Count.'''
 from automicro.cli.arguments import Command
 
 COMMAND = Command(
-    name="count", brief="count", description="", examples=["automicro count"], exit_codes={},
-    add_arguments=lambda parser: None, run=lambda arguments: 3,
+    doc=__doc__, examples=["automicro count"], exit_codes={}, run=lambda arguments: 3,
 )
 """
 

@@ -261,7 +261,7 @@ def test_a_mistake_ends_with_2_and_a_remedy(
         (
             ["--older", "3d"],
             "unknown option '--older' (did you mean '--older-than'?): use some of --clear, "
-            "--model, --older-than, --json, --markdown, --debug; options of a config are "
+            "--model, --older-than, --markdown, --json, --debug; options of a config are "
             "key=value\n",
         ),
     ],

@@ -102,17 +102,17 @@ FAILED = {
     ("train", "model={call: my_code.Net}"): (
         f"the run failed: {SHAPES}",
         FIRST_BATCH,
-        "at my_code.py:11, in forward: self.head(x)",
+        "at my_code.py:11, in forward: return self.head(x)",
     ),
     ("verify", "model={call: my_code.Net}"): (
         f"the run failed: {SHAPES}",
         "in verification, on the first batch of train_dataloader",
-        "at my_code.py:11, in forward: self.head(x)",
+        "at my_code.py:11, in forward: return self.head(x)",
     ),
     ("eval", "model={call: my_code.Net}", "eval_dataloader=${train_dataloader}"): (
         f"the run failed: {SHAPES}",
         "in evaluation, batch 1 of the pass",
-        "at my_code.py:11, in forward: self.head(x)",
+        "at my_code.py:11, in forward: return self.head(x)",
     ),
     ("train", "model.args.in_features=5"): (
         f"the run failed: {SHAPES}",
@@ -122,7 +122,7 @@ FAILED = {
     ("train", "train_dataloader.call=my_code.high", "train_dataloader.args={batch_size: 12}"): (
         "the run failed: IndexError: Target 2 is out of bounds.",
         FIRST_BATCH,
-        "at torch/nn/functional.py:…, in cross_entropy, called by the loss CrossEntropyLoss",
+        "at torch/nn/functional.py:…, in cross_entropy, called by CrossEntropyLoss",
     ),
     (
         "train",
@@ -131,7 +131,7 @@ FAILED = {
     ): (
         "the run failed: IndexError: Target 2 is out of bounds.",
         FIRST_BATCH,
-        "at torch/nn/functional.py:…, in cross_entropy, called by the loss CrossEntropyLoss",
+        "at torch/nn/functional.py:…, in cross_entropy, called by CrossEntropyLoss",
     ),
     ("train", BROKEN_LOADER): (
         "the run failed: ValueError: row 14 is broken",
@@ -152,7 +152,7 @@ FAILED = {
         "the run failed: ValueError: Tried to step 3 times. The specified number of total steps "
         "is 2",
         "in training, epoch 2, batch 2 of the epoch (3 batches done)",
-        "at torch/optim/lr_scheduler.py:…, in get_lr, called by the scheduler OneCycleLR",
+        "at torch/optim/lr_scheduler.py:…, in get_lr, called by OneCycleLR",
     ),
     ("train", "max_duration=10000tok"): (
         "max_duration='10000tok' counts tokens, but nothing says how many a batch of type list "
@@ -204,7 +204,7 @@ MADE = {
     "model={call: slip.make}": (
         "NameError: name 'undefined' is not defined",
         "while importing model.call (slip.make)",
-        "at slip.py:4: undefined",
+        "at slip.py:4: number = undefined",
         HINT,
     ),
     "model={call: typo.make}": (
@@ -216,7 +216,7 @@ MADE = {
     "model={call: my_code.careless}": (
         "KeyError: 'inputs'",
         "while making model (my_code.careless)",
-        'at my_code.py:50, in careless: {}["inputs"]',
+        'at my_code.py:50, in careless: return {}["inputs"]',
         HINT,
     ),
     "optimizer.args.lr=${oc.env:LEARNING_RATE}": (
@@ -226,9 +226,8 @@ MADE = {
     ),
     "loss_fn={call: torch.nn.functional.cross_entropy}": (
         "loss_fn: torch.nn.functional.cross_entropy needs 'input', 'target': call is called once "
-        "and "
-        "has to return the function; name a class or a function that returns one; to hand over the "
-        "function itself, write loss_fn: {call: pkgutil.resolve_name, args: {name: "
+        "and has to return the function; name a class or a function that returns one; to hand over "
+        "the function itself, write loss_fn: {call: pkgutil.resolve_name, args: {name: "
         "torch.nn.functional.cross_entropy}}",
     ),
     "count_tokens={call: builtins.len}": (
@@ -256,8 +255,7 @@ MADE = {
     ),
     "eval_dataloader={new: {data: {call: my_code.rows}, interval: 1ep}}": (
         "eval_dataloader.new.data: my_code.rows gave a TensorDataset, which gives single rows: "
-        "wrap it "
-        "in a torch.utils.data.DataLoader",
+        "wrap it in a torch.utils.data.DataLoader",
     ),
 }
 
@@ -311,11 +309,11 @@ WRITTEN = {
         "you mean 'optimizer.args.lr'?): use a key of the config, from its top level"
     ),
     "optimizer.args.lr=${optimizer.args.lr}": (
-        "optimizer.args.lr → optimizer.args.lr: these refer to each other in a circle: "
-        "give one of them a value"
+        "optimizer.args.lr=${optimizer.args.lr} leads back to itself: give it a value"
     ),
     "batchnorm=off": (
-        "batchnorm=off: YAML reads off as false: expected warn, error, disable, ignore or exact"
+        "batchnorm=false: expected warn, error, disable, ignore or exact; YAML reads yes, no, on "
+        "and off as true or false"
     ),
     "max_duration=5epochs": (
         "max_duration='5epochs' is not a whole number of epochs, batches, samples, "
@@ -345,7 +343,7 @@ def test_a_slip_of_the_pen_is_answered_with_what_was_meant(
 
 FILES = {
     "model:\ncall: a.b\nargs: {}\n": (
-        ": call and args at the top level: indent them below model, or write model: {call: "
+        ": call and args at the top level: indent them below their key, as in model: {call: "
         "dotted.path, args: {name: value}}"
     ),
     "model:\ncall: a.b\ntrain_dataloader:\ncall: a.b\n": (
@@ -361,7 +359,8 @@ FILES = {
         "quote an interpolation, as '${seed}'"
     ),
     "batchnorm: off\n": (
-        ":1: batchnorm=off: YAML reads off as false: expected warn, error, disable, ignore or exact"
+        ":1: batchnorm=false: expected warn, error, disable, ignore or exact; YAML reads yes, no, "
+        "on and off as true or false"
     ),
 }
 
@@ -371,7 +370,7 @@ def test_what_everybody_gets_wrong_in_yaml_has_a_remedy_of_its_own(
     text: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("wrong.yaml").write_text(text, encoding="utf-8")
-    assert main(["config", "wrong.yaml"]) == 2
+    assert main(["config", "job.yaml", "wrong.yaml"]) == 2
     assert capsys.readouterr().err == f"automicro: wrong.yaml{message}\n"
 
 
@@ -515,14 +514,12 @@ def test_help_may_be_written_as_a_word(command: str, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.startswith("usage: automicro [-h]")
 
 
-@pytest.mark.parametrize("word", ["call", "args"])
-def test_the_form_of_a_node_is_explained_like_a_key(
-    word: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["config", "--keys", word]) == 0
+def test_the_form_of_a_node_is_explained_like_a_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--keys", "call"]) == 0
+    assert "\ncall: text, required" in capsys.readouterr().out
+    assert main(["config", "--keys", "args"]) == 0
     out = capsys.readouterr().out
-    assert "call: text, required" in out
-    assert "args: a mapping, default {}" in out
+    assert "\nargs: a mapping, default {}" in out
     assert "{name: my_data.count_tokens}" in out
 
 

@@ -150,18 +150,17 @@ WRONG_USES = {
     ("train", "job.yaml", "weights=shape.pt"): (
         "{override}: weights='shape.pt' does not fit the Linear: size mismatch for weight: copying "
         "a param with shape torch.Size([2, 8]) from checkpoint, the shape in current model is "
-        "torch.Size([2, 1024]): give weights of this very model, or change model.args to those "
-        "that it was saved with"
+        "torch.Size([2, 1024]): give weights of this very model, or change model to theirs"
     ),
     ("train", "job.yaml", "weights=names.pt"): (
-        "{override}: weights='names.pt' does not fit the Linear: 2 missing (weight, bias), 4 "
-        "unexpected (0.weight, 0.bias, 1.weight and 1 more): give weights of this very model, or "
-        "change model to the one that they were saved from"
+        "{override}: weights='names.pt' does not fit the Linear: Missing key(s) in state_dict: "
+        '"weight", "bias". Unexpected key(s) in state_dict: "0.weight", "0.bias", '
+        '"1.weight", "1.bias": give weights of this very model, or change model to theirs'
     ),
     ("train", "job.yaml", "weights=wrapped.pt"): (
-        "{override}: weights='wrapped.pt' does not fit the Linear: 2 missing (weight, bias), 2 "
-        "unexpected (module.weight, module.bias): they were saved from inside "
-        "DistributedDataParallel: save the state dict of the model in it"
+        "{override}: weights='wrapped.pt' does not fit the Linear: Missing key(s) in state_dict: "
+        '"weight", "bias". Unexpected key(s) in state_dict: "module.weight", "module.bias": they '
+        "are from inside DistributedDataParallel: save the state dict of the model in it"
     ),
     ("train", "job.yaml", "run_dir=job.yaml"): (
         "{override}: run_dir='job.yaml' cannot be written ([Errno 17] File exists: 'job.yaml'): "
@@ -224,15 +223,15 @@ def test_all_mistakes_are_told_at_once_each_with_what_brought_it_in(
     assert [line.split(" (did you mean")[0] for line in lines] == [
         "  the override 'seed.x=1' goes below seed, which is 'many' and holds no keys: replace it "
         "as a whole with seed=VALUE",
-        "  wrong.yaml:6: metrics.accuracy has an unknown key 'cal'",
         "  wrong.yaml:8: unknown key 'max_durations'",
         "  also.yaml:1: unknown key 'divice'",
-        "  wrong.yaml:9: seed='many' (text): expected a whole number or null",
-        "  wrong.yaml:2: train_dataloader.args.batch_size refers to ${sede}, which does not exist",
         "  the override 'memory_limit=lots': memory_limit: cannot read 'lots' as an amount of "
         "memory: write a positive number and one of B, KiB, MiB, GiB, TiB (powers of 1024) or kB, "
         "MB, GB, TB (powers of 1000), such as '24MiB'",
         "  wrong.yaml:10: precision='bf61' is not known",
+        "  wrong.yaml:9: seed='many' (text): expected a whole number or null",
+        "  wrong.yaml:6: metrics.accuracy has an unknown key 'cal'",
+        "  wrong.yaml:2: train_dataloader.args.batch_size refers to ${sede}, which does not exist",
         "  wrong.yaml:1: model: torch.nn.Linear takes no arguments 'in_featurs'",
         "  wrong.yaml:3: loss_fn.call='nn.CrossEntropyLoss': there is no module 'nn'",
         "  the override 'optimizer.args.rate=0.2': optimizer: torch.optim.SGD takes no argument "

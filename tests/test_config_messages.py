@@ -39,25 +39,29 @@ def test_a_mistake_names_where_it_was_brought_in() -> None:
             load_config(files, overrides)
 
 
-def test_an_unknown_option_of_the_compiler_is_answered_with_those_it_has() -> None:
-    message = complaint("compile={mod: default}")
-    assert message.startswith(
-        "compile has the key 'mod', which torch.compile does not take (did you mean 'mode'?); it "
-        "takes fullgraph, "
-    )
-
-
-def test_compiling_is_refused_where_memory_is_simulated_and_where_graphs_are_captured() -> None:
-    message = complaint("compile=true", "memory_limit=1MiB", "device=cpu")
-    assert message.startswith("compile=True together with memory_limit='1MiB' on the CPU: ")
-    message = complaint("compile={mode: reduce-overhead}")
-    assert message.startswith("compile with mode='reduce-overhead' captures CUDA graphs, ")
-
-
-def test_a_device_that_is_not_there_is_refused() -> None:
-    message = complaint("device=cuda:99")
-    assert message.startswith("device='cuda:99' cannot be used here (")
-    assert message.endswith("; pass 'auto', 'cpu' or a device that torch can see")
+@pytest.mark.parametrize(
+    ("overrides", "beginning"),
+    {
+        ("compile={mod: default}",): (
+            "compile has the key 'mod', which torch.compile does not take (did you mean 'mode'?); "
+            "it takes fullgraph, "
+        ),
+        ("compile=true", "memory_limit=1MiB", "device=cpu"): (
+            "compile=True together with memory_limit='1MiB' on the CPU: "
+        ),
+        ("compile={mode: reduce-overhead}",): (
+            "compile with mode='reduce-overhead' captures CUDA graphs, "
+        ),
+        ("device=cuda:99",): "device='cuda:99' cannot be used here (",
+    }.items(),
+)
+def test_what_this_machine_or_the_compiler_cannot_do_is_refused(
+    overrides: tuple[str, ...], beginning: str
+) -> None:
+    message = complaint(*overrides)
+    assert message.startswith(f"the override {overrides[0]!r}: {beginning}")
+    if "device" in overrides[0]:
+        assert message.endswith("; pass 'auto', 'cpu' or a device that torch can see")
 
 
 @pytest.mark.parametrize(

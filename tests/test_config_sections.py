@@ -240,7 +240,7 @@ def test_without_a_mode_batches_stay_as_they_are() -> None:
         "sampling_mode=durations": "did you mean 'duration'",
         "sampling_mode={lengths: a}": "sampling_mode.mode is missing",
         "sampling_mode={mode: fixed, lenghts: a}": "did you mean 'lengths'",
-        "sampling_mode=[fixed]": "is no mode and no mapping",
+        "sampling_mode=[fixed]": "is not a mapping",
         "sampling_mode={mode: fixed, shuffle: maybe}": "sampling_mode.shuffle='maybe'",
         "sampling_mode={mode: duration, lengths: {cal: a}}": "sampling_mode.lengths",
         "sampling_mode={mode: duration, lengths: {call: no.such}}": "sampling_mode.lengths.call",

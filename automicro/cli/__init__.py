@@ -13,7 +13,7 @@
     config/keys    the names of all keys, in groups
     config/schema  each key with its type and default
     config/sources YAML files and overrides, and which of them brought a mistake
-    config/check   whether values belong where they stand
+    config/read    whether values belong where they stand, in the types of their keys
     config/load    all of this: from files and overrides to a RunConfig
     config/nodes   {call: dotted.path, args: {…}}
     config/build   from a RunConfig to a Trainer

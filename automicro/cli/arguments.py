@@ -6,7 +6,6 @@ import difflib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -27,36 +26,48 @@ class Command:
     """One command of ``automicro``.
 
     Attributes:
-        name: as it is typed.
-        brief: for the list of commands.
-        description: for its own help.
+        doc: its help, the docstring of its file; the first line stands in the list of commands.
         examples: whole command lines; the first one stands in the list of commands, too.
         exit_codes: what each means here, by number; 2, 130, 141 and 143 are the same everywhere.
-        add_arguments: adds them to the command's parser.
         run: does it, and returns the exit code.
+        add_arguments: adds more of them to the command's parser.
+        takes_config: whether it takes files and overrides.
+        json: what ``--json`` does; empty where there is no such option.
         place: in the list of commands; no two have the same.
     """
 
-    name: str
-    brief: str
-    description: str
+    doc: str
     examples: Sequence[str]
     exit_codes: Mapping[int, str]
-    add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
+    add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    takes_config: bool = True
+    json: str = ""
     place: int = 100
 
     @property
-    def epilog(self) -> str:
-        """The examples and the exit codes."""
-        return "\n".join(
-            [
-                "examples:",
-                *(f"  {example}" for example in self.examples),
-                "",
-                *exit_code_lines(self.exit_codes),
-            ]
-        )
+    def brief(self) -> str:
+        """The first line of its help, as it stands behind a name."""
+        line = self.doc.partition(".\n")[0]
+        return line[0].lower() + line[1:]
+
+    def fill(self, parser: argparse.ArgumentParser) -> None:
+        """Give a parser all that the command takes, and its help."""
+        examples = "".join(f"  {example}\n" for example in self.examples)
+        codes = "\n".join(exit_code_lines(self.exit_codes))
+        parser.description = self.doc
+        parser.epilog = f"examples:\n{examples}\n{codes}"
+        self.add_arguments(parser)
+        if self.takes_config:
+            parser.add_argument(
+                "inputs",
+                metavar="CONFIG",
+                nargs="*",
+                help="a YAML file; several are merged, later ones win; key=value replaces a key of "
+                "them, nested ones with dots, and the value is YAML",
+            )
+        if self.json:
+            parser.add_argument("--json", action="store_true", help=self.json)
 
 
 def exit_code_lines(codes: Mapping[int, str]) -> list[str]:
@@ -73,17 +84,6 @@ def exit_code_lines(codes: Mapping[int, str]) -> list[str]:
     }
     lines = [f"  {code:<4} {meaning}" for code, meaning in sorted({**codes, **everywhere}.items())]
     return ["exit codes:", *lines]
-
-
-def add_inputs(parser: argparse.ArgumentParser) -> None:
-    """Add the files and overrides to a command's arguments."""
-    parser.add_argument(
-        "inputs",
-        metavar="CONFIG",
-        nargs="*",
-        help="a YAML file; several are merged, later ones win; key=value replaces a key of them, "
-        "nested ones with dots, and the value is YAML",
-    )
 
 
 def split_inputs(inputs: Sequence[str], *, command: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -108,20 +108,6 @@ def split_inputs(inputs: Sequence[str], *, command: str) -> tuple[tuple[str, ...
     return files, tuple(each for each in inputs if not is_path(each))
 
 
-def look_for_files(inputs: Sequence[str], *, command: str) -> None:
-    """Refuse files that are not there, before importing what it takes to read them.
-
-    Args:
-        inputs: paths and ``key=value``.
-        command: for whom, for messages.
-
-    >>> look_for_files(["configs/digits.yaml", "seed=1"], command="train")
-    """
-    for path in map(Path, split_inputs(inputs, command=command)[0]):
-        if not path.exists():
-            raise no_such_file(path)
-
-
 @contextlib.contextmanager
 def reading(
     arguments: argparse.Namespace,
@@ -143,16 +129,17 @@ def reading(
     Returns:
         The job, the recipe of what to make, and where results go.
     """
+    files, overrides = split_inputs(arguments.inputs, command=arguments.command)
     # First of all: a mistyped path is told at once, and not after the seconds that torch's import
     # takes.
-    look_for_files(arguments.inputs, command=arguments.command)
+    for path in map(Path, files):
+        if not path.exists():
+            raise no_such_file(path)
     with importing(arguments.inputs, in_logs=for_ranks):
-        from automicro.cli.config.build import Recipe
         from automicro.cli.job import Job
 
-    job = Job(arguments.inputs, command=arguments.command, for_ranks=for_ranks)
-    loading = job.reading(needs, check=partial(Recipe, without=unused))
-    with loading as recipe, results_alone(results_only) as results:
+    job = Job(files, overrides, alone=None if for_ranks else arguments.command)
+    with job.reading(needs, unused) as recipe, results_alone(results_only) as results:
         yield job, recipe, results
 
 

@@ -117,20 +117,18 @@ def make_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     _add_debug(parser, default=False)
     choices = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     commands = {}
-    for each in COMMANDS.values():
-        commands[each.name] = choices.add_parser(
-            each.name,
-            help=each.brief,
-            description=each.description,
-            epilog=each.epilog,
+    for name, command in COMMANDS.items():
+        commands[name] = choices.add_parser(
+            name,
+            help=command.brief,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        each.add_arguments(commands[each.name])
+        command.fill(commands[name])
         # Suppressed: where it is not given here, what was given before the command stays.
-        _add_debug(commands[each.name], default=argparse.SUPPRESS)
-        usage = commands[each.name].format_usage().removeprefix("usage: ")
-        commands[each.name].usage = usage.replace("[CONFIG ...]", FORM)
+        _add_debug(commands[name], default=argparse.SUPPRESS)
+        usage = commands[name].format_usage().removeprefix("usage: ")
+        commands[name].usage = usage.replace("[CONFIG ...]", FORM)
     return parser, commands
 
 

@@ -1,8 +1,8 @@
 """How errors and warnings are shown: exit codes, and the line of the user's own code."""
 
 import contextlib
+import itertools
 import json
-import linecache
 import os
 import re
 import select
@@ -60,7 +60,10 @@ def show_failure(error: BaseException, *, debug: bool) -> int:
     2
     """
     code, text = _describe(error)
-    if has_peers() and _is_told_as_one_of_many(error, text, debug=debug):
+    said = _share(error, text) if has_peers() else text
+    if said != text and not debug:
+        if said:
+            complain(said)
         return code
     is_ours = is_bug_of_ours(error)
     if debug or is_ours:
@@ -99,7 +102,7 @@ def summarize_error(error: BaseException) -> str:
     """
     if isinstance(error, AutomicroError) or is_refusal(error):
         return _with_notes(error)
-    return "\n  ".join([_headline(error), *_notes(error), *_at(_users_place(error))])
+    return _in_words(error, _users_place(error))
 
 
 def _leave_for_torchrun(error: BaseException, text: str) -> None:
@@ -135,19 +138,12 @@ def is_closed_pipe(error: BaseException) -> bool:
     cause = error.__context__ if isinstance(error, SystemExit) else error
     if not isinstance(cause, BrokenPipeError):
         return False
-    if isinstance(error, SystemExit):
-        return True
-    try:
-        sys.stdout.flush()
-        # A BrokenPipeError may come from any pipe of the user's: POLLERR tells that it is that of
-        # stdout.
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # no such call, or no file
+        # It may come from any pipe of the user's: POLLERR tells that it is that of stdout.
         poll = select.poll()
         poll.register(sys.stdout.fileno(), select.POLLOUT)
-    except BrokenPipeError:
-        return True
-    except (AttributeError, OSError, ValueError):  # no such call here, or no file behind stdout
-        return False
-    return any(event & select.POLLERR for _, event in poll.poll(0))
+        return any(event & select.POLLERR for _, event in poll.poll(0))
+    return False
 
 
 def forget_stdout() -> None:
@@ -158,41 +154,36 @@ def forget_stdout() -> None:
     os.close(nowhere)
 
 
-def _is_told_as_one_of_many(error: BaseException, text: str, *, debug: bool) -> bool:
-    """Say of one process among several what concerns it; whether that is all there is to say."""
+def _share(error: BaseException, text: str) -> str:
+    """The text that one process among several says; empty where another one says it."""
     from automicro.trainer.processes import is_said_by_first, leave, place_for_output
 
     place = place_for_output()
     # The error is caught, so Python does not know of it: at its exit it would end the process group
     # in order, and wait there for ranks that are gone.
     leave()
-    if debug:
-        return False
+    mine = f"rank {place.rank} of {place.world_size}: {text}"
     if _is_most_likely_of_all(error):
         is_said = is_said_by_first(text)
         if place.is_first:
-            return False  # it tells all of it
+            return text
         if is_said:
-            return True
+            return ""
         if is_said is False and isinstance(error, ConfigError):  # a mistake on this host alone
-            complain(f"rank {place.rank} of {place.world_size}: {text}")
-            return True
-    elif not isinstance(error, RankError | KeyboardInterrupt | SystemExit) or (
-        place.is_first and not isinstance(error, RankError)
+            return mine
+    # The first rank tells all of what the run was asked to end by.
+    elif not isinstance(error, RankError) and (
+        place.is_first or not isinstance(error, KeyboardInterrupt | SystemExit)
     ):
-        return False  # the first rank tells all of what the run was asked to end by
+        return text
     if isinstance(error, PeerLostError):
         # Any rank that is left says it.
-        complain("; ".join(line.strip() for line in text.splitlines()))
-        return True
+        return "; ".join(line.strip() for line in text.splitlines())
     if facts_of(error).stopped is not None and not place.is_first:
-        return True  # in order, which the first one says
+        return ""  # in order, which the first one says
     # As much of it as one line holds: the other ranks' share of one error. Ours name the rank.
-    said = textwrap.shorten(text, _SHORT, placeholder=" …")
-    is_named = isinstance(error, PeerFailedError)
-    complain(said if is_named else f"rank {place.rank} of {place.world_size}: {said}")
-    _leave_for_torchrun(error, text)
-    return True
+    line = text if isinstance(error, PeerFailedError) else mine
+    return textwrap.shorten(line, _SHORT, placeholder=" …")
 
 
 def _is_most_likely_of_all(error: BaseException) -> bool:
@@ -217,8 +208,7 @@ def _describe(error: BaseException) -> tuple[int, str]:
         bug = "this is a bug of automicro and no mistake of yours: report it with what is above"
         return FAILED, "\n  ".join([_headline(error), *_notes(error), bug])
     where = _users_place(error) or _librarys_place(error)
-    lines = [f"the run failed: {_headline(error)}", *_notes(error), *_at(where)]
-    return FAILED, "\n  ".join(lines)
+    return FAILED, f"the run failed: {_in_words(error, where)}"
 
 
 def _headline(error: BaseException) -> str:
@@ -232,8 +222,9 @@ def _headline(error: BaseException) -> str:
     return "\n    ".join(line for line in f"{kind}: {said}".splitlines() if line.strip())
 
 
-def _at(place: str | None) -> list[str]:
-    return [] if place is None else [f"at {place}"]
+def _in_words(error: BaseException, place: str | None) -> str:
+    at = [] if place is None else [f"at {place}"]
+    return "\n  ".join([_headline(error), *_notes(error), *at])
 
 
 def _has_more_to_show(error: BaseException) -> bool:
@@ -294,18 +285,25 @@ def _librarys_place(error: BaseException) -> str | None:
     ...     _librarys_place(error)
     'torch/nn/modules/linear.py:..., in forward, called by Linear'
     """
-    frames = list(_frames(error))
-    first = next((frame for frame, _ in reversed(frames) if _role(frame)), None)
     # Only what lies behind the last line of automicro's is the library's doing. Torch's private
     # files tell a user nothing.
-    innermost = None
-    for place in _places(error):
-        if PRIVATE_OF_TORCH not in place.filename:
-            innermost = None if _is_ours(place.filename) else place
-    if innermost is None or is_users(innermost.filename):
+    behind = itertools.takewhile(lambda place: not _is_ours(place.filename), _places(error)[::-1])
+    place = next((each for each in behind if PRIVATE_OF_TORCH not in each.filename), None)
+    if place is None or is_users(place.filename):
         return None
-    text = f"{shorten(innermost.filename)}:{innermost.lineno}, in {innermost.name}"
-    return text if first is None else f"{text}, called by {_role(first)}"
+    return f"{shorten(place.filename)}:{place.lineno}, in {place.name}{_caller(error)}"
+
+
+def _caller(error: BaseException) -> str:
+    """The innermost module, loss, optimizer or scheduler that an error passed through."""
+    import torch
+
+    kinds = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+    for frame, _ in reversed([*_frames(error)]):
+        one = frame.f_locals.get("self")
+        if isinstance(one, kinds) and not _is_ours(frame.f_code.co_filename):
+            return f", called by {type(one).__name__}"
+    return ""
 
 
 def is_refusal(error: BaseException) -> bool:
@@ -403,19 +401,7 @@ def _describe_place(place: traceback.FrameSummary) -> str:
     if place.name != "<module>":
         text += f", in {place.name}"
     # What it raises is the message already.
-    return text if _is_raised_in(place) else f"{text}: {_code(place)}"
-
-
-def _code(place: traceback.FrameSummary) -> str:
-    """The expression that failed, or its line where Python does not know."""
-    line = linecache.getline(place.filename, place.lineno or 0)
-    start, end = getattr(place, "colno", None), getattr(place, "end_colno", None)
-    if start is not None and end is not None:
-        # Columns count bytes of UTF-8, and not letters.
-        if getattr(place, "end_lineno", None) == place.lineno:
-            return line.encode()[start:end].decode(errors="replace").strip() or line.strip()
-        return f"{line.encode()[start:].decode(errors='replace').strip()}…"
-    return line.strip()
+    return text if _is_raised_in(place) else f"{text}: {place.line}"
 
 
 def _is_of_users_object(error: BaseException) -> bool:
@@ -427,26 +413,6 @@ def _is_of_users_object(error: BaseException) -> bool:
 
 def _is_raised_in(place: traceback.FrameSummary) -> bool:
     return (place.line or "").startswith("raise ")
-
-
-def _role(frame: FrameType) -> str | None:
-    """The role of the function that automicro called, where it is known."""
-    import torch
-
-    roles: tuple[tuple[type, str], ...] = (
-        (torch.nn.Module, ""),
-        (torch.optim.lr_scheduler.LRScheduler, "the scheduler"),
-        (torch.optim.Optimizer, "the optimizer"),
-    )
-    one = frame.f_locals.get("self")
-    if _is_ours(frame.f_code.co_filename):
-        return None
-    words = next((words for kind, words in roles if isinstance(one, kind)), None)
-    if words is None:
-        return None
-    # Losses have no public class of their own.
-    is_loss = type(one).__module__ == torch.nn.MSELoss.__module__
-    return f"{'the loss' if is_loss else words} {type(one).__name__}".strip()
 
 
 def _is_ours(filename: str) -> bool:

@@ -2,19 +2,16 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from automicro.cli.arguments import split_inputs
 from automicro.cli.config.build import Recipe
 from automicro.cli.config.load import LoadedConfig, read_config
-from automicro.cli.config.schema import RunConfig
-from automicro.cli.config.sources import ElsewhereError
 from automicro.cli.errors import is_bug_of_ours, is_refusal, summarize_error
-from automicro.errors import AutomicroError, ConfigError, DataLoaderError, about, keys_of
+from automicro.errors import AutomicroError, ConfigError, DataLoaderError, keys_of
 from automicro.options import check_model
 from automicro.trainer.device import choose_device
 from automicro.trainer.processes import process_in_environment
@@ -25,58 +22,38 @@ class Job:
     """The job that a command line names, to be read and made.
 
     Args:
-        inputs: paths of YAML files, and ``key=value``. What has ``=`` in it is a path only where
-            a separator comes first, or where there is such a file.
-        command: for whom, for messages.
-        for_ranks: whether several processes can do it together.
-
-    >>> Job(["base.yaml", "seed=1", "runs/lr=0.1/config.yaml"], command="train").files
-    ('base.yaml', 'runs/lr=0.1/config.yaml')
+        files: YAML files.
+        overrides: ``key=value`` each.
+        alone: the command, where it is for one process; None where several can do it together.
     """
 
-    def __init__(self, inputs: Sequence[str], *, command: str, for_ranks: bool = False) -> None:
-        self._command = command
-        self._for_ranks = for_ranks
-        self.files, self._overrides = split_inputs(inputs, command=command)
-        self.loaded: LoadedConfig  # once the config was read
+    loaded: LoadedConfig  # once the config was read
+
+    def __init__(
+        self, files: Sequence[str], overrides: Sequence[str], *, alone: str | None = None
+    ) -> None:
+        self._files, self._overrides, self._alone = files, overrides, alone
 
     @contextlib.contextmanager
-    def reading(
-        self,
-        required: Sequence[str],
-        *,
-        check: Callable[[RunConfig], Recipe],
-    ) -> Iterator[Recipe]:
+    def reading(self, required: Sequence[str], unused: Collection[str]) -> Iterator[Recipe]:
         """Read the config; meanwhile modules are found beside its files, and where we are.
 
         Args:
             required: the keys that the command cannot do without.
-            check: looks at all that the command takes of it, and makes nothing.
+            unused: those that it leaves alone.
 
         Returns:
-            What ``check`` gave.
+            What the config names, looked at and not made.
         """
-
-        def examine(config: RunConfig) -> object:
-            try:
-                return check(config)
-            except Exception as error:
-                # A bug of automicro's is no mistake in a config: it keeps its own class and
-                # traceback.
-                if isinstance(error, ConfigError) or is_bug_of_ours(error):
-                    raise
-                with about(*keys_of(error)):
-                    raise ElsewhereError(summarize_error(error)) from error
-
         num_processes = self._count_processes()
         # Around the yield, too: what is made there may import more.
-        with _importing_beside(*self.files):
+        with _importing_beside(*self._files):
             self.loaded = read_config(
-                self.files,
+                self._files,
                 self._overrides,
                 required=required,
                 num_devices=num_processes,
-                check=examine,
+                check=lambda config, at: Recipe(config, without=unused, at=at),
             )
             yield self.loaded.checked
 
@@ -114,10 +91,10 @@ class Job:
             number = process_in_environment().world_size
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        if number > 1 and not self._for_ranks:
+        if number > 1 and self._alone:
             raise ConfigError(
                 f"WORLD_SIZE={number}: this is one of several processes, as torchrun starts them, "
-                f"and {self._command} is for one: start it as automicro {self._command}"
+                f"and {self._alone} is for one: start it as automicro {self._alone}"
             )
         return number
 
@@ -162,3 +139,12 @@ def first_batch(data: Iterable[Any]) -> Any:
     if batch is None:
         raise DataLoaderError("train_dataloader gave no batch; check its dataset and its sampler")
     return batch
+
+
+def options_of(recipe: Recipe, *names: str) -> dict[str, Any]:
+    """Plain options of a config by name, as a step takes that is not the Trainer's."""
+    options = {name: getattr(recipe.config, name) for name in names}
+    # fp16 needs a loss scaler, which only the Trainer has; numbers in bf16 have the same size.
+    if options.get("precision") == "fp16":
+        options["precision"] = "bf16"
+    return options

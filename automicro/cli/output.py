@@ -11,7 +11,10 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from automicro.trainer.processes import Process
 
 _KEY_OR_COMMENT = re.compile(r"(?m)^[ -]*(?P<key>[\w.-]+:)(?=\s)|(?:^|(?<=\s))#.*$")
 _ERASE = "\r\x1b[2K"
@@ -164,11 +167,7 @@ def has_peers() -> bool:
     >>> has_peers()
     False
     """
-    if _is_surely_alone():
-        return False
-    from automicro.trainer.processes import place_for_output
-
-    return place_for_output().world_size > 1
+    return not _is_surely_alone() and _place().world_size > 1
 
 
 def is_first() -> bool:
@@ -177,11 +176,14 @@ def is_first() -> bool:
     >>> is_first()
     True
     """
-    if _is_surely_alone():
-        return True
+    return _is_surely_alone() or _place().is_first
+
+
+def _place() -> "Process":
+    # Imports torch.
     from automicro.trainer.processes import place_for_output
 
-    return place_for_output().is_first
+    return place_for_output()
 
 
 def _is_surely_alone() -> bool:

@@ -17,9 +17,9 @@ def find_commands() -> Mapping[str, Command]:
     >>> list(find_commands())[:3]
     ['train', 'eval', 'plan']
     """
-    files = [each.name for each in pkgutil.iter_modules(__path__)]
-    found = [importlib.import_module(f"{__name__}.{name}").COMMAND for name in files]
-    return {each.name: each for each in sorted(found, key=lambda each: (each.place, each.name))}
+    names = [each.name for each in pkgutil.iter_modules(__path__)]
+    found = {name: importlib.import_module(f"{__name__}.{name}").COMMAND for name in names}
+    return dict(sorted(found.items(), key=lambda each: each[1].place))
 
 
 COMMANDS = find_commands()

@@ -1,4 +1,12 @@
-"""``automicro cache``: list the sizes that runs have found, and forget them."""
+"""List or clear the microbatch sizes that runs have found.
+
+A run with microbatch_size=auto starts with the size that the same model found on the
+same device; a wrong one costs an attempt or two, and is replaced.
+
+They lie in $AUTOMICRO_CACHE (a folder, or a URL such as s3://bucket/automicro, that a
+team may share), else in $XDG_CACHE_HOME/automicro, else in ~/.cache/automicro, one
+small file each.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +26,6 @@ from automicro.units import format_bytes, parse_time
 if TYPE_CHECKING:
     from automicro.remembered.cache import RememberedSize, SizeCache
 
-DESCRIPTION = """\
-List the microbatch sizes that earlier runs have found, or clear them. A run with
-microbatch_size=auto starts with the size that the same model found on the same
-device; a wrong one costs an attempt or two, and is replaced.
-
-They lie in $AUTOMICRO_CACHE (a folder, or a URL such as s3://bucket/automicro, that
-a team may share), else in $XDG_CACHE_HOME/automicro, else in ~/.cache/automicro, one
-small file each.
-"""
 _MOST_SHAPES = 3
 _FILE_LETTERS = 8
 
@@ -38,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", metavar="NAME", help="only those of a model's class")
     parser.add_argument("--older-than", metavar="AGE", help="only those older, such as 12h or 30d")
-    parser.add_argument("--json", action="store_true", help="print them as JSON")
     parser.add_argument("--markdown", action="store_true", help="print them as a table for docs")
 
 
@@ -204,9 +202,7 @@ _COLUMNS_OF_TEXT: Mapping[str, Callable[[RememberedSize], object]] = {
 }
 
 COMMAND = Command(
-    name="cache",
-    brief="list or clear the microbatch sizes that runs have found",
-    description=DESCRIPTION,
+    doc=__doc__,
     examples=(
         "automicro cache --model GPT2LMHeadModel",
         "automicro cache --clear --older-than 30d",
@@ -218,5 +214,7 @@ COMMAND = Command(
     },
     add_arguments=add_arguments,
     run=run,
+    takes_config=False,
+    json="print them as JSON",
     place=10,
 )

@@ -1,14 +1,13 @@
-"""``automicro complete``: what lets a shell complete command lines, written by shtab."""
+"""Print what lets a shell complete command lines.
+
+With the Tab key it offers commands, options and files then. Needs shtab: pip install
+"automicro[completion]".
+"""
 
 import argparse
 
 from automicro.cli.arguments import Command
 from automicro.errors import ConfigError
-
-DESCRIPTION = """\
-Print what lets a shell complete command lines of automicro with the Tab key:
-commands, options and files. Needs shtab: pip install "automicro[completion]".
-"""
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 
@@ -39,9 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
-    name="complete",
-    brief="print what lets a shell complete command lines",
-    description=DESCRIPTION,
+    doc=__doc__,
     examples=(
         'eval "$(automicro complete bash)"   # in ~/.bashrc',
         'eval "$(automicro complete zsh)"    # in ~/.zshrc, after compinit',
@@ -51,5 +48,6 @@ COMMAND = Command(
     exit_codes={0: "printed"},
     add_arguments=add_arguments,
     run=run,
+    takes_config=False,
     place=11,
 )

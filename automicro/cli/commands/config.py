@@ -1,84 +1,26 @@
-"""``automicro config``: a config as train would use it, the keys that there are, or a template."""
+"""Print what train would use, all keys, or a template.
+
+As train would use it: files merged, key=value applied, interpolations resolved, and
+every key with its default. What can be told without making anything is checked: keys,
+values, import paths and the names of arguments. Whether models and data can be made and
+fit each other shows automicro verify, or train. run_dir is not looked at.
+"""
 
 import argparse
 import fnmatch
 import inspect
 import re
+import shutil
 import textwrap
-from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
-from automicro.cli.arguments import Command, add_inputs, reading
+from automicro.cli.arguments import Command, reading
 from automicro.cli.config.keys import GROUPS, KEYS, TO_TRAIN
 from automicro.cli.output import print_yaml
 from automicro.errors import ConfigError, suggestion
 
-DESCRIPTION = """\
-Print the config that train would use: files merged, key=value applied, interpolations
-resolved, and every key with its default. What can be told without making anything is
-checked: keys, values, import paths and the names of arguments. Whether models and data
-can be made and fit each other shows automicro verify, or train. run_dir is not looked at.
-"""
-
-TEMPLATE = """\
-# A config to start with. Replace each ???, here or on the command line, and try it:
-#   automicro config job.yaml      shows all keys and finds mistakes in them
-#   automicro verify job.yaml      tells whether batches may be split
-#   automicro train job.yaml
-# automicro config --keys explains every key.
-
-global_batch_size: 32        # rows of an optimization batch, whatever the memory
-
-model:
-  call: ???                  # import path of your module, such as my_module.MyModel
-  args: {}                   # its arguments by name
-
-train_dataloader:
-  call: ???                  # of a function that returns a DataLoader
-  args: {batch_size: "${global_batch_size}"}
-
-loss_fn:                     # called as loss_fn(model(inputs), targets); without it,
-  call: torch.nn.CrossEntropyLoss   # the model computes its own loss
-
-optimizer:                   # is handed the model's parameters first
-  call: torch.optim.AdamW
-  args: {lr: 1e-3}
-
-eval_dataloader: null        # as train_dataloader
-scheduler: null              # {call: torch.optim.lr_scheduler.StepLR, args: {step_size: 100}}
-scheduler_interval: null     # batch (optimizer steps) or epoch, for a scheduler of torch's
-metrics: {}                  # {name: {call: torchmetrics.…, args: {…}}}
-
-max_duration: 1ep            # ep (epochs), ba (batches), sp (samples), tok (tokens)
-microbatch_size: auto        # rows computed at a time: as many as fit
-memory_limit: null           # such as 8GiB
-seed: 0
-run_dir: null                # such as runs/${now:%Y-%m-%d_%H-%M-%S}
-checkpoint: null             # {interval: 1ep}, with a run_dir to go on in: runs/first
-loggers: []                  # [{call: automicro.loggers.JSONLinesLogger, args: {path: …}}]
-callbacks: []                # [{call: automicro.callbacks.EarlyStopping, args: {…}}]
-"""
-
-NODE_IN_WORDS = """\
-call and args: how a config names whatever is to be made, under model, train_dataloader and others
-
-call: text, required
-    the dotted import path of a class or a function, such as torch.optim.AdamW. It is called once
-    and has to return the thing itself: the model, the DataLoader, the function that is the loss.
-args: a mapping, default {}
-    its arguments by name. A mapping with call anywhere inside is made first.
-
-    optimizer:
-      call: torch.optim.AdamW
-      args: {lr: 1e-3}
-
-To hand over a function instead of calling it:
-
-    count_tokens:
-      call: pkgutil.resolve_name
-      args: {name: my_data.count_tokens}
-"""
-
-
+TEMPLATE = Path(__file__).parents[1] / "config" / "template.yaml"
 ELSEWHERE = "see `Microbatcher`"
 MOST_COLUMNS = 100
 PAGE = """\
@@ -91,7 +33,6 @@ Written by `automicro config --keys --markdown`. A node is
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
-    add_inputs(parser)
     parser.add_argument("--set", action="store_true", help="only the keys that are set")
     parser.add_argument(
         "--keys",
@@ -109,13 +50,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Do what the command was asked for, and return the exit code."""
     if arguments.template:
         _take_no_inputs(arguments, "--template")
-        print_yaml(TEMPLATE)
+        print_yaml(TEMPLATE.read_text(encoding="utf-8"))
     elif arguments.keys is not None:
         _take_no_inputs(arguments, "--keys")
         if arguments.markdown:
             print(markdown_page(), end="")
-        elif arguments.keys in ("call", "args"):
-            print(NODE_IN_WORDS, end="")
         else:
             _print_keys(arguments.keys)
     elif arguments.markdown:
@@ -140,23 +79,19 @@ def _take_no_inputs(arguments: argparse.Namespace, option: str) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Key:
-    """The description of a key.
-
-    Attributes:
-        name: dotted where it stands inside of another.
-        kind: what it may hold, in words.
-        default: as YAML; None where it is not set.
-        example: of a key that every training needs; empty for others.
-        meaning: what it is.
-    """
+class Key(NamedTuple):
+    """The description of a key; the default is None where it is not set."""
 
     name: str
     kind: str
     default: str | None
-    example: str
     meaning: str
+    example: str = ""
+
+    @property
+    def needed(self) -> str:
+        """Whether it has to be set, or what it is unless set."""
+        return "required" if self.example else "not set" if self.default is None else self.default
 
 
 def documentation() -> dict[str, str]:
@@ -192,12 +127,8 @@ def _describe_keys() -> dict[str, list[Key]]:
     '1ep'
     """
     from automicro.cli.config.load import to_yaml
-    from automicro.cli.config.schema import (
-        EXAMPLES,
-        defaults,
-        keys_inside,
-        type_in_words,
-    )
+    from automicro.cli.config.nodes import CallConfig
+    from automicro.cli.config.schema import EXAMPLES, defaults, keys_inside, type_in_words
 
     meanings = documentation()
 
@@ -206,15 +137,11 @@ def _describe_keys() -> dict[str, list[Key]]:
         values = defaults(section)
         # Behind an empty key, because YAML as a whole is a mapping here.
         text = to_yaml({"": values.get(own)}).partition(": ")[2].strip()
-        return Key(
-            name=name,
-            kind=type_in_words(name),
-            default=text if own in values else None,
-            example=EXAMPLES[name] if name in TO_TRAIN else "",
-            meaning=meanings[name],
-        )
+        default = text if own in values else None
+        example = EXAMPLES[name] if name in TO_TRAIN else ""
+        return Key(name, type_in_words(name), default, meanings[name], example)
 
-    return {
+    groups = {
         group: [
             describe(name)
             for key in KEYS
@@ -223,14 +150,17 @@ def _describe_keys() -> dict[str, list[Key]]:
         ]
         for group, options in GROUPS.items()
     }
+    node = {name: _in_yaml(text) for name, text in read_entries(CallConfig).items()}
+    call = Key("call", "text", None, node["call"], "torch.optim.AdamW")
+    return {**groups, "What a node holds": [call, Key("args", "a mapping", "{}", node["args"])]}
 
 
 def read_entries(documented: type) -> dict[str, str]:
     """Return what a class's docstring says of each argument or attribute, in one line each.
 
     >>> from automicro.cli.config.schema import CallConfig
-    >>> read_entries(CallConfig)["call"]
-    'the dotted path, such as ``torch.optim.AdamW``.'
+    >>> read_entries(CallConfig)["call"][:38]
+    'the dotted import path of a class or a'
     """
     lines = (inspect.getdoc(documented) or "").splitlines()
     entries: dict[str, list[str]] = {}
@@ -258,9 +188,6 @@ def _print_keys(pattern: str) -> None:
         a folder for `config.yaml`, `summary.json`, `weights.pt` and checkpoints; with null, nothing
         is written. Such as `runs/${now:%Y-%m-%d_%H-%M-%S}`. Nothing of another run is overwritten.
     """
-    from rich.console import Console
-    from rich.text import Text
-
     groups = _describe_keys()
     known = [key.name for keys in groups.values() for key in keys]
     chosen = [name for name in known if fnmatch.fnmatch(name, pattern) or pattern in name]
@@ -269,26 +196,22 @@ def _print_keys(pattern: str) -> None:
             f"no key matches {pattern!r}{suggestion(pattern, known)}: give part of a name, a "
             f"pattern such as '*_size', or none for all keys"
         )
-    console = Console()
-    text = Text()
+    wrapper = textwrap.TextWrapper(
+        min(shutil.get_terminal_size().columns, MOST_COLUMNS),
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    blocks = []
     for group, keys in groups.items():
         shown = [key for key in keys if key.name in chosen]
-        if shown:
-            text.append(f"\n{group}\n" if text else f"{group}\n", "bold underline")
+        blocks += [group] if shown else []
         for key in shown:
-            default = "not set" if key.default is None else f"default {key.default}"
-            indented = textwrap.fill(
-                key.meaning,
-                min(console.width, MOST_COLUMNS),
-                initial_indent="    ",
-                subsequent_indent="    ",
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-            text.append("\n").append(key.name, "bold")
-            needed = f"required, such as {key.example}" if key.example else default
-            text.append(f": {key.kind}, {needed}\n{indented}\n")
-    console.print(text, soft_wrap=True, end="")
+            such = f", such as {key.example}" if key.example else ""
+            default = "" if such or key.default is None else "default "
+            head = wrapper.fill(f"{key.name}: {key.kind}, {default}{key.needed}{such}")
+            blocks.append(f"{head}\n{wrapper.fill('    ' + key.meaning)}")
+    print_yaml("\n\n".join(blocks) + "\n")
 
 
 def markdown_page() -> str:
@@ -301,9 +224,8 @@ def markdown_page() -> str:
     for group, keys in _describe_keys().items():
         parts += [f"\n### {group}\n", "| Key | Type | Default | What it is |", "|---|---|---|---|"]
         for key in keys:
-            default = "not set" if key.default is None else f"`{key.default}`"
+            needed = key.needed if key.example or key.default is None else f"`{key.default}`"
             meaning = key.meaning.replace("|", r"\|")
-            needed = "required" if key.example else default
             parts.append(f"| `{key.name}` | {key.kind} | {needed} | {meaning} |")
     return "\n".join(parts) + "\n"
 
@@ -321,9 +243,7 @@ def _in_yaml(text: str) -> str:
 
 
 COMMAND = Command(
-    name="config",
-    brief="print what train would use, all keys, or a template",
-    description=DESCRIPTION,
+    doc=__doc__,
     examples=(
         "automicro config job.yaml",
         "automicro config base.yaml gpu.yaml seed=1 --set",

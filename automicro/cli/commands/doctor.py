@@ -1,4 +1,12 @@
-"""``automicro doctor``: why memory ran out, read off what a failure has left behind."""
+"""Say why memory ran out, from what the failure left.
+
+Which modules and tensors held what, what grew from batch to batch, whether memory was
+fragmented, and three remedies by predicted bytes.
+
+FILE is oom-NNNN.json of OutOfMemoryReport (its snapshot beside it is read, too), a
+memory snapshot of torch (torch.cuda.memory._dump_snapshot) of any program, or a log
+with the message of the error. Nothing in it is run.
+"""
 
 import argparse
 from pathlib import Path
@@ -7,20 +15,10 @@ from automicro.cli.arguments import Command
 from automicro.cli.output import to_json
 from automicro.errors import ConfigError, describe_error
 
-DESCRIPTION = """\
-Say why memory ran out: which modules and tensors held what, what grew from batch
-to batch, whether memory was fragmented, and three remedies by predicted bytes.
-
-FILE is oom-NNNN.json of OutOfMemoryReport (its snapshot beside it is read, too), a
-memory snapshot of torch (torch.cuda.memory._dump_snapshot) of any program, or a log
-with the message of the error. Nothing in it is run.
-"""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
     parser.add_argument("file", metavar="FILE", type=Path, help="what the failure left")
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
     parser.add_argument(
         "--memory", metavar="BYTES", help="of the device, where FILE does not say it, such as 24GiB"
     )
@@ -46,9 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
-    name="doctor",
-    brief="say why memory ran out, from what the failure left",
-    description=DESCRIPTION,
+    doc=__doc__,
     examples=(
         "automicro doctor runs/1/oom/oom-0001.json",
         "automicro doctor snapshot.pickle --memory 24GiB",
@@ -56,5 +52,7 @@ COMMAND = Command(
     exit_codes={0: "told"},
     add_arguments=add_arguments,
     run=run,
+    takes_config=False,
+    json="print it as JSON",
     place=8,
 )

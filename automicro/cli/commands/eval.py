@@ -1,29 +1,20 @@
-"""``automicro eval``: the loss and the metrics of a model with given weights."""
+"""Evaluate a config's model on its eval_dataloader.
+
+Prints the loss and the metrics, one per line. weights names a file with the model's
+state dict, such as the weights.pt that train leaves in run_dir, or a folder of
+checkpoints, of which the newest good one counts. What only training needs is neither
+made nor looked at.
+"""
 
 import argparse
 import sys
 
-from automicro.cli.arguments import Command, add_inputs, reading
+from automicro.cli.arguments import Command, reading
 from automicro.cli.config.keys import LISTS
 from automicro.cli.output import to_json, warn
 
-DESCRIPTION = """\
-Evaluate a config's model on its eval_dataloader, and print the loss and the
-metrics, one per line. weights names a file with the model's state dict, such as the
-weights.pt that train leaves in run_dir, or a folder of checkpoints, of which the
-newest good one counts. What only training needs is neither made nor looked at.
-"""
-
 # What it names need not exist.
 UNUSED = frozenset({"train_dataloader", "optimizer", "scheduler", "checkpoint", *LISTS})
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
-    add_inputs(parser)
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object in place of lines"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -49,9 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
-    name="eval",
-    brief="evaluate a config's model on its eval_dataloader",
-    description=DESCRIPTION,
+    doc=__doc__,
     examples=(
         "automicro eval job.yaml weights=runs/first/weights.pt",
         "automicro eval runs/first/config.yaml weights=runs/first/weights.pt --json",
@@ -60,7 +49,7 @@ COMMAND = Command(
         "torchrun --nproc-per-node 2 -m automicro eval job.yaml parallel=ddp",
     ),
     exit_codes={0: "evaluated", 1: "the run failed"},
-    add_arguments=add_arguments,
     run=run,
+    json="print one JSON object in place of lines",
     place=2,
 )

@@ -1,17 +1,16 @@
-"""``automicro explore``: which microbatch size is the fastest, before a run."""
+"""Measure which microbatch size is the fastest.
+
+For a config's model, on its own data: forward and backward, rolled back, in turns,
+until it is known well enough. Successive batches are pooled for larger sizes. A line
+after each round, on stderr, says how far it is; Ctrl-C ends it. Prints a table, the
+size, and the nearest global batch it divides.
+"""
 
 import argparse
 
-from automicro.cli.arguments import Command, add_inputs, reading, whole_number
+from automicro.cli.arguments import Command, reading, whole_number
 from automicro.cli.config.keys import LISTS, mistake
 from automicro.cli.output import to_json
-
-DESCRIPTION = """\
-Measure which microbatch size is the fastest for a config's model, on its own data:
-forward and backward, rolled back, in turns, until it is known well enough. Successive
-batches are pooled for larger sizes. A line after each round, on stderr, says how far it
-is; Ctrl-C ends it. Prints a table, the size, and the nearest global batch it divides.
-"""
 
 # What the speed of forward and backward does not depend on.
 UNUSED = frozenset({"scheduler", "checkpoint", *LISTS})
@@ -19,7 +18,6 @@ UNUSED = frozenset({"scheduler", "checkpoint", *LISTS})
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
-    add_inputs(parser)
     parser.add_argument(
         "--eval", action="store_true", help="measure evaluations, on eval_dataloader"
     )
@@ -36,9 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole_number,
         metavar="N",
         help="of a microbatch (default: of four batches)",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object in place of a table"
     )
     parser.add_argument(
         "--picture",
@@ -74,18 +69,18 @@ def run(arguments: argparse.Namespace) -> int:
         loader, other = other, loader
     unused = UNUSED | {other}
     with reading(arguments, needs=("model", loader), unused=unused) as (job, recipe, results):
-        from automicro.cli.job import make_computation
+        from automicro.cli.job import make_computation, options_of
         from automicro.step.plan import ROWS
         from automicro.tools.explore import explore
         from automicro.tools.pictures import save
         from automicro.trainer.evaluators import read_evaluators
         from automicro.trainer.surroundings import noting
 
-        config = recipe.config
         with job.making():
-            if config.microbatch_unit != ROWS:
+            unit = recipe.config.microbatch_unit
+            if unit != ROWS:
                 raise mistake(
-                    f"microbatch_unit={config.microbatch_unit}: explore measures numbers of rows, "
+                    f"microbatch_unit={unit}: explore measures numbers of rows, "
                     "and slices of a budget are packed for the least time already; leave the size "
                     "to microbatch_size=auto, or explore with microbatch_unit=rows",
                     "microbatch_unit",
@@ -103,10 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
                 max_minutes=arguments.max_minutes,
                 max_rows=arguments.max_rows,
                 emit=print,
-                # fp16 needs a loss scaler, which only the Trainer has; numbers in bf16 have the
-                # same size.
-                precision="bf16" if config.precision == "fp16" else config.precision,
-                memory_limit=config.memory_limit,
+                **options_of(recipe, "precision", "memory_limit"),
                 **options,
             )
         if arguments.picture is not None:
@@ -116,9 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
-    name="explore",
-    brief="measure which microbatch size is the fastest",
-    description=DESCRIPTION,
+    doc=__doc__,
     examples=(
         "automicro explore job.yaml",
         "automicro explore job.yaml --eval --max-minutes 2",
@@ -127,5 +117,6 @@ COMMAND = Command(
     exit_codes={0: "measured", 1: "the run failed"},
     add_arguments=add_arguments,
     run=run,
+    json="print one JSON object in place of a table",
     place=4,
 )

@@ -1,21 +1,20 @@
-"""``automicro plan``: the largest microbatch that will fit a device, before the run."""
+"""Tell the largest microbatch that will fit, without a device.
+
+Tells for a config's model, too, into how many microbatches a batch is cut then, what
+fills the device, and what would help. Takes the first batch of its training data, and
+runs a step on tensors that have shapes but no data: no GPU, and no memory for the
+model. With when_too_large in the config, every level is told; with nested, the slices
+of parts that fit.
+"""
 
 import argparse
 from dataclasses import replace
 from functools import partial
 
-from automicro.cli.arguments import Command, add_inputs, reading, whole_number
+from automicro.cli.arguments import Command, reading, whole_number
 from automicro.cli.config.keys import LISTS
 from automicro.cli.output import to_json
 from automicro.errors import ConfigError
-
-DESCRIPTION = """\
-Tell the largest microbatch of a config's model that will fit a device, into how
-many microbatches a batch is cut then, what fills the device, and what would help.
-Takes the first batch of its training data, and runs a step on tensors that have
-shapes but no data: no GPU, and no memory for the model. With when_too_large in the
-config, every level is told; with nested, the slices of parts that fit.
-"""
 
 # What a step's memory does not depend on.
 UNUSED = frozenset({"eval_dataloader", "scheduler", "checkpoint", *LISTS})
@@ -23,7 +22,6 @@ UNUSED = frozenset({"eval_dataloader", "scheduler", "checkpoint", *LISTS})
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
-    add_inputs(parser)
     parser.add_argument(
         "--memory",
         metavar="BYTES",
@@ -55,7 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--eval", action="store_true", help="plan the forward of an evaluation, not a training step"
     )
-    parser.add_argument("--json", action="store_true", help="print all of it as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -71,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         recipe,
         results,
     ):
-        from automicro.cli.job import first_batch
+        from automicro.cli.job import first_batch, options_of
         from automicro.tools.plan.devices import read_memory
         from automicro.tools.plan.plan import plan
         from automicro.trainer.surroundings import noting
@@ -85,6 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
         config = recipe.config
         with job.making():
             options = {
+                **options_of(
+                    recipe, "gradient_sums", "when_too_large", "nested", "sync", "batch_layout"
+                ),
+                "precision": config.precision,
                 "loss_fn": recipe.make("loss_fn"),
                 "forward": recipe.make("forward"),
                 "optimizer": recipe.optimizer,
@@ -94,14 +95,8 @@ def run(arguments: argparse.Namespace) -> int:
                 "device": arguments.device or "cuda",
                 "rows": arguments.rows,
                 "ranks": arguments.ranks,
-                "precision": config.precision,
-                "gradient_sums": config.gradient_sums,
                 "recompute": arguments.recompute,
-                "when_too_large": config.when_too_large,
-                "nested": config.nested,
-                "sync": config.sync,
                 "train": not arguments.eval,
-                "batch_layout": config.batch_layout,
             }
             data = recipe.make("train_dataloader")
         with job.asking():
@@ -122,9 +117,7 @@ _NOT_EXACT = (
 
 
 COMMAND = Command(
-    name="plan",
-    brief="tell the largest microbatch that will fit, without a device",
-    description=DESCRIPTION,
+    doc=__doc__,
     examples=(
         "automicro plan job.yaml --device a100-80gb",
         "automicro plan job.yaml --memory 24GiB --ranks 8 --recompute",
@@ -133,5 +126,6 @@ COMMAND = Command(
     exit_codes={0: "it fits", 1: "not even one row fits, or the run failed"},
     add_arguments=add_arguments,
     run=run,
+    json="print all of it as JSON",
     place=3,
 )

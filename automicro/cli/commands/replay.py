@@ -1,10 +1,18 @@
-"""``automicro replay``: a batch that did not fit, run once more."""
+"""Run a batch that did not fit once more.
+
+Alone: forward, backward and the memory of the optimizer's first step, under the memory
+limit of the config. Says whether it fits now and at which size, its peak, and what
+takes most of it. Nothing is trained.
+
+FILE is what a run has left (its error says where). Without a CONFIG it is config.yaml
+beside FILE, as in the run_dir of a run. Nothing in FILE is run.
+"""
 
 import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from automicro.cli.arguments import Command, add_inputs, is_path, reading
+from automicro.cli.arguments import Command, is_path, reading
 from automicro.cli.config.keys import LISTS
 from automicro.cli.output import to_json
 from automicro.errors import ConfigError, describe_error
@@ -13,14 +21,6 @@ if TYPE_CHECKING:
     from automicro.cli.config.build import Recipe
     from automicro.trainer.failed_batch import FailedBatch
 
-DESCRIPTION = """\
-Run a batch that did not fit once more, alone: forward, backward and the memory of the
-optimizer's first step, under the memory limit of the config. Says whether it fits now
-and at which size, its peak, and what takes most of it. Nothing is trained.
-
-FILE is what a run has left (its error says where). Without a CONFIG it is config.yaml
-beside FILE, as in the run_dir of a run. Nothing in FILE is run.
-"""
 
 # What the memory of one batch does not depend on.
 UNUSED = frozenset({"scheduler", "checkpoint", "eval_dataloader", *LISTS})
@@ -29,8 +29,6 @@ UNUSED = frozenset({"scheduler", "checkpoint", "eval_dataloader", *LISTS})
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
     parser.add_argument("file", metavar="FILE", type=Path, help="a batch that did not fit")
-    add_inputs(parser)
-    parser.add_argument("--json", action="store_true", help="print it as one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,16 +36,15 @@ def run(arguments: argparse.Namespace) -> int:
     path: Path = arguments.file
     arguments.inputs = _with_config(path, arguments.inputs)
     with reading(arguments, needs=("model",), unused=UNUSED) as (job, recipe, results):
-        from automicro.cli.job import make_computation
+        from automicro.cli.job import make_computation, options_of
         from automicro.tools.replay import replay
         from automicro.trainer.optimizer import build_optimizer
         from automicro.trainer.surroundings import noting
 
-        config = recipe.config
         with job.making():
             failed = _load(path, recipe)
             model, options = make_computation(recipe)
-            groups = config.parameter_groups if recipe.optimizer else ()
+            groups = recipe.config.parameter_groups if recipe.optimizer else ()
             optimizer = build_optimizer(recipe.optimizer, model, [model], groups, None)
             sizes = recipe.make_sizes()
         with noting(lambda: "while replaying a batch"):
@@ -55,15 +52,11 @@ def run(arguments: argparse.Namespace) -> int:
                 failed,
                 model,
                 optimizer=optimizer,
-                nested=config.nested,
-                when_too_large=config.when_too_large,
-                padding=config.padding,
-                cut_padding=config.cut_padding,
-                # fp16 needs a loss scaler, which only the Trainer has; numbers in bf16 have the
-                # same size.
-                precision="bf16" if config.precision == "fp16" else config.precision,
-                gradient_sums=config.gradient_sums,
-                memory_limit=config.memory_limit,
+                **options_of(
+                    recipe,
+                    *("nested", "when_too_large", "padding", "cut_padding"),
+                    *("precision", "gradient_sums", "memory_limit"),
+                ),
                 **options,
                 **sizes,
             )
@@ -105,9 +98,7 @@ def _load(path: Path, recipe: "Recipe") -> "FailedBatch":
 
 
 COMMAND = Command(
-    name="replay",
-    brief="run a batch that did not fit once more",
-    description=DESCRIPTION,
+    doc=__doc__,
     examples=(
         "automicro replay runs/first/failed-batch-0001.pt",
         "automicro replay runs/first/failed-batch-0001.pt memory_limit=24GiB",
@@ -116,5 +107,6 @@ COMMAND = Command(
     exit_codes={0: "it fits", 1: "it does not fit, or the run failed"},
     add_arguments=add_arguments,
     run=run,
+    json="print it as one JSON object",
     place=9,
 )

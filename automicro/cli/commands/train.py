@@ -1,9 +1,17 @@
-"""``automicro train``: train what a config describes."""
+"""Train what a config describes.
+
+A config names a model, data, a loss, an optimizer and metrics by dotted import paths
+with arguments, and sets the options of the Trainer. Modules are looked for beside the
+configs, then where the command is started.
+
+automicro config --template prints a config to start with, automicro config --keys
+explains every key.
+"""
 
 import argparse
 from typing import TYPE_CHECKING
 
-from automicro.cli.arguments import Command, add_inputs, reading
+from automicro.cli.arguments import Command, reading
 from automicro.cli.output import print_yaml, saying, to_json, warn
 
 if TYPE_CHECKING:
@@ -11,25 +19,6 @@ if TYPE_CHECKING:
 
     from automicro.cli.config.build import Recipe
     from automicro.trainer.trainer import Trainer
-
-DESCRIPTION = """\
-Train what YAML configs describe. A config names a model, data, a loss, an optimizer
-and metrics by dotted import paths with arguments, and sets the options of the
-Trainer. Modules are looked for beside the configs, then where the command is started.
-
-automicro config --template prints a config to start with, automicro config --keys
-explains every key.
-"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
-    add_inputs(parser)
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print the summary as one JSON object, and nothing else, on stdout",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -89,9 +78,7 @@ def _make(recipe: "Recipe", *, was_begun: bool) -> "tuple[nn.Module, Trainer]":
 
 
 COMMAND = Command(
-    name="train",
-    brief="train what a config describes",
-    description=DESCRIPTION,
+    doc=__doc__,
     examples=(
         "automicro train job.yaml",
         "automicro train job.yaml max_duration=5ep memory_limit=4MiB",
@@ -103,7 +90,7 @@ COMMAND = Command(
         "torchrun --nproc-per-node 2 -m automicro train job.yaml parallel=ddp",
     ),
     exit_codes={0: "it trained to its end", 1: "the run failed"},
-    add_arguments=add_arguments,
     run=run,
+    json="print the summary as one JSON object, and nothing else, on stdout",
     place=1,
 )

@@ -1,15 +1,13 @@
-"""``automicro verify``: whether splitting changes a model's gradient."""
+"""Find out whether splitting changes a model's gradient.
+
+Says why, too. Takes the first batch of its training data, and compares the gradient of
+the whole batch with those of splits, in float64 where possible.
+"""
 
 import argparse
 
-from automicro.cli.arguments import Command, add_inputs, reading
+from automicro.cli.arguments import Command, reading
 from automicro.cli.config.keys import LISTS
-
-DESCRIPTION = """\
-Find out whether splitting a batch changes the gradient of a config's model, and
-why. Takes the first batch of its training data, and compares the gradient of the
-whole batch with those of splits, in float64 where possible.
-"""
 
 # What the gradient of one batch does not depend on.
 UNUSED = frozenset({"eval_dataloader", "optimizer", "scheduler", "checkpoint", *LISTS})
@@ -42,9 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
-    name="verify",
-    brief="find out whether splitting changes a model's gradient",
-    description=DESCRIPTION,
+    doc=__doc__,
     examples=(
         "automicro verify job.yaml",
         "automicro verify job.yaml train_dataloader.args.batch_size=9 loss_average=none",
@@ -54,7 +50,6 @@ COMMAND = Command(
         1: "splitting is not exact as configured, or the run failed",
         3: "exactness cannot be verified",
     },
-    add_arguments=add_inputs,
     run=run,
     place=5,
 )

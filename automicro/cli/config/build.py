@@ -2,10 +2,11 @@
 
 import os
 import pickle
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from inspect import signature
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from automicro.checkpoints.reading import load_checkpoint
-from automicro.cli.config.check import check_values, make_checkpoint
+from automicro.checkpoints.store import CheckpointConfig
 from automicro.cli.config.keys import KEYS, LISTS, mistake
 from automicro.cli.config.load import rows_to_load
 from automicro.cli.config.nodes import call_of, is_node, items_inside, prepare_value
+from automicro.cli.config.read import At
 from automicro.cli.config.schema import EvaluatorConfig, RunConfig, keys_inside
 from automicro.data import LengthBatchSampler, with_batch_sampler
 from automicro.errors import CheckpointError, ConfigError, about
@@ -43,6 +45,7 @@ PROTOCOLS: Mapping[str, tuple[type, str]] = {
     "eval_microbatch_size": (Policy, _NO_POLICY),
     "eval_dataloader.microbatch_size": (Policy, _NO_POLICY),
 }
+LOADERS = ("train_dataloader", "eval_dataloader")
 SHOWN = 3
 SAVE = "write it with torch.save(model.state_dict(), path)"
 # What wrappers put before each name.
@@ -55,6 +58,7 @@ class Recipe:
     Args:
         config: the config.
         without: keys that are left alone.
+        at: entered around each key; others than `about` may collect mistakes.
 
     >>> from automicro.cli.config.load import read_config
     >>> recipe = Recipe(read_config(["configs/digits.yaml"], ["progress=false"]).config)
@@ -62,21 +66,25 @@ class Recipe:
     0
     """
 
-    def __init__(self, config: RunConfig, *, without: Collection[str] = ()) -> None:
-        check_values(config)
+    def __init__(self, config: RunConfig, *, without: Collection[str] = (), at: At = about) -> None:
         self.config = config
+        self._makers: dict[str, Callable[..., Any]] = {}
+        self.checkpoint: CheckpointConfig | None = None
         # Here every import path and signature is looked at, before the first thing is made.
-        self._makers = {
-            key: _prepare(getattr(config, key), key, key)
-            for key in KEYS
-            if key not in (*without, "checkpoint", "sampling_mode")
-        }
-        if config.sampling_mode is not None and "train_dataloader" in self._makers:
-            make_data = self._makers["train_dataloader"]
-            self._makers["train_dataloader"] = _prepare_sampling(config, make_data)
-        self.checkpoint = None if "checkpoint" in without else make_checkpoint(config)
-        if config.weights is not None and "weights" not in without:
-            _check_weights_file(config.weights)
+        for key in KEYS:
+            with at(key):
+                if key not in (*without, "checkpoint", "sampling_mode"):
+                    self._makers[key] = _prepare(getattr(config, key), key, key, at)
+        with at("sampling_mode"):
+            if config.sampling_mode is not None and "train_dataloader" in self._makers:
+                make_data = self._makers["train_dataloader"]
+                self._makers["train_dataloader"] = _prepare_sampling(config, make_data)
+        with at("checkpoint"):
+            if "checkpoint" not in without:
+                self.checkpoint = _make_checkpoint(config)
+        with at("weights"):
+            if config.weights is not None and "weights" not in without:
+                _check_weights_file(config.weights)
 
     def make_model(self, *, with_weights: bool = True) -> Any:
         """The model, after the seed: its weights depend on the config alone.
@@ -138,28 +146,36 @@ class Recipe:
         return Trainer(model, checkpoint=self.checkpoint, **later, **options | instead)
 
 
-def _prepare(value: Any, key: str, kind: str) -> Callable[..., Any]:
+def _make_checkpoint(config: RunConfig) -> CheckpointConfig | None:
+    values = config.checkpoint
+    if values is not None and values["folder"] is None:
+        raise ConfigError(
+            "checkpoint.folder is missing: give a folder such as checkpoints, or run_dir, where "
+            "they lie in checkpoints then"
+        )
+    return None if values is None else CheckpointConfig(**values)
+
+
+def _prepare(value: Any, key: str, kind: str, at: At) -> Callable[..., Any]:
     """A function that makes the value of a key; ``kind`` is the key whose values it may have."""
     if isinstance(value, EvaluatorConfig):
+        kinds = {name: kind if name == "data" else f"{kind}.{name}" for name in keys_inside(kind)}
         makers = {
-            name: _prepare(
-                getattr(value, name), f"{key}.{name}", kind if name == "data" else f"{kind}.{name}"
-            )
-            for name in keys_inside(kind)
+            name: _prepare(getattr(value, name), f"{key}.{name}", inner, at)
+            for name, inner in kinds.items()
         }
         return lambda: _make_evaluator({name: make() for name, make in makers.items()})
-    if not is_node(value) and kind in ("eval_dataloader", *LISTS):
-        inside = {name: _prepare(each, f"{key}.{name}", kind) for name, each in items_inside(value)}
+    if not is_node(value) and kind in ("eval_dataloader", "metrics", *LISTS):
+        inside: dict[str, Callable[..., Any]] = {}
+        for name, each in items_inside(value):
+            with at(f"{key}.{name}"):
+                inside[name] = _prepare(each, f"{key}.{name}", kind, at)
         if kind in LISTS:
             return lambda: [make() for make in inside.values()]
         # Without a name left there is no evaluation.
         return lambda: {name: make() for name, make in inside.items()} or None
     make = prepare_value(value, key, first=FIRST_ARGUMENTS.get(key, ()))
-    if kind in PROTOCOLS and is_node(value):
-        return _checking(make, call_of(value), key, *PROTOCOLS[kind])
-    if kind in ("train_dataloader", "eval_dataloader") and is_node(value):
-        return _checking_data(make, call_of(value), key)
-    return make
+    return _checking(make, call_of(value), key, kind) if is_node(value) else make
 
 
 def _make_evaluator(options: dict[str, Any]) -> Evaluator:
@@ -167,16 +183,32 @@ def _make_evaluator(options: dict[str, Any]) -> Evaluator:
     return Evaluator(dataloader=options.pop("data"), metrics=metrics, **options)
 
 
-def _checking(
-    make: Callable[..., Any], call: str, key: str, wanted: type, remedy: str
-) -> Callable[[], Any]:
-    def made() -> Any:
-        found = make()
+def _checking(make: Callable[..., Any], call: str, key: str, kind: str) -> Callable[..., Any]:
+    """Return what makes the same, and refuses what has no place under its key.
+
+    >>> _checking(lambda: None, "my_data.loader", "eval_dataloader", "eval_dataloader")()
+    Traceback (most recent call last):
+        ...
+    automicro.errors.ConfigError: eval_dataloader: my_data.loader returned None: return ...
+    """
+    wanted, remedy = PROTOCOLS.get(kind, (object, ""))
+
+    def made(*first: Any) -> Any:
+        found = make(*first)
         # A class has the methods of a protocol just as its instances do.
-        if isinstance(found, type) or not isinstance(found, wanted):
+        if not isinstance(found, wanted) or (remedy and isinstance(found, type)):
             raise ConfigError(
                 f"{key}.call={call!r} made a {type(found).__name__}, which is no "
                 f"{wanted.__name__}: {remedy}"
+            )
+        if kind in LOADERS and found is None:
+            raise ConfigError(f"{key}: {call} returned None: return a DataLoader")
+        # A dataset that is iterated over may give whole batches; one with places gives rows.
+        is_rows = isinstance(found, Dataset) and not isinstance(found, IterableDataset)
+        if kind in LOADERS and is_rows:
+            raise ConfigError(
+                f"{key}: {call} gave a {type(found).__name__}, which gives single rows: wrap it in "
+                f"a torch.utils.data.DataLoader"
             )
         return found
 
@@ -203,30 +235,6 @@ def _prepare_sampling(config: RunConfig, make_data: Callable[..., Any]) -> Calla
             return with_batch_sampler(loader, sampler)
 
     return make
-
-
-def _checking_data(make: Callable[..., Any], call: str, key: str) -> Callable[..., Any]:
-    """Return what makes the same, and refuses it where it gives no batches.
-
-    >>> _checking_data(lambda: None, "my_data.loader", "eval_dataloader")()
-    Traceback (most recent call last):
-        ...
-    automicro.errors.ConfigError: eval_dataloader: my_data.loader returned None: return ...
-    """
-
-    def made() -> Any:
-        data = make()
-        if data is None:
-            raise ConfigError(f"{key}: {call} returned None: return a DataLoader")
-        # A dataset that is iterated over may give whole batches; one with places gives rows.
-        if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
-            raise ConfigError(
-                f"{key}: {call} gave a {type(data).__name__}, which gives single rows: wrap it in "
-                f"a torch.utils.data.DataLoader"
-            )
-        return data
-
-    return made
 
 
 @about("global_batch_size", "train_dataloader.args.batch_size")
@@ -298,41 +306,32 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     _check_weights_file(path)
     state = _read_checkpoint(Path(path)) if Path(path).is_dir() else _read(path)
     try:
-        # Not strict: torch would list every name, and not see that a wrapper's prefix is all that
-        # is wrong.
-        result = model.load_state_dict(state, strict=False)
-    except RuntimeError as error:  # shapes
+        model.load_state_dict(state)
+    except RuntimeError as error:
         # The first line of torch's message only names the class.
-        wrong = [line.strip().rstrip(".") for line in str(error).splitlines()[1:]]
+        wrong = [shorten(line, 160, placeholder=" …") for line in str(error).splitlines()[1:]]
+        more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        unexpected = state.keys() - model.state_dict().keys()
+        remedy = "give weights of this very model, or change model to theirs"
+        for prefix, wrapper in WRAPPERS.items():
+            if any(name.startswith(prefix) for name in unexpected):
+                remedy = f"they are from inside {wrapper}: save the state dict of the model in it"
         raise ConfigError(
-            f"weights={str(path)!r} {_do_not_fit(model)}: {_first(wrong, '; ')}: give weights of "
-            f"this very model, or change model.args to those that it was saved with"
+            f"weights={str(path)!r} does not fit the {type(model).__name__}: "
+            f"{' '.join(wrong[:SHOWN]).rstrip('.')}{more}: {remedy}"
         ) from error
-    missing, unexpected = result.missing_keys, result.unexpected_keys
-    if missing or unexpected:
-        said = [
-            f"{len(names)} {what} ({_first(names)})"
-            for names, what in ((missing, "missing"), (unexpected, "unexpected"))
-            if names
-        ]
-        raise ConfigError(
-            f"weights={str(path)!r} {_do_not_fit(model)}: {', '.join(said)}: "
-            f"{_remedy(missing, unexpected)}"
-        )
 
 
 def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     try:
         # To the host: the device that they were saved from need not be here.
         state = torch.load(path, weights_only=True, map_location="cpu")
-    except pickle.UnpicklingError as error:
+    except (pickle.UnpicklingError, OSError, EOFError, RuntimeError, ValueError) as error:
+        # Torch's own words for the first of these recommend to run what is in the file.
+        why = "it is damaged, or holds objects that would run code when they are read"
+        why = why if isinstance(error, pickle.UnpicklingError) else first_line(error)
         raise ConfigError(
-            f"weights={str(path)!r} is no file of tensors alone (it is damaged, or holds objects "
-            f"that would run code when they are read): {SAVE}"
-        ) from error
-    except (OSError, EOFError, RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"weights={str(path)!r} cannot be read ({first_line(error)}): {SAVE}"
+            f"weights={str(path)!r} is no file of tensors alone ({why}): {SAVE}"
         ) from error
     if not isinstance(state, Mapping):
         raise ConfigError(
@@ -340,8 +339,9 @@ def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
         )
     inner = [name for name, value in state.items() if isinstance(value, Mapping)]
     if inner and not any(isinstance(value, Tensor) for value in state.values()):
+        names = ", ".join(map(str, [*state][:SHOWN]))
         raise ConfigError(
-            f"weights={str(path)!r} holds a checkpoint with {_first(list(map(str, state)))} and "
+            f"weights={str(path)!r} holds a checkpoint with {names} and "
             f"not a state dict itself: save the model's part alone, such as "
             f"torch.save(checkpoint[{inner[0]!r}], path)"
         )
@@ -363,20 +363,3 @@ def _read_checkpoint(path: Path) -> Mapping[str, Any]:
         )
     model: Mapping[str, Any] = modules[0]
     return model
-
-
-def _remedy(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    for prefix, wrapper in WRAPPERS.items():
-        if unexpected and {name.removeprefix(prefix) for name in unexpected} == set(missing):
-            return f"they were saved from inside {wrapper}: save the state dict of the model in it"
-    return "give weights of this very model, or change model to the one that they were saved from"
-
-
-def _do_not_fit(model: nn.Module) -> str:
-    return f"does not fit the {type(model).__name__}"
-
-
-def _first(names: Sequence[str], separator: str = ", ") -> str:
-    more = len(names) - SHOWN
-    shown = separator.join(names[:SHOWN])
-    return f"{shown} and {more} more" if more > 0 else shown

@@ -19,7 +19,7 @@ class Option:
     for keys inside of another, of a class of ``schema.SECTIONS``.
 
     Attributes:
-        words: what it may hold, where its type does not say it.
+        words: what it may hold but null, where its type does not say it.
         choices: import path of the words that it may be.
         read: import path of what refuses a value that makes no sense. It is called with the value,
             or with the key and the value where its first parameter is called ``name``.
@@ -33,60 +33,58 @@ class Option:
     made: str = ""
 
 
-_CHECK = "automicro.cli.config.check"
-_DURATION = "automicro.units.read_duration"
-_SIZE = {"read": f"{_CHECK}._read_size", "words": "a whole number, auto, explore, a node or null"}
-_LENGTHS = Option(words="text, a list, a node or null")
+_READ = "automicro.cli.config.read"
+_PLAIN = Option()
+_NODE = Option(made="node", words="a node")
+_NODES = Option(made="list", words="a list of nodes")
+_METRICS = Option(made="mapping", words="a mapping of nodes")
+_SIZE = Option(
+    read="automicro.policy.choose.make_policy", words="a whole number, auto, explore, a node"
+)
+_DURATION = Option(
+    words="text such as 2ep, 500ba, 10000sp, 1e6tok or 100h", read="automicro.units.read_duration"
+)
+_LENGTHS = Option(words="text, a list, a node")
 _UNIT = Option(choices="automicro.data.sampler.UNITS")
 
 # In the order in which a reader wants them. Keys inside of others have a row where their type does
 # not say all.
 GROUPS: Mapping[str, Mapping[str, Option]] = {
     "What is made": {
-        "model": Option(made="node", words="a node"),
-        "weights": Option(),
-        "loss_fn": Option(),
-        "forward": Option(),
+        "model": _NODE,
+        "weights": _PLAIN,
+        "loss_fn": _PLAIN,
+        "forward": _PLAIN,
         "optimizer": Option(words="a node"),
         "parameter_groups": Option(
             words="a list of mappings", read="automicro.trainer.optimizer.read_patterns"
         ),
-        "scheduler": Option(),
+        "scheduler": _PLAIN,
         "scheduler_interval": Option(choices="automicro.trainer.optimizer.SCHEDULER_INTERVALS"),
-        "metrics": Option(made="mapping", words="a mapping of nodes"),
-        "update_metric": Option(),
-        "count_tokens": Option(),
-        "count_seconds": Option(),
+        "metrics": _METRICS,
+        "update_metric": _PLAIN,
+        "count_tokens": _PLAIN,
+        "count_seconds": _PLAIN,
     },
     "Data and batches": {
-        "train_dataloader": Option(made="node", words="a node"),
-        "sampling_mode": Option(words="a mode, a mapping of the keys below, or null"),
+        "train_dataloader": _NODE,
+        "sampling_mode": Option(words="a mode, a mapping of the keys below"),
         "sampling_mode.mode": Option(words="a mode", choices="automicro.data.plan.MODES"),
         "sampling_mode.lengths": _LENGTHS,
         "sampling_mode.second_lengths": _LENGTHS,
-        "sampling_mode.batch_size": Option(words="a whole number, a list of these, or null"),
-        "sampling_mode.bucket_edges": Option(words="a list of numbers, or null"),
-        "sampling_mode.num_buckets": Option(
-            words="a whole number, two of these in a list, or null"
-        ),
+        "sampling_mode.batch_size": Option(words="a whole number, a list of these"),
+        "sampling_mode.bucket_edges": Option(words="a list of numbers"),
+        "sampling_mode.num_buckets": Option(words="a whole number, two of these in a list"),
         "sampling_mode.unit": _UNIT,
         "sampling_mode.second_unit": _UNIT,
-        "eval_dataloader": Option(
-            words="a node, the keys below, a mapping of these by name, or null"
-        ),
-        "eval_dataloader.data": Option(made="node"),
-        "eval_dataloader.metrics": Option(
-            made="mapping", words="a mapping of nodes, inherited or null"
-        ),
-        "eval_dataloader.microbatch_size": Option(
-            read=_SIZE["read"], words="an int, auto, explore, a node, inherited or null"
-        ),
+        "eval_dataloader": Option(words="a node, the keys below, a mapping of these by name"),
+        "eval_dataloader.data": _NODE,
+        "eval_dataloader.metrics": _METRICS,
+        "eval_dataloader.microbatch_size": _SIZE,
         "eval_dataloader.max_batches": Option(read="automicro.options.read_count"),
-        "eval_dataloader.interval": Option(
-            read=_DURATION, words="text such as 1ep or 100ba, inherited or null"
-        ),
-        "global_batch_size": Option(),
-        "eval_global_batch_size": Option(),
+        "eval_dataloader.interval": _DURATION,
+        "global_batch_size": _PLAIN,
+        "eval_global_batch_size": _PLAIN,
         "accumulate_batches": Option(
             words="a whole number, or text such as 1024sp, 1e6tok or 5h",
             read="automicro.options.read_accumulation",
@@ -94,19 +92,13 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
         "batch_layout": Option(read="automicro.batch.layout.BatchLayout"),
     },
     "How long": {
-        "max_duration": Option(
-            words="text such as 2ep, 500ba, 10000sp, 1e6tok or 100h", read=_DURATION
-        ),
-        "max_time": Option(
-            words="text such as 2h30m, 45m or 90s, or null", read=f"{_CHECK}._read_time"
-        ),
-        "eval_interval": Option(
-            words="text such as 1ep, 100ba, 10000sp or 1e6tok, or null", read=_DURATION
-        ),
+        "max_duration": _DURATION,
+        "max_time": Option(words="text such as 2h30m, 45m or 90s", read=f"{_READ}._read_time"),
+        "eval_interval": _DURATION,
     },
     "Memory and microbatches": {
-        "microbatch_size": Option(**_SIZE),
-        "eval_microbatch_size": Option(**_SIZE),
+        "microbatch_size": _SIZE,
+        "eval_microbatch_size": _SIZE,
         "microbatch_unit": Option(
             words="rows, tokens, seconds, or a node that gives a function",
             read="automicro.lengths.unit.check_unit",
@@ -121,17 +113,16 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
             words="auto, true or false", read="automicro.lengths.sorting.check_cut_padding"
         ),
         "memory_limit": Option(
-            words="text such as 24MiB or 80%, a whole number of bytes, or null",
-            read=f"{_CHECK}._read_limit",
+            words="text such as 24MiB or 80%, a whole number of bytes", read=f"{_READ}._read_limit"
         ),
-        "strict_divisible": Option(),
+        "strict_divisible": _PLAIN,
         "loss_average": Option(
             words="auto, samples, tokens, none, a node, or a mapping of these by name",
-            read=f"{_CHECK}._read_loss_average",
+            read=f"{_READ}._read_loss_average",
         ),
         "batchnorm": Option(choices="automicro.step.split_guard.BATCHNORM_MODES"),
-        "probe": Option(),
-        "remember_sizes": Option(),
+        "probe": _PLAIN,
+        "remember_sizes": _PLAIN,
         "rehearse": Option(choices="automicro.trainer.rehearsal.MODES"),
     },
     "Precision and numerics": {
@@ -139,21 +130,21 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
         "gradient_sums": Option(choices="automicro.options.GRADIENT_SUMS"),
         "grad_clip_norm": Option(read="automicro.options.read_amount"),
         "non_finite": Option(choices="automicro.trainer.step.NON_FINITE_MODES"),
-        "channels_last": Option(),
-        "compile": Option(words="true, false or a mapping"),
-        "deterministic": Option(),
+        "channels_last": _PLAIN,
+        "compile": _PLAIN,
+        "deterministic": _PLAIN,
     },
     "The run": {
         "parallel": Option(choices="automicro.trainer.parallel.PARALLEL_MODES"),
         "sync": Option(choices="automicro.options.SYNCS"),
         "device": Option(read="automicro.trainer.device.choose_device"),
         "seed": Option(read="automicro.trainer.device.check_seed"),
-        "progress": Option(),
-        "run_dir": Option(),
-        "callbacks": Option(made="list", words="a list of nodes"),
-        "loggers": Option(made="list", words="a list of nodes"),
-        "checkpoint": Option(words="a mapping of the keys below, or null"),
-        "checkpoint.interval": Option(words="text such as 1ep, 500ba, 10000sp or 1e6tok, or null"),
+        "progress": _PLAIN,
+        "run_dir": _PLAIN,
+        "callbacks": _NODES,
+        "loggers": _NODES,
+        "checkpoint": Option(words="a mapping of the keys below"),
+        "checkpoint.interval": _DURATION,
         "checkpoint.best_mode": Option(choices="automicro.checkpoints.store.MODES"),
         "checkpoint.resume": Option(words="auto, never or a path"),
     },

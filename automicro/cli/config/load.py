@@ -1,126 +1,109 @@
 """From YAML files and overrides to a `RunConfig`, and back to YAML."""
 
-import copy
 import datetime
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 import yaml  # type: ignore[import-untyped]
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import (
     InterpolationKeyError,
-    InterpolationToMissingValueError,
     OmegaConfBaseException,
     UnsupportedInterpolationType,
 )
 
-from automicro.cli.config.check import OF_SECTIONS, read_typed
-from automicro.cli.config.keys import KEYS, LISTS, TO_TRAIN, mistake
-from automicro.cli.config.nodes import REFERENCE, leaves, mapped
+from automicro.cli.config.keys import KEYS, TO_TRAIN, mistake
+from automicro.cli.config.nodes import REFERENCE, is_node, leaves, mapped
+from automicro.cli.config.read import At, Reader, unknown_key
 from automicro.cli.config.schema import (
+    BATCH_SIZES,
     EXAMPLES,
     SECTIONS,
     RunConfig,
     defaults,
     is_made,
 )
-from automicro.cli.config.sources import Sources, load_or_tell
-from automicro.errors import ConfigError, about, suggestion
+from automicro.cli.config.sources import Sources, Tree
+from automicro.compilation import check_compile
+from automicro.errors import ConfigError, suggestion
 from automicro.memory.oom import first_line
 from automicro.options import read_accumulation
+from automicro.trainer.device import choose_device
 from automicro.trainer.processes import agreed_time
 
 RESOLVER = re.compile(r"\$\{([\w.]+):")
+OF_TRAINING = ("train_dataloader", "sampling_mode")
+DATA = (*OF_TRAINING, "eval_dataloader")
+# Stand for these keys while all else is resolved: no config holds them.
+MARKS = {key: f"\0{key}\0" for key in (*BATCH_SIZES, "run_dir")}
+_WIDTH = 100
 
 
-def resolve(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return plain values, interpolations replaced by what they stand for.
+class _Interpolations:
+    """The values of a config, interpolations replaced by what they stand for.
 
-    ``${now:%Y-%m-%d_%H-%M-%S}`` is when the process first asked; of several, rank 0, and the first
-    time where torchrun starts them again.
-
-    >>> resolve({"seed": 3, "model": {"args": {"seed": "${seed}"}}})["model"]
-    {'args': {'seed': 3}}
+    In the place of references that are kept in what is written, there are marks: of the batch
+    sizes in the data, of ``run_dir`` in all that is made. Elsewhere a number may be computed from
+    a batch size, so that it has to be known.
     """
-    if not _refers(tree):  # OmegaConf makes a node of each value
-        return copy.deepcopy(tree)
-    _register_now()
-    # Without types: what an interpolation brings is checked afterwards, as if it had been written.
-    config = OmegaConf.create(tree)
-    try:
-        return cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))
-    # OmegaConf may follow interpolations in a circle until Python's stack ends.
-    except (OmegaConfBaseException, RecursionError) as error:
-        key = getattr(error, "full_key", None)
-        with about(*filter(None, [key])):
-            _refuse(error, key, tree)
-        raise
+
+    def __init__(self, tree: Tree) -> None:
+        # With the defaults: an interpolation may stand for a key that no file sets.
+        self._tree = {**defaults(), **tree}
+        marks = {key: mark for key, mark in MARKS.items() if key in tree and tree[key] is not None}
+        of_made = {key: mark for key, mark in marks.items() if key == "run_dir"}
+        _register_now()
+        self._plain, self._made, self._data = (
+            OmegaConf.create({**self._tree, **each}) for each in ({}, of_made, marks)
+        )
+
+    def resolved(self, key: str) -> Any:
+        """The value of a key, resolved."""
+        if "${" not in str(self._tree[key]):
+            return self._tree[key]
+        config = self._made if is_made(key) or key in SECTIONS else self._plain
+        config = self._data if key in DATA else config
+        try:
+            value = config[key]
+            is_held = OmegaConf.is_config(value)
+            return OmegaConf.to_container(value, resolve=True) if is_held else value
+        except OmegaConfBaseException as error:
+            raise self._refusal(error, getattr(error, "full_key", None) or key) from error
+
+    def _refusal(self, error: Exception, key: str) -> ConfigError:
+        """Say which interpolation stands for nothing, and why."""
+        values = leaves(self._tree)
+        text = str(values.get(key))
+        if isinstance(error, InterpolationKeyError):
+            known = [*_prefixes(values)]
+            wanted = next(name for name in REFERENCE.findall(text) if name not in known)
+            if wanted in KEYS:
+                why = f"is not set: write {wanted}: … at the top level"
+            else:
+                hint = suggestion(wanted, [*known, *KEYS])
+                why = f"does not exist{hint}: use a key of the config, from its top level"
+            return mistake(f"{key} refers to ${{{wanted}}}, which {why}", key)
+        if isinstance(error, UnsupportedInterpolationType):
+            names = RESOLVER.findall(text)
+            wanted = next(name for name in names if not OmegaConf.has_resolver(name))
+            return mistake(
+                f"{key} uses ${{{wanted}:…}}, which does not exist: use ${{key}}, ${{oc.env:NAME}} "
+                f"or ${{now:%Y-%m-%d}}",
+                key,
+            )
+        if "Recursive" in str(error):
+            return mistake(f"{key}={text} leads back to itself: give it a value", key)
+        return mistake(f"{key}: {first_line(error)}: correct it", key)
 
 
-def _refers(value: Any) -> bool:
-    """Whether anything in a value is, or looks like, an interpolation."""
-    if isinstance(value, Mapping):
-        return any(map(_refers, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(_refers, value))
-    return isinstance(value, str) and "${" in value
-
-
-def _refuse(error: Exception, key: str | None, tree: dict[str, Any]) -> None:
-    """Say which interpolation stands for nothing, and why."""
-    text = str(leaves(tree).get(key or ""))
-    if isinstance(error, InterpolationToMissingValueError):
-        wanted = next(name for name in REFERENCE.findall(text) if tree.get(name) == "???")
-        raise ConfigError(
-            f"{key} refers to ${{{wanted}}}, which is not set: write {wanted}: … at the top level"
-        ) from error
-    if isinstance(error, InterpolationKeyError):
-        known = [*_prefixes(leaves(tree)), *KEYS]
-        wanted = next(name for name in REFERENCE.findall(text) if name not in known)
-        raise ConfigError(
-            f"{key} refers to ${{{wanted}}}, which does not exist{suggestion(wanted, known)}: "
-            f"use a key of the config, from its top level"
-        ) from error
-    if isinstance(error, UnsupportedInterpolationType):
-        wanted = next(name for name in RESOLVER.findall(text) if not OmegaConf.has_resolver(name))
-        raise ConfigError(
-            f"{key} uses ${{{wanted}:…}}, which does not exist: use ${{key}}, ${{oc.env:NAME}} or "
-            f"${{now:%Y-%m-%d}}"
-        ) from error
-    circle = _circle(tree)
-    if circle:
-        raise mistake(
-            f"{' → '.join(circle)}: these refer to each other in a circle: give one of them a "
-            f"value",
-            *circle,
-        ) from error
-    if not isinstance(error, RecursionError):
-        raise ConfigError(f"{key}: {first_line(error)}: correct it") from error
-
-
-def _prefixes(keys: Iterable[str]) -> Iterator[str]:
+def _prefixes(keys: Mapping[str, Any]) -> Iterator[str]:
     """Keys, and those that they lie in."""
     for key in keys:
         yield from (key[: end.start()] for end in re.finditer(r"\.|$", key))
-
-
-def _circle(tree: dict[str, Any]) -> list[str]:
-    """Keys that refer to each other, back to the first; empty where none do."""
-    refers = {key: REFERENCE.findall(str(value)) for key, value in leaves(tree).items()}
-
-    def follow(*way: str) -> list[str]:
-        for each in refers.get(way[-1], ()):
-            if each in way:
-                return [*way[way.index(each) :], each]
-            if found := follow(*way, each):
-                return found
-        return []
-
-    return next(filter(None, map(follow, refers)), [])
 
 
 @cache
@@ -185,15 +168,6 @@ def rows_to_load(
     return each
 
 
-# An unset one is no null: what refers to it has nothing to stand for.
-BATCH_SIZES = ("global_batch_size", "eval_global_batch_size")
-OF_TRAINING = ("train_dataloader", "sampling_mode")
-DATA = (*OF_TRAINING, "eval_dataloader")
-# Stand for these keys while all else is resolved: no config holds them.
-MARKS = {key: f"\0{key}\0" for key in (*BATCH_SIZES, "run_dir")}
-_WIDTH = 100
-
-
 @dataclass(frozen=True, kw_only=True)
 class LoadedConfig:
     """A config that was read, with every interpolation resolved.
@@ -233,177 +207,133 @@ def read_config(
     *,
     required: Sequence[str] = TO_TRAIN,
     num_devices: int = 1,
-    check: Callable[[RunConfig], object] = lambda config: None,
+    check: Callable[[RunConfig, At], object] = lambda config, at: None,
 ) -> LoadedConfig:
-    """Read files, merge them, apply overrides, check it all and resolve interpolations.
+    """Read files, merge them, apply overrides, resolve interpolations and check it all.
 
     Nothing is made, and nothing imported but by ``check``. In the arguments of the data, the batch
-    sizes are what one device loads at a time.
+    sizes are what one device loads at a time. All mistakes are told at once.
 
     Args:
         paths: YAML files; later ones win.
         overrides: ``key=value`` each, applied in order after all files.
         required: the keys without which it is no config.
         num_devices: by how many devices an optimization batch is shared.
-        check: what else to ask of the config, such as whether what it names exists.
+        check: what else to ask of the config, such as whether what it names exists; it is handed
+            what to enter around each key.
 
     >>> sorted(read_config(["configs/digits.yaml"]).written)[:3]
     ['eval_dataloader', 'eval_interval', 'eval_microbatch_size']
     """
-    sources = Sources(paths, overrides, _drop_nulls)
+    sources = Sources(paths, overrides)
+    # An unset batch size is no null: what refers to it has nothing to stand for.
+    unset = [key for key in BATCH_SIZES if sources.tree.get(key) in (None, "None")]
+    tree = {key: value for key, value in sources.tree.items() if key not in unset}
+    for key in tree:
+        with sources.at(key):
+            if key not in KEYS:
+                raise unknown_key(key, tree)
+    open_keys = [key for key, value in leaves(tree).items() if value == "???"]
+    with sources.at(*open_keys):
+        _refuse_open(open_keys)
+    is_open = {key.partition(".")[0] for key in open_keys}
+    keys = [key for key in KEYS if key in tree and key not in is_open]
+    values, written = _read(tree, keys, sources.at, num_devices)
+    for key in required:
+        with sources.at(key):
+            if key not in tree or values.get(key, ...) is None:
+                raise ConfigError(
+                    f"{key} is missing: write at the top level {key}: {EXAMPLES[key]}"
+                )
+    config = RunConfig(**{**defaults(), **values})
+    with sources.at("compile"):
+        _check_compile(config)
+    checked = check(config, sources.at)
+    sources.tell()
+    return LoadedConfig(config=config, checked=checked, written=written, sources=sources)
 
-    def load(tree: dict[str, Any], without: Collection[str]) -> LoadedConfig:
-        typed = read_typed(tree)
-        _require(tree, [key for key in required if key not in without])
-        config, written = _load(tree, typed, num_devices)
-        checked = check(config)
-        return LoadedConfig(config=config, checked=checked, written=written, sources=sources)
 
-    return load_or_tell(sources, load)
-
-
-def _load(
-    tree: dict[str, Any], typed: DictConfig, num_devices: int
-) -> tuple[RunConfig, dict[str, Any]]:
-    # Interpolations are resolved with marks in the place of batch sizes and run_dir. These marks
-    # become values for the run, and references again in what is written.
-    # With the defaults: an interpolation may stand for a key that the file does not set.
-    unresolved = cast(dict[str, Any], OmegaConf.to_container(typed))
-    follows = [key for key in MARKS if tree.get(key) is not None]
-    values = resolve(_with_marks(unresolved, follows))
-    if any(MARKS[key] in str(values[key]) for key in follows):
-        resolve(unresolved)  # in a circle
-    values = {key: None if value == "???" else value for key, value in values.items()}
-    whole = {key: values[key] for key in follows}
-    # Again: what stood behind an interpolation is known only now. Escaped, because a ${ that is
-    # left in a value is text from here on.
-    typed = read_typed(escape(_fill(values, whole)))
-    shares = _share_out(typed, num_devices)
-    data = {key: _fill(values[key], {**whole, **shares[key]}) for key in DATA}
-    typed = cast(DictConfig, OmegaConf.merge(typed, escape(data)))
-    plain = cast(dict[str, Any], OmegaConf.to_container(typed, resolve=True))
+def _read(
+    tree: Tree, keys: Sequence[str], at: At, num_devices: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values of the keys as a run takes them, and as they are written."""
+    interpolations, reader = _Interpolations(tree), Reader(at)
+    values: dict[str, Any] = {}
+    written: dict[str, Any] = {}
+    shares: Mapping[str, Mapping[str, int]] | None = None
     references = {key: f"${{{key}}}" for key in MARKS}
-    written = {
-        key: _fill(escape(brief(values[key])), references)
-        if is_made(key) or key in SECTIONS
-        else escape(plain[key])
-        for key in KEYS
-        if key in tree
-    }
-    config = cast(RunConfig, OmegaConf.to_object(typed))
-    made: dict[str, Any] = {}
-    for key, read in OF_SECTIONS.items():
-        if getattr(config, key) is not None:
-            with about(key):
-                made[key] = _to_objects(read(escape(getattr(config, key))))
-    if "checkpoint" in made and made["checkpoint"]["folder"] == "???":
-        made["checkpoint"]["folder"] = config.run_dir and f"{config.run_dir}/checkpoints"
-    return replace(config, **made), written
+    # What is made comes last: it may refer to batch sizes and run_dir.
+    for key in sorted(keys, key=lambda key: is_made(key) or key in SECTIONS):
+        if shares is None and (is_made(key) or key in SECTIONS):
+            shares = _share_out(values, num_devices, at)
+        with at(key):
+            resolved = interpolations.resolved(key)
+            known = {**values, **(shares or {}).get(key, {})}
+            values[key] = reader.read(_fill(resolved, known), key)
+            is_plain = values[key] is None or isinstance(values[key], bool | int | float | str)
+            written[key] = _fill(escape(values[key] if is_plain else brief(resolved)), references)
+    checkpoint, run_dir = values.get("checkpoint"), values.get("run_dir")
+    if checkpoint is not None:
+        checkpoint.setdefault("folder", run_dir and f"{run_dir}/checkpoints")
+    return values, {key: written[key] for key in keys if key in written}
 
 
-def _to_objects(typed: Any) -> Any:
-    if isinstance(typed, DictConfig):
-        return OmegaConf.to_object(typed)
-    is_by_name = isinstance(typed, dict)
-    return {name: _to_objects(each) for name, each in typed.items()} if is_by_name else typed
+def _check_compile(config: RunConfig) -> None:
+    sizes = (config.microbatch_size, config.eval_microbatch_size)
+    try:
+        check_compile(
+            config.compile,
+            # A policy may change sizes. It is not made yet, so it cannot be asked.
+            sizes_change=any(size in ("auto", "explore") or is_node(size) for size in sizes),
+            device=choose_device(config.device),
+            memory_limit=config.memory_limit,
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(str(error)) from error
 
 
-def _with_marks(tree: Mapping[str, Any], follows: Sequence[str]) -> dict[str, Any]:
-    """A config with marks for those references that are kept when it is written."""
-
-    def mark(value: Any, keys: Sequence[str]) -> Any:
-        # Escaped and nested interpolations take more than a pattern to read: OmegaConf resolves
-        # them.
-        if not isinstance(value, str) or "\\" in value or re.search(r"\$\{[^}]*\$\{", value):
-            return value
-        return REFERENCE.sub(lambda found: MARKS[found[1]] if found[1] in keys else found[0], value)
-
-    # Elsewhere a number may be computed from a batch size, so that it has to be resolved.
-    of_made = [key for key in follows if key == "run_dir"]
-    return {
-        key: mapped(value, partial(mark, keys=follows if key in DATA else of_made))
-        if is_made(key) or key in SECTIONS
-        else value
-        for key, value in tree.items()
-    }
+def _refuse_open(keys: Sequence[str]) -> None:
+    if keys:
+        are, them = ("is", "it") if len(keys) == 1 else ("are", "them")
+        raise ConfigError(
+            f"{', '.join(keys)} {are} '???', to be filled in: write {them} there, or add "
+            f"{' '.join(f'{key}=VALUE' for key in keys)}"
+        )
 
 
 def _fill(value: Any, fillings: Mapping[str, Any]) -> Any:
     """A value with others in the place of marks."""
 
     def fill(leaf: Any) -> Any:
-        for key, filling in fillings.items() if isinstance(leaf, str) else ():
+        for key, mark in MARKS.items() if isinstance(leaf, str) else ():
             # A mark that stands alone is replaced by the value itself: a batch size stays a number.
-            if leaf == MARKS[key]:
-                return filling
-            leaf = leaf.replace(MARKS[key], str(filling))
+            if leaf == mark:
+                return fillings.get(key)
+            leaf = leaf.replace(mark, str(fillings.get(key)))
         return leaf
 
     return mapped(value, fill)
 
 
-def _share_out(typed: DictConfig, num_devices: int) -> Mapping[str, Mapping[str, int]]:
+def _share_out(
+    values: Mapping[str, Any], num_devices: int, at: At
+) -> Mapping[str, Mapping[str, int]]:
     """How many rows of each batch size one device loads at a time, by the key of the data."""
     shares: dict[str, int] = {}
+    of_training: dict[str, int] = {}
     for key in BATCH_SIZES:
-        if not OmegaConf.is_missing(typed, key) and typed[key] is not None:
-            with about(key):
-                shares[key] = rows_to_load(typed[key], num_devices=num_devices, key=key)
-    # An evaluation accumulates nothing: there global_batch_size is shared by devices alone.
-    of_training = {}
-    if "global_batch_size" in shares:
-        with about("global_batch_size"):
+        with at(key):
+            if values.get(key) is not None:
+                shares[key] = rows_to_load(values[key], num_devices=num_devices, key=key)
+    with at("global_batch_size"):
+        # An evaluation accumulates nothing: it is shared by devices alone.
+        if "global_batch_size" in shares:
             of_training["global_batch_size"] = rows_to_load(
-                typed.global_batch_size,
+                values["global_batch_size"],
                 num_devices=num_devices,
-                accumulate_batches=typed.accumulate_batches,
+                accumulate_batches=values.get("accumulate_batches", 1),
             )
     return {**dict.fromkeys(OF_TRAINING, of_training), "eval_dataloader": shares}
-
-
-def _drop_nulls(tree: dict[str, Any]) -> None:
-    """Take away what null stands for nothing in; None, as messages for Python have it, is null."""
-    tree |= {key: _with_nulls(tree[key]) for key in KEYS if key in tree}
-    for key in BATCH_SIZES:
-        if key in tree and tree[key] is None:
-            del tree[key]
-    for key in ("metrics", *LISTS):
-        if key in tree and tree[key] is None:
-            tree[key] = {} if key == "metrics" else []
-    if isinstance(tree.get("metrics"), dict):
-        tree["metrics"] = _without_nulls(tree["metrics"])
-    evaluation = tree.get("eval_dataloader")
-    if isinstance(evaluation, dict) and not {"call", "data"} & evaluation.keys():  # by name
-        tree["eval_dataloader"] = _without_nulls(evaluation) or None
-    checkpoint = tree.get("checkpoint")
-    if isinstance(checkpoint, dict) and checkpoint.get("folder", "") is None:
-        del checkpoint["folder"]
-
-
-def _with_nulls(value: Any) -> Any:
-    """A value in which None is null, but for the arguments of nodes, which are not ours."""
-    if isinstance(value, Mapping) and "call" not in value:
-        return {name: _with_nulls(each) for name, each in value.items()}
-    return None if isinstance(value, str) and value == "None" else value
-
-
-def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _require(tree: dict[str, Any], required: Sequence[str]) -> None:
-    for key in required:
-        if key not in tree or tree[key] is None:
-            raise mistake(f"{key} is missing: write at the top level {key}: {EXAMPLES[key]}", key)
-    open_keys = [key for key, value in leaves(tree).items() if value == "???"]
-    if open_keys:
-        are = "is" if len(open_keys) == 1 else "are"
-        them = "it" if len(open_keys) == 1 else "them"
-        raise mistake(
-            f"{', '.join(open_keys)} {are} '???', to be filled in: write {them} there, or add "
-            f"{' '.join(f'{key}=VALUE' for key in open_keys)}",
-            *open_keys,
-        )
 
 
 def brief(made: Any) -> Any:

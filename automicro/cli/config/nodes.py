@@ -17,8 +17,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from omegaconf import MISSING
-
 from automicro.cli.config.keys import as_override, mistake
 from automicro.cli.errors import is_users
 from automicro.errors import (
@@ -47,6 +45,9 @@ PLACES = (
     "automicro",
 )
 ALIASES = {"F": "torch.nn.functional", "T": "torchvision.transforms", "np": "numpy"}
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE).fullmatch
+_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 # Keys for functions that are called later, with what only training knows.
 TAKE_DATA = (
     "loss_fn",
@@ -64,25 +65,28 @@ class CallConfig:
     """Something to be made: a class or a function by its dotted path, and its arguments.
 
     Attributes:
-        call: the dotted path, such as ``torch.optim.AdamW``.
-        args: arguments by name. A mapping with ``call`` inside is made first.
+        call: the dotted import path of a class or a function, such as ``torch.optim.AdamW``. It is
+            called once and has to return the thing itself: the model, the DataLoader, the function
+            that is the loss.
+        args: its arguments by name. A mapping with ``call`` anywhere inside is made first. To hand
+            over a function instead of calling it:
+            ``{call: pkgutil.resolve_name, args: {name: my_data.count_tokens}}``.
 
     >>> CallConfig(call="torch.nn.Linear", args={"in_features": 4, "out_features": 2}).call
     'torch.nn.Linear'
     """
 
-    call: str = MISSING
+    call: str
     # In YAML, args: with nothing behind it is null.
     args: dict[str, Any] | None = field(default_factory=dict)
 
 
-def check_node(node: object, key: str) -> None:
-    """Refuse what is not a well-formed node. Interpolations are left for later.
+def read_node(node: object, key: str) -> CallConfig:
+    """A well-formed node; nodes inside of it are looked at, too, and stay mappings.
 
-    >>> check_node({"call": "torch.nn.Linear", "args": {"in_features": 4}}, "model")
+    >>> read_node({"call": "torch.nn.Linear", "args": {"in_features": 4}}, "model").call
+    'torch.nn.Linear'
     """
-    if is_interpolation(node):
-        return
     if not isinstance(node, Mapping):
         form = FORM
         if isinstance(node, str) and "." in node:
@@ -100,28 +104,27 @@ def check_node(node: object, key: str) -> None:
             f"directly under {key}:",
             key,
         )
-    call, args = node["call"], node.get("args")
+    call, args = node["call"], node.get("args", {})
     if not isinstance(call, str):
         raise mistake(
             f"{key}.call={show(call)} is not a dotted path: write one such as torch.optim.AdamW",
             f"{key}.call",
         )
-    if args is None or is_interpolation(args):
-        return
-    if not isinstance(args, Mapping):
+    if not isinstance(args, Mapping | None):
         raise mistake(
             f"{key}.args={show(args)} is not a mapping: write {{name: value}}, the names being "
             f"those of the arguments of {call}",
             f"{key}.args",
         )
-    for name, value in args.items():
+    for name, value in (args or {}).items():
         if not isinstance(name, str):
             raise mistake(
                 f"{key}.args has the name {show(name)}, which is not text: use the name of an "
                 f"argument of {call}",
                 f"{key}.args.{name}",
             )
-        _check_inside(value, f"{key}.args.{name}")
+        _read_inside(value, f"{key}.args.{name}")
+    return CallConfig(call=call, args=None if args is None else {**args})
 
 
 def prepare(
@@ -141,10 +144,8 @@ def prepare(
     >>> prepare(node, "model")()
     Linear(in_features=4, out_features=2, bias=True)
     """
-    if isinstance(node, CallConfig):
-        node = {"call": node.call, "args": node.args}
-    check_node(node, key)
-    call, args = node["call"], node.get("args") or {}
+    node = node if isinstance(node, CallConfig) else read_node(node, key)
+    call, args = node.call, node.args or {}
     with about(f"{key}.call"), _noting(f"while importing {key}.call ({call})"):
         target = _import_callable(call, key=f"{key}.call")
     with about(key):
@@ -182,17 +183,12 @@ def call_of(node: Any) -> str:
     return str(node.call if isinstance(node, CallConfig) else node["call"])
 
 
-def is_interpolation(value: object) -> bool:
-    """Tell whether something else stands for a value, so that it is known only later."""
-    return isinstance(value, str) and "${" in value
-
-
-def _check_inside(value: Any, key: str) -> None:
+def _read_inside(value: Any, key: str) -> None:
     if is_node(value):
-        check_node(value, key)
+        read_node(value, key)
         return
     for name, inner in items_inside(value):
-        _check_inside(inner, f"{key}.{name}")
+        _read_inside(inner, f"{key}.{name}")
 
 
 def prepare_value(value: Any, key: str, *, first: Sequence[str] = ()) -> Callable[..., Any]:
@@ -260,7 +256,7 @@ def _make(
     *first: Any,
 ) -> Any:
     args = {name: value() for name, value in values.items()}
-    doing = f"while making {key} ({call}){_describe_arguments(args)}{_hint_of_numbers(args)}"
+    doing = f"while making {key} ({call}){_describe_arguments(args)}"
     try:
         with _noting(doing):
             return target(*first, **args)
@@ -272,29 +268,17 @@ def _make(
 
 
 def _describe_arguments(args: Mapping[str, Any]) -> str:
-    """Describe arguments by name: plain values as they are, made objects by their type."""
+    """Arguments by name: plain values as they are, made objects by their type."""
     shown = [f"{name}={_brief(value)}" for name, value in args.items()]
-    return f" with {', '.join(shown)}" if shown else ""
-
-
-def _hint_of_numbers(args: Mapping[str, Any]) -> str:
-    """Text may be meant: it counts as a possible reason only once something failed."""
-    texts = [name for name, value in args.items() if isinstance(value, str) and _is_number(value)]
-    if not texts:
-        return ""
-    are = "is" if len(texts) == 1 else "are"
-    return (
-        f"; {' and '.join(texts)} {are} text: write a number without quotes, or one from the "
-        f"environment as ${{oc.decode:${{oc.env:NAME}}}}"
-    )
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+    said = f" with {', '.join(shown)}" if shown else ""
+    # Text may be meant: it counts as a possible reason only once something failed.
+    texts = [name for name, value in args.items() if isinstance(value, str) and _NUMBER(value)]
+    if texts:
+        said += (
+            f"; {' and '.join(texts)} {'is' if len(texts) == 1 else 'are'} text: write a number "
+            f"without quotes, or one from the environment as ${{oc.decode:${{oc.env:NAME}}}}"
+        )
+    return said
 
 
 def _brief(value: object) -> str:
@@ -359,7 +343,8 @@ def _step(parent: Any, before: list[str], part: str, path: str, key: str) -> Any
     whole = _whole_path(part if before else path) if is_last or not before else None
     hint = "" if whole is None else f" (did you mean {whole!r}?)"
     if before:
-        known = {each for each in dir(parent) if not each.startswith("_")} | _submodules(parent)
+        known = {each for each in dir(parent) if not each.startswith("_")}
+        known |= {each.name for each in pkgutil.iter_modules(getattr(parent, "__path__", []))}
         hint = hint or suggestion(part, known)
         raise ConfigError(
             f"{key}={path!r}: {prefix!r} exists, but has no {part!r}{hint}: correct the path"
@@ -379,8 +364,10 @@ def _whole_path(path: str) -> str | None:
         for file in sorted(Path(folder).glob("*.py")) if folder else ():
             # Read and not imported: a script beside the config would run, and may begin to train.
             defined = re.compile(rf"^(class|def) {path}\b", re.MULTILINE)
-            if is_users(str(file)) and defined.search(_read(file)):
-                return f"{file.stem}.{path}"
+            with contextlib.suppress(OSError):
+                text = file.read_text(encoding="utf-8", errors="replace")
+                if is_users(str(file)) and defined.search(text):
+                    return f"{file.stem}.{path}"
     places = [f"{each}.{path}" for each in PLACES]
     for whole in [f"{ALIASES[top]}.{rest}"] if top in ALIASES else places:
         parent, _, name = whole.rpartition(".")
@@ -392,17 +379,6 @@ def _whole_path(path: str) -> str | None:
             if found is not None and callable(getattr(module, found, None)):
                 return f"{parent}.{found}"
     return None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
-def _submodules(module: Any) -> set[str]:
-    return {each.name for each in pkgutil.iter_modules(getattr(module, "__path__", []))}
 
 
 def _class_of_that_name(found: Any, path: str) -> str:
@@ -437,83 +413,57 @@ def _check_arguments(
     >>> _check_arguments(torch.optim.SGD, "torch.optim.SGD", {"lr": 1}, "optimizer", ["params"])
     """
     try:
-        parameters = list(inspect.signature(target).parameters.values())
+        parameters = inspect.signature(target).parameters.values()
     except (TypeError, ValueError):
         return  # some builtins have no signature to read
-    positional = [
-        each
-        for each in parameters
-        if each.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    ]
     kinds = {each.kind for each in parameters}
-    if len(positional) < len(first) and inspect.Parameter.VAR_POSITIONAL not in kinds:
+    by_place = [each.name for each in parameters if each.kind in _BY_PLACE]
+    if len(by_place) < len(first) and inspect.Parameter.VAR_POSITIONAL not in kinds:
         raise mistake(
             f"{key}: {call} takes no argument without a name, but is handed {first[0]} first: name "
             f"a class or a function that takes them",
             f"{key}.call",
         )
-    taken = {each.name: words for each, words in zip(positional, first, strict=False)}
-    accepted = [
-        each
-        for each in parameters
-        if each.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        and each.name not in taken
-    ]
-    names = [each.name for each in accepted]
+    taken = dict(zip(by_place, first, strict=False))
+    for name in taken.keys() & args.keys():
+        raise mistake(
+            f"{key}.args.{name} is not yours to give: {call} is handed {taken[name]} there; "
+            f"remove it",
+            f"{key}.args.{name}",
+        )
+    names = [each.name for each in parameters if each.kind in _BY_NAME and each.name not in taken]
     known = f"it takes {', '.join(names)}" if names else "it takes no arguments"
-    for name in args:
-        if name in taken:
-            raise mistake(
-                f"{key}.args.{name} is not yours to give: {call} is handed {taken[name]} there; "
-                f"remove it",
-                f"{key}.args.{name}",
-            )
     unknown = [name for name in args if name not in names]
     if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
         said = ", ".join(f"{name!r}{suggestion(name, names)}" for name in unknown)
-        arguments = "argument" if len(unknown) == 1 else "arguments"
         given = [f"{key}.args.{name}" for name in unknown]
+        arguments = "argument" if len(unknown) == 1 else "arguments"
         raise mistake(f"{key}: {call} takes no {arguments} {said}: {known}", *given)
-    for each in accepted:
-        if isinstance(args.get(each.name), bool) and _is_decimal(target, each.name):
+    for name in names:
+        if isinstance(args.get(name), bool) and _is_decimal(target, name):
             raise mistake(
-                f"{key}.args.{each.name} is {show(args[each.name])}, and {call} takes a number "
-                f"there: write one; YAML reads yes, no, on and off as true or false",
-                f"{key}.args.{each.name}",
+                f"{key}.args.{name} is {show(args[name])}, and {call} takes a number there: write "
+                f"one; YAML reads yes, no, on and off as true or false",
+                f"{key}.args.{name}",
             )
-    required = [each.name for each in accepted if each.default is inspect.Parameter.empty]
-    missing = [name for name in required if name not in args]
-    nameless = [
+    missing = [
         each.name
         for each in parameters
-        if each.kind is inspect.Parameter.POSITIONAL_ONLY
+        if each.kind in (*_BY_PLACE, *_BY_NAME)
         and each.default is inspect.Parameter.empty
-        and each.name not in taken
+        and each.name not in (*taken, *args)
     ]
-    if missing or nameless:
-        needs = f"{key}: {call} needs {', '.join(map(repr, [*nameless, *missing]))}"
-        remedy = _remedy(target, call, key, missing, nameless, known)
+    if missing:
+        needs = f"{key}: {call} needs {', '.join(map(repr, missing))}"
+        remedy = f"write {'it' if len(missing) == 1 else 'them'} under {key}.args; {known}"
+        if not {*missing} <= {*names}:
+            remedy = "only arguments with a name can be given: name a function that calls it"
+        if not isinstance(target, type) and key.partition(".")[0] in TAKE_DATA:
+            remedy = (
+                f"call is called once and has to return the function; name a class or a function "
+                f"that returns one; to hand over the function itself, write {key}: "
+                f"{{call: pkgutil.resolve_name, args: {{name: {call}}}}}"
+            )
+        elif not isinstance(target, type) and key == "model":
+            remedy += "; call is called once and has to return the torch.nn.Module"
         raise mistake(f"{needs}: {remedy}", f"{key}.call")
-
-
-def _remedy(
-    target: Callable[..., Any],
-    call: str,
-    key: str,
-    missing: Sequence[str],
-    nameless: Sequence[str],
-    known: str,
-) -> str:
-    is_class = isinstance(target, type)
-    if key.partition(".")[0] in TAKE_DATA and not is_class:
-        return (
-            f"call is called once and has to return the function; name a class or a function that "
-            f"returns one; to hand over the function itself, write {key}: "
-            f"{{call: pkgutil.resolve_name, args: {{name: {call}}}}}"
-        )
-    if nameless:
-        return "only arguments with a name can be given: name a function of your own that calls it"
-    text = f"write {'it' if len(missing) == 1 else 'them'} under {key}.args; {known}"
-    if key == "model" and not is_class:
-        text += "; call is called once and has to return the torch.nn.Module"
-    return text

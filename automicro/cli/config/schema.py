@@ -1,27 +1,22 @@
 """Every key of a config with its type and its default, from the signature of what takes it."""
 
+import functools
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import MISSING as NO_DEFAULT
-from dataclasses import dataclass, field, fields
-from functools import reduce
+from dataclasses import MISSING, dataclass, field, fields
 from inspect import Parameter, get_annotations, isclass, signature
-from operator import or_
 from pathlib import Path
 from pkgutil import resolve_name
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import omegaconf
-from omegaconf import MISSING
-
 from automicro.checkpoints.store import CheckpointConfig
-from automicro.cli.config.keys import KEYS, OPTIONS, Option, mistake
+from automicro.cli.config.keys import KEYS, OPTIONS, TO_TRAIN, Option, mistake
 from automicro.cli.config.nodes import CallConfig, show
 from automicro.data import LengthBatchSampler
 from automicro.errors import ConfigError
 from automicro.policy.policy import Policy
-from automicro.trainer.evaluators import Evaluator
+from automicro.trainer.evaluators import INHERITED, Evaluator
 from automicro.trainer.trainer import Trainer
 
 # Required by a command, with something to copy for each.
@@ -31,31 +26,17 @@ EXAMPLES = {
     "eval_dataloader": "{call: my_package.make_loader, args: {batch_size: 512}}",
     "optimizer": "{call: torch.optim.AdamW, args: {lr: 0.001}}",
 }
-
-
-PLAIN: Mapping[Any, str] = {
+BATCH_SIZES = ("global_batch_size", "eval_global_batch_size")
+_WORDS: Mapping[Any, str] = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
     str: "text",
+    Mapping: "a mapping",
+    list: "a list",
+    CallConfig: "a node",
     NoneType: "null",
 }
-_WORDS = {**PLAIN, Mapping: "a mapping", list: "a list", CallConfig: "a node"}
-_ALTERNATIVES: dict[str, tuple[Any, ...]] = {}
-
-
-def _read_hint(hint: Any) -> tuple[Any, ...]:
-    """The values a config may have for an argument: plain ones, mappings, lists, nodes, or any."""
-    if isinstance(hint, UnionType):
-        found = dict.fromkeys(kind for each in typing.get_args(hint) for kind in _read_hint(each))
-        # In messages null comes last.
-        return tuple(sorted(found, key=lambda kind: kind is NoneType))
-    kind = typing.get_origin(hint) or hint
-    if kind is Callable or (isclass(kind) and issubclass(kind, Policy)):
-        return (CallConfig,)
-    same = {Path: str, Sequence: list}.get(kind, kind)
-    # What is left out, such as a Duration, is for Python: a config has text for it.
-    return (same,) if same is Any or same in _WORDS else ()
 
 
 class _Filled:
@@ -70,45 +51,33 @@ class _Filled:
 
 
 def _with_options_of(
-    owner: Callable[..., Any], section: str = "", *, without: Collection[str] = (), **renamed: str
+    owner: type, *, without: Collection[str] = (), needs: bool = True, **renamed: str
 ) -> Callable[[type], Any]:
-    """Give a class a field for each argument of another, with type and default, but for its own."""
+    """Give a class a field for each argument of another, with type and default, but for its own.
+
+    Without ``needs`` all fields have a default: each command asks for keys of its own.
+    """
+    hints = typing.get_type_hints(vars(owner)["__init__"])
 
     def fill(target: type) -> type:
-        own = get_annotations(target)
-        hints: dict[str, Any] = {}
+        own, found = get_annotations(target), {}
         for argument, parameter in signature(owner).parameters.items():
             name = renamed.get(argument, argument)
-            if argument in without or name in own:
-                # Put in here, a field of the class's own keeps the place that the owner gives it.
-                hints |= {each: own[each] for each in own if each == name}
+            if argument in without:
                 continue
-            key = f"{section}.{name}" if section else name
-            # At the top level each command asks for keys of its own.
-            is_needed = parameter.default is Parameter.empty and bool(section)
-            found = _read_hint(given[argument])
-            if OPTIONS.get(key, Option()).made == "node":
-                found = (CallConfig,) if is_needed else (CallConfig, NoneType)
-            _ALTERNATIVES[key] = found
-            # OmegaConf takes no unions with containers: such keys are Any for it, and checked by
-            # check.py.
-            is_typed = set(found) <= {*PLAIN, CallConfig} and (
-                CallConfig not in found or set(found) <= {CallConfig, NoneType}
-            )
-            hints[name] = reduce(or_, found) if is_typed else Any
-            default = None if parameter.default is Parameter.empty else parameter.default
-            setattr(target, name, MISSING if is_needed else default)
-        for name in own:
-            key = f"{section}.{name}" if section else name
-            _ALTERNATIVES[key] = _read_hint(own[name])
-        target.__annotations__ = {**hints, **own}
+            found[name] = own.get(name, hints[argument])
+            if name in own:
+                continue
+            if parameter.default is not Parameter.empty or not needs:
+                is_empty = parameter.default is Parameter.empty
+                setattr(target, name, None if is_empty else parameter.default)
+        target.__annotations__ = {**found, **own}
         return dataclass(frozen=True, kw_only=True)(target)
 
-    given = typing.get_type_hints(vars(owner)["__init__"])
     return fill
 
 
-@_with_options_of(Evaluator, "eval_dataloader", dataloader="data")
+@_with_options_of(Evaluator, dataloader="data")
 class EvaluatorConfig(_Filled):
     """One evaluation with options of its own. What is ``inherited`` is what the run has.
 
@@ -124,7 +93,7 @@ class EvaluatorConfig(_Filled):
     """
 
 
-@_with_options_of(LengthBatchSampler, "sampling_mode", without=("dataset", "rank", "world_size"))
+@_with_options_of(LengthBatchSampler, without=("dataset", "rank", "world_size"))
 class SamplingConfig(_Filled):
     """Which rows make up a batch of training, by how long they are. See `LengthBatchSampler`.
 
@@ -154,18 +123,8 @@ class SamplingConfig(_Filled):
     seed: int | None = None
 
 
-SECTIONS: Mapping[str, type] = {
-    "eval_dataloader": EvaluatorConfig,
-    "checkpoint": CheckpointConfig,
-    "sampling_mode": SamplingConfig,
-}
-"""Keys that hold further keys, and what says which."""
-for _name, _hint in typing.get_type_hints(CheckpointConfig).items():
-    _ALTERNATIVES[f"checkpoint.{_name}"] = _read_hint(_hint)
-
-
 # Further modules would have to be shared with the forward: nodes make things of their own.
-@_with_options_of(Trainer, without=("modules",))
+@_with_options_of(Trainer, without=("modules",), needs=False)
 class RunConfig(_Filled):
     """The config of a command: the options of the `Trainer`, and those of a run.
 
@@ -225,21 +184,47 @@ class RunConfig(_Filled):
     weights: str | None = None
     sampling_mode: Any = None
     metrics: dict[str, CallConfig] = field(default_factory=dict)
-    global_batch_size: int | None = MISSING
-    eval_global_batch_size: int | None = MISSING
+    global_batch_size: int | None = None
+    eval_global_batch_size: int | None = None
     callbacks: list[CallConfig] = field(default_factory=list)
     loggers: list[CallConfig] = field(default_factory=list)
     checkpoint: Any = None
     run_dir: str | None = None
 
 
+SECTIONS: Mapping[str, type] = {
+    "eval_dataloader": EvaluatorConfig,
+    "checkpoint": CheckpointConfig,
+    "sampling_mode": SamplingConfig,
+}
+"""Keys that hold further keys, and what says which."""
+
+
+@functools.cache
 def alternatives(key: str) -> tuple[Any, ...]:
-    """The types that a key may have.
+    """The types that a key may have; in messages null comes last.
 
     >>> alternatives("seed")
     (<class 'int'>, <class 'NoneType'>)
     """
-    return _ALTERNATIVES[key]
+    section, _, name = key.rpartition(".")
+    owner = SECTIONS[section] if section else RunConfig
+    found = _read_hint(typing.get_type_hints(owner)[name])
+    if OPTIONS.get(key, Option()).made == "node":
+        found = (CallConfig,) if section else (CallConfig, NoneType)
+    return tuple(sorted(dict.fromkeys(found), key=lambda kind: kind is NoneType))
+
+
+def _read_hint(hint: Any) -> tuple[Any, ...]:
+    """The values a config may have for an argument: plain ones, mappings, lists, nodes, or any."""
+    if isinstance(hint, UnionType):
+        return tuple(kind for each in typing.get_args(hint) for kind in _read_hint(each))
+    kind = typing.get_origin(hint) or hint
+    if kind is Callable or (isclass(kind) and issubclass(kind, Policy)):
+        return (CallConfig,)
+    same = {Path: str, Sequence: list, dict: Mapping}.get(kind, kind)
+    # What is left out, such as a Duration, is for Python: a config has text for it.
+    return (same,) if same is Any or same in _WORDS else ()
 
 
 def choices(key: str) -> tuple[str, ...]:
@@ -259,7 +244,8 @@ def one_of(choices: Iterable[str]) -> str:
     'warn, error or ignore'
     """
     *most, last = choices
-    return f"{', '.join(most)} or {last}" if most else last
+    comma = "," * any("," in each or " or " in each for each in most)
+    return f"{', '.join(most)}{comma} or {last}" if most else last
 
 
 def type_in_words(key: str) -> str:
@@ -268,13 +254,16 @@ def type_in_words(key: str) -> str:
     >>> type_in_words("seed"), type_in_words("model"), type_in_words("rehearse")
     ('a whole number or null', 'a node', 'worst or null')
     """
-    words = OPTIONS.get(key, Option()).words
-    if words:
-        return words
-    found = alternatives(key)
-    if choices(key):
-        return one_of([*choices(key), *["null"] * (NoneType in found)])
-    return " or ".join(_WORDS[each] for each in found)
+    option, found = OPTIONS.get(key, Option()), {*alternatives(key)}
+    section, _, name = key.rpartition(".")
+    default = defaults(section).get(name, ...)
+    plain = [_WORDS[each] for each in alternatives(key) if each in {*_WORDS} - {NoneType}]
+    words = [option.words] if option.words else [*choices(key)] or plain
+    words += ["inherited"] * (default == INHERITED)
+    # What may be anything may be null where that means something.
+    if NoneType in found or (Any in found and default in (None, INHERITED)):
+        words += ["null"] * (key not in TO_TRAIN)
+    return one_of(words)
 
 
 def is_made(key: str) -> bool:
@@ -309,23 +298,24 @@ def defaults(section: str = "") -> dict[str, Any]:
     """
     values: dict[str, Any] = {}
     for each in fields(SECTIONS[section] if section else RunConfig):
-        if each.default_factory is not NO_DEFAULT:
+        if each.default_factory is not MISSING:
             values[each.name] = each.default_factory()
-        elif each.default not in (NO_DEFAULT, omegaconf.MISSING):
-            # YAML has no tuples.
+        # YAML has no tuples. An unset batch size is no null: nothing can refer to it.
+        elif each.default is not MISSING and each.name not in BATCH_SIZES:
             values[each.name] = list(each.default) if each.default == () else each.default
     return values if section else {key: values[key] for key in KEYS if key in values}
 
 
-def wrong_type(key: str, value: object, kind: str | None = None) -> ConfigError:
-    """Return the error for a value of a type that the key does not have.
+def wrong_type(key: str, value: object, kind: str) -> ConfigError:
+    """The error for a value of a type that the key does not have.
 
     Args:
         key: where it stands.
         value: what stands there.
-        kind: the key whose types it may have; ``key`` unless given.
+        kind: the key whose types it may have.
 
-    >>> print(wrong_type("seed", "many"))
+    >>> print(wrong_type("seed", "many", "seed"))
     seed='many' (text): expected a whole number or null
     """
-    return mistake(f"{key}={show(value)}: expected {type_in_words(kind or key)}", key)
+    hint = "; YAML reads yes, no, on and off as true or false" if isinstance(value, bool) else ""
+    return mistake(f"{key}={show(value)}: expected {type_in_words(kind)}{hint}", key)
