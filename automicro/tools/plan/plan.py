@@ -248,7 +248,7 @@ class Planner:
         return sorted(found, key=lambda remedy: -remedy.saved_bytes)
 
     def _changed(self, size: int) -> Iterator[tuple[str, str, "Planner"]]:
-        """What may help, in a word and in words, and the planner with it."""
+        """The changes that may help: a word, how to make it, and the planner with it."""
         savers = self.conditions.savers
         if self.conditions.train and self.steps.is_fake:
             for name in (RECOMPUTE, OFFLOAD):
