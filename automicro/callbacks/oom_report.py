@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from automicro.events.callback import Callback
 from automicro.events.run import Run
 from automicro.files import write_whole
 from automicro.memory.device import allocated_bytes
-from automicro.memory.residents import measure_residents
+from automicro.memory.residents import OccupiedDevice
 from automicro.options import read_count
 from automicro.step.events import Microbatch, OutOfMemory, Resize
 from automicro.step.feature import Attempt
@@ -79,11 +79,10 @@ class OutOfMemoryReport(Callback):
         self._history = read_count("history", history, least=0)
         self._written = 0
         self._batch: Any = None
-        self._open: tuple[Path, dict[str, Any]] | None = None  # the size after is still to come
         self._taken: Path | None = None  # the snapshot of this attempt's last refused request
         self._why_not: Exception | None = None
         self._forward: _Forward | None = None  # of an attempt after one that failed
-        self._last: tuple[Path, dict[str, Any]] | None = None  # of this batch
+        self._last: tuple[Path, dict[str, Any]] | None = None  # of the attempt that failed
 
     @property
     def written(self) -> int:
@@ -102,11 +101,11 @@ class OutOfMemoryReport(Callback):
 
     def batch_start(self, run: Run, batch: Any) -> None:
         """Keep the batch, to describe it if need be."""
-        self._batch, self._open, self._last = batch, None, None
+        self._batch, self._last = batch, None
 
     def batch_end(self, *_: Any, **__: Any) -> None:
         """Let go of the batch."""
-        self._batch = self._open = self._last = None
+        self._batch = self._last = None
 
     eval_batch_start, eval_batch_end = batch_start, batch_end
 
@@ -139,53 +138,44 @@ class OutOfMemoryReport(Callback):
             # tells of.
             path, report = self._last
             self._forward.add_to(report)
-            self._write(path, report)
+            with _saying(lambda: path):
+                _write(path, report)
         self._forward = self._last = None
 
     def oom(self, run: Run, failure: OutOfMemory) -> None:
         """Write a report. The next size is added when it is known, if there is one."""
-        self._open = None
+        self._last = None
         tell_no_more(self._take_snapshot)
         if self._forward is not None:
             self._forward.end()
-        try:
-            self._report(run, failure)
-        finally:
-            self._drop_snapshot()
-            self._forward = None
+        if self._written < self._max_reports:
+            path = self._folder
+            # Whatever fails, it is not worth the run.
+            with _saying(lambda: path):
+                path = self._next_path()
+                report = describe_failure(run, failure, self._batch)
+                if self._forward is not None:
+                    self._forward.add_to(report)
+                    report["inside"] = self._forward.inside
+                _write(path, report)
+                self._last = path, report
+                failure.reports.append(str(path))
+                path = path.with_suffix(".pickle")
+                # Said of a snapshot before this one counts.
+                if self._takes_snapshots(run):
+                    self._keep_snapshot(path)
+            self._written += self._last is not None
+        self._drop_snapshot()
+        self._forward = None
 
-    def _report(self, run: Run, failure: OutOfMemory) -> None:
-        if self._written >= self._max_reports:
-            return
-        path = self._folder
-        try:
-            path = self._next_path()
-            report = describe_failure(run, failure, self._batch)
-            if self._forward is not None:
-                self._forward.add_to(report)
-                report["inside"] = self._forward.inside
-        except Exception as error:  # whatever it is, it is not worth the run
-            _say(path, error)
-            return
-        if not self._write(path, report):
-            return
-        self._written += 1
-        # So that the error can name the file, where nothing smaller fits.
-        failure.reports.append(str(path))
-        self._open = self._last = (path, report)
-        if self._takes_snapshots(run):
-            snapshot = path.with_suffix(".pickle")
-            try:
-                # Inside of the allocator, where it happened, nothing could be said.
-                if self._why_not is not None:
-                    raise self._why_not
-                if self._taken is None:
-                    dump_memory_snapshot(str(snapshot))
-                else:
-                    self._taken.replace(snapshot)
-                    self._taken = None
-            except Exception as error:  # whatever it is, it is not worth the run
-                _say(snapshot, error)
+    def _keep_snapshot(self, path: Path) -> None:
+        if self._why_not is not None:
+            raise self._why_not
+        if self._taken is None:
+            dump_memory_snapshot(str(path))
+        else:
+            self._taken.replace(path)
+            self._taken = None
 
     def _takes_snapshots(self, run: Run) -> bool:
         has_room = self._written < self._max_reports
@@ -206,16 +196,17 @@ class OutOfMemoryReport(Callback):
     def _drop_snapshot(self) -> None:
         self._why_not = None
         if self._taken is not None:
-            _remove(self._taken)
+            with contextlib.suppress(OSError):  # on a disk that cannot be written to
+                self._taken.unlink(missing_ok=True)
             self._taken = None
 
     def resize(self, run: Run, resize: Resize) -> None:
         """Add the next size to the report."""
-        if self._open is not None:
-            path, report = self._open
+        if self._last is not None:
+            path, report = self._last
             report["microbatch_size"]["after"] = resize.after
-            self._write(path, report)
-            self._open = None
+            with _saying(lambda: path):
+                _write(path, report)
 
     def state_dict(self) -> dict[str, Any]:
         """How many reports were written."""
@@ -232,16 +223,11 @@ class OutOfMemoryReport(Callback):
             number += 1  # of an earlier run
         return path
 
-    def _write(self, path: Path, report: Mapping[str, Any]) -> bool:
-        try:
-            text = f"{json.dumps(report, indent=2)}\n".encode()
-            self._folder.mkdir(parents=True, exist_ok=True)
-            write_whole(path, lambda file: file.write(text))
-        # Not only a full disk: json refuses values that are not plain, with a TypeError.
-        except (OSError, TypeError, ValueError) as error:
-            _say(path, error)
-            return False
-        return True
+
+def _write(path: Path, report: Mapping[str, Any]) -> None:
+    text = f"{json.dumps(report, indent=2)}\n".encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, lambda file: file.write(text))
 
 
 def describe_failure(run: Run, failure: OutOfMemory, batch: Any) -> dict[str, Any]:
@@ -254,7 +240,8 @@ def describe_failure(run: Run, failure: OutOfMemory, batch: Any) -> dict[str, An
     """
     attempt, state = failure.attempt, run.state
     is_training = attempt.phase == "train"
-    residents = measure_residents(run.modules, run.optimizer, run.device, training=is_training)
+    device = OccupiedDevice(run.device, run.modules, run.optimizer)
+    residents = device.measure(training=is_training)
     sizes = [
         each.nbytes
         for module in run.modules
@@ -404,14 +391,13 @@ def _describe_batch(batch: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _say(path: Path, error: Exception) -> None:
-    warn(
-        f"the report {path} could not be written ({describe_error(error)}), and the run "
-        "goes on without it; make room, or name another folder in OutOfMemoryReport(folder)",
-        AutomicroWarning,
-    )
-
-
-def _remove(path: Path) -> None:
-    with contextlib.suppress(OSError):  # on a disk that cannot be written to
-        path.unlink(missing_ok=True)
+@contextlib.contextmanager
+def _saying(path: Callable[[], Path]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        warn(
+            f"the report {path()} could not be written ({describe_error(error)}), and the run "
+            "goes on without it; make room, or name another folder in OutOfMemoryReport(folder)",
+            AutomicroWarning,
+        )

@@ -359,28 +359,32 @@ def read_lengths(lengths: Lengths, dataset: Any = None, *, name: str = "lengths"
 
 
 def _find(lengths: Lengths, dataset: Any, name: str) -> Array:
+    values: Any = lengths
     if isinstance(lengths, Path | str):
         match = _FILE.fullmatch(str(lengths))
         if match is not None:
             try:
-                return _as_numbers(_read_file(**match.groupdict(), name=name), name)
+                values = _read_file(**match.groupdict(), name=name)
             except OSError as error:
                 raise ValueError(
                     f"{name}={match['path']!r} cannot be read ({error}): {_FORMS}"
                 ) from error
-        if isinstance(lengths, Path):
+        elif isinstance(lengths, Path):
             raise ValueError(f"{name}={str(lengths)!r} is of no kind that is read here: {_FORMS}")
-        return _as_numbers(_read_column(lengths, dataset, name), name)
-    if isinstance(lengths, torch.Tensor):
-        return lengths.detach().cpu().numpy().astype(np.float64)
-    if isinstance(lengths, np.ndarray | Sequence):
-        return _as_numbers(lengths, name)
-    if not callable(lengths):
-        raise TypeError(f"{name} is a {type(lengths).__name__}: {_FORMS}")
-    if dataset is None:
-        raise ValueError(f"{name} is a function of a row: give the dataset whose rows it reads")
-    rows = (dataset[row] for row in range(len(dataset)))
-    return _as_numbers([_length_of(lengths(row)) for row in rows], name)
+        else:
+            values = _read_column(lengths, dataset, name)
+    elif isinstance(lengths, torch.Tensor):
+        values = lengths.detach().cpu().numpy()
+    elif not isinstance(lengths, np.ndarray | Sequence):
+        if not callable(lengths):
+            raise TypeError(f"{name} is a {type(lengths).__name__}: {_FORMS}")
+        if dataset is None:
+            raise ValueError(f"{name} is a function of a row: give the dataset whose rows it reads")
+        values = [_length_of(lengths(dataset[row])) for row in range(len(dataset))]
+    try:
+        return np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} holds what is no number ({error}): {_FORMS}") from None
 
 
 def _read_column(column: str, dataset: Any, name: str) -> list[Any]:
@@ -412,13 +416,6 @@ def _length_of(value: Any) -> Any:
         with contextlib.suppress(ValueError):
             return float(value)
     return len(value)
-
-
-def _as_numbers(values: Any, name: str) -> Array:
-    try:
-        return np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} holds what is no number ({error}): {_FORMS}") from None
 
 
 def _read_file(path: str, kind: str, column: str | None, name: str) -> Any:

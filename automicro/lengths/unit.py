@@ -240,13 +240,11 @@ _OR_COST = "or a function from a batch of one row to what it costs"
 
 
 def _sum(lengths: Array) -> Array:
-    total: Array = lengths.sum(-1)
-    return total
+    return np.asarray(lengths.sum(-1))
 
 
 def _product(lengths: Array) -> Array:
-    total: Array = lengths.prod(-1)
-    return total
+    return np.asarray(lengths.prod(-1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -544,7 +542,9 @@ class CostUnit(Unit):
         combine: Combine = _sum
         if self.name == TOKENS:
             # Where padding stays, each row costs what the longest does.
-            lengths = [group.lengths if cuts else _all(group.padded, num_rows) for group in groups]
+            lengths = [
+                group.lengths if cuts else np.full(num_rows, group.padded) for group in groups
+            ]
             table = np.stack(lengths, axis=1).astype(np.float64)
         elif self.name == SECONDS:
             table = self._seconds(batch, num_rows)[:, None]
@@ -602,10 +602,6 @@ def _checked(costs: Array, who: str) -> Array:
             "number"
         )
     return costs
-
-
-def _all(length: int, num_rows: int) -> Array:
-    return np.full(num_rows, length)
 
 
 def refuse_inputs_with_gradients(batch: Any) -> None:

@@ -70,56 +70,6 @@ class ResidentMemory:
         return ", ".join(f"{name} {format_bytes(held)}" for name, held in parts if held)
 
 
-def measure_residents(
-    modules: Iterable[nn.Module],
-    optimizer: torch.optim.Optimizer | None,
-    device: torch.device,
-    *,
-    training: bool,
-    upcoming_bytes: Sequence[int] = (),
-    shared_inputs: Sequence[Tensor] = (),
-    memory_limit: str | int | float | None = None,
-    sums_in_float32: bool = False,
-) -> ResidentMemory:
-    """Add up what is on a device at any microbatch size.
-
-    Args:
-        modules: everything that takes part.
-        optimizer: whose state counts; None for none.
-        device: where the work runs.
-        training: whether all gradients are to come.
-        upcoming_bytes: of each tensor of state that the optimizer has yet to build.
-        shared_inputs: parts of the batch that every microbatch gets whole.
-        memory_limit: of the device, where no `MemoryBudget` is entered.
-        sums_in_float32: whether gradients of parameters in bf16 or fp16 have four bytes a number.
-
-    >>> linear = nn.Linear(16, 16)
-    >>> measure_residents([linear], None, torch.device("cpu"), training=True).gradients
-    1536
-    """
-    modules = list(modules)
-    parameters = _distinct(p for module in modules for p in module.parameters())
-    buffers = _distinct(b for module in modules for b in module.buffers())
-    there = gradients = _count([each.grad for each in parameters if each.grad is not None])
-    if training:
-        gradients = _count(
-            [parameter for parameter in parameters if parameter.requires_grad],
-            least_itemsize=4 if sums_in_float32 else 0,
-        )
-    state = _distinct(tensors_of([] if optimizer is None else [optimizer]))
-    # Steps and other counts of an optimizer may lie on the host.
-    on_device = [each for each in state if each.device.type == device.type]
-    return ResidentMemory(
-        parameters=_count(parameters),
-        gradients=gradients,
-        earlier_gradients=there if training else 0,
-        optimizer_state=_count(on_device) + sum(map(rounded, upcoming_bytes)),
-        buffers=_count(buffers),
-        shared_inputs=_count(shared_inputs),
-        limit=_limit_bytes(device, memory_limit),
-    )
-
-
 def track_residents(budget: MemoryBudget, residents: Iterable[object]) -> None:
     """Count residents in a budget, and say it where they do not even fit by themselves.
 
@@ -139,12 +89,6 @@ def track_residents(budget: MemoryBudget, residents: Iterable[object]) -> None:
             "memory_limit (or that of the MemoryBudget), or train a smaller model",
         )
         raise
-
-
-def _limit_bytes(device: torch.device, memory_limit: str | int | float | None) -> int | None:
-    if device.type == "cpu" and (budget := active_budget()) is not None:
-        return budget.limit_bytes
-    return None if memory_limit is None else limit_bytes(memory_limit, device)
 
 
 def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -175,6 +119,8 @@ class OccupiedDevice:
     >>> with occupied.limited():
     ...     active_budget().allocated_bytes
     1536
+    >>> occupied.measure(training=True).gradients
+    1536
     """
 
     def __init__(
@@ -182,7 +128,7 @@ class OccupiedDevice:
         device: torch.device,
         modules: Sequence[nn.Module],
         optimizer: torch.optim.Optimizer | None,
-        memory_limit: str | int | float | None,
+        memory_limit: str | int | float | None = None,
         *,
         sums_in_float32: bool = False,
     ) -> None:
@@ -223,14 +169,35 @@ class OccupiedDevice:
         upcoming_bytes: Sequence[int] = (),
         shared_inputs: Sequence[Tensor] = (),
     ) -> ResidentMemory:
-        """The memory held at any microbatch size; see `measure_residents`."""
-        return measure_residents(
-            self._modules,
-            self._optimizer,
-            self._device,
-            training=training,
-            upcoming_bytes=upcoming_bytes,
-            shared_inputs=shared_inputs,
-            memory_limit=self._memory_limit,
-            sums_in_float32=self._sums_in_float32,
+        """Add up what is there at any microbatch size.
+
+        Args:
+            training: whether all gradients are to come.
+            upcoming_bytes: of each tensor of state that the optimizer has yet to build.
+            shared_inputs: parts of the batch that every microbatch gets whole.
+        """
+        parameters = _distinct(p for module in self._modules for p in module.parameters())
+        buffers = _distinct(b for module in self._modules for b in module.buffers())
+        there = gradients = _count([each.grad for each in parameters if each.grad is not None])
+        if training:
+            gradients = _count(
+                [parameter for parameter in parameters if parameter.requires_grad],
+                least_itemsize=4 if self._sums_in_float32 else 0,
+            )
+        state = _distinct(tensors_of([] if self._optimizer is None else [self._optimizer]))
+        # Steps and other counts of an optimizer may lie on the host.
+        on_device = [each for each in state if each.device.type == self._device.type]
+        limit = None
+        if self._device.type == "cpu" and (budget := active_budget()) is not None:
+            limit = budget.limit_bytes
+        elif self._memory_limit is not None:
+            limit = limit_bytes(self._memory_limit, self._device)
+        return ResidentMemory(
+            parameters=_count(parameters),
+            gradients=gradients,
+            earlier_gradients=there if training else 0,
+            optimizer_state=_count(on_device) + sum(map(rounded, upcoming_bytes)),
+            buffers=_count(buffers),
+            shared_inputs=_count(shared_inputs),
+            limit=limit,
         )

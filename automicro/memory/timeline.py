@@ -35,7 +35,7 @@ BACKWARD = "temporaries of the backward"
 
 _OUTSIDE = "outside of modules"
 _IN_PICTURES = {OPTIMIZER: "optimizer", BACKWARD: "backward"}
-_MOST_SAMPLES = 1000
+_MOST_SAMPLES = 500
 
 
 class Owner(NamedTuple):
@@ -43,6 +43,14 @@ class Owner(NamedTuple):
 
     kind: str
     module: str = ""
+
+
+def added_up(held: Mapping[Owner, int], name: Callable[[Owner], str]) -> dict[str, int]:
+    """Bytes by a name of their owners."""
+    found: dict[str, int] = {}
+    for owner, num_bytes in held.items():
+        found[name(owner)] = found.get(name(owner), 0) + num_bytes
+    return found
 
 
 class Mark(NamedTuple):
@@ -112,6 +120,15 @@ class Trace:
             done = event + 1
             held = zip(places, sums.tolist(), strict=True)
             yield {owner: num_bytes for owner, num_bytes in held if num_bytes}
+
+    def samples(self, name: Callable[[Owner], str]) -> list[tuple[int, dict[str, int]]]:
+        """Events, and bytes after each by their owners' names: of neighbours, the fullest."""
+        width = max(len(self.totals) // _MOST_SAMPLES, 1)
+        starts = range(0, len(self.totals), width)
+        # Samples at fixed places could miss the peak.
+        fullest = [start + int(self.totals[start : start + width].argmax()) for start in starts]
+        helds = (added_up(held, name) for held in self.breakdowns(fullest))
+        return list(zip(fullest, helds, strict=True))
 
     def scaled(self, share: Callable[[Owner], float]) -> "Trace":
         """The same with every owner's storages at a share of their size."""
@@ -387,20 +404,13 @@ def record_step(
         step()
     # Again, because a first step makes the state.
     recorder.own(OPTIMIZER, tensors_of(state))
-    trace = recorder.trace()
-    width = max(len(trace.totals) // _MOST_SAMPLES, 1)
-    starts = range(0, len(trace.totals), width)
-    # Samples at fixed places could miss the peak.
-    fullest = [start + int(trace.totals[start : start + width].argmax()) for start in starts]
     return [
-        (float(event + 1), _as_pictured(held))
-        for event, held in zip(fullest, trace.breakdowns(fullest), strict=True)
+        (float(event + 1), held)
+        for event, held in recorder.trace().samples(
+            lambda owner: (
+                owner.module
+                if owner.kind == ACTIVATIONS
+                else _IN_PICTURES.get(owner.kind, owner.kind)
+            )
+        )
     ]
-
-
-def _as_pictured(held: Mapping[Owner, int]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for (kind, module), num_bytes in held.items():
-        name = module if kind == ACTIVATIONS else _IN_PICTURES.get(kind, kind)
-        found[name] = found.get(name, 0) + num_bytes
-    return found

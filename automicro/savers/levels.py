@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import nn
 
+from automicro.batch.device import on_host
 from automicro.nested.parts import LanguageTail, find_language_model
 from automicro.options import check_choice
 from automicro.savers.offload import offloading
@@ -156,13 +157,15 @@ class Offload:
 
     Args:
         modules: whose parameters and buffers stay.
+        host: around what allocates on the host.
     """
 
     modules: Sequence[nn.Module]
+    host: Callable[[], AbstractContextManager[Any]] = on_host
     name: str = field(default=OFFLOAD, init=False)
 
     def applied(self) -> AbstractContextManager[None]:
-        return offloading(self.modules)
+        return offloading(self.modules, self.host)
 
     def describe(self) -> str:
         return "what is saved for the backward waits in host memory"

@@ -45,11 +45,16 @@ class _Packed(NamedTuple):
 class _Stored:
     """One storage on the host, and on the device again while anybody uses it there."""
 
-    def __init__(self, host: Tensor, device: torch.device, copied: Any) -> None:
+    def __init__(self, host: Tensor, source: torch.UntypedStorage, copied: Any) -> None:
         self._host = host
-        self._device = device
+        self._device = source.device
+        self._source = weakref.ref(source)
         self._copied = copied  # an event of the side stream; None where there is none
         self._there: weakref.ref[torch.UntypedStorage] | None = None
+
+    def is_of(self, storage: torch.UntypedStorage) -> bool:
+        """Whether it is a copy of this storage: another may have its id by now."""
+        return self._source() is storage
 
     def on_device(self) -> Tensor:
         """All its bytes, as one tensor."""
@@ -92,10 +97,10 @@ class OffloadHooks:
         self._staying: dict[int, torch.UntypedStorage] = {}
         self.keep(staying)
         self._host = host
-        # By id of a storage: itself, its version when it was copied, and the copy.
-        self._known: dict[
-            int, tuple[weakref.ref[torch.UntypedStorage], int, weakref.ref[_Stored]]
-        ] = {}
+        # By the id of a storage and its version when it was copied.
+        self._known: weakref.WeakValueDictionary[tuple[int, int], _Stored] = (
+            weakref.WeakValueDictionary()
+        )
         self._on_the_way: deque[tuple[Any, torch.UntypedStorage]] = deque()
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
@@ -123,14 +128,10 @@ class OffloadHooks:
 
     def _stored(self, tensor: Tensor, storage: torch.UntypedStorage, version: int) -> _Stored:
         # What was written to meanwhile is copied anew: the backward needs both contents.
-        known = self._known.get(id(storage))
-        if known is not None and known[0]() is storage and known[1] == version:
-            stored = known[2]()
-            if stored is not None:
-                return stored
-        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-        stored = self._copied(whole, storage)
-        self._known[id(storage)] = weakref.ref(storage), version, weakref.ref(stored)
+        stored = self._known.get((id(storage), version))
+        if stored is None or not stored.is_of(storage):
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            stored = self._known[id(storage), version] = self._copied(whole, storage)
         return stored
 
     def _copied(self, whole: Tensor, storage: torch.UntypedStorage) -> _Stored:
@@ -141,7 +142,7 @@ class OffloadHooks:
             with self._host():
                 host = torch.empty(whole.shape, dtype=torch.uint8, device="cpu")
             host.copy_(whole)
-            return _Stored(host, device, None)
+            return _Stored(host, storage, None)
         module = torch.get_device_module(device)
         current, side = module.current_stream(device), side_stream(device)
         side.wait_stream(current)
@@ -151,7 +152,7 @@ class OffloadHooks:
         self._on_the_way.append((copied, storage))
         while len(self._on_the_way) > _MOST_ON_THE_WAY:
             self._arrive()
-        return _Stored(host, device, copied)
+        return _Stored(host, storage, copied)
 
     def _arrive(self) -> None:
         copied, storage = self._on_the_way.popleft()

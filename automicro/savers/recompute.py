@@ -31,7 +31,6 @@ from automicro.torch_private import (
     call_of,
     counter_of,
     ends_checkpoint,
-    is_compiled,
     is_in_checkpoint,
     is_of_checkpoint,
     refuses_hooks,
@@ -49,12 +48,8 @@ _OF_WRAPPERS = re.compile(
 _OF_ROOTS = ("module", "_orig_mod")
 
 
-def _nothing(module: nn.Module) -> bool:
-    return False
-
-
 def repeated_blocks(
-    model: nn.Module, *, but: Callable[[nn.Module], bool] = _nothing
+    model: nn.Module, *, but: Callable[[nn.Module], bool] = lambda _: False
 ) -> dict[str, nn.Module]:
     """The outermost modules of one class that stand in a row, by name: a transformer's layers.
 
@@ -89,15 +84,15 @@ def _row_of(module: nn.Module, children: Mapping[str, nn.Module]) -> dict[str, n
     """The repeated blocks among a module's children, by name."""
     if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
         return {}
-    kinds = Counter(_kind(child) for child in children.values())
+    # Classes inside of what torch.compile puts around them.
+    kinds = {name: type(getattr(child, "_orig_mod", child)) for name, child in children.items()}
+    counts = Counter(kinds.values())
     repeated = {
         name: child
         for name, child in children.items()
-        if kinds[_kind(child)] > 1 and any(child.children()) and is_called(child)
+        if counts[kinds[name]] > 1 and any(child.children()) and is_called(child)
     }
-    if not repeated:
-        return {}
-    return {} if _are_stages(list(repeated.values())) else repeated
+    return {} if not repeated or _are_stages(list(repeated.values())) else repeated
 
 
 def is_called(module: nn.Module) -> bool:
@@ -123,12 +118,6 @@ def _are_stages(modules: Sequence[nn.Module]) -> bool:
 def _has_two_weights(module: nn.Module) -> bool:
     """Whether it is more than one layer with its norm and its activation."""
     return sum(parameter.ndim > 1 for parameter in module.parameters()) > 1
-
-
-def _kind(module: nn.Module) -> type:
-    """Its class, inside of what ``torch.compile`` puts around it."""
-    inside = getattr(module, "_orig_mod", module) if is_compiled(module) else module
-    return type(inside)
 
 
 def _shapes(module: nn.Module) -> tuple[tuple[int, ...], ...]:
@@ -195,7 +184,7 @@ def _plain_name(name: str) -> str:
 
 
 def find_blocks(
-    modules: Sequence[nn.Module], *, but: Callable[[nn.Module], bool] = _nothing
+    modules: Sequence[nn.Module], *, but: Callable[[nn.Module], bool] = lambda _: False
 ) -> dict[str, nn.Module]:
     """The repeated blocks of several modules, by name; see `repeated_blocks`."""
     return _by_name(modules, lambda root: repeated_blocks(root, but=but).items())

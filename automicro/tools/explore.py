@@ -21,7 +21,6 @@ from automicro.options import read_count
 from automicro.policy.explore import EXPECTED, ROUND, SURE
 from automicro.policy.policy import Exploration, Outcome, Policy
 from automicro.policy.race import Arm, Race
-from automicro.state.capture import capture
 from automicro.tools.pictures import Point, speed_and_memory
 from automicro.trainer.rehearsal import undisturbed
 from automicro.units import format_bytes
@@ -199,27 +198,21 @@ def explore(
         options = {"batchnorm": "ignore", "probe": False, **options}
         sizes = {"microbatch_size": trials, "eval_microbatch_size": trials}
         microbatcher = Microbatcher(model, **with_features({**options, **sizes}))
-        captured = capture({"model": model, "modules": options.get("modules", ())})
+        run: Callable[[Any], object] = microbatcher.evaluate if evaluate else microbatcher.backward
         try:
-            for size in trials.sizes(max_steps, max_minutes):
-                try:
-                    batch = pool.about_a_batch(size)
-                    if evaluate:
-                        microbatcher.evaluate(batch)
-                    else:
-                        # A step that is not accepted is rolled back, as one that ran out of memory
-                        # is.
-                        microbatcher.accumulate([batch], accept=lambda _: False)
-                except SampleTooLargeError:
-                    if size == 1:
-                        raise
+            with microbatcher.rehearsing():
+                for size in trials.sizes(max_steps, max_minutes):
+                    try:
+                        run(pool.about_a_batch(size))
+                    except SampleTooLargeError:
+                        if size == 1:
+                            raise
         except KeyboardInterrupt:
             # Without a measurement there is no best so far to return.
             if not trials.seconds:
                 raise
             trials.ended = "interrupted"
         finally:
-            captured.put_back()
             microbatcher.release_reservation()
     for name in [] if evaluate else find_batchnorm(model)[:1]:
         pool.notes.append(

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from automicro import Microbatcher
 from automicro.features import RememberSizes, WhenTooLarge
-from automicro.memory.residents import measure_residents
+from automicro.memory.residents import OccupiedDevice
 from automicro.optimizer import step as clipping
 from automicro.optimizer.step import GradientScaler, clip_gradients, step_optimizer
 from tests.ranks.uneven import Sum
@@ -277,6 +277,6 @@ def _no_memory(*_: Any) -> Any:
 def count_residents() -> tuple[int, int]:
     """What is said to lie on the device of a sharded model, and what does."""
     model = wide("fsdp", torch.float64)
-    residents = measure_residents([model], None, CPU, training=True)
+    residents = OccupiedDevice(CPU, [model], None).measure(training=True)
     parts = [p.to_local() for p in model.parameters() if isinstance(p, DTensor)]
     return residents.parameters, sum(part.numel() * part.itemsize for part in parts)

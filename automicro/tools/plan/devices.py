@@ -28,13 +28,16 @@ class Device:
         name: in a plan.
         what: it is, in words.
         total_bytes: what its driver reports.
-        is_reported: whether public reports of failures show about as much, else it is assumed.
     """
 
     name: str
     what: str
     total_bytes: int
-    is_reported: bool = True
+
+    @property
+    def is_reported(self) -> bool:
+        """Whether public reports of failures show about as much, else it is assumed."""
+        return self.name not in _ASSUMED
 
     @property
     def is_before_ampere(self) -> bool:
@@ -47,31 +50,27 @@ class Device:
         return self.total_bytes - CONTEXT_BYTES
 
 
-def _device(name: str, what: str, total_gib: float) -> tuple[str, Device]:
-    is_reported = name not in _ASSUMED
-    return name, Device(name, what, int(total_gib * _GIB), is_reported)
-
-
-DEVICES: dict[str, Device] = dict(
-    (
-        _device("t4", "NVIDIA T4, 16 GB", 14.56),
-        _device("v100-16gb", "NVIDIA V100, 16 GB", 15.77),
-        _device("v100-32gb", "NVIDIA V100, 32 GB", 31.73),
-        _device("a10g", "NVIDIA A10G, 24 GB", 22.03),
-        _device("l4", "NVIDIA L4, 24 GB", 22.03),
-        _device("rtx-3090", "NVIDIA GeForce RTX 3090, 24 GB", 23.56),
-        _device("rtx-4090", "NVIDIA GeForce RTX 4090, 24 GB", 23.52),
-        _device("rtx-5090", "NVIDIA GeForce RTX 5090, 32 GB", 31.36),
-        _device("a100-40gb", "NVIDIA A100, 40 GB", 39.38),
-        _device("l40s", "NVIDIA L40S, 48 GB", 44.34),
-        _device("mi250x", "AMD Instinct MI250X, one of its two halves, 64 GB", 63.98),
-        _device("a100-80gb", "NVIDIA A100, 80 GB", 79.14),
-        _device("h100-80gb", "NVIDIA H100, 80 GB", 79.10),
-        _device("h200-141gb", "NVIDIA H200, 141 GB", 139.72),
-        _device("b200", "NVIDIA B200, 192 GB", 178.35),
-        _device("mi300x", "AMD Instinct MI300X, 192 GB", 191.45),
+DEVICES: dict[str, Device] = {
+    name: Device(name, what, int(total_gib * _GIB))
+    for name, what, total_gib in (
+        ("t4", "NVIDIA T4, 16 GB", 14.56),
+        ("v100-16gb", "NVIDIA V100, 16 GB", 15.77),
+        ("v100-32gb", "NVIDIA V100, 32 GB", 31.73),
+        ("a10g", "NVIDIA A10G, 24 GB", 22.03),
+        ("l4", "NVIDIA L4, 24 GB", 22.03),
+        ("rtx-3090", "NVIDIA GeForce RTX 3090, 24 GB", 23.56),
+        ("rtx-4090", "NVIDIA GeForce RTX 4090, 24 GB", 23.52),
+        ("rtx-5090", "NVIDIA GeForce RTX 5090, 32 GB", 31.36),
+        ("a100-40gb", "NVIDIA A100, 40 GB", 39.38),
+        ("l40s", "NVIDIA L40S, 48 GB", 44.34),
+        ("mi250x", "AMD Instinct MI250X, one of its two halves, 64 GB", 63.98),
+        ("a100-80gb", "NVIDIA A100, 80 GB", 79.14),
+        ("h100-80gb", "NVIDIA H100, 80 GB", 79.10),
+        ("h200-141gb", "NVIDIA H200, 141 GB", 139.72),
+        ("b200", "NVIDIA B200, 192 GB", 178.35),
+        ("mi300x", "AMD Instinct MI300X, 192 GB", 191.45),
     )
-)
+}
 
 
 def find_device(name: str) -> Device:

@@ -26,7 +26,7 @@ from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.errors import BatchError, LossError, UntraceableModelError, describe_error
 from automicro.loss.conventions import Convention, choose_convention
 from automicro.loss.passes import extra_pass
-from automicro.memory.timeline import BATCH, BUFFERS, GRADIENTS, OPTIMIZER, PARAMETERS, Trace
+from automicro.memory.timeline import BATCH, BUFFERS, GRADIENTS, OPTIMIZER, PARAMETERS, Owner, Trace
 from automicro.modules import evaluation_mode
 from automicro.nested.parts import Nested
 from automicro.optimizer.reservation import StepMemory, predict_step_memory, undisturbed
@@ -41,7 +41,6 @@ from automicro.savers.levels import (
     Savers,
     make_levels,
 )
-from automicro.savers.offload import offloading
 from automicro.state.tensors import LARGE_BYTES
 from automicro.step.parts import SizedParts
 from automicro.tools.plan.kernels import STEP, TAIL, StepRecorder
@@ -53,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 OPTIMIZER_STEP = "optimizer step"
 """The name of the trace's first mark."""
+_FEW = (2, 8)  # rows of the steps that compute
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,11 +130,10 @@ class DryRun:
     _mode: FakeTensorMode = field(init=False)
     _modules: list[nn.Module] = field(init=False)
     _convention: Convention = field(init=False)
-    _step_memory: StepMemory | None = field(default=None, init=False)
     _without_gradient: set[int] | None = field(default=None, init=False)
     assumptions: set[str] = field(default_factory=set, init=False)
-    _traces: dict[tuple[int, bool, Conditions], Trace] = field(default_factory=dict, init=False)
-    _slices: dict[tuple[int, bool, Conditions], dict[str, int]] = field(
+    # By rows, whether they are some of a batch, and conditions: the step, and its largest slices.
+    _steps: dict[tuple[int, bool, Conditions], tuple[Trace, dict[str, int]]] = field(
         default_factory=dict, init=False
     )
     _savers: dict[str, Saver] = field(default_factory=dict, init=False)
@@ -180,19 +179,17 @@ class DryRun:
         return self._savers.get(name)
 
     @property
-    def has_parts(self) -> bool:
-        """Whether any part has a size of its own."""
-        return bool(self._nested.all())
-
-    @property
     def has_adapting_parts(self) -> bool:
         """Whether any part has a size of its own that may change."""
         return any(each.adapts for each in self._nested.all())
 
     def slices(self, rows: int, *, splits: bool, conditions: Conditions) -> dict[str, int]:
-        """Rows of the largest slice of each part with a size of its own, by its name, in a step."""
+        """Rows of the largest slice of each part with a size of its own, by its name, in a step.
+
+        They are not known of steps that did not run.
+        """
         self.step(rows, splits=splits, conditions=conditions)
-        return self._slices[rows, splits, conditions]
+        return self._steps[rows, splits, conditions][1]
 
     @property
     def model(self) -> nn.Module:
@@ -276,13 +273,9 @@ class DryRun:
     def _fake(self) -> contextlib.AbstractContextManager[Any]:
         return self._mode if self.is_fake else contextlib.nullcontext()
 
+    @functools.cached_property
     def step_memory(self) -> StepMemory:
         """The memory that the first step of the optimizer allocates."""
-        if self._step_memory is None:
-            self._step_memory = self._predicted()
-        return self._step_memory
-
-    def _predicted(self) -> StepMemory:
         given = self.job.optimizer
         if given is None:
             return StepMemory()
@@ -303,6 +296,8 @@ class DryRun:
     def step(self, rows: int, *, splits: bool, conditions: Conditions | None = None) -> Trace:
         """The memory of a step whose largest microbatch has this many rows. Each is run once.
 
+        Of steps that compute, large ones do not run: they lie on a line through two small ones.
+
         Args:
             rows: of the microbatch; more than the batch has are had by repeating its rows.
             splits: whether other microbatches came before, so that gradients are there.
@@ -313,16 +308,34 @@ class DryRun:
             BatchError, LossError: as a `Microbatcher` raises them.
         """
         asked = (rows, splits, conditions or Conditions())
-        if asked not in self._traces:
-            self._traces[asked] = self._traced(*asked)
-        return self._traces[asked]
+        if asked not in self._steps:
+            runs = self.is_fake or rows <= _FEW[1]
+            self._steps[asked] = self._run(*asked) if runs else (self._on_line(*asked), {})
+        return self._steps[asked][0]
 
-    def _traced(self, rows: int, splits: bool, conditions: Conditions) -> Trace:
+    def _on_line(self, rows: int, splits: bool, conditions: Conditions) -> Trace:
+        few, more = _FEW
+        low, high = (self.step(each, splits=splits, conditions=conditions) for each in _FEW)
+        times = (rows - more) / (more - few)
+        found = high.on_line(low, times)
+        if found is not None:
+            return found
+        # Their events do not match, so owners are extrapolated at the peaks alone. The optimizer's
+        # step is left out, which the rows of a microbatch do not change.
+        before, after = (each.until(OPTIMIZER_STEP).breakdown() for each in (low, high))
+        return Trace.still(
+            {
+                owner: max(round(num_bytes + (num_bytes - before.get(owner, 0)) * times), 0)
+                for owner, num_bytes in after.items()
+            }
+        )
+
+    def _run(self, rows: int, splits: bool, conditions: Conditions) -> tuple[Trace, dict[str, int]]:
         if splits and self._without_gradient is None:
             self.step(1, splits=False, conditions=conditions)  # shows what has a gradient
         microbatch = self._rows(rows)
         # Found before the recorder is entered, which would count the optimizer's own dry run, too.
-        self.step_memory()
+        _ = self.step_memory
         for part in self._nested.all():
             part.sizes = []
             if part.adapts:
@@ -354,8 +367,7 @@ class DryRun:
                 ) from error
         self.assumptions |= recorder.assumptions
         parts = self._nested.by_name().items()
-        self._slices[rows, splits, conditions] = {n: max(p.sizes) for n, p in parts if p.sizes}
-        return recorder.trace()
+        return recorder.trace(), {name: max(part.sizes) for name, part in parts if part.sizes}
 
     def _rows(self, rows: int) -> Any:
         if rows == self.num_rows:
@@ -377,10 +389,9 @@ class DryRun:
             recorder.ledger.see(buffers.values(), [])
         for buffer in buffers.values():
             if buffer.nbytes <= LARGE_BYTES:  # larger ones are copied to the host
-                recorder.hold(buffer.nbytes, BUFFERS)
-        memory = self.step_memory()
-        for num_bytes in memory.state_bytes:
-            recorder.hold(num_bytes, OPTIMIZER)
+                recorder.hold(buffer.nbytes, Owner(BUFFERS))
+        for num_bytes in self.step_memory.state_bytes:
+            recorder.hold(num_bytes, Owner(OPTIMIZER))
         with recorder.owning(BATCH):
             rows = map_tensors(microbatch, functools.partial(self._moved, recorder), isolate=True)
         if not conditions.train:
@@ -394,8 +405,7 @@ class DryRun:
         finally:
             del rows
         recorder.mark(OPTIMIZER_STEP)
-        # Given back at once: it has only to show in the peak.
-        recorder.hold(memory.temporary_bytes, STEP)()
+        recorder.take(self.step_memory.temporary_bytes, Owner(STEP))
         self._clear()
 
     def _train(
@@ -464,9 +474,8 @@ class DryRun:
                 if isinstance(saver, Offload):
                     stack.callback(setattr, self._mode, "cache_enabled", self._mode.cache_enabled)
                     self._mode.cache_enabled = False  # it keeps the storages of tensors.set_()
-                    host = functools.partial(recorder.ledger.placing, on_host=True)
-                    stack.enter_context(offloading(self._modules, host))
-                elif saver is not None:
+                    saver.host = functools.partial(recorder.ledger.placing, on_host=True)
+                if saver is not None:
                     stack.enter_context(saver.applied())
             yield
 

@@ -86,10 +86,7 @@ class StepRecorder(Recorder):
             self.ledger.see(output, [])
         workspace_bytes = _workspace_bytes(func, args)
         if workspace_bytes:
-            number = self.ledger.new(Owner(WORKSPACE, self.ledger.owner.module))
-            # Gone with the operation: it has only to show in the peak.
-            self.ledger.write(number, workspace_bytes)
-            self.ledger.write(number, -workspace_bytes)
+            self.take(workspace_bytes, Owner(WORKSPACE, self.ledger.owner.module))
         return output
 
     def _owner_of(self, func: Any, args: tuple[Any, ...]) -> Owner:
@@ -159,11 +156,15 @@ class StepRecorder(Recorder):
         for output in outputs:
             self.ledger.give(output, Owner(TAIL))
 
-    def hold(self, num_bytes: int, kind: str) -> Callable[[], None]:
-        """Count something of which there is no tensor; returns what gives it back."""
-        number = self.ledger.new(Owner(kind))
+    def hold(self, num_bytes: int, owner: Owner) -> int:
+        """Count something of which there is no tensor; returns its number."""
+        number = self.ledger.new(owner)
         self.ledger.write(number, num_bytes)
-        return lambda: self.ledger.write(number, -num_bytes)
+        return number
+
+    def take(self, num_bytes: int, owner: Owner) -> None:
+        """Count it for a moment, so that it shows in the peak."""
+        self.ledger.write(self.hold(num_bytes, owner), -num_bytes)
 
 
 _FUSED = (

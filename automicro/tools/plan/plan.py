@@ -1,9 +1,11 @@
 """The largest microbatch that will fit, before anything is allocated."""
 
+import bisect
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,14 +41,14 @@ from automicro.savers.levels import (
 )
 from automicro.savers.recompute import repeated_blocks
 from automicro.tools.plan.devices import find_device, read_memory
-from automicro.tools.plan.dry_run import OPTIMIZER_STEP, Conditions, DryRun, Job
+from automicro.tools.plan.dry_run import Conditions, DryRun, Job
 from automicro.tools.plan.kernels import CASTS, GATHERED, STAYING, STEP, TAIL
 from automicro.tools.plan.report import (
     LevelPlan,
     PlanReport,
     Remedy,
-    by_kind,
-    by_module,
+    breakdown_of,
+    modules_of,
     samples_of,
 )
 
@@ -57,167 +59,91 @@ _MEASURED_ERROR = 0.10
 _FRAGMENTATION = 0.03  # of an accelerator
 _KERNELS_OF_CPU = 0.20  # an LSTM's takes most, 16.5 % of the real peak
 _LEAST_BYTES = 256 << 10
-_FEW = (2, 8)  # rows that are measured
 _SLICES = 8  # of a tail computed in slices
-_FINEST = 1 << 40  # slices of one row each, however many rows there are
+_FINEST = 40  # doublings of a part's slices: one row each, however many rows there are
 _RANKS = (2, 8)  # for a model that is not sharded
 _SHARDED = frozenset((PARAMETERS, GRADIENTS, OPTIMIZER, STEP))
 
 
-def margin_bytes(
-    trace: Trace, *, on_accelerator: bool, is_measured: bool, is_plain: bool = True
-) -> int:
-    """The margin of a peak, so that at most one plan in fifty promises too much.
-
-    Parameters, gradients and state are known to the byte. What comes and goes is not: kernels take
-    memory for themselves, on a CPU most. An accelerator's allocator loses some between its blocks.
-    """
-    held = trace.breakdown()
-    moving = sum(num_bytes for owner, num_bytes in held.items() if owner.kind not in STAYING)
-    share = _MEASURED_ERROR if is_measured else _ERROR if is_plain else _ERROR_OF_LEVELS
-    lost = _FRAGMENTATION if on_accelerator else _KERNELS_OF_CPU
-    return int(share * moving + lost * trace.peak_bytes) + _LEAST_BYTES
-
-
-@dataclass(frozen=True)
-class _Shards:
-    """One rank's part of a model of which each rank holds a share, as ``fully_shard`` has it."""
-
-    num_ranks: int
-    block_bytes: int
-    rest_bytes: int
-    gathered_share: float
-
-    @classmethod
-    def of(cls, model: nn.Module, num_ranks: int, precision: str) -> "_Shards":
-        def held(module: nn.Module) -> int:
-            return sum(parameter.nbytes for parameter in module.parameters())
-
-        blocks = [held(block) for block in repeated_blocks(model).values()]
-        whole = held(model)
-        dtype = PRECISIONS[precision]
-        widest = max((parameter.itemsize for parameter in model.parameters()), default=4)
-        return cls(
-            num_ranks=num_ranks,
-            block_bytes=max(blocks, default=0),
-            rest_bytes=max(whole - sum(blocks), 0),
-            # As with MixedPrecisionPolicy(param_dtype=torch.bfloat16).
-            gathered_share=1.0 if dtype is None else min(dtype.itemsize / widest, 1.0),
-        )
-
-    def of_rank(self, trace: Trace, *, train: bool, defers: bool = False) -> Trace:
-        """One rank's share of what one process would hold.
-
-        Args:
-            trace: of one process.
-            train: whether there is a backward.
-            defers: whether gradients of whole parameters wait for the last microbatch.
-        """
-        if self.num_ranks == 1:
-            return trace
-        # Repeated blocks are gathered one after the other, the next one while one computes; what
-        # is left of the model stays gathered. What is gathered lies there twice for a while, as it
-        # came and as parameters; so do gradients before they are reduced. Factors were measured.
-        rest, block = self.rest_bytes, self.block_bytes
-        if train:
-            gathered = 2 * rest + 5 * block if block else 3 * rest
-        else:
-            gathered = max(rest + 3 * block, 2 * rest + 2 * block)
-
-        def share(owner: Owner) -> float:
-            if owner.kind == CASTS:  # gathered as such
-                return 0.0
-            if defers and owner.kind == GRADIENTS:
-                return 1.0
-            return 1 / self.num_ranks if owner.kind in _SHARDED else 1.0
-
-        held = {Owner(GATHERED): int(gathered * self.gathered_share)}
-        return trace.scaled(share).plus(held)
-
-
-class _FewRows:
-    """Steps of a few rows that really ran on the CPU, and lines through them for more rows."""
-
-    def __init__(self, job: Job) -> None:
-        self._dry_run = DryRun(job, is_fake=False)
-        self.model, self.job, self.is_fake = self._dry_run.model, job, False
-        self.assumptions = self._dry_run.assumptions
-        self.step_memory = self._dry_run.step_memory
-        self._run = self._dry_run.step
-        self.levels, self.saver = self._dry_run.levels, self._dry_run.saver
-
-    @property
-    def has_parts(self) -> bool:
-        """As `DryRun`, like the next."""
-        return self._dry_run.has_parts
-
-    @property
-    def has_adapting_parts(self) -> bool:
-        return self._dry_run.has_adapting_parts
-
-    def slices(self, rows: int, *, splits: bool, conditions: Conditions) -> dict[str, int]:
-        """As `DryRun.slices`; not known of many rows, which do not run."""
-        if rows > _FEW[1]:
-            return {}
-        return self._dry_run.slices(rows, splits=splits, conditions=conditions)
-
-    def step(self, rows: int, *, splits: bool, conditions: Conditions) -> Trace:
-        """As `DryRun.step`; of many rows on lines through the steps of two smaller sizes."""
-        few, more = _FEW
-        if rows <= more:
-            return self._run(rows, splits=splits, conditions=conditions)
-        low, high = (self._run(each, splits=splits, conditions=conditions) for each in _FEW)
-        times = (rows - more) / (more - few)
-        found = high.on_line(low, times)
-        if found is not None:
-            return found
-        # Their events do not match, so owners are extrapolated at the peaks alone. The optimizer's
-        # step is left out, which the rows of a microbatch do not change.
-        before, after = (each.until(OPTIMIZER_STEP).breakdown() for each in (low, high))
-        held = {
-            owner: max(round(num_bytes + (num_bytes - before.get(owner, 0)) * times), 0)
-            for owner, num_bytes in after.items()
-        }
-        return Trace.still(held)
-
-
+@dataclass
 class Planner:
     """Peaks by size, each found once.
 
     Args:
         steps: runs them.
         conditions: of all steps.
-        num_ranks: on which the model is sharded.
+        num_ranks: on which the model is sharded, as ``fully_shard`` has it.
         rows: of the optimization batch.
+        tail_slices: in which the outputs and their loss are computed.
     """
 
-    def __init__(
-        self, steps: DryRun | _FewRows, conditions: Conditions, num_ranks: int, rows: int
-    ) -> None:
-        self.steps, self.conditions, self.rows = steps, conditions, rows
-        self.shards = _Shards.of(steps.model, num_ranks, conditions.precision)
-        self.points: dict[int, tuple[int, int]] = {}  # peak and margin by size
+    steps: DryRun
+    conditions: Conditions
+    num_ranks: int
+    rows: int
+    tail_slices: int = 1
+    points: dict[int, tuple[int, int]] = field(default_factory=dict, init=False)
+    """Peak and margin by size."""
 
     def otherwise(self, **changes: Any) -> "Planner":
         """Of the same steps under other conditions."""
-        conditions = dataclasses.replace(self.conditions, **changes)
-        return Planner(self.steps, conditions, self.shards.num_ranks, self.rows)
+        return dataclasses.replace(self, conditions=dataclasses.replace(self.conditions, **changes))
 
-    def whole(self, size: int, conditions: Conditions) -> Trace:
-        """The same of all shards together."""
-        return self.steps.step(size, splits=size < self.rows, conditions=conditions)
+    @functools.cached_property
+    def _gathered_bytes(self) -> int:
+        """Bytes of other ranks' shards that a rank holds at a time."""
+        model, dtype = self.steps.model, PRECISIONS[self.conditions.precision]
+        blocks = [_bytes_of(block) for block in repeated_blocks(model).values()]
+        block, rest = max(blocks, default=0), max(_bytes_of(model) - sum(blocks), 0)
+        # Repeated blocks are gathered one after the other, the next one while one computes; what
+        # is left of the model stays gathered. What is gathered lies there twice for a while, as it
+        # came and as parameters; so do gradients before they are reduced. Factors were measured.
+        if self.conditions.train:
+            gathered = 2 * rest + 5 * block if block else 3 * rest
+        else:
+            gathered = max(rest + 3 * block, 2 * rest + 2 * block)
+        if dtype is None:
+            return gathered
+        # As with MixedPrecisionPolicy(param_dtype=torch.bfloat16).
+        widest = max((parameter.itemsize for parameter in model.parameters()), default=4)
+        return int(gathered * min(dtype.itemsize / widest, 1.0))
 
-    def trace(self, size: int) -> Trace:
-        """A step whose microbatches have this many rows, as one rank holds it."""
-        return self.shards.of_rank(self.whole(size, self.conditions), train=self.conditions.train)
+    def trace(self, size: int, *, defers: bool = False) -> Trace:
+        """A step whose microbatches have this many rows, as one rank holds it.
+
+        Args:
+            size: in rows.
+            defers: whether gradients of whole parameters wait for the last microbatch.
+        """
+        trace = self.steps.step(size, splits=size < self.rows, conditions=self.conditions)
+
+        def share(owner: Owner) -> float:
+            if owner.kind == TAIL or owner == Owner(BACKWARD):
+                return 1 / self.tail_slices
+            if self.num_ranks > 1 and owner.kind == CASTS:  # gathered as such
+                return 0.0
+            is_shard = owner.kind in _SHARDED and not (defers and owner.kind == GRADIENTS)
+            return 1 / self.num_ranks if is_shard else 1.0
+
+        if self.num_ranks == self.tail_slices == 1:
+            return trace
+        held = {Owner(GATHERED): self._gathered_bytes} if self.num_ranks > 1 else {}
+        return trace.scaled(share).plus(held)
 
     def margin(self, trace: Trace) -> int:
-        return margin_bytes(
-            trace,
-            on_accelerator=self.steps.job.on_accelerator,
-            is_measured=not self.steps.is_fake,
-            is_plain=not self.conditions.savers,
-        )
+        """The margin of a peak, so that at most one plan in fifty promises too much.
+
+        Parameters, gradients and state are known to the byte. What comes and goes is not: kernels
+        take memory for themselves, on a CPU most. An accelerator's allocator loses some between its
+        blocks.
+        """
+        held = trace.breakdown()
+        moving = sum(num_bytes for owner, num_bytes in held.items() if owner.kind not in STAYING)
+        share = _ERROR_OF_LEVELS if self.conditions.savers else _ERROR
+        if not self.steps.is_fake:
+            share = _MEASURED_ERROR
+        lost = _FRAGMENTATION if self.steps.job.on_accelerator else _KERNELS_OF_CPU
+        return int(share * moving + lost * trace.peak_bytes) + _LEAST_BYTES
 
     def need(self, size: int) -> int:
         """The peak with its margin."""
@@ -231,55 +157,27 @@ class Planner:
 
         None where nothing waits: on one rank, with one microbatch, without a backward.
         """
-        if self.shards.num_ranks == 1 or size >= self.rows or not self.conditions.train:
+        if self.num_ranks == 1 or size >= self.rows or not self.conditions.train:
             return None
-        trace = self.shards.of_rank(self.whole(size, self.conditions), train=True, defers=True)
+        trace = self.trace(size, defers=True)
         return trace.peak_bytes + self.margin(trace)
 
     def largest(self, limit_bytes: int) -> int:
-        """The most rows that fit; 0 where one does not.
-
-        A peak is a maximum of lines in the rows, so it never grows slower than it has begun to:
-        what lies above the line through two sizes fails without being looked at. The straight way
-        between what fits and what fails never promises too much. What is returned was looked at.
-        """
+        """The most rows that fit; 0 where one does not. What is returned was looked at."""
         if self.need(1) > limit_bytes:
             return 0
-        fits, fails, size = 1, self.rows + 1, min(2, self.rows)
-        if self.steps.has_parts:  # beyond the rows of one slice a peak grows slower
-            while fails - fits > 1:
-                size = (fits + fails) // 2
-                fits, fails = (fits, size) if self.need(size) > limit_bytes else (size, fails)
-            return fits
-        while fits < size < fails:
-            if self.need(size) > limit_bytes:
-                fails = size
-            else:
-                before, fits = fits, size
-                slope = (self.need(fits) - self.need(before)) / (fits - before)
-                if slope > 0:
-                    room = limit_bytes - self.need(fits)
-                    fails = min(fails, fits + int(room / slope) + 1)
-            if fails in self.points:
-                # Both ends were looked at, and what the straight way between them allows surely
-                # fits.
-                slope = (self.need(fails) - self.need(fits)) / (fails - fits)
-                guess = fits + int((limit_bytes - self.need(fits)) / slope) if slope > 0 else fits
-                size = min(max(guess, fits + 1), fails - 1)
-            else:
-                # Not looked at yet: the most rows that the line through two sizes leaves are tried
-                # first.
-                size = fails - 1
+        if self.need(self.rows) <= limit_bytes:
+            return self.rows
+        fits, fails, is_halved = 1, self.rows, True
+        while fails - fits > 1:
+            before = fails - fits
+            slope = (self.need(fails) - self.need(fits)) / before
+            # Peaks are lines for the most part; where they are not, halving bounds the looks.
+            guess = fits + int((limit_bytes - self.need(fits)) / slope)
+            size = max(fits + 1, min(guess if is_halved else math.isqrt(fits * fails), fails - 1))
+            fits, fails = (fits, size) if self.need(size) > limit_bytes else (size, fails)
+            is_halved = not is_halved or 2 * (fails - fits) <= before
         return fits
-
-    def told(self, size: int) -> int:
-        """Rows of the largest microbatch, where sizes are balanced. 0 is that one row is too many.
-
-        It is looked at.
-        """
-        told = balanced_sizes(self.rows, size or 1)[0]
-        self.need(told)
-        return told
 
     def with_coarsest_slices(self, size: int, limit_bytes: int | None) -> "Planner":
         """The same with the largest slices of parts with which a microbatch fits.
@@ -288,88 +186,97 @@ class Planner:
         """
         if not self.steps.has_adapting_parts or (self.steps.is_fake and not self.slices(size)):
             return self
-        finest = 0 if limit_bytes is None else (_FINEST - 1).bit_length()
-        coarsest = 0
-        found = self.otherwise(finer=1 << finest)
-        while coarsest < finest:
-            middle = (coarsest + finest) // 2
-            tried = self.otherwise(finer=1 << middle)
-            if limit_bytes is not None and tried.need(size) > limit_bytes:
-                coarsest = middle + 1
-            else:
-                finest, found = middle, tried
-        return found
+        finer = [self.otherwise(finer=1 << doublings) for doublings in range(_FINEST + 1)]
+        if limit_bytes is None:
+            return finer[0]
+        # The finest need not be looked at: there are no others then.
+        return finer[
+            bisect.bisect_left(
+                finer, True, hi=_FINEST, key=lambda each: each.need(size) <= limit_bytes
+            )
+        ]
 
-    def slices(self, size: int) -> dict[str, int]:
+    def slices(self, size: int) -> Mapping[str, int]:
         """Rows of the largest slice of each part with a size of its own, by its name."""
         return self.steps.slices(size, splits=size < self.rows, conditions=self.conditions)
 
+    def level(
+        self, level: Level, size: int, limit_bytes: int | None, *, may_defer: bool
+    ) -> LevelPlan:
+        """The plan of a level, in bytes and words.
+
+        Args:
+            level: itself.
+            size: the most rows that fit; 0 where one does not.
+            limit_bytes: what tensors may take.
+            may_defer: whether gradients may be reduced with the last microbatch alone.
+        """
+        told = balanced_sizes(self.rows, size or 1)[0]
+        needed_bytes = self.need(told)
+        peak_bytes, margin = self.points[told]
+        return LevelPlan(
+            name=level.name,
+            how=level.describe(),
+            largest_size=size,
+            microbatch_size=told,
+            num_microbatches=-(-self.rows // told),
+            fits=size > 0 and (limit_bytes is None or needed_bytes <= limit_bytes),
+            peak_bytes=peak_bytes,
+            margin_bytes=margin,
+            nested_sizes=self.slices(told),
+            deferred_bytes=self.deferred_bytes(told) if may_defer else None,
+        )
+
     def remedies(self, size: int, limit_bytes: int | None) -> list[Remedy]:
         """The needs of the same size with each remedy, the most helpful first."""
-        now = self.need(size)
         found: list[Remedy] = []
-
-        def add(name: str, how: str, predict: Callable[[], Trace], **changes: Any) -> None:
+        for name, how, planner in self._changed(size):
             try:
-                # A remedy that cannot be planned is no reason to plan nothing.
-                trace = predict()
+                needed = planner.need(size)
             except UntraceableModelError:
-                return
-            needed = trace.peak_bytes + self.otherwise(**changes).margin(trace)
-            if needed < now:
+                continue  # a remedy that cannot be planned is no reason to plan nothing
+            if needed < self.need(size):
                 found.append(
                     Remedy(
                         name=name,
                         how=how,
-                        peak_bytes=trace.peak_bytes,
-                        saved_bytes=now - needed,
+                        peak_bytes=planner.points[size][0],
+                        saved_bytes=self.need(size) - needed,
                         fits=limit_bytes is None or needed <= limit_bytes,
                     )
                 )
+        return sorted(found, key=lambda remedy: -remedy.saved_bytes)
 
-        def otherwise(**changes: Any) -> Trace:
-            return self.otherwise(**changes).trace(size)
-
+    def _changed(self, size: int) -> Iterator[tuple[str, str, "Planner"]]:
+        """The changes that may help: a word, how to make it, and the planner with it."""
         savers = self.conditions.savers
-
-        def sharded(num_ranks: int) -> Trace:
-            shards = _Shards.of(self.steps.model, num_ranks, self.conditions.precision)
-            return shards.of_rank(self.whole(size, self.conditions), train=self.conditions.train)
-
         if self.conditions.train and self.steps.is_fake:
             for name in (RECOMPUTE, OFFLOAD):
                 saver = self.steps.saver(name)
                 if saver is not None and name not in savers:
                     how = f"{saver.describe()} (when_too_large={name!r})"
-                    with_it: dict[str, Any] = {"savers": (*savers, name)}
-                    add(name, how, functools.partial(otherwise, **with_it), **with_it)
+                    yield name, how, self.otherwise(savers=(*savers, name))
             if self.conditions.precision == "fp32":
-                add("bf16", "precision='bf16'", lambda: otherwise(precision="bf16"))
+                yield "bf16", "precision='bf16'", self.otherwise(precision="bf16")
             how = f"compute the outputs and their loss in {_SLICES} slices"
             if self.slices(size):
                 pass  # some part is in slices already
             elif self.steps.saver(NESTED) is not None:
-                with_it = {"savers": (*savers, NESTED), "finer": _SLICES}
                 # By tokens: there may be fewer rows than slices.
                 options = {"microbatch_size": "auto", "microbatch_unit": "tokens"}
                 how = f"{how} (nested={ {'tail': options} })"
-                add("tail", how, functools.partial(otherwise, **with_it), **with_it)
+                yield "tail", how, self.otherwise(savers=(*savers, NESTED), finer=_SLICES)
             else:
                 how += " (a function of their own, with a size of its own by automicro.split)"
-                add("tail", how, lambda: self.trace(size).scaled(_slices_of_tail))
-        for factor in _RANKS:
-            num_ranks = factor * self.shards.num_ranks
-            add(
-                f"shards over {num_ranks} ranks",
-                "shard parameters, gradients and optimizer state (fully_shard)",
-                functools.partial(sharded, num_ranks),
-            )
-        return sorted(found, key=lambda remedy: -remedy.saved_bytes)
+                yield "tail", how, dataclasses.replace(self, tail_slices=_SLICES)
+        for num_ranks in (factor * self.num_ranks for factor in _RANKS):
+            how = "shard parameters, gradients and optimizer state (fully_shard)"
+            sharded = dataclasses.replace(self, num_ranks=num_ranks)
+            yield f"shards over {num_ranks} ranks", how, sharded
 
 
-def _slices_of_tail(owner: Owner) -> float:
-    is_tail = owner.kind == TAIL or owner == Owner(BACKWARD)
-    return 1 / _SLICES if is_tail else 1.0
+def _bytes_of(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
 
 
 def plan(
@@ -468,7 +375,7 @@ def plan(
         savers=(RECOMPUTE,) if recompute else (),
         # A microbatch fits if it does with the finest slices; coarser ones are looked for
         # afterwards.
-        finer=_FINEST,
+        finer=1 << _FINEST,
     )
     check_levels(when_too_large)
     check_nested(nested)
@@ -490,9 +397,8 @@ def plan(
     )
     num_rows = job.layout.num_rows(batch) if rows is None else read_count("rows", rows)
     given = None if microbatch_size is None else read_count("microbatch_size", microbatch_size)
-    why = ""
 
-    def planned(steps: DryRun | _FewRows) -> list[_Planned]:
+    def planned(steps: DryRun, why: str) -> PlanReport:
         found = []
         for level in steps.levels:
             savers = (*conditions.savers, *(each.name for each in level.savers))
@@ -502,19 +408,45 @@ def plan(
                 size = min(given or num_rows, num_rows)
             else:
                 size = planner.largest(limit_bytes)
-            told = planner.told(size)
+            told = balanced_sizes(num_rows, size or 1)[0]
             planner = planner.with_coarsest_slices(told, limit_bytes)
-            # With other slices it is another planner, which has not looked at this size yet.
-            planner.told(size)
-            found.append(_Planned(planner, level, size, told, may_defer=sync == "auto"))
-        return found
+            found.append(
+                (planner, planner.level(level, size, limit_bytes, may_defer=sync == "auto"))
+            )
+        # Of the first level that fits.
+        planner, level_plan = next((each for each in found if each[1].fits), found[0])
+        assumptions = tuple(sorted(steps.assumptions))  # remedies may need others
+        told = level_plan.microbatch_size
+        trace = planner.trace(told)
+        return PlanReport(
+            **vars(level_plan),
+            model=type(steps.model).__name__,
+            device=device,
+            limit_bytes=limit_bytes,
+            num_rows=num_rows,
+            breakdown=breakdown_of(trace),
+            modules=modules_of(trace),
+            points=tuple((each, planner.points[each][0]) for each in sorted(planner.points)),
+            remedies=tuple(planner.remedies(told, limit_bytes) if remedies else ()),
+            num_parameters=sum(p.numel() for p in steps.model.parameters()),
+            ranks=num_ranks,
+            precision=precision,
+            train=train,
+            recompute=RECOMPUTE in planner.conditions.savers,
+            levels=tuple(level_plan for _, level_plan in found),
+            is_measured=not steps.is_fake,
+            why_measured=why,
+            assumptions=assumptions,
+            state_unknown=steps.step_memory.unknown or "",
+            samples=samples_of(trace),
+        )
 
     try:
-        found = planned(DryRun(job))
+        return planned(DryRun(job), "")
     except UntraceableModelError as error:
         why = text_of(error)
         try:
-            found = planned(_FewRows(job))
+            return planned(DryRun(job, is_fake=False), why)
         except (BatchError, LossError):
             raise
         except Exception as second:
@@ -524,87 +456,3 @@ def plan(
             raise UntraceableModelError(
                 f"{why}. On the CPU a few rows fail, too: {describe_error(second)}"
             ) from second
-    return _report(found, limit_bytes, device=device, why=why, remedies=remedies)
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """The plan of a level.
-
-    Attributes:
-        planner: of it, with the slices that are told.
-        level: itself.
-        size: the most rows that fit; 0 where one does not.
-        told: rows of the largest microbatch of balanced ones.
-        may_defer: whether gradients may be reduced with the last microbatch alone.
-    """
-
-    planner: Planner
-    level: Level
-    size: int
-    told: int
-    may_defer: bool
-
-    def summary(self, limit_bytes: int | None) -> LevelPlan:
-        """In bytes and words."""
-        planner, told = self.planner, self.told
-        peak_bytes, margin = planner.points[told]
-        fits = self.size > 0 and (limit_bytes is None or peak_bytes + margin <= limit_bytes)
-        return LevelPlan(
-            name=self.level.name,
-            how=self.level.describe(),
-            largest_size=self.size,
-            microbatch_size=told,
-            num_microbatches=-(-planner.rows // told),
-            fits=fits,
-            peak_bytes=peak_bytes,
-            margin_bytes=margin,
-            nested_sizes=planner.slices(told),
-            deferred_bytes=planner.deferred_bytes(told) if self.may_defer else None,
-        )
-
-
-def _report(
-    found: Sequence[_Planned],
-    limit_bytes: int | None,
-    *,
-    device: str,
-    why: str,
-    remedies: bool,
-) -> PlanReport:
-    """The report, in bytes and words, of the first level that fits."""
-    levels = [each.summary(limit_bytes) for each in found]
-    index = next((index for index, level in enumerate(levels) if level.fits), 0)
-    planner, level = found[index].planner, levels[index]
-    told, conditions = level.microbatch_size, planner.conditions
-    trace = planner.trace(told)
-    assumptions = tuple(sorted(planner.steps.assumptions))  # remedies may need others
-    return PlanReport(
-        model=type(planner.steps.model).__name__,
-        device=device,
-        limit_bytes=limit_bytes,
-        num_rows=planner.rows,
-        microbatch_size=told,
-        num_microbatches=level.num_microbatches,
-        largest_size=level.largest_size,
-        fits=level.fits,
-        peak_bytes=level.peak_bytes,
-        margin_bytes=level.margin_bytes,
-        breakdown=by_kind(trace.breakdown()),
-        modules=by_module(trace.breakdown()),
-        points=tuple((each, planner.points[each][0]) for each in sorted(planner.points)),
-        remedies=tuple(planner.remedies(told, limit_bytes) if remedies else ()),
-        num_parameters=sum(p.numel() for p in planner.steps.model.parameters()),
-        ranks=planner.shards.num_ranks,
-        precision=conditions.precision,
-        train=conditions.train,
-        recompute=RECOMPUTE in conditions.savers,
-        level=level.name,
-        levels=tuple(levels),
-        nested_sizes=level.nested_sizes,
-        is_measured=not planner.steps.is_fake,
-        why_measured=why,
-        assumptions=assumptions,
-        state_unknown=planner.steps.step_memory().unknown or "",
-        samples=samples_of(trace),
-    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from automicro.batch.layout import describe_cut
-from automicro.memory.timeline import ACTIVATIONS, Owner, Trace
+from automicro.memory.timeline import ACTIVATIONS, Owner, Trace, added_up
 from automicro.policy.auto import Halving
 from automicro.savers.levels import PLAIN
 from automicro.tools.pictures import new_figure, speed_and_memory, timeline
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 _PLACES = {"cpu": "on the CPU", "cuda": "as on a GPU"}
 _MOST_MODULES = 6
-_MOST_SAMPLES = 200
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
@@ -50,7 +49,8 @@ class LevelPlan:
     Attributes:
         name: as `StepResult.level` has it.
         how: microbatches are computed, in half a sentence.
-        largest_size: the most rows that fit, 0 where one does not.
+        largest_size: the most rows that fit, 0 where one does not. Microbatches are balanced, so
+            that `microbatch_size` may be smaller.
         microbatch_size: rows of the largest microbatch; 1 where not even one row fits.
         num_microbatches: into which the batch is cut.
         fits: whether that microbatch fits, with the margin.
@@ -79,21 +79,17 @@ class LevelPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanReport:
+class PlanReport(LevelPlan):
     """The result of `plan`. ``print(report)`` shows it, `to_dict` is for JSON.
+
+    It is the plan of the first level of ``when_too_large`` at which a microbatch fits, or of the
+    plain one.
 
     Attributes:
         model: its class.
         device: as given.
         limit_bytes: what tensors may take; None if not given.
         num_rows: of the optimization batch, on each rank.
-        microbatch_size: rows of the largest microbatch; 1 where not even one row fits.
-        num_microbatches: into which the batch is cut.
-        largest_size: the most rows that fit, 0 where one does not. Microbatches are balanced, so
-            that `microbatch_size` may be smaller.
-        fits: whether that microbatch fits, with the margin.
-        peak_bytes: the most that its step holds.
-        margin_bytes: what is left free above the peak, for what a plan cannot know.
         breakdown: bytes at the peak, by what they are.
         modules: bytes of activations at the peak, by the module that made them; those of repeated
             blocks are added up.
@@ -104,10 +100,7 @@ class PlanReport:
         precision: of autocast.
         train: whether it is a training step.
         recompute: whether repeated blocks are computed again in the backward.
-        level: of ``when_too_large`` that all of this is told of: the first at which a microbatch
-            fits, or the plain one.
         levels: all of them, the plain one first.
-        nested_sizes: of the largest slice of each part with a size of its own, by its name.
         is_measured: whether a few rows ran on the CPU, because the model needs data.
         why_measured: in that case, with the model's own line.
         assumptions: about the device's kernels, in sentences.
@@ -119,12 +112,6 @@ class PlanReport:
     device: str
     limit_bytes: int | None
     num_rows: int
-    microbatch_size: int
-    num_microbatches: int
-    largest_size: int
-    fits: bool
-    peak_bytes: int
-    margin_bytes: int
     breakdown: Mapping[str, int]
     modules: Mapping[str, int]
     points: Sequence[tuple[int, int]]
@@ -134,9 +121,7 @@ class PlanReport:
     precision: str
     train: bool
     recompute: bool
-    level: str
     levels: Sequence[LevelPlan]
-    nested_sizes: Mapping[str, int]
     is_measured: bool
     why_measured: str
     assumptions: Sequence[str]
@@ -144,9 +129,9 @@ class PlanReport:
     samples: Sequence[tuple[float, Mapping[str, int]]] = dataclasses.field(repr=False)
 
     @property
-    def needed_bytes(self) -> int:
-        """The peak with the margin."""
-        return self.peak_bytes + self.margin_bytes
+    def level(self) -> str:
+        """The name of the level that all of this is told of."""
+        return self.name
 
     @property
     def exit_code(self) -> int:
@@ -163,7 +148,7 @@ class PlanReport:
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain values, for JSON."""
         found = dataclasses.asdict(self)
-        found["needed_bytes"] = self.needed_bytes
+        found |= {"needed_bytes": self.needed_bytes, "level": self.level}
         for planned, level in zip(found["levels"], self.levels, strict=True):
             planned["needed_bytes"] = level.needed_bytes
         found["points"] = [list(point) for point in self.points]
@@ -238,14 +223,13 @@ class PlanReport:
 
     def _deferred(self) -> str:
         """Lines about gradients that wait; empty where none do."""
-        level = next(each for each in self.levels if each.name == self.level)
-        if level.deferred_bytes is None:
+        if self.deferred_bytes is None:
             return ""
-        fits = self.limit_bytes is None or level.deferred_bytes <= self.limit_bytes
+        fits = self.limit_bytes is None or self.deferred_bytes <= self.limit_bytes
         does = "" if self.limit_bytes is None else ", and fits" if fits else ", and does not fit"
         return (
             "  reducing gradients with the last microbatch alone (sync='auto') needs "
-            f"{format_bytes(level.deferred_bytes)}{does}"
+            f"{format_bytes(self.deferred_bytes)}{does}"
         )
 
     def _at(self, level: LevelPlan) -> str:
@@ -293,14 +277,6 @@ def _shown_number(number: int) -> str:
     return str(number)
 
 
-def by_kind(held: Mapping[Owner, int]) -> dict[str, int]:
-    """Bytes by what they are, in the order of `KINDS`."""
-    found = dict.fromkeys(KINDS, 0)
-    for owner, num_bytes in held.items():
-        found[owner.kind] += num_bytes
-    return {kind: num_bytes for kind, num_bytes in found.items() if num_bytes}
-
-
 def grouped(module: str) -> str:
     """The name of a module, the same for all that stand in a row.
 
@@ -311,34 +287,23 @@ def grouped(module: str) -> str:
     return _NUMBER.sub("*", module, count=1) or "the model itself"
 
 
-def by_module(held: Mapping[Owner, int]) -> dict[str, int]:
-    """Bytes of activations by module, most first."""
-    found: dict[str, int] = {}
-    for owner, num_bytes in held.items():
-        if owner.kind == ACTIVATIONS:
-            name = grouped(owner.module)
-            found[name] = found.get(name, 0) + num_bytes
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+def breakdown_of(trace: Trace) -> dict[str, int]:
+    """Bytes at the peak by what they are, in the order of `KINDS`."""
+    found = added_up(trace.breakdown(), lambda owner: owner.kind)
+    return {kind: found[kind] for kind in KINDS if found.get(kind)}
+
+
+def modules_of(trace: Trace) -> dict[str, int]:
+    """Bytes of activations at the peak by module, most first."""
+    made = {owner: held for owner, held in trace.breakdown().items() if owner.kind == ACTIVATIONS}
+    return dict(sorted(added_up(made, _name_of).items(), key=lambda item: -item[1]))
 
 
 def samples_of(trace: Trace) -> list[tuple[float, Mapping[str, int]]]:
-    """Bytes by owner along a step, at some of the places where modules begin and end."""
-    last = len(trace.deltas) - 1
-    if last < 0:
-        return []
-    events = sorted({min(mark.event, last) for mark in trace.marks} | {trace.peak_event, last})
-    stride = -(-len(events) // _MOST_SAMPLES)
-    # A stride may step over the peak, which the picture is about.
-    chosen = sorted({*events[::stride], trace.peak_event})
-    return [
-        (event / max(last, 1), _owners(held))
-        for event, held in zip(chosen, trace.breakdowns(chosen), strict=True)
-    ]
+    """Bytes by owner along a step, from 0 to 1."""
+    last = max(len(trace.deltas) - 1, 1)
+    return [(event / last, held) for event, held in trace.samples(_name_of)]
 
 
-def _owners(held: Mapping[Owner, int]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for owner, num_bytes in held.items():
-        name = grouped(owner.module) if owner.kind == ACTIVATIONS else owner.kind
-        found[name] = found.get(name, 0) + num_bytes
-    return found
+def _name_of(owner: Owner) -> str:
+    return grouped(owner.module) if owner.kind == ACTIVATIONS else owner.kind
