@@ -2,13 +2,13 @@
 
 All slices pass a stage before any begins the next, so that the means and variances
 of its BatchNorms are those of all rows. Between stages values wait on the host, those of every
-slice; on the device is one slice of one stage. In the backward each stage is computed again from
-what waits there, the last one first. So a row is computed forward twice, as with checkpointing.
+slice; on the device is one slice of one stage. A slice of a stage is checkpointed, with what waits
+as its input. So a row is computed forward twice, as with any checkpointing.
 
-A stage is one node of autograd, given values on the host, and scale and shift of its BatchNorms,
-which run in evaluation mode: their statistics are known by then. Scale and shift are the layer's
-own in value, and functions of mean and variance, too. So their gradients (the sums of ``dy`` and of
-``dy · x̂`` over all slices) go on to mean and variance, and to the stage before, which gave these.
+A stage is also given scale and shift of its BatchNorms, which run in evaluation mode: their
+statistics are known by then. Scale and shift are the layer's own in value, and functions of mean
+and variance, too. So their gradients (the sums of ``dy`` and of ``dy · x̂`` over all slices) go on
+to mean and variance, and to the stage before, which gave these.
 
 What comes between two BatchNorms is read from a symbolic trace of the model (``torch.fx``): a list
 of operations, each with what it needs. A stage is all that can be computed once some BatchNorms
@@ -16,7 +16,9 @@ have seen the whole batch, and before the next ones have. Several in branches of
 stage. What a trace cannot tell, or what stages would compute otherwise, is refused by name.
 """
 
+import collections
 import contextlib
+import functools
 import inspect
 import operator
 import warnings
@@ -36,16 +38,16 @@ from automicro.memory.oom import Failure, classify
 from automicro.nested.slices import (
     Call,
     Cut,
-    Gradients,
     Joined,
-    Slice,
     Standing,
-    aliases_of,
+    computed_again,
     naming,
     refuse_twice,
+    summed,
     tolerance_of,
 )
 from automicro.state.capture import capture
+from automicro.state.part import Replay
 from automicro.torch_private import AnyBatchNorm, all_versions, call_hooks
 from automicro.transaction.rng import RandomState
 
@@ -79,7 +81,7 @@ class Stage(NamedTuple):
 
     Attributes:
         nodes: in order.
-        inputs: made by earlier stages, or given to the model.
+        inputs: made by earlier stages, given to the model, or held by it.
         outputs: that later stages need.
         ahead: BatchNorms that wait for all rows of this stage.
         dead: of each node, what nothing after it in the stage needs.
@@ -130,6 +132,7 @@ class Stages:
         self._output = nodes[-1]
         self._levels = self._find_levels(nodes)
         self._check_writes(nodes)
+        self._replays: dict[int, Replay] = {}
         self.stages = [self._stage(nodes, at) for at in range(self._levels[self._output] + 1)]
 
     def refuse(self, why: str) -> NoReturn:
@@ -253,7 +256,7 @@ class Stages:
             each
             for node in users
             for each in node.all_input_nodes
-            if each.op == "placeholder" or (each.op in _CALLS and level[each] < number)
+            if each.op not in _CALLS or level[each] < number
         )
         outputs = [node for node in own if any(level[user] > number for user in node.users)]
         kept = {*outputs, *(each for node in users[len(own) :] for each in node.all_input_nodes)}
@@ -311,23 +314,17 @@ class Stages:
             UnsplittableModelError: an operation wrote where it was not expected to.
         """
         stage, values = self.stages[number], dict(given)
-
-        def value_of(node: fx.Node) -> Any:
-            if node.op == "get_attr":
-                return operator.attrgetter(str(node.target))(self._module)
-            return values[node]
-
         for node, dead in zip(stage.nodes, stage.dead, strict=True):
             written = self._writes.get(node)
             if written is not None and written in given:
                 values[written] = values[written].clone()  # it waits there for others
-            inputs = [value_of(each) for each in node.all_input_nodes]
+            inputs = [values[each] for each in node.all_input_nodes]
             tensors = [each for each in inputs if isinstance(each, Tensor)]
             versions = all_versions(tensors)
             if node in self.norms:
                 values[node] = normalise(node, inputs[0])
             else:
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), value_of)
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
                 values[node] = self._call(node, args, kwargs)
             if written is None and versions != all_versions(tensors):
                 self.refuse(f"{node.name} writes into what it is given")
@@ -349,15 +346,25 @@ class Stages:
         """The output of the module, from the values of the last stage."""
         return fx.node.map_arg(self._output.args[0], lambda node: values[node])
 
-    def parameters(self, number: int) -> set[int]:
-        """Ids of the parameters that a stage computes with, and of other things."""
-        found: list[Any] = []
+    def value_of(self, node: fx.Node, arguments: Mapping[Any, Any]) -> Any:
+        """The value of an input: held by the module, or among those that wait."""
+        if node.op == "get_attr":
+            return operator.attrgetter(str(node.target))(self._module)
+        return arguments[_key(node)]
+
+    def replay(self, number: int) -> Replay:
+        """All that the layers of a stage find beside their inputs."""
+        found: dict[str, Any] = {}
         for node in self.stages[number].nodes:
-            reads = [str(each.target) for each in node.all_input_nodes if each.op == "get_attr"]
-            found += [operator.attrgetter(each)(self._module) for each in reads]
-            if node.op == "call_module":
-                found += self.layer(node).parameters()
-        return set(map(id, found))
+            if node in self.norms:  # statistics are given
+                inside = self.norms[node].named_children()
+                found |= {f"part.{node.target}.{name}": each for name, each in inside}
+            elif node.op == "call_module":
+                found[f"part.{node.target}"] = self.layer(node)
+        known = self._replays.get(number)
+        if known is None or known.roots != found:
+            known = self._replays[number] = Replay(found, large={})
+        return known
 
     def versions(self) -> list[int]:
         """Of the module's buffers."""
@@ -378,34 +385,52 @@ class _Tracer(fx.Tracer):
         return is_leaf or isinstance(m, AnyBatchNorm) or self._is_part(m)
 
 
-def _moments(x: Tensor) -> tuple[int, Tensor, Tensor]:
-    """How many values each channel of (rows, channels, …) has, their means and variances."""
+def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Means and variances of the channels of (rows, channels, …)."""
     dims = [dim for dim in range(x.dim()) if dim != 1]
     # In float32 at least: sums of squares leave the range of fp16, and the digits of bf16.
     is_half = x.dtype in (torch.float16, torch.bfloat16)
     variance, mean = torch.var_mean(x.float() if is_half else x, dims, correction=0)
-    return x.numel() // x.shape[1], mean, variance
+    return mean, variance
+
+
+class _Moments(torch.autograd.Function):
+    """The same, of which the backward keeps no more than what is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, known: dict[str, Sequence[Tensor]]) -> tuple[Tensor, ...]:
+        # A slice that is computed again has the same ones.
+        known[""] = known.get("") or _moments(x)
+        ctx.known = known
+        ctx.save_for_backward(x)
+        return tuple(each.clone() for each in known[""])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        refuse_twice()
+        (x,), mean, (of_mean, of_variance) = ctx.saved_tensors, ctx.known[""][0], gradients
+        count = x.numel() // x.shape[1]
+        slope = of_variance * (2 / count)
+        offset = of_mean / count - slope * mean
+        shape = [1, -1, *[1] * (x.dim() - 2)]
+        wide = x.to(slope.dtype)
+        return torch.addcmul(offset.view(shape), wide, slope.view(shape)).to(x.dtype), None
 
 
 class _Norm:
-    """One use of a BatchNorm, with the statistics of all rows."""
+    """One use of a BatchNorm, with the statistics of all rows.
 
-    def __init__(
-        self, name: str, layer: Any, moments: Sequence[tuple[int, Tensor, Tensor]]
-    ) -> None:
-        self._layer = layer
-        counts, means, variances = zip(*moments, strict=True)
-        self._count = sum(counts)
-        # Torch refuses it, too: the variance of one value is zero.
-        if self._count == 1:
-            raise ValueError(
-                f"Expected more than 1 value per channel when training, and {name} got one"
-            )
-        shares = means[0].new_tensor(counts)[:, None] / self._count
-        apart = torch.stack(means) - means[0]  # differences keep the digits of large means
-        mean = (shares * apart).sum(0)
-        self.mean = mean + means[0]
-        self.variance = (shares * (torch.stack(variances) + (apart - mean).square())).sum(0)
+    Args:
+        layer: itself.
+        count: values of each channel.
+        mean: of all rows.
+        variance: likewise.
+    """
+
+    def __init__(self, layer: Any, count: int, mean: Tensor, variance: Tensor) -> None:
+        # Nothing with a graph, which holds the stages, which hold this.
+        self._layer, self._count = layer, count
+        self.mean, self.variance = mean.detach(), variance.detach()
 
     def affine(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         """Scale and shift, through which gradients go on to the statistics."""
@@ -416,20 +441,8 @@ class _Norm:
         scale = weight * ((self.variance + eps).sqrt() / deviation)
         return scale, bias + (self.mean - mean) * (weight / deviation)
 
-    def through_statistics(
-        self, x: Tensor, of_mean: Tensor | None, of_variance: Tensor | None
-    ) -> Tensor | None:
-        """The part of the gradient of an input that comes through mean and variance."""
-        if of_mean is None or of_variance is None:
-            return None
-        slope = of_variance * (2 / self._count)
-        offset = of_mean / self._count - slope * self.mean
-        shape = [1, -1, *[1] * (x.dim() - 2)]
-        wide = x.detach().to(slope.dtype)
-        return torch.addcmul(offset.view(shape), wide, slope.view(shape)).to(x.dtype)
-
     def normalised(self, x: Tensor, affine: Sequence[Tensor]) -> Tensor:
-        """The output for a slice."""
+        """The output for a slice, by its own scale and shift."""
         if len(x) > 1:
             return _normalised(self._layer, x, self.mean, self.variance, affine)
         # The backward of torch's kernel for CPUs is wrong (2.13) for a single row whose gradient
@@ -481,12 +494,13 @@ def _normalised(
         layer.training = training
 
 
+@torch.no_grad()
 def _require_usual(name: str, layer: Any, x: Tensor) -> None:
     """Refuse a derived class that does something else with statistics than to normalise."""
     if type(layer) in PLAIN or x.numel() <= x.shape[1]:
         return
     buffers = {name: each.clone() for name, each in layer.named_buffers(recurse=False)}
-    _, mean, variance = _moments(x)
+    mean, variance = _moments(x)
     random = RandomState([x.device])
     random.begin()
     # The two draw the same numbers, where a layer draws any.
@@ -521,237 +535,35 @@ def to_device(held: Tensor, device: torch.device) -> Tensor:
     return held.clone() if budget is None else budget.transfer(held)
 
 
-class _Pass:
-    """Shared state of the stages of one call.
-
-    Attributes:
-        spans: the first row of each slice, and that after its last.
-        norms: those whose rows have all been seen.
-        devices: of what waits on the host.
-    """
-
-    def __init__(self, call: Call, stages: Stages, slices: Sequence[Slice]) -> None:
-        self.stages, self.holding, self.parameters = stages, call.holding, call.parameters
-        self.spans = [(each.start, each.stop) for each in slices]
-        self.norms: dict[fx.Node, _Norm] = {}
-        self.devices: dict[fx.Node, torch.device] = {}
-        self.stood = Standing(call, max(each.num_rows for each in slices))
-        # For the backward, which runs outside of the caller's autocast and computes again.
-        kinds = filter(torch.amp.is_autocast_available, {call.device.type, "cpu"})
-        self._autocast = [
-            torch.autocast(each, torch.get_autocast_dtype(each), torch.is_autocast_enabled(each))
-            for each in kinds
-        ]
-
-    @contextlib.contextmanager
-    def again(self, random: RandomState) -> Iterator[None]:
-        """All as it stood, and random numbers as of a stage."""
-        with self.stood.again(), random.replaying(), contextlib.ExitStack() as stack:
-            for each in self._autocast:
-                stack.enter_context(each)
-            yield
-
-
-class _Stage:
-    """A stage of all slices, one after the other: in the forward, and again in the backward.
-
-    It is given the inputs of each slice, then parameters, then scales and shifts. It gives what
-    later stages need of each slice, then mean and variance for each BatchNorm ahead; the last one
-    gives the outputs of all rows.
-    """
-
-    def __init__(self, done: _Pass, number: int, random: RandomState) -> None:
-        self._pass, self._number, self._random = done, number, random
-        self.spec = done.stages.stages[number]
-        self._is_last = number == len(done.stages.stages) - 1
-        self.norms = [node for node in self.spec.nodes if node in done.stages.norms]
-        own = done.stages.parameters(number)
-        self._own = [at for at, each in enumerate(done.parameters) if id(each) in own]
-        random.begin()
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """That it computes with."""
-        return [self._pass.parameters[at] for at in self._own]
-
-    def again(self) -> contextlib.AbstractContextManager[None]:
-        """Around the backward."""
-        return self._pass.again(self._random)
-
-    def waits(self) -> list[bool]:
-        """Which inputs of slices wait on the host."""
-        return [node in self._pass.devices for node in self.spec.inputs] * len(self._pass.spans)
-
-    def of_slices(self, nodes: Sequence[fx.Node], values: Sequence[Any]) -> list[Sequence[Any]]:
-        """As many of each slice as there are nodes; behind them the rest."""
-        starts = [len(nodes) * at for at in range(len(self._pass.spans))]
-        rest = values[len(nodes) * len(starts) :]
-        return [*(values[at : at + len(nodes)] for at in starts), rest]
-
-    def _brought(self, given: Sequence[Any]) -> list[Any]:
-        """The inputs of a slice, on the device."""
-        devices = self._pass.devices
-        pairs = zip(self.spec.inputs, given, strict=True)
-        return [to_device(e, devices[node]) if node in devices else e for node, e in pairs]
-
-    def _compute(
-        self, given: Sequence[Any], tensors: Sequence[Tensor], affine: Sequence[Tensor]
-    ) -> tuple[dict[fx.Node, Any], Any]:
-        """Of a slice: the values that are left, and its outputs."""
-        stages, norms = self._pass.stages, self._pass.norms
-        pairs = dict(zip(self.norms, zip(affine[::2], affine[1::2], strict=True), strict=True))
-
-        def normalise(node: fx.Node, x: Tensor) -> Tensor:
-            return norms[node].normalised(x, pairs[node])
-
-        with self._pass.holding(tensors):
-            started = dict(zip(self.spec.inputs, given, strict=True))
-            values = stages.run(self._number, started, normalise)
-        return values, stages.output(values) if self._is_last else ()
-
-    def forward(self, joined: Joined, values: Sequence[Any]) -> list[Any]:
-        *of_slices, shared = self.of_slices(self.spec.inputs, values)
-        layers, found = self._pass.stages.norms, list[Any]()
-        moments: dict[fx.Node, list[Any]] = {node: [] for node in self.spec.ahead}
-        for given, (start, stop) in zip(of_slices, self._pass.spans, strict=True):
-            made, outputs = self._compute(self._brought(given), (), shared[len(self._own) :])
-            for node in self.spec.ahead:
-                source = node.all_input_nodes[0]
-                # A few rows show what a layer does with its statistics.
-                if start == 0:
-                    _require_usual(str(node.target), layers[node], made[source].detach()[:4])
-                moments[node].append(_moments(made[source].detach()))
-            found += [self._put(node, made[node]) for node in self.spec.outputs]
-            if self._is_last:
-                joined.put(Slice(0, start, stop, None), outputs)
-            del made, outputs  # else they lie beside the next slice
-        for node in self.spec.ahead:
-            norm = self._pass.norms[node] = _Norm(str(node.target), layers[node], moments[node])
-            # Clones, because autograd gives what is returned a graph; the norm's own are constants.
-            found += norm.mean.clone(), norm.variance.clone()
-        return [*found, *joined.tensors]
-
-    def _put(self, node: fx.Node, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            self._pass.devices[node] = value.device
-            return to_host(value)
-        if tensor_leaves({"": value}):
-            kind = type(value).__name__
-            self._pass.stages.refuse(
-                f"{node.name}, a {kind}, holds tensors, and would have to wait"
-            )
-        return value
-
-    def backward(
-        self, values: Sequence[Any], gradients: Sequence[Tensor | None]
-    ) -> list[Tensor | None]:
-        """The gradients of what it is given, from those of what it gives."""
-        *of_slices, shared = self.of_slices(self.spec.inputs, values)
-        *arrived, rest = self.of_slices(self.spec.outputs, gradients)
-        sums, aliases, found = Gradients({}, shared, {}), aliases_of(shared), list[Any]()
-        for given, span, own in zip(of_slices, self._pass.spans, arrived, strict=True):
-            of_inputs, of_shared = self._of_slice(span, given, aliases, [*own, *rest])
-            found += of_inputs
-            sums.add(Slice(0, *span, None), of_shared)
-            del of_shared  # else it lies beside the next slice
-        return [*found, *sums.all()]
-
-    def _of_slice(
-        self,
-        span: tuple[int, int],
-        given: Sequence[Any],
-        aliases: Sequence[Tensor],
-        arrived: Sequence[Tensor | None],
-    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """The gradients of a slice's inputs, and what it adds to those of what slices share."""
-        num_waiting, tensors = len(self.spec.outputs), list(self._pass.parameters)
-        for at, alias in zip(self._own, aliases, strict=False):
-            tensors[at] = alias
-        # Leaves of this slice alone: its graph ends here, and is gone before the next one.
-        leaves = [
-            each.detach().requires_grad_() if _needs(like) else each
-            for each, like in zip(self._brought(given), given, strict=True)
-        ]
-        with torch.enable_grad():  # hooks may be put on what is no leaf
-            started = [each.view_as(each) if _needs(each) else each for each in leaves]
-            made, outputs = self._compute(started, tensors, aliases[len(self._own) :])
-        pairs = self._arrived(made, arrived[:num_waiting], arrived[num_waiting:])
-        pairs += [
-            (leaf, each[slice(*span)])
-            for (_, leaf), each in zip(tensor_leaves(outputs), arrived[num_waiting:], strict=False)
-            if each is not None and leaf.requires_grad
-        ]
-        del started, made, outputs
-        taken: list[Tensor | None] = [None] * (sum(map(_needs, leaves)) + len(aliases))
-        if pairs:
-            roots, gradients = zip(*pairs, strict=True)
-            wanted = [*filter(_needs, leaves), *aliases]
-            taken[:] = torch.autograd.grad(roots, wanted, gradients, allow_unused=True)
-        found = [taken.pop(0) if _needs(each) else None for each in leaves]
-        return [*map(self._left, self.spec.inputs, found)], taken
-
-    def _left(self, node: fx.Node, gradient: Tensor | None) -> Tensor | None:
-        """The gradient of an input, on the host if that waits there."""
-        if gradient is None or node not in self._pass.devices:
-            return gradient
-        return to_host(gradient, waits=True)
-
-    def _arrived(
-        self,
-        made: Mapping[fx.Node, Any],
-        waiting: Sequence[Tensor | None],
-        of_statistics: Sequence[Tensor | None],
-    ) -> list[tuple[Tensor, Tensor]]:
-        """The values that leave a slice, with their gradients."""
-        found = {
-            node: to_device(each, self._pass.devices[node])
-            for node, each in zip(self.spec.outputs, waiting, strict=True)
-            if each is not None
-        }
-        for node, *each in zip(
-            self.spec.ahead, of_statistics[::2], of_statistics[1::2], strict=False
-        ):
-            source = node.all_input_nodes[0]
-            more = self._pass.norms[node].through_statistics(made[source], *each)
-            if more is not None:
-                found[source] = more.add_(found[source]) if source in found else more
-        return [(made[node], each) for node, each in found.items() if _needs(made[node])]
-
-
-def _needs(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
-
-
-class _InStages(torch.autograd.Function):
-    """A stage of all slices, computed again in the backward."""
+class _ToHost(torch.autograd.Function):
+    """Lets a value wait on the host; its gradient comes from there."""
 
     @staticmethod
-    def forward(ctx: Any, stage: _Stage, joined: Joined, *values: Any) -> tuple[Any, ...]:
-        ctx.stage = stage
-        ctx.set_materialize_grads(False)
-        # Autograd keeps tensors, and sees when they change; other hooks may keep them elsewhere.
-        kept = [isinstance(each, Tensor) for each in values]
-        for at, is_waiting in enumerate(stage.waits()):
-            kept[at] &= not is_waiting
-        pairs = list(zip(values, kept, strict=True))
-        ctx.save_for_backward(*(each if is_kept else None for each, is_kept in pairs))
-        ctx.others = [None if is_kept else each for each, is_kept in pairs]
-        return tuple(stage.forward(joined, values))
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        ctx.device = value.device
+        return to_host(value)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
         refuse_twice()
-        # Not kept for a second backward: it is as large as all that the stages have made.
-        others, ctx.others = ctx.others, None
-        if others is None:
-            raise RuntimeError(
-                "what waited for the backward of a part with BatchNorm was used by an earlier one; "
-                "call backward once (retain_graph=True does not keep it), or compute it again"
-            )
-        pairs = zip(ctx.saved_tensors, others, strict=True)
-        values = [other if saved is None else saved for saved, other in pairs]
-        with ctx.stage.again():
-            return None, None, *ctx.stage.backward(values, gradients)
+        return to_device(gradients[0], ctx.device)
+
+
+class _ToDevice(torch.autograd.Function):
+    """Brings back what waited; its gradient waits in turn."""
+
+    @staticmethod
+    def forward(ctx: Any, held: Tensor, device: torch.device) -> Tensor:
+        return to_device(held, device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        refuse_twice()
+        return to_host(gradients[0], waits=True), None
+
+
+def _apply(operation: Any, *given: Any) -> Any:
+    return operation.apply(*given)
 
 
 def split_at_norms(call: Call, stages: Stages) -> Any:
@@ -764,39 +576,136 @@ def split_at_norms(call: Call, stages: Stages) -> Any:
 
 
 def _through_stages(call: Call, stages: Stages, sizes: Sequence[int]) -> Any:
-    slices, joined = Cut(call, call.batch, sizes).slices, Joined(sum(sizes))
-    versions, done = stages.versions(), _Pass(call, stages, slices)
-    rest: Sequence[Any] = ()
-    waiting: list[dict[Any, Any]] = [{**stages.constants, **each.batch} for each in slices]
+    slices, joined, versions = (
+        Cut(call, call.batch, sizes).slices,
+        Joined(sum(sizes)),
+        stages.versions(),
+    )
+    parameters = summed(call) if call.is_differentiated else tuple
+    waiting = [{**stages.constants, **each.batch} for each in slices]
+    devices: dict[fx.Node, torch.device] = {}
+    norms: dict[fx.Node, _Norm] = {}
     affine: dict[fx.Node, tuple[Tensor, Tensor]] = {}
-    with done.stood.first():
-        # A stage of all slices gives the statistics of the BatchNorms ahead, and these the scales
-        # and shifts that the next stage is given.
-        for number, spec in enumerate(stages.stages):
-            stage = _Stage(done, number, call.random())
-            found = [each[_key(node)] for each in waiting for node in spec.inputs]
-            found += [*stage.parameters, *(e for node in stage.norms for e in affine[node])]
+    for number, spec in enumerate(stages.stages):
+        stage = _Stage(stages, number, call.holding, devices, norms)
+        scaled = [affine[node] for node in stage.norms]
+        needed = {_key(node) for later in stages.stages[number + 1 :] for node in later.inputs}
+        moments: list[Sequence[tuple[int, Tensor, Tensor]]] = []
+        for each, values in zip(slices, waiting, strict=True):
+            tensors = parameters()
+            with call.holding(tensors):
+                given = [stages.value_of(node, values) for node in spec.inputs]
+            compute = functools.partial(stage, collections.defaultdict(dict))
             if torch.is_grad_enabled():
-                operation: Any = _InStages
-                found = list(operation.apply(stage, joined, *found))
+                stood = Standing(call, each.num_rows, stages.replay(number))
+                found = computed_again(compute, (given, scaled, tensors), {}, stood)
             else:
-                found = stage.forward(joined, found)
-            needed = {_key(node) for later in stages.stages[number + 1 :] for node in later.inputs}
-            *of_slices, rest = stage.of_slices(spec.outputs, found)
-            for each, values in zip(waiting, of_slices, strict=True):
-                each.update(zip(spec.outputs, values, strict=True))
-                for key in each.keys() - needed:
-                    # What no later stage needs would wait on the host to the end.
-                    del each[key]
-            for node, *statistics in zip(spec.ahead, rest[::2], rest[1::2], strict=False):
-                affine[node] = done.norms[node].affine(*statistics)
-        if versions != stages.versions():
-            stages.refuse("its forward changes other buffers, too")
-        # Not before all stages went through: an error leaves running statistics as they were.
-        with torch.no_grad():
-            for norm in done.norms.values():
-                norm.commit()
-    return joined.whole(rest)
+                found = compute(given, scaled, tensors)
+            values.update(zip(spec.outputs, found[0], strict=True))
+            for key in values.keys() - needed:
+                # What no later stage needs would wait on the host to the end.
+                del values[key]
+            moments.append(found[1])
+            if spec is stages.stages[-1]:
+                joined.put(each, found[2])
+            del given, found  # else they lie beside the next slice
+        for node, of_slices in zip(spec.ahead, zip(*moments, strict=True), strict=True):
+            layer, statistics = stages.norms[node], _combined(str(node.target), of_slices)
+            norms[node] = _Norm(layer, *statistics)
+            affine[node] = norms[node].affine(*statistics[1:])
+    if versions != stages.versions():
+        stages.refuse("its forward changes other buffers, too")
+    # Not before all stages went through: an error leaves running statistics as they were.
+    with torch.no_grad():
+        for norm in norms.values():
+            norm.commit()
+    return joined.whole()
+
+
+def _combined(
+    name: str, of_slices: Sequence[tuple[int, Tensor, Tensor]]
+) -> tuple[int, Tensor, Tensor]:
+    """Count, mean and variance of all rows, from those of slices."""
+    counts, *others = zip(*of_slices, strict=True)
+    means, variances = map(torch.stack, others)
+    count, first = sum(counts), means[0].detach()
+    # Torch refuses it, too: the variance of one value is zero.
+    if count == 1:
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, and {name} got one"
+        )
+    shares = first.new_tensor(counts)[:, None] / count
+    apart = means - first  # differences keep the digits of large means
+    mean = (shares * apart).sum(0)
+    return count, mean + first, (shares * (variances + (apart - mean).square())).sum(0)
+
+
+class _Stage:
+    """A stage of one slice: in the forward, and again in the backward.
+
+    Args:
+        stages: of the part.
+        number: of the stage.
+        holding: other tensors in place of parameters meanwhile.
+        devices: of what waits on the host.
+        known: the BatchNorms whose rows have all been seen.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        number: int,
+        holding: Callable[..., contextlib.AbstractContextManager[None]],
+        devices: dict[fx.Node, torch.device],
+        known: Mapping[fx.Node, _Norm],
+    ) -> None:
+        self._stages, self._number, self._holding = stages, number, holding
+        self._devices, self._known = devices, known
+        self._spec = stages.stages[number]
+        self.norms = [node for node in self._spec.nodes if node in stages.norms]
+        self._is_first = True  # of all slices
+
+    def __call__(
+        self,
+        known: Mapping[fx.Node, dict[str, Sequence[Tensor]]],
+        given: Sequence[Any],
+        affine: Sequence[tuple[Tensor, Tensor]],
+        tensors: Sequence[Tensor],
+    ) -> tuple[list[Any], list[tuple[int, Tensor, Tensor]], Any]:
+        """The values that wait, moments for the BatchNorms ahead, and the outputs of the last.
+
+        ``known`` keeps the moments from the first time.
+        """
+        stages, spec, devices = self._stages, self._spec, self._devices
+        scaled = dict(zip(self.norms, affine, strict=True))
+        values = {
+            node: _apply(_ToDevice, each, devices[node]) if node in devices else each
+            for node, each in zip(spec.inputs, given, strict=True)
+        }
+        with self._holding(tensors):
+            made = stages.run(
+                self._number, values, lambda at, x: self._known[at].normalised(x, scaled[at])
+            )
+        outputs = stages.output(made) if spec is stages.stages[-1] else None
+        moments = []
+        for node in spec.ahead:
+            x = made[node.all_input_nodes[0]]
+            # A few rows show what a layer does with its statistics.
+            if self._is_first:
+                _require_usual(str(node.target), stages.norms[node], x.detach()[:4])
+            moments.append((x.numel() // x.shape[1], *_apply(_Moments, x, known[node])))
+        self._is_first = False
+        # Last: a backward computes no further than it needs, and copies nothing.
+        return [self._put(node, made[node]) for node in spec.outputs], moments, outputs
+
+    def _put(self, node: fx.Node, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            self._devices[node] = value.device
+            return _apply(_ToHost, value)
+        if tensor_leaves({"": value}):
+            kind = type(value).__name__
+            self._stages.refuse(f"{node.name}, a {kind}, holds tensors, and would have to wait")
+        return value
 
 
 def _key(node: fx.Node) -> Any:

@@ -373,13 +373,14 @@ class Standing(AsItStood):
     Args:
         call: of the part.
         size: rows of the slice.
+        replay: of what it reaches, unless that is all that the part does.
     """
 
-    def __init__(self, call: Call, size: int) -> None:
+    def __init__(self, call: Call, size: int, replay: Replay | None = None) -> None:
         self._naming = functools.partial(naming, call.sizer, size)  # the call holds the batch
         self._parameters, self._versions = call.parameters, all_versions(call.parameters)
         self._own: frozenset[int] = frozenset()
-        super().__init__([call.standing], call.random())
+        super().__init__([replay or call.standing], call.random())
 
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
@@ -447,7 +448,7 @@ class _Adding(torch.autograd.Function):
         return None, *(None for _ in gradients)
 
 
-def _summed(call: Call) -> Callable[[], Sequence[Tensor]]:
+def summed(call: Call) -> Callable[[], Sequence[Tensor]]:
     """Gives the parameters for each slice; none where they can stay as they are."""
     halves = [each for each in call.parameters if _wide(each.dtype) is not each.dtype]
     if not halves:
@@ -810,7 +811,7 @@ def _how(call: Call) -> Callable[[Slice], Any]:
     """Computes a slice, and again in the backward, where there is one."""
     if not call.is_differentiated:
         return lambda each: call.compute(each.batch, ())
-    parameters, compute = _summed(call), call.compute  # a call holds the whole batch
+    parameters, compute = summed(call), call.compute  # a call holds the whole batch
 
     def twice(each: Slice) -> Any:
         stood = Standing(call, each.num_rows)
