@@ -237,50 +237,6 @@ def of_all_ranks(ranks: Ranks, value: Any, point: str) -> list[Any]:
     return values
 
 
-class Stop:
-    """Whether a run is to stop: because any rank wants to, and on all at the same point.
-
-    Args:
-        ranks: of the run.
-        wants: whether this rank wants to.
-
-    Example:
-        >>> from automicro.ranks.interface import OneRank
-        >>> wishes = [False, True]
-        >>> stop = Stop(OneRank(), lambda: wishes.pop(0))
-        >>> stop.is_agreed, stop.is_agreed
-        (False, True)
-    """
-
-    def __init__(self, ranks: Ranks, wants: Callable[[], bool]) -> None:
-        self._ranks = ranks
-        self._wants = wants
-        self._is_agreed = False
-
-    @property
-    def is_agreed(self) -> bool:
-        """Whether ranks have agreed to stop. One that is alone asks itself."""
-        return self._wants() if self._ranks.world_size == 1 else self._is_agreed
-
-    def ask(self, ranks: Ranks) -> bool:
-        """Agree now. All ranks call it.
-
-        Args:
-            ranks: where those meet that fail at this point of the program.
-        """
-        return self.take_up(any_rank(ranks, self._wants())[0])
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether this rank wants to."""
-        return self._wants()
-
-    def take_up(self, wish: bool) -> bool:
-        """Note what all ranks have agreed on."""
-        self._is_agreed = self._is_agreed or wish
-        return self._is_agreed if self._ranks.world_size > 1 else wish
-
-
 _SHOWN = 8
 _SHORT = 300  # letters
 _MISSING = "there is none"
