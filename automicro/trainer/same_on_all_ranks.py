@@ -21,7 +21,7 @@ from automicro.torch_private import is_uninitialized
 from automicro.trainer.data.loading import batch_order, num_batches, samplers_of
 from automicro.trainer.data.sharing import ITSELF
 from automicro.trainer.evaluators import INHERITED, Evaluator
-from automicro.trainer.resume.fits import GivenOptions
+from automicro.trainer.resume.fits import given_options
 from automicro.values import as_text
 
 MAY_DIFFER = frozenset({"device", "loggers", "max_time", "memory_limit", "probe", "progress"})
@@ -55,8 +55,8 @@ def outline_given(optimizer: torch.optim.Optimizer | None, scheduler: object) ->
     """
     if optimizer is None:
         return {}
-    given = GivenOptions.of(optimizer, scheduler)
-    return {name: as_text(value) for name, value in {**given.classes, **given.options}.items()}
+    given = given_options(optimizer, scheduler)
+    return {name: as_text(value) for each in given.values() for name, value in each.items()}
 
 
 def outline_evaluations(name: str, given: Any) -> dict[str, str]:

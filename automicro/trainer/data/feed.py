@@ -29,6 +29,7 @@ from automicro.trainer.data.loading import (
     write_attributes,
 )
 from automicro.trainer.data.sharing import SharedBatchSampler, SharedSampler, shared_sampler
+from automicro.trainer.resume.fits import changed
 from automicro.trainer.same_on_all_ranks import require_same_order
 from automicro.values import same_values
 
@@ -606,11 +607,7 @@ class Feed:
 
     def _check_rows(self, state: Mapping[str, Any], given: int) -> None:
         was, here = state["rows"], _describe_rows(self._loader)
-        differing = [
-            f"{name}={was[name]} (here {value})"
-            for name, value in here.items()
-            if name in was and was[name] != value
-        ]
+        differing = changed(was, here)
         is_told = state["num_batches"] != num_batches(self._loader)
         if given == 0 or not differing or is_told:
             return

@@ -10,7 +10,7 @@ import torch
 
 from automicro.batch.device import on_host
 from automicro.checkpoints.peers import Peers
-from automicro.checkpoints.reading import FoundCheckpoint, OpenedCheckpoint
+from automicro.checkpoints.reading import FoundCheckpoint
 from automicro.checkpoints.store import CheckpointConfig, CheckpointStore
 from automicro.errors import CheckpointError, CheckpointWarning, RankError, suggestion, warn
 from automicro.events.run import IN_EVALUATION, NO_EVALUATION, ExpectedValues
@@ -157,7 +157,7 @@ class Checkpointer:
             progress.line(describe_change(was=opened.world_size, now=self._world_size))
         return saved
 
-    def _open(self) -> OpenedCheckpoint | None:
+    def _open(self) -> FoundCheckpoint | None:
         chosen = self._choose()
         return None if chosen is None else self._store.open(chosen)
 
