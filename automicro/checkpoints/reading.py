@@ -1,7 +1,9 @@
 """Finding the newest good checkpoint, and loading one as data."""
 
-from collections.abc import Collection, Iterable, Mapping
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,37 +26,8 @@ from automicro.torch_private import is_uninitialized
 _MOST_NAMED = 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class Differences:
-    """Where the tensors of a saved state and of the current one do not fit. False if they do.
-
-    Attributes:
-        missing: names that the current state has and the saved one lacks.
-        unexpected: names that the saved state has and the current one lacks.
-        shapes: what differs by name, in words.
-        dtypes: what differs by name, in words.
-    """
-
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    shapes: Mapping[str, str]
-    dtypes: Mapping[str, str]
-
-    def __bool__(self) -> bool:
-        return bool(self.missing or self.unexpected or self.shapes or self.dtypes)
-
-    def __str__(self) -> str:
-        found = {
-            "it lacks": self.missing,
-            "only it has": self.unexpected,
-            "shapes differ": [f"{name} ({words})" for name, words in self.shapes.items()],
-            "dtypes differ": [f"{name} ({words})" for name, words in self.dtypes.items()],
-        }
-        return "; ".join(f"{what}: {_first(names)}" for what, names in found.items() if names)
-
-
-def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Differences:
-    """Compare the tensors of two states by their place.
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
+    """Where the tensors of two states do not fit, by their places and in words; empty if they do.
 
     Args:
         saved: nested dicts, lists and tuples with tensors in them.
@@ -63,45 +36,34 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Differe
     Example:
         >>> import torch
         >>> saved = {"model": {"w": torch.empty(2, 3), "old": torch.empty(1)}}
-        >>> print(differences(saved, {"model": {"w": torch.empty(2, 4), "new": torch.empty(1)}}))
-        it lacks: model.new; only it has: model.old; shapes differ: model.w (2×3, here 2×4)
+        >>> differences(saved, {"model": {"w": torch.empty(2, 4), "new": torch.empty(1)}})
+        'it lacks: model.new; only it has: model.old; shapes differ: model.w (2×3, here 2×4)'
     """
     there, here = tensors_of(saved), tensors_of(current)
     # A lazy module takes on whatever shape there was.
     both = [name for name in there if name in here and not is_uninitialized(here[name])]
-    return Differences(
-        missing=tuple(name for name in here if name not in there),
-        unexpected=tuple(name for name in there if name not in here),
-        shapes={
-            name: f"{_shape(there[name].shape)}, here {_shape(here[name].shape)}"
-            for name in both
-            if there[name].shape != here[name].shape
-        },
-        dtypes={
-            name: f"{_dtype(there[name].dtype)}, here {_dtype(here[name].dtype)}"
-            for name in both
-            if there[name].dtype != here[name].dtype
-        },
-    )
+
+    def differing(describe: Callable[[torch.Tensor], str]) -> list[str]:
+        words = {name: (describe(there[name]), describe(here[name])) for name in both}
+        return [f"{name} ({was}, here {now})" for name, (was, now) in words.items() if was != now]
+
+    found = {
+        "it lacks": [name for name in here if name not in there],
+        "only it has": [name for name in there if name not in here],
+        "shapes differ": differing(lambda each: "×".join(map(str, each.shape)) or "one number"),
+        "dtypes differ": differing(lambda each: str(each.dtype).removeprefix("torch.")),
+    }
+    return "; ".join(f"{what}: {_first(names)}" for what, names in found.items() if names)
 
 
-def _shape(shape: Iterable[int]) -> str:
-    return "×".join(map(str, shape)) or "one number"
-
-
-def _dtype(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _first(names: Iterable[str]) -> str:
+def _first(names: Sequence[str]) -> str:
     """The first few, and how many more there are.
 
     >>> _first(["a", "b", "c", "d", "e"])
     'a, b, c and 2 more'
     """
-    every = list(names)
-    more = f" and {len(every) - _MOST_NAMED} more" if len(every) > _MOST_NAMED else ""
-    return ", ".join(every[:_MOST_NAMED]) + more
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,32 +102,19 @@ class FoundCheckpoint:
             world_size=manifest.world_size,
         )
 
+    @functools.cached_property
+    def structure(self) -> dict[str, Any]:
+        """The state as it was given, with its tensors on the meta device.
 
-@dataclass(frozen=True, kw_only=True)
-class LoadedCheckpoint(FoundCheckpoint):
-    """A checkpoint with what was saved in it.
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        return _structure_of(self.path / structure_file(0))
 
-    Attributes:
-        state: as it was given when it was saved.
-    """
-
-    state: dict[str, Any] = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpenedCheckpoint(FoundCheckpoint):
-    """A checkpoint of which all is known but the data of its tensors.
-
-    Attributes:
-        structure: the state as it was given, with its tensors on the meta device.
-    """
-
-    structure: dict[str, Any] = field(repr=False, compare=False)
-
-    def load(
+    def read(
         self, into: Mapping[str, torch.Tensor], *, keys: Collection[str] | None = None
-    ) -> LoadedCheckpoint:
-        """Read the data.
+    ) -> dict[str, Any]:
+        """Read the state with the data of its tensors.
 
         Args:
             into: by place, tensors of the same shape that are overwritten. All others are new
@@ -178,24 +127,10 @@ class OpenedCheckpoint(FoundCheckpoint):
         structure = {
             key: value for key, value in self.structure.items() if keys is None or key in keys
         }
-        tensors = {
-            place: into[place] if place in into else torch.empty_like(tensor, device="cpu")
-            for place, tensor in tensors_of(structure).items()
-        }
-        _fill(self.path, tensors)
-        return LoadedCheckpoint(
-            path=self.path,
-            step=self.step,
-            metrics=self.metrics,
-            world_size=self.world_size,
-            state=put_together(structure, tensors),
-        )
+        return _filled(self.path, structure, into)
 
-    def load_own(self, rank: int) -> dict[str, Any]:
+    def read_own(self, rank: int) -> dict[str, Any]:
         """Read what was one rank's own, of those that saved; of rank 0 nothing.
-
-        Args:
-            rank: that saved it.
 
         Raises:
             CheckpointError: it cannot be read.
@@ -203,18 +138,24 @@ class OpenedCheckpoint(FoundCheckpoint):
         if rank == 0:
             return {}
         structure = _structure_of(self.path / structure_file(rank))
-        tensors = {
-            place: torch.empty_like(tensor, device="cpu")
-            for place, tensor in tensors_of(structure).items()
-        }
-        _fill(self.path, {name_of_own(rank, place): each for place, each in tensors.items()})
-        return put_together(structure, tensors)
+        return _filled(self.path, structure, {}, name=partial(name_of_own, rank))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedCheckpoint(FoundCheckpoint):
+    """A checkpoint with what was saved in it.
+
+    Attributes:
+        state: as it was given when it was saved.
+    """
+
+    state: dict[str, Any] = field(repr=False, compare=False)
 
 
 def open_checkpoint(
     checkpoint: FoundCheckpoint | Path | str, *, peers: Peers = ALONE
-) -> OpenedCheckpoint:
-    """Read what a checkpoint holds, without its data, to see whether it fits.
+) -> FoundCheckpoint:
+    """Find a checkpoint and read its structure, without its data, to see whether it fits.
 
     Args:
         checkpoint: see `load_checkpoint`.
@@ -224,14 +165,8 @@ def open_checkpoint(
         CheckpointError: there is none, it is damaged, or it holds something else than data.
     """
     found = _find(checkpoint, peers)
-    structure = together(peers, lambda: _structure_of(found.path / structure_file(0)))
-    return OpenedCheckpoint(
-        path=found.path,
-        step=found.step,
-        metrics=found.metrics,
-        world_size=found.world_size,
-        structure=structure,
-    )
+    together(peers, lambda: found.structure)
+    return found
 
 
 def find_newest(folder: Path | str, *, peers: Peers = ALONE) -> FoundCheckpoint | None:
@@ -290,11 +225,18 @@ def load_checkpoint(
             another format, or it does not fit ``into``. Nothing was overwritten then,
             unless the disk failed after the files had been verified.
     """
-    opened = open_checkpoint(checkpoint, peers=peers)
+    found = open_checkpoint(checkpoint, peers=peers)
     current = dict(into or {})
-    saved = {name: opened.structure.get(name) for name in current}
-    together(peers, lambda: refuse_differences(opened, saved, current))
-    return together(peers, lambda: opened.load(tensors_of(current)))
+    saved = {name: found.structure.get(name) for name in current}
+    together(peers, lambda: refuse_differences(found, saved, current))
+    state = together(peers, lambda: found.read(tensors_of(current)))
+    return LoadedCheckpoint(
+        path=found.path,
+        step=found.step,
+        metrics=found.metrics,
+        world_size=found.world_size,
+        state=state,
+    )
 
 
 def refuse_differences(
@@ -310,11 +252,10 @@ def refuse_differences(
     Raises:
         CheckpointError: names, shapes or dtypes differ.
     """
-    found_differences = differences(saved, current)
-    if found_differences:
+    if differing := differences(saved, current):
         raise CheckpointError(
-            f"{found.path} does not fit: {found_differences}. Load it into what it was saved "
-            "from, or start anew with resume='never'"
+            f"{found.path} does not fit: {differing}. Load it into what it was saved from, or "
+            "start anew with resume='never'"
         )
 
 
@@ -343,18 +284,36 @@ def _structure_of(path: Path) -> dict[str, Any]:
     return structure
 
 
-def _fill(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def _filled(
+    path: Path,
+    structure: dict[str, Any],
+    into: Mapping[str, torch.Tensor],
+    name: Callable[[str], str] = str,
+) -> dict[str, Any]:
+    """A state with its tensors read, each into the one that is given for its place.
+
+    Args:
+        path: of the checkpoint.
+        structure: without the data of tensors.
+        into: by place; for all others new ones on the CPU.
+        name: from the place of a tensor to the name that its data was written under.
+    """
     # Importing it takes half a second, which who never loads does not pay.
     from automicro.checkpoints.tensors import read_tensors
 
+    tensors = {
+        place: into[place] if place in into else torch.empty_like(tensor, device="cpu")
+        for place, tensor in tensors_of(structure).items()
+    }
     try:
-        read_tensors(path, tensors)
+        read_tensors(path, {name(place): each for place, each in tensors.items()})
     except CheckpointError:
         raise
     except Exception as error:
         if is_out_of_memory(error):
             raise
         raise _refusal(path, error) from error
+    return put_together(structure, tensors)
 
 
 def _refusal(path: Path, error: Exception) -> CheckpointError:

@@ -3,8 +3,8 @@
 import logging
 import math
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,6 @@ from automicro.checkpoints.peers import ALONE, Peers, decide_together, from_firs
 from automicro.checkpoints.reading import (
     FoundCheckpoint,
     LoadedCheckpoint,
-    OpenedCheckpoint,
     find_newest,
     load_checkpoint,
     open_checkpoint,
@@ -36,65 +35,6 @@ from automicro.options import check_choice
 from automicro.units import read_duration
 
 MODES = ("min", "max")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Retention:
-    """How many checkpoints stay.
-
-    >>> keep = _Retention(keep_last=1, keep_best=1, best_metric="loss", best_mode="min")
-    >>> saved = {Path("c"): {"loss": 0.5}, Path("b"): {"loss": 0.2}, Path("a"): {"loss": 0.9}}
-    >>> [str(path) for path in keep.choose(saved)]
-    ['c', 'b']
-    """
-
-    keep_last: int | None = 3
-    keep_best: int = 0
-    best_metric: str = "eval/loss"
-    best_mode: str = "min"
-
-    def __post_init__(self) -> None:
-        if self.keep_last is not None and not (_is_int(self.keep_last) and self.keep_last >= 1):
-            raise ValueError(
-                f"keep_last={self.keep_last!r} would leave nothing to go on from; give a number "
-                "from 1, or None to keep all"
-            )
-        if not (_is_int(self.keep_best) and self.keep_best >= 0):
-            raise ValueError(
-                f"keep_best={self.keep_best!r} is no number of checkpoints; give a number from 0"
-            )
-        if not self.best_metric:
-            raise ValueError(
-                "best_metric='' is no name; give that of a metric, such as 'eval/loss'"
-            )
-        check_choice("best_mode", self.best_mode, MODES)
-
-    def choose(self, saved: Mapping[Path, Mapping[str, float]]) -> list[Path]:
-        """Which of the checkpoints stay.
-
-        Args:
-            saved: the metrics of all good ones, the newest first.
-        """
-        # Both kinds overlap: the newest is often the best.
-        newest = list(saved)
-        best = self.ranked(saved)[: self.keep_best]
-        kept = set(newest[: self.keep_last]) | set(best)
-        return [path for path in newest if path in kept]
-
-    def ranked(self, saved: Mapping[Path, Mapping[str, float]]) -> Sequence[Path]:
-        """Those that have the metric, the best first; of equal ones the newer.
-
-        Args:
-            saved: the metrics of all good ones, the newest first.
-        """
-        sign = 1 if self.best_mode == "min" else -1
-        values = {
-            path: sign * metrics[self.best_metric]
-            for path, metrics in saved.items()
-            # NaN compares with nothing, and one would leave the order of all others to chance.
-            if self.best_metric in metrics and not math.isnan(metrics[self.best_metric])
-        }
-        return sorted(values, key=values.__getitem__)
 
 
 def _is_int(value: object) -> bool:
@@ -142,12 +82,20 @@ class CheckpointConfig:
         _check_folder("folder", self.folder)
         if self.interval is not None:
             read_duration("interval", self.interval)
-        _Retention(
-            keep_last=self.keep_last,
-            keep_best=self.keep_best,
-            best_metric=self.best_metric,
-            best_mode=self.best_mode,
-        )
+        if self.keep_last is not None and not (_is_int(self.keep_last) and self.keep_last >= 1):
+            raise ValueError(
+                f"keep_last={self.keep_last!r} would leave nothing to go on from; give a number "
+                "from 1, or None to keep all"
+            )
+        if not (_is_int(self.keep_best) and self.keep_best >= 0):
+            raise ValueError(
+                f"keep_best={self.keep_best!r} is no number of checkpoints; give a number from 0"
+            )
+        if not self.best_metric:
+            raise ValueError(
+                "best_metric='' is no name; give that of a metric, such as 'eval/loss'"
+            )
+        check_choice("best_mode", self.best_mode, MODES)
         _check_folder("resume", self.resume)
         # A word that is no folder is a mistyped one; whether a path exists is seen when it is read.
         if isinstance(self.resume, str) and self.resume not in RESUME:
@@ -166,43 +114,6 @@ def _check_folder(name: str, value: object) -> None:
 
 
 logger = logging.getLogger(__name__)
-
-
-class _Background:
-    """Runs one piece of work in a thread. The process does not end before the work has.
-
-    >>> background, done = _Background(), []
-    >>> background.start(lambda: done.append("written"))
-    >>> background.finish() is None, done
-    (True, ['written'])
-    """
-
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def start(self, work: Callable[[], object]) -> None:
-        """Begin a piece of work. The one before must have been finished."""
-        assert self._thread is None, "the work before was not finished"
-        # No daemon: Python waits for it at exit, so the last save of a script is not lost.
-        self._thread = threading.Thread(target=self._run, args=(work,), name="automicro-checkpoint")
-        self._thread.start()
-
-    def finish(self) -> BaseException | None:
-        """Wait for the work that was begun, if any. The error that ended it, told once."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        return error
-
-    def _run(self, work: Callable[[], object]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            # A caller that asks gets it. It is logged for a process that ends without asking.
-            logger.error("automicro: saving in the background failed: %s", text_of(error))
-            self._error = error
 
 
 T = TypeVar("T")
@@ -250,11 +161,14 @@ class CheckpointStore:
     ) -> None:
         self.folder = Path(folder)
         self._peers = peers
-        self._retention = _Retention(
-            keep_last=keep_last, keep_best=keep_best, best_metric=best_metric, best_mode=best_mode
+        self._config = CheckpointConfig(
+            folder=folder,
+            keep_last=keep_last,
+            keep_best=keep_best,
+            best_metric=best_metric,
+            best_mode=best_mode,
         )
-        self._background = _Background()
-        # A metric that is missing is told once, and not at each save.
+        self._saving: tuple[Executor, Future[Path]] | None = None  # in the background
         self._missed_metric = False
 
     @classmethod
@@ -268,14 +182,9 @@ class CheckpointStore:
         >>> CheckpointStore.of(CheckpointConfig(folder="checkpoints")).newest() is None
         True
         """
-        return cls(
-            config.folder,
-            keep_last=config.keep_last,
-            keep_best=config.keep_best,
-            best_metric=config.best_metric,
-            best_mode=config.best_mode,
-            peers=peers,
-        )
+        store = cls(config.folder, peers=peers)
+        store._config = config
+        return store
 
     def save(
         self,
@@ -332,8 +241,11 @@ class CheckpointStore:
         """
         values = _checked(step, metrics)
         share = self._prepare(lambda: self._share_of(state, own).copied(), step)
-        # The copy alone is handed over: the state may change from here on.
-        self._background.start(partial(self._write, share, step, values))
+        # The copy alone is handed over, because the state may change from here on. Python waits
+        # for the thread at exit, so the last save of a script is not lost.
+        thread = ThreadPoolExecutor(1, thread_name_prefix="automicro-checkpoint")
+        self._saving = thread, thread.submit(self._write, share, step, values)
+        self._saving[1].add_done_callback(_log_failure)
 
     def wait(self) -> None:
         """Wait for the save that runs in the background, if any.
@@ -341,7 +253,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: it could not be written.
         """
-        error = self._background.finish()
+        error = self._finish()
         if error is not None:
             raise error
 
@@ -354,10 +266,9 @@ class CheckpointStore:
         Raises:
             Exception: what went wrong on this rank, or on another, which it names then.
         """
-        self._before_exchange()
-        return together(self._peers, work)
+        return together(self._exchange(), work)
 
-    def open(self, checkpoint: FoundCheckpoint | Path | str) -> OpenedCheckpoint:
+    def open(self, checkpoint: FoundCheckpoint | Path | str) -> FoundCheckpoint:
         """Read what a checkpoint holds, without its data, see `open_checkpoint`.
 
         Args:
@@ -366,8 +277,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: there is none, or it cannot be loaded.
         """
-        self._before_exchange()
-        return open_checkpoint(checkpoint, peers=self._peers)
+        return open_checkpoint(checkpoint, peers=self._exchange())
 
     def newest(self) -> FoundCheckpoint | None:
         """The newest checkpoint that is good; None where there is none at all.
@@ -375,16 +285,14 @@ class CheckpointStore:
         Raises:
             CheckpointError: all are damaged, or the newest has another format.
         """
-        self._before_exchange()
-        return find_newest(self.folder, peers=self._peers)
+        return find_newest(self.folder, peers=self._exchange())
 
     def best(self) -> FoundCheckpoint | None:
         """The good checkpoint with the best value of the metric; None where none has it.
 
         >>> CheckpointStore("no-such-folder", best_metric="eval/accuracy", best_mode="max").best()
         """
-        self._before_exchange()
-        for path in from_first(self._peers, self._ranked):
+        for path in from_first(self._exchange(), self._ranked):
             try:
                 return FoundCheckpoint.at(path, peers=self._peers)
             except DamagedCheckpointError as error:
@@ -409,13 +317,19 @@ class CheckpointStore:
         Raises:
             CheckpointError: there is none, or it cannot be loaded, or does not fit.
         """
-        self._before_exchange()
         chosen = self.folder if checkpoint is None else checkpoint
-        return load_checkpoint(chosen, into=into, peers=self._peers)
+        return load_checkpoint(chosen, into=into, peers=self._exchange())
 
     def _ranked(self) -> Sequence[Path]:
-        good, _ = self._survey()
-        return self._retention.ranked({path: each.metrics for path, each in good.items()})
+        return self._best_of(self._survey()[0])
+
+    def _best_of(self, good: Mapping[Path, Manifest]) -> list[Path]:
+        """Those that have the metric, the best first; of equal ones the newer."""
+        name = self._config.best_metric
+        values = {path: each.metrics.get(name, math.nan) for path, each in good.items()}
+        sign = 1 if self._config.best_mode == "min" else -1
+        there = [path for path in good if not math.isnan(values[path])]
+        return sorted(there, key=lambda path: sign * values[path])
 
     def _share_of(self, state: Mapping[str, Any], own: Mapping[str, Any] | None) -> Share:
         return Share.of(state, own=own, rank=self._peers.rank)
@@ -434,10 +348,11 @@ class CheckpointStore:
         decide_together(self._peers, prepare, _require_same)
         return shares[0]
 
-    def _before_exchange(self) -> None:
-        """A save in the background talks to the other ranks; one talks at a time."""
+    def _exchange(self) -> Peers:
+        """All ranks. A save in the background talks to them, too; one talks at a time."""
         if self._peers.world_size > 1:
             self._finish_quietly()
+        return self._peers
 
     def _write(self, share: Share, step: int, metrics: Mapping[str, float]) -> Path:
         is_first = self._peers.rank == 0
@@ -464,7 +379,8 @@ class CheckpointStore:
 
     def _prune(self) -> None:
         good, damaged = self._survey()
-        kept = self._retention.choose({path: each.metrics for path, each in good.items()})
+        best = self._best_of(good)[: self._config.keep_best]
+        kept = {*list(good)[: self._config.keep_last], *best}
         if not kept:
             return
         # A damaged one may be all that is left of a step, until newer good ones are enough.
@@ -500,9 +416,9 @@ class CheckpointStore:
             )
 
     def _check_metric(self, metrics: Mapping[str, float]) -> None:
-        name = self._retention.best_metric
+        name = self._config.best_metric
         # Between evaluations there are none at all, which is as it should be.
-        if not self._retention.keep_best or not metrics or name in metrics or self._missed_metric:
+        if not self._config.keep_best or not metrics or name in metrics or self._missed_metric:
             return
         self._missed_metric = True
         warn(
@@ -511,12 +427,26 @@ class CheckpointStore:
             CheckpointWarning,
         )
 
+    def _finish(self) -> BaseException | None:
+        """Wait for the save in the background, if any. The error that ended it, told once."""
+        if self._saving is None:
+            return None
+        (thread, future), self._saving = self._saving, None
+        thread.shutdown()
+        return future.exception()
+
     def _finish_quietly(self) -> None:
-        error = self._background.finish()
+        error = self._finish()
         if isinstance(error, RankError):
             raise error
         if error is not None:
             warn(f"a save in the background failed: {error}", CheckpointWarning)
+
+
+def _log_failure(saving: "Future[Path]") -> None:
+    # A caller that asks gets it. It is logged for a process that ends without asking.
+    if (error := saving.exception()) is not None:
+        logger.error("automicro: saving in the background failed: %s", text_of(error))
 
 
 def _require_same(parts: list[tuple[int, int]]) -> list[None]:

@@ -1,7 +1,7 @@
 """The context of a run, one object for each concern; and the numbers that it logs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,11 +12,27 @@ from automicro.loggers import LoggerGroup
 from automicro.memory.device import peak_bytes
 from automicro.policy.policy import Exploration
 from automicro.ranks.interface import Ranks
-from automicro.step.results import EvalResult
+from automicro.step.results import EvalResult, StepResult
 from automicro.trainer.failed_batch import Failures
 from automicro.trainer.optimizer import OptimizerMode
-from automicro.trainer.progress import Speed
-from automicro.trainer.step import TrainedBatch
+from automicro.trainer.progress import Progress, Speed
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedBatch:
+    """The outcome of one optimization batch.
+
+    Attributes:
+        result: of its forward and backward.
+        losses: the parts of its loss by name, read.
+        grad_norm: of its gradient before clipping; None where it is not clipped.
+        learning_rates: that its step took, for each group of parameters.
+    """
+
+    result: StepResult
+    losses: Mapping[str, float]
+    grad_norm: float | None
+    learning_rates: tuple[float, ...]
 
 
 class Recorder:
@@ -48,7 +64,6 @@ class Recorder:
         trained: TrainedBatch,
         *,
         speed: Speed,
-        device: torch.device,
     ) -> None:
         """The numbers of one optimization batch."""
         if not self._is_read:
@@ -68,7 +83,7 @@ class Recorder:
             "train/ooms": state.train.ooms,
             "train/nested_ooms": state.train.nested_ooms if result.nested_sizes else None,
             "train/global_batch": result.num_global_samples,
-            "train/peak_memory_bytes": peak_bytes(device),
+            "train/peak_memory_bytes": peak_bytes(self._run.device),
             **_explored(result.exploration),
         }
         self._take(values)
@@ -124,7 +139,7 @@ def _named_rates(rates: Sequence[float]) -> dict[str, float]:
     return {f"train/lr/{index}": rate for index, rate in enumerate(rates)}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RunContext:
     """A run, its listeners, and its ranks.
 
@@ -136,6 +151,7 @@ class RunContext:
         ranks: all that train the model.
         failures: keep a batch that does not fit.
         mode: which weights of its optimizer the model has, where there are two.
+        progress: where to say how it goes, while something runs.
     """
 
     run: Run
@@ -145,6 +161,7 @@ class RunContext:
     ranks: Ranks
     failures: Failures
     mode: OptimizerMode
+    progress: Progress = field(default_factory=Progress)
 
     @property
     def device(self) -> torch.device:

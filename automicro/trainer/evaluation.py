@@ -29,7 +29,6 @@ from automicro.trainer.data.sharing import shared_sampler
 from automicro.trainer.evaluators import INHERITED, Evaluator, read_evaluators
 from automicro.trainer.metrics import MetricSet
 from automicro.trainer.progress import (
-    Progress,
     StatusLine,
     count_of,
     evaluation_line,
@@ -180,14 +179,9 @@ class Evaluation:
         """Which count nothing between evaluations; some keep their best or smallest value."""
         return self._metrics
 
-    def release(self) -> None:
-        """Let go of what was counted, which would take memory from training."""
-        self._metrics.reset()
-
     def run(
         self,
         phase: PhaseState,
-        progress: Progress,
         context: RunContext,
         *,
         where: str = "",
@@ -201,7 +195,6 @@ class Evaluation:
 
         Args:
             phase: takes note of what happens.
-            progress: where to say it.
             context: of the run.
             where: where training stands, to say so.
             is_stopped: asked before each batch; None for never.
@@ -217,20 +210,20 @@ class Evaluation:
             try:
                 context.tell("eval_start")
                 with announcing_once(self.microbatcher.ranks), self.microbatcher.evaluating():
-                    found = self._pass(phase, progress, context, is_stopped, max_batches)
+                    found = self._pass(phase, context, is_stopped, max_batches)
                 if found is None:
                     context.recorder.forget()
                     return None
                 values, samples, last, cut_here = found
             finally:
-                self.release()
+                self._metrics.reset()  # what was counted would take memory from training
                 if values is None:
                     phase.ooms, phase.nested_ooms, phase.cut = before
             others = (name for name in phase.metrics if not name.startswith(self._prefix))
             phase.metrics = {name: phase.metrics[name] for name in others}
             phase.metrics |= {f"{self._prefix}{name}": value for name, value in values.items()}
             phase.seconds += time.perf_counter() - start
-            progress.line(
+            context.progress.line(
                 evaluation_line(values, name=self.name, samples=samples, cut=cut_here, where=where)
             )
             named = context.recorder.evaluation(self.name, values, last, phase)
@@ -240,7 +233,6 @@ class Evaluation:
     def _pass(
         self,
         phase: PhaseState,
-        progress: Progress,
         context: RunContext,
         is_stopped: Callable[[Ranks], bool] | None,
         max_batches: int | None,
@@ -267,7 +259,7 @@ class Evaluation:
                     break  # no rank has rows left
                 result = this
                 for line in size_lines("eval", result, here.cut):
-                    progress.line(line)
+                    context.progress.line(line)
                 phase.count(result)
                 here.count(result)
                 if result.loss is not None:
@@ -276,7 +268,7 @@ class Evaluation:
                 batches += 1
                 if batch is not None:
                     context.tell("eval_batch_end", result)
-                progress.status(partial(self._describe, batches, here.cut, max_batches))
+                context.progress.status(partial(self._describe, batches, here.cut, max_batches))
             if result is None:  # on any rank
                 raise empty(self._evaluator.dataloader, self.loader_name)
             values = self._losses_of_all(ranks, losses) | self._metrics.compute()
@@ -464,11 +456,10 @@ class EvaluationPlan:
         """Whether a value is of an evaluation that has not seen the model as it is."""
         return any(each.gives(name) and not self._is_done(each) for each in self._evaluations)
 
-    def run_due(self, progress: Progress, is_stopped: Callable[[Ranks], bool]) -> None:
+    def run_due(self, is_stopped: Callable[[Ranks], bool]) -> None:
         """Evaluate where an interval was reached.
 
         Args:
-            progress: where to say how it goes.
             is_stopped: asked before each evaluation and each of its batches.
         """
         # At the end of an epoch, those of its last batch come before those of the epoch.
@@ -476,12 +467,12 @@ class EvaluationPlan:
             self._evaluations, key=lambda each: each.interval.unit is Unit.EPOCHS
         ):
             if evaluation.interval.is_pending(self._state):
-                self._evaluate(evaluation, progress, is_stopped)
+                self._evaluate(evaluation, is_stopped)
 
-    def run_at_end(self, progress: Progress, is_stopped: Callable[[Ranks], bool]) -> None:
+    def run_at_end(self, is_stopped: Callable[[Ranks], bool]) -> None:
         """Evaluate at the end of training, with all that do so in the middle of it."""
         for evaluation in self._at_end:
-            self._evaluate(evaluation, progress, is_stopped)
+            self._evaluate(evaluation, is_stopped)
 
     def refuse_empty(self) -> None:
         """Refuse loaders without a batch now, and not after an epoch.
@@ -511,9 +502,7 @@ class EvaluationPlan:
     def _is_done(self, evaluation: Evaluation) -> bool:
         return self._state.evaluated_at.get(evaluation.name) == self._state.batch
 
-    def _evaluate(
-        self, evaluation: Evaluation, progress: Progress, is_stopped: Callable[[Ranks], bool]
-    ) -> None:
+    def _evaluate(self, evaluation: Evaluation, is_stopped: Callable[[Ranks], bool]) -> None:
         """Evaluate, unless that was done for this very batch."""
         if not self._is_done(evaluation):
             if is_stopped(evaluation.microbatcher.ranks):
@@ -521,7 +510,6 @@ class EvaluationPlan:
             here = rng_state()  # a loader draws some, and training must not depend on that
             values = evaluation.run(
                 self._state.eval,
-                progress,
                 self._context,
                 where=position(self._state, self._context.run.max_duration),
                 is_stopped=is_stopped,
@@ -537,19 +525,14 @@ class EvaluationPlan:
 _SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
-def predict_all(microbatcher: Microbatcher, loader: Iterable[Any], progress: Progress) -> list[Any]:
+def predict_all(
+    microbatcher: Microbatcher, loader: Iterable[Any], context: RunContext
+) -> list[Any]:
     """The outputs of each batch, in order.
 
     Raises:
         ValueError: the loader shuffles.
         DataLoaderError: there is not one batch.
-
-    Example:
-        >>> import torch
-        >>> from automicro.trainer.progress import SilentProgress
-        >>> identity = Microbatcher(torch.nn.Identity(), loss_fn=torch.nn.MSELoss())
-        >>> predict_all(identity, [torch.ones(2), torch.zeros(1)], SilentProgress())
-        [tensor([1., 1.]), tensor([0.])]
     """
     check_loader("dataloader", loader)
     for sampler in samplers_of(loader):
@@ -564,5 +547,5 @@ def predict_all(microbatcher: Microbatcher, loader: Iterable[Any], progress: Pro
         for batch in fetch(loader, "dataloader"):
             outputs.append(microbatcher.predict(batch))
             done = f"predicting: {count_of(len(outputs), 'batch')} done"
-            progress.status(lambda done=done: done)  # type: ignore[misc]
+            context.progress.status(lambda done=done: done)  # type: ignore[misc]
     return outputs

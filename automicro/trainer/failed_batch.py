@@ -6,7 +6,7 @@ import dataclasses
 import os
 import shlex
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -233,9 +233,7 @@ class Failures:
         self._rank = rank
 
     @contextlib.contextmanager
-    def kept(
-        self, batches: Sequence[Any], *, phase: str, where: str | Callable[[], str]
-    ) -> Iterator[None]:
+    def kept(self, batches: Sequence[Any], *, phase: str, where: str) -> Iterator[None]:
         """Keep these batches if what is done meanwhile runs out of memory for good.
 
         The error gets a note that says where they are. Of several ranks those keep theirs on
@@ -252,8 +250,7 @@ class Failures:
             is_own = isinstance(error, SampleTooLargeError) or is_out_of_memory(error)
             is_own &= facts_of(error).bystander is None  # else it is not the batch
             if is_own and batches and not isinstance(error.__cause__, PeerStoppedError):
-                told = where if isinstance(where, str) else where()
-                self._keep(error, batches, phase=phase, where=told)
+                self._keep(error, batches, phase=phase, where=where)
             raise
 
     def _keep(self, error: Exception, batches: Sequence[Any], *, phase: str, where: str) -> None:

@@ -17,10 +17,8 @@ from automicro.options import (
     check_modules,
     check_optimizer,
     innermost_optimizer,
-    read_flag,
 )
 from automicro.ranks.interface import Ranks
-from automicro.trainer.surroundings import to_channels_last
 from automicro.values import comes_from, read_scalars
 
 ParameterGroups: TypeAlias = Sequence[Mapping[str, Any]]
@@ -178,27 +176,6 @@ def gather_modules(
         holds = next(itertools.chain(loss_fn.parameters(), loss_fn.buffers()), None)
         gathered += [] if holds is None else [loss_fn]
     return gathered
-
-
-def place_modules(
-    modules: Sequence[nn.Module], device: torch.device, *, channels_last: bool
-) -> None:
-    """Move a model and whatever takes part to a device, before an optimizer is built of it.
-
-    Args:
-        modules: the model, then further modules.
-        device: where to.
-        channels_last: whether weights of convolutions get the channels last in memory.
-
-    Raises:
-        ValueError: nothing in them has channels.
-
-    >>> place_modules([nn.Linear(2, 2)], torch.device("cpu"), channels_last=False)
-    """
-    for module in modules:
-        module.to(device)
-    if read_flag("channels_last", channels_last):
-        to_channels_last(*modules)
 
 
 def build_optimizer(

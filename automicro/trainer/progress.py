@@ -5,7 +5,6 @@ that is written over; elsewhere (a log file, CI, a terminal that cannot move its
 printed now and then. What is being done says why nothing moves, where people watch.
 """
 
-import contextlib
 import dataclasses
 import html
 import logging
@@ -13,10 +12,9 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from rich.cells import cell_len
@@ -330,6 +328,18 @@ def position(state: LoopState, max_duration: Duration, num_batches: int | None =
     return f"{word} {state.done(unit):,}/{last:,}, batch {state.batch}"
 
 
+def place_of(state: LoopState) -> str:
+    """Where training stands, for errors.
+
+    >>> place_of(LoopState(epoch=1, epoch_batch=3, batch=15))
+    'epoch 2, batch 4 of the epoch (15 batches done)'
+    """
+    return (
+        f"epoch {state.epoch + 1}, batch {state.epoch_batch + 1} of the epoch "
+        f"({count_of(state.batch, 'batch')} done)"
+    )
+
+
 def _share_done(state: LoopState, max_duration: Duration, num_batches: int | None) -> float | None:
     """How much of training is done, from 0 to 1; None where an epoch's length is not known.
 
@@ -568,28 +578,51 @@ NOTEBOOK_COLUMNS = 140
 _ATTEMPTS = logging.getLogger("automicro.attempts")
 
 
-class Progress(Protocol):
-    """Where the trainer says how it goes. Entered while it runs."""
+class Progress:
+    """Where the trainer says how it goes, entered while it runs. This one shows nothing.
+
+    Args:
+        clock: what time it is, in seconds.
+
+    >>> with Progress() as progress:
+    ...     progress.line("unread")
+    """
+
+    _seconds: ClassVar[float | None] = None
+    """How long a status stays at least; None where none is shown."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._shown_at: float | None = None
+        self._retries = _Retries(self.doing)
 
     def __enter__(self) -> Self:
-        """Begin to show."""
+        # Without a handler, Python's last resort would write each retry to stderr.
+        _ATTEMPTS.addHandler(self._retries)
+        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Leave nothing behind but lines."""
+        _ATTEMPTS.removeHandler(self._retries)
 
     def line(self, text: str) -> None:
         """Say something that stays."""
 
     def status(self, describe: Callable[[], StatusLine | str]) -> None:
         """Say what is true now, if it is time to; otherwise nothing is described."""
+        if self._seconds is None:
+            return
+        now = self._clock()
+        if self._shown_at is None or now - self._shown_at >= self._seconds:
+            self._shown_at = now
+            self._show(describe())
 
     def doing(self, text: str) -> None:
-        """Say what takes long, to people who watch."""
+        """Say at once what takes long, to people who watch."""
+        self._show(f"{text} …")
+
+    def _show(self, status: StatusLine | str) -> None:
+        """Write over what was true before."""
 
 
 def make_progress(enabled: bool, console: Console | None = None) -> Progress:
@@ -604,7 +637,7 @@ def make_progress(enabled: bool, console: Console | None = None) -> Progress:
     if not isinstance(enabled, bool):
         raise TypeError(f"progress is {enabled!r}; pass True to show progress, or False")
     if not enabled:
-        return SilentProgress()
+        return Progress()
     console = console or Console()
     if console.is_jupyter and (show := _display_in_notebook()) is not None:
         return NotebookProgress(show)
@@ -613,93 +646,59 @@ def make_progress(enabled: bool, console: Console | None = None) -> Progress:
     return PlainProgress(console)
 
 
-class SilentProgress:
-    """Shows nothing."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def line(self, text: str) -> None:
-        """Show nothing."""
-
-    def status(self, describe: Callable[[], StatusLine | str]) -> None:
-        """Describe nothing."""
-
-    def doing(self, text: str) -> None:
-        """Show nothing."""
-
-
-class PlainProgress:
+class PlainProgress(Progress):
     """Lines, with the status at most every few seconds.
 
     Args:
         console: where to write.
-        clock: what time it is, in seconds.
+        options: of `Progress`.
     """
 
-    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
+    _seconds = PLAIN_SECONDS
+
+    def __init__(self, console: Console, **options: Any) -> None:
+        super().__init__(**options)
         self._console = console
-        self._pace = _DurationPace(PLAIN_SECONDS, clock)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
     def line(self, text: str) -> None:
         """Print a line."""
         # soft_wrap: a log is not 80 columns wide. No markup: "[4]" is not a style.
         self._console.print(Text(text), soft_wrap=True)
 
-    def status(self, describe: Callable[[], StatusLine | str]) -> None:
-        """Print a line, if the last one is long enough ago."""
-        if self._pace.is_due():
-            self.line(str(describe()))
-
     def doing(self, text: str) -> None:
         """Print nothing: a log is not watched, and says what came of it."""
 
+    def _show(self, status: StatusLine | str) -> None:
+        self.line(str(status))
 
-class LiveProgress:
+
+class LiveProgress(Progress):
     """Lines, and below them one that is written over.
 
     Args:
         console: a terminal.
-        clock: what time it is, in seconds.
+        options: of `Progress`.
     """
 
-    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
+    _seconds = LIVE_SECONDS
+
+    def __init__(self, console: Console, **options: Any) -> None:
+        super().__init__(**options)
         self._console = console
-        self._pace = _DurationPace(LIVE_SECONDS, clock)
         # Refreshed from here: a thread of its own would be one more thing to end after a failure.
         self._live = Live(console=console, auto_refresh=False, transient=True)
-        self._retries = _Retries(self.doing)
 
     def __enter__(self) -> Self:
         self._live.start()
-        _ATTEMPTS.addHandler(self._retries)
-        return self
+        return super().__enter__()
 
-    def __exit__(self, *_: object) -> None:
-        _ATTEMPTS.removeHandler(self._retries)
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
         self._live.stop()
 
     def line(self, text: str) -> None:
         """Print a line above the live one."""
         self._console.print(Text(text))
-
-    def status(self, describe: Callable[[], StatusLine | str]) -> None:
-        """Write over the live line."""
-        if self._pace.is_due():
-            self._show(describe())
-
-    def doing(self, text: str) -> None:
-        """Write over the live line at once: what takes long is rare."""
-        self._show(f"{text} …")
 
     def _show(self, status: StatusLine | str) -> None:
         if isinstance(status, StatusLine):
@@ -710,48 +709,37 @@ class LiveProgress:
         self._live.update(text, refresh=True)
 
 
-class NotebookProgress:
+class NotebookProgress(Progress):
     """Lines, and above them one that is written over, in the output of a notebook's cell.
 
     Args:
-        show: ``show(html)`` puts something on display and gives what replaces it.
-        clock: what time it is, in seconds.
+        display: ``display(html)`` puts something on display and gives what replaces it.
+        options: of `Progress`.
     """
 
-    def __init__(
-        self,
-        show: Callable[[str], Callable[[str], None]],
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._show = show
-        self._pace = _DurationPace(NOTEBOOK_SECONDS, clock)
+    _seconds = NOTEBOOK_SECONDS
+
+    def __init__(self, display: Callable[[str], Callable[[str], None]], **options: Any) -> None:
+        super().__init__(**options)
+        self._display = display
         self._update: Callable[[str], None] | None = None
 
     def __enter__(self) -> Self:
-        self._update = self._show("")
-        return self
+        self._update = self._display("")
+        return super().__enter__()
 
-    def __exit__(self, *_: object) -> None:
-        self._write("")
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._show("")
 
     def line(self, text: str) -> None:
         """Print a line below."""
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
 
-    def status(self, describe: Callable[[], StatusLine | str]) -> None:
-        """Write over the line above."""
-        if self._pace.is_due():
-            self._write(_html_of(describe()))
-
-    def doing(self, text: str) -> None:
-        """Write over the line above at once."""
-        self._write(html.escape(f"{text} …"))
-
-    def _write(self, text: str) -> None:
+    def _show(self, status: StatusLine | str) -> None:
         if self._update is not None:
-            self._update(text)
+            self._update(_html_of(status))
 
 
 def _html_of(status: StatusLine | str) -> str:
@@ -787,39 +775,3 @@ class _Retries(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Say it, without the name that log lines begin with."""
         self._say(record.getMessage().removeprefix("automicro: "))
-
-
-class _DurationPace:
-    """Says yes at once, then at most every so many seconds.
-
-    >>> pace = _DurationPace(5.0, iter([0.0, 4.0, 5.0, 6.0]).__next__)
-    >>> [pace.is_due() for _ in range(4)]
-    [True, False, True, False]
-    """
-
-    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
-        self._seconds = seconds
-        self._clock = clock
-        self._last: float | None = None
-
-    def is_due(self) -> bool:
-        """Whether it is time again."""
-        now = self._clock()
-        if self._last is not None and now - self._last < self._seconds:
-            return False
-        self._last = now
-        return True
-
-
-@contextlib.contextmanager
-def recoveries_shown_here() -> Iterator[None]:
-    """Keep Python's handler of last resort from writing each retry to stderr.
-
-    The trainer shows recoveries itself. Handlers that the user configured still get them.
-    """
-    handler = logging.NullHandler()
-    _ATTEMPTS.addHandler(handler)
-    try:
-        yield
-    finally:
-        _ATTEMPTS.removeHandler(handler)

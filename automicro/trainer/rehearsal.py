@@ -23,7 +23,6 @@ from automicro.batch.layout import describe_cut
 from automicro.batch.tensors import Contents
 from automicro.checkpoints.rng import restore_rng_state, rng_state
 from automicro.errors import BatchError
-from automicro.events.run import LoopState
 from automicro.memory.device import capacity_bytes, reset_peak
 from automicro.microbatcher import Microbatcher
 from automicro.options import check_choice
@@ -43,7 +42,7 @@ from automicro.trainer.data.loading import (
 from automicro.trainer.data.sharing import SharedSampler
 from automicro.trainer.evaluation import Evaluation
 from automicro.trainer.metrics import MetricSet
-from automicro.trainer.progress import Progress, count_of
+from automicro.trainer.progress import count_of
 from automicro.units import Unit, format_bytes
 from automicro.values import walk
 
@@ -467,6 +466,7 @@ class Rehearsal:
         repeatable: bool,
     ) -> None:
         self.report: RehearsalReport | None = None
+        self.at: str | None = None  # where it stands while it runs, for errors
         self._loader = loader
         self._microbatcher = microbatcher
         self._metrics = metrics
@@ -474,106 +474,81 @@ class Rehearsal:
         self._context = context
         self._count_rows = count_rows
         self._accumulate_batches = accumulate_batches
-        # From the second one on, the gradients of those before lie beside a batch.
-        self._copies = min(2, accumulate_batches)
         self._repeatable = repeatable
-        self._at: str | None = None  # while it runs
+        self._batches: list[_RehearsedBatch] = []
+        self._looked_at: dict[str, str] = {}
+        self._unknown: list[str] = []
 
-    def where(self) -> str | None:
-        """Where it stands, for errors; None where it does not run."""
-        return self._at
-
-    def run(self, state: LoopState, progress: Progress) -> None:
+    def run(self) -> None:
         """Rehearse, and say what was found. All ranks call it.
-
-        Args:
-            state: where training stands.
-            progress: where to say it.
 
         Raises:
             SampleTooLargeError: a batch does not fit.
             ValueError: a loader that can be passed over only once, or layers without shapes.
         """
         self._refuse_lazy()
-        start = time.perf_counter()
-        self._at = "in the rehearsal before the first step"
-        batches: list[_RehearsedBatch] = []
-        looked_at: dict[str, str] = {}
-        unknown: list[str] = []
+        start, context = time.perf_counter(), self._context
+        self.at = "in the rehearsal before the first step"
         try:
-            batches += self._train(state, progress, looked_at, unknown)
+            self._train()
             why = self._microbatcher.why_not_reserved
             if why is not None:
-                unknown.append(f"what the optimizer's first step takes is not known ({why})")
+                self._unknown.append(f"what the optimizer's first step takes is not known ({why})")
             for evaluation in self._evaluations:
-                batches += self._evaluate(evaluation, progress, looked_at, unknown)
+                self._evaluate(evaluation)
         finally:
-            reset_peak(self._context.device)  # that of the run is to come
-        self._at = None
+            reset_peak(context.device)  # that of the run is to come
+        self.at = None
         self.report = RehearsalReport(
-            batches=tuple(batches),
-            looked_at=looked_at,
-            unknown=tuple(unknown),
+            batches=tuple(self._batches),
+            looked_at=self._looked_at,
+            unknown=tuple(self._unknown),
             seconds=time.perf_counter() - start,
         )
-        for each in unknown:
-            progress.line(f"rehearsal: {each}")
-        self._context.tell("rehearsal_end", self.report)
+        for each in self._unknown:
+            context.progress.line(f"rehearsal: {each}")
+        context.tell("rehearsal_end", self.report)
 
-    def _train(
-        self, state: LoopState, progress: Progress, looked_at: dict[str, str], unknown: list[str]
-    ) -> list[_RehearsedBatch]:
-        name, microbatcher, context = "train_dataloader", self._microbatcher, self._context
+    def _train(self) -> None:
+        microbatcher, context = self._microbatcher, self._context
+        duration, most_batches = context.run.max_duration, None
+        if duration.unit is Unit.BATCHES:
+            most_batches = duration.value * self._accumulate_batches
+        # From the second one on, the gradients of those before lie beside a batch.
+        copies = min(2, self._accumulate_batches)
 
         def run(batch: Any) -> StepResult:
-            batches = [] if batch is None else [batch] * self._copies
+            batches = [] if batch is None else [batch] * copies
             return microbatcher.accumulate(batches, self._metrics.metrics)
 
         with undisturbed(self._loader, *context.callbacks.transforming):
-            scan = self._look(self._loader, name, state.epoch, self._most_batches, progress)
-            _note(scan, name, looked_at, unknown, progress)
-            return self._twice(scan, name, run, microbatcher, progress, phase="train")
+            scan = self._look(self._loader, "train_dataloader", context.state.epoch, most_batches)
+            self._twice(scan, "train_dataloader", run, microbatcher, phase="train")
 
-    @property
-    def _most_batches(self) -> int | None:
-        """Of the loader, where the run may end before a pass does."""
-        duration = self._context.run.max_duration
-        if duration.unit is not Unit.BATCHES:
-            return None
-        return duration.value * self._accumulate_batches
-
-    def _evaluate(
-        self,
-        evaluation: Evaluation,
-        progress: Progress,
-        looked_at: dict[str, str],
-        unknown: list[str],
-    ) -> list[_RehearsedBatch]:
+    def _evaluate(self, evaluation: Evaluation) -> None:
         name, microbatcher = evaluation.loader_name, evaluation.microbatcher
         loader = evaluation.dataloader
         if not _begins_again(loader):
-            unknown.append(f"{name} was not looked at: it can be passed over only once")
-            return []
+            self._unknown.append(f"{name} was not looked at: it can be passed over only once")
+            return
 
         def run(batch: Any) -> EvalResult:
             return microbatcher.evaluate(batch, evaluation.metrics.metrics)
 
         with undisturbed(loader):
-            scan = self._look(loader, name, 0, evaluation.max_batches, progress)
-            _note(scan, name, looked_at, unknown, progress)
+            scan = self._look(loader, name, 0, evaluation.max_batches)
             # In the run, the optimizer's state lies on the device by then.
             self._microbatcher.hold_reservation()
             try:
                 with microbatcher.evaluating():
-                    return self._twice(scan, name, run, microbatcher, progress, phase="eval")
+                    self._twice(scan, name, run, microbatcher, phase="eval")
             finally:
                 self._microbatcher.release_reservation()
 
-    def _look(
-        self, loader: Any, name: str, epoch: int, most_batches: int | None, progress: Progress
-    ) -> _Scan:
+    def _look(self, loader: Any, name: str, epoch: int, most_batches: int | None) -> _Scan:
+        progress = self._context.progress
         progress.doing(f"rehearsal: looking for the costliest batches of {name}")
-        return find_costliest(
+        scan = find_costliest(
             loader,
             name,
             epoch=epoch,
@@ -581,6 +556,14 @@ class Rehearsal:
             most_batches=most_batches,
             most_seconds=math.inf if self._repeatable else SCANNED_SECONDS,
         )
+        self._looked_at[name] = str(scan)
+        progress.line(_heading(name, str(scan)))  # before any of them can fail
+        if not scan.is_complete:
+            self._unknown.append(
+                f"batches of {name} that were not looked at may be costlier ({scan} were looked "
+                "at); a batch sampler with batch_costs() knows them all"
+            )
+        return scan
 
     def _twice(
         self,
@@ -588,44 +571,41 @@ class Rehearsal:
         name: str,
         run: Callable[[Any], StepResult | EvalResult],
         microbatcher: Microbatcher,
-        progress: Progress,
         *,
         phase: str,
-    ) -> list[_RehearsedBatch]:
+    ) -> None:
         """Find the size of each batch; then run all with what was learned from the others."""
         with microbatcher.rehearsing():
-            first = list(self._each(scan, name, _until_it_stays(run), progress, phase=phase))
+            first = list(self._each(scan, name, _until_it_stays(run), phase=phase))
         with microbatcher.rehearsing():  # from here on no larger size is tried, as in the run
-            second = self._each(scan, name, run, progress, phase=phase)
-            found = []
+            second = self._each(scan, name, run, phase=phase)
             for before, after in zip(first, second, strict=True):
-                found.append(replace(after, ooms=before.ooms + after.ooms))
-                progress.line(f"  {found[-1]}")
-            return found
+                self._batches.append(replace(after, ooms=before.ooms + after.ooms))
+                self._context.progress.line(f"  {self._batches[-1]}")
 
     def _each(
         self,
         scan: _Scan,
         name: str,
         run: Callable[[Any], StepResult | EvalResult],
-        progress: Progress,
         *,
         phase: str,
     ) -> Iterator[_RehearsedBatch]:
-        context, count = self._context, len(scan.batches)
-        if context.has_peers:
-            count = int(context.ranks.most(float(count)))
-        for number in range(count):
-            progress.doing(f"rehearsal: batch {number + 1} of the costliest {count} of {name}")
-            chosen = scan.batches[number] if number < len(scan.batches) else None
-            batch = None if chosen is None else chosen.make()
+        context, chosen = self._context, list[_CostlyBatch | None](scan.batches)
+        if context.has_peers:  # a rank with fewer takes part without rows
+            chosen += [None] * (int(context.ranks.most(float(len(chosen)))) - len(chosen))
+        for number, this in enumerate(chosen, start=1):
+            context.progress.doing(
+                f"rehearsal: batch {number} of the costliest {len(chosen)} of {name}"
+            )
+            batch = None if this is None else this.make()
             if batch is not None and phase == "train":
                 batch = context.callbacks.transform(context.run, batch)
-            index, rows = (None, None) if chosen is None else (chosen.index, chosen.rows)
+            index, rows = (None, None) if this is None else (this.index, this.rows)
             at = _name(name, index, rows)
-            self._at = f"in the rehearsal before the first step, {at}, of the costliest of {scan}"
+            self.at = f"in the rehearsal before the first step, {at}, of the costliest of {scan}"
             given = [] if batch is None else [batch]
-            with context.failures.kept(given, phase=phase, where=self._at):
+            with context.failures.kept(given, phase=phase, where=self.at):
                 result = run(batch)
             num_rows = 0 if batch is None else self._count_rows(batch)
             copies = result.num_samples // num_rows if num_rows else 1
@@ -635,7 +615,7 @@ class Rehearsal:
                 index=index,
                 dataset_rows=rows,
                 rows=num_rows,
-                cost=0.0 if chosen is None else chosen.cost,
+                cost=0.0 if this is None else this.cost,
                 microbatch_size=result.microbatch_size,
                 microbatch_unit=result.microbatch_unit,
                 num_microbatches=result.num_microbatches // copies,
@@ -678,18 +658,6 @@ def _until_it_stays(
 
 def _heading(loader: str, looked_at: str) -> str:
     return f"rehearsal: the costliest of {looked_at} of {loader}"
-
-
-def _note(
-    scan: _Scan, name: str, looked_at: dict[str, str], unknown: list[str], progress: Progress
-) -> None:
-    looked_at[name] = str(scan)
-    progress.line(_heading(name, str(scan)))  # before any of them can fail
-    if not scan.is_complete:
-        unknown.append(
-            f"batches of {name} that were not looked at may be costlier ({scan} were looked at); "
-            "a batch sampler with batch_costs() knows them all"
-        )
 
 
 def _counted(batch: _RehearsedBatch) -> str:

@@ -21,7 +21,7 @@ from automicro.torch_private import is_uninitialized
 from automicro.trainer.data.loading import batch_order, num_batches, samplers_of
 from automicro.trainer.data.sharing import ITSELF
 from automicro.trainer.evaluators import INHERITED, Evaluator
-from automicro.trainer.resume.fits import GivenOptions
+from automicro.trainer.resume.fits import given_options
 from automicro.values import as_text
 
 MAY_DIFFER = frozenset({"device", "loggers", "max_time", "memory_limit", "probe", "progress"})
@@ -55,8 +55,8 @@ def outline_given(optimizer: torch.optim.Optimizer | None, scheduler: object) ->
     """
     if optimizer is None:
         return {}
-    given = GivenOptions.of(optimizer, scheduler)
-    return {name: as_text(value) for name, value in {**given.classes, **given.options}.items()}
+    given = given_options(optimizer, scheduler)
+    return {name: as_text(value) for each in given.values() for name, value in each.items()}
 
 
 def outline_evaluations(name: str, given: Any) -> dict[str, str]:
@@ -235,50 +235,6 @@ def of_all_ranks(ranks: Ranks, value: Any, point: str) -> list[Any]:
     with ranks.voted():
         dist.all_gather_object(values, value)
     return values
-
-
-class Stop:
-    """Whether a run is to stop: because any rank wants to, and on all at the same point.
-
-    Args:
-        ranks: of the run.
-        wants: whether this rank wants to.
-
-    Example:
-        >>> from automicro.ranks.interface import OneRank
-        >>> wishes = [False, True]
-        >>> stop = Stop(OneRank(), lambda: wishes.pop(0))
-        >>> stop.is_agreed, stop.is_agreed
-        (False, True)
-    """
-
-    def __init__(self, ranks: Ranks, wants: Callable[[], bool]) -> None:
-        self._ranks = ranks
-        self._wants = wants
-        self._is_agreed = False
-
-    @property
-    def is_agreed(self) -> bool:
-        """Whether ranks have agreed to stop. One that is alone asks itself."""
-        return self._wants() if self._ranks.world_size == 1 else self._is_agreed
-
-    def ask(self, ranks: Ranks) -> bool:
-        """Agree now. All ranks call it.
-
-        Args:
-            ranks: where those meet that fail at this point of the program.
-        """
-        return self.take_up(any_rank(ranks, self._wants())[0])
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether this rank wants to."""
-        return self._wants()
-
-    def take_up(self, wish: bool) -> bool:
-        """Note what all ranks have agreed on."""
-        self._is_agreed = self._is_agreed or wish
-        return self._is_agreed if self._ranks.world_size > 1 else wish
 
 
 _SHOWN = 8

@@ -23,6 +23,7 @@ from automicro.options import (
     check_choice,
     read_accumulation,
     read_amount,
+    read_flag,
     read_time,
     resolve_device,
     unwrapped,
@@ -38,13 +39,12 @@ from automicro.trainer.data.loading import (
 from automicro.trainer.data.sharing import LoaderSharing, SharedAlready, shared_sampler
 from automicro.trainer.device import choose_device, seed_everything
 from automicro.trainer.evaluation import Evaluation, EvaluationPlan
-from automicro.trainer.fit import Fit, FitLoop
+from automicro.trainer.fit import Fit
 from automicro.trainer.metrics import MetricSet
 from automicro.trainer.optimizer import (
     Update,
     build_scheduler,
     gather_modules,
-    place_modules,
     read_scheduler_interval,
 )
 from automicro.trainer.parallel import check_parallel, read_parallel, splits_layers, wrap
@@ -67,6 +67,7 @@ from automicro.trainer.step import (
     TokenCounter,
     TrainingStep,
 )
+from automicro.trainer.surroundings import to_channels_last
 from automicro.units import Duration
 
 
@@ -225,7 +226,10 @@ class PlacedModel:
             DesyncError: ranks were given different things.
         """
         resolve_device(None, self.model)  # refuses a model without data, which cannot be moved
-        place_modules(self.modules, self.device, channels_last=self._channels_last)
+        for module in self.modules:  # before an optimizer is built of it
+            module.to(self.device)
+        if read_flag("channels_last", self._channels_last):
+            to_channels_last(*self.modules)
         if self._parallel is not None:
             meet(self.device, self.place)
         # Before anything else that ranks do together, and where those would wait that differ.
@@ -389,7 +393,7 @@ def assemble_fit(
             scheduler_interval=scheduler_interval,
         )
         checkpointer = Checkpointer(config, snapshot, context, peers=peers)
-    loop = FitLoop(
+    return Fit(
         TrainingStep(
             microbatcher,
             update,
@@ -397,14 +401,13 @@ def assemble_fit(
             guard=guard,
             tokens=tokens,
             seconds=seconds,
-            failures=context.failures,
+            context=context,
         ),
         feed,
         context,
-        accumulate_batches=accumulate_batches,
         evaluations=plan,
-        metrics=metrics,
         checkpointer=checkpointer,
         rehearsal=rehearsal,
+        max_seconds=read_time("max_time", options["max_time"]),
+        settings=settings,
     )
-    return Fit(loop, max_seconds=read_time("max_time", options["max_time"]), settings=settings)

@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypeVar
 
@@ -17,10 +16,10 @@ from automicro.microbatcher import Microbatcher
 from automicro.options import counting
 from automicro.savers.levels import PLAIN
 from automicro.step.results import StepResult
-from automicro.trainer.failed_batch import Failures
+from automicro.trainer.context import RunContext, TrainedBatch
 from automicro.trainer.metrics import MetricSet
 from automicro.trainer.optimizer import Update
-from automicro.trainer.progress import Progress, count_of, level_line, size_lines
+from automicro.trainer.progress import level_line, place_of, size_lines
 from automicro.units import Duration, Unit
 
 NON_FINITE_MODES = ("stop", "skip", "ignore")
@@ -70,9 +69,9 @@ class FinitenessGuard:
         if self._mode == "skip":
             return self._skip(what, state)
         raise NonFiniteLossError(
-            f"{what} {_where(state)}; the optimizer did not step. Lower the learning rate, warm "
-            "it up, clip gradients (grad_clip_norm=1.0), look for NaN and infinite values in this "
-            "batch, or leave such batches out with non_finite='skip'"
+            f"{what} in {place_of(state)}; the optimizer did not step. Lower the learning rate, "
+            "warm it up, clip gradients (grad_clip_norm=1.0), look for NaN and infinite values in "
+            "this batch, or leave such batches out with non_finite='skip'"
         )
 
     def object_to_overflow(self, state: LoopState) -> str:
@@ -92,9 +91,9 @@ class FinitenessGuard:
     def _skip(self, what: str, state: LoopState) -> str:
         self._in_a_row += 1
         if self._in_a_row <= MOST_IN_A_ROW:
-            return f"{what} {_where(state)}"
+            return f"{what} in {place_of(state)}"
         raise NonFiniteLossError(
-            f"{what} {_where(state)}, as in the {MOST_IN_A_ROW} batches before it, which were "
+            f"{what} in {place_of(state)}, as in the {MOST_IN_A_ROW} batches before it, which were "
             "skipped; the weights themselves may be NaN or infinite. Go on from an earlier "
             "checkpoint with a lower learning rate, or clip gradients (grad_clip_norm=1.0)"
         )
@@ -102,13 +101,6 @@ class FinitenessGuard:
 
 def _is_finite(loss: Tensor) -> bool:
     return math.isfinite(loss.item())
-
-
-def _where(state: LoopState) -> str:
-    return (
-        f"in epoch {state.epoch + 1}, batch {state.epoch_batch + 1} of the epoch "
-        f"({count_of(state.batch, 'batch')} done)"
-    )
 
 
 def _describe_loss(loss: float, norm: float | None) -> str | None:
@@ -359,23 +351,6 @@ def _describe_batch(batch: Any) -> str:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainedBatch:
-    """The outcome of one optimization batch.
-
-    Attributes:
-        result: of its forward and backward.
-        losses: the parts of its loss by name, read.
-        grad_norm: of its gradient before clipping; None where it is not clipped.
-        learning_rates: that its step took, for each group of parameters.
-    """
-
-    result: StepResult
-    losses: Mapping[str, float]
-    grad_norm: float | None
-    learning_rates: tuple[float, ...]
-
-
 class TrainingStep:
     """One optimization batch: its gradient, the optimizer's step, and what is counted.
 
@@ -386,7 +361,7 @@ class TrainingStep:
         guard: decides about losses that are not finite.
         tokens: counts the tokens of batches.
         seconds: counts the seconds of data in them.
-        failures: keep a batch that does not fit.
+        context: of the run; its state is written here.
     """
 
     def __init__(
@@ -398,11 +373,11 @@ class TrainingStep:
         guard: FinitenessGuard,
         tokens: TokenCounter,
         seconds: SecondsCounter,
-        failures: Failures,
+        context: RunContext,
     ) -> None:
-        self._failures = failures
+        self._context = context
         self._microbatcher = microbatcher
-        self._metrics = metrics
+        self.metrics = metrics
         self._guard = guard
         self._told = {PLAIN}  # levels
         self.tokens = tokens
@@ -412,9 +387,6 @@ class TrainingStep:
     def run(
         self,
         batches: Sequence[Any],
-        state: LoopState,
-        progress: Progress,
-        gradients_ready: Callable[[StepResult], None] | None = None,
         *,
         known_seconds: float | None = None,
     ) -> TrainedBatch | None:
@@ -424,22 +396,21 @@ class TrainingStep:
 
         Args:
             batches: what the data loader gave for it; none where other ranks may have more rows.
-            state: where training stands; updated.
-            progress: where to say what is out of the ordinary.
-            gradients_ready: called when ``.grad`` holds the unscaled gradient, before clipping.
             known_seconds: of data, in these batches, as the loader has it.
 
         Raises:
             NonFiniteLossError: before the optimizer steps.
         """
         start = time.perf_counter()
-        update, ranks = self.update, self._microbatcher.ranks
+        update, context = self.update, self._context
+        state, ranks, progress = context.state, context.ranks, context.progress
         rates = update.learning_rates
         tokens = self.tokens.count_all(batches)
         seconds = self.seconds.count_all(batches, known=known_seconds)
-        with self._failures.kept(batches, phase="train", where=lambda: _where(state)):
+        where = f"in {place_of(state)}"
+        with context.failures.kept(batches, phase="train", where=where):
             result = self._microbatcher.accumulate(
-                batches, self._metrics.metrics, accept=self._guard.accept
+                batches, self.metrics.metrics, accept=self._guard.accept
             )
         if not batches and result.num_global_samples == 0:
             return None
@@ -459,9 +430,9 @@ class TrainingStep:
         state.train.count(result)
         norm = None
         if result.is_committed:
-            if gradients_ready is not None:
+            if context.callbacks.listens("gradients_ready"):
                 update.unscale()
-                gradients_ready(result)
+                context.tell("gradients_ready", result)
             norm = update.clip()
         length: float | None = None
         objection: str | None = None

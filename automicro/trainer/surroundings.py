@@ -17,8 +17,9 @@ from automicro.torch_private import (
     is_uninitialized,
     set_inductor_deterministic,
 )
+from automicro.trainer.context import RunContext
 from automicro.trainer.processes import Process
-from automicro.trainer.progress import Progress, make_progress, recoveries_shown_here
+from automicro.trainer.progress import Progress, make_progress
 
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_VALUES = (":4096:8", ":16:8")
@@ -201,7 +202,7 @@ class RunSurroundings:
         if memory_limit is not None:
             limit_memory(memory_limit, device)  # refuses what cannot be a limit
         self.console: Console | None = None
-        self._shown: Progress | None = None  # while it is open
+        self._is_open = False
         self._shows_progress = shows_progress and place.is_first
         self._memory_limit = memory_limit
         self._device = device
@@ -209,17 +210,16 @@ class RunSurroundings:
         self._deterministic = deterministic
 
     @contextlib.contextmanager
-    def open(self) -> Iterator[Progress]:
-        """Run inside; shows progress. Inside of itself it changes nothing.
+    def open(self, context: RunContext) -> Iterator[None]:
+        """Run inside; the context's progress is shown. Inside of itself it changes nothing.
 
         Raises:
             torch.OutOfMemoryError: what is resident alone exceeds a simulated limit.
         """
-        if self._shown is not None:
-            yield self._shown
+        if self._is_open:
+            yield
             return
         with contextlib.ExitStack() as stack:
-            stack.enter_context(recoveries_shown_here())
             if self._deterministic:
                 stack.enter_context(deterministic_algorithms(self._device))
             if self._memory_limit is not None:
@@ -227,12 +227,12 @@ class RunSurroundings:
             budget = active_budget()
             if budget is not None and self._device.type == "cpu":
                 track_residents(budget, self._residents)
-            self._shown = stack.enter_context(make_progress(self._shows_progress, self.console))
-            stack.callback(self._close)
-            yield self._shown
-
-    def _close(self) -> None:
-        self._shown = None
+            shown = make_progress(self._shows_progress, self.console)
+            context.progress, self._is_open = stack.enter_context(shown), True
+            try:
+                yield
+            finally:
+                context.progress, self._is_open = Progress(), False
 
 
 @contextlib.contextmanager

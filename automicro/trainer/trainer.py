@@ -474,12 +474,10 @@ class Trainer:
             with (
                 announcing_once(ranks),
                 ranks.guarding_calls(),
-                self._session.open() as progress,
-                noting(fit.loop.where),
+                self._session.open(self._context),
+                noting(fit.where),
             ):
-                with fit.training(progress) as wants_to_stop:
-                    fit.loop.run(progress, wants_to_stop)
-                return fit.sum_up(progress)
+                return fit.run()
 
     def keep_failures_in(self, folder: str | os.PathLike[str]) -> None:
         """Where a batch is kept that does not fit even in the smallest microbatches.
@@ -523,10 +521,10 @@ class Trainer:
         with (
             announcing_once(ranks),
             ranks.guarding_calls(),
-            self._session.open() as progress,
+            self._session.open(self._context),
         ):
             for evaluation in evaluations:
-                evaluation.run(phase, progress, self._context, max_batches=max_batches)
+                evaluation.run(phase, self._context, max_batches=max_batches)
         return phase.metrics
 
     def predict(self, dataloader: Iterable[Any]) -> list[Any]:
@@ -546,8 +544,8 @@ class Trainer:
                 f"{self._run.world_size} ranks has a part of the model or of the data; predict in "
                 "one process with the weights that were saved"
             )
-        with self._session.open() as progress, self._context.mode.evaluating():
-            return predict_all(self._microbatcher, dataloader, progress)
+        with self._session.open(self._context), self._context.mode.evaluating():
+            return predict_all(self._microbatcher, dataloader, self._context)
 
 
 # The others of a step's options are words for features.

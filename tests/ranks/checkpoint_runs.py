@@ -28,7 +28,7 @@ from automicro.trainer.context import Recorder, RunContext
 from automicro.trainer.data.feed import Feed
 from automicro.trainer.failed_batch import Failures
 from automicro.trainer.optimizer import OptimizerMode
-from automicro.trainer.progress import SilentProgress
+from automicro.trainer.progress import Progress
 from automicro.trainer.resume.checkpointer import Checkpointer
 from automicro.trainer.resume.snapshot import Snapshot, restore_random_numbers
 from automicro.units import Duration
@@ -69,8 +69,9 @@ def wrap(net: nn.Module, kind: str) -> nn.Module:
     return net
 
 
-class Lines(SilentProgress):
+class Lines(Progress):
     def __init__(self) -> None:
+        super().__init__()
         self.lines: list[str] = []
 
     def line(self, text: str) -> None:
@@ -112,6 +113,7 @@ class Training:
         callbacks = Callbacks([self.average] if self.average else [])
         self.callbacks = callbacks
         self.feed = feed(list(range(BATCHES_PER_EPOCH)), "train_dataloader")
+        self.progress = Lines()
         context = RunContext(
             run=self.run,
             state=self.state,
@@ -120,6 +122,7 @@ class Training:
             ranks=OneRank(),
             failures=Failures(torch.device("cpu")),
             mode=OptimizerMode(self.optimizer),
+            progress=self.progress,
         )
         snapshot = Snapshot(
             context,
@@ -133,11 +136,10 @@ class Training:
             context,
             peers=self.peers,
         )
-        self.progress = Lines()
         torch.manual_seed(100 + self.peers.rank)
 
     def resume(self) -> None:
-        saved = self.checkpointer.resume(self.state, self.progress)
+        saved = self.checkpointer.resume()
         if saved is not None:
             restore_random_numbers(saved)
 
@@ -146,7 +148,7 @@ class Training:
         while self.state.batch < until:
             for number in self.feed.batches(self.state.epoch):
                 self.step(self.state.epoch * BATCHES_PER_EPOCH + number)
-                self.checkpointer.save_if_due(self.state, self.progress)
+                self.checkpointer.save_if_due()
                 if self.state.batch == until:
                     break
         self.checkpointer.finish()

@@ -39,7 +39,7 @@ def train(
         trainer.keep_failures_in(folder)
     found: Any = None
     assert trainer._fit is not None
-    rehearsal = trainer._fit.loop.rehearsal
+    rehearsal = trainer._fit.rehearsal
     if rehearsal is not None:
         run = rehearsal.run
 

@@ -16,8 +16,8 @@ from automicro.trainer.progress import (
     PLAIN_SECONDS,
     LiveProgress,
     PlainProgress,
+    Progress,
     RecentSpeed,
-    SilentProgress,
     make_progress,
 )
 
@@ -214,7 +214,7 @@ def test_what_takes_long_before_the_first_bar_is_named_where_somebody_watches() 
 
 
 def test_where_it_goes_decides_how_it_shows() -> None:
-    assert type(make_progress(False)) is SilentProgress
+    assert type(make_progress(False)) is Progress
     assert type(make_progress(True, make_console(terminal=True)[0])) is LiveProgress
     assert type(make_progress(True, make_console(terminal=False)[0])) is PlainProgress
 

@@ -59,8 +59,8 @@ class Noting(Callback):
 
 
 def reported(trainer: Any) -> RehearsalReport:
-    assert trainer._fit.loop.rehearsal.report is not None
-    report: RehearsalReport = trainer._fit.loop.rehearsal.report
+    assert trainer._fit.rehearsal.report is not None
+    report: RehearsalReport = trainer._fit.rehearsal.report
     return report
 
 
@@ -229,7 +229,7 @@ def test_a_run_that_is_resumed_does_not_rehearse_again_and_has_the_same_bits(
     _, stopped = train("two", Stopper())
     assert stopped.state.batch == 3
     resumed, trainer = train("two")
-    assert trainer._fit.loop.rehearsal.report is None
+    assert trainer._fit.rehearsal.report is None
     assert_same(whole, resumed)
 
 

@@ -1,6 +1,7 @@
 """Passes over a data loader that can be taken up again in the middle."""
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from automicro.trainer.data.loading import (
     begin,
     empty,
     generator_states,
+    grouped,
     has_persistent_workers,
     num_batches,
     read_attributes,
@@ -27,6 +29,7 @@ from automicro.trainer.data.loading import (
     write_attributes,
 )
 from automicro.trainer.data.sharing import SharedBatchSampler, SharedSampler, shared_sampler
+from automicro.trainer.resume.fits import changed
 from automicro.trainer.same_on_all_ranks import require_same_order
 from automicro.values import same_values
 
@@ -264,7 +267,7 @@ class Feed:
         self._loader = loader
         sampler = shared_sampler(loader)
         self._plans = sampler if isinstance(sampler, LengthBatchSampler) else None
-        self._accumulate_batches = accumulate_batches
+        self.group_size = accumulate_batches
         self._name = name
         self._has_peers = has_peers
         # Persistent workers go on with their random numbers, so all passes since they started
@@ -284,6 +287,15 @@ class Feed:
             return num_batches(self._loader)
         self._plans.set_epoch(epoch)
         return self._plans.num_rounds_before + len(self._plans)
+
+    def groups(self, epoch: int) -> Iterator[list[Any]]:
+        """Yield optimization batches of a pass, each as the loader's batches that make it up."""
+        return grouped(self.batches(epoch), self.group_size)
+
+    def num_groups(self, epoch: int) -> int | None:
+        """How many optimization batches a pass has, where the loader knows."""
+        batches = self.num_batches(epoch)
+        return None if batches is None else math.ceil(batches / self.group_size)
 
     @property
     def knows_seconds(self) -> bool:
@@ -355,7 +367,7 @@ class Feed:
             "loader": own,
             "order": _describe_order(self._loader),
             "rows": _describe_rows(self._loader),
-            "accumulate_batches": self._accumulate_batches,
+            "accumulate_batches": self.group_size,
         }
 
     def reshard(self, states: Sequence[Mapping[str, Any]], *, rank: int) -> dict[str, Any]:
@@ -375,7 +387,7 @@ class Feed:
             # The pass goes on from there, and gives none of its batches again.
             given = 0
             position = _place_in_plan(
-                states, self._plans, self._name, accumulate_batches=self._accumulate_batches
+                states, self._plans, self._name, accumulate_batches=self.group_size
             )
             self._plans.load_state_dict(position)
             is_over = len(self._plans) == 0
@@ -595,11 +607,7 @@ class Feed:
 
     def _check_rows(self, state: Mapping[str, Any], given: int) -> None:
         was, here = state["rows"], _describe_rows(self._loader)
-        differing = [
-            f"{name}={was[name]} (here {value})"
-            for name, value in here.items()
-            if name in was and was[name] != value
-        ]
+        differing = changed(was, here)
         is_told = state["num_batches"] != num_batches(self._loader)
         if given == 0 or not differing or is_told:
             return

@@ -351,15 +351,6 @@ def num_batches(loader: object) -> int | None:
         return None
 
 
-def count_steps(batches: int | None, accumulate_batches: int) -> int | None:
-    """How many optimization batches so many of a loader's make up, where that is known.
-
-    >>> count_steps(7, 3), count_steps(None, 3)
-    (3, None)
-    """
-    return None if batches is None else -(-batches // accumulate_batches)
-
-
 def average_batch(loader: object) -> AverageBatch | None:
     """The average batch of a loader, on one device; None where it does not know.
 

@@ -10,14 +10,13 @@ import torch
 
 from automicro.batch.device import on_host
 from automicro.checkpoints.peers import Peers
-from automicro.checkpoints.reading import FoundCheckpoint, OpenedCheckpoint
+from automicro.checkpoints.reading import FoundCheckpoint
 from automicro.checkpoints.store import CheckpointConfig, CheckpointStore
 from automicro.errors import CheckpointError, CheckpointWarning, RankError, suggestion, warn
-from automicro.events.run import IN_EVALUATION, NO_EVALUATION, ExpectedValues, LoopState
+from automicro.events.run import IN_EVALUATION, NO_EVALUATION, ExpectedValues
 from automicro.memory.oom import once_more
 from automicro.trainer.context import RunContext
 from automicro.trainer.evaluation import Interval
-from automicro.trainer.progress import Progress
 from automicro.trainer.resume.fits import describe_change
 from automicro.trainer.resume.snapshot import Snapshot
 from automicro.units import Duration
@@ -121,12 +120,17 @@ class Checkpointer:
         """Where checkpoints are."""
         return self._store.folder
 
-    def saved_in(self, state: LoopState) -> Path | None:
+    @property
+    def saved_in(self) -> Path | None:
         """Where the state as it is was saved; None where that failed."""
-        is_saved = self._saved_at == (state.batch, state.epoch)
-        return self._store.folder if is_saved else None
+        return self._store.folder if self._saved_at == self._now else None
 
-    def resume(self, state: LoopState, progress: Progress) -> dict[str, object] | None:
+    @property
+    def _now(self) -> tuple[int, int]:
+        state = self._context.state
+        return state.batch, state.epoch
+
+    def resume(self) -> dict[str, object] | None:
         """Go on from a checkpoint, if the config says so and there is one; what was loaded.
 
         Random numbers are left for the caller to put back, after whatever else draws some.
@@ -143,16 +147,17 @@ class Checkpointer:
             return None
         self._store.together(partial(self._snapshot.compare, opened))
         saved = self._store.together(partial(self._snapshot.restore, opened))
+        state, progress = self._context.state, self._context.progress
         self._interval.catch_up(state)
         # One of another folder is saved here, too, even if there is nothing left to train.
         if self._is_here(opened.path):
-            self._saved_at = (state.batch, state.epoch)
+            self._saved_at = self._now
         progress.line(f"resumed from {opened.path}, after batch {state.batch}")
         if opened.world_size != self._world_size:
             progress.line(describe_change(was=opened.world_size, now=self._world_size))
         return saved
 
-    def _open(self) -> OpenedCheckpoint | None:
+    def _open(self) -> FoundCheckpoint | None:
         chosen = self._choose()
         return None if chosen is None else self._store.open(chosen)
 
@@ -170,13 +175,11 @@ class Checkpointer:
     def _is_here(self, path: Path) -> bool:
         return path.resolve().parent == self._store.folder.resolve()
 
-    def save_if_due(
-        self, state: LoopState, progress: Progress, *, metrics: Mapping[str, float] = _NO_METRICS
-    ) -> None:
+    def save_if_due(self, metrics: Mapping[str, float] = _NO_METRICS) -> None:
         """Save if the interval or a callback asks for it."""
-        is_due = self._interval.is_due(state)
+        is_due = self._interval.is_due(self._context.state)
         if self._context.run.requests.take("wants_checkpoint") or is_due:
-            self.save(state, progress, metrics=metrics)
+            self.save(metrics)
 
     def rehearse(self) -> None:
         """Refuse now what no checkpoint can hold, before anything was trained.
@@ -187,33 +190,29 @@ class Checkpointer:
         with on_host():  # where random numbers lie
             self._snapshot.rehearse()
 
-    def save(
-        self, state: LoopState, progress: Progress, *, metrics: Mapping[str, float] = _NO_METRICS
-    ) -> None:
+    def save(self, metrics: Mapping[str, float] = _NO_METRICS) -> None:
         """Save the run as it is, unless that was done.
 
         Args:
-            state: where training stands.
-            progress: is told.
             metrics: what was measured of these very weights, by name.
         """
-        if self._saved_at == (state.batch, state.epoch):
+        if self._saved_at == self._now:
             return
         with self._context.mode.evaluating():  # a checkpoint has the weights to be used with
-            self._save(state, progress, metrics)
+            self._save(self._context.state.batch, metrics)
 
-    def _save(self, state: LoopState, progress: Progress, metrics: Mapping[str, float]) -> None:
+    def _save(self, batch: int, metrics: Mapping[str, float]) -> None:
         snapshot = self._store.together(self._gather)
         try:
             with on_host():  # where copies of the background lie
-                path = self._write(snapshot, step=state.batch, metrics=metrics)
+                path = self._write(snapshot, step=batch, metrics=metrics)
         except CheckpointError as error:
             if not isinstance(error.__cause__, OSError):
                 raise  # a state that no checkpoint can hold will be one next time, too
-            warn(f"no checkpoint after batch {state.batch}: {error}", CheckpointWarning)
+            warn(f"no checkpoint after batch {batch}: {error}", CheckpointWarning)
             return
-        self._saved_at = (state.batch, state.epoch)
-        progress.status(lambda: f"saved a checkpoint after batch {state.batch}")
+        self._saved_at = self._now
+        self._context.progress.status(lambda: f"saved a checkpoint after batch {batch}")
         self._context.tell("checkpoint_end", path)
 
     def _gather(self) -> dict[str, Any]:

@@ -12,13 +12,12 @@ these parts is asked for a state in which every row of the epoch counts once.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from automicro.checkpoints.reading import OpenedCheckpoint
+from automicro.checkpoints.reading import FoundCheckpoint
 from automicro.checkpoints.rng import derived_rng_state
 from automicro.errors import CheckpointError, CheckpointWarning, warn
 from automicro.sharding import is_sharded
@@ -30,59 +29,42 @@ INNER = "_schedulers"
 """Attributes by which torch's schedules hold their parts."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GivenOptions:
-    """Classes by what they are for, and options by their names.
+def given_options(
+    optimizer: torch.optim.Optimizer, scheduler: object, interval: str = "batch"
+) -> dict[str, dict[str, Any]]:
+    """The classes and plain options of an optimizer and a scheduler that have not stepped yet.
 
-    Attributes:
-        classes: such as ``{"optimizer": "AdamW", "scheduler": "StepLR"}``; None for none.
-        options: plain values, such as ``{"lr": 0.01, "scheduler.step_size": 3}``.
+    Args:
+        optimizer: the one.
+        scheduler: the other; None for none.
+        interval: after what the scheduler is stepped.
+
+    >>> sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+    >>> given = given_options(sgd, torch.optim.lr_scheduler.StepLR(sgd, 3))
+    >>> given["classes"], given["options"]["lr"], given["options"]["scheduler.step_size"]
+    ({'optimizer': 'SGD', 'scheduler': 'StepLR'}, 0.5, 3)
     """
+    stepped = "" if interval == "batch" else f", stepped after every {interval}"
+    return {
+        "classes": {
+            "optimizer": type(optimizer).__qualname__,
+            "scheduler": None if scheduler is None else _name_of(scheduler) + stepped,
+        },
+        "options": dict(_options_of(optimizer)) | dict(_schedule_of(scheduler)),
+    }
 
-    classes: Mapping[str, str | None]
-    options: Mapping[str, Any]
 
-    @classmethod
-    def of(
-        cls, optimizer: torch.optim.Optimizer, scheduler: object, interval: str = "batch"
-    ) -> "GivenOptions":
-        """Those of an optimizer and a scheduler that have not stepped yet.
+def changed(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """The values that were others, in words. A name that only one of both has is left out.
 
-        Args:
-            optimizer: the one.
-            scheduler: the other; None for none.
-            interval: after what the scheduler is stepped.
-
-        >>> sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
-        >>> given = GivenOptions.of(sgd, torch.optim.lr_scheduler.StepLR(sgd, 3))
-        >>> dict(given.classes), given.options["lr"], given.options["scheduler.step_size"]
-        ({'optimizer': 'SGD', 'scheduler': 'StepLR'}, 0.5, 3)
-        """
-        stepped = "" if interval == "batch" else f", stepped after every {interval}"
-        return cls(
-            classes={
-                "optimizer": type(optimizer).__qualname__,
-                "scheduler": None if scheduler is None else _name_of(scheduler) + stepped,
-            },
-            options=dict(_options_of(optimizer)) | dict(_schedule_of(scheduler)),
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """As a checkpoint keeps them."""
-        return {"classes": dict(self.classes), "options": dict(self.options)}
-
-    def differing(self, saved: Mapping[str, Any]) -> list[str]:
-        """The options that were others when a checkpoint was saved, in words.
-
-        Args:
-            saved: the options of the checkpoint. What only one of both has is left out: another
-                version of torch has more.
-        """
-        return [
-            f"{name}={saved[name]} (here {value})"
-            for name, value in self.options.items()
-            if name in saved and saved[name] != value
-        ]
+    >>> changed({"lr": 0.1, "old": 1}, {"lr": 0.2, "new": 2})
+    ['lr=0.1 (here 0.2)']
+    """
+    return [
+        f"{name}={saved[name]} (here {value})"
+        for name, value in here.items()
+        if name in saved and saved[name] != value
+    ]
 
 
 def _name_of(scheduler: object) -> str:
@@ -135,13 +117,13 @@ def _plain(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 _REMEDY = "Use the options of the run that saved it, or start anew with resume='never'"
 
 
-def refuse_other_classes(saved: Mapping[str, Any], given: GivenOptions) -> None:
-    """Refuse the checkpoint of another optimizer or scheduler.
+def refuse_other_classes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Refuse the checkpoint of a run with another optimizer or scheduler.
 
     Raises:
-        CheckpointError: names both.
+        CheckpointError: names both classes.
     """
-    for what, name in given.classes.items():
+    for what, name in given["classes"].items():
         was = saved["classes"].get(what)
         if was != name:
             raise CheckpointError(
@@ -150,9 +132,10 @@ def refuse_other_classes(saved: Mapping[str, Any], given: GivenOptions) -> None:
             )
 
 
-def warn_of_other_options(saved: Mapping[str, Any], given: GivenOptions) -> None:
-    """Say which options were others when the checkpoint was saved."""
-    differing = given.differing(saved["options"])
+def warn_of_other_options(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Say which options a checkpoint overrides."""
+    # What a newer torch has more is no other option.
+    differing = changed(saved["options"], given["options"])
     if differing:
         warn(
             f"the checkpoint was saved with {'; '.join(differing)}: the run goes on with the "
@@ -294,112 +277,56 @@ def _words(lacks: Sequence[str], extra: Sequence[str]) -> str:
 
 HOST_PART = "data"
 """The part whose tensors (random numbers) lie on the host; all others are the device's."""
-
-_COUNTED = (HOST_PART, "metrics")
-"""State that lasts in the middle of an epoch, where evaluations have counted nothing."""
-
-
-@runtime_checkable
-class _Reshardable(Protocol):
-    """A part, other on each rank, that can go on where there are more or fewer ranks."""
-
-    def reshard(self, states: Sequence[Mapping[str, Any]], *, rank: int) -> dict[str, Any]:
-        """The state for a rank within an epoch, to be loaded by ``load_state_dict``.
-
-        Args:
-            states: of all ranks that saved, in their order.
-            rank: the one that goes on.
-
-        Raises:
-            CheckpointError: there is none with which every row is trained on exactly once.
-        """
+_OF_EPOCH = (HOST_PART, "metrics")
+"""Parts that count rows of an epoch, of which each rank has its own."""
 
 
 def is_own(part: str) -> bool:
-    """Whether a part may be another on each rank.
+    """Whether each rank has its own state of a part.
 
-    >>> is_own("data"), is_own("metrics of eval"), is_own("scheduler")
+    >>> is_own("data"), is_own("metrics of eval"), is_own("sizes")
     (True, True, False)
     """
-    return part == HOST_PART or _counts(part)
-
-
-def _counts(part: str) -> bool:
-    return part == "metrics" or part.startswith("metrics of ")
-
-
-def refuse_within_epoch(
-    saved: Mapping[str, Any], parts: Mapping[str, Any], *, was: int, now: int
-) -> None:
-    """Refuse a checkpoint of another number of ranks from which no row can be found again.
-
-    Args:
-        saved: its structure.
-        parts: of this run, by name.
-        was: how many ranks saved it.
-        now: how many there are.
-
-    Raises:
-        CheckpointError: it is from within an epoch, and a part cannot go on there.
-    """
-    batches = saved["progress"]["epoch_batch"]
-    unable = [
-        name
-        for name, part in parts.items()
-        if name in _COUNTED and name in saved["parts"] and saved["parts"][name]
-        if not isinstance(part, _Reshardable)
-    ]
-    if batches and unable:
-        raise _refusal(
-            f"{_and(unable)} cannot go on there without training on rows twice or leaving some out",
-            batches,
-            was=was,
-            now=now,
-        )
-
-
-def _refusal(reason: str, batches: int, *, was: int, now: int) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint was saved by {_ranks(was)} after {batches} batches of an epoch, and this "
-        f"run has {_ranks(now)}, which share the rows in another way: {reason}. Otherwise go on "
-        f"with {_ranks(was)}, or from a checkpoint of the end of an epoch"
-    )
+    return part in _OF_EPOCH or part.startswith("metrics of ")
 
 
 def adapt_to_world(
     saved: dict[str, Any],
     parts: Mapping[str, Any],
-    opened: OpenedCheckpoint,
+    opened: FoundCheckpoint,
     *,
     rank: int,
     world_size: int,
 ) -> None:
-    """Change what was loaded to what this rank of another number of ranks goes on with.
+    """Change a state that another number of ranks saved, so that this one can go on with it.
 
     Args:
-        saved: what was loaded; it is changed.
-        parts: of this run, by name.
-        opened: the checkpoint.
-        rank: of this process.
-        world_size: how many ranks there are.
+        saved: rank 0's, of the checkpoint.
+        parts: of the run, by name.
+        opened: the checkpoint, with what was other ranks' own.
+        rank: this one.
+        world_size: how many ranks go on.
 
     Raises:
-        CheckpointError: it is from within an epoch, and a part cannot go on there.
+        CheckpointError: it is from within an epoch, and a part of it cannot go on there.
     """
     saved["rng"] = derived_rng_state(saved["rng"], rank=rank, world_size=world_size)
     own = {name: state for name, state in saved["parts"].items() if is_own(name)}
-    batches = saved["progress"]["epoch_batch"]
-    counted = [name for name in _COUNTED if own.get(name) and name in parts] if batches else []
-    others = range(1, opened.world_size) if counted else ()
-    own_of_others = [opened.load_own(each)["parts"] for each in others]
+    batches, was = saved["progress"]["epoch_batch"], opened.world_size
+    counted = [name for name in _OF_EPOCH if own.get(name) and name in parts] if batches else []
+    others = [opened.read_own(each)["parts"] for each in range(1, was) if counted]
     for name, state in own.items():
         if name in counted:
             try:
-                states = [state, *(each[name] for each in own_of_others)]
+                states = [state, *(each[name] for each in others)]
                 saved["parts"][name] = parts[name].reshard(states, rank=rank)
             except CheckpointError as error:
-                was = opened.world_size
-                raise _refusal(str(error), batches, was=was, now=world_size) from error
+                raise CheckpointError(
+                    f"the checkpoint was saved by {_ranks(was)} after {batches} batches of an "
+                    f"epoch, and this run has {_ranks(world_size)}, which share the rows in "
+                    f"another way: {error}. Otherwise go on with {_ranks(was)}, or from a "
+                    "checkpoint of the end of an epoch"
+                ) from error
         elif name == HOST_PART:
             # The next pass begins anew, in the order that the loader's generators give.
             saved["parts"][name] = {**state, "passes": [], "loader": None}
@@ -485,7 +412,3 @@ def describe_change(*, was: int, now: int) -> str:
 
 def _ranks(count: int) -> str:
     return f"{count} rank{'s' * (count != 1)}"
-
-
-def _and(names: Sequence[str]) -> str:
-    return " and ".join(names)

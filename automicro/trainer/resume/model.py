@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from automicro.checkpoints.reading import OpenedCheckpoint, refuse_differences
+from automicro.checkpoints.reading import FoundCheckpoint, refuse_differences
 from automicro.checkpoints.rng import derived_seed
 from automicro.checkpoints.state import tensors_of
 from automicro.errors import CheckpointError, CheckpointWarning, describe_error, warn
@@ -61,7 +61,7 @@ class ModuleState:
                 _unlisted_buffers(module, state)
                 for module, state in zip(self._modules, states, strict=True)
             ],
-            "generators": read_generators(self._generators()),
+            "generators": read_generators(self._reach.named_generators()),
         }
 
     def own(self) -> dict[str, Any]:
@@ -75,19 +75,15 @@ class ModuleState:
                 }
                 for module in self._modules
             ],
-            "generators": read_generators(self._generators()),
+            "generators": read_generators(self._reach.named_generators()),
         }
 
     def restore_own(self, saved: Mapping[str, Any]) -> None:
         """Put back what `own` gave, after the state of all."""
         for module, buffers in zip(self._modules, saved["buffers"], strict=True):
             _load_buffers(module, buffers)
-        self.restore_generators(saved["generators"])
-
-    def restore_generators(self, saved: Mapping[str, Any]) -> None:
-        """Put back the generators that the models keep."""
-        here = self._generators()
-        missing = sorted(saved.keys() - here.keys())
+        here = self._reach.named_generators()
+        missing = sorted(saved["generators"].keys() - here.keys())
         if missing:
             warn(
                 f"the checkpoint has generators of random numbers that the model or its loss "
@@ -95,16 +91,12 @@ class ModuleState:
                 "drawn; make them before training begins, and keep them in the same place",
                 CheckpointWarning,
             )
-        write_generators(here, saved)
+        write_generators(here, saved["generators"])
 
     def reseed_generators(self, *, rank: int, world_size: int) -> None:
         """Let generators draw others on each rank, where all were put back as those of rank 0."""
-        for generator in self._generators().values():
+        for generator in self._reach.named_generators().values():
             _reseed(generator, rank, world_size)
-
-    def _generators(self) -> dict[str, Generator]:
-        """Those that the models, or the functions of a step with them, get at."""
-        return self._reach.named_generators()
 
     def sharded_parameters(self) -> dict[str, Tensor]:
         """The parameters of which each rank has a part, by the names of `optimizer_state`."""
@@ -114,7 +106,7 @@ class ModuleState:
             if is_sharded(parameter)
         }
 
-    def compare(self, opened: OpenedCheckpoint) -> None:
+    def compare(self, opened: FoundCheckpoint) -> None:
         """Refuse the checkpoint of other models.
 
         Raises:
@@ -148,9 +140,7 @@ class ModuleState:
         """
         for module, state in zip(self._modules, saved["modules"], strict=True):
             _load(module, state)
-        for module, buffers in zip(self._modules, saved["buffers"], strict=True):
-            _load_buffers(module, buffers)
-        self.restore_generators(saved["generators"])
+        self.restore_own(saved)
 
 
 def _reseed(generator: Generator, rank: int, world_size: int) -> None:

@@ -1,15 +1,15 @@
 """Everything that a run needs to go on as if it had never stopped, gathered and put back."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
 from automicro.batch.device import on_host
-from automicro.checkpoints.reading import OpenedCheckpoint
+from automicro.checkpoints.reading import FoundCheckpoint
 from automicro.checkpoints.rng import restore_rng_state, rng_state
-from automicro.checkpoints.state import take_apart, tensors_of
+from automicro.checkpoints.state import put_together, take_apart, tensors_of
 from automicro.errors import CheckpointError, describe_error
 from automicro.events.run import LoopState, PhaseState, Sizes
 from automicro.memory.budget import active_budget
@@ -21,15 +21,14 @@ from automicro.trainer.context import RunContext
 from automicro.trainer.metrics import MetricSet
 from automicro.trainer.resume.fits import (
     HOST_PART,
-    GivenOptions,
     adapt_to_world,
     compare_metrics,
+    given_options,
     is_own,
     like_parameters,
     overlay,
     refuse_other_classes,
     refuse_other_parts,
-    refuse_within_epoch,
     sizes_for,
     warn_of_other_callbacks,
     warn_of_other_options,
@@ -53,16 +52,6 @@ _REMEDIES = {
 }
 
 
-class _SavedPart(Protocol):
-    """One thing with a state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Its state: tensors and plain values."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> Any:
-        """Go on from it."""
-
-
 class Snapshot:
     """The parts of a run, as one state.
 
@@ -78,7 +67,7 @@ class Snapshot:
         self,
         context: RunContext,
         *,
-        parts: Mapping[str, _SavedPart],
+        parts: Mapping[str, Any],
         scheduler_interval: str = "batch",
         rank: int = 0,
         world_size: int = 1,
@@ -96,9 +85,8 @@ class Snapshot:
         self._callbacks = context.callbacks
         self._state = context.state
         self._run = run
-        given = GivenOptions.of(run.optimizer, parts.get("scheduler"), scheduler_interval)
-        self._given = given
-        self._saved_given = given.state_dict()
+        self._given = given_options(run.optimizer, parts.get("scheduler"), scheduler_interval)
+        self._saved_given = self._given
 
     def gather(self) -> dict[str, Any]:
         """The state as it is now. Its tensors are those of the run, not copies.
@@ -151,7 +139,7 @@ class Snapshot:
                 raise CheckpointError(f"{error}{_REMEDIES[name]}") from error
         take_apart(state)
 
-    def compare(self, opened: OpenedCheckpoint) -> None:
+    def compare(self, opened: FoundCheckpoint) -> None:
         """Refuse the checkpoint of another run, and say what starts fresh. Nothing is changed.
 
         Raises:
@@ -162,8 +150,6 @@ class Snapshot:
         self._models.compare(opened)
         compare_groups(self._optimizer, self._modules, saved["optimizer"])
         refuse_other_parts(saved["parts"], self._parts, optional=_OPTIONAL)
-        if self._is_other_world(opened):
-            refuse_within_epoch(saved, self._parts, was=opened.world_size, now=self._world_size)
         for name, part in self._parts.items():
             if isinstance(part, MetricSet) and name in saved["parts"]:
                 # Between evaluations their metrics have counted nothing.
@@ -172,7 +158,7 @@ class Snapshot:
         warn_of_other_callbacks(saved["callbacks"], self._named_callbacks())
         warn_of_other_options(saved["given"], self._given)
 
-    def restore(self, opened: OpenedCheckpoint) -> dict[str, Any]:
+    def restore(self, opened: FoundCheckpoint) -> dict[str, Any]:
         """Put everything back but random numbers; what was put back, but the models.
 
         The models come last, so that they are untouched where anything refuses its own state.
@@ -183,24 +169,24 @@ class Snapshot:
         Raises:
             CheckpointError: something refuses its own state, or the disk fails.
         """
+        is_same_world = opened.world_size == self._world_size
         with on_host():
             others = opened.structure.keys() - set(MODEL_KEYS)
-            saved = opened.load(self._sharded_targets(opened), keys=others).state
-            if self._is_other_world(opened):
-                own = None
+            saved = opened.read(self._sharded_targets(opened), keys=others)
+            own = opened.read_own(self._rank) if is_same_world else {}
+            if not is_same_world:
                 adapt_to_world(
                     saved, self._parts, opened, rank=self._rank, world_size=self._world_size
                 )
             else:
-                own = opened.load_own(self._rank)
                 overlay(saved, {key: own[key] for key in own if key not in MODEL_KEYS})
         self._restore_others(saved)
         with on_host():
-            models = opened.load(self._models.targets(), keys=MODEL_KEYS).state
+            models = opened.read(self._models.targets(), keys=MODEL_KEYS)
         self._models.restore(models)
         if own:
             self._models.restore_own(own)
-        if own is None:
+        if not is_same_world:
             self._models.reseed_generators(rank=self._rank, world_size=self._world_size)
         _restore_progress(self._state, saved["progress"])
         return saved
@@ -212,10 +198,7 @@ class Snapshot:
             for name, _ in module.named_parameters()
         }
 
-    def _is_other_world(self, opened: OpenedCheckpoint) -> bool:
-        return opened.world_size != self._world_size
-
-    def _sharded_targets(self, opened: OpenedCheckpoint) -> dict[str, Tensor]:
+    def _sharded_targets(self, opened: FoundCheckpoint) -> dict[str, Tensor]:
         """Where this rank's part of what is sharded like a parameter is read into, by place."""
         parameters = self._models.sharded_parameters()
         if not parameters:
@@ -250,18 +233,10 @@ def restore_random_numbers(saved: Mapping[str, Any]) -> None:
 
 def _arriving(state: Any) -> Any:
     """A state as it comes to a simulated device; real ones fetch their tensors themselves."""
-    budget = active_budget()
-    return state if budget is None else _map(state, budget.transfer)
-
-
-def _map(state: Any, move: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(state, Tensor):
-        return move(state)
-    if isinstance(state, dict):
-        return {name: _map(value, move) for name, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(_map(each, move) for each in state)
-    return state
+    if (budget := active_budget()) is None:
+        return state
+    moved = {place: budget.transfer(each) for place, each in tensors_of(state).items()}
+    return put_together(state, moved)
 
 
 def _state_of(name: str, part: Any) -> Any:

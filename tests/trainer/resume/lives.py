@@ -135,7 +135,7 @@ def ending_of(job: Job) -> dict[str, Any]:
             name: _without_measurements(part) if name.startswith("sizes") else part
             for name, part in gathered["parts"].items()
         },
-        "metrics": fit.loop._metrics.compute(),
+        "metrics": fit.step.metrics.compute(),
     }
 
 
