@@ -1,25 +1,35 @@
 """One world of each size for all tests of a module that ask for it."""
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from tests.ranks.world import World, world_of
 
 
+# Processes of their own: what one module leaves broken is nothing to the next. The server that they
+# are forked from has imported all, and serves the session.
 @pytest.fixture(scope="module")
-def world2() -> Iterator[World]:
-    with world_of(2) as world:
-        yield world
+def worlds() -> Iterator[Callable[[int], World]]:
+    made: dict[int, World] = {}
+    with contextlib.ExitStack() as stack:
+
+        def of(size: int) -> World:
+            if size not in made:
+                made[size] = stack.enter_context(world_of(size))
+            return made[size]
+
+        yield of
 
 
-@pytest.fixture(scope="module")
-def world3() -> Iterator[World]:
-    with world_of(3) as world:
-        yield world
+def world_fixture(size: int) -> Any:
+    @pytest.fixture(name=f"world{size}", scope="module")
+    def world(worlds: Callable[[int], World]) -> World:
+        return worlds(size)
+
+    return world
 
 
-@pytest.fixture(scope="module")
-def world4() -> Iterator[World]:
-    with world_of(4) as world:
-        yield world
+world1, world2, world3, world4 = map(world_fixture, (1, 2, 3, 4))

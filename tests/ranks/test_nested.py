@@ -4,15 +4,17 @@ import pytest
 
 from tests.ranks.nested_jobs import differences, exact_batchnorm, refusal, shortage_in_backward
 from tests.ranks.world import World
+from tests.sweeps import mostly_in_sweeps
 
 pytestmark = pytest.mark.sweep
 
 WAYS = ("ddp", "ddp, unused", "ddp, view", "ddp, unused, view", "root", "part of its own")
 
 
-@pytest.mark.parametrize("in_own_loop", [True, False])
-@pytest.mark.parametrize("gives_loss", [True, False])
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize(
+    ("how", "gives_loss", "in_own_loop"),
+    mostly_in_sweeps(WAYS, [True, False], [True, False], few=8),
+)
 def test_gradients_are_exact_where_one_rank_alone_has_smaller_slices(
     world2: World, how: str, gives_loss: bool, in_own_loop: bool
 ) -> None:

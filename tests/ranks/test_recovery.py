@@ -1,6 +1,6 @@
 """One rank runs out of memory: all go on, bit for bit as if nothing had happened."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,31 +16,13 @@ from tests.ranks.jobs import (
     refusal,
     sums_over_replicas,
 )
-from tests.ranks.plans import allocations, points
-from tests.ranks.world import World, world_of
+from tests.ranks.plans import allocations, points, rarely
+from tests.ranks.world import World
 
 pytestmark = pytest.mark.sweep
 
 POINTS = list(points(2))
 ALLOCATIONS = list(allocations(2))
-
-
-# Left to the slow tests, because others are nearly the same.
-RARE = (
-    "after the last microbatch",
-    "before the first forward",
-    "before the first microbatch",
-    "end of the last backward",
-    "first forward",
-    "first gather",
-    "first scatter",
-    "forward",
-    "two ranks at one point",
-)
-
-
-def rarely(point: str) -> Any:
-    return pytest.param(point, marks=[pytest.mark.slow] * (point in RARE))
 
 
 def require_equal(
@@ -87,12 +69,11 @@ def test_ddp_recovers_on_three_ranks(world3: World, point: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", POINTS + ALLOCATIONS)
-@pytest.mark.parametrize(("world", "kind"), [("world3", "fsdp"), ("world4", "hsdp")])
+@pytest.mark.parametrize(("size", "kind"), [(3, "fsdp"), (4, "hsdp")])
 def test_sharding_recovers_on_more_ranks(
-    request: pytest.FixtureRequest, world: str, kind: str, point: str
+    worlds: Callable[[int], World], size: int, kind: str, point: str
 ) -> None:
-    ranks: World = request.getfixturevalue(world)
-    require_recovered(ranks, kind, {**points(ranks.size), **allocations(ranks.size)}[point])
+    require_recovered(worlds(size), kind, {**points(size), **allocations(size)}[point])
 
 
 @pytest.mark.slow
@@ -147,9 +128,8 @@ def test_settled_steps_vote_as_rarely_as_promised(world2: World) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_wrapper_around_one_rank_recovers(kind: str) -> None:
-    with world_of(1) as world:
-        require_recovered(world, kind, points(1)["last backward"])
+def test_a_wrapper_around_one_rank_recovers(world1: World, kind: str) -> None:
+    require_recovered(world1, kind, points(1)["last backward"])
 
 
 @pytest.mark.slow
@@ -190,15 +170,23 @@ def test_without_its_repair_a_wrapper_is_wrong(
     assert any(result["differing"] for result in results)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("rows", [[6, 6], [8, 3], [11, 1]], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "sync", "rows"),
+    [
+        ("ddp", "each", [8, 3]),
+        ("fsdp", "each", [11, 1]),
+        ("fsdp", "auto", [8, 3]),
+        ("hsdp", "each", [1, 9, 4, 4]),
+    ],
+    ids=str,
+)
 def test_gradients_are_those_of_all_rows_in_one_process(
-    world2: World, kind: str, rows: list[int]
+    worlds: Callable[[int], World], kind: str, sync: str, rows: list[int]
 ) -> None:
     expected = expected_gradients(sum(rows))
-    for found in world2.run(gradients, kind, rows):
+    for found in worlds(len(rows)).run(gradients, kind, rows, sync=sync):
         for one, other in zip(found, expected, strict=True):
-            assert (one - other).abs().max() <= 1e-9
+            assert (one - other).abs().max() <= 1e-12
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Runs that go on within an epoch at another number of ranks, also right before its last batch."""
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,6 @@ pytestmark = pytest.mark.sweep
 
 ROWS = 3 * runs.PER_BATCH + 1  # one row in the last batch
 KINDS = ["ddp", "fsdp"]
-
-
-@pytest.fixture(scope="module")
-def world1() -> Iterator[World]:
-    with world_of(1) as world:
-        yield world
 
 
 def merged(results: list[dict[str, Any]]) -> dict[int, list[int]]:

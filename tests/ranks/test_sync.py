@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -21,16 +21,16 @@ from automicro.features import RankReduction
 from automicro.ranks.coordinated import CoordinatedRanks
 from automicro.ranks.interface import Sync
 from tests.ranks.faulty_models import Fault, Faults, build
-from tests.ranks.jobs import compare, expected_gradients, gradients
-from tests.ranks.plans import points
+from tests.ranks.jobs import compare
+from tests.ranks.plans import points, rarely
 from tests.ranks.steps import Stepper
 from tests.ranks.uneven import LOSSES, train_on_words
 from tests.ranks.world import World
+from tests.sweeps import mostly_in_sweeps
 
 pytestmark = pytest.mark.sweep
 
 MICROBATCHES = 4
-POINTS = list(points(2))
 MODULES = 4  # three blocks and the root
 
 _KINDS = {
@@ -76,62 +76,27 @@ def collectives_of_steps(kind: str, **options: Any) -> list[dict[str, int]]:
     return counts
 
 
-def test_ddp_reduces_once_a_step(world2: World) -> None:
-    for counts in world2.run(collectives_of_steps, "ddp"):
-        # One bucket before torch has ordered them, as many as modules afterwards.
-        assert counts == [{"all-reduce": 1}, {"all-reduce": MODULES}, {"all-reduce": MODULES}]
+# With "each" shards are reduced with each microbatch, and replicas add up with the last one.
+@pytest.mark.parametrize("sync", ["each", "auto"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "hsdp"])
+def test_how_often_a_step_reduces(worlds: Callable[[int], World], kind: str, sync: str) -> None:
+    # DDP has one bucket before torch has ordered them, as many as modules afterwards.
+    expected = [{"all-reduce": 1}, {"all-reduce": MODULES}, {"all-reduce": MODULES}]
+    if kind != "ddp":
+        scattered = MODULES * (MICROBATCHES if sync == "each" else 1)
+        expected = [{"all-gather": 28, "reduce-scatter": scattered}] * 3
+    if kind == "hsdp":
+        expected = [{**each, "all-reduce": MODULES} for each in expected]
+    for counts in worlds(4 if kind == "hsdp" else 2).run(collectives_of_steps, kind, sync=sync):
+        assert counts == expected
 
 
-def test_sharded_gradients_are_reduced_with_each_microbatch(world2: World) -> None:
-    for counts in world2.run(collectives_of_steps, "fsdp"):
-        assert counts == [{"all-gather": 28, "reduce-scatter": MICROBATCHES * MODULES}] * 3
-
-
-def test_replicas_add_up_with_the_last_microbatch_alone(world4: World) -> None:
-    for counts in world4.run(collectives_of_steps, "hsdp"):
-        expected = {"all-gather": 28, "reduce-scatter": MICROBATCHES * MODULES}
-        assert counts == [{**expected, "all-reduce": MODULES}] * 3
-
-
-def test_sharded_gradients_are_reduced_with_the_last_microbatch_where_asked_for(
-    world2: World,
-) -> None:
-    for counts in world2.run(collectives_of_steps, "fsdp", sync="auto"):
-        assert counts == [{"all-gather": 28, "reduce-scatter": MODULES}] * 3
-
-
-def test_replicas_and_shards_are_reduced_with_the_last_microbatch_where_asked_for(
-    world4: World,
-) -> None:
-    for counts in world4.run(collectives_of_steps, "hsdp", sync="auto"):
-        expected = {"all-gather": 28, "reduce-scatter": MODULES, "all-reduce": MODULES}
-        assert counts == [expected] * 3
-
-
-def test_asking_ddp_for_it_changes_nothing(world2: World) -> None:
-    for counts in world2.run(collectives_of_steps, "ddp", sync="auto"):
-        assert counts == [{"all-reduce": 1}, {"all-reduce": MODULES}, {"all-reduce": MODULES}]
+def test_asking_ddp_to_reduce_late_tries_no_size_twice(world2: World) -> None:
     results = world2.run(compare, "ddp", points(2)["last backward"], {"sync": "auto"})
-    assert results[0]["attempts"] == 5, "no size is tried twice"
+    assert results[0]["attempts"] == 5
 
 
-@pytest.mark.parametrize("rows", [[6, 6], [8, 3], [11, 1]], ids=str)
-def test_whole_gradients_are_those_of_one_process(world2: World, rows: list[int]) -> None:
-    expected = expected_gradients(sum(rows))
-    for found in world2.run(gradients, "fsdp", rows, sync="auto"):
-        for one, other in zip(found, expected, strict=True):
-            assert (one - other).abs().max() <= 1e-12
-
-
-@pytest.mark.parametrize("rows", [[6, 6, 6, 6], [8, 3, 1, 7], [1, 9, 4, 4]], ids=str)
-def test_gradients_of_replicas_are_those_of_one_process(world4: World, rows: list[int]) -> None:
-    expected = expected_gradients(sum(rows))
-    for found in world4.run(gradients, "hsdp", rows):
-        for one, other in zip(found, expected, strict=True):
-            assert (one - other).abs().max() <= 1e-12
-
-
-@pytest.mark.parametrize("point", ["backward", "last backward", "two ranks", "first batch"])
+@pytest.mark.parametrize("point", ["last backward", "two ranks"])
 def test_replicas_recover_bit_for_bit(world4: World, point: str) -> None:
     plan = points(4)[point]
     results = world4.run(compare, "hsdp", plan, {})
@@ -268,7 +233,9 @@ def require_recovered(world: World, kind: str, plan: Sequence[Fault], **options:
     return results[0]
 
 
-@pytest.mark.parametrize("point", [each for each in POINTS if each != "successive batches"])
+@pytest.mark.parametrize(
+    "point", [rarely(each) for each in points(2) if each != "successive batches"]
+)
 def test_whole_gradients_are_dropped_before_a_size_is(world2: World, point: str) -> None:
     found = require_recovered(world2, "fsdp", points(2)[point])
     assert found["sizes"][:3] == [16, 16, 16], "the one to start from"
@@ -278,13 +245,15 @@ def test_whole_gradients_are_dropped_before_a_size_is(world2: World, point: str)
 
 
 @pytest.mark.parametrize(("kind", "size"), [("fsdp", 2), ("hsdp", 4)])
-def test_a_smaller_size_holds_whole_gradients_again(kind: str, size: int, request: Any) -> None:
+def test_a_smaller_size_holds_whole_gradients_again(
+    worlds: Callable[[int], World], kind: str, size: int
+) -> None:
     plan = [
         Fault(1, "backward", step=1, microbatch=1, layer=1),
         Fault(1, "scatter", step=1, microbatch=0, layer=1),  # only with each microbatch
         Fault(1, "backward", step=2, microbatch=2, layer=1),
     ]
-    found = require_recovered(request.getfixturevalue(f"world{size}"), kind, plan)
+    found = require_recovered(worlds(size), kind, plan)
     assert found["sizes"][:3] == [16, 8, 8]
     assert found["syncs"] == [Sync.LAST, Sync.LAST, Sync.REPLICAS_LAST]
 
@@ -310,16 +279,16 @@ def test_whole_gradients_of_other_models_recover(
     assert found["syncs"][0] is sync
 
 
-@pytest.mark.parametrize("kind", ["fsdp"])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    ("loss", "rows"), mostly_in_sweeps(LOSSES, [[9, 4], [3, 10], [13, 0], [0, 13]], few=6)
+)
 def test_what_counts_for_nothing_adds_nothing_to_whole_gradients(
-    world2: World, kind: str, loss: str
+    world2: World, loss: str, rows: list[int]
 ) -> None:
-    for rows in ([9, 4], [3, 10], [13, 0], [0, 13]):
-        expected = train_on_words(None, loss, [sum(rows)], 1)
-        for found in world2.run(train_on_words, kind, loss, rows, 1, sync="auto"):
-            for one, other in zip(found, expected, strict=True):
-                assert (one - other).abs().max() <= 1e-12
+    expected = train_on_words(None, loss, [sum(rows)], 1)
+    for found in world2.run(train_on_words, "fsdp", loss, rows, 1, sync="auto"):
+        for one, other in zip(found, expected, strict=True):
+            assert (one - other).abs().max() <= 1e-12
 
 
 def masked_mean(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -1,18 +1,18 @@
 """Random plans: any rank, any point, several times, on every kind of wrapper."""
 
-import os
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.ranks.jobs import compare
 from tests.ranks.plans import random_plan
-from tests.ranks.world import world_of
+from tests.ranks.world import World
+from tests.sweeps import SEED
 
 pytestmark = pytest.mark.sweep
 
-SEED = int(os.environ.get("AUTOMICRO_SEED", "0"))
 # Kind, ranks, plans: 320 in all.
 RUNS = [("ddp", 2, 80), ("fsdp", 2, 80), ("ddp", 3, 60), ("fsdp", 3, 60), ("hsdp", 4, 40)]
 
@@ -34,30 +34,31 @@ def options_of(seed: int, kind: str) -> dict[str, Any]:
     }
 
 
-def require_survived(kind: str, size: int, seeds: range) -> None:
-    fired = 0
-    with world_of(size) as world:
-        for seed in seeds:
-            plan, options = random_plan(seed, size, sharded=kind != "ddp"), options_of(seed, kind)
-            case = f"seed {seed} on {size} ranks: {kind} {options} {plan}"
-            try:
-                results = world.run(compare, kind, plan, options)
-            except AssertionError as error:
-                raise AssertionError(f"{case}\n{error}") from error
-            assert not any(result["differing"] for result in results), case
-            assert len({tuple(result["sizes"]) for result in results}) == 1, case
-            fired += sum(result["fired"] for result in results)
+def require_survived(world: World, kind: str, seeds: range) -> None:
+    fired, size = 0, world.size
+    for seed in seeds:
+        plan, options = random_plan(seed, size, sharded=kind != "ddp"), options_of(seed, kind)
+        case = f"seed {seed} on {size} ranks: {kind} {options} {plan}"
+        try:
+            results = world.run(compare, kind, plan, options)
+        except AssertionError as error:
+            raise AssertionError(f"{case}\n{error}") from error
+        assert not any(result["differing"] for result in results), case
+        assert len({tuple(result["sizes"]) for result in results}) == 1, case
+        fired += sum(result["fired"] for result in results)
     assert fired > len(seeds) / 2
     print(f"{kind} on {size} ranks: {len(seeds)} plans, {fired} times out of memory, all equal")
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_few_random_plans(kind: str) -> None:
-    require_survived(kind, 2, range(SEED, SEED + 2))
+def test_a_few_random_plans(world2: World, kind: str) -> None:
+    require_survived(world2, kind, range(SEED, SEED + 2))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("kind", "size", "count"), RUNS)
-def test_many_random_plans(kind: str, size: int, count: int) -> None:
-    require_survived(kind, size, range(SEED + 1000 * size, SEED + 1000 * size + count))
+def test_many_random_plans(
+    worlds: Callable[[int], World], kind: str, size: int, count: int
+) -> None:
+    require_survived(worlds(size), kind, range(SEED + 1000 * size, SEED + 1000 * size + count))

@@ -4,7 +4,6 @@ Nothing hangs: what all ranks run ends as it does without a fault, and what one 
 """
 
 import itertools
-import os
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,10 +14,10 @@ import torch
 from automicro import Policy
 from tests.ranks.user_collectives import OPERATIONS, PLACES, end_of, operations_of_torch
 from tests.ranks.world import World, WorldStuckError, world_of
+from tests.sweeps import SEED, mostly_in_sweeps
 
 pytestmark = pytest.mark.sweep
 
-SEED = int(os.environ.get("AUTOMICRO_SEED", "0"))
 CASES_OF_A_WORLD = 60
 IN_AN_ATTEMPT = ("forward", "loss", "metric")
 Case = tuple[str, str, bool, dict[str, Any]]
@@ -90,21 +89,27 @@ def test_a_few_operations_at_every_place(world2: World, place: str) -> None:
         require_ended(world2, case)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("name", ["all_reduce", "nn.all_gather", "barrier"])
+@pytest.mark.parametrize(
+    ("kind", "name", "place", "rank"),
+    mostly_in_sweeps(
+        ["ddp", "fsdp"],
+        ["all_reduce", "nn.all_gather", "barrier"],
+        ["forward", "loss"],
+        [0, 1],
+        few=6,
+    ),
+)
 def test_out_of_memory_before_a_collective_changes_nothing(
-    world2: World, kind: str, name: str
+    world2: World, kind: str, name: str, place: str, rank: int
 ) -> None:
-    for place in ("forward", "loss"):
-        for rank in (0, 1):
-            options: dict[str, Any] = {"kind": kind, "oom": (rank, 3)}
-            found = world2.run(end_of, name, place, [0, 1], options)[0]
-            sizes = found["sizes"]
-            assert min(sizes) < 4
-            options = {"kind": kind, "size": Forced(sizes)}
-            expected = world2.run(end_of, name, place, [0, 1], options)[0]
-            for one, other in zip(found["state"], expected["state"], strict=True):
-                assert torch.equal(one, other)
+    options: dict[str, Any] = {"kind": kind, "oom": (rank, 3)}
+    found = world2.run(end_of, name, place, [0, 1], options)[0]
+    sizes = found["sizes"]
+    assert min(sizes) < 4
+    options = {"kind": kind, "size": Forced(sizes)}
+    expected = world2.run(end_of, name, place, [0, 1], options)[0]
+    for one, other in zip(found["state"], expected["state"], strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(

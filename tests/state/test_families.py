@@ -17,6 +17,7 @@ from tests.acceptance.torchmetrics_families import INPUTS, METRICS
 from tests.acceptance.transformers_families import TRANSFORMERS
 from tests.outside import Outside
 from tests.state.undone import picture
+from tests.sweeps import mostly_in_sweeps
 
 OUTSIDE = Outside(counts={}, plan=[])
 
@@ -159,14 +160,9 @@ def judged(name):
         return BY_LIBRARY[library](name)
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", [*MODELS[::8], *OF_METRICS[::4]])
-def test_a_sample_of_families_is_as_without_failures(name):
-    assert judged(name) == "same"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [*mostly_in_sweeps(MODELS, few=10), *mostly_in_sweeps(OF_METRICS, few=14)]
+)
 def test_every_family_is_as_without_failures(name):
     # Reformers take a seed of the system's.
     assert judged(name) == ("never twice the same" if "Reformer" in name else "same")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from automicro import Halving, SampleTooLargeError
 from automicro.loss.passes import is_extra_pass
+from tests.sweeps import mostly_in_sweeps
 from tests.torture.engine.faults import Fault, FaultMode
 from tests.torture.engine.subject import differences, objects, replaced, values
 from tests.torture.engine.sweep import (
@@ -55,7 +56,7 @@ def scene(name: str, call: str = "backward", warm_steps: int = 1) -> Scene:
     return Scene(name=name, make=SUBJECTS[name], call=call, warm_steps=warm_steps)
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize("name", mostly_in_sweeps(SUBJECTS, few=16))
 def test_whatever_fails_is_recovered_bit_identically_or_leaves_no_trace(name: str) -> None:
     trials = Trials(scene(name))
     # Checks are over, but for parts whose targets show something new.

@@ -1,6 +1,5 @@
 """An attempt that fails on one rank: all ranks are as with its last sizes at once, to the bit."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.ranks.steps import HalvingOnly
-from tests.ranks.world import World, world_of
+from tests.ranks.world import World
 from tests.state.test_programs import (
     CLOCK,
     FAILURES,
@@ -25,6 +24,7 @@ from tests.state.test_programs import (
     fully,
     run,
 )
+from tests.sweeps import mostly_in_sweeps
 
 pytestmark = pytest.mark.sweep
 
@@ -54,17 +54,15 @@ def compare(wrap: Any, name: str, where: str, phase: str) -> dict[str, Any]:
     return {"same": [one == other for one, other in parts], "fired": failed.fired}
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with world_of(2) as made:
-        yield made
-
-
-@pytest.mark.parametrize("name", sorted(KINDS.keys() - NAMED)[::4])
-@pytest.mark.parametrize("wrap", [ddp, fsdp])
-def test_all_ranks_are_as_without_the_failure_of_one(world: World, wrap: Any, name: str) -> None:
-    for number, where in enumerate(FAILURES[1:]):
-        phases = fully(name)[-1]
-        results = world.run(compare, wrap, name, where, phases[number % len(phases)])
-        assert [each["fired"] for each in results] == [False, True]
-        assert [each["same"] for each in results] == [[True] * 3] * 2, where
+@pytest.mark.parametrize(
+    ("where", "wrap", "name"),
+    mostly_in_sweeps(FAILURES[1:], [ddp, fsdp], sorted(KINDS.keys() - NAMED)[::4], few=40),
+)
+def test_all_ranks_are_as_without_the_failure_of_one(
+    world2: World, where: str, wrap: Any, name: str
+) -> None:
+    phases = fully(name)[-1]
+    phase = phases[FAILURES.index(where) % len(phases)]
+    results = world2.run(compare, wrap, name, where, phase)
+    assert [each["fired"] for each in results] == [False, True]
+    assert [each["same"] for each in results] == [[True] * 3] * 2
