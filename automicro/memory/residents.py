@@ -100,6 +100,7 @@ def measure_residents(
     modules = list(modules)
     parameters = _distinct(p for module in modules for p in module.parameters())
     buffers = _distinct(b for module in modules for b in module.buffers())
+    # In an evaluation those that are there; a training makes one for each parameter.
     there = gradients = _count([each.grad for each in parameters if each.grad is not None])
     if training:
         gradients = _count(
@@ -142,6 +143,7 @@ def track_residents(budget: MemoryBudget, residents: Iterable[object]) -> None:
 
 
 def _limit_bytes(device: torch.device, memory_limit: str | int | float | None) -> int | None:
+    # The device that is simulated around all this, which an option cannot widen.
     if device.type == "cpu" and (budget := active_budget()) is not None:
         return budget.limit_bytes
     return None if memory_limit is None else limit_bytes(memory_limit, device)
@@ -194,6 +196,7 @@ class OccupiedDevice:
         self._budget: MemoryBudget | None = None
         if memory_limit is not None:
             limit = limit_memory(memory_limit, device)
+            # A simulated device is the same from step to step, with all that it counts.
             self._budget = limit if isinstance(limit, MemoryBudget) else None
 
     def limited(self) -> contextlib.AbstractContextManager[None]:
@@ -202,6 +205,7 @@ class OccupiedDevice:
         Raises:
             torch.OutOfMemoryError: that alone exceeds the limit.
         """
+        # A settled step without any limit enters nothing.
         if self._memory_limit is None and active_budget() is None:
             return _NOTHING
         return self._limited()
@@ -210,6 +214,8 @@ class OccupiedDevice:
     def _limited(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if self._memory_limit is not None:
+                # On an accelerator it is the allocator's, while a step runs: others have the device
+                # between.
                 stack.enter_context(self._budget or limit_memory(self._memory_limit, self._device))
             budget = active_budget()
             if budget is not None:
