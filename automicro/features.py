@@ -123,6 +123,7 @@ class RankReduction(Feature):
 
     def attach(self, setup: Setup) -> None:
         setup.scales_for_ranks = self._scales
+        # Asked of the ranks, as wrappers may not allow it.
         if self._sync == "auto":
             setup.ranks.sync_late()
 
@@ -222,6 +223,7 @@ def with_features(words: Mapping[str, Any]) -> dict[str, Any]:
     """
     features = list(words.get("features", ()))
     wanted = [w.feature for name, w in WORDS.items() if words.get(name, w.default) != w.default]
+    # Words of one feature make it once, with all of them.
     for feature in dict.fromkeys(wanted):
         named = {name: word for name, word in WORDS.items() if word.feature == feature}
         given = {
@@ -284,6 +286,7 @@ def _in_place(cls: str, name: str, value: Any, known: Mapping[str, Any]) -> str:
     duration = duration_meant(value, name)
     if duration and "max_duration" in known:
         return f"; give max_duration={duration!r}"
+    # Words as well: a misspelt one is answered by how it is spelt first.
     near = suggestion(name, [*known, *WORDS])
     return f"{near}; help(automicro.{cls}) lists those that there are"
 

@@ -102,6 +102,7 @@ def check_model(model: object) -> None:
             "itself"
         )
     for name, module in model.named_modules():
+        # Inside as well: a part that splits again would see microbatches as batches.
         if isinstance(module, nn.DataParallel):
             raise ValueError(
                 f"{name or 'the model'} is wrapped in DataParallel, which splits each batch once "
@@ -148,6 +149,7 @@ def innermost_optimizer(optimizer: object) -> torch.optim.Optimizer | None:
     >>> innermost_optimizer(adam) is adam
     True
     """
+    # A wrapper may lead back to itself.
     found, seen = optimizer, set[int]()
     while id(found) not in seen:
         seen.add(id(found))
@@ -189,6 +191,7 @@ def check_optimizer(
             f"optimizer is of type {type(optimizer).__name__}, not a torch.optim.Optimizer; pass "
             "an instance such as torch.optim.AdamW(model.parameters())"
         )
+    # Refused before the first batch and not in the middle of a run.
     if isinstance(innermost, torch.optim.LBFGS):
         raise ValueError(
             "LBFGS evaluates the loss several times in one step, which cannot be one transaction; "
@@ -198,6 +201,7 @@ def check_optimizer(
     # By identity: to compare tensors would compare their numbers.
     known = {id(parameter) for module in modules for parameter in module.parameters()}
     parameters = [p for group in innermost.param_groups for p in group["params"]]
+    # They would have no gradient after a retry, and train on in silence.
     foreign = [parameter for parameter in parameters if id(parameter) not in known]
     if foreign:
         shapes = [str(tuple(parameter.shape)) for parameter in foreign[:3]]
@@ -347,6 +351,7 @@ def resolve_device(device: torch.device | str | None, model: nn.Module) -> torch
         ValueError: the parameters lie elsewhere, or nowhere.
     """
     found = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
+    # Said here in words: the first batch would fail inside of some kernel.
     if any(each.type == "meta" for each in found):
         raise ValueError(
             "the model has parameters on the meta device, without data; materialise it first "

@@ -75,6 +75,7 @@ class Duration:
 
     def __str__(self) -> str:
         if self.unit is Unit.SECONDS:
+            # In the largest unit that is whole, as people write it.
             name, scale = next(each for each in _OF_DATA.items() if self.value % each[1] == 0)
             return f"{self.value // scale}{name}"
         return f"{self.value}{self.unit}"
@@ -122,6 +123,7 @@ def read_duration(name: str, duration: str | Duration) -> Duration:
         f"least 1{_meant_duration(text) or _counted_otherwise(text)}; write it like '2ep', "
         f"'500ba', '10000sp', '1e6tok' or '100h'"
     )
+    # The commonest mistake has an answer of its own.
     if text.isdecimal() and int(text) > 0:
         why = (
             f"has no unit; say '{text}ep' (epochs), '{text}ba' (batches), '{text}sp' (samples) "
@@ -140,6 +142,7 @@ def _read_duration(text: str) -> Duration | None:
     value = Decimal(number + exponent) * _OF_DATA.get(match[3], 1)
     unit = Unit.SECONDS if match[3] in _OF_DATA else Unit(match[3])
     # Parts are of hours and minutes; epochs and batches are few enough to be written out.
+    # 1.5e3 tokens are whole, and 1.5 batches are none.
     is_odd = "." in number and not exponent and unit is not Unit.SECONDS
     is_odd = is_odd or (bool(exponent) and unit in (Unit.EPOCHS, Unit.BATCHES))
     if is_odd or value != int(value) or value < 1:
@@ -210,6 +213,7 @@ def parse_share(amount: object) -> float | None:
     if isinstance(amount, float):
         if 0 < amount <= 1:
             return amount
+        # 1.5 is neither: above a whole device, and no number of bytes.
         if math.isfinite(amount) and not amount.is_integer():
             raise ValueError(
                 f"{amount!r} is neither a share of a device, such as 0.8, nor a whole number of "
@@ -235,6 +239,7 @@ def _parse_text(text: str) -> int:
             f"B, KiB, MiB, GiB, TiB (powers of 1024) or kB, MB, GB, TB (powers of 1000), such as "
             f"'24MiB'"
         )
+    # In decimals: 0.1 GB in floats is a byte off.
     return int(Decimal(match[1]) * scale)
 
 

@@ -53,7 +53,9 @@ def balanced_sizes(num_rows: int, microbatch_size: int, *, min_rows: int = 1) ->
         raise BatchError(f"A batch of {num_rows} rows cannot be cut: give at least one row.")
     pieces = -(-num_rows // microbatch_size)
     if min_rows > 1:
+        # Larger pieces, if they must be: BatchNorm cannot train on one row.
         pieces = min(pieces, max(1, num_rows // min_rows))
+    # Balanced, as the largest decides the memory, and a small rest would waste a launch.
     small, larger = divmod(num_rows, pieces)
     return [small + 1] * larger + [small] * (pieces - larger)
 
@@ -68,6 +70,7 @@ def _plain_form(batch: Any) -> Any:
     """Types, keys and shapes of a batch of dense tensors, from which its rows follow; else None."""
     kind = type(batch)
     if kind is torch.Tensor:
+        # Of all others, rows do not follow from the shape.
         is_dense = batch.layout is torch.strided and not batch.is_nested
         return (batch.shape, batch.dtype) if is_dense else None
     if kind is dict and len(batch) <= _MOST_PARTS:

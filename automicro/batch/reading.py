@@ -65,6 +65,7 @@ class Node:
 
     def counts_with(self, others: Counts) -> Counts:
         """The row counts that it allows, and others do."""
+        # Most parts agree at once.
         if others == self.counts:
             return others
         is_free, are_free = None in self.counts, None in others
@@ -84,6 +85,7 @@ def agreement(nodes: Iterable[Node]) -> Counts:
     counts = ANY
     seen: list[Node] = []
     for node in nodes:
+        # By identity first: a batch may have thousands of shared values.
         if node.counts is not ANY and node.counts != counts:
             common = node.counts_with(counts)
             if not common:
@@ -147,6 +149,7 @@ class Reader:
         declared = self._declared.get(path) if self._declared else None
         if declared is not None:
             self.matched.add(path)
+            # A dimension holds for all that lies below, and is read on.
             if isinstance(declared, int):
                 dim = declared
                 declared = None
@@ -166,6 +169,7 @@ class Reader:
             return Node(value, kind, path, frozenset({rows}), dim)
         if kind is Kind.SHARED:
             node = Node(value, kind, path, ANY)
+            # They are named if no other part has any rows, since they may be the batch.
             if callable(value) and not isinstance(value, type | torch.nn.Module):
                 self.called.append(node)
             return node
@@ -190,10 +194,13 @@ class Reader:
 
     def _read_sequence(self, value: Any, path: str, dim: int, declared: str | None) -> Node:
         node = Node(value, Kind.SEQUENCE, path, ANY, dim)
+        # An empty list in a batch is a part with nothing in it; as the batch it has no rows.
         if not value and not declared:
             node.fields = ANY if path else frozenset({0})
             node.counts = node.fields
             return node
+        # What was declared counts first, then what the elements show, then what earlier batches
+        # did.
         reading = declared or reading_of(value, is_root=not path)
         node.is_open = reading is None
         reading = reading or self._earlier.get(path)
@@ -214,6 +221,7 @@ class Reader:
             if not node.may_be_items:
                 raise
             node.children = ()
+            # The remedy of the first reading does not fit the second.
             sentence = str(error).partition(". ")[0]
             node.reason = sentence.removeprefix("The rows of the batch do not agree: ")
         if not path and self._is_anchored(node):
@@ -233,6 +241,7 @@ class Reader:
         if root.fields is None or root.fields == ANY:
             return False
         is_tuple = isinstance(root.value, tuple)
+        # A list of as many equal tensors is far more often samples than columns.
         shapes = {getattr(each, "shape", None) for each in root.value}
         if not is_tuple and len(root.value) > 2 and None not in shapes and len(shapes) == 1:
             return False  # samples of one shape, as images are
@@ -254,6 +263,7 @@ def reading_of(value: Any, *, is_root: bool) -> str | None:
     >>> reading_of([{"x": 1}, {"x": 2}], is_root=True), reading_of([1, {}], is_root=True)
     ('items', 'fields')
     """
+    # A column may be missing in a row.
     elements = [element for element in value if element is not None]
     kinds = {kind_of(type(element)) for element in elements}
     texts = {isinstance(element, str | bytes) for element in elements}
@@ -264,9 +274,11 @@ def reading_of(value: Any, *, is_root: bool) -> str | None:
         return "items"
     if kinds <= {Kind.SHARED}:
         return "items" if is_root or not is_tuple or texts == {True} else None
+    # Rows are of one kind; columns seldom are.
     if len({_signature(element) for element in elements}) > 1:
         return "fields"
     is_several = kinds == {Kind.MAPPING} and len(elements) > 1
+    # Mappings without a key in common are columns by name, and no rows of one form.
     if is_several and not set.intersection(*map(set, elements)):
         return "fields"
     return "items" if kinds <= STRUCTURES and not (is_root and is_tuple) else None
@@ -290,6 +302,7 @@ def decide(node: Node, num_rows: int, decisions: Decisions, shown: Decisions) ->
     if node.kind is Kind.SEQUENCE:
         fields = node.fields or frozenset()
         as_items = node.may_be_items and len(node.value) == num_rows
+        # Rows by chance as many as parts: either choice may train on wrong rows without an error.
         if as_items and num_rows in fields:
             raise BatchError(
                 f"The {type(node.value).__name__} at {where(node.path)} can be read in two ways: "

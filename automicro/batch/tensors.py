@@ -32,6 +32,7 @@ def open_container(value: Any) -> tuple[Sequence[Any], Sequence[Any]]:
     >>> open_container({"x": 1, "y": 2})
     (['x', 'y'], [1, 2])
     """
+    # dict first, which is found without asking the abstract class.
     if isinstance(value, dict | Mapping):
         keys = list(value)
         return keys, [value[key] for key in keys]
@@ -76,6 +77,7 @@ def builder(value: Any, keys: Sequence[Any]) -> Builder:
 
 def _like_tuple(value: Any, elements: Sequence[Any]) -> Any:
     cls = type(value)
+    # A named tuple's own way, which its __new__ may not allow.
     if hasattr(cls, "_make"):
         return cls._make(elements)
     if hasattr(cls, "n_sequence_fields"):  # what torch.max returns
@@ -101,6 +103,7 @@ def _mapping_builder(value: Any, keys: Sequence[Any]) -> Builder:
 
     def build(parts: Sequence[Any]) -> Any:
         try:
+            # Immutable mappings can only be made anew, mostly from a dict.
             return type(value)(dict(zip(keys, parts, strict=True)))
         except Exception as error:
             if classify(error) is not Failure.UNRELATED:
@@ -120,6 +123,7 @@ def _like_mutable_mapping(value: Any, keys: Sequence[Any], parts: Sequence[Any])
             if isinstance(attribute, dict):
                 new.__dict__[name] = copy.copy(attribute)
     for key, part in zip(keys, parts, strict=True):
+        # Tried out, as a copy may share more with the original than can be seen.
         before = value[key]
         new[key] = part
         if not known and part is not before and value[key] is part:
@@ -159,6 +163,7 @@ def row_encodings(value: Any, num_rows: int) -> Sequence[Any] | None:
     """The tokenizer's record of each row that a Hugging Face BatchEncoding carries, if it does."""
     if not isinstance(value, collections.UserDict):
         return None
+    # Fast tokenizers alone have them.
     encodings = getattr(value, "encodings", None)
     if not isinstance(encodings, list) or len(encodings) != num_rows:
         return None
@@ -247,6 +252,7 @@ def map_tensors(batch: Any, fn: TensorFunction, *, isolate: bool = False) -> Any
     if cls is torch.Tensor:
         return fn(batch)
     if cls is tuple or cls is list:
+        # A list of thousands of tokens is passed at once and not one by one.
         if len(batch) > 4 and PLAIN.issuperset(map(type, batch)):
             return batch if cls is tuple else batch.copy()
         return cls(
@@ -285,6 +291,7 @@ def _copy_array(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
     if not array.flags.writeable:
         return array
     new = array.copy()
+    # Its copy holds the very same objects, which a forward may change.
     if array.dtype == object:
         for index, value in np.ndenumerate(array):
             new[index] = map_tensors(value, torch.clone, isolate=True)
@@ -300,6 +307,7 @@ def _map_rows(value: Any, fn: TensorFunction, isolate: bool) -> Any:
     new = copy.copy(value)
     for name, attribute in state_of(value).items():
         mapped = map_tensors(attribute, fn, isolate=isolate)
+        # Attributes of other kinds stay shared, as they do in any copy.
         if mapped is not attribute:
             object.__setattr__(new, name, mapped)
     return new
@@ -397,6 +405,7 @@ class Contents:
 
     def _look_inside(self, value: Any) -> None:
         found = 0
+        # Tensors in what is copied are copied with it, and need no watching.
         is_copied = is_its_attributes(type(value)) and not hasattr(type(value), "__copy__")
         for part in _values_inside(value):
             if isinstance(part, torch.Tensor):
@@ -407,6 +416,7 @@ class Contents:
                 found += part.size
             elif isinstance(part, str):
                 found += len(part)
+        # Something in any case: a batch of objects without a size still grows with its rows.
         self.num_elements += found or _pixels(value) or 1
 
 
@@ -451,6 +461,7 @@ def _num_elements(tensor: torch.Tensor) -> int:
 
 def _pixels(value: Any) -> int:
     """Of an image or whatever else has a size: width times height."""
+    # On the class, as a property may load an image from the disk.
     size = vars(type(value)).get("size") or getattr(type(value), "size", None)
     if size is None and "size" not in getattr(value, "__dict__", {}):
         return 0

@@ -130,6 +130,7 @@ class _Tensors(RowType):
     @staticmethod
     def cut_dense(value: torch.Tensor, pieces: Pieces, dim: int) -> Sequence[torch.Tensor]:
         """Views where rows are neighbours."""
+        # All pieces in one call: hundreds of slices would cost more than a small forward.
         if pieces.sizes is not None:
             return value.split_with_sizes(pieces.sizes, dim)
         chosen = (torch.as_tensor(list(s), device=value.device) for s in pieces.selections)
@@ -160,6 +161,7 @@ class _Arrays(RowType):
         return [value[(*before, slice(each[0], each[-1] + 1))] for each in pieces.selections]
 
     def concat(self, values: Sequence[Any], dim: int) -> Any:
+        # numpy's own function loses the mask.
         if isinstance(values[0], np.ma.MaskedArray):
             return np.ma.concatenate(values)  # type: ignore[no-untyped-call]
         return np.concatenate(values)
@@ -200,6 +202,7 @@ class Registered(RowType):
                     f"way to join rows. Give register_batch_type({name}, ..., concat=...)."
                 )
             return self._concat([self._chosen(value, [row], path) for row in rows])
+        # Asked again, because a wrong count would train on other rows than it weighs.
         stop = start + len(rows)
         piece = self._take(value, start, stop)
         found = self._num_rows(piece)
@@ -309,6 +312,7 @@ def register_batch_type(
     checked: object = cls
     if not isinstance(checked, type):
         raise TypeError(f"register_batch_type needs a class, got {cls!r}. Pass the type itself.")
+    # They are opened or cut in places that do not ask the register.
     if cls in _FIXED:
         raise ValueError(
             f"{cls.__name__} already has a meaning in a batch. Register a subclass of it, or "
@@ -323,6 +327,7 @@ def register_batch_type(
                 f"{function!r}. Pass a callable."
             )
     _registered[cls] = Registered(num_rows, take, concat, map_tensors)
+    # Subclasses that were seen before may now be of another kind.
     _cached_kind.cache_clear()
     _cached_row_type.cache_clear()
 
@@ -340,6 +345,7 @@ def _cached_row_type(cls: type) -> RowType | None:
     own = next((_registered[base] for base in cls.__mro__ if base in _registered), None)
     if own is not None:
         return own
+    # By name, as importing a library to ask would take seconds.
     names = {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in cls.__mro__}
     is_tensordict = "tensordict.TensorCollection" in names or hasattr(cls, "_is_tensorclass")
     if is_tensordict or issubclass(cls, PackedSequence):
@@ -373,6 +379,7 @@ def _is_function(cls: type) -> bool:
 
     On the class alone: every class answers to "__call__" through its metaclass.
     """
+    # Both can be called, and a module's attributes are no part of a batch.
     if issubclass(cls, type | torch.nn.Module):
         return True
     names = {name for base in cls.__mro__ for name in vars(base)}
@@ -391,11 +398,13 @@ def _select(value: torch.Tensor, dim: int, rows: torch.Tensor) -> torch.Tensor:
     >>> _select(images, 0, torch.tensor([0, 2])).is_contiguous(memory_format=torch.channels_last)
     True
     """
+    # The common case, without two permutations.
     if value.is_contiguous():
         return value.index_select(dim, rows)
     # The dimension with the longest steps first; where it repeats itself, steps are of no length.
     steps = value.stride()
     order = sorted(range(value.dim()), key=lambda each: -steps[each] or -math.inf)
+    # Selected in the order of memory, so that a kernel reads rows as they lie.
     chosen = value.permute(order).index_select(order.index(dim % value.dim()), rows)
     return chosen.permute([order.index(each) for each in range(value.dim())])
 
@@ -446,6 +455,7 @@ def state_of(value: Any) -> dict[str, Any]:
     >>> state_of(types.SimpleNamespace(a=1))
     {'a': 1}
     """
+    # Both, as a subclass without slots has a dictionary as well.
     state = dict(getattr(value, "__dict__", ()))
     for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())

@@ -94,6 +94,7 @@ def cuts(
         elif rest := layout.num_rows(batch) - sum(sizes):
             batch = layout.split(batch, [sum(sizes), rest])[0]
         parts = layout.split(batch, sizes) if len(sizes) > 1 else [batch]
+    # Both from one choice of rows, so that they differ by the cut alone.
     apart = CutBatch(batch=batch, microbatches=parts, sizes=sizes)
     return CutBatch.whole(batch, sum(sizes)), apart
 
@@ -135,7 +136,9 @@ class Bench:
         self._index = ModuleIndex(roots)
         self._modules = list({id(m): m for root in roots for m in root.modules()}.values())
         every = {id(p): p for root in roots for p in root.parameters()}
+        # By identity: tied parameters have one gradient.
         self._trained = {key: each for key, each in every.items() if each.requires_grad}
+        # A model without trained parameters may still have a loss to compare.
         self._shaken = list((self._trained or every).values())
         self._names = computation.names()
         self._leaves: dict[int, tuple[Tensor, Tensor | None]] = {}
@@ -150,6 +153,7 @@ class Bench:
 
     def __enter__(self) -> "Bench":
         with self._stack as stack:
+            # Captured first, as everything after it may change what it holds.
             self._captured = captured = capture(self.computation.roots)
             stack.callback(_put_back, captured)
             stack.callback(self._random.roll_back)
@@ -213,10 +217,12 @@ class Bench:
         outputs: list[Any] = []
         sums: dict[int, Tensor] = {}
         for index, part in enumerate(cut.microbatches):
+            # Parts of one cut follow each other as microbatches do, unless state is held still.
             if index == 0 or not self.conditions.carries:
                 self._begin_again()
             self.draws.number += 1
             first_node = num_nodes_made()
+            # Each reading begins from the same rows: a forward may have written into the last copy.
             apart = map_tensors(part, _without_graph)
             (moved,) = on_device([apart], self.computation.device, isolate=True)
             self._set_seeds(shake)
@@ -226,13 +232,17 @@ class Bench:
                 if output.loss is not None and mode != "predict":
                     weights = weights or self._weights(cut)
                     reading.has_total |= output.has_total
+                    # Weighted as a step weights them, or their sum would be no gradient of the
+                    # batch.
                     loss = self._add(reading, kinds, output, weights, index)
+                    # Rows without any target have a loss of NaN, and no share in the batch.
                     if loss.requires_grad and not weights.is_nothing[index]:
                         if wants in ("parameters", "seams"):
                             check_own_graph(loss, first_node)
                         reading.seams.append([*self._backward(loss, shake, given, sums)])
             self._take(reading, sums)
             self._note_foreign(before)
+            # The copies are new, so any version but 0 is a write of the forward.
             reading.written |= {path for path, leaf in tensor_leaves(moved) if seen_version(leaf)}
             told.append(output.told)
             reading.as_loss = output.told_as_loss & (
@@ -268,6 +278,7 @@ class Bench:
         index: int,
     ) -> Tensor:
         """Add a part's losses to the reading; gives its weighted loss."""
+        # A part without a gradient is no mistake: all of its targets may be ignored.
         given = output.loss
         is_constant = isinstance(given, Tensor) and not given.requires_grad
         if self.conditions.mode == "train" and not is_constant:
@@ -276,6 +287,7 @@ class Bench:
             raise LossError("the loss is not one number")
         loss, beside = weights.apply(index, given, output.losses, has_total=output.has_total)
         named = {**beside, LOSS: loss}
+        # All in one copy, as each would wait for the device.
         values = read_scalars([each.detach() for each in (given, *named.values())])
         reading.each.append(values[0])
         for (name, term), value in zip(named.items(), values[1:], strict=True):
@@ -292,6 +304,8 @@ class Bench:
             size = 0.0 if given is None else norm_of(profile([given]))
             reading.scales[name] = reading.scales.get(name, 0.0) + size
         sums, values = self.rounding
+        # A gradient that is small beside the others is rounded as they are, where sums are taken of
+        # all.
         total = math.hypot(*(reading.scales[name] for name in reading.gradients))
         for name, scale in reading.scales.items():
             if name in reading.numbers:
@@ -309,6 +323,7 @@ class Bench:
         lowest = self.draws.lowest
         wide = torch.float64 if lowest is torch.float64 else torch.float32
         sums = _SUMS * torch.finfo(wide).eps
+        # There, other shapes take other kernels, with sums in another order, and TF32 may be on.
         if self.computation.device.type != "cpu" and lowest is not torch.float64:
             return sums * _ACCELERATED, max(torch.finfo(lowest).eps, _TF32)
         return sums, max(torch.finfo(lowest).eps, sums)
@@ -322,6 +337,7 @@ class Bench:
         self.draws.begin_again()
         with contextlib.suppress(RollbackError):  # said when the bench is left
             self._captured.put_back()
+        # Another for each reading: what depends on a draw must show as chance, and not as equal.
         seed = _SEED + self._num_readings
         torch.manual_seed(seed)
         for generator in self.computation.reach.generators():
@@ -371,6 +387,8 @@ class Bench:
             wanted = [each for _, each in given if each.requires_grad]
             found: Sequence[Tensor | None] = ()
             if wanted:
+                # Up to the outputs of modules alone: it costs a fraction of a whole backward, and
+                # no gradients.
                 found = torch.autograd.grad(loss, wanted, stretch, allow_unused=True)
             return [(SEAM, made_up(each)) for each in found]
         if self.conditions.wants == "parameters":
@@ -380,6 +398,7 @@ class Bench:
                     # Autograd adds in place: no third set of gradients is held.
                     total = sums.pop(key)
                     leaf.grad = total if leaf.grad is None else total + leaf.grad
+            # Hooks of the caller's may count or step, and a check is no step.
             hooked = with_hooks([leaf for leaf, _ in self._leaves.values()])
             with HeldHooks(hooked).held():
                 loss.backward(stretch)  # type: ignore[no-untyped-call]
@@ -394,6 +413,7 @@ class Bench:
             gradient, leaf.grad = leaf.grad, None
             if gradient is not None and key in names:
                 gradient = gradient.detach()
+                # Parts would be rounded once more in their sum, as those of a step are not.
                 gradient = gradient.float() if gradient.dtype in _LOW else gradient
                 sums[key] = sums[key] + gradient if key in sums else gradient
             if key in sums and key in names:
@@ -401,6 +421,7 @@ class Bench:
 
     def _names_of_leaves(self) -> Mapping[int, str]:
         """By the id of a leaf its name; without those that a forward made for itself."""
+        # Leaves that are reached by the graph alone, such as a tensor in a closure.
         strangers = self._leaves.keys() - self._names.keys()
         if not strangers:
             return self._names
@@ -431,6 +452,7 @@ class Bench:
             if not self.conditions.batchnorm:
                 stack.enter_context(_rows_apart(self._modules))
             stack.enter_context(torch.enable_grad() if is_training else torch.no_grad())
+            # Without a backward nothing has to be kept for it, and a check takes less memory.
             if is_training and wants in ("numbers", "outputs"):
                 stack.enter_context(saved_tensors_hooks(_keep_nothing, _refuse_backward))
             yield
@@ -442,8 +464,10 @@ class Bench:
         shaken: list[tuple[Tensor, Tensor, int]] = []  # and the first value of each
         for each in self._shaken if shake else ():
             kind = _INTEGERS.get(each.dtype)
+            # Bits of a subclass, such as a quantized one, may mean something else.
             is_plain = type(each) in (Tensor, nn.Parameter) and each.layout is torch.strided
             if kind and is_plain and each.device.type != "meta":
+                # Shaken by what the computation itself rounds, which may be in a lower type.
                 steps = max(1, round(self.rounding[1] / torch.finfo(each.dtype).eps))
                 view = each.data.view(kind)
                 first = view.as_strided((min(1, view.numel()),), (1,))
@@ -453,6 +477,7 @@ class Bench:
         def put_back() -> None:
             self.draws.put_back()
             for view, first, bits in shaken:
+                # Ctrl-C may come between any two of them.
                 if not first.equal(view.as_strided(first.shape, (1,))):  # it was shaken
                     view.bitwise_xor_(bits)
             self.draws.forget_but(written)  # copies of others hold what was shaken
@@ -514,6 +539,8 @@ class Bench:
             return leaf
 
         handles = [
+            # For all modules of the process, so that none of the caller's own hooks moves behind
+            # another.
             nn.modules.module.register_module_forward_pre_hook(before),
             nn.modules.module.register_module_forward_hook(after, always_call=True),
         ]
@@ -578,6 +605,7 @@ def _joined(outputs: Sequence[Any]) -> dict[str, Tensor]:
     """Rows of all parts, one behind the other; nothing where they cannot be joined."""
     if not outputs or outputs[0] is None:
         return {}
+    # The whole is one part, and is not joined.
     if len(outputs) == 1:
         return _leaves(outputs[0])
     try:
@@ -614,6 +642,7 @@ def _add_told(reading: Reading, told: Sequence[Mapping[str, tuple[float, float]]
     """The means that a host makes of the numbers that it was told of."""
     for name in told[0] if told else ():
         total = sum(each[name][1] for each in told if name in each)
+        # What is told as the loss is compared as the loss.
         if total and all(name in each for each in told) and name not in reading.as_loss:
             terms = [value * weight / total for value, weight in (each[name] for each in told)]
             reading.numbers[name] = math.fsum(terms)
@@ -669,6 +698,7 @@ def tried(
         if kind not in allowed:
             raise failure
         why = next(iter(describe_error(failure).splitlines()))
+        # Or the next try would find the memory of this one taken.
         release(failure, device)
         return Failed(kind=kind, error=type(failure), why=why)
     finally:
@@ -713,6 +743,7 @@ def _rows_apart(modules: Sequence[nn.Module]) -> Iterator[None]:
         for layer in modules:
             if not isinstance(layer, AnyBatchNorm):
                 continue
+            # Then it knows no statistics but those of its batch.
             if layer.running_mean is None:
                 vars(layer)["forward"] = nn.Identity().forward
                 stack.callback(vars(layer).pop, "forward")

@@ -43,6 +43,7 @@ def candidates(batch: Any, convention: Convention) -> Iterator[Candidate]:
     yield Candidate("'tokens'", _OVER_COUNTED + "ignored")
     counts = [*_target_counts(batch, convention), *_leaf_counts(batch)]
     yield from (Candidate(f"lambda batch: {code}", kind) for code, kind in counts)
+    # Last, as there are many: losses guard a division by 0 with something small.
     for (code, kind), added in itertools.product(counts, _ADDED):
         yield Candidate(f"lambda batch: {code} + {added}", f"{kind}, {added} added to the divisor")
 
@@ -60,6 +61,7 @@ def _target_counts(batch: Any, convention: Convention) -> Iterator[tuple[str, st
         targets = convention.targets(batch)
     except (ValueError, IndexError):
         return
+    # Targets of a regression are not counted, and all of them count.
     if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.is_nested:
         return
     where = expression(batch, targets)
@@ -67,6 +69,7 @@ def _target_counts(batch: Any, convention: Convention) -> Iterator[tuple[str, st
     if targets.dim() > 1:
         shifted = _OVER_COUNTED + "ignored, the labels shifted by one"
         yield f"({where}[..., 1:] != {IGNORED}).sum()", shifted
+    # Only where one is in the batch: otherwise all candidates count the same.
     for ignored in _OTHER_IGNORED:
         if bool((targets == ignored).any()):
             yield f"({where} != {ignored}).sum()", f"{_OVER_COUNTED}{ignored}"
@@ -80,6 +83,7 @@ def _leaf_counts(batch: Any) -> Iterator[tuple[str, str]]:
         if is_hidden or not is_plain or leaf.dim() == 0:
             continue
         where = expression(batch, leaf)
+        # A divisor that could be 0 or negative is none.
         if not bool((leaf < 0).any()):
             yield f"{where}.sum()", f"a mean weighted by {path!r}"
         if not leaf.is_floating_point():

@@ -52,6 +52,7 @@ def telling_rows(
     groups = num_rows // multiple
     # A memory budget must not count what is read here.
     with on_host():
+        # Groups are chosen as one row, since no batch is cut inside of them.
         kinds = [_by_group(each, multiple, groups) for each in varying(layout, batch, num_rows)]
     taken = {row // multiple for row in without}
     free = [each for each in range(groups) if each not in taken]
@@ -62,9 +63,11 @@ def telling_rows(
     ]
     draw = random.Random(seed)  # not the caller's
     count = max(2, min(most // multiple, len(free)))
+    # Its extremes are the rows that a wrong weight shows most at.
     orders = [[free[at] for at in each[free].argsort(stable=True).tolist()] for each in kinds]
     wanted = [order[place] for place in (0, -1, 1, -2) for order in orders if len(order) > 1]
     wanted = list(dict.fromkeys(wanted))[: count // 2 + 1 if seed else max(1, count - 2)]
+    # Some by chance: a difference may lie in what was not looked at.
     rest = [each for each in free if each not in wanted]
     chosen = sorted([*wanted, *draw.sample(rest, min(len(rest), count - len(wanted)))])
     small = max(1, min(5, len(chosen) // 3) - seed % 2)
@@ -78,6 +81,7 @@ def telling_rows(
         gaps = (_mean(f, part) - _mean(f, others) for f in scaled)
         return min(map(abs, gaps), default=0.0)
 
+    # By the kind that differs least, so that none of them is even in both parts.
     best = max(cuts, key=contrast)
     parts = sorted(best), [each for each in chosen if each not in best]
     return [
@@ -115,6 +119,7 @@ def varying(layout: BatchLayout, batch: Any, num_rows: int) -> list[Tensor]:
         if dim is None or leaf.is_complex() or not leaf.numel() or leaf.shape[dim] != num_rows:
             continue
         flat = leaf.detach().movedim(dim, 0).reshape(num_rows, -1)
+        # Some of each row's values, as images have millions.
         flat = flat[:, :: max(1, flat.shape[1] // _READ_VALUES)].cpu()
         if flat.is_floating_point():
             # A NaN would make every order and every mean of these numbers meaningless.

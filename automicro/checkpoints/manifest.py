@@ -39,6 +39,7 @@ class FileSum:
             OSError: it cannot be read.
         """
         size = crc32 = 0
+        # Into one buffer again and again: a file may be larger than the memory.
         with path.open("rb", buffering=0) as file:
             buffer = memoryview(bytearray(_BUFFER_BYTES))
             while count := file.readinto(buffer):
@@ -55,6 +56,7 @@ class _SummedFile(io.FileIO):
     """
 
     def __init__(self, path: Path) -> None:
+        # A new file in any case: two processes must not write into one.
         super().__init__(path, "x", opener=files.open_new)
         self.error: OSError | None = None
         self._crc32 = 0
@@ -66,6 +68,7 @@ class _SummedFile(io.FileIO):
         try:
             count = files.write(self.fileno(), view)
         except OSError as error:
+            # Kept, since who writes here (torch's own code) may swallow it or tell another.
             self.error = error
             return len(view)
         self._crc32 = zlib.crc32(view[:count], self._crc32)
@@ -112,6 +115,8 @@ class NewFolder:
                 raise
             if raw.error is not None:
                 raise raw.error
+            # On the disk before the folder gets its name, or a power cut could leave a checkpoint
+            # of empty files.
             files.sync(raw.fileno())
             self.sums[name] = raw.sum()
 
@@ -174,6 +179,7 @@ def write_manifest(
         },
     }
     with new.create(MANIFEST) as stream:
+        # With a sum of its own, as it is what all others are checked by.
         stream.write(json.dumps({"crc32": _crc32(content)} | content, indent=1).encode())
 
 
@@ -212,6 +218,7 @@ def verify(folder: Path, *, contents: bool = True, share: slice = _ALL) -> Manif
         path = folder / name
         try:
             size = path.stat().st_size
+            # Most damage is a file that was cut short, which shows without reading it.
             if size != expected.size:
                 raise DamagedCheckpointError(
                     f"{path} has {size:,} bytes of {expected.size:,}: {_REMEDY}"
@@ -228,6 +235,7 @@ def verify(folder: Path, *, contents: bool = True, share: slice = _ALL) -> Manif
 def _of(content: Mapping[str, Any], path: Path) -> Manifest:
     try:
         version = content["format"]
+        # No damage: an older automicro must not skip what a newer one wrote.
         if version != FORMAT:
             raise CheckpointError(
                 f"{path} has the format {version}, and this automicro reads {FORMAT}: go on with "
@@ -235,6 +243,7 @@ def _of(content: Mapping[str, Any], path: Path) -> Manifest:
             )
         files = {}
         for name, each in content["files"].items():
+            # A checkpoint may come from elsewhere, and must not lead out of its folder.
             if Path(name).name != name:
                 raise DamagedCheckpointError(f"{path} names {name!r}, outside of it: {_REMEDY}")
             files[name] = FileSum(size=each["size"], crc32=each["crc32"])

@@ -123,6 +123,7 @@ def decide_together(
     >>> decide_together(ALONE, lambda: 3, lambda parts: [sum(parts)])
     3
     """
+    # Errors keep their class and traceback where no other rank has to learn of them.
     if peers.world_size == 1:
         return decide([work()])[0]
     failure: BaseException | None = None
@@ -148,6 +149,7 @@ def decide_together(
     answer: T | _Trouble = peers.scatter(answers)
     if not isinstance(answer, _Trouble):
         return answer
+    # The rank's own error, with its traceback, says more than what others heard.
     if failure is not None and _Trouble.of(failure, peers.rank).kind == answer.kind:
         raise failure
     raise answer.error() from failure
@@ -191,6 +193,7 @@ class _Trouble:
 
 def _worst(troubles: Sequence[_Trouble]) -> _Trouble:
     worst = max(troubles, key=lambda each: each.kind)
+    # All of the worst, as a full disk of one host is mended on each.
     same = [each.text for each in troubles if each.kind == worst.kind]
     return _Trouble(kind=worst.kind, number=worst.number, text="; ".join(same))
 
@@ -235,6 +238,7 @@ class _GroupPeers:
         if self._broken is not None:
             raise self._broken
         try:
+            # A mode that counts memory would count what is exchanged as the run's.
             with without_modes():
                 exchange()
         except PeerLostError as error:  # it says who and why

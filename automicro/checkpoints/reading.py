@@ -93,6 +93,7 @@ class FoundCheckpoint:
         Raises:
             CheckpointError: it is damaged, or has another format.
         """
+        # Each rank reads a part, as a shared disk would otherwise be read once for each of them.
         share = slice(peers.rank, None, peers.world_size)
         manifest = together(peers, lambda: verify(path, share=share))
         return cls(
@@ -191,6 +192,7 @@ def find_newest(folder: Path | str, *, peers: Peers = ALONE) -> FoundCheckpoint 
         try:
             found = FoundCheckpoint.at(path, peers=peers)
         except DamagedCheckpointError as error:
+            # Told only when it is known which one is taken instead.
             damages.append(str(error))
             continue
         for damage in damages if peers.rank == 0 else ():
@@ -227,6 +229,7 @@ def load_checkpoint(
     """
     found = open_checkpoint(checkpoint, peers=peers)
     current = dict(into or {})
+    # Only what is asked for: a checkpoint may hold more, such as an optimizer.
     saved = {name: found.structure.get(name) for name in current}
     together(peers, lambda: refuse_differences(found, saved, current))
     state = together(peers, lambda: found.read(tensors_of(current)))
@@ -263,6 +266,7 @@ def _find(checkpoint: FoundCheckpoint | Path | str, peers: Peers) -> FoundCheckp
     if isinstance(checkpoint, FoundCheckpoint):
         return checkpoint
     path = Path(checkpoint)
+    # One rank looks: on a network disk others may see a folder later.
     if from_first(peers, (path / MANIFEST).exists):
         return FoundCheckpoint.at(path, peers=peers)
     newest = find_newest(path, peers=peers)
@@ -277,6 +281,7 @@ def _structure_of(path: Path) -> dict[str, Any]:
     try:
         # torch.save wrote tensors without data, so this reads no more than their shapes.
         structure = torch.load(path, weights_only=True)
+        # It is loaded as data, but may be anybody's file.
         if type(structure) is not dict:
             raise TypeError(f"a {type(structure).__name__} in place of a dict")
     except Exception as error:
@@ -310,6 +315,7 @@ def _filled(
     except CheckpointError:
         raise
     except Exception as error:
+        # Memory that is full is no damage of the file.
         if is_out_of_memory(error):
             raise
         raise _refusal(path, error) from error

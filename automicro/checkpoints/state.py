@@ -57,6 +57,7 @@ def take_apart(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tens
     def keep(place: str, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return _plain(place, leaf)
+        # Only these have a place in files of torch.distributed.checkpoint.
         tensors[place] = _dense(place, leaf)
         return _without_data(tensors[place])
 
@@ -85,6 +86,7 @@ def _array_of(found: dict[Any, Any]) -> Any:
 
 
 def _packed(array: np.ndarray) -> dict[str, Any]:
+    # As bytes, since not all types of numpy have one of torch.
     data = torch.from_numpy(np.frombuffer(array.tobytes(), np.uint8).copy())
     return {_ARRAY: array.dtype.str, "shape": array.shape, "data": data}
 

@@ -64,6 +64,7 @@ def remove(path: Path) -> None:
         OSError: it could not be renamed, or not removed.
     """
     with _named_as_in_flight() as name:
+        # Renamed first, which happens at once: half a folder would look like a damaged checkpoint.
         trash = path.parent / name
         files.replace(path, trash)
         files.remove_folder(trash)
@@ -79,6 +80,7 @@ def clear(parent: Path) -> None:
         OSError: one could not be removed.
     """
     for path in sorted(parent.glob(f"{PREFIX}*")):
+        # A save may run in another process, or on another machine with the same disk.
         if not _is_alive(path):
             logger.info("removing %s, left by a save that did not end", path)
             with suppress(FileNotFoundError):  # Another process was quicker.
@@ -108,6 +110,7 @@ def _is_alive(path: Path) -> bool:
         return True
     host, _, rest = path.name.removeprefix(PREFIX).partition("-")
     number = rest.partition("-")[0]
+    # Whether a process of another machine runs cannot be asked.
     if host != _host() or not number.isdigit():
         return age < _SECONDS_TO_LIVE
     if int(number) == os.getpid():  # Not in flight: its removal failed.
@@ -201,6 +204,7 @@ def write_checkpoint(
 
         def write() -> tuple[Any, dict[str, FileSum]]:
             results = tensors.write(new, plan)
+            # Rank 0's is written last, with the manifest, as all others begin from it.
             if peers.rank:
                 _write_structure(new, structure_file(peers.rank), share)
             return results, new.sums
@@ -212,6 +216,7 @@ def write_checkpoint(
             for _, sums in written[1:]:
                 new.sums.update(sums)
             write_manifest(new, step=step, metrics=metrics, world_size=peers.world_size)
+            # The names in a folder are on the disk only after this.
             files.sync_folder(temporary)
             final = _place(temporary, folder, step)
             files.sync_folder(folder)
@@ -236,6 +241,7 @@ def _write_structure(new: NewFolder, name: str, share: Share) -> None:
 
 def _place(temporary: Path, folder: Path, step: int) -> Path:
     """Rename a complete folder to the next free name."""
+    # Behind all that are there, of whichever run: the highest number is the newest.
     number = max(map(number_of, list_checkpoints(folder)), default=0) + 1
     while True:
         final = folder / f"{number:05d}-step-{step}"

@@ -113,6 +113,7 @@ class Samples(Average):
         return "a mean over samples"
 
     def divisors(self, cuts: Sequence[CutBatch]) -> Divisors | None:
+        # Plain numbers: nothing of the batch has to be read.
         sizes = [size for cut in cuts for size in cut.sizes]
         return Divisors(sizes, add_counts(sizes))
 
@@ -145,6 +146,7 @@ class Counted(Average):
         parts = [each for cut in cuts for each in cut.microbatches]
         # Where no batch was cut, the parts are the wholes, and are not counted twice.
         wholes = [cut.batch for cut in cuts if len(parts) > len(cuts)]
+        # The caller's function may give tensors on a device: all are read at once.
         counts = read_numbers([self._count(each) for each in (*parts, *wholes)])
         for count in counts:
             if not isinstance(count, Real) or not math.isfinite(count) or count < 0:
@@ -152,6 +154,8 @@ class Counted(Average):
                     f"the loss_average callable gave {count!r} for a microbatch; it must give one "
                     "number of zero or more: what the microbatch's loss was divided by"
                 )
+        # The whole is counted for itself, as counts of parts need not add up to it (a maximum,
+        # say).
         each, whole = counts[: len(parts)], counts[len(parts) :]
         return Divisors(list(map(float, each)), math.fsum(whole or each))
 
@@ -352,10 +356,12 @@ def _read_loss(loss_fn: Callable[..., Any], targets: Callable[[Any], Any]) -> Av
         options = {name: each.default for name, each in parameters.items()} | options
     else:
         return None
+    # As the module says it, whatever the default of its class.
     if options.get("reduction") == "sum":
         return Sum()
     if options.get("reduction") not in ("mean", "batchmean"):
         return None
+    # Losses without classes divide by numbers, of which each row has as many.
     if "ignore_index" not in options:
         return Samples()
     ignored = options["ignore_index"]
@@ -385,6 +391,7 @@ def _read_transformers(model: nn.Module, targets: Callable[[Any], Any]) -> Avera
     # Asked of the class first, because a model without a loss type logs when it is asked itself.
     if not (hasattr(type(model), "loss_function") or hasattr(model, "loss_function")):
         return None
+    # Of Hugging Face's models; others have no such attribute.
     config = getattr(model, "config", None)
     loss_type = getattr(model, "loss_type", None)
     get_head: Any = getattr(model, "get_output_embeddings", None)

@@ -83,6 +83,7 @@ class Convention:
         counts_items: whether the loss is divided by a number that it is told.
     """
 
+    # The usual answers, so that a convention says only how it differs.
     computes_loss_in_model = needs_pairs = has_eval_forward = counts_items = False
 
     def _call(self, model: nn.Module, microbatch: Any) -> Any:
@@ -161,6 +162,7 @@ def choose_convention(
         with about(name):
             if function is not None and not callable(function):
                 raise TypeError(f"{name}={function!r} cannot be called; {HOW_TO_GIVE_A_LOSS}")
+            # loss_fn=CrossEntropyLoss can be called, and gives a module in place of a loss.
             if isinstance(function, type) and issubclass(function, nn.Module):
                 raise TypeError(f"{name} is the class {function.__name__}; make an instance of it")
     if forward is not None and loss_fn is not None:
@@ -168,6 +170,7 @@ def choose_convention(
             "both forward and loss_fn were given, and only one can compute the loss; call the "
             "loss function inside forward and leave loss_fn out"
         )
+    # No other convention has a place for the state.
     if carries and forward is None:
         raise ValueError(
             "Carry(…) was given without forward=…, and only that says how the state goes in "
@@ -190,6 +193,7 @@ class _OwnForward(Convention):
 
     def __init__(self, forward: Callable[..., Any], count: Any = None) -> None:
         self._forward = forward
+        # A declared count is also what num_items_in_batch means.
         self._count = count if callable(count) else _count_targets
         self.counts_items = _takes(forward, ITEMS)
 
@@ -230,6 +234,7 @@ class _CarryingForward(_OwnForward):
                 f"forward returned {_named(given)}, and with Carry(…) it has to return a "
                 "mapping with 'loss' and 'carry', the state for the next batch (None for none)"
             )
+        # The state is neither a loss nor an output, and may have no rows in dimension 0.
         rest = {name: value for name, value in given.items() if name != "carry"}
         return dataclasses.replace(_read_result(rest), carry=given["carry"])
 
@@ -292,6 +297,7 @@ class _ComposerModel(Convention):
         if not isinstance(result, Mapping):
             return Output(self._average(result), outputs=outputs)
         losses = {str(name): self._average(value) for name, value in result.items()}
+        # Composer trains on it alone where it is there.
         if (total := losses.pop("total", None)) is not None:
             return Output(total, losses, outputs, has_total=True)
         if "loss" in losses and len(losses) > 1:
@@ -316,6 +322,7 @@ class _ComposerModel(Convention):
         return Output(None, outputs=self.predict(model, microbatch))
 
     def predict(self, model: nn.Module, microbatch: Any, *, holds_rows: bool = False) -> Any:
+        # Composer's models have no loss in evaluation: their metrics count it.
         return self._model.eval_forward(microbatch)
 
     def eval_forward(self, microbatch: Any, outputs: Any) -> Any:
@@ -344,6 +351,7 @@ class _KeywordModel(Convention):
     def _read(self, given: Any) -> Output:
         if not isinstance(given, Mapping):
             return Output(getattr(given, "loss", None), outputs=given)
+        # Models of torchvision return nothing but named losses in training.
         losses = {} if given.get("loss") is not None else _scalar_losses(given)
         if losses and len(losses) == len(given):  # detectors give nothing but losses
             return _summed(losses, given)
@@ -394,6 +402,8 @@ def _read_result(result: Any) -> Output:
     loss, outputs = result
     if loss is None:  # as in evaluation
         return Output(None, outputs=outputs)
+    # A pair of numbers is most likely a swapped pair or two losses, and would train on the wrong
+    # one.
     if isinstance(outputs, Tensor) and outputs.dim() == 0:
         if isinstance(loss, Tensor) and loss.numel() > 1:
             raise LossError(
@@ -418,6 +428,7 @@ def _no_loss_in(result: Any) -> str:
 
 
 def _scalars(given: Mapping[Any, Any]) -> dict[str, Tensor]:
+    # Names need not be texts, and are shown and logged as such.
     tensors = {str(name): each for name, each in given.items() if isinstance(each, Tensor)}
     return {name: each for name, each in tensors.items() if each.dim() == 0}
 
@@ -462,6 +473,7 @@ def outputs_with_rows(outputs: Any) -> Any:
     """
     if not isinstance(outputs, Mapping):
         return outputs
+    # A cache would be the largest of all outputs, for nothing: no batch follows with it.
     without = {*_scalars(outputs), "past_key_values"}
     kept = {name: value for name, value in outputs.items() if str(name) not in without}
     # A Hugging Face ModelOutput forbids removing keys from it.

@@ -43,6 +43,7 @@ def is_extra_pass() -> bool:
 @contextlib.contextmanager
 def extra_pass() -> Iterator[None]:
     """Let `is_extra_pass` say so meanwhile."""
+    # A number and no flag: a check may run inside of another extra pass.
     _running[0] += 1
     try:
         yield

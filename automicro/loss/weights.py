@@ -27,8 +27,10 @@ def _shares(
         return [count / of_all if of_all else 0.0 for count in each]
     if isinstance(whole, Tensor):
         # Also for one microbatch: asking whether every target is ignored would wait for the device.
+        # All shares in two kernels, however many microbatches.
         counts = torch.stack([torch.as_tensor(count) for count in each])
         return list((counts / whole.clamp(min=torch.finfo(torch.float32).tiny)).unbind())
+    # A batch that stays whole is multiplied by nothing, so that its bits are those of plain torch.
     if len(each) == 1 and whole:
         return [None]
     return [count / whole if whole else 0.0 for count in each]  # 0: every target is ignored
@@ -151,6 +153,7 @@ def _sum(losses: Sequence[Tensor], weights: Sequence[Weight | None] | None) -> T
     stacked = torch.stack(list(losses))
     # A number times each of them would be computed in no less than this.
     precision = torch.promote_types(stacked.dtype, torch.float32)
+    # Made on the host and sent without waiting.
     factors = torch.tensor(weights, dtype=precision, device="cpu")
     return (stacked * factors.to(stacked.device, non_blocking=True)).to(stacked.dtype).sum()
 
@@ -212,6 +215,7 @@ class LossMean:
             self._unread.append(("loss", loss, denominators[""]))
         for name, part in losses.items():
             self._unread.append((f"loss/{name}", part, denominators["" if is_one else name]))
+        # Held on the device until then: reading each would wait for each.
         if len(self._unread) >= _MOST_UNREAD:
             self._read()
 
@@ -262,5 +266,6 @@ def _mean(values: list[tuple[float, float | None]]) -> float | None:
     if any(count is None for _, count in values):
         return math.fsum(loss for loss, _ in values)
     counted = [(loss, count) for loss, count in values if count]
+    # fsum, as an evaluation may add up millions of losses.
     total = math.fsum(count for _, count in counted)
     return math.fsum(loss * count for loss, count in counted) / total if counted else None

@@ -151,6 +151,7 @@ class MemoryBudget:
         if _entered.budget is None:
             self._mode.__enter__()  # type: ignore[no-untyped-call]
             _entered.budget = self
+        # The mode below counts operations of a thread, and two would count each twice.
         elif _entered.budget is not self:
             raise ValueError(
                 f"cannot enter {self!r} inside {_entered.budget!r}: one thread simulates one "
@@ -190,6 +191,7 @@ class MemoryBudget:
         """
         changes: list[Any] = []
         try:
+            # All of them or none: half a model that is counted would make room for nothing.
             for tensor in tensors_of(residents):
                 self._mode.ledger.place(tensor, changes, on_host=False)
         except BaseException:
@@ -223,6 +225,8 @@ class MemoryBudget:
         end = object()
         while True:
             with self.host():
+                # Only the loader's own work is on the host, and not what happens between two
+                # batches.
                 batch = next(batches, end)
             if batch is end:
                 return
@@ -271,6 +275,7 @@ def tensors_of(residents: Iterable[object]) -> Iterator[torch.Tensor]:
         elif isinstance(resident, nn.Module):
             refuse_compiled(resident)
             yield from resident.parameters()
+            # Of an earlier batch, which are there when the next one begins.
             yield from (p.grad for p in resident.parameters() if p.grad is not None)
             yield from resident.buffers()
         elif isinstance(resident, torch.optim.Optimizer):

@@ -60,6 +60,7 @@ def highs_of(measured: Measured | None) -> list[float]:
     if measured is None:
         return []
     # Of capacities the lowest counts.
+    # Negated, because a vote only finds the highest.
     capacity = None if measured.capacity_bytes is None else -measured.capacity_bytes
     values = measured.peak_bytes, measured.resident_bytes, capacity, measured.alloc_retries
     return [_UNKNOWN if each is None else float(each) for each in (*values, measured.seconds)]
@@ -140,6 +141,7 @@ class Meter:
         if waits and not self._is_cpu:
             self._synchronize()
         self._before = [begin_lap(each) for each in self._devices]
+        # Behind the wait, or this attempt would be charged for the one before.
         self._start = time.perf_counter()
 
     def end(self, failure: BaseException | None = None) -> Measured:

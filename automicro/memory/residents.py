@@ -140,6 +140,7 @@ class OccupiedDevice:
         self._budget: MemoryBudget | None = None
         if memory_limit is not None:
             limit = limit_memory(memory_limit, device)
+            # A simulated device is the same from step to step, with all that it counts.
             self._budget = limit if isinstance(limit, MemoryBudget) else None
 
     def limited(self) -> contextlib.AbstractContextManager[None]:
@@ -148,6 +149,7 @@ class OccupiedDevice:
         Raises:
             torch.OutOfMemoryError: that alone exceeds the limit.
         """
+        # A settled step without any limit enters nothing.
         if self._memory_limit is None and active_budget() is None:
             return _NOTHING
         return self._limited()
@@ -156,6 +158,8 @@ class OccupiedDevice:
     def _limited(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if self._memory_limit is not None:
+                # On an accelerator it is the allocator's, while a step runs: others have the device
+                # between.
                 stack.enter_context(self._budget or limit_memory(self._memory_limit, self._device))
             budget = active_budget()
             if budget is not None:

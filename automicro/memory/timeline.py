@@ -85,6 +85,7 @@ class Trace:
     @cached_property
     def _rounded(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The deltas as an allocator counts them."""
+        # By size and not by sum: each storage is rounded up for itself.
         sizes = -(-np.abs(self.deltas) // GRANULE) * GRANULE
         return np.asarray(np.sign(self.deltas) * sizes)
 
@@ -137,11 +138,13 @@ class Trace:
             if owner not in known:
                 known[owner] = share(owner)
         shares = np.array([known[owner] for owner in self.owners])[self.numbers]
+        # Up, as a plan that is too small by a byte is wrong, and one that is too large is not.
         sizes = np.ceil(np.abs(self.deltas) * shares).astype(np.int64)
         return Trace(self.numbers, np.sign(self.deltas) * sizes, self.owners, self.marks)
 
     def on_line(self, smaller: "Trace", times: float) -> "Trace | None":
         """Extrapolate the change from a smaller step to this one; None if they are not alike."""
+        # Other storages came and went, so their sizes lie on no line.
         if not np.array_equal(self.numbers, smaller.numbers):
             return None
         more = self.deltas + (self.deltas - smaller.deltas) * times
@@ -196,6 +199,7 @@ class _WritingLedger(StorageLedger):
 
     def _drop(self, entry: Entry) -> None:
         super()._drop(entry)
+        # Keys are ids, which are used again by later storages.
         number = self._number_of.pop(entry.key, None)
         if number is not None and self._sizes[number]:
             self.write(number, -self._sizes[number])
@@ -256,9 +260,12 @@ class Recorder(CountingMode):
             return Owner(self._kind)
         if self._inside:
             return Owner(ACTIVATIONS, self._inside[-1])
+        # A node knows the forward operation that it undoes, by the number that autograd gave it.
         node = node_in_backward()
         if node is None:
             return Owner(ACTIVATIONS, _OUTSIDE)
+        # Nodes are numbered in the order of the forward, so the module is the last that began
+        # before it.
         return Owner(BACKWARD, self._makers[bisect.bisect_right(self._first_nodes, node) - 1])
 
     def own(self, kind: str, tensors: Iterable[Tensor]) -> None:
@@ -293,6 +300,7 @@ class Recorder(CountingMode):
         for each in modules:
             parameters |= {id(found): found for found in each.parameters() if found.requires_grad}
             for name, module in each.named_modules():
+                # The first name, as a module may be reached by several.
                 names.setdefault(id(module), name or root(each))
 
         def enter(module: nn.Module, _: Any) -> None:
@@ -392,6 +400,7 @@ def record_step(
     parameters = [parameter for module in modules for parameter in module.parameters()]
     state = [] if optimizer is None else [optimizer]
     recorder = Recorder()
+    # Then what lies on the host takes nothing of the device.
     if parameters and all(each.device.type != "cpu" for each in parameters):
         recorder.ledger.host = "cpu"
     recorder.own(PARAMETERS, parameters)

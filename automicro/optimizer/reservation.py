@@ -99,6 +99,7 @@ def predict_step_memory(
         with contextlib.ExitStack() as stack:
             if budget is not None:  # stand-ins do not count
                 stack.enter_context(budget.host())
+            # A step of the copy is no step of the run, to whatever watches steps.
             stack.enter_context(undisturbed())
             return _predict(optimizer, parameters, on_accelerator)
     finally:
@@ -112,6 +113,7 @@ def _predict(
 ) -> StepMemory:
     dry_run = functools.partial(_dry_run, optimizer, on_accelerator=on_accelerator)
     try:
+        # Without memory and in no time, where the optimizer does nothing with values.
         with FakeTensorMode():
             return dry_run(parameters, others=_zeros, keeps=_zeros)
     except _UncopyableError as error:

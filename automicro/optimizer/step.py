@@ -40,6 +40,7 @@ def write_in_place(action: Callable[[], T], device: torch.device, half_applied: 
     if failure is None:
         return cast(T, found)
     try:
+        # Only memory is in question: any other error is the caller's, as it is.
         if not isinstance(failure, Exception) or classify(failure) is not Failure.RETRYABLE:
             raise failure
         release(failure, device)
@@ -107,6 +108,7 @@ class GradientScaler:
             OptimizerStepError: memory ran out and gradients may be half divided.
             ValueError: parameters in half precision.
         """
+        # torch's scaler refuses a second time, and a batch may be without any gradient.
         if id(optimizer) in self._unscaled or not _has_gradient(optimizer):
             return
         # All ranks find out together whether shards overflowed: none waits for one that failed.
@@ -149,6 +151,7 @@ class GradientScaler:
         overflow: list[Tensor] = []
         if id(optimizer) in self._unscaled and id(optimizer) not in self._overflowed:
             overflow = overflows(self._scaler, optimizer)
+        # One wait for the device, in place of one for each.
         values = read_scalars([*numbers, *overflow])
         if overflow:
             self._overflowed[id(optimizer)] = any(values[len(numbers) :])
@@ -188,6 +191,8 @@ class GradientScaler:
             65536.0
         """
         if self._unscaled:
+            # Its own update would ask for overflows, and lower the scale for a batch that is left
+            # out.
             one = torch.ones((), device=self._device)
             self._scaler.update(self._scaler.scale(one))  # the scale it has
             self._clear()
@@ -262,6 +267,7 @@ def clip_gradients(
 def _clip_shards(
     parameters: list[nn.Parameter], max_norm: float, device: torch.device, ranks: Ranks
 ) -> Tensor:
+    # By hand: torch's own clipping runs collectives that no vote comes before.
     gradients = [p.grad for p in parameters if p.grad is not None]
 
     def clip() -> Tensor:

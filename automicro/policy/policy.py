@@ -55,6 +55,7 @@ class Outcome:
     settings: Mapping[str, float | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # An outcome that cannot be would spoil all later predictions, without an error.
         if not 1 <= self.microbatch_size <= self.num_rows:
             raise ValueError(
                 f"an outcome of {self.num_rows} rows cannot have slices of "
@@ -237,6 +238,7 @@ class Policy(abc.ABC):
             ValueError: another kind of policy wrote it, or it is damaged. Nothing has changed then.
         """
         require_kind(state, self)
+        # Half of a damaged state would be a policy that nothing describes.
         before = self.state_dict()
         try:
             self._load(state)
@@ -269,6 +271,7 @@ def canonical_size(num_rows: int, microbatch_size: int) -> int:
     >>> [canonical_size(10, size) for size in (4, 5, 9, 10, 99)]
     [4, 5, 5, 10, 10]
     """
+    # Sizes with the same number of slices are the same cut, and count as one.
     num_slices = -(-num_rows // microbatch_size)
     return -(-num_rows // num_slices)
 
@@ -285,6 +288,7 @@ def cut_size(num_rows: int, most_rows: int, *, multiple_of: int = 1) -> int:
     6
     """
     most_rows = min(most_rows, num_rows)
+    # No whole unit fits: a size that trains is better than one that is rounded to nothing.
     if num_rows <= multiple_of or most_rows < multiple_of:
         return canonical_size(num_rows, most_rows)
     if most_rows == num_rows:
@@ -314,6 +318,7 @@ def require_cost(cost: float | None) -> float:
     """
     if cost is None:
         return 1.0
+    # Sizes are divided by it.
     if not 0 < cost < math.inf:
         raise ValueError(
             f"a row cannot cost {cost}: give a positive number (elements or tokens of one row), "
@@ -335,6 +340,7 @@ def require_size(value: Any, *, name: str) -> int:
     try:
         if isinstance(value, bool):
             raise TypeError("True and False are ints to Python")
+        # Also numbers of numpy, and none that only happen to be whole.
         size = operator.index(value)
     except TypeError as error:
         raise TypeError(

@@ -164,6 +164,7 @@ class CoordinatedRanks:
         except BaseException as error:
             self.fail(error)
             raise
+        # Each rank says how late it can, and the earliest of all counts.
         proposal = replace(proposal, sync=self._latest_here())
         with self._between_steps():
             # Groups to be connected are part of the name of this point, so ranks that differ in
@@ -171,9 +172,11 @@ class CoordinatedRanks:
             agreement = self._votes.agree(proposal, asker=f"{self._name}{self._warm_up}")
         self.synced = agreement.sync if proposal.training else Sync.EACH
         self._at = level, size = agreement.level, agreement.microbatch_size
+        # Whole gradients have once not fitted at this size, and all ranks saw it.
         if size >= self.whole_fits_below.get(level, math.inf):
             self.synced = min(self.synced, Sync.REPLICAS_LAST)
         try:
+            # Where no rank has rows, no collective of a step runs.
             if agreement.max_extent:
                 with own_collectives():
                     self._warm_up.run()
@@ -198,6 +201,7 @@ class CoordinatedRanks:
         for guard in self._guards:
             guard.settle()
         trained = [id(each) for each in parameters if each.requires_grad]
+        # By identity, which is quick: parameters seldom change, and this runs at each step.
         if trained and trained != self._trained:
             for guard in self._guards:
                 guard.require_known(parameters)
@@ -236,6 +240,7 @@ class CoordinatedRanks:
             StrayedError: peers would not expect a vote.
             ValueError: it cannot be voted on.
         """
+        # It was voted on already, by the guard.
         if any(guard.owns(call) for guard in self._guards):
             return
         if self._looks_alone:
@@ -282,6 +287,7 @@ class CoordinatedRanks:
             raise self._strayed  # a user's code has caught it
         strayed = any(guard.has_strayed for guard in self._guards)
         self._leave()
+        # All guards in one exchange.
         own = [each for guard in self._guards for each in guard.unused]
         any_strayed, together, unused = self._votes.commit(report, flag=strayed, unused=own)
         for guard in self._guards:
@@ -472,6 +478,7 @@ def _meeting() -> Store:
     global _group, _count
     group = dist.group.WORLD
     assert group is not None
+    # A world that was destroyed and made again counts from the beginning.
     if _group is not group:
         _group, _count = group, 0
     _count += 1
@@ -502,6 +509,7 @@ def coordinate(modules: Sequence[nn.Module]) -> Ranks:
     size = _data_parallel_size(modules)
     if size is not None:
         _refuse_uncovered(modules)
+    # Ranks of tensor parallelism share their rows, which count once.
     copies = group.votes.world_size // (size or 1)
     name = f"Microbatcher {group.count()} ({type(modules[0]).__name__})"
     warm_up = WarmUp(_uses(modules, guards), group.connected)

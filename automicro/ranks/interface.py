@@ -307,6 +307,7 @@ class OneRank:
     synced = Sync.EACH
 
     def __init__(self) -> None:
+        # One for all: it is entered for each microbatch.
         self._nothing: AbstractContextManager[None] = contextlib.nullcontext()
         self.sync = Sync.EACH
         self.whole_fits_below: dict[int, int] = {}
@@ -410,6 +411,7 @@ def rows_of_microbatches(num_rows: int, num_microbatches: int, *, min_rows: int 
     >>> rows_of_microbatches(5, 3, min_rows=2)
     [3, 2, 0]
     """
+    # Rather fewer slices than one with a single row; fillers make up the number.
     pieces = min(num_microbatches, max(1, num_rows // min_rows)) if num_rows else 0
     sizes = [num_rows // pieces + (index < num_rows % pieces) for index in range(pieces)]
     return sizes + [0] * (num_microbatches - pieces)
@@ -451,6 +453,7 @@ def find_ranks(modules: Sequence[nn.Module]) -> Ranks:
     from automicro.ranks.coordinated import coordinate
 
     ranks = coordinate(modules)
+    # Each rank would take them from rows of its own, and they might differ.
     if not ranks.is_alone and ModuleIndex(modules).is_lazy:
         raise ValueError(
             "some module takes its shapes from its first input (a lazy module), which several "
@@ -474,6 +477,7 @@ def announcing_failed_construction(
         try:
             construct(*args, **kwargs)
         except Exception as error:
+            # The first argument is the object that is being made.
             model = args[1] if len(args) > 1 else kwargs.get("model")
             if kwargs.get("parallel") or (isinstance(model, nn.Module) and is_parallel([model])):
                 _announce(error)

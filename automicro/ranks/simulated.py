@@ -21,6 +21,7 @@ class _Meeting:
         self.slots[index] = value
         try:
             self.barrier.wait()
+            # A copy, as the slots are used again at once.
             seen = list(self.slots)
             self.barrier.wait()  # no rank writes before all have read
         except threading.BrokenBarrierError as error:

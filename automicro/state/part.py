@@ -71,10 +71,12 @@ class State:
             TypeError: a declared root holds what cannot be put back.
         """
         roots, held = self._roots(), self._replay.roots
+        # Roots by name and identity: a metric that is given anew is another root.
         is_same = roots.keys() == held.keys() and same_objects(roots.values(), held.values())
         if not (self._is_held and is_same):
             self._replay = Replay(roots, skip=self._skip())
         self.captured = self._replay.take()
+        # What the caller named is meant, so that a warning after a failure would come too late.
         if self._declared and self.captured.left_out is not self._left_out:
             self._refuse(self.captured)
             self._left_out = self.captured.left_out
@@ -122,6 +124,7 @@ class State:
         names, found = captured.names(), collections.defaultdict[str, list[str]](list)
         for value, why in captured.left_out:
             path = f"{names.get(id(value), '?')[0]} (of type {type(value).__name__})"
+            # Once in a run and not at each retry.
             if path not in self._named:
                 self._named.add(path)
                 found[why].append(path)
@@ -170,6 +173,7 @@ def read_state(values: Iterable[Any]) -> tuple[list[Any], dict[str, Any]]:
                 f"state=[…] holds {value!r} (of type {type(value).__name__}), which nothing can "
                 "change in place; pass the object that holds it"
             )
+        # It puts itself back, in its own way.
         if all(callable(getattr(value, name, None)) for name in _PART):
             parts.append(value)
         else:
@@ -209,6 +213,7 @@ class Replay:
     def take(self, owner: Any = None) -> Captured:
         """All as it is now; given back when its owner is gone."""
         if self._free:
+            # Lists that were made once are filled again: a walk is what costs.
             captured = self._free.pop().again()
         else:
             captured = capture(self.roots, skip=self._skip, large=self._large)

@@ -84,6 +84,7 @@ class Copies:
         self._versions = list(map(seen_version, tensors))
         if not tensors:
             return
+        # Copies on a full device could be what makes the attempt fail.
         bytes_left = MOST_BYTES
         with without_modes():  # data that no forward uses lie on no device of a budget's
             aliases = [each.detach() for each in tensors]
@@ -101,6 +102,7 @@ class Copies:
                 self._large.append(_large(tensor, memory, is_copied=is_copied))
                 continue
             bytes_left -= memory.nbytes
+            # One kernel for each type and device, however many buffers a model has.
             groups[alias.device, alias.dtype].append((tensor, memory))
         with torch.inference_mode():  # where all may be written to
             for group in groups.values():
@@ -121,6 +123,7 @@ class Copies:
         """Keep the copies of large tensors that have not changed; call it before a commit."""
         for each in self._large:
             is_new = each.copy is not None and not each.is_kept
+            # Most large buffers never change, and one copy of them is enough for a run.
             if is_new and not (_has_moved(each) or _has_changed(each)):
                 _kept[each.tensor] = each.version, each.copy
 
@@ -148,6 +151,7 @@ class Copies:
                     # The copy is of an earlier capture: such a write may be older than this one.
                     yield each.tensor, _PAST_VERSION
         for tensor, alias in self._moved():
+            # Past autograd, which would refuse to change what it has saved.
             tensor.data = alias
 
     def _moved(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -201,6 +205,7 @@ def _where(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _is_dense(alias: Tensor) -> bool:
+    # Subclasses may keep their data elsewhere.
     if type(alias) is not Tensor or alias.layout is not torch.strided or alias.is_meta:
         return False
     return not (alias.is_quantized or alias.is_nested or alias.is_conj())
@@ -253,6 +258,7 @@ class Leaves:
     def __init__(self, leaves: Sequence[Tensor]) -> None:
         self._leaves = leaves
         self._lazy = [(each, type(each)) for each in leaves if is_uninitialized(each)]
+        # Only these can be given their memory back by hand.
         self._dense = [each for each in leaves if type(each) in _DENSE and _is_dense(each.detach())]
         self._addresses: list[int] = []
         self._forms: list[Any] = []
@@ -278,6 +284,7 @@ class Leaves:
         addresses, self._addresses = self._addresses, list(map(Tensor.data_ptr, self._dense))
         if self._addresses != addresses:
             self._forms = [(e.storage_offset(), e.shape, e.stride()) for e in self._dense]
+        # Held, so that an address that is free meanwhile is not given to another.
         self._memory = list(map(Tensor.untyped_storage, self._dense))
         return True
 

@@ -74,6 +74,8 @@ class Metrics:
         # Metrics of one compute group share their lists: each list is put in order once.
         for values, before in {id(values): (values, n) for values, n in self._grown}.values():
             gained = values[before:]
+            # A metric that gains more than one entry for each update is not known, and stays as it
+            # is.
             if len(gained) != updates:
                 continue
             ordered: list[Any] = []
@@ -110,6 +112,7 @@ def _has_rows(values: Sequence[Any], sizes: Sequence[int]) -> bool:
 
 
 def _in_order(values: Sequence[Tensor], order: Sequence[int]) -> Tensor:
+    # One tensor in place of several: torchmetrics joins them at last, too.
     joined = torch.cat(list(values))
     return joined.index_select(0, torch.as_tensor(order, device=joined.device))
 
@@ -148,6 +151,7 @@ def flatten_metrics(metrics: Any) -> list[Any]:
     if metrics is None:
         return []
     if isinstance(metrics, nn.Module):
+        # Wrappers and collections are modules that hold the metrics that count.
         return _inside(metrics) or _refuse(metrics)
     if isinstance(metrics, Mapping):
         return [each for value in metrics.values() for each in flatten_metrics(value)]
@@ -177,6 +181,7 @@ def _inside(root: nn.Module) -> list[Any]:
         module = waiting.pop()
         if id(module) not in found:
             found[id(module)] = module
+            # In the order of the caller, as names are counted in it.
             waiting += reversed(children_of(module))
     return [module for module in found.values() if hasattr(module, "update")]
 
@@ -264,6 +269,7 @@ class MetricGuard:
         for metric, readings in self._readings.values():
             self._warn_of(metric, readings)
             self._asking.learn(metric, readings)
+        # Of the batch before, whose answers have arrived on the host meanwhile.
         self._readings.clear()
         self._is_split = metrics is not None and any(cut.is_split for cut in cuts)
         if not self._is_split:
@@ -306,6 +312,7 @@ class MetricGuard:
         checks = self._checks.of(metric)
         if checks >= _MOST_CHECKS:
             return False
+        # Counted before it is tried, as a metric that fails would fail each time.
         self._checks.put(metric, checks + 1)
         if not all(callable(getattr(metric, name, None)) for name in ("compute", "reset")):
             return False
@@ -319,6 +326,7 @@ class MetricGuard:
 
         def read(*pieces: list[int]) -> Reading:
             parts = [Metrics(flatten_metrics(metric)), self._random_state()]
+            # An update may keep something beside the metric, in a closure or an attribute.
             reached = State(lambda: {"metric": metric, "update_metric": self._update})
             undo = Transaction([reached, *parts])
             try:
@@ -339,6 +347,7 @@ class MetricGuard:
                 found = gaps(whole, parts, (read(indices[::-1]) for _ in range(1)))
             if not found:
                 return None
+            # Of several numbers the one that is off most.
             most = max(found, key=found.__getitem__)
             return whole.numbers[most], parts.numbers[most]
 
@@ -431,6 +440,7 @@ def _known_reason(metric: Any) -> str:
         return f"looks at the last {getattr(metric, 'window', 'few')} updates"
     if "BootStrapper" in names:
         return "draws anew with every update"
+    # Only these take a range from what they are given.
     ranged = {"StructuralSimilarityIndexMeasure", "MultiScaleStructuralSimilarityIndexMeasure"}
     if names & ranged and getattr(metric, "data_range", 1.0) is None:
         return "takes the range of the data from each update (give it data_range)"
@@ -476,6 +486,7 @@ class Readings(TorchFunctionMode):
     def differ(self) -> bool:
         """Whether one update read other than another."""
         for waiting in self._waiting:
+            # Here, and only here, the device is waited for.
             said = [each if isinstance(each, str) else bool(each) for each in waiting]
             if self._first is None:
                 self._first = said
@@ -575,6 +586,7 @@ def _read(value: Any, outputs: Any) -> Reading:
     for at, each in enumerate(_numbers(value)):
         with contextlib.suppress(TypeError, ValueError):
             numbers[str(at)] = float(each)
+    # Outputs in half precision give metrics that are no more exact.
     types = [leaf.dtype for _, leaf in tensor_leaves(outputs) if leaf.is_floating_point()]
     eps = max(torch.finfo(each).eps for each in (torch.float32, *types))
     scales = {name: abs(number) for name, number in numbers.items()}

@@ -69,6 +69,7 @@ class Kept(Feature):
 
     def know(self, paths: frozenset[str]) -> None:
         """Take note of outputs of which a look has shown whether they can be joined."""
+        # They are warned of by the look, or fit: either way not again.
         self._known |= paths
 
     def parts(self) -> Sequence[Part]:
@@ -90,6 +91,7 @@ class Kept(Feature):
         assert output is not None
         self._is_training = run.loss is not None
         if self._where is not False:
+            # Once for a step: all of its microbatches come from one place.
             if self._home is None:
                 self._home = self._find_home(run.given)
             self._outputs.append(_bring(outputs_with_rows(output.outputs), self._home))
@@ -119,6 +121,7 @@ class Kept(Feature):
                 if self._outputs:
                     whole = with_padding(self._outputs, cuts)
                     self.outputs = concat_rows(whole, order=order_of(cuts))
+                    # Both at once would be twice the memory of all outputs.
                     del whole
         except Exception as error:
             if not is_at_home:
@@ -136,6 +139,7 @@ class Kept(Feature):
         least, most = min(sizes), max(sizes)
         if least == most and (len(sizes) < _ALIKE or not self._is_early):
             return
+        # By path, as one output of several may be such a one.
         lengths: dict[str, set[int]] = {}
         for output in self._outputs:
             for path, leaf in tensor_leaves(output):

@@ -28,6 +28,7 @@ SYNC, FINER = "sync", "parts finer by"
 def choices(nested: Iterable[SizedPart], ranks: Ranks) -> dict[str, Sequence[float | str]]:
     """The choices for the sake of time, the least memory first."""
     found: dict[str, Sequence[float | str]] = {}
+    # Offered only where it was asked for, as whole gradients take much memory.
     if ranks.sync is Sync.LAST:
         found[SYNC] = ("each", "last")
     if any(each.adapts for each in nested):
@@ -69,6 +70,7 @@ def make_phase(name: str, size: Any, setup: Setup, levels: Sequence[Level] = ())
         name,
         leveled(policy, levels, setup) if levels else policy,
         setup,
+        # An evaluation has a last batch of any size, and drops no row for it.
         rule=unit.rule(strict_divisible=setup.strict_divisible and name == "train"),
         recollection=recollection,
         levels=levels,
@@ -133,6 +135,7 @@ class Phase:
         self._state = State(lambda: {**setup.roots, **updated}, declared=_DECLARED)
         # Of its own: `_state` holds the attempt's capture while a filler inside of it is undone.
         self._beside = State(lambda: setup.roots)
+        # Of all steps: whether a model writes into its input is learned once.
         self._inputs = InputGuard()
 
     def __repr__(self) -> str:
@@ -177,6 +180,7 @@ class Phase:
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
         """Roll back every step that goes through, without events, and remember nothing of it."""
+        # A rehearsal must not show as the size of the last batch.
         before, self.size = self.size, None
         self.is_rehearsing = True
         try:
@@ -241,6 +245,7 @@ class Phase:
         nested = self._setup.parts.all()
         if not nested:
             return {}, 0
+        # The largest, as that decides what a part takes.
         sizes = {each.name: max(each.sizes) for each in nested if each.sizes}
         return sizes, sum(each.ooms for each in nested) - self._nested_ooms
 
@@ -273,6 +278,8 @@ class Phase:
             self._nested_ooms += nested.ooms
         if not self._has_run:
             self._has_run = True
+            # cuBLAS and the like take memory when first used, and a full device would refuse it in
+            # the middle of an attempt.
             use_libraries(self._setup.devices, self._setup.modules)
         self._is_new = False
         if not self.is_rehearsing:  # it counts the batches of the run

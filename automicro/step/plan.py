@@ -90,6 +90,7 @@ class Step:
 
     def __post_init__(self) -> None:
         batches = self.batches
+        # Once and not at each attempt: a step may have many batches.
         object.__setattr__(self, "raw", [each.batch for each in batches])
         object.__setattr__(self, "rows", [each.num_rows for each in batches])
 
@@ -170,6 +171,7 @@ class CutRule:
             BatchError: ``strict_divisible`` is set and the rows do not divide by the size.
         """
         if not self.strict_divisible:
+            # Any other size, such as that of a batch below one unit, is cut evenly.
             if multiple_of > 1 and size % multiple_of == 0:
                 return _whole_units(num_rows, size // multiple_of, multiple_of)
             return balanced_sizes(num_rows, size, min_rows=self.min_rows)
@@ -191,6 +193,7 @@ def _whole_units(num_rows: int, most_units: int, unit: int) -> list[int]:
     """Balanced slices of whole units of rows, of which the last unit may be short."""
     units = -(-num_rows // unit)
     sizes = [each * unit for each in balanced_sizes(units, most_units)]
+    # The last one, as slices are the largest first.
     sizes[-1] -= units * unit - num_rows
     return sizes
 
@@ -309,8 +312,10 @@ class Plan:
 
         Where sizes are costs, more of them are smaller beside the largest.
         """
+        # A higher level takes less at the same size.
         if self.level != other.level:
             return self.level > other.level
+        # Such as smaller slices of a part.
         if self.settings != other.settings:
             return True
         if self.unit != ROWS and self.num_microbatches > other.num_microbatches:
@@ -433,6 +438,7 @@ def plan_alone(step: Step, rule: CutRule) -> Plan:
     )[1]
     return Plan(
         cuts=cuts,
+        # What failed or fitted is the largest of all slices, of whichever batch.
         size=max(largest),
         num_microbatches=sum([len(cut.sizes) for cut in cuts]),
         extent=widest.extent,

@@ -51,12 +51,14 @@ def give_up_fixed(failure: BaseException, plan: Plan, size: int, *, is_whole: bo
     """
     smaller = _ENCODERS_WOULD if is_whole else _WOULD_BE_SMALLER
     if isinstance(failure, PeerStoppedError):
+        # Its own log has the error, and this rank's has not.
         who = "another rank" if failure.culprit is None else f"rank {failure.culprit}"
         raise SampleTooLargeError(
             f"the microbatch size is fixed, and {_of(size, plan)} do not fit on {who}; "
             f"{smaller}. The state is as before the step.{reports_of(failure)}"
         ) from failure
     beside = bystander(failure)
+    # Fewer rows would not help a callback that keeps what it is given.
     if beside is not None:
         add_note(
             failure,
@@ -127,10 +129,12 @@ def why_nothing_fits(
             f"rows do not help.{state}{_listed(_LESS_BESIDE)}"
         )
     less_state = ["an optimizer with less state"] if _has_state(residents) else []
+    # Accumulated by hand, they take the memory of a second model.
     is_cleared = residents is None or residents.earlier_gradients == 0
     cleared = [] if is_cleared else ["no gradients of earlier batches: optimizer.zero_grad()"]
     shared = residents is not None and residents.shared_inputs > 0
     less_shared = ["less in the parts of the batch that are shared by all rows"] * shared
+    # Then sizes were never the matter, and advice on rows would mislead.
     if residents is not None and residents.limit is not None and residents.leaves_nothing:
         other = ["a smaller model", "a higher limit", "a larger device"]
         return (

@@ -72,6 +72,8 @@ class _GlobalLoss:
     def __init__(self, device: torch.device, *, at_once: bool, num_means: int = 1) -> None:
         self._device = device
         self._num_means = num_means
+        # A vote carries a few numbers for nothing, but reading them from a device would wait for
+        # it.
         self._votes = at_once or device.type == "cpu"
         self._own: Tensor | None = None  # on an accelerator
 
@@ -202,6 +204,8 @@ class _Work(Generic[T]):
 
             with announcing_failure(phase.ranks):
                 counted = flatten_metrics(metrics)
+        # One for the phase and not for each step: a walk over all that is reached costs more than a
+        # step.
         self._state = phase.state(counted)
         self._watch = watch = phase.watch([each.contents for each in step.batches])
         # The usual step has none of these, and then no hook is looked for.
@@ -248,6 +252,7 @@ class _Work(Generic[T]):
         if not (of_outputs or of_loss):
             return
         every = zip(self._step.raw, self._step.rows, plan.cuts, strict=True)
+        # One batch is enough: others of the step are cut by the same rule.
         split = next((each for each in every if each[2].is_split), None)
         if split is None:  # the others are fillers
             return
@@ -297,6 +302,7 @@ class _Work(Generic[T]):
                     self._fill(MicrobatchRun(index, 0, rows, rows))
                 continue
             run = MicrobatchRun(index, sizes[index], microbatches[index], rows)
+            # Only the hooks that a feature overrides are in here.
             for hook in features.before:
                 hook(run)
             with ranks.microbatch(index, weightless=self._is_nothing(index)):
@@ -329,6 +335,7 @@ class _Work(Generic[T]):
 
     def _let_go(self) -> None:
         """Hold nothing of an attempt that is over."""
+        # A failed attempt's losses would keep its graphs, and so its memory, through the next one.
         self._losses: list[Losses] = []
         self._weights: BatchWeights | None = None
         self._cuts: Sequence[CutBatch] = ()
@@ -346,6 +353,7 @@ class _Work(Generic[T]):
         each: list[list[Tensor]] = []
         with contextlib.suppress(Exception):  # it is for words, where memory has run out
             each = [self._passes.layout.shared(batch) for batch in self._step.raw]
+        # Batches of a step are computed one after the other.
         return max(each, key=lambda tensors: sum(tensor.nbytes for tensor in tensors), default=[])
 
 
@@ -389,6 +397,7 @@ class TrainingWork(_Work[Losses]):
         return [
             Parameters(index.parameters, index.names_of),
             self._watch,
+            # Early, so that what an attempt finds free is what it has beside the optimizer's state.
             *([] if reservation is None else [reservation]),
             self._phase.random_state(),
             self._state,
@@ -407,6 +416,7 @@ class TrainingWork(_Work[Losses]):
         self._weights = passes.weights(cuts, plan.totals)
         if plan.totals:
             passes.check_counts(self._weights, self._step.denominators)
+        # With one microbatch gradients need no sum of their own.
         self._gradients.expect(plan.num_microbatches)
 
     def _is_nothing(self, index: int) -> bool:
@@ -426,6 +436,7 @@ class TrainingWork(_Work[Losses]):
         # No loss had a graph: the step would go through and train nothing.
         if plan.cuts and not self._gradients.is_reached:
             refuse_constant()
+        # Before anything is told: a forward that cleared gradients has spoiled the whole attempt.
         self._gradients.require_untouched()
         self._passes.warn_of_nothing(weights)
         self._warn_of_splitting(plan)

@@ -51,6 +51,7 @@ class RandomState:
         given = self._generators
         own = given() if callable(given) else given
         self._state = (
+            # All of them in any case: what a forward draws from is not known before it runs.
             _PYTHON.state(),
             _NUMPY.state(),
             torch.get_rng_state(),

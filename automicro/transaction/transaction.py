@@ -106,6 +106,7 @@ class Transaction:
             try:
                 part.roll_back()
             except BaseException as error:
+                # The others are put back all the same, and a second call tries these again.
                 failed.append(part)
                 failure = failure or error
         self._begun = failed[::-1]

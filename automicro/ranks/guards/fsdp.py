@@ -191,6 +191,7 @@ class FsdpGuard:
 
     @property
     def latest(self) -> Sync:
+        # Held back, gradients of all microbatches must be of the same parameters.
         waits = self._can_hold_back and not self._is_uneven
         waits = waits and not any(map(has_reduction_hook, self._modules))
         return Sync.LAST if waits else Sync.EACH
