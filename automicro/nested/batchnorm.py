@@ -37,10 +37,9 @@ from automicro.memory.budget import active_budget
 from automicro.memory.oom import Failure, classify
 from automicro.nested.slices import (
     Call,
-    Cut,
-    Joined,
     Standing,
     computed_again,
+    join,
     naming,
     refuse_twice,
     summed,
@@ -61,7 +60,6 @@ _REMEDY = (
 
 # fx's names for what is computed; others are what is given, held and given back.
 _CALLS = ("call_module", "call_function", "call_method")
-_IN_PLACE = {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow}
 
 
 def refuse_exact(name: str, why: str) -> NoReturn:
@@ -131,7 +129,6 @@ class Stages:
         self._refuse_read_statistics(nodes)
         self._output = nodes[-1]
         self._levels = self._find_levels(nodes)
-        self._check_writes(nodes)
         self._replays: dict[int, Replay] = {}
         self.stages = [self._stage(nodes, at) for at in range(self._levels[self._output] + 1)]
 
@@ -195,7 +192,7 @@ class Stages:
         """Values that do not depend on the input are computed once, while it is traced."""
         before = capture({"": self._module})
         names = {name for name, _ in self._module.named_buffers()}
-        drawn, random = torch.get_rng_state(), RandomState([])
+        random = RandomState([])
         random.begin()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -203,19 +200,17 @@ class Stages:
                 yield
                 # The trace puts what stands for a tensor where a forward replaces a buffer.
                 replaced = [path for path in before.changed() if path in names]
-                has_drawn = not torch.equal(drawn, torch.get_rng_state())
-                draws_foreign = random.has_moved
+                has_drawn = random.has_moved
             finally:
                 before.put_back()
                 random.roll_back()
         if replaced:
             self.refuse(f"its forward changes the buffer {replaced[0]!r}")
         if has_drawn:
-            self.refuse("its forward draws random numbers that do not go by its input")
-        if draws_foreign:
             self.refuse(
-                "its forward draws random numbers of Python's or NumPy's, as for layers that are "
-                "left out at random; draw them outside of it, and hand them in as a tensor"
+                "its forward draws random numbers that do not go by its input (of torch's, "
+                "Python's or NumPy's), as for layers that are left out at random; draw them "
+                "outside of it, and hand them in as a tensor"
             )
 
     def _norm(self, node: fx.Node) -> nn.Module | None:
@@ -268,34 +263,12 @@ class Stages:
         ]
         return Stage(own, list(inputs), outputs, ahead, dead)
 
-    def _written(self, node: fx.Node) -> fx.Node | None:
-        """The value that a node writes into: its first argument, or none."""
-        if node.op not in _CALLS or not node.all_input_nodes:
-            return None
-        name = str(getattr(node.target, "__name__", node.target)).rpartition(".")[2]
-        writes = (
-            bool(node.kwargs.get("inplace"))
-            or node.target in _IN_PLACE
-            or (node.op == "call_module" and bool(getattr(self.layer(node), "inplace", False)))
-            or (node.op != "call_module" and name.endswith("_") and not name.endswith("__"))
-            # As in `F.relu(x, True)`; a flag that means something else is refused to be safe.
-            or (node.op == "call_function" and any(each is True for each in node.args[1:]))
-        )
-        first = node.args[0] if node.args else node.all_input_nodes[0]
-        return first if writes and isinstance(first, fx.Node) else None
-
-    def _check_writes(self, nodes: Sequence[fx.Node]) -> None:
+    def _check_writes(self, node: fx.Node, written: fx.Node) -> None:
         """Stages change the order, so no other node may read what one writes into."""
-        self._writes: dict[fx.Node, fx.Node] = {}
-        for node in nodes:
-            written = self._written(node)
-            if written is None:
-                continue
-            others = [user.name for user in written.users if user is not node]
-            if others or written.op not in _CALLS:
-                readers = ", ".join(others) or "the code that gave it"
-                self.refuse(f"{node.name} writes into {written.name}, which {readers} reads, too")
-            self._writes[node] = written
+        others = [user.name for user in written.users if user is not node]
+        if others or written.op not in _CALLS:
+            readers = ", ".join(others) or "the code that gave it"
+            self.refuse(f"{node.name} writes into {written.name}, which {readers} reads, too")
 
     def run(
         self,
@@ -311,23 +284,22 @@ class Stages:
             normalise: computes its BatchNorms.
 
         Raises:
-            UnsplittableModelError: an operation wrote where it was not expected to.
+            UnsplittableModelError: an operation wrote into what others read.
         """
         stage, values = self.stages[number], dict(given)
         for node, dead in zip(stage.nodes, stage.dead, strict=True):
-            written = self._writes.get(node)
-            if written is not None and written in given:
-                values[written] = values[written].clone()  # it waits there for others
-            inputs = [values[each] for each in node.all_input_nodes]
-            tensors = [each for each in inputs if isinstance(each, Tensor)]
-            versions = all_versions(tensors)
+            inputs = {each: values[each] for each in node.all_input_nodes}
+            tensors = {key: each for key, each in inputs.items() if isinstance(each, Tensor)}
+            versions = all_versions(tensors.values())
             if node in self.norms:
-                values[node] = normalise(node, inputs[0])
+                values[node] = normalise(node, *tensors.values())
             else:
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
                 values[node] = self._call(node, args, kwargs)
-            if written is None and versions != all_versions(tensors):
-                self.refuse(f"{node.name} writes into what it is given")
+            now = all_versions(tensors.values())
+            for key, version, before in zip(tensors, now, versions, strict=True):
+                if version != before:
+                    self._check_writes(node, key)
             # Else what was given to this operation lies beside the next one.
             del inputs, tensors
             for each in dead:
@@ -576,13 +548,9 @@ def split_at_norms(call: Call, stages: Stages) -> Any:
 
 
 def _through_stages(call: Call, stages: Stages, sizes: Sequence[int]) -> Any:
-    slices, joined, versions = (
-        Cut(call, call.batch, sizes).slices,
-        Joined(sum(sizes)),
-        stages.versions(),
-    )
+    cut, versions, outputs = call.cut(call.batch, sizes), stages.versions(), list[Any]()
     parameters = summed(call) if call.is_differentiated else tuple
-    waiting = [{**stages.constants, **each.batch} for each in slices]
+    waiting = [{**stages.constants, **each} for each in cut.microbatches]
     devices: dict[fx.Node, torch.device] = {}
     norms: dict[fx.Node, _Norm] = {}
     affine: dict[fx.Node, tuple[Tensor, Tensor]] = {}
@@ -591,13 +559,13 @@ def _through_stages(call: Call, stages: Stages, sizes: Sequence[int]) -> Any:
         scaled = [affine[node] for node in stage.norms]
         needed = {_key(node) for later in stages.stages[number + 1 :] for node in later.inputs}
         moments: list[Sequence[tuple[int, Tensor, Tensor]]] = []
-        for each, values in zip(slices, waiting, strict=True):
+        for size, values in zip(cut.sizes, waiting, strict=True):
             tensors = parameters()
             with call.holding(tensors):
                 given = [stages.value_of(node, values) for node in spec.inputs]
             compute = functools.partial(stage, collections.defaultdict(dict))
             if torch.is_grad_enabled():
-                stood = Standing(call, each.num_rows, stages.replay(number))
+                stood = Standing(call, size, stages.replay(number))
                 found = computed_again(compute, (given, scaled, tensors), {}, stood)
             else:
                 found = compute(given, scaled, tensors)
@@ -607,7 +575,7 @@ def _through_stages(call: Call, stages: Stages, sizes: Sequence[int]) -> Any:
                 del values[key]
             moments.append(found[1])
             if spec is stages.stages[-1]:
-                joined.put(each, found[2])
+                outputs.append(found[2])
             del given, found  # else they lie beside the next slice
         for node, of_slices in zip(spec.ahead, zip(*moments, strict=True), strict=True):
             layer, statistics = stages.norms[node], _combined(str(node.target), of_slices)
@@ -619,7 +587,7 @@ def _through_stages(call: Call, stages: Stages, sizes: Sequence[int]) -> Any:
     with torch.no_grad():
         for norm in norms.values():
             norm.commit()
-    return joined.whole()
+    return join(outputs, cut.sizes, call.num_rows)
 
 
 def _combined(

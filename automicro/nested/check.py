@@ -45,11 +45,10 @@ from automicro.memory.oom import Failure, classify, ignoring_errors
 from automicro.modules import runs_collectives
 from automicro.nested.slices import (
     Call,
-    Form,
-    Unwritten,
     aliases_of,
     marked,
     refuse_outputs,
+    rows_of,
 )
 from automicro.reach import Reach
 from automicro.sharding import num_ranks
@@ -178,14 +177,9 @@ class Check:
 
 def _dry(call: Call) -> Checked:
     """The output of a part on tensors without data: there is nothing to compare."""
-    undo = call.undoing()
-    undo.begin()
-    try:
-        with extra_pass(), uncheckpointed(), torch.no_grad():
-            few = call.layout.take_rows(call.batch, [0, 1])
-            output = call.compute(few, ())
-    finally:
-        undo.roll_back()
+    still = call.standing.leaving_no_trace()
+    with still, extra_pass(), uncheckpointed(), torch.no_grad():
+        output = call.compute(call.layout.take_rows(call.batch, [0, 1]), ())
     if is_counted(output):
         return Checked(averages=_averages("none"), gives_count=True)
     return Checked(averages=_averages("samples") if is_loss(output) else None)
@@ -204,7 +198,6 @@ class _Part(Convention):
 
     def __init__(self, call: Call) -> None:
         self._sliced = call
-        self._form = Form()
         self.gives_loss, self.gives_count, self.is_proportional = False, False, True
         self.told: Average | None = None
         self.flatten: Callable[[Any], Any] | None = None
@@ -241,7 +234,7 @@ class _Part(Convention):
         if self.flatten is not None:
             output = output if self.gives_loss else self.flatten(output)
         elif not self.gives_loss:
-            self._form.take(output, self._sliced.layout.num_rows(microbatch))
+            rows_of(output, self._sliced.layout.num_rows(microbatch))
         leaves = tensor_leaves(output)
         return {path: leaf if leaf.dim() else leaf[None] for path, leaf in leaves}
 
@@ -249,10 +242,7 @@ class _Part(Convention):
         return _targets_of(batch)
 
     def _compute(self, rows: Any) -> Any:
-        inputs = Unwritten(rows)
-        output = self._sliced.compute(rows, ())
-        inputs.check()
-        return output
+        return self._sliced.compute(rows, ())
 
 
 class _Comparison:
@@ -267,6 +257,13 @@ class _Comparison:
         """Compare outputs, or losses weighted by what they average over."""
         with self._bench("predict", "outputs") as bench:
             whole = bench.read(self._whole)
+            if whole.written:
+                raise UnsplittableModelError(
+                    "a part with a size of its own writes into its input "
+                    f"{min(whole.written)!r}, so that a slice can neither be undone nor computed "
+                    "again; let it compute a new tensor: relu(x) and not relu_(x), nn.ReLU() and "
+                    "not nn.ReLU(inplace=True) as its first layer"
+                )
             if not self._part.gives_loss:
                 self._check_outputs(bench, whole)
                 return Checked()
@@ -440,7 +437,7 @@ def _is_whole(leaf: Tensor) -> bool:
 
 
 def _bench(call: Call, part: _Part, conditions: Conditions) -> Bench:
-    roots, averages = call.state.roots, _averages("none")
+    roots, averages = call.standing.roots, _averages("none")
     computation = Computation(
         modules=_modules_of(call) or [nn.Identity()],
         convention=part,
@@ -455,7 +452,7 @@ def _bench(call: Call, part: _Part, conditions: Conditions) -> Bench:
 
 
 def _modules_of(call: Call) -> list[nn.Module]:
-    return [each for each in call.state.roots.values() if isinstance(each, nn.Module)]
+    return [each for each in call.standing.roots.values() if isinstance(each, nn.Module)]
 
 
 def _averages(declared: LossAverage) -> Mapping[str, Average]:

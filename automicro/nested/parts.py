@@ -165,15 +165,12 @@ def check_nested(nested: Any) -> None:
 
     >>> check_nested({"joint": "auto", "tail": {"microbatch_unit": "tokens"}})
     """
-    if nested is None:
-        return
-    if not isinstance(nested, Mapping):
+    if nested is not None and not isinstance(nested, Mapping):
         raise TypeError(
             f"nested={nested!r} is no mapping; give sizes by the names of modules, such as "
             "{'joint': 'auto'} or {'joint': {'batch_split_factor': 4}}"
         )
-    for name, options in nested.items():
-        check_options(str(name), options)
+    Nested(nested)
 
 
 def find_language_model(model: nn.Module) -> nn.Module | None:

@@ -30,8 +30,9 @@ from automicro.memory.oom import Failure, classify
 from automicro.state.part import Replay
 from automicro.torch_private import FakeTensor, all_versions, saving, uncheckpointed
 from automicro.transaction.rng import RandomState
-from automicro.transaction.transaction import Transaction
 from automicro.values import same_values
+
+T = TypeVar("T")
 
 
 class AsItStood(contextlib.AbstractContextManager[None]):
@@ -169,8 +170,6 @@ def computed_again(
     )
 
 
-T = TypeVar("T")
-
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 _COARSE = 3e-2
 _OF_DRY = 2  # slices of tensors without data: the first, and one while its gradients are there
@@ -212,8 +211,7 @@ class Call:
         averages: what the loss averages over; None where the part gives no loss.
         sizer: of the slices.
         device: that it computes on.
-        state: all that the part reaches.
-        standing: the same for its backward, with copies of nothing that is large.
+        standing: all that the part reaches, for its backward: copies of nothing that is large.
         random: gives what remembers where random numbers stand.
         min_rows: that a slice needs, where there are as many.
         is_dry: whether tensors are without data. Then two slices stand for all.
@@ -227,7 +225,6 @@ class Call:
     averages: Mapping[str, Average] | None
     sizer: _Sizer
     device: torch.device
-    state: Replay
     standing: Replay
     random: Callable[[], RandomState]
     min_rows: int = 1
@@ -271,17 +268,24 @@ class Call:
         """Rows of all slices."""
         return balanced_sizes(self.num_rows, self.sizer.begin(), min_rows=self.min_rows)
 
-    def undoing(self) -> Transaction:
-        """A context that undoes all that a slice changes."""
-        return Transaction([self.state.undone(), self.random()])
+    def cut(self, batch: Any, sizes: Sequence[int]) -> CutBatch:
+        """The batch of the call, or one like it, in slices: those that are computed."""
+        pieces = list(sizes)
+        if self.is_dry:
+            few = pieces[:_OF_DRY]
+            pieces = [*few, self.num_rows - sum(few)] if len(few) < len(pieces) else few
+        slices = self.layout.split(batch, pieces)[: _OF_DRY if self.is_dry else None]
+        return CutBatch(batch=batch, microbatches=slices, sizes=pieces[: len(slices)])
 
-    def split(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
-        """Slices of a batch, those that are computed."""
-        if not self.is_dry:
-            return self.layout.split(batch, sizes)
-        few = list(sizes[:_OF_DRY])
-        left = self.layout.num_rows(batch) - sum(few)
-        return self.layout.split(batch, [*few, left] if left else few)[:_OF_DRY]
+    def run(self, cut: CutBatch, compute: Callable[[int, Any], T]) -> Iterator[T]:
+        """Compute slice after slice, from its number and its rows."""
+        for index, (size, rows) in enumerate(zip(cut.sizes, cut.microbatches, strict=True)):
+            with naming(self.sizer, size):
+                found = compute(index, rows)
+            yield found
+            # Else it lies beside the next slice.
+            del found
+        self.sizer.end(cut.sizes)
 
 
 @contextlib.contextmanager
@@ -293,78 +297,6 @@ def naming(sizer: _Sizer, size: int) -> Iterator[None]:
         if classify(error) is Failure.RETRYABLE:
             sizer.failed(size, error)
         raise
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Some rows of a batch.
-
-    Attributes:
-        index: among the slices.
-        start: the first row.
-        stop: the row after the last.
-        batch: of these rows.
-    """
-
-    index: int
-    start: int
-    stop: int
-    batch: Any
-
-    @property
-    def num_rows(self) -> int:
-        return self.stop - self.start
-
-
-class Cut:
-    """A batch in slices.
-
-    Args:
-        call: of the part.
-        batch: of the call; with other tensors, maybe, of the same rows.
-        sizes: rows of the slices, where they are known.
-    """
-
-    def __init__(self, call: Call, batch: Any, sizes: Sequence[int] | None = None) -> None:
-        self._call, self._batch = call, batch
-        sizes = call.sizes() if sizes is None else sizes
-        pieces = call.split(batch, sizes)
-        self.sizes = list(sizes[: len(pieces)])
-        self.slices: list[Slice] = []
-        start = 0
-        for index, (size, piece) in enumerate(zip(self.sizes, pieces, strict=True)):
-            self.slices.append(Slice(index, start, start + size, piece))
-            start += size
-
-    @functools.cached_property
-    def weights(self) -> BatchWeights:
-        """Of the losses of slices."""
-        assert self._call.averages is not None
-        pieces = [each.batch for each in self.slices]
-        cut = CutBatch(batch=self._batch, microbatches=pieces, sizes=self.sizes)
-        return BatchWeights(self._call.averages, [cut])
-
-    def weighted(self, each: Slice, loss: Tensor) -> Tensor:
-        """The share of a slice in the loss. It has no gradient where no target counts."""
-        # A mean over no target is NaN, which no weight of zero takes away from its gradients.
-        weighted = self.weights.apply(each.index, loss, {})[0]
-        return weighted.detach() if self.weights.is_nothing[each.index] else weighted
-
-    def run(self, compute: Callable[[Slice], T]) -> Iterator[tuple[Slice, T]]:
-        """Compute slice after slice.
-
-        Args:
-            compute: what is wanted of a slice.
-        """
-        for each in self.slices:
-            inputs = Unwritten(each.batch)
-            with naming(self._call.sizer, each.num_rows):
-                found = compute(each)
-            inputs.check()
-            yield each, found
-            # Else it lies beside the next slice.
-            del found
-        self._call.sizer.end(self.sizes)
 
 
 class Standing(AsItStood):
@@ -410,132 +342,110 @@ class Standing(AsItStood):
             )
 
 
-class _Summed(torch.autograd.Function):
-    """Half precision parameters, for which gradients of all slices are rounded once."""
+class _Sums(torch.autograd.Function):
+    """Stand-ins for half precision parameters, at which gradients of slices add up in float32."""
 
     @staticmethod
-    def forward(ctx: Any, sums: list[Tensor | None], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.sums, ctx.types = sums, [each.dtype for each in tensors]
+    def forward(ctx: Any, *halves: Tensor) -> tuple[Tensor, ...]:
+        ctx.types = [each.dtype for each in halves]
         # Zeros in the place of missing gradients would take memory, and look like gradients.
         ctx.set_materialize_grads(False)
-        return tuple(each.view_as(each) for each in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor | None) -> Any:
-        found = list(ctx.sums)
-        # All slices share this list: what stays in it would be added to in a second backward.
-        ctx.sums[:] = [None] * len(found)
-        pairs = zip(found, ctx.types, strict=True)
-        return None, *(None if each is None else each.to(dtype) for each, dtype in pairs)
-
-
-class _Adding(torch.autograd.Function):
-    """The same in one slice. What it gives to the sums goes no further."""
-
-    @staticmethod
-    def forward(ctx: Any, sums: list[Tensor | None], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.sums = sums
-        ctx.set_materialize_grads(False)
-        return tuple(each.view_as(each) for each in tensors)
+        # They are added to, and never read: so they need no memory.
+        return tuple(e.new_empty((), dtype=_wide(e.dtype)).expand(e.shape) for e in halves)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        for index, gradient in enumerate(gradients):
-            if gradient is not None:
-                # Wide, so that the gradients of all slices are rounded once, at the end.
-                wide, before = gradient.to(_wide(gradient.dtype)), ctx.sums[index]
-                ctx.sums[index] = wide if before is None else before + wide
-        return None, *(None for _ in gradients)
+        return tuple(
+            None if each is None else each.to(dtype)
+            for each, dtype in zip(gradients, ctx.types, strict=True)
+        )
+
+
+class _OfSlice(torch.autograd.Function):
+    """The same parameters for one slice."""
+
+    @staticmethod
+    def forward(ctx: Any, halves: Sequence[Tensor], *sums: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(each.detach() for each in halves)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        return None, *(None if each is None else each.to(_wide(each.dtype)) for each in gradients)
 
 
 def summed(call: Call) -> Callable[[], Sequence[Tensor]]:
     """Gives the parameters for each slice; none where they can stay as they are."""
-    halves = [each for each in call.parameters if _wide(each.dtype) is not each.dtype]
+    parameters = call.parameters  # a call holds the whole batch
+    halves = [each for each in parameters if _wide(each.dtype) is not each.dtype]
     if not halves:
         return tuple
-    sums: list[Tensor | None] = [None] * len(halves)
-    aliases = _apply(_Summed, sums, *halves)
+    sums = _apply(_Sums, *halves)
 
     def of_slice() -> Sequence[Tensor]:
-        found = dict(zip(map(id, halves), _apply(_Adding, sums, *aliases), strict=True))
-        return [found.get(id(each), each) for each in call.parameters]
+        found = dict(zip(map(id, halves), _apply(_OfSlice, halves, *sums), strict=True))
+        return [found.get(id(each), each) for each in parameters]
 
     return of_slice
 
 
-class Unwritten:
-    """Watches that a part writes nothing into what it is given.
+def _added(losses: Sequence[Tensor]) -> Tensor:
+    """The sum of losses, rounded once."""
+    wide = _wide(losses[0].dtype)
+    return functools.reduce(torch.add, [each.to(wide) for each in losses]).to(losses[-1].dtype)
 
-    Args:
-        batch: that it is given.
+
+def _weighted(weights: BatchWeights, index: int, loss: Tensor) -> Tensor:
+    """The share of a slice in the loss. It has no gradient where no target counts."""
+    # A mean over no target is NaN, which no weight of zero takes away from its gradients.
+    weighted = weights.apply(index, loss, {})[0]
+    return weighted.detach() if weights.is_nothing[index] else weighted
+
+
+def rows_of(output: Any, num_rows: int) -> list[Tensor]:
+    """The tensors of an output.
+
+    Raises:
+        UnsplittableModelError: they have no rows in dimension 0, so that none can be joined.
     """
-
-    def __init__(self, batch: Any) -> None:
-        self._leaves = [each for each in tensor_leaves(batch) if not each[1].is_inference()]
-        self._versions = all_versions(leaf for _, leaf in self._leaves)
-
-    def check(self, cause: BaseException | None = None) -> None:
-        """Refuse a part that did.
-
-        Raises:
-            UnsplittableModelError: it did; a slice can neither be undone nor computed again.
-        """
-        now = all_versions(leaf for _, leaf in self._leaves)
-        if now == self._versions:
-            return
-        index = next(n for n, (a, b) in enumerate(zip(now, self._versions, strict=True)) if a != b)
-        raise UnsplittableModelError(
-            f"a part with a size of its own writes into its input {self._leaves[index][0]!r}, so "
-            "that a slice can neither be undone nor computed again; let it compute a new tensor: "
-            "relu(x) and not relu_(x), nn.ReLU() and not nn.ReLU(inplace=True) as its first layer"
-        ) from cause
+    leaves = tensor_leaves(output)
+    if not leaves:
+        refuse_outputs("", f"no tensor but {type(output).__name__}")
+    for path, leaf in leaves:
+        if leaf.shape[:1] != (num_rows,):
+            refuse_outputs(path, f"a tensor of shape {tuple(leaf.shape)} for {num_rows} rows")
+    return [leaf for _, leaf in leaves]
 
 
-def _added(total: tuple[Tensor, torch.dtype] | None, loss: Tensor) -> tuple[Tensor, torch.dtype]:
-    """A sum of losses, rounded once, and the type that they have."""
-    wide = loss.to(_wide(loss.dtype))
-    return wide if total is None else total[0] + wide, loss.dtype
+def join(outputs: Sequence[Any], sizes: Sequence[int], num_rows: int) -> Any:
+    """The outputs of slices of these sizes as those of all rows.
 
-
-def _narrow(total: tuple[Tensor, torch.dtype] | None) -> Tensor:
-    assert total is not None
-    return total[0].to(total[1])
-
-
-class Form:
-    """The outputs of a part's slices: tensors with rows, and equal values beside these."""
-
-    def __init__(self) -> None:
-        self._rest: Any = None
-
-    def take(self, output: Any, num_rows: int) -> list[Tensor]:
-        """The tensors of an output.
-
-        Raises:
-            UnsplittableModelError: with others it cannot be put together.
-        """
-        leaves = tensor_leaves(output)
-        if not leaves:
-            refuse_outputs("", f"no tensor but {type(output).__name__}")
-        for path, leaf in leaves:
-            if leaf.shape[:1] != (num_rows,):
-                refuse_outputs(path, f"a tensor of shape {tuple(leaf.shape)} for {num_rows} rows")
-        if self._rest is None:
-            # Without their memory, for they only show where tensors belong.
-            self._rest = map_tensors(output, lambda leaf: leaf.new_empty(0))
-            return [leaf for _, leaf in leaves]
-        known = iter([leaf for _, leaf in tensor_leaves(self._rest)])  # compared by identity
-        rest = map_tensors(output, lambda leaf: next(known, leaf))
-        is_dry = isinstance(leaves[0][1], FakeTensor)  # without data there is nothing to compare
-        if not (is_dry or same_values(self._rest, rest)):
+    Raises:
+        BatchError: slices have other shapes than the first.
+        UnsplittableModelError: they cannot be put together.
+    """
+    pieces = [rows_of(*each) for each in zip(outputs, sizes, strict=True)]
+    num_missing = num_rows - sum(sizes)  # of tensors without data
+    shown = outputs[0]
+    for other in outputs[1:]:
+        own = iter(pieces[0])  # tensors are compared by identity
+        rest = map_tensors(other, lambda leaf: next(own, leaf))  # noqa: B023
+        # Without data there is nothing to compare.
+        if not (isinstance(pieces[0][0], FakeTensor) or same_values(shown, rest)):
             what = "something that is another one for each slice (a number, a text, a None)"
             refuse_outputs("", f"beside tensors {what}")
-        return [leaf for _, leaf in leaves]
-
-    def whole(self, tensors: Sequence[Tensor]) -> Any:
-        """An output with these tensors."""
-        waiting = iter(tensors)
-        return map_tensors(self._rest, lambda _: next(waiting))
+    found = []
+    for column in zip(*pieces, strict=True):
+        shapes = {each.shape[1:]: tuple(each.shape[1:]) for each in column}
+        if len(shapes) > 1:
+            raise BatchError(
+                f"slices of a part give shapes {' and '.join(map(str, shapes.values()))} behind "
+                "the rows; pad to the length of the whole batch, and not to that of the slice"
+            )
+        missing = [column[0].new_empty((num_missing, *column[0].shape[1:]))] * (num_missing > 0)
+        found.append(torch.cat([*column, *missing]))
+    waiting = iter(found)
+    return map_tensors(shown, lambda _: next(waiting))
 
 
 def refuse_outputs(path: str, what: str) -> NoReturn:
@@ -551,81 +461,6 @@ def refuse_outputs(path: str, what: str) -> NoReturn:
         "gives rows in dimension 0 (the states of an LSTM have none there; a loss is a tensor "
         "without any dimension, and the only output)"
     )
-
-
-class Joined:
-    """The outputs of slices as those of all rows.
-
-    Args:
-        num_rows: of all slices together.
-    """
-
-    def __init__(self, num_rows: int) -> None:
-        self._num_rows, self._form = num_rows, Form()
-        self.tensors: list[Tensor] = []
-        self._placed: dict[int, list[tuple[int, Tensor]]] = {}  # by output: what has a gradient
-
-    def put(self, each: Slice, output: Any) -> None:
-        """Take the output of a slice.
-
-        Raises:
-            BatchError: it has other shapes than that of the slices before.
-            UnsplittableModelError: it cannot be put together with these.
-        """
-        leaves = self._form.take(output, each.num_rows)
-        if not self.tensors:
-            self.tensors = [leaf.new_empty((self._num_rows, *leaf.shape[1:])) for leaf in leaves]
-        for at, (whole, leaf) in enumerate(zip(self.tensors, leaves, strict=True)):
-            if whole.shape[1:] != leaf.shape[1:]:
-                raise BatchError(
-                    f"slices of a part give shapes {tuple(whole.shape[1:])} and "
-                    f"{tuple(leaf.shape[1:])} behind the rows; pad to the length of the whole "
-                    "batch, and not to that of the slice"
-                )
-            rows = whole[each.start : each.stop]
-            if leaf.requires_grad:
-                self._placed.setdefault(at, []).append((each.start, _placed(leaf, rows)))
-            else:
-                rows.copy_(leaf)
-
-    def whole(self, tensors: Sequence[Tensor] | None = None) -> Any:
-        """The outputs of all rows, in the structure of one slice's."""
-        found = list(self.tensors if tensors is None else tensors)
-        for at, placed in self._placed.items():
-            starts, tokens = zip(*placed, strict=True)
-            # In a list: autograd would take an input that is returned for a view of itself.
-            found[at] = cast(Tensor, _apply(_Whole, [found[at]], starts, *tokens))
-        return self._form.whole(found)
-
-
-class _Placed(torch.autograd.Function):
-    """Copies rows of a slice to their place. What stands for them then takes no memory."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor, rows: list[Tensor]) -> Tensor:
-        rows[0].copy_(leaf)
-        return leaf.new_empty(()).expand(leaf.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0], None
-
-
-def _placed(leaf: Tensor, rows: Tensor) -> Tensor:
-    return cast(Tensor, _apply(_Placed, leaf, [rows]))
-
-
-class _Whole(torch.autograd.Function):
-    """The rows of all slices, which lie in their places already."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: list[Tensor], starts: Sequence[int], *placed: Tensor) -> Tensor:
-        ctx.places = [(start, len(each)) for start, each in zip(starts, placed, strict=True)]
-        return whole[0]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, None, *(gradients[0].narrow(0, *place) for place in ctx.places)
 
 
 class Gradients:
@@ -649,18 +484,17 @@ class Gradients:
         tensors = [*inputs.values(), *parameters]
         self._types = [each.dtype for each in tensors]
         self._is_reached = [False] * len(tensors)
-        self._is_empty = True
+        self._is_empty, self._start = True, 0
         self._dims += [None] * (len(tensors) - len(inputs))
         self._sums = [
             torch.zeros_like(each, dtype=each.dtype if dim is not None else _wide(each.dtype))
             for each, dim in zip(tensors, self._dims, strict=True)
         ]
 
-    def add(self, each: Slice, gradients: Sequence[Tensor | None]) -> None:
-        """Those of one slice, in this order."""
-        if not gradients:  # no target of this slice counts
-            return
-        self._is_empty = False
+    def add(self, num_rows: int, gradients: Sequence[Tensor | None]) -> None:
+        """Those of the next slice, in this order; none where no target of it counts."""
+        start, self._start = self._start, self._start + num_rows
+        self._is_empty &= not gradients
         for index, gradient in enumerate(gradients):
             if gradient is None:
                 continue
@@ -675,7 +509,7 @@ class Gradients:
             elif dim is None:
                 whole += gradient
             else:
-                whole.narrow(dim, each.start, each.num_rows).copy_(gradient)
+                whole.narrow(dim, start, num_rows).copy_(gradient)
 
     def all(self, factor: Tensor | None = None) -> list[Tensor | None]:
         """All of them, multiplied, in the types of inputs and parameters; None: not reached."""
@@ -704,13 +538,13 @@ def _with_inputs(batch: Any, inputs: Mapping[str, Tensor]) -> Any:
 
 def marked(batch: Any, paths: Sequence[str]) -> tuple[Any, list[Tensor]]:
     """A slice whose tensors at these paths need a gradient, and these tensors."""
-    leaves = {path: leaf.detach().requires_grad_() for path, leaf in _at(batch, paths).items()}
+    wanted = set(paths)
+    leaves = {
+        path: leaf.detach().requires_grad_()
+        for path, leaf in tensor_leaves(batch)
+        if path in wanted
+    }
     return _with_inputs(batch, leaves), list(leaves.values())
-
-
-def _at(batch: Any, paths: Sequence[str]) -> dict[str, Tensor]:
-    found = dict(tensor_leaves(batch))
-    return {path: found[path] for path in paths}
 
 
 def aliases_of(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -736,25 +570,27 @@ class _Tail(torch.autograd.Function):
         batch = _with_inputs(call.batch, {path: each.detach() for path, each in inputs.items()})
         sums = Gradients(inputs, call.parameters, call.layout.row_dims(batch))
         aliases = aliases_of(call.parameters)
-        cut = Cut(call, batch)
+        cut = call.cut(batch, call.sizes())
+        assert call.averages is not None
+        weights = BatchWeights(call.averages, [cut])
 
-        def loss_and_gradients(each: Slice) -> tuple[Tensor, Sequence[Tensor | None]]:
+        def loss_and_gradients(index: int, rows: Any) -> tuple[Tensor, Sequence[Tensor | None]]:
             # A Function's forward runs without gradients; each slice goes backward inside of it.
             with torch.enable_grad(), uncheckpointed():
-                rows, leaves = marked(each.batch, paths)
-                weighted = cut.weighted(each, call.compute(rows, aliases))
-                if cut.weights.is_nothing[each.index]:
+                rows, leaves = marked(rows, paths)
+                weighted = _weighted(weights, index, call.compute(rows, aliases))
+                if weights.is_nothing[index]:
                     return weighted, ()
                 return weighted.detach(), _gradients(weighted, [*leaves, *aliases])
 
-        total: tuple[Tensor, torch.dtype] | None = None
-        for each, (loss, gradients) in cut.run(loss_and_gradients):
-            sums.add(each, gradients)
+        losses: list[Tensor] = []
+        for loss, gradients in call.run(cut, loss_and_gradients):
+            sums.add(cut.sizes[len(losses)], gradients)
             # Else they lie beside those of the next slice.
             del gradients
-            total = _added(total, loss)
+            losses.append(loss)
         ctx.sums = sums
-        return _narrow(total)
+        return _added(losses)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -786,35 +622,32 @@ def split_loss(call: Call, *, recompute: bool) -> Tensor:
         call: of the part.
         recompute: whether gradients are taken in the backward, where a loss scale is known.
     """
-    cut = Cut(call, call.batch)
-    if call.is_differentiated and not (recompute and not all(cut.weights.is_nothing)):
+    cut = call.cut(call.batch, call.sizes())
+    assert call.averages is not None
+    weights = BatchWeights(call.averages, [cut])
+    if call.is_differentiated and not (recompute and not all(weights.is_nothing)):
         inputs = call.inputs()
         tensors = [*inputs.values(), *call.parameters]
         return cast(Tensor, _apply(_Tail, call, list(inputs), *tensors))
-    total: tuple[Tensor, torch.dtype] | None = None
-    for each, loss in cut.run(_how(call)):
-        total = _added(total, cut.weighted(each, loss))
-    return _narrow(total)
+    losses = enumerate(call.run(cut, _how(call)))
+    return _added([_weighted(weights, index, loss) for index, loss in losses])
 
 
 def split_outputs(call: Call) -> Any:
     """The outputs of a part for all rows, slice by slice."""
-    joined = Joined(call.num_rows)
-    for each, found in Cut(call, call.batch).run(_how(call)):
-        joined.put(each, found)
-        # Else it lies beside the next slice.
-        del found
-    return joined.whole()
+    cut = call.cut(call.batch, call.sizes())
+    return join(list(call.run(cut, _how(call))), cut.sizes, call.num_rows)
 
 
-def _how(call: Call) -> Callable[[Slice], Any]:
+def _how(call: Call) -> Callable[[int, Any], Any]:
     """Computes a slice, and again in the backward, where there is one."""
     if not call.is_differentiated:
-        return lambda each: call.compute(each.batch, ())
-    parameters, compute = summed(call), call.compute  # a call holds the whole batch
+        return lambda _, rows: call.compute(rows, ())
+    parameters, compute, sizes = summed(call), call.compute, call.sizes()
 
-    def twice(each: Slice) -> Any:
-        stood = Standing(call, each.num_rows)
-        return computed_again(compute, (each.batch, parameters()), {}, stood)
+    def twice(index: int, rows: Any) -> Any:
+        stood = Standing(call, sizes[index])
+        # A call holds the whole batch.
+        return computed_again(compute, (rows, parameters()), {}, stood)
 
     return twice

@@ -204,7 +204,6 @@ class NestedSplit:
         self._checks: dict[Any, Check] = {}
         self._fixed: dict[tuple[int, float, int], int] = {}  # sizes of calls, until a backward
         self._is_over = False  # whether a backward has begun since these were fixed
-        self._before: dict[int, dict[str, Any]] = {}  # what was known before the first failure
         self._about: _Known | None = None
         self._earlier: Any = None  # a forward that stood there before
         self._last: _Sizer | None = None
@@ -223,7 +222,7 @@ class NestedSplit:
     def __getstate__(self) -> dict[str, Any]:
         # These are of the modules and calls of the original: a copy finds its own.
         forgotten: dict[str, Any] = {"_about": None, "_last": None, "_names": None, "_fixed": {}}
-        return {**vars(self), **forgotten, "_before": {}, "_is_inside": False}
+        return {**vars(self), **forgotten, "_is_inside": False}
 
     def __repr__(self) -> str:
         return f"NestedSplit({self.name}, microbatch_size={self._policy!r})"
@@ -471,7 +470,6 @@ class NestedSplit:
             averages={},
             sizer=sizer,
             device=next((leaf.device for leaf in leaves), torch.device("cpu")),
-            state=known.state,
             standing=known.standing,
             random=functools.partial(NothingDrawn, ()) if is_dry else known.random,
             min_rows=self._min_rows,
@@ -595,7 +593,6 @@ class _Sizer:
         is_told = error is not None and facts_of(error).part is not None
         if is_extra_pass() or is_told or not policy.adapts:
             return False
-        nested._before.setdefault(self._key, policy.state_dict())
         policy.record(self._outcome(size, fits=False))
         # So that the next call asks for a size anew, although no backward came between.
         nested._is_over = True
@@ -603,7 +600,7 @@ class _Sizer:
         nested.has_shrunk = nested._min_rows <= proposed < size
         if not nested.has_shrunk:
             # Nothing smaller is left: that teaches nothing about other calls.
-            policy.load_state_dict(nested._before.pop(self._key))
+            nested._policies.pop(self._key, None)
             return False
         nested.ooms += 1
         if error is not None:
@@ -627,7 +624,6 @@ class _Sizer:
         nested = self._nested
         if not is_extra_pass():
             self._policy.record(self._outcome(max(sizes[-1], min(sizes)), fits=True))
-        nested._before.pop(self._key, None)
         nested.sizes, nested.has_shrunk = list(sizes), False
         nested.warn_of_slices(sizes)
 
@@ -644,7 +640,7 @@ class _Known:
         self.index = ModuleIndex(modules)
         self._devices = devices_of(modules, torch.device("cpu"))
         roots = {f"part {number}": each for number, each in enumerate([*modules, *functions])}
-        self.state, self.standing = Replay(roots), Replay(roots, large={})
+        self.standing = Replay(roots, large={})
         self._reach = Reach(roots)
         self._stages: tuple[Any, Stages] | None = None
 
