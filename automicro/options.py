@@ -464,17 +464,3 @@ def read_flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}; pass True or False")
     return value
-
-
-def counting(unit: Unit, **durations: Duration | None) -> dict[str, Duration]:
-    """Those durations that count in a unit, by the names of their arguments.
-
-    >>> epoch, tokens = Duration.parse("1ep"), Duration.parse("5tok")
-    >>> counting(Unit.TOKENS, max_duration=tokens, eval_interval=epoch)
-    {'max_duration': Duration.parse('5tok')}
-    """
-    return {
-        name: duration
-        for name, duration in durations.items()
-        if duration is not None and duration.unit is unit
-    }

@@ -1,15 +1,13 @@
 """Logging the learning rate, the memory and the speed."""
 
 import time
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from automicro.events.callback import Callback
-from automicro.events.run import LoopState, Run
+from automicro.events.run import LoopState, Run, Window
 from automicro.memory.device import peak_bytes, read_counts
 from automicro.step.results import StepResult
 from automicro.units import Duration, read_duration
@@ -106,18 +104,6 @@ class MemoryMonitor(Callback):
         return {name: value for name, value in read.items() if value is not None}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Mark:
-    """Work done and time taken since training began."""
-
-    done: int
-    batches: int
-    samples: int
-    tokens: int | None
-    computing_seconds: float
-    waiting_seconds: float
-
-
 class SpeedMonitor(Callback):
     """Logs samples, tokens and batches per second, averaged over the latest batches.
 
@@ -143,9 +129,9 @@ class SpeedMonitor(Callback):
     def __init__(
         self, *, window: str | Duration = "20ba", clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._window = read_duration("window", window)
+        self._every = read_duration("window", window)
         self._clock = clock
-        self._marks: deque[_Mark] = deque()
+        self._window: Window | None = None  # while a fit runs
         self._computing = self._waiting = 0.0
         self._batch_start = self._last_end = self._pause_start = 0.0
         self._paused = 0.0  # since the last batch
@@ -154,7 +140,8 @@ class SpeedMonitor(Callback):
         """Begin to measure."""
         self._computing = self._waiting = self._paused = 0.0
         self._last_end = self._clock()
-        self._marks = deque([self._mark(run.state)])
+        start = run.state.done(self._every.unit)
+        self._window = Window(self._every.value, self._amounts(run.state), start=start)
 
     def batch_start(self, run: Run, batch: Any) -> None:
         """The wait is over."""
@@ -167,13 +154,10 @@ class SpeedMonitor(Callback):
         """Log the speed."""
         self._last_end = self._clock()
         self._computing += self._last_end - self._batch_start
-        now = self._mark(run.state)
-        # One mark from before the window stays, so that the window is full and not one batch short.
-        while len(self._marks) > 1 and now.done - self._marks[1].done >= self._window.value:
-            self._marks.popleft()
-        if values := _speeds(self._marks[0], now):
-            run.log(values)
-        self._marks.append(now)
+        assert self._window is not None
+        place = run.state.done(self._every.unit)
+        gained = self._window.gained(place, self._amounts(run.state))
+        run.log(_speeds(gained, has_tokens=run.state.tokens is not None))
 
     def _stop_clock(self, *_: Any, **__: Any) -> None:
         """Stop the clock."""
@@ -186,33 +170,27 @@ class SpeedMonitor(Callback):
     eval_start = checkpoint_start = _stop_clock
     eval_end = checkpoint_end = _go_on
 
-    def _mark(self, state: LoopState) -> _Mark:
-        return _Mark(
-            done=state.done(self._window.unit),
-            batches=state.batch,
-            samples=state.samples,
-            tokens=state.tokens,
-            computing_seconds=self._computing,
-            waiting_seconds=self._waiting,
-        )
+    def _amounts(self, state: LoopState) -> dict[str, float]:
+        return {
+            "batches": state.batch,
+            "samples": state.samples,
+            "tokens": state.tokens or 0,
+            "computing": self._computing,
+            "waiting": self._waiting,
+        }
 
 
-def _speeds(start: _Mark, end: _Mark) -> dict[str, float]:
-    batches = end.batches - start.batches
-    computing = end.computing_seconds - start.computing_seconds
-    waiting = end.waiting_seconds - start.waiting_seconds
-    seconds = computing + waiting
-    # A clock that is too coarse may show no time at all.
+def _speeds(gained: Mapping[str, float], *, has_tokens: bool) -> dict[str, float]:
+    batches, seconds = gained["batches"], gained["computing"] + gained["waiting"]
     if not batches or not seconds > 0:
         return {}
     values = {
-        "speed/samples_per_second": (end.samples - start.samples) / seconds,
+        "speed/samples_per_second": gained["samples"] / seconds,
         "speed/batches_per_second": batches / seconds,
-        "speed/computing_seconds": computing / batches,
-        "speed/waiting_seconds": waiting / batches,
-        "speed/waiting_share": waiting / seconds,
+        "speed/computing_seconds": gained["computing"] / batches,
+        "speed/waiting_seconds": gained["waiting"] / batches,
+        "speed/waiting_share": gained["waiting"] / seconds,
     }
-    if end.tokens is not None:
-        # At the first mark nothing may have been counted yet.
-        values["speed/tokens_per_second"] = (end.tokens - (start.tokens or 0)) / seconds
+    if has_tokens:
+        values["speed/tokens_per_second"] = gained["tokens"] / seconds
     return values

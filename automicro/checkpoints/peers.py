@@ -8,7 +8,7 @@ import datetime
 import errno
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -28,47 +28,31 @@ T = TypeVar("T")
 V = TypeVar("V")
 
 
-class Peers(Protocol):
-    """All ranks, at points that all of them come by."""
+class Peers:
+    """All ranks that save and load together; this class stands for a process that is alone.
 
-    @property
-    def rank(self) -> int:
-        """This process's number, from 0."""
-
-    @property
-    def world_size(self) -> int:
-        """How many processes there are."""
-
-    def gather(self, value: Any) -> list[Any] | None:
-        """The values of all ranks in order, on rank 0.
-
-        Raises:
-            PeerLostError: a rank is gone.
-        """
-
-    def scatter(self, values: Sequence[Any] | None) -> Any:
-        """This rank's of the values that rank 0 gives.
-
-        Raises:
-            PeerLostError: a rank is gone.
-        """
-
-
-class Alone:
-    """One process."""
+    >>> Peers().scatter(Peers().gather(3))
+    3
+    """
 
     rank = 0
     world_size = 1
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any] | None:
+        """The values of all ranks in their order, on rank 0; None elsewhere."""
         return [value]
 
     def scatter(self, values: Sequence[Any] | None) -> Any:
+        """Rank 0's value for this rank.
+
+        Args:
+            values: on rank 0, one for each rank.
+        """
         assert values is not None
         return values[0]
 
 
-ALONE = Alone()
+ALONE = Peers()
 
 
 def together(peers: Peers, work: Callable[[], T]) -> T:
@@ -213,7 +197,7 @@ def open_peers(*, timeout_seconds: float = TIMEOUT_SECONDS) -> Peers:
     return ALONE if num_ranks() == 1 else _GroupPeers(timeout_seconds=timeout_seconds)
 
 
-class _GroupPeers:
+class _GroupPeers(Peers):
     """All ranks, over gloo. The group is its own, so a save may run beside the training."""
 
     def __init__(self, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:

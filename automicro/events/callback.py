@@ -1,7 +1,8 @@
 """The events of a run, as the methods of a listener."""
 
+import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -266,30 +267,18 @@ class Callbacks:
             Exception: of a callback, with a note that names it and the event.
         """
         for callback, method in self._listeners[event]:
-            where = f"{type(callback).__name__}, at {event}"
             call = partial(method, run, *subject)
-            try:
-                # A second call on one rank alone would meet the others' next collective.
+            with _blaming(callback, f"at {event}", explains=event not in STEP_EVENTS) as where:
                 if event in _CALLED_ONCE or run.world_size > 1:  # peers would wait
                     call()
                 else:
                     once_more(call, run.device, doing=f"calling {where}")
-            except BaseException as error:
-                _blame(error, where)
-                # Inside a step, memory that runs out is the step's matter: a smaller size may help.
-                if event not in STEP_EVENTS:
-                    _explain_shortage(error)
-                raise
 
     def transform(self, run: Run, batch: Any) -> Any:
         """The batch as all callbacks leave it, one after the other."""
         for callback, method in self._listeners["transform"]:
-            try:
+            with _blaming(callback, "transform"):
                 batch = method(run, batch)
-            except BaseException as error:
-                _blame(error, f"{type(callback).__name__}, transform")
-                _explain_shortage(error)
-                raise
             if batch is None:
                 raise TypeError(
                     f"{type(callback).__name__}.transform returned None in place of a batch; "
@@ -305,11 +294,8 @@ class Callbacks:
         """
         states: dict[str, dict[str, Any]] = {}
         for name, callback in zip(self.names, self._callbacks, strict=True):
-            try:
+            with _blaming(callback, "at state_dict", explains=False):
                 state = callback.state_dict()
-            except BaseException as error:
-                _blame(error, f"{type(callback).__name__}, at state_dict")
-                raise
             if state:
                 states[name] = state
         return states
@@ -326,17 +312,21 @@ class Callbacks:
         return [Observing(observe)]
 
 
-def _blame(error: BaseException, where: str) -> None:
-    blame(error, Bystander(kind="callback", name=where), f"in the callback {where}")
-
-
-def _explain_shortage(error: BaseException) -> None:
-    if is_out_of_memory(error):
-        add_note(
-            error,
-            "automicro: let the callback need less of the device, or go through "
-            "run.microbatcher(), which finds a size that fits",
-        )
+@contextlib.contextmanager
+def _blaming(callback: Callback, at: str, *, explains: bool = True) -> Iterator[str]:
+    """Name the callback in what it raises, and say what to do where memory ran out in it."""
+    where = f"{type(callback).__name__}, {at}"
+    try:
+        yield where
+    except BaseException as error:
+        blame(error, Bystander(kind="callback", name=where), f"in the callback {where}")
+        if explains and is_out_of_memory(error):
+            add_note(
+                error,
+                "automicro: let the callback need less of the device, or go through "
+                "run.microbatcher(), which finds a size that fits",
+            )
+        raise
 
 
 def _refuse_foreign_events(callback: Callback) -> None:

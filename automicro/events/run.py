@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -165,30 +166,26 @@ class LoopState:
         >>> LoopState(batch=3, samples=96).done(Unit.SAMPLES)
         96
         """
-        match unit:
-            case Unit.EPOCHS:
-                return self.epoch
-            case Unit.BATCHES:
-                return self.batch
-            case Unit.SAMPLES:
-                return self.samples
-            case Unit.TOKENS:
-                if self.tokens is None and self.batch:
-                    raise ValueError(
-                        "something here counts tokens, and those of the batches are not known; "
-                        "pass count_tokens=…, a callable from a batch to its number of tokens, or "
-                        "count batches or samples instead (100ba, 3200sp)"
-                    )
-                return self.tokens or 0
-            case Unit.SECONDS:
-                if self.data_seconds is None and self.batch:
-                    raise ValueError(
-                        "something here counts seconds of data, and those of the batches are not "
-                        "known; pass count_seconds=…, a callable from a batch to its seconds, or "
-                        "count batches or samples instead (100ba, 3200sp)"
-                    )
-                # Durations are compared in whole numbers, and 0.1 + 0.2 seconds must not miss one.
-                return math.floor((self.data_seconds or 0) + _ROUNDING)
+        known: Mapping[Unit, float | None] = {
+            Unit.EPOCHS: self.epoch,
+            Unit.BATCHES: self.batch,
+            Unit.SAMPLES: self.samples,
+            Unit.TOKENS: self.tokens,
+            Unit.SECONDS: self.data_seconds,
+        }
+        amount = known[unit]
+        if amount is None and self.batch:
+            name = unit.name.lower()
+            what, of_batch = ("tokens", "number of tokens")
+            if unit is Unit.SECONDS:
+                what, of_batch = ("seconds of data", "seconds")
+            raise ValueError(
+                f"something here counts {what}, and those of the batches are not known; pass "
+                f"count_{name}=…, a callable from a batch to its {of_batch}, or count batches or "
+                "samples instead (100ba, 3200sp)"
+            )
+        # Durations are compared in whole numbers, and 0.1 + 0.2 seconds must not miss one.
+        return math.floor((amount or 0) + _ROUNDING)
 
 
 _ROUNDING = 1e-6  # of sums of seconds
@@ -203,6 +200,31 @@ def describe_hours(seconds: float) -> str:
     if seconds < 60:
         return f"{_average(seconds)} s"
     return f"{_average(seconds / 60)} min" if seconds < 3600 else f"{_average(seconds / 3600)} h"
+
+
+class Window:
+    """How much amounts have grown over the latest stretch of a run.
+
+    Args:
+        width: of the stretch, in the unit of the places that are handed over.
+        amounts: at the beginning, by name.
+
+    >>> window = Window(10, {"rows": 0})
+    >>> [window.gained(place, {"rows": 4 * place}) for place in (5, 10, 15)]
+    [{'rows': 20}, {'rows': 40}, {'rows': 40}]
+    """
+
+    def __init__(self, width: float, amounts: Mapping[str, float], *, start: float = 0) -> None:
+        self._width = width
+        self._marks = deque([(start, amounts)])
+
+    def gained(self, place: float, amounts: Mapping[str, float]) -> dict[str, float]:
+        """The growth since the window's beginning, or since the start where that is later."""
+        while len(self._marks) > 1 and place - self._marks[1][0] >= self._width:
+            self._marks.popleft()
+        self._marks.append((place, amounts))
+        start = self._marks[0][1]
+        return {name: amount - start[name] for name, amount in amounts.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

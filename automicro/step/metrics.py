@@ -119,7 +119,7 @@ def _in_order(values: Sequence[Tensor], order: Sequence[int]) -> Tensor:
 
 def _growing_states(metric: Any) -> list[list[Any]]:
     """Lists that torchmetrics promises only to append to."""
-    if not _is_of_torchmetrics(metric, "Metric"):
+    if not is_of_torchmetrics(metric):
         return []
     table = vars(metric)
     return [
@@ -131,12 +131,17 @@ def _growing_states(metric: Any) -> list[list[Any]]:
 
 def _forms_groups(metric: Any) -> Any:
     """How a collection forms groups, where it has yet to; else None."""
-    if not _is_of_torchmetrics(metric, "MetricCollection") or metric._groups_checked:
+    if not is_of_torchmetrics(metric, "MetricCollection") or metric._groups_checked:
         return None
     return metric._enable_compute_groups or None
 
 
-def _is_of_torchmetrics(metric: Any, class_name: str) -> bool:
+def is_of_torchmetrics(metric: Any, class_name: str = "Metric") -> bool:
+    """Tell whether a metric is one of torchmetrics, without importing it.
+
+    >>> is_of_torchmetrics("accuracy")
+    False
+    """
     # Code that made such a metric has imported it; importing it takes seconds.
     kind = getattr(sys.modules.get("torchmetrics"), class_name, None)
     return kind is not None and isinstance(metric, kind)

@@ -1,9 +1,9 @@
 """Evaluating: when, one pass over the data, and outputs for all of it."""
 
-import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -60,13 +60,13 @@ class Interval:
     """
 
     def __init__(self, every: Duration | None) -> None:
-        self._every = every
+        self.every = every
         self._passed = 0
 
     @property
-    def unit(self) -> Unit | None:
-        """The unit that it counts; None where nothing is ever due."""
-        return None if self._every is None else self._every.unit
+    def is_of_epochs(self) -> bool:
+        """Whether it comes with the end of an epoch."""
+        return self.every is not None and self.every.unit is Unit.EPOCHS
 
     def catch_up(self, state: LoopState, *, is_pending: bool = False) -> None:
         """Take all that is done for handled, as in a run that is taken up again.
@@ -79,7 +79,7 @@ class Interval:
 
     def is_pending(self, state: LoopState) -> bool:
         """Whether a multiple was reached that is not handled yet."""
-        return self._every is not None and self._count(state) > self._passed
+        return self.every is not None and self._count(state) > self._passed
 
     def is_due(self, state: LoopState) -> bool:
         """Whether a multiple was reached since this was last asked. Asked after every batch."""
@@ -89,40 +89,39 @@ class Interval:
 
     def _count(self, state: LoopState) -> int:
         """How many multiples were reached."""
-        return 0 if self._every is None else state.done(self._every.unit) // self._every.value
+        return 0 if self.every is None else state.done(self.every.unit) // self.every.value
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Evaluation:
     """Evaluates whole batches, at a size of its own.
 
-    Args:
+    Attributes:
         name: of the evaluation; empty where there is only one.
-        evaluator: what to evaluate on.
+        dataloader: the data to evaluate on, of several ranks this one's part.
+        max_batches: of each pass; None for all.
         microbatcher: runs the forward.
         metrics: count every row once, from zero in each pass.
-        interval: how often; None for never.
+        interval: how often.
         loader_name: of the argument, for errors.
     """
 
-    def __init__(
-        self,
-        name: str,
-        evaluator: Evaluator,
-        microbatcher: Microbatcher,
-        metrics: MetricSet,
-        *,
-        interval: Duration | None,
-        loader_name: str,
-    ) -> None:
-        self.name = name
-        self.loader_name = loader_name
-        self.microbatcher = microbatcher
-        self.interval = Interval(interval)
-        self.happens_at_end = interval is not None
-        self._every = interval
-        self._prefix = f"{name}/" if name else ""
-        self._evaluator = evaluator
-        self._metrics = metrics
+    name: str
+    dataloader: Iterable[Any]
+    max_batches: int | None
+    microbatcher: Microbatcher
+    metrics: MetricSet
+    interval: Interval
+    loader_name: str
+
+    @property
+    def happens_at_end(self) -> bool:
+        """Whether it is a part of training."""
+        return self.interval.every is not None
+
+    @property
+    def _prefix(self) -> str:
+        return f"{self.name}/" if self.name else ""
 
     def check_passes(self, max_duration: Duration) -> None:
         """Refuse an iterator where training may pass over it several times.
@@ -130,8 +129,8 @@ class Evaluation:
         Raises:
             ValueError: it can be passed over only once.
         """
-        loader, every = self._evaluator.dataloader, self._every
-        is_endless = self._evaluator.max_batches is not None  # each pass takes the next ones
+        loader, every = self.dataloader, self.interval.every
+        is_endless = self.max_batches is not None  # each pass takes the next ones
         if every is None or is_endless or not isinstance(loader, Iterator):
             return
         if every.unit is max_duration.unit and every.value >= max_duration.value:
@@ -149,8 +148,8 @@ class Evaluation:
         Raises:
             DataLoaderError: with what may be the reason.
         """
-        if num_batches(self._evaluator.dataloader) == 0:
-            raise empty(self._evaluator.dataloader, self.loader_name)
+        if num_batches(self.dataloader) == 0:
+            raise empty(self.dataloader, self.loader_name)
 
     def gives(self, name: str) -> bool:
         """Whether a value that is logged under this name is one of its own."""
@@ -163,21 +162,6 @@ class Evaluation:
             for name, value in phase.metrics.items()
             if name.startswith(self._prefix)
         }
-
-    @property
-    def dataloader(self) -> Iterable[Any]:
-        """The data to evaluate on, of several ranks this one's part."""
-        return self._evaluator.dataloader
-
-    @property
-    def max_batches(self) -> int | None:
-        """Of each pass; None for all."""
-        return self._evaluator.max_batches
-
-    @property
-    def metrics(self) -> MetricSet:
-        """Which count nothing between evaluations; some keep their best or smallest value."""
-        return self._metrics
 
     def run(
         self,
@@ -212,11 +196,11 @@ class Evaluation:
                 with announcing_once(self.microbatcher.ranks), self.microbatcher.evaluating():
                     found = self._pass(phase, context, is_stopped, max_batches)
                 if found is None:
-                    context.recorder.forget()
+                    context.forget()
                     return None
                 values, samples, last, cut_here = found
             finally:
-                self._metrics.reset()  # what was counted would take memory from training
+                self.metrics.reset()  # what was counted would take memory from training
                 if values is None:
                     phase.ooms, phase.nested_ooms, phase.cut = before
             others = (name for name in phase.metrics if not name.startswith(self._prefix))
@@ -226,7 +210,12 @@ class Evaluation:
             context.progress.line(
                 evaluation_line(values, name=self.name, samples=samples, cut=cut_here, where=where)
             )
-            named = context.recorder.evaluation(self.name, values, last, phase)
+            named = {f"eval/{self._prefix}{name}": value for name, value in values.items()}
+            sizes = {
+                f"eval/{self._prefix}microbatch_size": last.microbatch_size,
+                "eval/ooms": phase.ooms,
+            }
+            context.log(named | sizes)
             context.tell("eval_end", named)
             return values
 
@@ -238,7 +227,7 @@ class Evaluation:
         max_batches: int | None,
     ) -> tuple[dict[str, float], int, EvalResult, Sizes] | None:
         """Values, rows, the result of the last batch, the cut; None if it was broken off."""
-        self._metrics.reset()
+        self.metrics.reset()
         losses, here = LossMean(), PhaseState()
         ranks = self.microbatcher.ranks
         samples = batches = 0
@@ -253,7 +242,7 @@ class Evaluation:
                 where = f"in evaluation{of}, batch {batches + 1} of the pass"
                 given = [] if batch is None else [batch]
                 with context.failures.kept(given, phase="eval", where=where):
-                    this = self.microbatcher.evaluate(batch, self._metrics.metrics)
+                    this = self.microbatcher.evaluate(batch, self.metrics.metrics)
                 del given
                 if batch is None and this.num_global_samples == 0:
                     break  # no rank has rows left
@@ -270,15 +259,15 @@ class Evaluation:
                     context.tell("eval_batch_end", result)
                 context.progress.status(partial(self._describe, batches, here.cut, max_batches))
             if result is None:  # on any rank
-                raise empty(self._evaluator.dataloader, self.loader_name)
-            values = self._losses_of_all(ranks, losses) | self._metrics.compute()
+                raise empty(self.dataloader, self.loader_name)
+            values = self._losses_of_all(ranks, losses) | self.metrics.compute()
             assert here.cut is not None
         return values, samples, result, here.cut
 
     def _describe(self, batches: int, cut: Sizes | None, max_batches: int | None) -> StatusLine:
         """How far the pass is."""
         what = f"evaluating {self.name!r}" if self.name else "evaluating"
-        known = num_batches(self._evaluator.dataloader), self._evaluator.max_batches, max_batches
+        known = num_batches(self.dataloader), self.max_batches, max_batches
         total = min((each for each in known if each is not None), default=None)
         done = count_of(batches, "batch")
         text = f"{what}: {done} done" if total is None else f"{what}: {batches:,} of {total:,}"
@@ -289,7 +278,7 @@ class Evaluation:
         )
 
     def _losses_of_all(self, ranks: Ranks, losses: LossMean) -> dict[str, float]:
-        sampler = shared_sampler(self._evaluator.dataloader)
+        sampler = shared_sampler(self.dataloader)
         own = losses, None if sampler is None else sampler.checksum
         told = of_all_ranks(ranks, own, f"adding up the losses of {self.loader_name}")
         compare_orders([checksum for _, checksum in told], self.loader_name)
@@ -299,45 +288,35 @@ class Evaluation:
         return total.compute()
 
     def _batches(self, max_batches: int | None, *, has_peers: bool) -> Iterator[Any]:
-        loader = self._evaluator.dataloader
+        loader = self.dataloader
         batches = fetch(loader, self.loader_name, may_be_empty=has_peers)
-        limits = [each for each in (max_batches, self._evaluator.max_batches) if each is not None]
+        limits = [each for each in (max_batches, self.max_batches) if each is not None]
         own = itertools.islice(batches, min(limits, default=None))
         # A rank without rows takes part until all have none.
         return itertools.chain(own, itertools.repeat(None)) if has_peers else own
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class EvaluationFactory:
     """Makes evaluations: each with metrics and, where it asks for them, a size of its own.
 
-    Args:
+    Attributes:
         microbatcher: the trainer's, for one evaluation without a name.
         make_microbatcher: makes one for a named evaluation, whose size is found apart.
         metrics: of those that give none of their own.
-        eval_microbatch_size: the same.
+        microbatch_size: the same.
         interval: the same.
         device: where metrics lie.
         share: gives this rank its part of a loader.
     """
 
-    def __init__(
-        self,
-        microbatcher: Microbatcher,
-        make_microbatcher: Callable[..., Microbatcher],
-        *,
-        metrics: Any,
-        eval_microbatch_size: Any,
-        interval: Duration | None,
-        device: torch.device,
-        share: Callable[..., Any],
-    ) -> None:
-        self._microbatcher = microbatcher
-        self._make_microbatcher = make_microbatcher
-        self._metrics = metrics
-        self._size = eval_microbatch_size
-        self._interval = interval
-        self._device = device
-        self._share = share
+    microbatcher: Microbatcher
+    make_microbatcher: Callable[..., Microbatcher]
+    metrics: Any
+    microbatch_size: Any
+    interval: Duration | None
+    device: torch.device
+    share: Callable[..., Any]
 
     def make_given(self, dataloader: Any) -> list[Evaluation]:
         """The evaluations that `Trainer.eval` was asked for. All ranks call it.
@@ -349,8 +328,8 @@ class EvaluationFactory:
             DesyncError: ranks were given different things, or some do not evaluate now.
         """
         given = read_evaluators("dataloader", dataloader)
-        self._microbatcher.ranks.ready("evaluating on a loader of its own")
-        require_same(self._device, partial(outline_evaluations, "dataloader", dataloader))
+        self.microbatcher.ranks.ready("evaluating on a loader of its own")
+        require_same(self.device, partial(outline_evaluations, "dataloader", dataloader))
         return self.make_all(given, loader_name="dataloader")
 
     def make_all(
@@ -368,24 +347,22 @@ class EvaluationFactory:
         ]
 
     def _make(self, name: str, evaluator: Evaluator, loader_name: str) -> Evaluation:
-        microbatcher = self._microbatcher
-        size = evaluator.microbatch_size
-        if name or not _is_inherited(size):
-            microbatcher = self._make_microbatcher(
-                eval_microbatch_size=self._size if _is_inherited(size) else size
-            )
-        interval = self._interval
+        microbatcher, has_own_size = self.microbatcher, not _is_inherited(evaluator.microbatch_size)
+        if name or has_own_size:
+            size = evaluator.microbatch_size if has_own_size else self.microbatch_size
+            microbatcher = self.make_microbatcher(eval_microbatch_size=size)
+        every = self.interval
         if not _is_inherited(evaluator.interval):
             given = evaluator.interval
-            interval = None if given is None else read_duration("interval", given)
-        metrics = self._metrics if _is_inherited(evaluator.metrics) else evaluator.metrics
-        loader = self._share(evaluator.dataloader, loader_name, is_evaluated=True)
+            every = None if given is None else read_duration("interval", given)
+        metrics = self.metrics if _is_inherited(evaluator.metrics) else evaluator.metrics
         return Evaluation(
-            name,
-            dataclasses.replace(evaluator, dataloader=loader),
-            microbatcher,
-            MetricSet(metrics, self._device),
-            interval=interval,
+            name=name,
+            dataloader=self.share(evaluator.dataloader, loader_name, is_evaluated=True),
+            max_batches=evaluator.max_batches,
+            microbatcher=microbatcher,
+            metrics=MetricSet(metrics, self.device),
+            interval=Interval(every),
             loader_name=loader_name,
         )
 
@@ -463,9 +440,7 @@ class EvaluationPlan:
             is_stopped: asked before each evaluation and each of its batches.
         """
         # At the end of an epoch, those of its last batch come before those of the epoch.
-        for evaluation in sorted(
-            self._evaluations, key=lambda each: each.interval.unit is Unit.EPOCHS
-        ):
+        for evaluation in sorted(self._evaluations, key=lambda each: each.interval.is_of_epochs):
             if evaluation.interval.is_pending(self._state):
                 self._evaluate(evaluation, is_stopped)
 
@@ -518,7 +493,7 @@ class EvaluationPlan:
             if values is None:
                 return
             self._state.evaluated_at[evaluation.name] = self._state.batch
-            self._context.recorder.flush()
+            self._context.flush()
         evaluation.interval.catch_up(self._state)
 
 

@@ -216,21 +216,19 @@ def _part_of(like: Any, key: Any) -> Any:
     return getattr(like, key, None) if isinstance(key, str) else None
 
 
+@dataclass(kw_only=True)
 class Failures:
     """Keeps a batch that does not fit even in the smallest microbatches.
 
-    Args:
+    Attributes:
         device: that is too small.
         rank: of this process.
-
-    Attributes:
         folder: where to keep it; None for a new folder among the system's temporary files.
     """
 
-    def __init__(self, device: torch.device, *, rank: int = 0) -> None:
-        self.folder: Path | None = None
-        self._device = device
-        self._rank = rank
+    device: torch.device
+    rank: int = 0
+    folder: Path | None = None
 
     @contextlib.contextmanager
     def kept(self, batches: Sequence[Any], *, phase: str, where: str) -> Iterator[None]:
@@ -260,8 +258,8 @@ class Failures:
                 phase=phase,
                 message=text_of(error),
                 where=where,
-                device=str(self._device),
-                limit_bytes=capacity_bytes(self._device),
+                device=str(self.device),
+                limit_bytes=capacity_bytes(self.device),
             )
             path = self._path()
             save_batch(path, failed)
@@ -279,7 +277,7 @@ class Failures:
     def _path(self) -> Path:
         folder = self.folder or new_folder()
         folder.mkdir(parents=True, exist_ok=True)
-        rank = f"-rank{self._rank}" if self._rank else ""
+        rank = f"-rank{self.rank}" if self.rank else ""
         number = 1
         while os.path.lexists(path := folder / f"{KEPT}{number:04d}{rank}.pt"):
             number += 1

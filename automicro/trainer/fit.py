@@ -4,14 +4,15 @@ import contextlib
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from automicro.errors import add_note, warn
+from automicro.events.run import LoopState, Run
 from automicro.memory.device import peak_bytes, reset_peak
 from automicro.ranks.interface import Ranks
-from automicro.trainer.context import RunContext, TrainedBatch
+from automicro.trainer.context import RunContext, TrainedBatch, values_of_batch
 from automicro.trainer.data.feed import Feed
 from automicro.trainer.evaluation import EvaluationPlan
 from automicro.trainer.progress import (
@@ -32,10 +33,11 @@ from automicro.trainer.step import TrainingStep
 from automicro.units import Duration, TimeLimit
 
 
+@dataclass(kw_only=True, eq=False)
 class Fit:
     """Trains batch after batch from where training stands, and evaluates and saves in between.
 
-    Args:
+    Attributes:
         step: trains on one optimization batch.
         feed: gives the batches, pass after pass.
         context: of the run; its state is written here.
@@ -46,38 +48,34 @@ class Fit:
         settings: what runs, for the first line and for the loggers.
     """
 
-    def __init__(
-        self,
-        step: TrainingStep,
-        feed: Feed,
-        context: RunContext,
-        *,
-        evaluations: EvaluationPlan,
-        checkpointer: Checkpointer | None,
-        rehearsal: Rehearsal | None,
-        max_seconds: float | None,
-        settings: RunSettings,
-    ) -> None:
-        self.step = step
-        self.rehearsal = rehearsal
-        self._context = context
-        self._state = context.state
-        self._run = context.run
-        self._checkpointer = checkpointer
-        self._feed = feed
-        self._evaluations = evaluations
-        self._max_seconds = max_seconds
-        self._settings = settings
-        self._is_running = False
-        self._is_taken_up = False
-        self._has_begun = False
-        self._warns_of_state = checkpointer is not None  # once, after the first batch
-        self._left: Iterator[list[Any]] | None = None  # the rest of a pass, after an orderly stop
-        self._agreed_batches: int | None = None  # of this epoch, where there are peers
-        self._recent, self._time_left = RecentSpeed(), TimeLeft()
-        self._interruption, self._time_limit = Interruption(), TimeLimit(None)
-        self._first_batch = 0  # of this call
-        self._has_agreed_to_stop = False
+    step: TrainingStep
+    feed: Feed
+    context: RunContext
+    evaluations: EvaluationPlan
+    checkpointer: Checkpointer | None
+    rehearsal: Rehearsal | None
+    max_seconds: float | None
+    settings: RunSettings
+    _is_running: bool = False
+    _is_taken_up: bool = False
+    _has_begun: bool = False
+    _has_looked_at_state: bool = False  # once, after the first batch
+    _left: Iterator[list[Any]] | None = None  # the rest of a pass, after an orderly stop
+    _agreed_batches: int | None = None  # of this epoch, where there are peers
+    _recent: RecentSpeed = field(default_factory=RecentSpeed)
+    _time_left: TimeLeft = field(default_factory=TimeLeft)
+    _interruption: Interruption = field(default_factory=Interruption)
+    _time_limit: TimeLimit = field(default_factory=lambda: TimeLimit(None))
+    _first_batch: int = 0  # of this call
+    _has_agreed_to_stop: bool = False
+
+    @property
+    def _state(self) -> LoopState:
+        return self.context.state
+
+    @property
+    def _run(self) -> Run:
+        return self.context.run
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -104,7 +102,7 @@ class Fit:
         Raises:
             ValueError: the run is saved, or its tokens are not known.
         """
-        if self._checkpointer is not None:
+        if self.checkpointer is not None:
             raise ValueError(
                 f"fit(duration='{duration}') goes on from wherever training stands, so a run that "
                 "is killed and taken up again from its checkpoints would train for longer than "
@@ -115,7 +113,7 @@ class Fit:
         until = Duration(value=done + duration.value, unit=duration.unit)
         self._run.requests.max_duration = until
         self.step.tokens.require_for("duration", until)
-        self._settings = replace(self._settings, max_duration=until)
+        self.settings = replace(self.settings, max_duration=until)
 
     def require_more(self) -> None:
         """Refuse to train where all is done.
@@ -125,7 +123,7 @@ class Fit:
         """
         if self._has_reached_duration and self._is_complete:
             raise ValueError(
-                f"fit() has trained for max_duration='{self._settings.max_duration}' already "
+                f"fit() has trained for max_duration='{self.settings.max_duration}' already "
                 f"({count_of(self._state.batch, 'batch')}); to go on, call fit(duration='1ep') "
                 "with what is to come, make a new Trainer with the same model and optimizer, or "
                 "give a longer max_duration from the start"
@@ -138,19 +136,20 @@ class Fit:
             KeyboardInterrupt: Ctrl-C, after the batch that ran is done and saved.
             SystemExit: SIGTERM, the same.
         """
-        context, saver = self._context, self._checkpointer
+        context, saver = self.context, self.checkpointer
         reset_peak(self._run.device)
         self._run.requests.stop_reason = None
         self.step.update.clear()  # an interrupted fit leaves those of its last batch
-        context.progress.line(self._settings.line(self._num_batches))
+        context.progress.line(self.settings.line(self._num_batches))
         resume_step = self._resume()
         if not self._run.model.training:
             self._run.model.train()
         context.mode.train()
-        self._time_limit, self._first_batch = TimeLimit(self._max_seconds), self._state.batch
+        self._time_limit, self._first_batch = TimeLimit(self.max_seconds), self._state.batch
         self._has_agreed_to_stop = False
         try:
-            context.recorder.start(self._settings.values(), resume_step=resume_step)
+            context.forget()  # what was said outside of training is of no step of it
+            context.loggers.start(self.settings.values(), resume_step=resume_step)
             with catching_signals(
                 saves=saver is not None,
                 has_peers=context.has_peers,
@@ -167,7 +166,8 @@ class Fit:
             raise
         finally:
             context.mode.eval()
-            context.recorder.close()
+            context.flush()
+            context.loggers.close()
             if saver is not None:
                 saver.finish()
         self._end_interrupted()
@@ -180,14 +180,14 @@ class Fit:
         return f"in training, {place_of(self._state)}"
 
     def _train(self) -> None:
-        context, evaluations = self._context, self._evaluations
+        context, evaluations = self.context, self.evaluations
         # As after each evaluation, so that a run that was taken up again has as much memory.
         for evaluation in evaluations:
             evaluation.metrics.reset()
         context.tell("fit_start")
         evaluations.refuse_empty()
-        if self._checkpointer is not None and self._state.batch == 0:
-            self._checkpointer.rehearse()
+        if self.checkpointer is not None and self._state.batch == 0:
+            self.checkpointer.rehearse()
         if self.rehearsal is not None and self._state.batch == 0:
             self.rehearsal.run()
             self.step.update.clear()
@@ -197,27 +197,27 @@ class Fit:
             self._train_epoch()
         if self._is_finished:
             evaluations.run_at_end(self._stops)
-        if self._checkpointer is not None:
-            self._checkpointer.save(self._measured())
+        if self.checkpointer is not None:
+            self.checkpointer.save(self._measured())
         context.mode.eval()
         context.tell("fit_end")
 
     def _train_epoch(self) -> None:
-        context, state = self._context, self._state
+        context, state = self.context, self._state
         if not self._has_begun:
             context.progress.doing("waiting for the first batch of data")
         groups = self._begin_epoch()
         for number, group in enumerate(self._timed(groups)):
             if number == 0:
-                self._feed.require_same_order(context.ranks)
+                self.feed.require_same_order(context.ranks)
             batches = self._prepare(group)
-            trained = self.step.run(batches, known_seconds=self._feed.take_seconds())
+            trained = self.step.run(batches, known_seconds=self.feed.take_seconds())
             if trained is None:
                 if state.epoch_batch == 0:
-                    raise self._feed.emptiness()
+                    raise self.feed.emptiness()
                 break  # no rank has rows left
-            if self._warns_of_state and batches:
-                self._warns_of_state = False
+            if self.checkpointer is not None and batches and not self._has_looked_at_state:
+                self._has_looked_at_state = True
                 self.step.warn_of_unsaved_state(batches[0])
             self._conclude(trained)
             del batches, trained  # before the next are fetched
@@ -226,7 +226,7 @@ class Fit:
             total = self._agreed_batches if context.has_peers else self._num_batches
             is_last = state.epoch_batch == total
             if not is_last:
-                self._evaluations.run_due(self._stops)
+                self.evaluations.run_due(self._stops)
             self._agree()
             if self._is_over:
                 if is_last:
@@ -238,10 +238,10 @@ class Fit:
             if not is_last:
                 self._save_if_due()
         # If the last batch was not known to be it, it was saved before the end of the epoch.
-        saver = self._checkpointer
+        saver = self.checkpointer
         was_saved = saver is not None and saver.saved_in is not None
         self._end_epoch()
-        self._evaluations.run_due(self._stops)
+        self.evaluations.run_due(self._stops)
         self._agree()
         if not self._is_over:
             self._save_if_due(is_due=was_saved)
@@ -265,14 +265,14 @@ class Fit:
                     self._warn_of_beginning_again()
                 self._state.epoch_batch = 0
                 self.step.metrics.reset()
-            groups = self._feed.groups(self._state.epoch)
-            if self._context.has_peers:  # a rank without rows takes part until all have none
+            groups = self.feed.groups(self._state.epoch)
+            if self.context.has_peers:  # a rank without rows takes part until all have none
                 groups = itertools.chain(groups, itertools.repeat([]))
-        if self._context.has_peers:
-            most = self._context.ranks.most(float(self._num_batches or 0))
+        if self.context.has_peers:
+            most = self.context.ranks.most(float(self._num_batches or 0))
             self._agreed_batches = int(most) or None
         self._is_taken_up = False
-        self._context.tell("epoch_start")
+        self.context.tell("epoch_start")
         return groups
 
     def _warn_of_beginning_again(self) -> None:
@@ -287,21 +287,22 @@ class Fit:
 
     def _prepare(self, loaded: Sequence[Any]) -> list[Any]:
         """An optimization batch as callbacks want it."""
-        context = self._context
+        context = self.context
         if not self._has_begun:
             context.progress.doing("the first batch: looking at a few rows, then finding what fits")
         self._has_begun = True
         batches = [context.callbacks.transform(self._run, batch) for batch in loaded]
         if batches:
-            context.tell("batch_start", batches if self._feed.group_size > 1 else batches[0])
+            context.tell("batch_start", batches if self.feed.group_size > 1 else batches[0])
         return batches
 
     def _conclude(self, trained: TrainedBatch) -> None:
         """Tell of a batch that was trained on."""
-        context, speed = self._context, self._recent.now(self._state)
-        context.recorder.batch(trained, speed=speed)
+        context, speed = self.context, self._recent.now(self._state)
+        if context.is_read:
+            context.log(values_of_batch(trained, self._run, speed))
         context.tell("batch_end", trained.result)
-        context.recorder.flush()
+        context.flush()
         rates = set(trained.learning_rates)
         context.progress.status(
             partial(
@@ -318,21 +319,21 @@ class Fit:
 
     def _end_epoch(self) -> None:
         """Sum a complete pass up."""
-        state, context = self._state, self._context
+        state, context = self._state, self.context
         self._compute_metrics("an epoch")
         self.step.update.end("epoch")
         state.epoch += 1
         state.epoch_batch = 0
-        context.recorder.epoch(state.train.metrics)
+        context.log({f"train/{name}": value for name, value in state.train.metrics.items()})
         context.tell("epoch_end")
-        context.recorder.flush()
+        context.flush()
 
     def _compute_metrics(self, of: str) -> None:
-        self._context.ranks.ready(f"computing the metrics of {of}")
+        self.context.ranks.ready(f"computing the metrics of {of}")
         self._state.train.metrics = self.step.metrics.compute()
 
     def _save_if_due(self, *, is_due: bool = False) -> None:
-        saver = self._checkpointer
+        saver = self.checkpointer
         if saver is None:
             return
         values = self._measured()
@@ -342,9 +343,9 @@ class Fit:
 
     def _measured(self) -> dict[str, float]:
         """The values for the model as it is."""
-        best = self._checkpointer.best_metric if self._checkpointer is not None else None
+        best = self.checkpointer.best_metric if self.checkpointer is not None else None
         # Where it is another evaluation's turn to give it, its absence is no mistake to warn of.
-        return {} if best and self._evaluations.is_awaited(best) else self._evaluations.values()
+        return {} if best and self.evaluations.is_awaited(best) else self.evaluations.values()
 
     @property
     def _wants_to_stop(self) -> bool:
@@ -361,12 +362,12 @@ class Fit:
 
     def _agree(self) -> None:
         """Let all ranks do what any of them, or a callback there, asked for."""
-        if not self._context.has_peers:
+        if not self.context.has_peers:
             return
         run = self._run
         has_reason = run.stop_reason is not None
         wants_checkpoint = run.requests.take("wants_checkpoint")
-        wishes = any_rank(self._context.ranks, self._wants_to_stop, has_reason, wants_checkpoint)
+        wishes = any_rank(self.context.ranks, self._wants_to_stop, has_reason, wants_checkpoint)
         self._has_agreed_to_stop |= wishes[0]
         if wishes[1] and not has_reason:
             run.stop("another rank asked for it")
@@ -376,7 +377,7 @@ class Fit:
     @property
     def _is_over(self) -> bool:
         """Whether this call trains no more."""
-        has_peers = self._context.has_peers
+        has_peers = self.context.has_peers
         stops = self._has_agreed_to_stop if has_peers else self._wants_to_stop
         return self._is_finished or stops
 
@@ -392,27 +393,27 @@ class Fit:
     @property
     def _is_complete(self) -> bool:
         """Whether all is trained and evaluated, or a callback asked to stop before."""
-        return self._is_finished and self._evaluations.is_complete_at_end
+        return self._is_finished and self.evaluations.is_complete_at_end
 
     @property
     def _num_batches(self) -> int | None:
         """Optimization batches of an epoch, where the loader knows."""
-        return self._feed.num_groups(self._state.epoch)
+        return self.feed.num_groups(self._state.epoch)
 
     def _end_interrupted(self) -> None:
         """Say where training was interrupted, and leave as whatever interrupted it would."""
         if self._interruption.name is None:
             return
         where = f"after batch {self._state.batch}"
-        folder = None if self._checkpointer is None else self._checkpointer.saved_in
+        folder = None if self.checkpointer is None else self.checkpointer.saved_in
         if not is_end_told():
             said = self._interruption.describe(where=where, checkpoint=folder)
-            self._context.progress.line(said)
+            self.context.progress.line(said)
         self._interruption.raise_if_interrupted(where=where, checkpoint=folder)
 
     def _sum_up(self) -> FitSummary:
         """The summary of the run, shown and returned."""
-        reason, progress = self._run.stop_reason, self._context.progress
+        reason, progress = self._run.stop_reason, self.context.progress
         if not self._is_complete:
             reason = TIME_IS_OVER
         if reason is not None:
@@ -422,7 +423,7 @@ class Fit:
             self._state,
             stop_reason=reason,
             peak_memory_bytes=peak_bytes(self._run.device),
-            num_devices=self._context.ranks.world_size,
+            num_devices=self.context.ranks.world_size,
             loss_average_is=self.step.loss_average_is,
             rehearsed=None if rehearsal is None else rehearsal.brief(),
         )
@@ -431,14 +432,14 @@ class Fit:
 
     def _resume(self) -> int | None:
         """Go on from a checkpoint where training has not begun; the batches done before."""
-        if self._checkpointer is None or self._state.batch:
+        if self.checkpointer is None or self._state.batch:
             return self._state.batch or None
-        saved = self._checkpointer.resume()
+        saved = self.checkpointer.resume()
         if saved is None:
             return None
         if (reason := saved["stop_reason"]) is not None:  # the caller may ask again
-            self._context.progress.line(f"training had stopped there: {reason}")
+            self.context.progress.line(f"training had stopped there: {reason}")
         self._is_taken_up = self._state.epoch_batch > 0
-        self._evaluations.catch_up()
+        self.evaluations.catch_up()
         restore_random_numbers(saved)
         return self._state.batch

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -15,7 +14,7 @@ from automicro.checkpoints.state import put_together, take_apart
 from automicro.errors import CheckpointError, CheckpointWarning, add_note, warn
 from automicro.memory.oom import once_more
 from automicro.sharding import num_ranks
-from automicro.step.metrics import flatten_metrics
+from automicro.step.metrics import flatten_metrics, is_of_torchmetrics
 from automicro.values import same_values
 
 if TYPE_CHECKING:
@@ -149,7 +148,7 @@ class MetricSet:
         if self._by_name:
             self.metrics = self._by_name if is_mapping else self._by_name[""]
         each = _each_by_name(self._by_name)
-        self._known = [metric for metric in each.values() if _is_of_torchmetrics(metric)]
+        self._known = [metric for metric in each.values() if is_of_torchmetrics(metric)]
         self._states = {name: _MetricState(metric) for name, metric in each.items()}
 
     @property
@@ -258,7 +257,7 @@ class MetricSet:
 
 def _refuse_uncounted(metric: Any) -> None:
     """Refuse a metric that would know the rows of one rank only."""
-    if not _is_of_torchmetrics(metric) and num_ranks() > 1:
+    if not is_of_torchmetrics(metric) and num_ranks() > 1:
         raise TypeError(
             f"{metric!r} is no torchmetrics.Metric, and nothing adds up what it counts on each of "
             f"{num_ranks()} ranks; make it a torchmetrics.Metric, with add_state"
@@ -390,17 +389,6 @@ def _shown(value: Tensor) -> str:
     return str(value.item()) if value.numel() == 1 else f"a tensor of shape {tuple(value.shape)}"
 
 
-def _is_of_torchmetrics(metric: object, class_name: str = "Metric") -> bool:
-    """Tell whether a metric is one of torchmetrics, without importing it: it takes seconds.
-
-    >>> _is_of_torchmetrics("accuracy")
-    False
-    """
-    # Code that made such a metric has imported it.
-    kind = getattr(sys.modules.get("torchmetrics"), class_name, None)
-    return kind is not None and isinstance(metric, kind)
-
-
 class _MetricState:
     """Saves and restores a metric.
 
@@ -417,12 +405,12 @@ class _MetricState:
 
     def __init__(self, metric: Any) -> None:
         self._metric = metric
-        self._is_known = _is_of_torchmetrics(metric)
+        self._is_known = is_of_torchmetrics(metric)
         self._saves_itself = not self._is_known and all(
             callable(getattr(metric, name, None)) for name in ("state_dict", "load_state_dict")
         )
         # A module saves its tensors itself, and no other attribute; a collection has no counts.
-        is_collection = _is_of_torchmetrics(metric, "MetricCollection")
+        is_collection = is_of_torchmetrics(metric, "MetricCollection")
         is_module = isinstance(metric, nn.Module) and not is_collection
         self._has_attributes = is_module or not self._saves_itself
         of_all = _of_every_metric() if self._is_known else vars(nn.Module())
@@ -496,7 +484,7 @@ class _MetricState:
         Raises:
             CheckpointError: its counts cannot be put together.
         """
-        if not (self._is_known or _is_of_torchmetrics(self._metric, "MetricCollection")):
+        if not (self._is_known or is_of_torchmetrics(self._metric, "MetricCollection")):
             raise CheckpointError("is no torchmetrics.Metric, so nothing says how counts add up")
         return _merge_counts(self._metric, states, is_first=rank == 0)
 

@@ -4,6 +4,7 @@ import contextlib
 import fnmatch
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -382,10 +383,11 @@ class OptimizerMode:
                 self.train()
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Update:
     """The update from a gradient: unscale, clip, step, clear; then the scheduler.
 
-    Args:
+    Attributes:
         optimizer: steps once per batch.
         modules: whose gradients are cleared.
         scaler: of the loss in half precision, which gives the microbatcher its backward; None
@@ -397,56 +399,42 @@ class Update:
         ranks: all that train the model.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        modules: Sequence[nn.Module],
-        *,
-        scaler: GradientScaler | None,
-        grad_clip_norm: float | None,
-        scheduler: Any,
-        scheduler_interval: str,
-        device: torch.device,
-        ranks: Ranks,
-    ) -> None:
-        self._optimizer = optimizer
-        self._modules = modules
-        self._scaler = scaler
-        self._grad_clip_norm = grad_clip_norm
-        self._scheduler = scheduler
-        self._scheduler_interval = scheduler_interval
-        self._device = device
-        self._ranks = ranks
+    optimizer: Optimizer
+    modules: Sequence[nn.Module]
+    scaler: GradientScaler | None
+    grad_clip_norm: float | None
+    scheduler: Any
+    scheduler_interval: str
+    device: torch.device
+    ranks: Ranks
 
     @property
     def learning_rates(self) -> tuple[float, ...]:
         """That the next step takes, for each group of parameters."""
-        return tuple(float(g["lr"]) for g in self._optimizer.param_groups if "lr" in g)
+        return tuple(float(g["lr"]) for g in self.optimizer.param_groups if "lr" in g)
 
     @property
     def is_scaled(self) -> bool:
         """Whether gradients may overflow now and then, which the scaler itself answers."""
-        return self._scaler is not None
+        return self.scaler is not None
 
     def unscale(self) -> None:
         """Let ``.grad`` hold the gradient itself."""
-        if self._scaler is not None:
-            self._scaler.unscale(self._optimizer)
+        if self.scaler is not None:
+            self.scaler.unscale(self.optimizer)
 
     def clip(self) -> Tensor | None:
         """Unscale and clip; the norm before clipping, where there is a largest one."""
-        if self._grad_clip_norm is None:
+        if self.grad_clip_norm is None:
             return None
         self.unscale()
-        return clip_gradients(
-            self._optimizer, self._grad_clip_norm, self._device, ranks=self._ranks
-        )
+        return clip_gradients(self.optimizer, self.grad_clip_norm, self.device, ranks=self.ranks)
 
     def read(self, numbers: Sequence[Tensor]) -> list[float]:
         """Numbers that lie on the device, in one go: each reading waits for it."""
-        if self._scaler is None:
+        if self.scaler is None:
             return read_scalars(numbers)
-        return self._scaler.read(self._optimizer, numbers)
+        return self.scaler.read(self.optimizer, numbers)
 
     def step(self) -> bool:
         """Step once; whether gradients did not overflow.
@@ -454,20 +442,20 @@ class Update:
         Raises:
             OptimizerStepError: memory ran out inside the optimizer's step.
         """
-        return step_optimizer(self._optimizer, self._device, scaler=self._scaler)
+        return step_optimizer(self.optimizer, self.device, scaler=self.scaler)
 
     def clear(self) -> None:
         """Forget gradients, also those of parameters that the optimizer does not have.
 
         Nothing else clears those, and they would pile up.
         """
-        self._optimizer.zero_grad(set_to_none=True)
-        for module in self._modules:
+        self.optimizer.zero_grad(set_to_none=True)
+        for module in self.modules:
             module.zero_grad(set_to_none=True)
-        if self._scaler is not None:
-            self._scaler.forget()  # of a batch that was left out, or interrupted
+        if self.scaler is not None:
+            self.scaler.forget()  # of a batch that was left out, or interrupted
 
     def end(self, interval: str) -> None:
         """Step a scheduler that is stepped after this: a ``"batch"`` or an ``"epoch"``."""
-        if self._scheduler is not None and self._scheduler_interval == interval:
-            self._scheduler.step()
+        if self.scheduler is not None and self.scheduler_interval == interval:
+            self.scheduler.step()

@@ -152,7 +152,12 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     True
     """
     found: dict[int, nn.Module] = {}
-    _look_for_blocks(model, found)
+    inside: set[int] = set()
+    for module in model.modules():  # an outer one before those in it
+        if id(module) not in inside:
+            blocks = [each for each in _repeated(module) if id(each) not in inside]
+            found.update((id(block), block) for block in blocks)
+            inside |= {id(each) for block in blocks for each in block.modules()}
     owners = _owners(model)
     return [block for block in found.values() if not _shares_parameters(block, owners)]
 
@@ -169,14 +174,6 @@ def _owners(model: nn.Module) -> dict[int, set[int]]:
 def _shares_parameters(block: nn.Module, owners: Mapping[int, set[int]]) -> bool:
     inside = set(map(id, block.modules()))
     return any(owners[id(parameter)] - inside for parameter in block.parameters())
-
-
-def _look_for_blocks(module: nn.Module, found: dict[int, nn.Module]) -> None:
-    repeated = list(_repeated(module))
-    found.update((id(block), block) for block in repeated)
-    for child in module.children():
-        if id(child) not in found:
-            _look_for_blocks(child, found)
 
 
 def _repeated(module: nn.Module) -> Iterator[nn.Module]:

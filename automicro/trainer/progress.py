@@ -11,7 +11,6 @@ import logging
 import math
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -23,7 +22,7 @@ from rich.live import Live
 from rich.text import Text
 from torch import nn
 
-from automicro.events.run import GlobalBatch, LoopState, Run, Sizes, describe_hours
+from automicro.events.run import GlobalBatch, LoopState, Run, Sizes, Window, describe_hours
 from automicro.memory.device import peak_bytes
 from automicro.policy.auto import Halving
 from automicro.policy.explore import Explore, FastestLevel
@@ -65,20 +64,18 @@ class RecentSpeed:
     """
 
     def __init__(self) -> None:
-        self._marks = deque([(0.0, 0, 0)])  # seconds of training, rows, tokens
+        self._window = Window(WINDOW_SECONDS, {"seconds": 0.0, "samples": 0, "tokens": 0})
 
     def now(self, state: LoopState) -> Speed:
         """The speed now. Evaluations do not count."""
         seconds = state.train.seconds
-        while len(self._marks) > 1 and self._marks[1][0] <= seconds - WINDOW_SECONDS:
-            self._marks.popleft()
-        start, samples, tokens = self._marks[0]
-        self._marks.append((seconds, state.samples, state.tokens or 0))
-        if seconds <= start:
+        amounts = {"seconds": seconds, "samples": state.samples, "tokens": state.tokens or 0}
+        gained = self._window.gained(seconds, amounts)
+        if gained["seconds"] <= 0:
             return Speed()
         return Speed(
-            samples=(state.samples - samples) / (seconds - start),
-            tokens=None if state.tokens is None else (state.tokens - tokens) / (seconds - start),
+            samples=gained["samples"] / gained["seconds"],
+            tokens=None if state.tokens is None else gained["tokens"] / gained["seconds"],
         )
 
 
@@ -263,44 +260,38 @@ class RunSettings:
     expected: GlobalBatch | None = None
     accumulation: str | None = None
 
+    def _told(self) -> list[tuple[str, Any, str | None]]:
+        """The name and the value for loggers, and words for people, in the order of the line."""
+        device, limit = describe_device(self.device, self.memory_limit), self.memory_limit
+        train, evaluation = map(_describe_size, self.policies)
+        of_data = " of data" if self.max_duration.unit is Unit.SECONDS else ""
+        parameters = describe_parameters(self.model.parameters())
+        limited = "no memory limit" if limit is None else f"memory limit {limit}"
+        cut = f"microbatch size {train} in train, {evaluation} in eval"
+        return [
+            ("device", device, f"training on {device}"),
+            *([] if self.parallel is None else [("parallel", self.parallel, self.parallel)]),
+            ("memory_limit", limit, limited),
+            ("precision", self.precision, f"precision {self.precision}"),
+            ("microbatch_size", train, cut),
+            ("eval_microbatch_size", evaluation, None),
+            ("model", type(self.model).__name__, parameters),
+            ("max_duration", str(self.max_duration), f"max_duration {self.max_duration}{of_data}"),
+            ("torch", str(torch.__version__), self.accumulation),
+        ]
+
     def line(self, num_batches: int | None) -> str:
         """For people, with the batches of an epoch where they are known."""
-        train, evaluation = map(_describe_size, self.policies)
-        limit = self.memory_limit
-        parts = [
-            f"training on {describe_device(self.device, limit)}",
-            "no memory limit" if limit is None else f"memory limit {limit}",
-            f"precision {self.precision}",
-            f"microbatch size {train} in train, {evaluation} in eval",
-            describe_parameters(self.model.parameters()),
-            f"max_duration {self.max_duration}",
-        ]
-        if self.max_duration.unit is Unit.SECONDS:
-            parts[-1] += " of data"
-        if self.accumulation is not None:
-            parts.append(self.accumulation)
+        parts = [words for _, _, words in self._told() if words is not None]
         if self.expected is not None:
             parts.append(f"average batch {self.expected.average}")
-        if self.parallel is not None:
-            parts.insert(1, self.parallel)
         if num_batches is not None:
             parts.append(f"{count_of(num_batches, 'batch')} per epoch")
-        return " · ".join(parts)
+        return SEPARATOR.join(parts)
 
     def values(self) -> dict[str, Any]:
         """For loggers."""
-        train, evaluation = map(_describe_size, self.policies)
-        return {
-            "device": describe_device(self.device, self.memory_limit),
-            "memory_limit": self.memory_limit,
-            "precision": self.precision,
-            "microbatch_size": train,
-            "eval_microbatch_size": evaluation,
-            "model": type(self.model).__name__,
-            "max_duration": str(self.max_duration),
-            "torch": str(torch.__version__),
-            **({} if self.parallel is None else {"parallel": self.parallel}),
-        }
+        return {name: value for name, value, _ in self._told()}
 
 
 def position(state: LoopState, max_duration: Duration, num_batches: int | None = None) -> str:
@@ -415,43 +406,6 @@ def describe_number(value: float) -> str:
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.4g}"
 
 
-def _recovery_line(phase: str, result: StepResult | EvalResult) -> str:
-    """A microbatch size that shrank.
-
-    >>> result = StepResult(
-    ...     loss=torch.tensor(0.0),
-    ...     rank_loss=torch.tensor(0.0),
-    ...     num_samples=512,
-    ...     num_global_samples=512,
-    ...     microbatch_size=128,
-    ...     num_microbatches=4,
-    ...     attempts=3,
-    ...     failed_sizes=(512, 256),
-    ... )
-    >>> _recovery_line("train", result)
-    'train: out of memory, microbatch size 512 → 128 rows (4 × 128 of 512; 2 attempts rolled back)'
-    """
-    size = count_of(result.microbatch_size, result.microbatch_unit.removesuffix("s"))
-    return (
-        f"{phase}: out of memory, microbatch size {result.failed_sizes[0]} → {size} "
-        f"({Sizes.of(result)}; {count_of(result.ooms, 'attempt')} rolled back)"
-    )
-
-
-def _parts_line(phase: str, result: StepResult | EvalResult) -> str:
-    """That memory ran out inside of parts with sizes of their own, and what these are now.
-
-    >>> result = StepResult(loss=torch.tensor(0.5), rank_loss=torch.tensor(0.5), num_samples=512,
-    ...     num_global_samples=512, microbatch_size=512, num_microbatches=1, attempts=1,
-    ...     nested_sizes={"tail": 64}, nested_ooms=3)
-    >>> _parts_line("train", result)
-    'train: out of memory 3 times inside of parts, tail 64 at a time'
-    """
-    sizes = [f"{name} {size} at a time" for name, size in result.nested_sizes.items()]
-    times = count_of(result.nested_ooms, "time")
-    return f"{phase}: {', '.join([f'out of memory {times} inside of parts', *sizes])}"
-
-
 def size_lines(phase: str, result: StepResult | EvalResult, settled: Sizes | None) -> list[str]:
     """All that is out of the ordinary about the microbatch size of a batch.
 
@@ -460,21 +414,36 @@ def size_lines(phase: str, result: StepResult | EvalResult, settled: Sizes | Non
         result: of the batch.
         settled: the cut of earlier ones; where rows differ in length, more of shorter ones fit
             into as many microbatches, which is no growth.
+
+    >>> result = EvalResult(loss=None, num_samples=512, num_global_samples=512,
+    ...     microbatch_size=128, num_microbatches=4, attempts=3, failed_sizes=(512, 256))
+    >>> size_lines("eval", result, None)
+    ['eval: out of memory, microbatch size 512 → 128 rows (4 × 128 of 512; 2 attempts rolled back)']
+    >>> grown = dataclasses.replace(result, failed_sizes=(), attempts=1, grown_from=64)
+    >>> size_lines("eval", grown, None)
+    ['eval: more fits, microbatch size 64 → 128 rows (4 × 128 of 512)']
     """
-    lines = []
+    cut, lines = Sizes.of(result), []
+    size = count_of(result.microbatch_size, result.microbatch_unit.removesuffix("s"))
     if result.recalled_size is not None:
-        lines.append(_remembered_line(phase, result.recalled_size))
+        rows = count_of(result.recalled_size, "row")
+        lines.append(f"started from {rows} per microbatch, which an earlier run found")
     if result.nested_ooms:
-        lines.append(_parts_line(phase, result))
+        times = f"out of memory {count_of(result.nested_ooms, 'time')} inside of parts"
+        sizes = [f"{name} {each} at a time" for name, each in result.nested_sizes.items()]
+        lines.append(", ".join([times, *sizes]))
     if result.ooms:
-        lines.append(_recovery_line(phase, result))
+        lines.append(
+            f"out of memory, microbatch size {result.failed_sizes[0]} → {size} ({cut}; "
+            f"{count_of(result.ooms, 'attempt')} rolled back)"
+        )
     elif result.is_measuring and result.exploration is None:
-        lines.append(_measuring_line(phase, result))
-    elif result.grown_from is not None and _is_coarser(Sizes.of(result), settled):
-        lines.append(_growth_line(phase, result))
+        lines.append(f"this batch alone in smaller microbatches ({cut}), to measure what rows need")
+    elif result.grown_from is not None and _is_coarser(cut, settled):
+        lines.append(f"more fits, microbatch size {result.grown_from} → {size} ({cut})")
     if result.exploration is not None and result.exploration.is_news:
-        lines.append(f"{phase}: {result.exploration}")
-    return lines
+        lines.append(str(result.exploration))
+    return [f"{phase}: {line}" for line in lines]
 
 
 def _is_coarser(cut: Sizes, settled: Sizes | None) -> bool:
@@ -483,58 +452,6 @@ def _is_coarser(cut: Sizes, settled: Sizes | None) -> bool:
         or cut.num_microbatches < settled.num_microbatches
         or cut.num_rows > settled.num_rows
     )
-
-
-def _growth_line(phase: str, result: StepResult | EvalResult) -> str:
-    """A microbatch size that grew.
-
-    >>> result = StepResult(
-    ...     loss=torch.tensor(0.0),
-    ...     rank_loss=torch.tensor(0.0),
-    ...     num_samples=512,
-    ...     num_global_samples=512,
-    ...     microbatch_size=103,
-    ...     num_microbatches=5,
-    ...     attempts=1,
-    ...     grown_from=64,
-    ... )
-    >>> _growth_line("train", result)
-    'train: more fits, microbatch size 64 → 103 rows (5 × up to 103 of 512)'
-    """
-    size = count_of(result.microbatch_size, result.microbatch_unit.removesuffix("s"))
-    return f"{phase}: more fits, microbatch size {result.grown_from} → {size} ({Sizes.of(result)})"
-
-
-def _measuring_line(phase: str, result: StepResult | EvalResult) -> str:
-    """A batch that was cut smaller than fits.
-
-    >>> result = StepResult(
-    ...     loss=torch.tensor(0.0),
-    ...     rank_loss=torch.tensor(0.0),
-    ...     num_samples=512,
-    ...     num_global_samples=512,
-    ...     microbatch_size=32,
-    ...     num_microbatches=16,
-    ...     attempts=1,
-    ...     is_measuring=True,
-    ... )
-    >>> _measuring_line("train", result)
-    'train: this batch alone in smaller microbatches (16 × 32 of 512), to measure what rows need'
-    """
-    return (
-        f"{phase}: this batch alone in smaller microbatches ({Sizes.of(result)}), to measure what "
-        "rows need"
-    )
-
-
-def _remembered_line(phase: str, size: int) -> str:
-    """A microbatch size that was not looked for.
-
-    >>> _remembered_line("train", 128)
-    'train: started from 128 rows per microbatch, which an earlier run found'
-    """
-    rows = count_of(size, "row")
-    return f"{phase}: started from {rows} per microbatch, which an earlier run found"
 
 
 def level_line(phase: str, level: str, what_it_does: str) -> str:

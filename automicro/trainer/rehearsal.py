@@ -5,11 +5,12 @@ They are found in a pass over the loader that takes nothing from it.
 
 import contextlib
 import copy
+import itertools
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -148,22 +149,34 @@ def find_costliest(
     announce_epoch(loader, epoch)
     order = _known_order(loader)
     if order is None:
-        return _scan(_passed_over(loader, name), total, rows_of, most_seconds)
-    if isinstance(loader, DataLoader):
+        batches = _passed_over(loader, name)
+    else:
         # As a pass begins: workers are seeded before the sampler draws.
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-    costs = _known_costs(order)
-    make = partial(_make, loader)
-    if costs is None:
-        indices = enumerate(order)
-        made = ((index, rows, partial(make, rows)) for index, rows in indices)
-        return _scan(made, total, rows_of, most_seconds)
-    best = _Best()
-    for index, (cost, rows) in enumerate(zip(list(costs)[:total], order, strict=False)):
-        listed = _as_tuple(rows) or ()
-        this = _CostlyBatch(index=index, cost=float(cost), rows=listed, make=partial(make, rows))
-        best.add(this, row_cost=float(cost) / max(1, len(listed)))
-    return _Scan(batches=best.batches, seen=best.seen, total=best.seen)
+        batches = _made_of(loader, order, total)
+    start, best = time.monotonic(), _Best()
+    most_made = SCANNED_BATCHES if total is None else min(SCANNED_BATCHES, total)
+    for index, (rows, make, known_cost) in enumerate(batches):
+        listed, cost = _as_tuple(rows), known_cost
+        num_rows = max(1, len(listed or ()))
+        if cost is None:
+            batch = make()
+            cost, num_rows = float(Contents(batch).num_elements), 1
+            with contextlib.suppress(BatchError):  # a callback may make it one that has rows
+                num_rows = 1 if rows_of is None else rows_of(batch)
+            del batch
+        this = _CostlyBatch(index=index, cost=cost, rows=listed, make=make)
+        best.add(this, row_cost=cost / num_rows)
+        is_late = time.monotonic() - start >= most_seconds
+        if known_cost is None and (best.seen >= most_made or is_late):
+            break
+    else:
+        total = best.seen
+    return _Scan(batches=best.batches, seen=best.seen, total=total)
+
+
+_Made = tuple[Any, Callable[[], Any], float | None]
+"""The rows of a batch, what makes it, and its cost; None where they are not known before."""
 
 
 def _known_order(loader: Any) -> Iterable[Any] | None:
@@ -180,6 +193,14 @@ def _known_costs(order: Any) -> Sequence[float] | None:
     return order.batch_costs() if isinstance(order, _KnowsCosts) else None
 
 
+def _made_of(loader: DataLoader[Any], order: Iterable[Any], total: int | None) -> Iterator[_Made]:
+    """The batches that the indices of an order make."""
+    known = _known_costs(order)
+    costs = itertools.repeat(None) if known is None else map(float, list(known)[:total])
+    for cost, rows in zip(costs, order, strict=False):
+        yield rows, partial(_make, loader, rows), cost
+
+
 def _make(loader: DataLoader[Any], rows: Any) -> Any:
     """A batch from the indices of its rows, as torch's loader makes it."""
     with on_host():
@@ -191,7 +212,7 @@ def _make(loader: DataLoader[Any], rows: Any) -> Any:
         return loader.collate_fn([dataset[row] for row in rows])
 
 
-def _passed_over(loader: Any, name: str) -> Iterator[tuple[int, Any, Callable[[], Any]]]:
+def _passed_over(loader: Any, name: str) -> Iterator[_Made]:
     """The batches of a pass in this process; each is held until the next is made."""
     if not _begins_again(loader):
         raise ValueError(
@@ -200,8 +221,8 @@ def _passed_over(loader: Any, name: str) -> Iterator[tuple[int, Any, Callable[[]
             "the run; pass what begins again with each pass, such as a DataLoader over a data set "
             "with a length, or leave rehearse out"
         )
-    for index, batch in enumerate(rest(begin(_in_this_process(loader)))):
-        yield index, None, partial(_given, [batch])
+    for batch in rest(begin(_in_this_process(loader))):
+        yield None, partial(_given, [batch]), None
         del batch
 
 
@@ -236,33 +257,6 @@ def _in_this_process(loader: Any) -> Any:
     forget_workers(alone)
     vars(alone).update(num_workers=0, timeout=0, persistent_workers=False, prefetch_factor=None)
     return alone
-
-
-def _scan(
-    batches: Iterator[tuple[int, Any, Callable[[], Any]]],
-    total: int | None,
-    rows_of: Callable[[Any], int] | None,
-    most_seconds: float,
-) -> _Scan:
-    """Look at batches until a bound is reached."""
-    start = time.monotonic()
-    best = _Best()
-    bound = SCANNED_BATCHES if total is None else min(SCANNED_BATCHES, total)
-    is_over = False
-    for index, rows, make in batches:
-        batch = make()
-        num_rows = 1
-        with contextlib.suppress(BatchError):  # a callback may make it one that has rows
-            num_rows = 1 if rows_of is None else rows_of(batch)
-        cost = float(Contents(batch).num_elements)
-        del batch
-        this = _CostlyBatch(index=index, cost=cost, rows=_as_tuple(rows), make=make)
-        best.add(this, row_cost=cost / num_rows)
-        if best.seen >= bound or time.monotonic() - start >= most_seconds:
-            break
-    else:
-        is_over = True
-    return _Scan(batches=best.batches, seen=best.seen, total=best.seen if is_over else total)
 
 
 class _Best:
@@ -439,45 +433,36 @@ class RehearsalReport:
         return "\n".join([*lines, *(f"rehearsal: {each}" for each in self.unknown)])
 
 
+@dataclass(kw_only=True, eq=False)
 class Rehearsal:
     """Runs the costliest batches before the first step of a run, and rolls all of it back.
 
-    Args:
+    Attributes:
         loader: of the data to train on.
         microbatcher: of training, whose sizes stay.
         metrics: of training, updated and put back.
-        evaluations: those that happen in the run.
+        evaluations: all; those that happen in the run are rehearsed.
         context: of the run.
         count_rows: of a batch.
         accumulate_batches: how many batches of the loader make up an optimization batch.
         repeatable: whether no clock may decide what is found.
+        report: of what was found, once all is done.
+        at: where it stands while it runs, for errors.
     """
 
-    def __init__(
-        self,
-        loader: Any,
-        microbatcher: Microbatcher,
-        metrics: MetricSet,
-        evaluations: Sequence[Evaluation],
-        context: RunContext,
-        *,
-        count_rows: Callable[[Any], int],
-        accumulate_batches: int,
-        repeatable: bool,
-    ) -> None:
-        self.report: RehearsalReport | None = None
-        self.at: str | None = None  # where it stands while it runs, for errors
-        self._loader = loader
-        self._microbatcher = microbatcher
-        self._metrics = metrics
-        self._evaluations = [each for each in evaluations if each.happens_at_end]
-        self._context = context
-        self._count_rows = count_rows
-        self._accumulate_batches = accumulate_batches
-        self._repeatable = repeatable
-        self._batches: list[_RehearsedBatch] = []
-        self._looked_at: dict[str, str] = {}
-        self._unknown: list[str] = []
+    loader: Any
+    microbatcher: Microbatcher
+    metrics: MetricSet
+    evaluations: Sequence[Evaluation]
+    context: RunContext
+    count_rows: Callable[[Any], int]
+    accumulate_batches: int
+    repeatable: bool
+    report: RehearsalReport | None = None
+    at: str | None = None
+    _batches: list[_RehearsedBatch] = field(default_factory=list)
+    _looked_at: dict[str, str] = field(default_factory=dict)
+    _unknown: list[str] = field(default_factory=list)
 
     def run(self) -> None:
         """Rehearse, and say what was found. All ranks call it.
@@ -487,15 +472,16 @@ class Rehearsal:
             ValueError: a loader that can be passed over only once, or layers without shapes.
         """
         self._refuse_lazy()
-        start, context = time.perf_counter(), self._context
+        start, context = time.perf_counter(), self.context
         self.at = "in the rehearsal before the first step"
         try:
             self._train()
-            why = self._microbatcher.why_not_reserved
+            why = self.microbatcher.why_not_reserved
             if why is not None:
                 self._unknown.append(f"what the optimizer's first step takes is not known ({why})")
-            for evaluation in self._evaluations:
-                self._evaluate(evaluation)
+            for evaluation in self.evaluations:
+                if evaluation.happens_at_end:
+                    self._evaluate(evaluation)
         finally:
             reset_peak(context.device)  # that of the run is to come
         self.at = None
@@ -510,19 +496,19 @@ class Rehearsal:
         context.tell("rehearsal_end", self.report)
 
     def _train(self) -> None:
-        microbatcher, context = self._microbatcher, self._context
+        microbatcher, context = self.microbatcher, self.context
         duration, most_batches = context.run.max_duration, None
         if duration.unit is Unit.BATCHES:
-            most_batches = duration.value * self._accumulate_batches
+            most_batches = duration.value * self.accumulate_batches
         # From the second one on, the gradients of those before lie beside a batch.
-        copies = min(2, self._accumulate_batches)
+        copies = min(2, self.accumulate_batches)
 
         def run(batch: Any) -> StepResult:
             batches = [] if batch is None else [batch] * copies
-            return microbatcher.accumulate(batches, self._metrics.metrics)
+            return microbatcher.accumulate(batches, self.metrics.metrics)
 
-        with undisturbed(self._loader, *context.callbacks.transforming):
-            scan = self._look(self._loader, "train_dataloader", context.state.epoch, most_batches)
+        with undisturbed(self.loader, *context.callbacks.transforming):
+            scan = self._look(self.loader, "train_dataloader", context.state.epoch, most_batches)
             self._twice(scan, "train_dataloader", run, microbatcher, phase="train")
 
     def _evaluate(self, evaluation: Evaluation) -> None:
@@ -538,23 +524,23 @@ class Rehearsal:
         with undisturbed(loader):
             scan = self._look(loader, name, 0, evaluation.max_batches)
             # In the run, the optimizer's state lies on the device by then.
-            self._microbatcher.hold_reservation()
+            self.microbatcher.hold_reservation()
             try:
                 with microbatcher.evaluating():
                     self._twice(scan, name, run, microbatcher, phase="eval")
             finally:
-                self._microbatcher.release_reservation()
+                self.microbatcher.release_reservation()
 
     def _look(self, loader: Any, name: str, epoch: int, most_batches: int | None) -> _Scan:
-        progress = self._context.progress
+        progress = self.context.progress
         progress.doing(f"rehearsal: looking for the costliest batches of {name}")
         scan = find_costliest(
             loader,
             name,
             epoch=epoch,
-            rows_of=self._count_rows,
+            rows_of=self.count_rows,
             most_batches=most_batches,
-            most_seconds=math.inf if self._repeatable else SCANNED_SECONDS,
+            most_seconds=math.inf if self.repeatable else SCANNED_SECONDS,
         )
         self._looked_at[name] = str(scan)
         progress.line(_heading(name, str(scan)))  # before any of them can fail
@@ -581,7 +567,7 @@ class Rehearsal:
             second = self._each(scan, name, run, phase=phase)
             for before, after in zip(first, second, strict=True):
                 self._batches.append(replace(after, ooms=before.ooms + after.ooms))
-                self._context.progress.line(f"  {self._batches[-1]}")
+                self.context.progress.line(f"  {self._batches[-1]}")
 
     def _each(
         self,
@@ -591,7 +577,7 @@ class Rehearsal:
         *,
         phase: str,
     ) -> Iterator[_RehearsedBatch]:
-        context, chosen = self._context, list[_CostlyBatch | None](scan.batches)
+        context, chosen = self.context, list[_CostlyBatch | None](scan.batches)
         if context.has_peers:  # a rank with fewer takes part without rows
             chosen += [None] * (int(context.ranks.most(float(len(chosen)))) - len(chosen))
         for number, this in enumerate(chosen, start=1):
@@ -607,7 +593,7 @@ class Rehearsal:
             given = [] if batch is None else [batch]
             with context.failures.kept(given, phase=phase, where=self.at):
                 result = run(batch)
-            num_rows = 0 if batch is None else self._count_rows(batch)
+            num_rows = 0 if batch is None else self.count_rows(batch)
             copies = result.num_samples // num_rows if num_rows else 1
             del given, batch
             yield _RehearsedBatch(
@@ -625,7 +611,7 @@ class Rehearsal:
             )
 
     def _refuse_lazy(self) -> None:
-        for module in self._context.run.modules:
+        for module in self.context.run.modules:
             for name, parameter in module.named_parameters():
                 if is_uninitialized(parameter):
                     raise ValueError(

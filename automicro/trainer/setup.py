@@ -338,8 +338,8 @@ def assemble_fit(
             "the model"
         )
     update = Update(
-        optimizer,
-        run.modules,
+        optimizer=optimizer,
+        modules=run.modules,
         scaler=scaler,
         grad_clip_norm=grad_clip_norm,
         scheduler=schedule,
@@ -357,11 +357,11 @@ def assemble_fit(
     rehearsal = None
     if rehearse is not None:
         rehearsal = Rehearsal(
-            loader,
-            microbatcher,
-            metrics,
-            evaluations,
-            context,
+            loader=loader,
+            microbatcher=microbatcher,
+            metrics=metrics,
+            evaluations=evaluations,
+            context=context,
             count_rows=BatchLayout(options["batch_layout"]).num_rows,
             accumulate_batches=accumulate_batches,
             repeatable=options["repeatable"],
@@ -384,27 +384,25 @@ def assemble_fit(
             "evaluations": plan,
             HOST_PART: feed,
         }
-        peers = open_peers()
         snapshot = Snapshot(
             context,
-            rank=peers.rank,
-            world_size=peers.world_size,
+            peers=open_peers(),
             parts={name: part for name, part in parts.items() if part is not None},
             scheduler_interval=scheduler_interval,
         )
-        checkpointer = Checkpointer(config, snapshot, context, peers=peers)
+        checkpointer = Checkpointer(config, snapshot, context)
     return Fit(
-        TrainingStep(
-            microbatcher,
-            update,
+        step=TrainingStep(
+            microbatcher=microbatcher,
+            update=update,
             metrics=metrics,
             guard=guard,
             tokens=tokens,
             seconds=seconds,
             context=context,
         ),
-        feed,
-        context,
+        feed=feed,
+        context=context,
         evaluations=plan,
         checkpointer=checkpointer,
         rehearsal=rehearsal,

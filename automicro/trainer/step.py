@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, TypeVar
 
@@ -13,7 +14,6 @@ from automicro.batch.device import on_host
 from automicro.errors import CheckpointWarning, NonFiniteLossError, warn
 from automicro.events.run import LoopState
 from automicro.microbatcher import Microbatcher
-from automicro.options import counting
 from automicro.savers.levels import PLAIN
 from automicro.step.results import StepResult
 from automicro.trainer.context import RunContext, TrainedBatch
@@ -152,7 +152,10 @@ class TokenCounter:
         if count_tokens is not None and not callable(count_tokens):
             raise TypeError(f"count_tokens={count_tokens!r} cannot be called; {_HOW}")
         self._count_tokens = count_tokens
-        self._durations = counting(Unit.TOKENS, **durations)
+        self._wanted: str | None = None  # by an argument, if any
+        for name, duration in durations.items():
+            if duration is not None:
+                self.require_for(name, duration)
 
     def require_for(self, name: str, duration: Duration) -> None:
         """Let every batch tell its tokens from now on, where a duration counts them.
@@ -161,7 +164,8 @@ class TokenCounter:
             name: of the argument that it came in.
             duration: any.
         """
-        self._durations |= counting(Unit.TOKENS, **{name: duration})
+        if duration.unit is Unit.TOKENS:
+            self._wanted = self._wanted or f"{name}='{duration}'"
 
     def count_all(self, batches: Sequence[Any]) -> int | None:
         """The tokens of several batches; None where one of them does not tell.
@@ -169,12 +173,14 @@ class TokenCounter:
         Raises:
             ValueError: a duration counts tokens, and nothing says what a batch's are.
         """
-        for name, duration in self._durations.items():
-            for batch in batches:
-                self.require(batch, name=name, duration=duration)
         tokens: int | None = 0
         for batch in batches:
-            tokens = _add(tokens, self.count(batch))
+            own = self.count(batch)
+            if own is None and self._wanted is not None:
+                raise ValueError(
+                    f"{self._wanted} counts tokens, but {_describe_batch(batch)}; {_HOW}"
+                )
+            tokens = _add(tokens, own)
         return tokens
 
     def count(self, batch: Any) -> int | None:
@@ -192,24 +198,6 @@ class TokenCounter:
             if _is_per_token(mask):
                 return int(mask.sum())
             return _size(fields.get("input_ids"))
-
-    def require(self, batch: Any, *, name: str, duration: Duration) -> int:
-        """The tokens of a batch, for a duration that counts them.
-
-        Args:
-            batch: the batch.
-            name: the argument that holds the duration.
-            duration: what it says.
-
-        Raises:
-            ValueError: nothing says what this batch's tokens are.
-        """
-        tokens = self.count(batch)
-        if tokens is None:
-            raise ValueError(
-                f"{name}='{duration}' counts tokens, but {_describe_batch(batch)}; {_HOW}"
-            )
-        return tokens
 
 
 CountSeconds = Callable[[Any], float]
@@ -351,10 +339,11 @@ def _describe_batch(batch: Any) -> str:
     )
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingStep:
     """One optimization batch: its gradient, the optimizer's step, and what is counted.
 
-    Args:
+    Attributes:
         microbatcher: gives the gradient.
         update: what becomes of it.
         metrics: updated with every row.
@@ -364,25 +353,14 @@ class TrainingStep:
         context: of the run; its state is written here.
     """
 
-    def __init__(
-        self,
-        microbatcher: Microbatcher,
-        update: Update,
-        *,
-        metrics: MetricSet,
-        guard: FinitenessGuard,
-        tokens: TokenCounter,
-        seconds: SecondsCounter,
-        context: RunContext,
-    ) -> None:
-        self._context = context
-        self._microbatcher = microbatcher
-        self.metrics = metrics
-        self._guard = guard
-        self._told = {PLAIN}  # levels
-        self.tokens = tokens
-        self.seconds = seconds
-        self.update = update
+    microbatcher: Microbatcher
+    update: Update
+    metrics: MetricSet
+    guard: FinitenessGuard
+    tokens: TokenCounter
+    seconds: SecondsCounter
+    context: RunContext
+    _told: set[str] = field(default_factory=lambda: {PLAIN})  # levels
 
     def run(
         self,
@@ -402,15 +380,15 @@ class TrainingStep:
             NonFiniteLossError: before the optimizer steps.
         """
         start = time.perf_counter()
-        update, context = self.update, self._context
+        update, context = self.update, self.context
         state, ranks, progress = context.state, context.ranks, context.progress
         rates = update.learning_rates
         tokens = self.tokens.count_all(batches)
         seconds = self.seconds.count_all(batches, known=known_seconds)
         where = f"in {place_of(state)}"
         with context.failures.kept(batches, phase="train", where=where):
-            result = self._microbatcher.accumulate(
-                batches, self.metrics.metrics, accept=self._guard.accept
+            result = self.microbatcher.accumulate(
+                batches, self.metrics.metrics, accept=self.guard.accept
             )
         if not batches and result.num_global_samples == 0:
             return None
@@ -425,7 +403,7 @@ class TrainingStep:
             progress.line(line)
         if result.level not in self._told:
             self._told.add(result.level)
-            does = self._microbatcher.describe_level(result.level)
+            does = self.microbatcher.describe_level(result.level)
             progress.line(level_line("train", result.level, does))
         state.train.count(result)
         norm = None
@@ -436,20 +414,20 @@ class TrainingStep:
             norm = update.clip()
         length: float | None = None
         objection: str | None = None
-        reads_first = self._guard.decides or update.is_scaled
+        reads_first = self.guard.decides or update.is_scaled
         if reads_first:  # where the guard decides, the loss is on the host already
             state.loss, length, losses = self._read(result, norm)
             # A scale that was too large makes gradients overflow now and then, which the scaler
             # itself answers.
-            objection = self._guard.object_to(
+            objection = self.guard.object_to(
                 state.loss, None if update.is_scaled else length, state
             )
         if objection is None and not update.step():
-            objection = self._guard.object_to_overflow(state)
+            objection = self.guard.object_to_overflow(state)
         if not reads_first:  # late: the device has the optimizer's step to do meanwhile
             state.loss, length, losses = self._read(result, norm)
         if objection is None:
-            self._guard.take_note_of_step()
+            self.guard.take_note_of_step()
         else:
             state.skipped += 1
             progress.line(f"train: {objection}; skipped")
@@ -471,7 +449,7 @@ class TrainingStep:
         Args:
             batch: that was trained on.
         """
-        names = self._microbatcher.unsaved_state(batch)
+        names = self.microbatcher.unsaved_state(batch)
         if names:
             shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
             warn(
@@ -484,7 +462,7 @@ class TrainingStep:
     @property
     def loss_average_is(self) -> str:
         """How sure it is what the loss averages over; see `StepResult`."""
-        return self._microbatcher.loss_average_is
+        return self.microbatcher.loss_average_is
 
     def _read(
         self, result: StepResult, norm: Tensor | None

@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from rich.console import Console
@@ -172,42 +173,37 @@ def _has_channels(tensor: Tensor) -> bool:
     return tensor.dim() in FORMATS and tensor.layout is torch.strided
 
 
+@dataclass(kw_only=True, eq=False)
 class RunSurroundings:
     """Runs under one memory limit, with everything resident counted, and progress shown.
 
-    Args:
+    Attributes:
         shows_progress: whether to show how it goes.
         place: of this process: the first shows it for all.
         memory_limit: of the device; None for none.
         device: where it runs.
         residents: what lies there all the time.
         deterministic: whether to refuse algorithms that are not.
+        console: where progress is shown; None for the usual one.
 
     Raises:
         TypeError: ``shows_progress`` is not True or False.
         ValueError: no such limit for this device.
     """
 
-    def __init__(
-        self,
-        *,
-        shows_progress: bool,
-        place: Process,
-        memory_limit: str | int | float | None,
-        device: torch.device,
-        residents: Sequence[nn.Module | torch.optim.Optimizer],
-        deterministic: bool,
-    ) -> None:
-        make_progress(shows_progress)  # refuses what is not True or False
-        if memory_limit is not None:
-            limit_memory(memory_limit, device)  # refuses what cannot be a limit
-        self.console: Console | None = None
-        self._is_open = False
-        self._shows_progress = shows_progress and place.is_first
-        self._memory_limit = memory_limit
-        self._device = device
-        self._residents = residents
-        self._deterministic = deterministic
+    shows_progress: bool
+    place: Process
+    memory_limit: str | int | float | None
+    device: torch.device
+    residents: Sequence[nn.Module | torch.optim.Optimizer]
+    deterministic: bool
+    console: Console | None = None
+    _is_open: bool = False
+
+    def __post_init__(self) -> None:
+        make_progress(self.shows_progress)  # refuses what is not True or False
+        if self.memory_limit is not None:
+            limit_memory(self.memory_limit, self.device)  # refuses what cannot be a limit
 
     @contextlib.contextmanager
     def open(self, context: RunContext) -> Iterator[None]:
@@ -220,14 +216,14 @@ class RunSurroundings:
             yield
             return
         with contextlib.ExitStack() as stack:
-            if self._deterministic:
-                stack.enter_context(deterministic_algorithms(self._device))
-            if self._memory_limit is not None:
-                stack.enter_context(limit_memory(self._memory_limit, self._device))
+            if self.deterministic:
+                stack.enter_context(deterministic_algorithms(self.device))
+            if self.memory_limit is not None:
+                stack.enter_context(limit_memory(self.memory_limit, self.device))
             budget = active_budget()
-            if budget is not None and self._device.type == "cpu":
-                track_residents(budget, self._residents)
-            shown = make_progress(self._shows_progress, self.console)
+            if budget is not None and self.device.type == "cpu":
+                track_residents(budget, self.residents)
+            shown = make_progress(self.shows_progress and self.place.is_first, self.console)
             context.progress, self._is_open = stack.enter_context(shown), True
             try:
                 yield

@@ -25,7 +25,7 @@ from automicro.policy.explore import Explore
 from automicro.policy.policy import Policy
 from automicro.ranks.interface import announcing_failed_construction
 from automicro.savers.levels import Savers
-from automicro.trainer.context import Recorder, RunContext
+from automicro.trainer.context import RunContext
 from automicro.trainer.data.loading import check_loader, check_passes
 from automicro.trainer.device import seed_everything
 from automicro.trainer.evaluation import EvaluationFactory, expected_values, predict_all
@@ -329,17 +329,17 @@ class Trainer:
             run=self._run,
             state=state,
             callbacks=callbacks,
-            recorder=Recorder(LoggerGroup(loggers if place.is_first else ()), self._run, callbacks),
+            loggers=LoggerGroup(loggers if place.is_first else ()),
             ranks=self._microbatcher.ranks,
-            failures=Failures(device, rank=place.rank),
+            failures=Failures(device=device, rank=place.rank),
             mode=OptimizerMode(optimizer),
         )
         sharing = placed.sharing(seed)
         self._evaluating = EvaluationFactory(
-            self._microbatcher,
-            partial(factory.make, features=features),
+            microbatcher=self._microbatcher,
+            make_microbatcher=partial(factory.make, features=features),
             metrics=model_metrics(model, is_train=False) if metrics is None else metrics,
-            eval_microbatch_size=eval_microbatch_size,
+            microbatch_size=eval_microbatch_size,
             interval=every,
             device=device,
             share=sharing.share,

@@ -24,7 +24,7 @@ from automicro.events.callback import Callbacks
 from automicro.events.run import LoopState, Requests, Run
 from automicro.loggers import LoggerGroup
 from automicro.ranks.interface import OneRank
-from automicro.trainer.context import Recorder, RunContext
+from automicro.trainer.context import RunContext
 from automicro.trainer.data.feed import Feed
 from automicro.trainer.failed_batch import Failures
 from automicro.trainer.optimizer import OptimizerMode
@@ -110,31 +110,28 @@ class Training:
             make_microbatcher=NotImplemented,
         )
         self.average = ExponentialMovingAverage(decay=0.5) if averages else None
-        callbacks = Callbacks([self.average] if self.average else [])
-        self.callbacks = callbacks
+        self.callbacks = Callbacks([self.average] if self.average else [])
         self.feed = feed(list(range(BATCHES_PER_EPOCH)), "train_dataloader")
         self.progress = Lines()
         context = RunContext(
             run=self.run,
             state=self.state,
-            callbacks=callbacks,
-            recorder=Recorder(LoggerGroup(()), self.run, callbacks),
+            callbacks=self.callbacks,
+            loggers=LoggerGroup(()),
             ranks=OneRank(),
-            failures=Failures(torch.device("cpu")),
+            failures=Failures(device=torch.device("cpu")),
             mode=OptimizerMode(self.optimizer),
             progress=self.progress,
         )
         snapshot = Snapshot(
             context,
             parts={"scheduler": self.scheduler, "data": self.feed},
-            rank=self.peers.rank,
-            world_size=self.peers.world_size,
+            peers=self.peers,
         )
         self.checkpointer = Checkpointer(
             CheckpointConfig(folder=folder, **({"interval": "1ba"} | config)),
             snapshot,
             context,
-            peers=self.peers,
         )
         torch.manual_seed(100 + self.peers.rank)
 

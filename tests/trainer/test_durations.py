@@ -177,11 +177,11 @@ def test_what_the_loader_gave_is_let_go_before_it_gives_more() -> None:
 def test_time_that_is_over_ends_training_after_one_batch_at_least() -> None:
     trainer = make_trainer(make_model(), max_time="1s", max_duration="9999ep")
     assert trainer._fit is not None
-    assert trainer._fit._max_seconds == 1.0
-    trainer._fit._max_seconds = 0.05
+    assert trainer._fit.max_seconds == 1.0
+    trainer._fit.max_seconds = 0.05
     summary = trainer.fit()
     assert summary.stop_reason == "max_time is over"
     before = summary.steps
     assert before >= 1
-    trainer._fit._max_seconds = 1e-9
+    trainer._fit.max_seconds = 1e-9
     assert trainer.fit().steps == before + 1

@@ -134,8 +134,8 @@ def test_a_skipped_loss_does_not_lower_the_scale() -> None:
     summary = trainer.fit()
     assert (summary.steps, summary.skipped_steps) == (3, 1)
     assert trainer._fit is not None
-    assert trainer._fit.step.update._scaler is not None
-    assert trainer._fit.step.update._scaler.scale == 2.0**16
+    assert trainer._fit.step.update.scaler is not None
+    assert trainer._fit.step.update.scaler.scale == 2.0**16
 
 
 def test_gradients_that_always_overflow_end_the_run() -> None:

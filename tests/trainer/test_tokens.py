@@ -74,9 +74,8 @@ def test_something_that_cannot_be_called_is_named() -> None:
 def test_a_duration_in_tokens_that_cannot_be_counted_is_explained(batch: Any, message: str) -> None:
     duration = Duration.parse("1e6tok")
     with pytest.raises(ValueError, match=rf"^max_duration='1000000tok' counts tokens.*{message}"):
-        TokenCounter().require(batch, name="max_duration", duration=duration)
-    counter = TokenCounter(lambda batch: 4)
-    assert counter.require(batch, name="max_duration", duration=duration) == 4
+        TokenCounter(max_duration=duration).count_all([batch])
+    assert TokenCounter(lambda batch: 4, max_duration=duration).count_all([batch]) == 4
 
 
 def test_a_simulated_device_does_not_see_the_counting() -> None:

@@ -7,6 +7,7 @@ import random
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -72,9 +73,6 @@ class _OneOrder(Sampler[Any]):
         seed: as given; another may be put in its place.
         checksum: of the order that was drawn last; None before the first.
     """
-
-    per_batch: int
-    """How many entries of the order make a batch of all ranks."""
 
     def __init__(self, sampler: Indices, *, rank: int, world_size: int, seed: int) -> None:
         self.sampler = sampler  # where generators are looked for, and told the epoch
@@ -177,9 +175,10 @@ class SharedSampler(_OneOrder):
         [[0, 1], [3, 4]]
     """
 
-    def __init__(self, sampler: Indices, *, rank: int, world_size: int, seed: int) -> None:
-        super().__init__(sampler, rank=rank, world_size=world_size, seed=seed)
-        self.per_batch = world_size
+    @property
+    def per_batch(self) -> int:
+        """An entry for each rank."""
+        return self.world_size
 
     def __iter__(self) -> Iterator[Any]:
         return itertools.islice(self.order(), self.rank, None, self.world_size)
@@ -233,10 +232,11 @@ class SharedAlready:
         return loader
 
 
+@dataclass(frozen=True)
 class LoaderSharing:
     """Gives each rank its part of loaders.
 
-    Args:
+    Attributes:
         place: of this process.
         seed: of the order of rows, the same on all ranks.
         device: where ranks can exchange tensors.
@@ -251,18 +251,11 @@ class LoaderSharing:
         [[2, 3]]
     """
 
-    def __init__(
-        self,
-        place: Process,
-        *,
-        seed: int,
-        device: torch.device,
-        has_parted_layers: bool = False,
-    ) -> None:
-        self._place = place
-        self._seed = seed
-        self._device = device
-        self._has_parted_layers = has_parted_layers
+    place: Process
+    _: KW_ONLY
+    seed: int
+    device: torch.device
+    has_parted_layers: bool = False
 
     def share(self, loader: Any, name: str, *, is_evaluated: bool = False) -> Any:
         """This rank's part of a loader: the loader itself, where it is shared already.
@@ -281,7 +274,7 @@ class LoaderSharing:
         Warns:
             UserWarning: rows that come twice in an epoch.
         """
-        place = self._place
+        place = self.place
         dataset = getattr(loader, "dataset", None)
         if getattr(loader, ITSELF, False) or getattr(dataset, ITSELF, False):
             return loader
@@ -294,7 +287,7 @@ class LoaderSharing:
             if isinstance(sampler, DistributedSampler):
                 _check_padding(sampler, name, is_evaluated=is_evaluated)
                 return loader
-        if self._has_parted_layers:
+        if self.has_parted_layers:
             raise ValueError(
                 f"the model has layers that are parted among ranks (tensor parallelism), and "
                 f"nothing says which ranks need the same rows of {name}; give it a "
@@ -317,38 +310,34 @@ class LoaderSharing:
         return self._with_own_sampler(loader)
 
     def _with_own_sampler(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        rank, world_size, seed = self._place.rank, self._place.world_size, self._seed
         # A copy keeps workers, collation and whatever else a subclass has; the constructor of a
         # subclass may take other arguments.
         shared = copy.copy(loader)
         forget_workers(shared)
-        batch_sampler = loader.batch_sampler
+        place = {
+            "rank": self.place.rank,
+            "world_size": self.place.world_size,
+            "seed": self.seed,
+        }
+        batch_sampler: Any = loader.batch_sampler
         if batch_sampler is None:
-            vars(shared)["sampler"] = SharedSampler(
-                loader.sampler, rank=rank, world_size=world_size, seed=seed
-            )
-        elif type(batch_sampler) is BatchSampler:
-            vars(shared)["batch_sampler"] = SharedBatchSampler(
-                batch_sampler.sampler,
-                batch_sampler.batch_size,
-                drop_last=batch_sampler.drop_last,
-                rank=rank,
-                world_size=world_size,
-                seed=seed,
-            )
+            vars(shared)["sampler"] = SharedSampler(loader.sampler, **place)
+        elif type(batch_sampler) is not BatchSampler:
+            vars(shared)["batch_sampler"] = SharedSampler(batch_sampler, **place)
         else:
-            vars(shared)["batch_sampler"] = SharedSampler(
-                batch_sampler, rank=rank, world_size=world_size, seed=seed
+            size, drop_last = batch_sampler.batch_size, batch_sampler.drop_last
+            vars(shared)["batch_sampler"] = SharedBatchSampler(
+                batch_sampler.sampler, size, drop_last=drop_last, **place
             )
         return shared
 
     def _put_generators_together(self, loader: DataLoader[Any]) -> None:
         """Let the generators of samplers stand where rank 0's do, so that all draw one order."""
-        if self._place.world_size == 1 or not dist.is_initialized():
+        if self.place.world_size == 1 or not dist.is_initialized():
             return
         own = attached_generators(loader)
         mine = [read_generators(own) if own else None]
-        dist.broadcast_object_list(mine, 0, device=self._device)
+        dist.broadcast_object_list(mine, 0, device=self.device)
         if mine[0] is not None:
             write_generators(own, mine[0])
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from automicro.batch.device import on_host
-from automicro.checkpoints.peers import Peers
 from automicro.checkpoints.reading import FoundCheckpoint
 from automicro.checkpoints.store import CheckpointConfig, CheckpointStore
 from automicro.errors import CheckpointError, CheckpointWarning, RankError, suggestion, warn
@@ -85,29 +84,19 @@ class Checkpointer:
 
     Args:
         config: where, how often, and which stay.
-        snapshot: gathers and puts back the run.
+        snapshot: gathers and puts back the run; each rank has one, and a checkpointer of its own
+            whose methods are called at the same points.
         context: of the run, whose callbacks are told, and may ask for a checkpoint.
-        peers: all ranks, each of which has a checkpointer of its own and calls the same methods
-            at the same points.
     """
 
-    def __init__(
-        self,
-        config: CheckpointConfig,
-        snapshot: Snapshot,
-        context: RunContext,
-        *,
-        peers: Peers,
-    ) -> None:
+    def __init__(self, config: CheckpointConfig, snapshot: Snapshot, context: RunContext) -> None:
         self._config = config
         self._snapshot = snapshot
         self._context = context
-        self._interval = Interval(
-            None if config.interval is None else Duration.parse(config.interval)
-        )
-        self._store = CheckpointStore.of(config, peers=peers)
-        self._peers = peers
-        self._world_size = peers.world_size
+        every = None if config.interval is None else Duration.parse(config.interval)
+        self._interval = Interval(every)
+        self._store = CheckpointStore.of(config, peers=snapshot.peers)
+        self._world_size = snapshot.peers.world_size
         self._saved_at: tuple[int, int] | None = None  # batch and epoch of the last save
 
     @property
@@ -142,7 +131,8 @@ class Checkpointer:
         if self._config.resume == "never":
             return None
         with on_host():
-            opened = self._open()
+            chosen = self._choose()
+            opened = None if chosen is None else self._store.open(chosen)
         if opened is None:
             return None
         self._store.together(partial(self._snapshot.compare, opened))
@@ -156,10 +146,6 @@ class Checkpointer:
         if opened.world_size != self._world_size:
             progress.line(describe_change(was=opened.world_size, now=self._world_size))
         return saved
-
-    def _open(self) -> FoundCheckpoint | None:
-        chosen = self._choose()
-        return None if chosen is None else self._store.open(chosen)
 
     def _choose(self) -> FoundCheckpoint | Path | None:
         """The newest of this run's own folder, else the one that was asked for.

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from automicro.checkpoints.peers import Peers
 from automicro.checkpoints.reading import FoundCheckpoint
 from automicro.checkpoints.rng import derived_rng_state
 from automicro.errors import CheckpointError, CheckpointWarning, warn
@@ -294,9 +295,7 @@ def adapt_to_world(
     saved: dict[str, Any],
     parts: Mapping[str, Any],
     opened: FoundCheckpoint,
-    *,
-    rank: int,
-    world_size: int,
+    peers: Peers,
 ) -> None:
     """Change a state that another number of ranks saved, so that this one can go on with it.
 
@@ -304,15 +303,15 @@ def adapt_to_world(
         saved: rank 0's, of the checkpoint.
         parts: of the run, by name.
         opened: the checkpoint, with what was other ranks' own.
-        rank: this one.
-        world_size: how many ranks go on.
+        peers: the ranks that go on.
 
     Raises:
         CheckpointError: it is from within an epoch, and a part of it cannot go on there.
     """
-    saved["rng"] = derived_rng_state(saved["rng"], rank=rank, world_size=world_size)
+    rank, now, was = peers.rank, peers.world_size, opened.world_size
+    saved["rng"] = derived_rng_state(saved["rng"], rank=rank, world_size=now)
     own = {name: state for name, state in saved["parts"].items() if is_own(name)}
-    batches, was = saved["progress"]["epoch_batch"], opened.world_size
+    batches = saved["progress"]["epoch_batch"]
     counted = [name for name in _OF_EPOCH if own.get(name) and name in parts] if batches else []
     others = [opened.read_own(each)["parts"] for each in range(1, was) if counted]
     for name, state in own.items():
@@ -323,7 +322,7 @@ def adapt_to_world(
             except CheckpointError as error:
                 raise CheckpointError(
                     f"the checkpoint was saved by {_ranks(was)} after {batches} batches of an "
-                    f"epoch, and this run has {_ranks(world_size)}, which share the rows in "
+                    f"epoch, and this run has {_ranks(now)}, which share the rows in "
                     f"another way: {error}. Otherwise go on with {_ranks(was)}, or from a "
                     "checkpoint of the end of an epoch"
                 ) from error

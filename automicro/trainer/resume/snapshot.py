@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from automicro.batch.device import on_host
+from automicro.checkpoints.peers import ALONE, Peers
 from automicro.checkpoints.reading import FoundCheckpoint
 from automicro.checkpoints.rng import restore_rng_state, rng_state
 from automicro.checkpoints.state import put_together, take_apart, tensors_of
@@ -59,8 +60,7 @@ class Snapshot:
         context: of the run: its models, its optimizer, its callbacks, where it stands.
         parts: whatever else has a state, by name: scheduler, scaler, sizes, metrics, data.
         scheduler_interval: after what the scheduler is stepped.
-        rank: of this process.
-        world_size: how many processes train together.
+        peers: all ranks that save together.
     """
 
     def __init__(
@@ -69,13 +69,11 @@ class Snapshot:
         *,
         parts: Mapping[str, Any],
         scheduler_interval: str = "batch",
-        rank: int = 0,
-        world_size: int = 1,
+        peers: Peers = ALONE,
     ) -> None:
         run = context.run
         assert run.optimizer is not None
-        self._rank = rank
-        self._world_size = world_size
+        self.peers = peers
         sizes = parts.get("sizes")
         reach = sizes.reach if isinstance(sizes, Microbatcher) else None
         self._models = ModuleState(run.modules, reach)
@@ -111,7 +109,7 @@ class Snapshot:
         Args:
             state: what `gather` gave.
         """
-        if self._rank == 0:
+        if self.peers.rank == 0:
             return {}
         return {
             **self._models.own(),
@@ -169,15 +167,13 @@ class Snapshot:
         Raises:
             CheckpointError: something refuses its own state, or the disk fails.
         """
-        is_same_world = opened.world_size == self._world_size
+        is_same_world = opened.world_size == self.peers.world_size
         with on_host():
             others = opened.structure.keys() - set(MODEL_KEYS)
             saved = opened.read(self._sharded_targets(opened), keys=others)
-            own = opened.read_own(self._rank) if is_same_world else {}
+            own = opened.read_own(self.peers.rank) if is_same_world else {}
             if not is_same_world:
-                adapt_to_world(
-                    saved, self._parts, opened, rank=self._rank, world_size=self._world_size
-                )
+                adapt_to_world(saved, self._parts, opened, self.peers)
             else:
                 overlay(saved, {key: own[key] for key in own if key not in MODEL_KEYS})
         self._restore_others(saved)
@@ -187,7 +183,7 @@ class Snapshot:
         if own:
             self._models.restore_own(own)
         if not is_same_world:
-            self._models.reseed_generators(rank=self._rank, world_size=self._world_size)
+            self._models.reseed_generators(rank=self.peers.rank, world_size=self.peers.world_size)
         _restore_progress(self._state, saved["progress"])
         return saved
 
