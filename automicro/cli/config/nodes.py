@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from automicro.cli.config.keys import as_override, mistake
+from automicro.cli.config.keys import OPTIONS, Option, as_override, mistake
 from automicro.cli.errors import is_users
 from automicro.errors import (
     ConfigError,
@@ -48,16 +48,6 @@ ALIASES = {"F": "torch.nn.functional", "T": "torchvision.transforms", "np": "num
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE).fullmatch
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-# Keys for functions that are called later, with what only training knows.
-TAKE_DATA = (
-    "loss_fn",
-    "forward",
-    "update_metric",
-    "count_tokens",
-    "count_seconds",
-    "loss_average",
-    "microbatch_unit",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -458,7 +448,8 @@ def _check_arguments(
         remedy = f"write {'it' if len(missing) == 1 else 'them'} under {key}.args; {known}"
         if not {*missing} <= {*names}:
             remedy = "only arguments with a name can be given: name a function that calls it"
-        if not isinstance(target, type) and key.partition(".")[0] in TAKE_DATA:
+        option = OPTIONS.get(key.partition(".")[0], Option())
+        if not isinstance(target, type) and option.made == "function":
             remedy = (
                 f"call is called once and has to return the function; name a class or a function "
                 f"that returns one; to hand over the function itself, write {key}: "
