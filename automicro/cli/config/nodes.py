@@ -88,31 +88,23 @@ def read_node(node: object, key: str) -> CallConfig:
             below = as_override(f"{key}.args.{name}", value)
             form = FORM if hint else f"arguments belong below it, as {below}"
             raise mistake(f"{key} has an unknown key {name!r}{hint}: {form}", f"{key}.{name}")
-    if "call" not in node:
-        raise mistake(
-            f"{key}.call is missing: write call: and the dotted path of a class or a function "
-            f"directly under {key}:",
-            key,
-        )
-    call, args = node["call"], node.get("args", {})
+    call, args = node.get("call"), node.get("args", {})
     if not isinstance(call, str):
+        wrong = f"={show(call)} is no path" if "call" in node else " is missing"
         raise mistake(
-            f"{key}.call={show(call)} is not a dotted path: write one such as torch.optim.AdamW",
+            f"{key}.call{wrong}: write call: and the dotted path of a class or a function, such as "
+            f"torch.optim.AdamW, directly under {key}:",
             f"{key}.call",
         )
-    if not isinstance(args, Mapping | None):
+    if not isinstance(args, Mapping | None) or not all(
+        isinstance(each, str) for each in args or ()
+    ):
         raise mistake(
-            f"{key}.args={show(args)} is not a mapping: write {{name: value}}, the names being "
-            f"those of the arguments of {call}",
+            f"{key}.args={show(args)} is no mapping of names: write {{name: value}}, the names "
+            f"being those of the arguments of {call}",
             f"{key}.args",
         )
     for name, value in (args or {}).items():
-        if not isinstance(name, str):
-            raise mistake(
-                f"{key}.args has the name {show(name)}, which is not text: use the name of an "
-                f"argument of {call}",
-                f"{key}.args.{name}",
-            )
         _read_inside(value, f"{key}.args.{name}")
     return CallConfig(call=call, args=None if args is None else {**args})
 
@@ -331,20 +323,17 @@ def _step(parent: Any, before: list[str], part: str, path: str, key: str) -> Any
                 raise
     is_last = len(before) == path.count(".")
     whole = _whole_path(part if before else path) if is_last or not before else None
-    hint = "" if whole is None else f" (did you mean {whole!r}?)"
     if before:
         known = {each for each in dir(parent) if not each.startswith("_")}
         known |= {each.name for each in pkgutil.iter_modules(getattr(parent, "__path__", []))}
-        hint = hint or suggestion(part, known)
-        raise ConfigError(
-            f"{key}={path!r}: {prefix!r} exists, but has no {part!r}{hint}: correct the path"
-        )
-    # No model or data is in the standard library.
-    known = {each.name for each in pkgutil.iter_modules()} - sys.stdlib_module_names
-    remedy = "write the whole path" if hint else "install it, or put it beside the config"
-    raise ConfigError(
-        f"{key}={path!r}: there is no module {part!r}{hint or suggestion(part, known)}: {remedy}"
-    )
+        why, remedy = f"{prefix!r} exists, but has no {part!r}", "correct the path"
+    else:
+        # No model or data is in the standard library.
+        known = {each.name for each in pkgutil.iter_modules()} - sys.stdlib_module_names
+        why, remedy = f"there is no module {part!r}", "install it, or put it beside the config"
+        remedy = remedy if whole is None else "write the whole path"
+    hint = suggestion(part, known) if whole is None else f" (did you mean {whole!r}?)"
+    raise ConfigError(f"{key}={path!r}: {why}{hint}: {remedy}")
 
 
 def _whole_path(path: str) -> str | None:
