@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import difflib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from automicro.cli.config.keys import KEYS, TO_TRAIN
 from automicro.cli.output import importing, results_alone
-from automicro.errors import ConfigError
+from automicro.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from automicro.cli.config.build import Recipe
@@ -187,10 +186,10 @@ def _files_near(path: Path) -> str:
     # A key without =VALUE was taken for a path.
     if str(path).partition(".")[0] in KEYS and not path.suffix.startswith(".y"):
         return f": to set this key, say {path}=VALUE"
-    names = {Path(each).name: each for each in sorted(found)}
-    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.7)
-    if near:
-        return f": did you mean {' or '.join(repr(names[each]) for each in near)}?"
+    names = {Path(each).stem: each for each in sorted(found)}
+    near = nearest(path.stem, names)
+    if near is not None:
+        return f": did you mean {names[near]!r}?"
     if not found:
         return ": give the path of a YAML file; there is none here"
     return f": give the path of a YAML file, such as {', '.join(sorted(found)[:3])}"

@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
 
 from automicro.cli.output import complain, has_peers, warn
 from automicro.errors import (
@@ -437,8 +436,8 @@ def warnings_in_one_line() -> Iterator[None]:
         category: type[Warning],
         filename: str,
         lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
+        *_: object,
+        **__: object,
     ) -> None:
         text = " ".join(str(message).split())
         is_ours = issubclass(category, AutomicroWarning)
@@ -447,10 +446,8 @@ def warnings_in_one_line() -> Iterator[None]:
         if key in shown:
             return
         shown.add(key)
-        if is_ours:
-            warn(f"warning: {text}")
-        else:
-            warn(f"warning: {category.__name__}: {text} ({shorten(filename)}:{lineno})")
+        place = "" if is_ours else f" ({shorten(filename)}:{lineno})"
+        warn(f"warning: {'' if is_ours else f'{category.__name__}: '}{text}{place}")
 
     before = warnings.showwarning
     warnings.showwarning = show

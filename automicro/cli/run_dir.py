@@ -173,32 +173,27 @@ def goes_on(checkpoint: CheckpointConfig | None) -> bool:
 
 def own_before_others(
     checkpoint: CheckpointConfig | None, *, was_begun: bool
-) -> CheckpointConfig | None:
+) -> tuple[CheckpointConfig | None, Path | None]:
     """Let a run that began from another's checkpoints go on from its own when it is started again.
 
     Args:
         checkpoint: what the run is told.
         was_begun: whether it was started before.
 
-    >>> own_before_others(CheckpointConfig(folder="a", resume="b/c"), was_begun=True).resume
-    'b/c'
+    Returns:
+        What the run is told now, and the folder that it goes on from; None where it begins anew.
+
+    >>> own_before_others(CheckpointConfig(folder="a", resume="b/c"), was_begun=True)[1]
+    PosixPath('b/c')
     """
-    if checkpoint is None or checkpoint.resume == "never" or not was_begun:
-        return checkpoint
-    return replace(checkpoint, resume="auto") if _saved(checkpoint) else checkpoint
-
-
-def source(checkpoint: CheckpointConfig | None) -> Path | None:
-    """The folder of the checkpoints that a run goes on from; None where it begins anew.
-
-    >>> source(CheckpointConfig(folder="no-such-folder")) is None
-    True
-    """
-    if checkpoint is None or checkpoint.resume == "never":
-        return None
+    if checkpoint is None or not goes_on(checkpoint):
+        return checkpoint, None
+    is_saved = _saved(checkpoint)
+    if was_begun and is_saved:
+        checkpoint = replace(checkpoint, resume="auto")
     if checkpoint.resume != "auto":
-        return Path(checkpoint.resume)
-    return Path(checkpoint.folder) if _saved(checkpoint) else None
+        return checkpoint, Path(checkpoint.resume)
+    return checkpoint, Path(checkpoint.folder) if is_saved else None
 
 
 @contextlib.contextmanager

@@ -67,10 +67,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _make(recipe: "Recipe", *, was_begun: bool) -> "tuple[nn.Module, Trainer]":
-    from automicro.cli.run_dir import own_before_others, source
+    from automicro.cli.run_dir import own_before_others
 
-    recipe.checkpoint = own_before_others(recipe.checkpoint, was_begun=was_begun)
-    folder, weights = source(recipe.checkpoint), recipe.config.weights
+    recipe.checkpoint, folder = own_before_others(recipe.checkpoint, was_begun=was_begun)
+    weights = recipe.config.weights
     if folder is not None and weights is not None:
         warn(f"weights={weights!r} is not used: the run goes on from checkpoints in {folder}")
     model = recipe.make_model(with_weights=folder is None)

@@ -23,8 +23,8 @@ class Option:
         choices: import path of the words that it may be.
         read: import path of what refuses a value that makes no sense. It is called with the value,
             or with the key and the value where its first parameter is called ``name``.
-        made: what is made there, where the type does not tell: a ``"node"``, or a ``"list"`` or
-            ``"mapping"`` of nodes.
+        made: what is made there: a ``"node"``, a ``"function"`` that is called later with what only
+            training knows, or a ``"list"`` or ``"mapping"`` of nodes.
     """
 
     words: str = ""
@@ -36,6 +36,7 @@ class Option:
 _READ = "automicro.cli.config.read"
 _PLAIN = Option()
 _NODE = Option(made="node", words="a node")
+_FUNCTION = Option(made="function")
 _NODES = Option(made="list", words="a list of nodes")
 _METRICS = Option(made="mapping", words="a mapping of nodes")
 _SIZE = Option(
@@ -53,8 +54,8 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
     "What is made": {
         "model": _NODE,
         "weights": _PLAIN,
-        "loss_fn": _PLAIN,
-        "forward": _PLAIN,
+        "loss_fn": _FUNCTION,
+        "forward": _FUNCTION,
         "optimizer": Option(words="a node"),
         "parameter_groups": Option(
             words="a list of mappings", read="automicro.trainer.optimizer.read_patterns"
@@ -62,9 +63,9 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
         "scheduler": _PLAIN,
         "scheduler_interval": Option(choices="automicro.trainer.optimizer.SCHEDULER_INTERVALS"),
         "metrics": _METRICS,
-        "update_metric": _PLAIN,
-        "count_tokens": _PLAIN,
-        "count_seconds": _PLAIN,
+        "update_metric": _FUNCTION,
+        "count_tokens": _FUNCTION,
+        "count_seconds": _FUNCTION,
     },
     "Data and batches": {
         "train_dataloader": _NODE,
@@ -101,6 +102,7 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
         "eval_microbatch_size": _SIZE,
         "microbatch_unit": Option(
             words="rows, tokens, seconds, or a node that gives a function",
+            made="function",
             read="automicro.lengths.unit.check_unit",
         ),
         "nested": Option(read="automicro.nested.parts.check_nested"),
@@ -118,6 +120,7 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
         "strict_divisible": _PLAIN,
         "loss_average": Option(
             words="auto, samples, tokens, none, a node, or a mapping of these by name",
+            made="function",
             read=f"{_READ}._read_loss_average",
         ),
         "batchnorm": Option(choices="automicro.step.split_guard.BATCHNORM_MODES"),

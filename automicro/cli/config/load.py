@@ -10,11 +10,7 @@ from typing import Any, cast
 
 import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
-from omegaconf.errors import (
-    InterpolationKeyError,
-    OmegaConfBaseException,
-    UnsupportedInterpolationType,
-)
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from automicro.cli.config.keys import KEYS, TO_TRAIN, mistake
 from automicro.cli.config.nodes import REFERENCE, is_node, leaves, mapped
@@ -35,7 +31,6 @@ from automicro.options import read_accumulation
 from automicro.trainer.device import choose_device
 from automicro.trainer.processes import agreed_time
 
-RESOLVER = re.compile(r"\$\{([\w.]+):")
 OF_TRAINING = ("train_dataloader", "sampling_mode")
 DATA = (*OF_TRAINING, "eval_dataloader")
 # Stand for these keys while all else is resolved: no config holds them.
@@ -71,33 +66,37 @@ class _Interpolations:
             value = config[key]
             is_held = OmegaConf.is_config(value)
             return OmegaConf.to_container(value, resolve=True) if is_held else value
-        except OmegaConfBaseException as error:
+        # Older versions of OmegaConf follow a circle until Python's stack ends.
+        except (OmegaConfBaseException, RecursionError) as error:
             raise self._refusal(error, getattr(error, "full_key", None) or key) from error
 
     def _refusal(self, error: Exception, key: str) -> ConfigError:
         """Say which interpolation stands for nothing, and why."""
         values = leaves(self._tree)
         text = str(values.get(key))
-        if isinstance(error, InterpolationKeyError):
-            known = [*_prefixes(values)]
-            wanted = next(name for name in REFERENCE.findall(text) if name not in known)
+        known = [*_prefixes(values)]
+        # Its own references first: what it refers to may be what refers to nothing.
+        missing = [
+            (leaf, name)
+            for leaf, value in [(key, text), *values.items()]
+            for name in REFERENCE.findall(str(value))
+            if name not in known
+        ]
+        if isinstance(error, InterpolationKeyError) and missing:
+            key, wanted = missing[0]
             if wanted in KEYS:
                 why = f"is not set: write {wanted}: … at the top level"
             else:
                 hint = suggestion(wanted, [*known, *KEYS])
                 why = f"does not exist{hint}: use a key of the config, from its top level"
             return mistake(f"{key} refers to ${{{wanted}}}, which {why}", key)
-        if isinstance(error, UnsupportedInterpolationType):
-            names = RESOLVER.findall(text)
-            wanted = next(name for name in names if not OmegaConf.has_resolver(name))
-            return mistake(
-                f"{key} uses ${{{wanted}:…}}, which does not exist: use ${{key}}, ${{oc.env:NAME}} "
-                f"or ${{now:%Y-%m-%d}}",
-                key,
-            )
-        if "Recursive" in str(error):
+        if isinstance(error, RecursionError) or "Recursive" in str(error):
             return mistake(f"{key}={text} leads back to itself: give it a value", key)
-        return mistake(f"{key}: {first_line(error)}: correct it", key)
+        return mistake(
+            f"{key}={text}: {first_line(error)}: correct it; there are ${{key}}, "
+            f"${{oc.env:NAME,default}} and ${{now:%Y-%m-%d}}",
+            key,
+        )
 
 
 def _prefixes(keys: Mapping[str, Any]) -> Iterator[str]:
@@ -193,11 +192,7 @@ class LoadedConfig:
         values = {**defaults(), **self.written}
         if values["checkpoint"] is not None:
             folder = {} if self.config.run_dir is None else {"folder": "${run_dir}/checkpoints"}
-            values["checkpoint"] = {
-                **folder,
-                **defaults("checkpoint"),
-                **values["checkpoint"],
-            }
+            values["checkpoint"] = {**folder, **defaults("checkpoint"), **values["checkpoint"]}
         return {key: values[key] for key in KEYS if key in values}
 
 
@@ -271,7 +266,7 @@ def _read(
             known = {**values, **(shares or {}).get(key, {})}
             values[key] = reader.read(_fill(resolved, known), key)
             is_plain = values[key] is None or isinstance(values[key], bool | int | float | str)
-            written[key] = _fill(escape(values[key] if is_plain else brief(resolved)), references)
+            written[key] = _fill(escape(values[key] if is_plain else resolved), references)
     checkpoint, run_dir = values.get("checkpoint"), values.get("run_dir")
     if checkpoint is not None:
         checkpoint.setdefault("folder", run_dir and f"{run_dir}/checkpoints")
@@ -334,23 +329,6 @@ def _share_out(
                 accumulate_batches=values.get("accumulate_batches", 1),
             )
     return {**dict.fromkeys(OF_TRAINING, of_training), "eval_dataloader": shares}
-
-
-def brief(made: Any) -> Any:
-    """Return nodes without empty ``args``.
-
-    >>> brief({"accuracy": {"call": "a.B", "args": {}}})
-    {'accuracy': {'call': 'a.B'}}
-    """
-    if isinstance(made, list):
-        return [brief(each) for each in made]
-    if not isinstance(made, Mapping):
-        return made
-    return {
-        name: brief(value) if "call" not in made else value
-        for name, value in made.items()
-        if name != "args" or value
-    }
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]

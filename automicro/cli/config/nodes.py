@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from automicro.cli.config.keys import as_override, mistake
+from automicro.cli.config.keys import OPTIONS, Option, as_override, mistake
 from automicro.cli.errors import is_users
 from automicro.errors import (
     ConfigError,
@@ -48,16 +48,6 @@ ALIASES = {"F": "torch.nn.functional", "T": "torchvision.transforms", "np": "num
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE).fullmatch
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-# Keys for functions that are called later, with what only training knows.
-TAKE_DATA = (
-    "loss_fn",
-    "forward",
-    "update_metric",
-    "count_tokens",
-    "count_seconds",
-    "loss_average",
-    "microbatch_unit",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,31 +88,23 @@ def read_node(node: object, key: str) -> CallConfig:
             below = as_override(f"{key}.args.{name}", value)
             form = FORM if hint else f"arguments belong below it, as {below}"
             raise mistake(f"{key} has an unknown key {name!r}{hint}: {form}", f"{key}.{name}")
-    if "call" not in node:
-        raise mistake(
-            f"{key}.call is missing: write call: and the dotted path of a class or a function "
-            f"directly under {key}:",
-            key,
-        )
-    call, args = node["call"], node.get("args", {})
+    call, args = node.get("call"), node.get("args", {})
     if not isinstance(call, str):
+        wrong = f"={show(call)} is no path" if "call" in node else " is missing"
         raise mistake(
-            f"{key}.call={show(call)} is not a dotted path: write one such as torch.optim.AdamW",
+            f"{key}.call{wrong}: write call: and the dotted path of a class or a function, such as "
+            f"torch.optim.AdamW, directly under {key}:",
             f"{key}.call",
         )
-    if not isinstance(args, Mapping | None):
+    if not isinstance(args, Mapping | None) or not all(
+        isinstance(each, str) for each in args or ()
+    ):
         raise mistake(
-            f"{key}.args={show(args)} is not a mapping: write {{name: value}}, the names being "
-            f"those of the arguments of {call}",
+            f"{key}.args={show(args)} is no mapping of names: write {{name: value}}, the names "
+            f"being those of the arguments of {call}",
             f"{key}.args",
         )
     for name, value in (args or {}).items():
-        if not isinstance(name, str):
-            raise mistake(
-                f"{key}.args has the name {show(name)}, which is not text: use the name of an "
-                f"argument of {call}",
-                f"{key}.args.{name}",
-            )
         _read_inside(value, f"{key}.args.{name}")
     return CallConfig(call=call, args=None if args is None else {**args})
 
@@ -341,20 +323,17 @@ def _step(parent: Any, before: list[str], part: str, path: str, key: str) -> Any
                 raise
     is_last = len(before) == path.count(".")
     whole = _whole_path(part if before else path) if is_last or not before else None
-    hint = "" if whole is None else f" (did you mean {whole!r}?)"
     if before:
         known = {each for each in dir(parent) if not each.startswith("_")}
         known |= {each.name for each in pkgutil.iter_modules(getattr(parent, "__path__", []))}
-        hint = hint or suggestion(part, known)
-        raise ConfigError(
-            f"{key}={path!r}: {prefix!r} exists, but has no {part!r}{hint}: correct the path"
-        )
-    # No model or data is in the standard library.
-    known = {each.name for each in pkgutil.iter_modules()} - sys.stdlib_module_names
-    remedy = "write the whole path" if hint else "install it, or put it beside the config"
-    raise ConfigError(
-        f"{key}={path!r}: there is no module {part!r}{hint or suggestion(part, known)}: {remedy}"
-    )
+        why, remedy = f"{prefix!r} exists, but has no {part!r}", "correct the path"
+    else:
+        # No model or data is in the standard library.
+        known = {each.name for each in pkgutil.iter_modules()} - sys.stdlib_module_names
+        why, remedy = f"there is no module {part!r}", "install it, or put it beside the config"
+        remedy = remedy if whole is None else "write the whole path"
+    hint = suggestion(part, known) if whole is None else f" (did you mean {whole!r}?)"
+    raise ConfigError(f"{key}={path!r}: {why}{hint}: {remedy}")
 
 
 def _whole_path(path: str) -> str | None:
@@ -458,7 +437,8 @@ def _check_arguments(
         remedy = f"write {'it' if len(missing) == 1 else 'them'} under {key}.args; {known}"
         if not {*missing} <= {*names}:
             remedy = "only arguments with a name can be given: name a function that calls it"
-        if not isinstance(target, type) and key.partition(".")[0] in TAKE_DATA:
+        option = OPTIONS.get(key.partition(".")[0], Option())
+        if not isinstance(target, type) and option.made == "function":
             remedy = (
                 f"call is called once and has to return the function; name a class or a function "
                 f"that returns one; to hand over the function itself, write {key}: "
