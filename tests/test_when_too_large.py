@@ -240,7 +240,7 @@ def test_auto_takes_the_level_whose_larger_microbatches_are_faster(
     assert told[-1].startswith("explored for ")
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_explore_finds_a_size_and_a_level(level_found: Callable[..., Found]) -> None:
     results, told = level_found(when_too_large="recompute", microbatch_size="explore")
     assert results[-1].level == "recompute"

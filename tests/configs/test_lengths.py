@@ -37,7 +37,7 @@ def test_the_sounds_are_read_in_little_memory() -> None:
     assert summary.peak_memory_bytes <= 3500 * 1024
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_the_instructions_are_followed_in_little_memory() -> None:
     loaded = load_config(
         CONFIGS / "instructions.yaml",
@@ -51,7 +51,10 @@ def test_the_instructions_are_followed_in_little_memory() -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(("name", "limit"), [("speech", "1500KiB"), ("instructions", "3500KiB")])
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [("speech", "1500KiB"), pytest.param("instructions", "3500KiB", marks=pytest.mark.slow)],
+)
 def test_without_a_rehearsal_memory_runs_out_in_the_run_and_it_goes_on(
     name: str, limit: str
 ) -> None:
@@ -70,7 +73,7 @@ def test_without_a_rehearsal_memory_runs_out_in_the_run_and_it_goes_on(
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", ["speech", "instructions"])
+@pytest.mark.parametrize("name", ["instructions", pytest.param("speech", marks=pytest.mark.slow)])
 def test_a_job_that_is_taken_up_in_an_epoch_ends_with_the_bits_of_an_undisturbed_one(
     name: str, tmp_path: Path
 ) -> None:

@@ -146,9 +146,9 @@ def gradient(model: torch.nn.Module) -> Tensor:
         (None, "seconds"),
         ({"joint": 2}, "seconds"),
         pytest.param({"joint": {"batch_split_factor": 3}}, "rows", marks=pytest.mark.sweep),
-        pytest.param(None, "rows", marks=pytest.mark.sweep),
-        pytest.param({"joint": 2}, "rows", marks=pytest.mark.sweep),
-        pytest.param({"joint": {"batch_split_factor": 3}}, "seconds", marks=pytest.mark.sweep),
+        pytest.param(None, "rows", marks=pytest.mark.slow),
+        pytest.param({"joint": 2}, "rows", marks=pytest.mark.slow),
+        pytest.param({"joint": {"batch_split_factor": 3}}, "seconds", marks=pytest.mark.slow),
     ],
 )
 def test_the_gradient_is_that_of_the_whole_batch(unit: str, nested: Any) -> None:

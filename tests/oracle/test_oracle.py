@@ -1,6 +1,6 @@
 """What people write, judged beside plain torch: exact, named or refused, and never silently wrong.
 
-`make test` judges each ingredient alone, `make sweeps` sixty combinations, `make search` two
+`make test` judges each ingredient alone, `make sweeps` twenty combinations, `make search` two
 thousand. Hypothesis makes one that fails simpler; ``judge(Combination(…))`` shows it again.
 """
 
@@ -84,7 +84,7 @@ EXPLAINED: dict[str, Any] = {"deadline": None, "suppress_health_check": list(Hea
 
 
 @pytest.mark.sweep
-@settings(max_examples=60, **EXPLAINED)
+@settings(max_examples=20, **EXPLAINED)
 @given(combinations())
 def test_a_sample_of_combinations_is_exact_or_named(one: Combination) -> None:
     judge_drawn(one)

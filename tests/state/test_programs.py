@@ -577,7 +577,7 @@ WHERE = ("after", "backward", "forward", "nowhere", "forward", "after", "backwar
 QUICK = list(zip(PHASES, WHERE, strict=True))
 
 
-@pytest.mark.parametrize(("phase", "where"), mostly_in_sweeps(PHASES, FAILURES, quick=QUICK))
+@pytest.mark.parametrize(("phase", "where"), mostly_in_sweeps(PHASES, FAILURES, quick=QUICK, few=8))
 def test_kinds_are_as_in_plain_torch_wherever_an_attempt_fails(phase, where):
     names = [name for name in sorted(KINDS.keys() - NAMED) if phase in fully(name)[-1]]
     for number in range(4):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from automicro import Halving, SampleTooLargeError
 from automicro.loss.passes import is_extra_pass
-from tests.sweeps import mostly_in_sweeps
+from tests.sweeps import SEED, mostly_in_sweeps
 from tests.torture.engine.faults import Fault, FaultMode
 from tests.torture.engine.subject import differences, objects, replaced, values
 from tests.torture.engine.sweep import (
@@ -192,7 +192,9 @@ def test_a_slice_that_fails_in_a_second_forward_leaves_no_block_out(
         _count_reservation(run, places)
         first.play(run)
     with caplog.at_level(logging.WARNING, logger="automicro"):
-        verdicts = [attempt(trials, [Fault(each, after=True)]) for each in places.found]
+        verdicts = [
+            attempt(trials, [Fault(each, after=True)]) for each in places.found[SEED % 3 :: 3]
+        ]
     assert any(each.outcome == "recovered: the part is smaller" for each in verdicts)
     assert not any(each.faults for each in verdicts)
     assert "is not computed again" not in caplog.text
