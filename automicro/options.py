@@ -201,7 +201,7 @@ def check_optimizer(
     # By identity: to compare tensors would compare their numbers.
     known = {id(parameter) for module in modules for parameter in module.parameters()}
     parameters = [p for group in innermost.param_groups for p in group["params"]]
-    # They would have no gradient after a retry, and train on in silence.
+    # Their gradients would not be rolled back with the model's.
     foreign = [parameter for parameter in parameters if id(parameter) not in known]
     if foreign:
         shapes = [str(tuple(parameter.shape)) for parameter in foreign[:3]]

@@ -239,7 +239,7 @@ def _parse_text(text: str) -> int:
             f"B, KiB, MiB, GiB, TiB (powers of 1024) or kB, MB, GB, TB (powers of 1000), such as "
             f"'24MiB'"
         )
-    # In decimals: 0.1 GB in floats is a byte off.
+    # In decimals: in floats, 2.01 GB are a byte less.
     return int(Decimal(match[1]) * scale)
 
 

@@ -263,7 +263,7 @@ def reading_of(value: Any, *, is_root: bool) -> str | None:
     >>> reading_of([{"x": 1}, {"x": 2}], is_root=True), reading_of([1, {}], is_root=True)
     ('items', 'fields')
     """
-    # A column may be missing in a row.
+    # None stands for what is missing, and says nothing of the others.
     elements = [element for element in value if element is not None]
     kinds = {kind_of(type(element)) for element in elements}
     texts = {isinstance(element, str | bytes) for element in elements}

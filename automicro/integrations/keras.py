@@ -113,7 +113,7 @@ def refuse(model: Any) -> None:
     own = [
         name
         for name in ("train_step", "test_step")
-        # On the instance as well, where a compile may have put one.
+        # On the instance as well, where one may have been put in place of the class's.
         if name in vars(model) or getattr(type(model), name) is not getattr(keras.Model, name)
     ]
     with_activity = [

@@ -890,8 +890,7 @@ class Enabled:
             microbatcher.load_state_dict(earlier.microbatcher.state_dict())
         elif name in self._known:
             microbatcher.load_state_dict(self._known[name])
-        # Only a run that goes on has sizes in its state: a fresh trainer may carry those of
-        # another.
+        # Before the first step no checkpoint can have left sizes in the state.
         elif state.global_step:
             kept = state.stateful_callbacks.get(Sizes.__name__) or {}
             sizes = kept.get("attributes", {}).get("found", {})

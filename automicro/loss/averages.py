@@ -361,7 +361,7 @@ def _read_loss(loss_fn: Callable[..., Any], targets: Callable[[Any], Any]) -> Av
         return Sum()
     if options.get("reduction") not in ("mean", "batchmean"):
         return None
-    # Losses without classes divide by numbers, of which each row has as many.
+    # Losses without classes divide by elements, of which each row has as many.
     if "ignore_index" not in options:
         return Samples()
     ignored = options["ignore_index"]
