@@ -15,17 +15,18 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import nn
 
-from automicro.batch.device import on_host
 from automicro.nested.parts import LanguageTail, find_language_model
 from automicro.options import check_choice
-from automicro.savers.offload import offloading
+from automicro.savers.offload import OFFLOAD, Offload
 from automicro.savers.recompute import (
+    NAME_THEM,
+    RECOMPUTE,
     Block,
+    Recompute,
     find_blocks,
     is_called,
     named_blocks,
     recomputes_already,
-    recomputing,
     shown_blocks,
 )
 from automicro.step.feature import Feature
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 PLAIN = "plain"
 """The name of level 0."""
 
-RECOMPUTE, OFFLOAD, NESTED = "recompute", "offload", "nested"
+NESTED = "nested"
 SAVERS = (RECOMPUTE, OFFLOAD, NESTED)  # a further saver is named here, and made in `_made`
 # A tail in slices leaves outputs without logits, which metrics may want.
 _OF_AUTO = (RECOMPUTE, OFFLOAD)
@@ -47,7 +48,6 @@ _ALONE = ("error", "auto")
 _CHOICES = ("error", *SAVERS, "auto")
 _LISTED = " and ".join(SAVERS)
 _EXAMPLE = "as in {'recompute': ['encoder.layers.*'], 'offload': True}"
-_NAME_THEM = "name them, as in when_too_large={'recompute': ['encoder.layers.*']}"
 
 
 Savers: TypeAlias = str | Sequence[Any] | Mapping[str, Any]
@@ -116,62 +116,6 @@ class Level:
 
 
 @dataclass
-class Recompute:
-    """Repeated blocks keep their input alone, and compute again in the backward.
-
-    Args:
-        blocks: of the modules, by name.
-        random: gives what remembers every generator that a forward may draw from.
-    """
-
-    blocks: list[Block]
-    random: Callable[[], RandomState]
-    name: str = field(default=RECOMPUTE, init=False)
-    _has_told: bool = field(default=False, init=False)
-
-    @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        with recomputing(self.blocks, self.random):
-            yield
-        waiting = [block for block in self.blocks if not block.left_out]
-        if self._has_told or not waiting or any(block.is_used for block in waiting):
-            return
-        self._has_told = True
-        logger.warning(
-            "automicro: 'recompute' brought nothing to a batch: %s were not called, or without "
-            "gradients alone; %s, or use 'offload'",
-            shown_blocks(block.name for block in waiting),
-            _NAME_THEM.replace("name them", "name others"),
-        )
-
-    def describe(self) -> str:
-        names = [block.name for block in self.blocks if not block.left_out]
-        if not names:
-            return "no block can be computed again in the backward"
-        return f"{shown_blocks(names)} keep their input alone and compute again in the backward"
-
-
-@dataclass
-class Offload:
-    """Tensors saved for the backward wait in host memory.
-
-    Args:
-        modules: whose parameters and buffers stay.
-        host: around what allocates on the host.
-    """
-
-    modules: Sequence[nn.Module]
-    host: Callable[[], AbstractContextManager[Any]] = on_host
-    name: str = field(default=OFFLOAD, init=False)
-
-    def applied(self) -> AbstractContextManager[None]:
-        return offloading(self.modules, self.host)
-
-    def describe(self) -> str:
-        return "what is saved for the backward waits in host memory"
-
-
-@dataclass
 class NestedTail:
     """Head and loss of a language model run in slices, so that its logits are never there whole.
 
@@ -229,8 +173,7 @@ class WhenTooLarge(Feature):
         levels = make_levels(
             self._savers, setup.modules, setup.device, generators=setup.reach.generators
         )
-        # Levels share savers, because each has those of the levels before.
-        for tail in {id(tail): tail for level in levels for tail in level.tails}.values():
+        for tail in levels[-1].tails:  # the last level has all savers
             setup.parts.add(tail)
         return levels
 
@@ -370,7 +313,7 @@ def _blocks(modules: list[nn.Module], names: list[str] | None) -> list[Block]:
             raise ValueError(
                 f"{type(modules[0]).__name__} has no repeated blocks that could be computed again "
                 f"in the backward (modules of one class in an nn.ModuleList or nn.Sequential); "
-                f"{_NAME_THEM}"
+                f"{NAME_THEM}"
             )
     else:
         found = named_blocks(modules, names)

@@ -9,6 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,8 @@ from automicro.memory.device import copies_overlap
 from automicro.torch_private import FakeTensor, counter_of, refuses_hooks, version_of
 from automicro.torch_private_distributed import is_fsdp_module
 
+OFFLOAD = "offload"
+"""Its name in ``when_too_large``."""
 SMALL_BYTES = 1 << 16
 """Storages below it stay where they are: a copy costs more than they hold."""
 
@@ -45,10 +48,12 @@ class _Packed(NamedTuple):
 class _Stored:
     """One storage on the host, and on the device again while anybody uses it there."""
 
-    def __init__(self, host: Tensor, source: torch.UntypedStorage, copied: Any) -> None:
+    def __init__(
+        self, host: Tensor, source: torch.UntypedStorage, device: torch.device, copied: Any
+    ) -> None:
         self._host = host
-        self._device = source.device
         self._source = weakref.ref(source)
+        self._device = device  # a stand-in's, which its storage does not know
         self._copied = copied  # an event of the side stream; None where there is none
         self._there: weakref.ref[torch.UntypedStorage] | None = None
 
@@ -142,7 +147,7 @@ class OffloadHooks:
             with self._host():
                 host = torch.empty(whole.shape, dtype=torch.uint8, device="cpu")
             host.copy_(whole)
-            return _Stored(host, storage, None)
+            return _Stored(host, storage, device, None)
         module = torch.get_device_module(device)
         current, side = module.current_stream(device), side_stream(device)
         side.wait_stream(current)
@@ -152,7 +157,7 @@ class OffloadHooks:
         self._on_the_way.append((copied, storage))
         while len(self._on_the_way) > _MOST_ON_THE_WAY:
             self._arrive()
-        return _Stored(host, storage, copied)
+        return _Stored(host, storage, device, copied)
 
     def _arrive(self) -> None:
         copied, storage = self._on_the_way.popleft()
@@ -215,50 +220,59 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-@contextlib.contextmanager
-def offloading(
-    modules: Sequence[nn.Module], host: Callable[[], AbstractContextManager[Any]] = on_host
-) -> Iterator[None]:
-    """Let what is saved for the backward wait in host memory; see `OffloadHooks`.
+@dataclass
+class Offload:
+    """Tensors saved for the backward wait in host memory; see `OffloadHooks`.
 
     Args:
         modules: whose parameters and buffers stay on the device.
         host: around what allocates on the host.
 
-    Raises:
-        RuntimeError: a transform of ``torch.func`` in the model refuses hooks for saved tensors.
-
     >>> model = nn.Sequential(nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 1))
-    >>> with offloading([model]):
+    >>> with Offload([model]).applied():
     ...     model(torch.ones(100, 300)).sum().backward()
     >>> model[0].weight.grad.shape
     torch.Size([300, 300])
     """
-    every = [each for root in modules for each in root.modules()]
-    hooks = OffloadHooks((each for module in every for each in _tensors_of(module)), host)
-    handles = []
 
-    def keep_gathered(module: nn.Module, inputs: Any) -> None:
-        # Sharded parameters are others while they are gathered. They are freed and gathered anew.
-        hooks.keep(each for part in module.modules() for each in _tensors_of(part))
+    modules: Sequence[nn.Module]
+    host: Callable[[], AbstractContextManager[Any]] = on_host
+    name: str = field(default=OFFLOAD, init=False)
 
-    try:
-        for module in every:
-            if is_fsdp_module(module):
-                handles.append(module.register_forward_pre_hook(keep_gathered))
-        with hooks():
-            yield
-    except RuntimeError as error:
-        if not refuses_hooks(error):
-            raise
-        raise RuntimeError(
-            "the model runs transforms of torch.func, under which nothing that is saved for the "
-            "backward can go to the host; leave 'offload' out of when_too_large, as in "
-            "when_too_large='recompute'"
-        ) from error
-    finally:
-        for handle in handles:
-            handle.remove()
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Around forward and backward.
+
+        Raises:
+            RuntimeError: a transform of ``torch.func`` in the model refuses hooks for saved
+                tensors.
+        """
+        every = [each for root in self.modules for each in root.modules()]
+        hooks = OffloadHooks((each for module in every for each in _tensors_of(module)), self.host)
+
+        def keep_gathered(module: nn.Module, inputs: Any) -> None:
+            # Sharded parameters are others while they are gathered. They are freed and gathered
+            # anew.
+            hooks.keep(each for part in module.modules() for each in _tensors_of(part))
+
+        with contextlib.ExitStack() as stack:
+            for module in filter(is_fsdp_module, every):
+                stack.enter_context(module.register_forward_pre_hook(keep_gathered))
+            try:
+                with hooks():
+                    yield
+            except RuntimeError as error:
+                if not refuses_hooks(error):
+                    raise
+                raise RuntimeError(
+                    "the model runs transforms of torch.func, under which nothing that is saved "
+                    "for the backward can go to the host; leave 'offload' out of when_too_large, "
+                    "as in when_too_large='recompute'"
+                ) from error
+
+    def describe(self) -> str:
+        """Describe it in half a sentence."""
+        return "what is saved for the backward waits in host memory"
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:

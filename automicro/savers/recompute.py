@@ -41,6 +41,10 @@ from automicro.torch_private import (
 from automicro.transaction.rng import RandomState
 from automicro.values import comes_from, is_owned, is_plain
 
+RECOMPUTE = "recompute"
+"""Its name in ``when_too_large``."""
+NAME_THEM = "name them, as in when_too_large={'recompute': ['encoder.layers.*']}"
+
 # What wrappers put into the names of what they hold.
 _OF_WRAPPERS = re.compile(
     r"(?<![^.])(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
@@ -449,9 +453,9 @@ def recomputes_already(module: nn.Module) -> bool:
     )
 
 
-@contextlib.contextmanager
-def recomputing(blocks: Sequence[Block], random: Callable[[], RandomState]) -> Iterator[None]:
-    """Let blocks compute again in the backward what their forward saved.
+@dataclass
+class Recompute:
+    """Blocks keep their input alone, and compute in the backward again what their forward saved.
 
     Hooks of a block itself run once; those of modules inside of it run again with it.
 
@@ -460,37 +464,62 @@ def recomputing(blocks: Sequence[Block], random: Callable[[], RandomState]) -> I
         random: gives what remembers every generator that a forward may draw from.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
-    >>> with recomputing([Block("all", model)], lambda: RandomState([])):
+    >>> with Recompute([Block("all", model)], lambda: RandomState([])).applied():
     ...     model(torch.ones(3, 2)).sum().backward()
     >>> "forward" in vars(model)
     False
     """
-    begun = next(_turns)
-    with contextlib.ExitStack() as stack:
-        for block in blocks:
-            if not block.left_out:
-                stack.enter_context(_replaced(block, random))
-        try:
-            yield
-            # Not reached by an attempt that fails, which has compared nothing to its end.
+
+    blocks: Sequence[Block]
+    random: Callable[[], RandomState]
+    name: str = field(default=RECOMPUTE, init=False)
+    _has_told: bool = field(default=False, init=False)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Around forward and backward."""
+        begun, blocks = next(_turns), self.blocks
+        with contextlib.ExitStack() as stack:
             for block in blocks:
-                block.num_done += block.turn > begun
-        except CheckpointError as error:
-            # Raised behind the second forward, and so without a name: that was the last one.
-            repeated = [block for block in blocks if block.turn > begun and not block.left_out]
-            if not repeated:
-                raise
-            raise _leave_out_last(repeated, error) from error
-        except RuntimeError as error:
-            undone = [block for block in blocks if block.is_undone and not block.left_out]
-            if not undone or not tells_of_writing(error):
-                raise
-            why = "is called with a tensor that is written to, by itself or afterwards"
-            errors = [block.leave_out(why) for block in undone]
-            raise errors[0] from error
-        finally:
-            for block in blocks:
-                block.given.clear()
+                if not block.left_out:
+                    stack.enter_context(_replaced(block, self.random))
+            try:
+                yield
+                # Not reached by an attempt that fails, which has compared nothing to its end.
+                for block in blocks:
+                    block.num_done += block.turn > begun
+            except CheckpointError as error:
+                # Raised behind the second forward, and so without a name: that was the last one.
+                repeated = [block for block in blocks if block.turn > begun and not block.left_out]
+                if not repeated:
+                    raise
+                raise _leave_out_last(repeated, error) from error
+            except RuntimeError as error:
+                undone = [block for block in blocks if block.is_undone and not block.left_out]
+                if not undone or not tells_of_writing(error):
+                    raise
+                why = "is called with a tensor that is written to, by itself or afterwards"
+                errors = [block.leave_out(why) for block in undone]
+                raise errors[0] from error
+            finally:
+                for block in blocks:
+                    block.given.clear()
+        waiting = [block for block in blocks if not block.left_out]
+        if waiting and not (self._has_told or any(block.is_used for block in waiting)):
+            self._has_told = True
+            logger.warning(
+                "automicro: 'recompute' brought nothing to a batch: %s were not called, or without "
+                "gradients alone; %s, or use 'offload'",
+                shown_blocks(block.name for block in waiting),
+                NAME_THEM.replace("name them", "name others"),
+            )
+
+    def describe(self) -> str:
+        """Describe it in half a sentence."""
+        names = [block.name for block in self.blocks if not block.left_out]
+        if not names:
+            return "no block can be computed again in the backward"
+        return f"{shown_blocks(names)} keep their input alone and compute again in the backward"
 
 
 def _leave_out_last(repeated: Sequence[Block], error: CheckpointError) -> LeftOutError:

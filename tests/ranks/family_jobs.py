@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from automicro import Microbatcher
 from automicro.features import RankReduction, WhenTooLarge
 from automicro.savers import offload
-from automicro.savers.levels import Recompute
-from automicro.savers.recompute import repeated_blocks
+from automicro.savers.recompute import Recompute, repeated_blocks
 from tests.ranks.steps import local
 from tests.savers.families import LANGUAGE, OTHERS, Family
 from tests.torture.engine.subject import begin_at_level

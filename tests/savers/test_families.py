@@ -18,7 +18,8 @@ from automicro.errors import UnsplittableModelError
 from automicro.features import WhenTooLarge
 from automicro.memory.budget import MemoryBudget
 from automicro.savers import offload
-from automicro.savers.levels import Level, Recompute
+from automicro.savers.levels import Level
+from automicro.savers.recompute import Recompute
 from tests.savers.families import LANGUAGE, OF_TORCHVISION, OTHERS, Family
 from tests.torture.engine.subject import begin_at_level
 

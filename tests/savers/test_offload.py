@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro.memory.budget import MemoryBudget
-from automicro.savers.offload import OffloadHooks, offloading
+from automicro.savers.offload import Offload, OffloadHooks
 
 ROWS = 300  # of 300 numbers: 360000 bytes
 
@@ -154,7 +154,7 @@ def test_host_memory_is_not_counted() -> None:
         leaf = torch.ones(ROWS, ROWS, requires_grad=True)
         with MemoryBudget(None).track(leaf) as budget:
             value = leaf
-            with offloading([]) if offloads else torch.enable_grad():
+            with Offload([]).applied() if offloads else torch.enable_grad():
                 for _ in range(20):
                     value = torch.sin(value)
                 held = budget.allocated_bytes
@@ -169,7 +169,7 @@ def test_host_memory_is_not_counted() -> None:
 def test_what_a_forward_saved_is_gone_with_its_output() -> None:
     # An operation that saves its own output must not be held by what was packed of it.
     leaf = torch.ones(3, requires_grad=True)
-    with offloading([]):
+    with Offload([]).applied():
         value = torch.relu(leaf * 2)
         saved = weakref.ref(value.untyped_storage())
         del value  # memory ran out, say: there is no backward
@@ -184,7 +184,7 @@ def test_subclasses_and_other_layouts_stay_what_they_are() -> None:
     leaf = rows().requires_grad_()
     named = rows().as_subclass(Named)
     sparse = torch.eye(ROWS).to_sparse().requires_grad_()
-    with offloading([]):
+    with Offload([]).applied():
         loss = (leaf * named).sum().as_subclass(torch.Tensor) + torch.sparse.mm(sparse, leaf).sum()
     loss.backward()
     assert torch.equal(leaf.grad, rows() + 1)  # type: ignore[arg-type]
@@ -193,7 +193,7 @@ def test_subclasses_and_other_layouts_stay_what_they_are() -> None:
 def test_memory_that_runs_out_on_the_way_back_is_told() -> None:
     leaf = torch.ones(ROWS, ROWS, requires_grad=True)
     budget = MemoryBudget(3 * ROWS * ROWS * 4 + 4096).track(leaf)
-    with budget, offloading([]):
+    with budget, Offload([]).applied():
         value = torch.sin(torch.sin(leaf))
         with pytest.raises(torch.OutOfMemoryError):
             value.sum().backward()

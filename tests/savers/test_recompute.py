@@ -17,7 +17,7 @@ from automicro.ranks.interface import StrayedError
 from automicro.reach import Reach
 from automicro.savers.levels import Level
 from automicro.savers.recompute import Block as Recomputed
-from automicro.savers.recompute import LeftOutError, _Saved, recomputing
+from automicro.savers.recompute import LeftOutError, Recompute, _Saved
 from automicro.transaction.rng import RandomState
 from tests.outside import Outside
 from tests.savers.models import MODELS, ROWS, WIDTH, Block, Codebook, batch_for, stack
@@ -708,7 +708,7 @@ def test_a_layer_finds_its_cache_as_it_was_and_leaves_it_so(num_held: int) -> No
     assert num_cached == num_held + 3
     CACHED.seen.clear()
     cache = made()
-    with recomputing([Recomputed("layer", layer)], lambda: RandomState([])):
+    with Recompute([Recomputed("layer", layer)], lambda: RandomState([])).applied():
         out, given_back = layer(x, past_key_values=cache)
         assert cache.get_seq_length(1) == num_held
         out.sum().backward()

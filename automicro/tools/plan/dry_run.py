@@ -32,15 +32,9 @@ from automicro.nested.parts import Nested
 from automicro.optimizer.reservation import StepMemory, predict_step_memory, undisturbed
 from automicro.options import PRECISIONS, check_loss
 from automicro.reach import captured_modules
-from automicro.savers.levels import (
-    Level,
-    NestedTail,
-    Offload,
-    Recompute,
-    Saver,
-    Savers,
-    make_levels,
-)
+from automicro.savers.levels import Level, NestedTail, Saver, Savers, make_levels
+from automicro.savers.offload import Offload
+from automicro.savers.recompute import Recompute
 from automicro.state.tensors import LARGE_BYTES
 from automicro.step.parts import SizedParts
 from automicro.tools.plan.kernels import STEP, TAIL, StepRecorder
@@ -161,7 +155,7 @@ class DryRun:
             TypeError, ValueError: as `make_levels`.
         """
         levels = make_levels(when_too_large, self._modules, torch.device("cpu"))
-        for saver in (saver for level in levels for saver in level.savers):
+        for saver in levels[-1].savers:  # the last level has all of them
             if isinstance(saver, Recompute) and self.is_fake:
                 # On tensors without data no generator draws, so recomputation has nothing to set
                 # back.

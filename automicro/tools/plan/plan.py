@@ -31,15 +31,9 @@ from automicro.options import (
     check_unwrapped,
     read_count,
 )
-from automicro.savers.levels import (
-    NESTED,
-    OFFLOAD,
-    RECOMPUTE,
-    Level,
-    Savers,
-    check_levels,
-)
-from automicro.savers.recompute import repeated_blocks
+from automicro.savers.levels import NESTED, Level, Savers, check_levels
+from automicro.savers.offload import OFFLOAD
+from automicro.savers.recompute import RECOMPUTE, repeated_blocks
 from automicro.tools.plan.devices import find_device, read_memory
 from automicro.tools.plan.dry_run import Conditions, DryRun, Job
 from automicro.tools.plan.kernels import CASTS, GATHERED, STAYING, STEP, TAIL
