@@ -221,14 +221,14 @@ class _Part(Convention):
         return Output(loss.detach(), {}, None)
 
     def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
-        output = self._compute(microbatch)
+        output = self._sliced.compute(microbatch, ())
         if not self.gives_count:
             return Output(output, {}, None)
         loss, count = output
         return Output(loss, {"its count": torch.as_tensor(count, dtype=torch.float64)}, None)
 
     def predict(self, model: nn.Module, microbatch: Any, **_: Any) -> Any:
-        output = self._compute(microbatch)
+        output = self._sliced.compute(microbatch, ())
         self.gives_count = is_counted(output)
         self.gives_loss = self.gives_count or is_loss(output)
         if self.flatten is not None:
@@ -240,9 +240,6 @@ class _Part(Convention):
 
     def targets(self, batch: Any) -> Any:
         return _targets_of(batch)
-
-    def _compute(self, rows: Any) -> Any:
-        return self._sliced.compute(rows, ())
 
 
 class _Comparison:

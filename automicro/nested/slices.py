@@ -501,15 +501,15 @@ class Gradients:
             whole, dim = self._sums[index], self._dims[index]
             is_first = not self._is_reached[index]
             self._is_reached[index] = True
-            if dim is None and gradient.is_sparse and (is_first or whole.is_sparse):
-                wide = gradient.to(whole.dtype)
-                self._sums[index] = wide if is_first else (whole + wide).coalesce()
-            elif dim is None and whole.is_sparse:
-                self._sums[index] = gradient.to(whole.dtype) + whole
-            elif dim is None:
-                whole += gradient
-            else:
+            if dim is not None:
                 whole.narrow(dim, start, num_rows).copy_(gradient)
+            elif is_first and gradient.is_sparse:
+                self._sums[index] = gradient.to(whole.dtype)
+            elif whole.is_sparse:
+                total = gradient.to(whole.dtype) + whole
+                self._sums[index] = total.coalesce() if total.is_sparse else total
+            else:
+                whole += gradient
 
     def all(self, factor: Tensor | None = None) -> list[Tensor | None]:
         """All of them, multiplied, in the types of inputs and parameters; None: not reached."""

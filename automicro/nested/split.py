@@ -207,7 +207,6 @@ class NestedSplit:
         self._about: _Known | None = None
         self._earlier: Any = None  # a forward that stood there before
         self._last: _Sizer | None = None
-        self._names: tuple[Any, list[str], str | None] | None = None
         self._has_warned = False
         self._is_inside = False
         self._thread: int | None = None  # that computes a slice
@@ -221,7 +220,7 @@ class NestedSplit:
 
     def __getstate__(self) -> dict[str, Any]:
         # These are of the modules and calls of the original: a copy finds its own.
-        forgotten: dict[str, Any] = {"_about": None, "_last": None, "_names": None, "_fixed": {}}
+        forgotten: dict[str, Any] = {"_about": None, "_last": None, "_fixed": {}}
         return {**vars(self), **forgotten, "_is_inside": False}
 
     def __repr__(self) -> str:
@@ -358,7 +357,7 @@ class NestedSplit:
                 "see through; take it away with .remove(), or differentiate with .backward()"
             )
         self._in_backward = False
-        names = self._names_of(forward, len(args))
+        names = _names_of(forward, len(args))
         batch: dict[str, Any] = {**dict(zip(names, args, strict=True)), **kwargs}
         shape: tuple[int, int] | None = None
         given = batch
@@ -414,17 +413,6 @@ class NestedSplit:
                 "have the gradients of the other; give each thread a copy, or let them wait for "
                 "each other"
             )
-
-    def _names_of(self, forward: Callable[..., Any], num_given: int) -> list[str]:
-        """The names of arguments that are given by their places."""
-        function = getattr(forward, "__func__", forward)
-        if self._names is None or self._names[0] is not function:
-            self._names = function, *_positions(forward)
-        _, names, rest = self._names
-        if num_given > len(names) and rest is None:
-            return [str(index) for index in range(num_given)]  # the call itself says what is wrong
-        more = num_given - len(names)
-        return [*names[:num_given], *(f"{rest}.{index}" for index in range(more))]
 
     def _call(
         self,
@@ -756,11 +744,11 @@ def _has_forward(module: Any) -> bool:
     return forward_of_class(module) is not nn.Module.forward or "forward" in vars(module)
 
 
-def _positions(function: Callable[..., Any]) -> tuple[list[str], str | None]:
-    """The names of arguments that have a place, and of what takes all further ones.
+def _names_of(function: Callable[..., Any], num_given: int) -> list[str]:
+    """The names of arguments that are given by their places.
 
-    >>> _positions(lambda x, y=1, *more, z: None)
-    (['x', 'y'], 'more')
+    >>> _names_of(lambda x, y=1, *more, z: None, 4)
+    ['x', 'y', 'more.0', 'more.1']
     """
     names, rest = [], None
     for parameter in inspect.signature(function).parameters.values():
@@ -768,7 +756,10 @@ def _positions(function: Callable[..., Any]) -> tuple[list[str], str | None]:
             names.append(parameter.name)
         elif parameter.kind is parameter.VAR_POSITIONAL:
             rest = parameter.name
-    return names, rest
+    num_more = num_given - len(names)
+    if num_more > 0 and rest is None:
+        return [str(index) for index in range(num_given)]  # the call itself says what is wrong
+    return [*names[:num_given], *(f"{rest}.{index}" for index in range(num_more))]
 
 
 def split(part: P, **options: Any) -> NestedSplit:
