@@ -321,7 +321,7 @@ def test_the_model_and_its_random_numbers_are_as_before_the_message() -> None:
 
 @pytest.mark.sweep
 def test_where_all_fits_a_part_runs_in_one_piece() -> None:
-    model, batch = Model(), batches(1, rows=64)[0]
+    model, batch = Model(), batches(1, rows=8)[0]
     microbatcher = Microbatcher(
         model,
         loss_fn=nn.CrossEntropyLoss(),
@@ -329,5 +329,5 @@ def test_where_all_fits_a_part_runs_in_one_piece() -> None:
     )
     for _ in range(3):
         result = microbatcher.backward(batch)
-    assert (result.microbatch_size, result.level) == (64, "plain")
-    assert result.nested_sizes == {"head": 64}
+    assert (result.microbatch_size, result.level) == (8, "plain")
+    assert result.nested_sizes == {"head": 8}

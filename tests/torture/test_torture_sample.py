@@ -176,7 +176,7 @@ class Places(FaultMode):
         self.found: list[int] = []
 
     def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        names = {frame.name for frame in traceback.extract_stack()}
+        names = {frame.f_code.co_name for frame, _ in traceback.walk_stack(None)}
         if {"recompute_fn", "compute_part"} <= names and not is_extra_pass():
             self.found.append(self.num_operations)
         return super().run(func, types, args, kwargs)
