@@ -37,9 +37,9 @@ from automicro.memory.budget import active_budget
 from automicro.memory.oom import Failure, classify
 from automicro.nested.slices import (
     Call,
+    Joined,
     Standing,
     computed_again,
-    join,
     naming,
     refuse_twice,
     summed,
@@ -548,7 +548,8 @@ def split_at_norms(call: Call, stages: Stages) -> Any:
 
 
 def _through_stages(call: Call, stages: Stages, sizes: Sequence[int]) -> Any:
-    cut, versions, outputs = call.cut(call.batch, sizes), stages.versions(), list[Any]()
+    cut, versions = call.cut(call.batch, sizes), stages.versions()
+    joined = Joined(call.num_rows)
     parameters = summed(call) if call.is_differentiated else tuple
     waiting = [{**stages.constants, **each} for each in cut.microbatches]
     devices: dict[fx.Node, torch.device] = {}
@@ -575,7 +576,7 @@ def _through_stages(call: Call, stages: Stages, sizes: Sequence[int]) -> Any:
                 del values[key]
             moments.append(found[1])
             if spec is stages.stages[-1]:
-                outputs.append(found[2])
+                joined.put(found[2], size)
             del given, found  # else they lie beside the next slice
         for node, of_slices in zip(spec.ahead, zip(*moments, strict=True), strict=True):
             layer, statistics = stages.norms[node], _combined(str(node.target), of_slices)
@@ -587,7 +588,7 @@ def _through_stages(call: Call, stages: Stages, sizes: Sequence[int]) -> Any:
     with torch.no_grad():
         for norm in norms.values():
             norm.commit()
-    return join(outputs, cut.sizes, call.num_rows)
+    return joined.outputs()
 
 
 def _combined(

@@ -417,35 +417,79 @@ def rows_of(output: Any, num_rows: int) -> list[Tensor]:
     return [leaf for _, leaf in leaves]
 
 
-def join(outputs: Sequence[Any], sizes: Sequence[int], num_rows: int) -> Any:
-    """The outputs of slices of these sizes as those of all rows.
+class Joined:
+    """The outputs of slices as those of all rows: else each of them would lie there twice.
 
-    Raises:
-        BatchError: slices have other shapes than the first.
-        UnsplittableModelError: they cannot be put together.
+    Args:
+        num_rows: of all slices together.
     """
-    pieces = [rows_of(*each) for each in zip(outputs, sizes, strict=True)]
-    num_missing = num_rows - sum(sizes)  # of tensors without data
-    shown = outputs[0]
-    for other in outputs[1:]:
-        own = iter(pieces[0])  # tensors are compared by identity
-        rest = map_tensors(other, lambda leaf: next(own, leaf))  # noqa: B023
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows, self._start, self._shown = num_rows, 0, None
+        self._whole: list[Tensor] = []
+        self._placed: list[list[Tensor]] = []
+
+    def put(self, output: Any, size: int) -> None:
+        """Take the output of the next slice.
+
+        Raises:
+            BatchError: it has other shapes than that of the first.
+            UnsplittableModelError: it cannot be put together with that.
+        """
+        leaves = rows_of(output, size)
+        if not self._whole:
+            # Without their memory, for they only show where tensors belong.
+            self._shown = map_tensors(output, lambda leaf: leaf.new_empty(0))
+            self._whole = [leaf.new_empty((self._num_rows, *leaf.shape[1:])) for leaf in leaves]
+            self._placed = [[] for _ in leaves]
+        known = iter([leaf for _, leaf in tensor_leaves(self._shown)])  # compared by identity
+        rest = map_tensors(output, lambda leaf: next(known, leaf))
         # Without data there is nothing to compare.
-        if not (isinstance(pieces[0][0], FakeTensor) or same_values(shown, rest)):
+        if not (isinstance(leaves[0], FakeTensor) or same_values(self._shown, rest)):
             what = "something that is another one for each slice (a number, a text, a None)"
             refuse_outputs("", f"beside tensors {what}")
-    found = []
-    for column in zip(*pieces, strict=True):
-        shapes = {each.shape[1:]: tuple(each.shape[1:]) for each in column}
-        if len(shapes) > 1:
-            raise BatchError(
-                f"slices of a part give shapes {' and '.join(map(str, shapes.values()))} behind "
-                "the rows; pad to the length of the whole batch, and not to that of the slice"
-            )
-        missing = [column[0].new_empty((num_missing, *column[0].shape[1:]))] * (num_missing > 0)
-        found.append(torch.cat([*column, *missing]))
-    waiting = iter(found)
-    return map_tensors(shown, lambda _: next(waiting))
+        for whole, placed, leaf in zip(self._whole, self._placed, leaves, strict=True):
+            if whole.shape[1:] != leaf.shape[1:]:
+                raise BatchError(
+                    f"slices of a part give shapes {tuple(whole.shape[1:])} and "
+                    f"{tuple(leaf.shape[1:])} behind the rows; pad to the length of the whole "
+                    "batch, and not to that of the slice"
+                )
+            placed.append(_apply(_Placed, leaf, [whole.narrow(0, self._start, size)]))
+        self._start += size
+
+    def outputs(self) -> Any:
+        """The outputs of all rows, in the structure of one slice's."""
+        pairs = zip(self._whole, self._placed, strict=True)
+        # In a list: autograd would take an input that is returned for a view of itself.
+        found = iter([_apply(_Whole, [whole], *placed) for whole, placed in pairs])
+        return map_tensors(self._shown, lambda _: next(found))
+
+
+class _Placed(torch.autograd.Function):
+    """Copies rows of a slice to their place. What stands for them then takes no memory."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, rows: list[Tensor]) -> Tensor:
+        rows[0].copy_(leaf)
+        return leaf.new_empty(()).expand(leaf.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None
+
+
+class _Whole(torch.autograd.Function):
+    """The rows of all slices, which lie in their places already."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: list[Tensor], *placed: Tensor) -> Tensor:
+        ctx.sizes = [len(each) for each in placed]
+        return whole[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, *torch.split_with_sizes(gradients[0][: sum(ctx.sizes)], ctx.sizes)
 
 
 def refuse_outputs(path: str, what: str) -> NoReturn:
@@ -635,8 +679,13 @@ def split_loss(call: Call, *, recompute: bool) -> Tensor:
 
 def split_outputs(call: Call) -> Any:
     """The outputs of a part for all rows, slice by slice."""
-    cut = call.cut(call.batch, call.sizes())
-    return join(list(call.run(cut, _how(call))), cut.sizes, call.num_rows)
+    cut, joined = call.cut(call.batch, call.sizes()), Joined(call.num_rows)
+    sizes = iter(cut.sizes)
+    for output in call.run(cut, _how(call)):
+        joined.put(output, next(sizes))
+        # Else it lies beside the next slice.
+        del output
+    return joined.outputs()
 
 
 def _how(call: Call) -> Callable[[int, Any], Any]:
