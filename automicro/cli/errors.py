@@ -137,12 +137,19 @@ def is_closed_pipe(error: BaseException) -> bool:
     cause = error.__context__ if isinstance(error, SystemExit) else error
     if not isinstance(cause, BrokenPipeError):
         return False
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # no such call, or no file
-        # It may come from any pipe of the user's: POLLERR tells that it is that of stdout.
+    if isinstance(error, SystemExit):
+        return True
+    try:
+        sys.stdout.flush()
+        # A BrokenPipeError may come from any pipe of the user's: POLLERR tells that it is that of
+        # stdout.
         poll = select.poll()
         poll.register(sys.stdout.fileno(), select.POLLOUT)
-        return any(event & select.POLLERR for _, event in poll.poll(0))
-    return False
+    except BrokenPipeError:
+        return True
+    except (AttributeError, OSError, ValueError):  # no such call here, or no file behind stdout
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def forget_stdout() -> None:
