@@ -1,31 +1,22 @@
 """Loops written with accelerate: a step stands where forward and ``accelerator.backward`` stood."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from automicro.features import with_features
-from automicro.integrations.host import import_host, require_seam
+from automicro.integrations.host import check_options, import_host, microbatcher_of, require_seam
 from automicro.microbatcher import Microbatcher
-from automicro.step.results import StepResult, Where
+from automicro.step.results import StepResult
 
 _accelerate = import_host("accelerate", extra="accelerate")
 
 SUPPORTED = "accelerate 1.10 or later"
 
-_ENGINES = {
-    "DEEPSPEED": "DeepSpeed",
-    "MEGATRON_LM": "Megatron-LM",
-    "XLA": "torch_xla",
-}
-_ACCELERATORS = {
-    "backward": "it is accelerator.backward, which scales the loss as the accelerator was told to",
-    "precision": (
-        "autocast is the accelerator's, around the model's forward; pass "
-        "Accelerator(mixed_precision='bf16') for it"
-    ),
+_ENGINES = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "XLA": "torch_xla"}
+_OWN = {
+    "backward": "accelerator.backward, which scales the loss as the accelerator was told to",
+    "precision": "Accelerator(mixed_precision='bf16'), with autocast around the forward",
 }
 
 
@@ -33,11 +24,6 @@ def microbatcher(
     accelerator: Any,
     model: nn.Module,
     optimizer: Any = None,
-    *,
-    loss_fn: Callable[..., Any] | None = None,
-    forward: Callable[..., Any] | None = None,
-    scales_for_ranks: bool = False,
-    probe: bool | str = "error",
     **options: Any,
 ) -> Microbatcher:
     """A `Microbatcher` for what ``accelerator.prepare`` gave: its backward, its scaler, its ranks.
@@ -50,13 +36,10 @@ def microbatcher(
         accelerator: an ``accelerate.Accelerator``.
         model: as it came out of ``accelerator.prepare``.
         optimizer: as it came out of there; memory for its state is reserved while sizes are found.
-        loss_fn: ``loss_fn(model(inputs), targets)`` on batches of ``(inputs, targets)``.
-        forward: ``forward(model, microbatch)`` returning the loss or ``(loss, outputs)``. Without
-            both, the model is called as ``model(**batch).loss``.
-        scales_for_ranks: False for what accelerate does: each rank's loss is a mean of its own, and
-            these are averaged. True for the gradient of all ranks' rows (or tokens) as one batch.
-        probe: as in `Microbatcher`; a loss that turns out to be another mean is refused.
-        options: further ones of `Microbatcher`, such as ``loss_average`` or ``memory_limit``.
+        options: those of `Microbatcher`, such as ``loss_fn``, ``forward``, ``loss_average`` or
+            ``memory_limit``. ``scales_for_ranks`` is False for what accelerate does: each rank's
+            loss is a mean of its own, and these are averaged; True for the gradient of all ranks'
+            rows (or tokens) as one batch.
 
     Raises:
         TypeError: what is given is no accelerator, or an option is the accelerator's to decide.
@@ -81,22 +64,14 @@ def microbatcher(
         False
     """
     _check_accelerator(accelerator)
-    # By name, as Microbatcher knows both and would take them.
-    for name in _ACCELERATORS.keys() & options.keys():
-        raise TypeError(f"{name}={options[name]!r} was given: {_ACCELERATORS[name]}; leave it out")
-    _check_kind(accelerator)
+    check_options("microbatcher", options, _OWN)
+    check_kind(accelerator)
     _check_prepared(accelerator, model, optimizer)
     if accelerator.scaler is not None:
         # It makes its scale when it is first used, and that would be inside an attempt.
         accelerator.scaler.scale(torch.zeros((), device=accelerator.device))
-    options |= {"probe": probe, "scales_for_ranks": scales_for_ranks}
-    step = _InAccelerator(
-        accelerator,
-        model,
-        loss_fn=loss_fn,
-        forward=forward,
-        optimizer=optimizer,
-        **with_features(options),
+    step = microbatcher_of(
+        model, options, kind=_InAccelerator, accelerator=accelerator, optimizer=optimizer
     )
     # `prepare` leaves a model unwrapped that has no gradients, or on request (device_placement).
     if step.ranks.world_size != accelerator.num_processes:
@@ -111,26 +86,18 @@ def microbatcher(
 class _InAccelerator(Microbatcher):
     """Asks, for each batch, whether what accelerate has set goes with it."""
 
-    def __init__(self, accelerator: Any, model: nn.Module, **options: Any) -> None:
+    def __init__(self, model: nn.Module, *, accelerator: Any, **options: Any) -> None:
         def backward(loss: Tensor) -> None:
             accelerator.backward(loss)
 
         super().__init__(model, backward=backward, **options)
         self._accelerator = accelerator
 
-    def accumulate(
-        self,
-        batches: Sequence[Any],
-        metrics: Any = None,
-        *,
-        accept: Callable[[Tensor], bool] | None = None,
-        return_outputs: Where = False,
-    ) -> StepResult:
-        # It may be an iterator, and its length is asked for.
+    def accumulate(self, batches: Any, *args: Any, **named: Any) -> StepResult:
         batches = list(batches)
         self._refuse_division(len(batches))
         self._refuse_unsynchronized()
-        return super().accumulate(batches, metrics, accept=accept, return_outputs=return_outputs)
+        return super().accumulate(batches, *args, **named)
 
     def _refuse_division(self, num_batches: int) -> None:
         steps = self._accelerator.gradient_accumulation_steps
@@ -164,7 +131,12 @@ def _check_accelerator(accelerator: Any) -> None:
     require_seam(accelerator, "backward", ["loss"], host="accelerate", supported=SUPPORTED)
 
 
-def _check_kind(accelerator: Any) -> None:
+def check_kind(accelerator: Any) -> None:
+    """Refuse an accelerator under which no failed attempt can be undone.
+
+    Raises:
+        ValueError: it is one; with the remedy.
+    """
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if kind in _ENGINES:
         raise ValueError(

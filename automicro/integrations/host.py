@@ -12,7 +12,7 @@ import numbers
 import re
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -26,10 +26,12 @@ from automicro.batch.tensors import builder, map_tensors, open_container, tensor
 from automicro.batch.types import STRUCTURES, kind_of
 from automicro.checking.reading import LOSS, Reading, relative_errors
 from automicro.errors import BatchError, LossError, MetricWarning, warn
-from automicro.features import WORDS
+from automicro.features import WORDS, with_features
 from automicro.loss.conventions import Output
+from automicro.loss.passes import is_extra_pass
 from automicro.microbatcher import Microbatcher
 from automicro.state.part import State
+from automicro.step.results import EvalResult, StepResult
 from automicro.values import OBJECT, kinds_of
 
 _MISSING = object()
@@ -56,21 +58,6 @@ class Group:
     whole_loss: float
     error: float
     ratio: float
-
-    @classmethod
-    def of(
-        cls, place: str, found: Reading, whole: Reading, *, rows: tuple[int, ...], divisor: int
-    ) -> "Group":
-        """The comparison of the host's gradient with that of one batch."""
-        return cls(
-            place=place,
-            rows=rows,
-            divisor=divisor,
-            loss=found.numbers[LOSS],
-            whole_loss=whole.numbers[LOSS],
-            error=max(relative_errors(found, whole).values()),
-            ratio=found.norm / whole.norm if whole.norm else 1.0,
-        )
 
     def __str__(self) -> str:
         counts = " + ".join(map(str, self.rows))
@@ -114,30 +101,80 @@ class AccumulationReport:
         )
 
 
-def check_options(taken: str, options: Mapping[str, Any], *, own: Sequence[str], who: str) -> None:
-    """Refuse an option of ``enable`` that there is not, or that the host says.
+def compare_accumulation(
+    places: Mapping[str, Sequence[Any]],
+    gradient: Callable[[Sequence[Any], int], Reading],
+    join: Callable[[Sequence[Any]], Any],
+    *,
+    rows_of: Callable[[Any], int],
+    divisor: int,
+    precision: str,
+    remedy: str,
+) -> AccumulationReport:
+    """Compare the gradients of a host's steps, by place, with those of their rows in one batch."""
+    groups = []
+    for place, batches in places.items():
+        found, whole = gradient(batches, divisor), gradient([join(batches)], 1)
+        groups.append(
+            Group(
+                place=place,
+                rows=tuple(map(rows_of, batches)),
+                divisor=divisor,
+                loss=found.numbers[LOSS],
+                whole_loss=whole.numbers[LOSS],
+                error=max(relative_errors(found, whole).values()),
+                ratio=found.norm / whole.norm if whole.norm else 1.0,
+            )
+        )
+    tolerance = 3e-2 if "16" in precision else 1e-9 if "64" in precision else 1e-4
+    return AccumulationReport(groups=tuple(groups), tolerance=tolerance, remedy=remedy)
 
-    Args:
-        taken: what ``enable`` takes, in a word.
-        options: that were given beside it.
-        own: names of those that the host says.
-        who: says them.
+
+OURS = (
+    "model", "loss_fn", "forward", "backward", "optimizer", "precision", "device", "state",
+    "scales_for_ranks", "carry_layout", "update_metric",
+)  # fmt: skip
+"""Arguments of a `Microbatcher` and words for features that trainers give themselves."""
+
+
+def check_options(call: str, options: Mapping[str, Any], own: Mapping[str, str]) -> None:
+    """Refuse an option that there is not, or that is the host's own.
 
     Raises:
         TypeError: one of these was given.
 
-    Example:
-        >>> check_options("model", {"microbatch_size": 4}, own=["forward"], who="the host")
+    >>> check_options("enable", {"microbatch_size": 4}, {"forward": "the host's"})
     """
-    for name in own:
-        if name in options:
-            raise TypeError(f"enable({taken}, {name}=…): {who} says that itself; leave it out")
-    unknown = set(options) - {*inspect.signature(Microbatcher).parameters, *WORDS}
-    if unknown:
-        raise TypeError(
-            f"enable has no option {', '.join(sorted(unknown))}; use those of Microbatcher: "
-            "microbatch_size, eval_microbatch_size, loss_average, memory_limit …"
-        )
+    known = {*inspect.signature(Microbatcher).parameters, *WORDS} - {*own}
+    for name in options:
+        if name in own:
+            raise TypeError(f"{call}({name}=…): that is {own[name]}; leave it out")
+        if name not in known:
+            raise TypeError(
+                f"{call}({name}=…) is not known; give options of Microbatcher: "
+                f"{', '.join(sorted(known))}"
+            )
+
+
+def microbatcher_of(
+    model: nn.Module,
+    options: Mapping[str, Any],
+    *,
+    kind: type[Microbatcher] = Microbatcher,
+    **own: Any,
+) -> Microbatcher:
+    """A Microbatcher with the options of a user, and what a host says itself.
+
+    In a host each rank's loss is a mean of its own, and a wrong average would go unseen.
+    """
+    given = {"probe": "error", "scales_for_ranks": False, **options, **own}
+    return kind(model, **with_features(given))
+
+
+def is_written_by(hosts: Iterable[str], code: Any) -> bool:
+    """Whether a class or a function, under its decorators, is of one of these packages."""
+    module = getattr(inspect.unwrap(code), "__module__", None)
+    return str(module).partition(".")[0] in hosts
 
 
 def import_host(name: str, *, extra: str) -> ModuleType:
@@ -231,15 +268,13 @@ class Growing(NamedTuple):
 
     Attributes:
         what: it is, in words.
+        key: the last name in there.
         values: the list.
-        name: of what its entries are means over, where that is not rows.
-        reduce: how entries become one, as far as that is known.
     """
 
     what: str
+    key: str
     values: list[Any]
-    name: str = ""
-    reduce: str = "mean"
 
 
 @dataclass(kw_only=True)
@@ -297,13 +332,15 @@ class Recorded:
     loss of the batch. What has rows is joined. All else is named once.
 
     Args:
+        beside: gives what steps change beside the model, by name; first what has the step, whose
+            own lists are joined.
+        is_own: whether an attribute of one of these is the user's: its object, name and value.
+        hosts: packages of the host.
+        skip: gives further objects that stay as they become.
         dims: where tensors may have rows.
         sorted_by: what rows are sorted by the cost of, in the plural; None for rows in order.
-        lists: gives lists that a step may append to.
         concat: joins tensors with rows.
-        beside: gives what steps change beside the model, by name.
-        skip: gives objects in there that stay as they become.
-        apart: ends of names of what adds up there.
+        apart: ends of names of what adds up.
 
     Attributes:
         rows: of each microbatch.
@@ -312,10 +349,10 @@ class Recorded:
         >>> recorded, told = Recorded(), []
         >>> recorded.begin()
         >>> for rows, value in ((2, 0.5), (1, 2.0)):
-        ...     recorded.begin_microbatch(rows)
-        ...     tell = lambda value, weight: told.append(value)
-        ...     recorded.note("accuracy", value, weight=rows, tell=tell)
-        ...     recorded.end_microbatch()
+        ...     with recorded.step(rows):
+        ...         tell = lambda value, weight: told.append(value)
+        ...         recorded.note("accuracy", value, weight=rows, tell=tell)
+        ...         recorded.came_to(None)
         >>> recorded.prepare()
         >>> recorded.tell(None)
         >>> told
@@ -324,24 +361,27 @@ class Recorded:
 
     def __init__(
         self,
+        beside: Callable[[], Mapping[str, Any]] = dict,
+        is_own: Callable[[Any, str, Any], bool] = lambda owner, name, value: True,
+        hosts: Sequence[str] = (),
         *,
+        skip: Callable[[], Sequence[Any]] = tuple,
         dims: Sequence[int] = (0,),
         sorted_by: str | None = None,
-        lists: Callable[[], Sequence[Growing]] = tuple,
         concat: Callable[[list[Tensor], int], Tensor] = torch.cat,
-        beside: Callable[[], Mapping[str, Any]] = dict,
-        skip: Callable[[], Sequence[Any]] = tuple,
         apart: tuple[str, ...] = (),
     ) -> None:
-        self._apart = apart
-        self._roots = beside
-        self._beside = State(beside, skip=skip, is_held=False)
-        # From the second microbatch on: what changes again there would have changed once in a whole
-        # batch, or not at all.
-        self._second = State(beside, skip=skip, is_held=False)
+        self._roots, self._is_own, self._hosts, self._apart = beside, is_own, hosts, apart
+
+        def skipped() -> list[Any]:
+            others = [self._of(each, False).values() for each in beside().values()]
+            return [*skip(), *itertools.chain(*others)]
+
+        self._beside = State(beside, skip=skipped, is_held=False)
+        self._second = State(beside, skip=skipped, is_held=False)
         # At what microbatches change: in training, and in evaluation.
         self._looks: collections.Counter[bool] = collections.Counter()
-        self._dims, self._sorted_by, self._lists, self._concat = dims, sorted_by, lists, concat
+        self._dims, self._sorted_by, self._concat = dims, sorted_by, concat
         self._verdicts: dict[_Key, str] = {}
         self._named: set[str] = set()
         self._heard: _Heard | None = None
@@ -394,13 +434,18 @@ class Recorded:
         """Whether the batch has several microbatches, as far as they have begun."""
         return len(self.rows) > 1
 
-    def begin_microbatch(self, rows: int, counts: Mapping[str, float] | None = None) -> None:
-        """The step of a microbatch begins.
+    @contextlib.contextmanager
+    def step(self, rows: int, counts: Mapping[str, float] | None = None) -> Iterator[None]:
+        """Around the step of some rows: of a microbatch, or of a check, which is not reported.
 
         Args:
             rows: it has.
             counts: what else means are over, by the name of a list.
         """
+        if is_extra_pass():
+            with self._hearing(rows, counts or {}):
+                yield
+            return
         self.rows.append(rows)
         trains = torch.is_grad_enabled()
         # A comparison of all that a trainer holds costs time, and a step does the same each time.
@@ -411,13 +456,33 @@ class Recorded:
         self._times.clear()
         self._counts.append(counts or {})
         self._is_open = True
+        yield
 
-    def end_microbatch(self, loss: Tensor | None = None) -> None:
-        """It is over, and came to this."""
+    def came_to(
+        self,
+        loss: Tensor | None,
+        outputs: Any = None,
+        *,
+        own: Tensor | None = None,
+        is_kept: bool = False,
+    ) -> Output | None:
+        """The step is over; gives what a check sees of it, None for a microbatch.
+
+        Args:
+            loss: that is trained on.
+            outputs: of the step.
+            own: the loss that the step gave, where it is another.
+            is_kept: whether `values` is asked for the outputs.
+        """
+        if self._heard is not None:
+            return self._seen(loss, outputs, own)
+        if outputs is not None:
+            self.note(RETURNS, outputs, is_kept=is_kept)
         self._is_open = False
-        self._losses.append(None if loss is None else loss.detach())
+        came_to = loss if own is None else own
+        self._losses.append(None if came_to is None else came_to.detach())
         self._note_lengths()
-        self._pack()
+        return None
 
     def note(
         self,
@@ -519,29 +584,34 @@ class Recorded:
     def _note_lengths(self) -> None:
         self._lengths.append({each.what: len(each.values) for each in self._lists()})
 
-    def _pack(self) -> None:
-        """Let the numbers of a microbatch share one block of memory: there may be many of both."""
-        index = len(self.rows) - 1
-        for dtype in (torch.float32, torch.float64):
-            notes = [
-                each
-                for each in self._notes.values()
-                if each.indices[-1] == index and _is_of(each.values[-1], dtype)
-            ]
-            if len(notes) > 1:
-                # The allocator gives each tensor of one number a block of 512 bytes.
-                packed = torch.stack([each.values[-1] for each in notes])
-                for each, value in zip(notes, packed.unbind(), strict=True):
-                    each.values[-1] = value
+    def _of(self, owner: Any, is_own: bool) -> dict[str, Any]:
+        """Attributes that are the user's, or those that are not."""
+        table = getattr(owner, "__dict__", {})
+        return {k: v for k, v in table.items() if self._is_own(owner, k, v) == is_own}
+
+    def _lists(self) -> list[Growing]:
+        """Lists in attributes, in dictionaries there, and in objects that are not a host's."""
+        name, owner = next(iter(self._roots().items()), ("", None))
+        found: list[Growing] = []
+        waiting = [(f"{name}.{key}", key, value) for key, value in self._of(owner, True).items()]
+        for path, key, value in waiting:  # which grows
+            if isinstance(value, list):
+                found.append(Growing(path, key, value))
+            elif isinstance(value, dict) and path.count("[") < _DEEPEST:
+                waiting += [(f"{path}[{key!r}]", str(key), each) for key, each in value.items()]
+            elif path.count(".") == 1 and OBJECT in kinds_of(type(value)):
+                is_users = not isinstance(value, nn.Module)
+                if is_users and not is_written_by(self._hosts, type(value)):
+                    waiting += [(f"{path}.{key}", key, each) for key, each in vars(value).items()]
+        return found
 
     # In a check of some rows together and in parts
 
     @contextlib.contextmanager
-    def hearing(self, rows: int, counts: Mapping[str, float] | None = None) -> Iterator[None]:
-        """Around the step of an extra pass, which is not reported."""
+    def _hearing(self, rows: int, counts: Mapping[str, float]) -> Iterator[None]:
         self._heard, self._heard_rows = {}, rows
         self._times.clear()
-        self._counts.append(counts or {})
+        self._counts.append(counts)
         self._note_lengths()
         self._beside.begin()
         added: dict[str, float] = {}
@@ -571,14 +641,8 @@ class Recorded:
         found = {path: _number(_at(roots, path)) for path in captured.changed()} if captured else {}
         return {path: number for path, number in found.items() if number is not None}
 
-    def seen(self, loss: Tensor | None, outputs: Any = None, own: Tensor | None = None) -> Output:
-        """The step that has run, as a check sees it: its loss, outputs with rows, and numbers.
-
-        Args:
-            loss: that is trained on.
-            outputs: of the step.
-            own: the loss that the step gave, where it is another.
-        """
+    def _seen(self, loss: Tensor | None, outputs: Any, own: Tensor | None) -> Output:
+        """The loss, outputs with rows, and numbers of the step that has run."""
         assert self._heard is not None
         rows, kept = self._heard_rows, {}
         for path, each in tensor_leaves(_without_lists(outputs, rows)):
@@ -587,7 +651,7 @@ class Recorded:
                 kept[path] = each.movedim(dims[0], 0) if dims else each
         for what, each in _numbers_in(RETURNS, outputs):
             self._hear(what, each, rows)
-        for what, values, name, _ in self._lists():
+        for what, name, values in self._lists():
             new = values[self._lengths[-1].get(what, 0) :]
             for value in new if len(new) != rows or rows == 1 else ():
                 for label, each in _numbers_in(what, value):
@@ -844,7 +908,7 @@ class Recorded:
 
     def _join_list(self, growing: Growing) -> None:
         """Let a list have the entries of the batch, where each microbatch has appended its own."""
-        what, values, name, reduce = growing
+        what, name, values = growing
         ends = [each.get(what, 0) for each in self._lengths]
         pieces = [values[one:other] for one, other in itertools.pairwise(ends)]
         lengths = [len(each) for each in pieces]
@@ -862,7 +926,7 @@ class Recorded:
             )
             return
         for nth, each in enumerate(zip(*pieces, strict=True)):
-            note = _Note(what=what, nth=nth, reduce=reduce, values=list(each), is_count=False)
+            note = _Note(what=what, nth=nth, values=list(each), is_count=False)
             note.indices = list(range(len(each)))
             note.weights = [counts.get(name) for counts in self._counts]
             # In place, as others may hold this very list.
@@ -904,40 +968,6 @@ class Recorded:
             warn(text, MetricWarning)
 
 
-def lists_in(
-    name: str, table: Mapping[str, Any], *, hosts: Sequence[str] = ()
-) -> Iterator[tuple[str, str, list[Any]]]:
-    """Lists in attributes, in dictionaries there, and in objects that are not a host's.
-
-    Args:
-        name: of what has the attributes.
-        table: these, by name.
-        hosts: packages of the host.
-
-    Yields:
-        The path, the last name or key in it, and the list.
-
-    Example:
-        >>> table = {"losses": [], "kept": {"outputs": []}}
-        >>> [path for path, _, _ in lists_in("self", table)]
-        ['self.losses', "self.kept['outputs']"]
-    """
-    # A work list and no recursion, as an object may lead back to itself.
-    waiting = [(f"{name}.{key}", key, value) for key, value in table.items()]
-    for path, key, value in waiting:  # which grows
-        if isinstance(value, list):
-            yield path, key, value
-        elif isinstance(value, dict) and path.count("[") < _DEEPEST:
-            waiting += [(f"{path}[{key!r}]", str(key), each) for key, each in value.items()]
-        elif path.count(".") == 1 and _is_users(value, hosts):
-            waiting += [(f"{path}.{key}", key, each) for key, each in vars(value).items()]
-
-
-def _is_users(value: Any, hosts: Sequence[str]) -> bool:
-    is_object = OBJECT in kinds_of(type(value)) and not isinstance(value, nn.Module)
-    return is_object and type(value).__module__.partition(".")[0] not in hosts
-
-
 def detached(value: Any) -> Any:
     """Without the graph, which holds the memory of the forward."""
     if isinstance(value, Tensor):
@@ -950,10 +980,6 @@ def is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.dim() == 0 and value.dtype is not torch.bool and not value.is_complex()
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def _is_of(value: Any, dtype: torch.dtype) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 0 and value.dtype is dtype
 
 
 def _number(value: Any) -> float | None:
@@ -1080,6 +1106,28 @@ class Replacements:
 
     def __exit__(self, *error: object) -> None:
         self.undo()
+
+
+class Results:
+    """The results of a host's steps.
+
+    Attributes:
+        last: of the last training batch; None before the first.
+        last_evaluation: of the last evaluated one.
+    """
+
+    last: StepResult | None = None
+    last_evaluation: EvalResult | None = None
+
+    @property
+    def microbatch_size(self) -> int | None:
+        """Rows of the largest microbatch of the last training batch; None before the first."""
+        return None if self.last is None else self.last.microbatch_size
+
+    @property
+    def eval_microbatch_size(self) -> int | None:
+        """The same of the last evaluated batch."""
+        return None if self.last_evaluation is None else self.last_evaluation.microbatch_size
 
 
 class _StandIn:

@@ -21,15 +21,16 @@ from torch import Tensor, nn
 
 from automicro.batchnorm import find_batchnorm
 from automicro.errors import BatchNormWarning, LossError, UnsplittableModelError, warn
-from automicro.features import with_features
 from automicro.integrations.host import (
-    Growing,
+    OURS,
     Recorded,
     Replacements,
+    Results,
     check_options,
     import_host,
     is_number,
-    lists_in,
+    is_written_by,
+    microbatcher_of,
     require_seam,
 )
 from automicro.loss.passes import is_extra_pass
@@ -54,11 +55,14 @@ except ModuleNotFoundError as error:
 _global_state = import_host("keras.src.backend.common.global_state", extra="keras")
 
 SUPPORTED = "Keras 3.7 or later"
-_OWN = (
-    "forward", "backward", "loss_fn", "optimizer", "modules", "precision", "device", "state",
-    "update_metric", "carry_layout", "batch_layout", "scales_for_ranks", "eval_loss_average",
-    "microbatch_unit", "padding", "cut_padding",
-)  # fmt: skip
+_OWN = dict.fromkeys(
+    (
+        *(*OURS, "modules", "eval_loss_average"),
+        *("batch_layout", "microbatch_unit", "padding", "cut_padding"),
+    ),
+    "Keras' to say",
+)
+_HOSTS = ("keras",)
 _MEANS = ("sum_over_batch_size", "mean")
 _SEED = "global_seed_generator"
 _OF_EVERY_MODEL = frozenset(vars(keras.Model())) | {"automicro", "history"}
@@ -84,7 +88,7 @@ def enable(model: Any, **options: Any) -> Any:
         TypeError: no model of Keras', or an option that Keras decides.
         ImportError: Keras is missing, or a version that does not have what this stands on.
     """
-    check_options("model", options, own=_OWN, who="Keras")
+    check_options("enable", options, _OWN)
     if not isinstance(model, keras.Model):
         raise TypeError(
             f"enable takes a keras.Model, not a {type(model).__name__}; for a loop of your "
@@ -99,12 +103,12 @@ def enable(model: Any, **options: Any) -> Any:
     }
     for name, parameters in seams.items():
         require_seam(keras.Model, name, parameters, host="keras", supported=SUPPORTED)
-    refuse(model)
+    _refuse(model)
     model.automicro = Enabled(model, options)
     return model
 
 
-def refuse(model: Any) -> None:
+def _refuse(model: Any) -> None:
     """Say what about a model would be wrong with whole batches in microbatches.
 
     Raises:
@@ -168,19 +172,12 @@ def refuse(model: Any) -> None:
         raise ValueError(f"automicro cannot be enabled for this {type(model).__name__}: {why}")
 
 
-class Enabled:
-    """The replacement for the steps of one model; made by `enable`, as ``model.automicro``.
-
-    Attributes:
-        last: the result of the last training batch; None before the first.
-        last_evaluation: of the last batch that was evaluated.
-    """
+class Enabled(Results):
+    """The replacement for the steps of one model; made by `enable`, as ``model.automicro``."""
 
     def __init__(self, model: Any, options: Mapping[str, Any]) -> None:
-        self.last: StepResult | None = None
-        self.last_evaluation: EvalResult | None = None
         self._model = model
-        self._options = {"probe": "error", **options}
+        self._options = {**options}
         self._average = self._options.pop("loss_average", "auto")
         # Taken out of the options: Keras' layers are none that torch's warning would find.
         self._batchnorm = check_choice(
@@ -190,9 +187,9 @@ class Enabled:
         self._made: _Made | None = None
         self._returned: list[str] = []  # names, by a compute_metrics of the model's own
         self._recorded = Recorded(
-            lists=self._lists,
-            beside=self._beside,
-            skip=self._apart,
+            self._beside,
+            self._is_of_a_user,
+            _HOSTS,
             # A metric's own list has an entry for each update: what it comes to is its affair.
             apart=tuple(f"{digit}]" for digit in range(10)),
         )
@@ -203,16 +200,6 @@ class Enabled:
         put(model, "test_step", self._test_step)
         self._own_predict_step = put(model, "predict_step", self._predict_step)
         self._forget_functions()
-
-    @property
-    def microbatch_size(self) -> int | None:
-        """Rows of the largest microbatch of the last training batch; None before the first."""
-        return None if self._made is None else self._made.microbatcher.microbatch_size
-
-    @property
-    def eval_microbatch_size(self) -> int | None:
-        """The same of the last evaluated batch."""
-        return None if self._made is None else self._made.microbatcher.eval_microbatch_size
 
     def disable(self) -> None:
         """Give the model its own steps back."""
@@ -299,20 +286,21 @@ class Enabled:
         average = read_average(self._model, self._average)
         counts = average if callable(average) else None
         new = _Made(key=key, is_sum=average == "none")
-        beside = {
+        beside: dict[str, Any] = {
             "update_metric": lambda metric, outputs, flat: metric.update(
                 lambda: self._count(new, outputs, new.pack(flat))
             ),
             "state": [self._recorded, *filter(_is_own, metrics_of(self._model))],
         }
-        new.microbatcher = Microbatcher(
+        new.microbatcher = microbatcher_of(
             Variables(self._model, variables),
+            self._allowed(),
             forward=lambda _, flat: self._recording(new, flat),
             backward=self._backward,
             loss_average=average if counts is None else lambda flat: counts(new.pack(flat)),
             modules=list(_of_torch(self._model).values()),
             batchnorm="ignore",  # Keras' layers are none of torch's, and warned of here
-            **with_features({**self._allowed(), **beside}),
+            **beside,
         )
         return new
 
@@ -321,17 +309,15 @@ class Enabled:
         recorded, data, rows = self._recorded, made.pack(flat), _rows_of(flat)
         if made.phase == "predict":
             return None, self._own_predict_step(data)
-        if not is_extra_pass():
-            recorded.begin_microbatch(rows)
-            with self._listening(rows < _rows_of(made.flat)):
-                return self._forward(made, data)
-        with recorded.hearing(rows), self._listening():
+        with recorded.step(rows), self._listening(is_extra_pass() or rows < _rows_of(made.flat)):
             loss, outputs = self._forward(made, data)
+            if not is_extra_pass():
+                return loss, outputs
             self._update(made, outputs, data)
-            return recorded.seen(loss, outputs)
+            return recorded.came_to(loss, outputs)
 
     @contextlib.contextmanager
-    def _listening(self, listens: bool = True) -> Iterator[None]:
+    def _listening(self, listens: bool) -> Iterator[None]:
         """Keep what metrics are told that is of no row, which a batch would have told once."""
         kinds = dict.fromkeys(
             kind
@@ -395,18 +381,10 @@ class Enabled:
         scaled = self._model.optimizer.scale_loss(loss)
         scaled.backward()
 
-    def _of_its_own(self) -> dict[str, Any]:
-        """Attributes of the model that are neither Keras' nor torch's, and no part of it."""
-        parts = keras.Layer, keras.Variable, keras.metrics.Metric, nn.Module
-        return {
-            name: each
-            for name, each in vars(self._model).items()
-            if name not in _OF_EVERY_MODEL and not isinstance(each, parts)
-        }
-
-    def _lists(self) -> list[Growing]:
-        found = lists_in("model", self._of_its_own(), hosts=("keras",))
-        return [Growing(path, value) for path, _, value in found]
+    def _is_of_a_user(self, owner: Any, name: str, value: Any) -> bool:
+        """Whether an attribute is neither Keras' nor torch's, and no part of the model."""
+        is_part = isinstance(value, keras.Layer | keras.Variable | keras.metrics.Metric | nn.Module)
+        return owner is not self._model or not (is_part or name in _OF_EVERY_MODEL)
 
     def _beside(self) -> dict[str, Any]:
         """The model and metrics that Keras did not write, whose variables are parameters there."""
@@ -416,15 +394,10 @@ class Enabled:
             found |= {each.name: each, f"{each.name}_variables": variables}
         return found
 
-    def _apart(self) -> list[Any]:
-        """Objects of Keras' or torch's: parts of the model are rolled back by themselves."""
-        own = self._of_its_own()
-        return [each for name, each in vars(self._model).items() if name not in own]
-
     def _count(self, made: "_Made", outputs: Any, data: Any) -> None:
         with self._listening(_rows_of(made.flat) > self._recorded.rows[-1]):
             self._update(made, outputs, data)
-        self._recorded.end_microbatch(made.loss)
+        self._recorded.came_to(made.loss)
 
     def _update(self, made: "_Made", outputs: Any, data: Any) -> None:
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -577,8 +550,7 @@ def _may_compare(loss: Any) -> bool:
         return loss.lower() == "circle"
     function = getattr(loss, "fn", loss)
     name = getattr(function, "__name__", type(function).__name__)
-    module = getattr(function, "__module__", None) or ""
-    return name.lower() == "circle" or not module.startswith("keras.")
+    return name.lower() == "circle" or not is_written_by(_HOSTS, function)
 
 
 def _sum_of_weights(data: Any) -> Any:
@@ -654,7 +626,7 @@ def metrics_of(model: Any) -> list[Any]:
 
 def _is_own(metric: Any) -> bool:
     """Whether other code than Keras wrote a metric, which may count in attributes."""
-    return type(metric).__module__.partition(".")[0] != "keras"
+    return not is_written_by(_HOSTS, type(metric))
 
 
 def _rows_of(flat: Mapping[str, Any]) -> int:

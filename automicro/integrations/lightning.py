@@ -27,18 +27,19 @@ from automicro.batch.tensors import tensor_leaves
 from automicro.checking.draws import HeldDraws
 from automicro.checking.reading import LOSS, Reading
 from automicro.errors import BatchError, LossError, MetricWarning, RollbackError
-from automicro.features import WORDS, with_features
 from automicro.integrations.host import (
+    OURS,
     RETURNS,
     AccumulationReport,
-    Group,
-    Growing,
     Recorded,
     Replacements,
+    check_options,
+    compare_accumulation,
     detached,
     import_host,
     is_number,
-    lists_in,
+    is_written_by,
+    microbatcher_of,
     require_seam,
 )
 from automicro.loss.passes import is_extra_pass
@@ -76,16 +77,8 @@ logger = logging.getLogger(__name__)
 _EVALUATIONS = ("validation_step", "test_step", "predict_step")
 _CLEARING = ("on_before_zero_grad", "optimizer_zero_grad")
 _AROUND_BACKWARD = ("on_before_backward", "on_after_backward")
-# What the integration says itself; everything else of a Microbatcher's is an option.
-_OURS = frozenset(
-    (
-        *("model", "loss_fn", "forward", "backward", "optimizer", "precision", "state"),
-        *("scales_for_ranks", "carry_layout", "update_metric", "device"),
-    )
-)
-_OPTIONS = (frozenset(inspect.signature(Microbatcher).parameters) | frozenset(WORDS)) - _OURS
-# Read off an empty module, as versions of the host differ in it.
-_OF_EVERY_LIGHTNING_MODULE = frozenset(vars(LightningModule()))
+_OWN = dict.fromkeys(OURS, "the trainer's to say, or its module's")
+_OF_EVERY_MODULE = OF_EVERY_MODULE | frozenset(vars(LightningModule()))
 _STRATEGIES = {
     "DeepSpeedStrategy": "keeps gradients of its own, which cannot be rolled back; use "
     "ModelParallelStrategy (FSDP2) or DDPStrategy",
@@ -119,17 +112,7 @@ class AutoMicrobatch(Callback):
     """
 
     def __init__(self, **options: Any) -> None:
-        for name in options:
-            if name in _OURS:
-                raise TypeError(
-                    f"AutoMicrobatch({name}=…): that comes from the trainer and its module; leave "
-                    f"it out. Options are {', '.join(sorted(_OPTIONS))}"
-                )
-            if name not in _OPTIONS:
-                raise TypeError(
-                    f"AutoMicrobatch({name}=…) is not known; options are "
-                    f"{', '.join(sorted(_OPTIONS))}"
-                )
+        check_options("AutoMicrobatch", options, _OWN)
         self.options = options
         self._run: _Run | None = None
         self._sizes: dict[str, Any] | None = None
@@ -184,8 +167,7 @@ class AutoMicrobatch(Callback):
         Args:
             own: arguments of the integration's.
         """
-        options = {"probe": "error", **self.options}
-        made = Microbatcher(**with_features({**options, **own}))
+        made = microbatcher_of(options=self.options, **own)
         if self._sizes:
             try:
                 made.load_state_dict(self._sizes)
@@ -247,11 +229,11 @@ class _Run:
         self._layout = BatchLayout(layout)
         self._metrics = _StepMetrics(module)
         self._recorded = Recorded(
+            lambda: {"self": module, "trainer": trainer},
+            _is_of_a_user,
+            tuple(_PACKAGES),
             dims=list(dict.fromkeys((0, layout) if isinstance(layout, int) else (0,))),
             sorted_by=None if unit == "rows" else unit,
-            lists=self._lists,
-            beside=lambda: {"self": module, "trainer": trainer},
-            skip=self._apart,
         )
         self._step: Callable[[Any], Any] = lambda batch: None
         self._log: Callable[..., None] = lambda *_, **__: None  # the host's own
@@ -374,8 +356,7 @@ class _Run:
             return loss
 
         self._step = step
-        # What of these changes is looked at by `Recorded`, in the words of this host.
-        microbatcher.know_state(name for name, _ in self._of_its_own())
+        microbatcher.know_state(vars(self._module).keys() - _OF_EVERY_MODULE)
         with self._listening(), self._keeping_from_hooks():
             return microbatcher.backward(kwargs["batch"])
 
@@ -438,9 +419,7 @@ class _Run:
 
         with Replacements() as replacements:
             for owner in (*_callbacks_of(self._trainer), self._module):
-                # Once for each microbatch it would see a part of the gradient; it is called after
-                # the batch.
-                replacements.put(owner, "on_after_backward", _nothing)
+                replacements.put(owner, "on_after_backward", lambda *_: None)
                 hook = functools.partial(before_backward, owner.on_before_backward)
                 replacements.put(owner, "on_before_backward", hook)
             yield
@@ -526,56 +505,27 @@ class _Run:
                 # The metrics first, which have to be whole when what was logged is told.
                 "state": [self._recorded, self._metrics, State(lambda: roots)],
                 "features": features,
-                "scales_for_ranks": False,  # the mean of each rank's mean, as the host has it
             }
             self.microbatcher = self._owner.make(**own)
         return self.microbatcher
 
-    def _apart(self) -> list[Any]:
-        """Objects of the host's or torch's, and lists, which may be long and are joined."""
-        # Without the trainer's place, so that it is walked into: a step may keep numbers there.
-        hosts = (OF_EVERY_MODULE | _OF_EVERY_LIGHTNING_MODULE) - {"_trainer"}
-        held = [each for each in vars(self._trainer).values() if not _is_value(each)]
-        lists = [each.values for each in self._lists()]
-        return [*held, *lists, *map(vars(self._module).get, hosts)]
-
-    def _of_its_own(self) -> list[tuple[str, Any]]:
-        """Attributes of the module that are the caller's, and neither torch's nor the host's."""
-        hosts = OF_EVERY_MODULE | _OF_EVERY_LIGHTNING_MODULE
-        return [(name, each) for name, each in vars(self._module).items() if name not in hosts]
-
-    def _lists(self) -> list[Growing]:
-        found = lists_in("self", dict(self._of_its_own()), hosts=tuple(_PACKAGES))
-        return [Growing(path, value) for path, _, value in found]
-
     def _took(self, loss: Tensor | None, output: Any) -> None:
         """The result of the step of some rows."""
-        if is_extra_pass():
-            self._returned = loss, output
-            return
-        # Without outputs, as these would live until the next step.
-        self._returned = None if loss is None else loss.detach(), None
-        self._recorded.note(RETURNS, output)
+        self._returned = loss, output
         self._gives_outputs |= any(each.dim() for _, each in tensor_leaves(output))
 
     def _forward(self, model: nn.Module, microbatch: Any) -> Any:
         recorded, rows = self._recorded, self._layout.num_rows(microbatch)
-        if is_extra_pass():
-            with recorded.hearing(rows), self._metrics.heard(recorded):
-                found = self._step(microbatch)
-                (own, output), self._returned = self._returned, (None, None)
-                loss = found[0] if isinstance(found, tuple) else found
-                return recorded.seen(loss, output, own)
-        if self._is_filler:
-            return self._step(microbatch)
-        # Until the feature speaks up again: fillers are not announced.
-        self._is_filler = self._trainer.world_size > 1
-        recorded.begin_microbatch(rows)
-        if len(recorded.rows) == 1 and rows < self._num_rows:
-            self._metrics.watch(recorded)
-        found = self._step(microbatch)
-        recorded.end_microbatch(self._returned[0])
-        return found
+        if not is_extra_pass():
+            if self._is_filler:
+                found, self._returned = self._step(microbatch), (None, None)
+                return found
+            self._is_filler = self._trainer.world_size > 1
+        with recorded.step(rows), self._metrics.heard(recorded, rows < self._num_rows):
+            found = self._step(microbatch)
+            (own, output), self._returned = self._returned, (None, None)
+            loss = found[0] if isinstance(found, tuple) else found
+            return recorded.came_to(loss, output, own=own) or found
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
@@ -604,19 +554,23 @@ class _Run:
 
     def _note(self, fx: str, name: str, value: Any, **options: Any) -> None:
         """In place of the host's ``log``, which is told once the batch is certain."""
-        dtype = torch.get_default_dtype()  # while the step runs: precisions change it
+        # While the step runs, in which the host makes what it keeps: precisions change it.
+        dtype = torch.get_default_dtype()
 
         def tell(value: Any, weight: Any) -> None:
-            with _default_dtype(dtype):
+            now = torch.get_default_dtype()
+            torch.set_default_dtype(dtype)
+            try:
                 self._log(fx, name, value, **{**options, "batch_size": weight})
+            finally:
+                torch.set_default_dtype(now)
 
         if self._is_in_hooks:
             kept, weight = detached(value), options.get("batch_size")
             self._recorded.later(lambda: tell(kept, weight))
             return
-        whole = self._metrics.whole_of(self._given)
-        if not isinstance(value, Tensor):  # a metric, which counts by itself
-            whole = functools.partial(_same, value)
+        is_metric = not isinstance(value, Tensor)  # which counts by itself
+        whole = (lambda: value) if is_metric else self._metrics.whole_of(self._given)
         self._recorded.note(
             f"log({name!r})",
             value,
@@ -696,38 +650,52 @@ class _StepMetrics:
         self._counted = Metrics(self._found().values())
         self._counted.begin()
 
-    def watch(self, recorded: Recorded) -> None:
-        """The first of several microbatches begins."""
+    def _listen_to_all(self, recorded: Recorded, *, counts: bool) -> None:
+        """Hear what metrics are told, and return, from here on.
+
+        Args:
+            recorded: is told of it.
+            counts: whether for a batch of several microbatches, and not in a check, where metrics
+                are told what they are told.
+        """
         for name, metric in self._found().items():
             if hasattr(metric, "_forward_cache"):
-                self._watch(metric, f"{type(metric).__name__} ({name})", recorded)
+                self._listen(metric, f"{type(metric).__name__} ({name})", recorded, counts)
 
-    def _watch(self, metric: Any, what: str, recorded: Recorded) -> None:
-        asks, readings = self._asking.may(metric), Readings()
+    def _listen(self, metric: Any, what: str, recorded: Recorded, counts: bool) -> None:
+        asks, readings = counts and self._asking.may(metric), Readings()
         own_update, own_forward = metric.update, metric.forward
         shadow: Any = None
 
+        def waits(given: Any, named: Any, own: Callable[..., Any]) -> bool:
+            """Whether it is told one number, which is told once for the batch."""
+            if len(given) != 1 or named or not is_number(given[0]):
+                return False
+            reduce = _REDUCED.get(type(metric).__name__, "mean")
+            recorded.note(what, given[0], reduce=reduce, tell=lambda joined, _: own(joined))
+            return counts
+
         def update(*given: Any, **named: Any) -> None:
-            if _is_told_a_number(given, named):
-                self._note(recorded, what, given[0], metric, own_update)
-                return
-            with readings if asks else contextlib.nullcontext():
-                own_update(*given, **named)
+            if not waits(given, named, own_update):
+                with readings if asks else contextlib.nullcontext():
+                    own_update(*given, **named)
 
         def forward(*given: Any, **named: Any) -> Any:
             nonlocal shadow
-            is_new = shadow is None
+            is_new = counts and shadow is None
             if is_new:
                 shadow = _emptied(metric)
-            if _is_told_a_number(given, named):
-                self._note(recorded, what, given[0], metric, own_forward)
+            if counts and waits(given, named, own_forward):
                 value = copy.deepcopy(shadow)(*given, **named)
             else:
                 value = own_forward(*given, **named)
-                shadow.update(*map(detached, given), **{k: detached(v) for k, v in named.items()})
+                if counts:
+                    own = {k: detached(v) for k, v in named.items()}
+                    shadow.update(*map(detached, given), **own)
                 if is_new:
                     self._shadows.append((metric, shadow))
-            self._note_returned(metric, value)
+            for key, part in value.items() if isinstance(value, Mapping) else [(None, value)]:
+                self._returned[id(part)] = part, metric, key
             return value
 
         self._places.put(metric, "update", update)
@@ -735,45 +703,17 @@ class _StepMetrics:
         if asks:
             self._readings.append((metric, readings))
 
-    def _note(
-        self, recorded: Recorded, what: str, value: Any, metric: Any, tell: Callable[..., Any]
-    ) -> None:
-        reduce = _REDUCED.get(type(metric).__name__, "mean")
-        recorded.note(what, value, reduce=reduce, tell=lambda joined, _: tell(joined))
-
-    def _note_returned(self, metric: Any, value: Any) -> None:
-        for key, part in value.items() if isinstance(value, Mapping) else [(None, value)]:
-            self._returned[id(part)] = part, metric, key
-
     @contextlib.contextmanager
-    def heard(self, recorded: Recorded) -> Iterator[None]:
-        """Around the step of an extra pass: what metrics are told, and return."""
-
-        def update(
-            what: str, metric: Any, own: Callable[..., Any], *given: Any, **named: Any
-        ) -> None:
-            if _is_told_a_number(given, named):
-                self._note(recorded, what, given[0], metric, own)
-            own(*given, **named)
-
-        def forward(metric: Any, own: Callable[..., Any], *given: Any, **named: Any) -> Any:
-            value = own(*given, **named)
-            self._note_returned(metric, value)
-            return value
-
-        with Replacements() as places:
-            for name, metric in self._found().items():
-                if hasattr(metric, "_forward_cache"):
-                    what = f"{type(metric).__name__} ({name})"
-                    places.put(
-                        metric, "update", functools.partial(update, what, metric, metric.update)
-                    )
-                    places.put(
-                        metric, "forward", functools.partial(forward, metric, metric.forward)
-                    )
-            try:
-                yield
-            finally:
+    def heard(self, recorded: Recorded, is_split: bool) -> Iterator[None]:
+        """Around a step: what metrics are told, and return; for a batch, until all have run."""
+        is_extra = is_extra_pass()
+        if is_extra or (is_split and len(recorded.rows) == 1):
+            self._listen_to_all(recorded, counts=not is_extra)
+        try:
+            yield
+        finally:
+            if is_extra:
+                self._places.undo()
                 self._returned.clear()
 
     def whole_of(self, value: Any) -> Callable[[], Any] | None:
@@ -815,10 +755,6 @@ class _StepMetrics:
 _REDUCED = {"SumMetric": "sum", "MaxMetric": "max", "MinMetric": "min"}
 
 
-def _is_told_a_number(given: Sequence[Any], named: Mapping[str, Any]) -> bool:
-    return len(given) == 1 and not named and is_number(given[0])
-
-
 def _is_metric(module: nn.Module) -> bool:
     torchmetrics = sys.modules.get("torchmetrics")  # code that made one has imported it
     kinds = () if torchmetrics is None else (torchmetrics.Metric, torchmetrics.MetricCollection)
@@ -858,19 +794,17 @@ def _callbacks_of(trainer: Any) -> list[Any]:
     return list(trainer.callbacks)  # which no class of Lightning declares
 
 
-def _nothing(*_: Any) -> None:
-    """A hook that does nothing."""
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
 def _is_own(owner: Any, hook: str) -> bool:
     """Whether other code than the host wrote a hook."""
-    found = getattr(owner, hook, None)
-    package = str(getattr(found, "__module__", "")).partition(".")[0]
-    return found is not None and package not in _PACKAGES
+    return hasattr(owner, hook) and not is_written_by(_PACKAGES, getattr(owner, hook))
+
+
+def _is_of_a_user(owner: Any, name: str, value: Any) -> bool:
+    """Whether an attribute of the module, or of the trainer, may be of other code than the host."""
+    if not isinstance(owner, LightningModule):
+        return _is_value(value)
+    # The trainer is captured by itself, so that it must not be left out of all.
+    return name not in _OF_EVERY_MODULE or name == "_trainer"
 
 
 def _modules_in(callback: Any) -> list[nn.Module]:
@@ -880,21 +814,6 @@ def _modules_in(callback: Any) -> list[nn.Module]:
         for each in vars(callback).values()
         if isinstance(each, nn.Module) and not isinstance(each, LightningModule)
     ]
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """The type of new tensors, in which the host keeps what is logged."""
-    # Precisions of the host set it around the step, and what waits is told outside of that.
-    before = torch.get_default_dtype()
-    if dtype is before:
-        yield
-        return
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 @contextlib.contextmanager
@@ -977,19 +896,15 @@ def microbatcher(
         ValueError: the model was not set up, or the strategy cannot be undone.
         TypeError: an option that Fabric says itself.
     """
-    ours = {"backward": "fabric.backward", "precision": "Fabric(precision=…)"}
-    for name in options.keys() & ours.keys():
-        raise TypeError(f"microbatcher({name}=…): that is {ours[name]} here; leave it out")
+    own = {"backward": "fabric.backward", "precision": "Fabric(precision=…)"}
+    check_options("microbatcher", options, own)
     if "_FabricModule" not in [kind.__name__ for kind in type(model).__mro__]:
         raise ValueError(
             f"microbatcher(fabric, model, …) got a {type(model).__name__} that Fabric has not set "
             "up; pass what fabric.setup(model, optimizer) returns"
         )
     _refuse_strategy(fabric.strategy)
-    given = {"probe": "error", "scales_for_ranks": False, **options}
-    return Microbatcher(
-        model, backward=fabric.backward, optimizer=optimizer, **with_features(given)
-    )
+    return microbatcher_of(model, options, backward=fabric.backward, optimizer=optimizer)
 
 
 _REMEDY = (
@@ -1039,31 +954,23 @@ def verify(
     if not batches:
         raise ValueError("verify: the data loader gave no batch; pass one that has some")
     last = _last_of_an_epoch(loader, batches, parts, layout)
-    groups = [("the first", batches)]
+    places = {"the first": batches}
     if [layout.num_rows(each) for each in last] != [layout.num_rows(each) for each in batches]:
-        groups.append(("the last", last))
-    if len(groups) == len(batches) == 1:
+        places["the last"] = last
+    if len(places) == len(batches) == 1:
         raise ValueError(
             "verify: accumulate_grad_batches is 1, and every step is of one batch, whose gradient "
             "is its own; set accumulate_grad_batches, or use automicro.verify for microbatches"
         )
-    compared = []
-    for place, each in groups:
-        found = _gradient(trainer, module, each, parts)
-        whole = _gradient(trainer, module, [_as_one(each)], 1)
-        compared.append(
-            Group.of(
-                place,
-                found,
-                whole,
-                rows=tuple(layout.num_rows(batch) for batch in each),
-                divisor=parts,
-            )
-        )
-    precision = str(trainer.precision)
-    # Rounding of sums of a few batches, with room: what is looked for is a factor, not a last bit.
-    tolerance = 1e-9 if "64" in precision else 3e-2 if "16" in precision else 1e-4
-    return AccumulationReport(groups=tuple(compared), tolerance=tolerance, remedy=_REMEDY)
+    return compare_accumulation(
+        places,
+        functools.partial(_gradient, trainer, module),
+        _as_one,
+        rows_of=layout.num_rows,
+        divisor=parts,
+        precision=str(trainer.precision),
+        remedy=_REMEDY,
+    )
 
 
 def _last_of_an_epoch(
@@ -1083,15 +990,11 @@ def _last_of_an_epoch(
 
 def _as_one(batches: Sequence[Any]) -> Any:
     recorded = Recorded()
+    recorded.rows = [BatchLayout().num_rows(each) for each in batches]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", MetricWarning)
-            for each in batches:
-                recorded.begin_microbatch(BatchLayout().num_rows(each))
-                recorded.note("the batch", each)
-                recorded.end_microbatch()
-            recorded.prepare()
-            return recorded.told("the batch", None)
+            return recorded.join("the batch", batches)
     except MetricWarning as error:
         raise BatchError(
             f"verify: the {len(batches)} batches do not fit together ({error}); give batches of "

@@ -16,12 +16,11 @@ great number of them. A sum that was divided is gone then, and a mean is what it
 import contextlib
 import copy
 import functools
-import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,17 +40,18 @@ from automicro.errors import (
     describe_error,
     warn,
 )
-from automicro.features import with_features
 from automicro.integrations.host import (
+    OURS,
     RETURNS,
     AccumulationReport,
-    Group,
-    Growing,
     Recorded,
     Replacements,
+    Results,
     check_options,
+    compare_accumulation,
     import_host,
-    lists_in,
+    is_written_by,
+    microbatcher_of,
     require_seam,
     weakly,
 )
@@ -62,7 +62,6 @@ from automicro.memory.oom import is_out_of_memory
 from automicro.microbatcher import Microbatcher
 from automicro.modules import evaluation_mode
 from automicro.state.part import State
-from automicro.step.results import EvalResult, StepResult
 from automicro.transaction.rng import RandomState, devices_of
 from automicro.transaction.transaction import Transaction
 
@@ -74,11 +73,10 @@ from transformers.models.auto.modeling_auto import (  # noqa: E402
 from transformers.trainer_callback import ExportableState, TrainerCallback  # noqa: E402
 from transformers.trainer_pt_utils import nested_concat  # noqa: E402
 
+from automicro.integrations.accelerate import check_kind  # noqa: E402
+
 SUPPORTED = "transformers 5.0 or later"
-_OWN = (
-    "forward", "backward", "loss_fn", "optimizer", "modules", "precision", "device", "state",
-    "update_metric", "carry_layout", "scales_for_ranks", "eval_loss_average",
-)  # fmt: skip
+_OWN = dict.fromkeys((*OURS, "modules", "eval_loss_average"), "the trainer's to say")
 _LossOf = Callable[[nn.Module, Any, Any], Tensor]
 _MANY = 10**18  # items: what is divided by so many is gone
 _ASKED = 4  # rows, where the first ones' loss is 0
@@ -104,7 +102,7 @@ def enable(trainer: Any, **options: Any) -> Any:
         TypeError: an option that is the trainer's to say.
         ImportError: a version of transformers that does not have what this stands on.
     """
-    check_options("trainer", options, own=_OWN, who="the trainer")
+    check_options("enable", options, _OWN)
     seam = {
         "training_step": ["model", "inputs", "num_items_in_batch"],
         "compute_loss": ["model", "inputs", "num_items_in_batch"],
@@ -120,7 +118,7 @@ def enable(trainer: Any, **options: Any) -> Any:
             "loop of your own use automicro.Microbatcher"
         )
     splits = _splits(options, "train") or (_evaluates(trainer) and _splits(options, "eval"))
-    refuse(trainer, splits=splits)
+    _refuse(trainer, splits=splits)
     setattr(trainer, "automicro", Enabled(trainer, options))  # noqa: B010 - its class has none
     return trainer
 
@@ -165,44 +163,30 @@ def verify(trainer: Any) -> AccumulationReport:
             "microbatches"
         )
     model = trainer.model
-    state = _everything_of(lambda: trainer, model)
-    groups = []
-    state.begin()  # rows may be drawn at random, too
-    try:
+    with _undone(lambda: trainer, model):  # rows may be drawn at random, too
         loader = trainer.get_train_dataloader()
         rows = list(itertools.islice(iter(loader.dataset), parts * size))
         if not rows:
             raise ValueError("verify: train_dataset has no rows; give the trainer one that has")
-        # The last step of an epoch is the one that goes wrong most, as its batches are of unequal
-        # size.
-        counts = [len(rows)]
+        counts = {"the first": len(rows)}
         with contextlib.suppress(TypeError):  # it has no length
             rest = len(loader.dataset) % (parts * size)
             if rest and len(rows) == parts * size and not args.dataloader_drop_last:
-                counts.append(rest)
-        for place, count in zip(("the first", "the last"), counts, strict=False):
-            each = [rows[at : min(at + size, count)] for at in range(0, count, size)]
-            found = _accumulated(trainer, [loader.collate_fn(part) for part in each])
-            whole = _accumulated(trainer, [loader.collate_fn(rows[:count])])
-            groups.append(
-                Group.of(
-                    place,
-                    found,
-                    whole,
-                    rows=tuple(map(len, each)),
-                    divisor=parts,
-                )
-            )
-    finally:
-        state.roll_back()
-    dtype = next((each.dtype for each in model.parameters() if each.requires_grad), torch.float32)
-    is_half = args.bf16 or args.fp16 or dtype in (torch.bfloat16, torch.float16)
-    return AccumulationReport(
-        groups=tuple(groups),
-        tolerance=3e-2 if is_half else 1e-9 if dtype == torch.float64 else 1e-4,
-        remedy="Let per_device_train_batch_size be the full batch, leave "
-        "gradient_accumulation_steps at 1, and call enable(trainer)",
-    )
+                counts["the last"] = rest
+        dtype = next((p.dtype for p in model.parameters() if p.requires_grad), torch.float32)
+        return compare_accumulation(
+            {
+                place: [rows[at : min(at + size, count)] for at in range(0, count, size)]
+                for place, count in counts.items()
+            },
+            lambda batches, _: _accumulated(trainer, [*map(loader.collate_fn, batches)]),
+            lambda batches: [*itertools.chain(*batches)],
+            rows_of=len,
+            divisor=parts,
+            precision="16" if args.bf16 or args.fp16 else str(dtype),
+            remedy="Let per_device_train_batch_size be the full batch, leave "
+            "gradient_accumulation_steps at 1, and call enable(trainer)",
+        )
 
 
 def _accumulated(trainer: Any, batches: Sequence[Mapping[str, Any]]) -> Reading:
@@ -244,7 +228,7 @@ _KEEPS_WHOLE = "or keep batches whole with microbatch_size=None, eval_microbatch
 _SIZE_OF = {"train": "microbatch_size", "eval": "eval_microbatch_size"}
 
 
-def refuse(trainer: Any, *, splits: bool = True) -> None:
+def _refuse(trainer: Any, *, splits: bool = True) -> None:
     """Say what about a trainer would be wrong with whole batches in microbatches.
 
     Raises:
@@ -252,9 +236,6 @@ def refuse(trainer: Any, *, splits: bool = True) -> None:
     """
     args, accelerator = trainer.args, trainer.accelerator
     name = type(trainer).__name__
-    kind = str(accelerator.distributed_type).rpartition(".")[2]
-    sharding = accelerator.parallelism_config
-    # By name, as TRL need not be installed.
     of_trl = [each for each in type(trainer).__mro__ if each.__module__.startswith("trl.")]
     known = any(each.__name__ in _FLAVOURS for each in of_trl)
     losses = getattr(trainer, "loss_types", None) or [getattr(args, "loss_type", "")]
@@ -273,22 +254,13 @@ def refuse(trainer: Any, *, splits: bool = True) -> None:
             f"{args.n_gpu} devices in one process (DataParallel) hand each its own rows; start a "
             "process for each: torchrun --nproc-per-node …"
         )
-    elif kind in ("DEEPSPEED", "MEGATRON_LM", "XLA", "MULTI_XPU_DP"):
-        why = (
-            f"{kind} keeps gradients of its own, which cannot be rolled back; use DDP or FSDP2 "
-            "(fsdp_version: 2)"
-        )
-    elif kind == "FSDP" and accelerator.state.fsdp_plugin.fsdp_version != 2:
-        why = "FSDP1 keeps gradients of its own, which cannot be rolled back; use fsdp_version: 2"
-    elif kind == "FSDP" and args.gradient_accumulation_steps > 1 and not each_is_reduced:
+    elif accelerator.is_fsdp2 and args.gradient_accumulation_steps > 1 and not each_is_reduced:
         why = (
             "between the batches of gradient_accumulation_steps the trainer keeps whole gradients "
             "of FSDP2 back, which are lost when memory runs out; let them be reduced at each: "
             "TrainingArguments(…, accelerator_config={'gradient_accumulation_kwargs': "
             "{'sync_each_batch': True}}), or let per_device_train_batch_size be the full batch"
         )
-    elif getattr(sharding, "cp_enabled", False) or getattr(sharding, "sp_enabled", False):
-        why = "context parallelism cuts sequences of a batch in place; leave cp_size and sp_size"
     elif str(args.optim).rpartition(".")[2].lower() in ("lomo", "adalomo") or "layerwise" in str(
         args.optim
     ):
@@ -310,6 +282,7 @@ def refuse(trainer: Any, *, splits: bool = True) -> None:
         )
     if why:
         raise ValueError(f"automicro cannot be enabled for this {name}: {why}")
+    check_kind(accelerator)
 
 
 def _compares_rows(trainer: Any) -> str:
@@ -332,20 +305,16 @@ def _evaluates(trainer: Any) -> bool:
     return trainer.eval_dataset is not None and trainer.args.eval_strategy != "no"
 
 
-class Enabled:
+class Enabled(Results):
     """The replacement for the steps of one trainer; made by `enable`, as ``trainer.automicro``.
 
     Attributes:
-        last: the result of the last training batch; None before the first.
-        last_evaluation: of the last evaluated one.
         own_training_step: the trainer's.
     """
 
     def __init__(self, trainer: Any, options: Mapping[str, Any]) -> None:
-        self.last: StepResult | None = None
-        self.last_evaluation: EvalResult | None = None
         # The trainer holds this, so this must not hold it: a cycle would keep a model's memory.
-        self._options = {"probe": "error", **options}
+        self._options = options
         self._trainer: Any = weakref.proxy(trainer)
         self._replacements = Replacements()
         put = self._replacements.put
@@ -354,13 +323,14 @@ class Enabled:
             put(self._trainer, "prediction_step", self.prediction_step)
         )
         trainer.add_callback(Sizes(self))
-        self._itself = weakref.ref(trainer)
-        trainer = self._trainer
+        itself: Callable[[], Any] = weakref.ref(trainer)
+        self._itself = itself
         self._recorded = Recorded(
-            lists=lambda: _lists_of(trainer),
+            functools.partial(_roots, itself),
+            _is_of_a_user,
+            _HOSTS,
+            skip=lambda: [itself().state.log_history],  # it grows; logs are held back
             concat=_padded,
-            beside=functools.partial(_roots, self._itself),
-            skip=functools.partial(_skipped, self._itself),
             apart=_ADDED_UP,
         )
         self._layout = BatchLayout(self._options.get("batch_layout", 0))
@@ -374,21 +344,8 @@ class Enabled:
         self._caught: list[tuple[Tensor, dict[str, Any]]] = []
         self._held: HeldBack | None = None
         self._log: Callable[..., Any] = _no_backward  # the trainer's own
-        self._of_rows: Tensor | None = None  # the loss of a microbatch
         self._warns = True
         self._is_asking = False  # what an evaluation would refuse
-
-    @property
-    def microbatch_size(self) -> int | None:
-        """Rows of the largest microbatch of the last training batch; None before the first."""
-        made = self._made.get("train")
-        return None if made is None else made.microbatcher.microbatch_size
-
-    @property
-    def eval_microbatch_size(self) -> int | None:
-        """The same of the last evaluated batch."""
-        made = self._made.get("eval")
-        return None if made is None else made.microbatcher.eval_microbatch_size
 
     def disable(self) -> None:
         """Give the trainer its own steps back."""
@@ -408,7 +365,7 @@ class Enabled:
         self._made = {
             name: each
             for name, each in self._made.items()
-            if self._inner(each.model) is self._inner(model)
+            if self._inner(each.key[0]) is self._inner(model)
         }
 
     # Training
@@ -427,10 +384,8 @@ class Enabled:
         if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
         with self._held_up(model):
-            made = self._made.get("train")
-            if made is None or not made.is_for(model, trainer.optimizer, num_items_in_batch):
-                made = self._made["train"] = self._make_training(model, batch)
-            self.last = made.microbatcher.backward(batch)
+            microbatcher = self._ready("train", model, trainer.optimizer, batch)
+            self.last = microbatcher.backward(batch)
         self._recorded.tell(self.last.rank_loss)
         self._say_what_is_done_often(self.last.num_microbatches)
         return self.last.rank_loss
@@ -468,6 +423,14 @@ class Enabled:
         self._caught.append((loss, options))
         if self._held is not None:
             self._held.start()
+
+    def _ready(self, name: str, model: nn.Module, optimizer: Any, batch: Any) -> Microbatcher:
+        """The Microbatcher of a phase: batches with items may be divided by them, others not."""
+        made = self._made.get(name)
+        if made is None or made.key != (model, optimizer, self._num_items is not None):
+            make = self._make_training if name == "train" else self._make_evaluation
+            made = self._made[name] = make(model, batch)
+        return made.microbatcher
 
     def _make_training(self, model: nn.Module, batch: Any) -> "_Made":
         trainer = self._trainer
@@ -509,16 +472,12 @@ class Enabled:
         ):  # after a forward, which leaves the root of FSDP2 with whole parameters
             own["modules"] = self._further_modules(model)
         mean = "none" if divides else self._mean(model) if splits else declared or "auto"
-        beside = {"state": [self._recorded], "scales_for_ranks": False}
-        options = {**self._options, **own, **beside, "loss_average": mean}
-        microbatcher = Microbatcher(model, **with_features(options))
+        microbatcher = microbatcher_of(
+            model, self._options, **own, state=[self._recorded], loss_average=mean
+        )
         self._recall(name, microbatcher)
         return _Made(
-            model=model,
-            optimizer=own.get("optimizer"),
-            counts=counts,
-            is_sure=divides is not None,
-            microbatcher=microbatcher,
+            (model, own.get("optimizer"), None if divides is None else counts), microbatcher
         )
 
     def _ask_of_evaluation(self, model: nn.Module, batch: Any) -> None:
@@ -545,9 +504,9 @@ class Enabled:
         num_items, arguments, log = self._num_items, self._arguments, self._log
         self._is_asking = True
         try:
-            with self._undone(model):
+            with _undone(self._itself, model):
                 device = trainer.args.device
-                self._num_items = trainer._get_num_items_in_batch([as_batch(rows)], device)
+                self._num_items = trainer._get_num_items_in_batch([_as_batch(rows)], device)
                 self._arguments = (True, None)
                 self._make_evaluation(model, rows).microbatcher.evaluate(rows)
         except ValueError as error:  # a LossAverageError is one, too
@@ -589,27 +548,13 @@ class Enabled:
 
     def _forward(self, model: nn.Module, microbatch: Any) -> Any:
         """The trainer's own step, held up before its backward."""
-        flat = as_batch(microbatch)
-        with self._noting(flat, microbatch):
+        flat = _as_batch(microbatch)
+        with self._recorded.step(*self._counted(flat, microbatch)):
             loss = self._training_loss(model, flat, self._num_items)
-            if is_extra_pass():
-                return self._recorded.seen(loss)
-            self._of_rows = loss.detach()
-            return loss
+            return self._recorded.came_to(loss) or loss
 
-    @contextlib.contextmanager
-    def _noting(self, flat: Any, microbatch: Any) -> Iterator[None]:
-        """Around the step of a microbatch, or of an extra pass, which is not reported."""
-        recorded, trainer = self._recorded, self._trainer
-        rows, counts = self._layout.num_rows(microbatch), _tokens_of(trainer, flat)
-        if is_extra_pass():
-            with recorded.hearing(rows, counts):
-                yield
-            return
-        self._of_rows = None
-        recorded.begin_microbatch(rows, counts)
-        yield
-        recorded.end_microbatch(self._of_rows)
+    def _counted(self, flat: Any, microbatch: Any) -> tuple[int, dict[str, float]]:
+        return self._layout.num_rows(microbatch), _tokens_of(self._trainer, flat)
 
     def _note_log(self, logs: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """In the place of ``trainer.log``."""
@@ -656,18 +601,14 @@ class Enabled:
         # Of the whole batch and of all ranks, once: each microbatch is divided by it.
         self._num_items = trainer._get_num_items_in_batch([inputs], trainer.args.device)
         self._arguments = (prediction_loss_only, ignore_keys)
-        made = self._made.get("eval")
-        if made is None or not made.is_for(model, None, self._num_items):
-            made = self._made["eval"] = self._make_evaluation(model, batch)
-        result = self.last_evaluation = made.microbatcher.evaluate(
+        microbatcher = self._ready("eval", model, None, batch)
+        result = self.last_evaluation = microbatcher.evaluate(
             batch, compares_outputs=not prediction_loss_only
         )
         collected = self._recorded.values(RETURNS)
         logits = labels = None
         if collected and not prediction_loss_only:
-            # Logits of a metric are joined as the trainer pads them between batches, with what it
-            # ignores.
-            parts, order = made.microbatcher.joinable(collected, fill=IGNORED)
+            parts, order = microbatcher.joinable(collected, fill=IGNORED)
             logits, labels = self._recorded.join(RETURNS, parts).values()
             if order is not None:
                 logits, labels = (_in_order(each, order) for each in (logits, labels))
@@ -678,15 +619,12 @@ class Enabled:
         return self._make("eval", model, batch, self._predicted_loss, forward=weakly(self._predict))
 
     def _predict(self, model: nn.Module, microbatch: Any) -> Any:
-        flat = as_batch(microbatch)
-        with self._noting(flat, microbatch):
+        flat = _as_batch(microbatch)
+        with self._recorded.step(*self._counted(flat, microbatch)):
             loss, logits, labels = self._prediction(model, flat, self._num_items)
-            outputs = {"logits": logits, "label_ids": labels}
-            if is_extra_pass():
-                return self._recorded.seen(loss, None if self._is_asking else outputs)
-            self._recorded.note(RETURNS, outputs, is_kept=True)
-            self._of_rows = loss
-            return loss, None
+            # Of rows that are only asked of, outputs are not compared.
+            outputs = None if self._is_asking else {"logits": logits, "label_ids": labels}
+            return self._recorded.came_to(loss, outputs, is_kept=True) or (loss, None)
 
     def _prediction(self, model: nn.Module, flat: Any, num_items: Any) -> Any:
         with Replacements() as replacements:
@@ -808,11 +746,11 @@ class Enabled:
             # Each of a copy and with the same random numbers: a loss may change what it is given.
             with (
                 torch.set_grad_enabled(is_alone),
-                self._undone(model),
+                _undone(self._itself, model),
                 evaluation_mode([model]),
                 extra_pass(),
             ):
-                copied = as_batch(map_tensors(row, Tensor.clone))
+                copied = _as_batch(map_tensors(row, Tensor.clone))
                 found.append(
                     float(loss_of(model, copied, torch.tensor(items, device=device)).detach())
                 )
@@ -820,17 +758,13 @@ class Enabled:
 
     def _rows_that_count(self, batch: Any) -> list[Any]:
         """Rows with a target that is not ignored, if there are any."""
+
+        def counts(row: Any) -> bool:
+            targets = _targets_in(_as_batch(row))
+            return targets is None or bool((targets[..., 1:] != IGNORED).any())
+
         rows = self._cut(batch, 1)
-        found = []
-        for row in rows:
-            targets = targets_in(as_batch(row))
-            # The first token of a causal model has no prediction, so a row with that target alone
-            # counts as empty.
-            if targets is None or bool((targets[..., 1:] != IGNORED).any()):
-                found.append(row)
-            if len(found) == _ASKED:
-                break
-        return found or rows[:1]
+        return list(itertools.islice(filter(counts, rows), _ASKED)) or rows[:1]
 
     def _mean(self, model: nn.Module) -> Any:
         """The count that a mean averages over, as far as it is known."""
@@ -844,8 +778,7 @@ class Enabled:
             return "auto"  # unknown, so a few rows are checked
         if trainer.label_smoother is not None:
             names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-            # The smoother counts tokens itself, shifted for these models alone.
-            average: Any = Tokens(targets_in, shift=int(type(inner).__name__ in names))
+            average: Any = Tokens(_targets_in, shift=int(type(inner).__name__ in names))
         else:  # a causal model's tokens are shifted, also where they are counted for a subclass
             targets = functools.partial(_targets_behind, _virtual_tokens(trainer))
             average = read_average(
@@ -856,7 +789,7 @@ class Enabled:
         return functools.partial(_count, average, self._layout)
 
     def _read(self, inputs: Any) -> Any:
-        batch = as_rows(self._trainer, inputs)
+        batch = _as_rows(self._trainer, inputs)
         with contextlib.suppress(BatchError):  # the step itself says so
             self._layout.num_rows(batch)  # shows what a microbatch alone may leave open
         return batch
@@ -869,16 +802,6 @@ class Enabled:
         base = getattr(inner, "get_base_model", None)  # of peft
         found: nn.Module = base() if callable(base) else inner
         return found
-
-    @contextlib.contextmanager
-    def _undone(self, model: nn.Module) -> Iterator[None]:
-        """Computations inside count for nothing, also in what the trainer keeps."""
-        extra = _everything_of(self._itself, model)
-        extra.begin()
-        try:
-            yield
-        finally:
-            extra.roll_back()
 
     def _recall(self, name: str, microbatcher: Microbatcher) -> None:
         """Go on with the sizes of before, or of the checkpoint that the trainer went on from."""
@@ -899,20 +822,16 @@ class Enabled:
                     microbatcher.load_state_dict(sizes[name])
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Made:
-    """A Microbatcher, and what it was made for."""
+class _Made(NamedTuple):
+    """A Microbatcher, and what it was made for.
 
-    model: nn.Module
-    optimizer: Any
-    counts: bool
-    is_sure: bool
+    Attributes:
+        key: the model, the optimizer, and whether items are counted; None where that is unsure.
+        microbatcher: for these.
+    """
+
+    key: tuple[nn.Module, Any, bool | None]
     microbatcher: Microbatcher
-
-    def is_for(self, model: nn.Module, optimizer: Any, num_items: Any) -> bool:
-        """Whether it is still the one: batches with items may be divided by them, others not."""
-        is_same = self.model is model and self.optimizer is optimizer
-        return is_same and self.is_sure and self.counts == (num_items is not None)
 
 
 class Sizes(TrainerCallback, ExportableState):
@@ -936,12 +855,11 @@ class Sizes(TrainerCallback, ExportableState):
 
 
 _ADDED_UP = ("_total_train_tokens",)  # TRL counts tokens, each once
-# Of these a step changes nothing, and some lead to everything.
+# Of these a step changes nothing, and some lead to everything; models are a Microbatcher's.
 _NOT_OF_A_STEP = (
     "train_dataset", "eval_dataset", "automicro", "data_collator", "processing_class",
-    "compute_metrics", "model_init", "callback_handler",
+    "compute_metrics", "model_init", "callback_handler", "model", "model_wrapped", "ref_model",
 )  # fmt: skip
-_MODELS = ("model", "model_wrapped", "ref_model")  # the first two are a Microbatcher's
 _HOSTS = ("transformers", "trl")
 
 
@@ -949,28 +867,22 @@ def _roots(trainer: Callable[[], Any]) -> dict[str, Any]:
     return {type(trainer()).__name__: trainer()}
 
 
-def _skipped(trainer: Callable[[], Any]) -> list[Any]:
-    table = vars(trainer())
-    # The history grows with a run, and what a loss logs is held back.
-    return [*map(table.get, (*_NOT_OF_A_STEP, *_MODELS)), trainer().state.log_history]
+def _is_of_a_user(trainer: Any, name: str, value: Any) -> bool:
+    return name not in _NOT_OF_A_STEP
 
 
-def _everything_of(trainer: Callable[[], Any], model: nn.Module) -> Transaction:
-    """All that a step may change."""
+@contextlib.contextmanager
+def _undone(trainer: Callable[[], Any], model: nn.Module) -> Iterator[None]:
+    """Computations inside count for nothing, also in all that a trainer keeps."""
+    skipped = [*map(vars(trainer()).get, _NOT_OF_A_STEP), trainer().state.log_history]
+    beside = State(lambda: _roots(trainer), skip=lambda: skipped, is_held=False)
     devices = devices_of([model], trainer().args.device)
-    beside = State(lambda: _roots(trainer), skip=lambda: _skipped(trainer), is_held=False)
-    return Transaction([beside, State(lambda: {"model": model}), RandomState(devices)])
-
-
-def _lists_of(trainer: Any) -> list[Growing]:
-    """Lists that a trainer keeps, in dictionaries and in objects that are not the host's."""
-    name, found = trainer.__class__.__name__, []  # of a weak reference, too
-    own = {k: v for k, v in vars(trainer).items() if k not in _NOT_OF_A_STEP and k not in _MODELS}
-    for path, key, value in lists_in(name, own, hosts=_HOSTS):
-        is_told = path.startswith(f"{name}._metrics[")  # by TRL
-        reduce = key[:3] if is_told and key.startswith(("min_", "max_")) else "mean"
-        found.append(Growing(path, value, key if is_told else "", reduce))
-    return found
+    state = Transaction([beside, State(lambda: {"model": model}), RandomState(devices)])
+    state.begin()
+    try:
+        yield
+    finally:
+        state.roll_back()
 
 
 def _no_backward(loss: Tensor, **options: Any) -> None:
@@ -1062,26 +974,20 @@ class HeldBack:
 
 def _is_own(trainer: Any, name: str) -> bool:
     """Whether a method is neither of transformers nor of TRL."""
-    return _is_ones_own(getattr(trainer.__class__, name))
-
-
-@functools.lru_cache
-def _is_ones_own(method: Any) -> bool:
-    module = inspect.getmodule(inspect.unwrap(method))
-    return (module.__name__ if module else "").partition(".")[0] not in _HOSTS
+    return not is_written_by(_HOSTS, getattr(trainer.__class__, name))
 
 
 def _count(average: Tokens, layout: BatchLayout, microbatch: Any) -> Any:
-    flat = as_batch(microbatch)
-    targets = targets_in(flat)
+    flat = _as_batch(microbatch)
+    targets = _targets_in(flat)
     if targets is None:  # predictions alone
         return layout.num_rows(microbatch)
     return average.divisors([CutBatch.whole(flat, len(targets))]).whole
 
 
-def targets_in(batch: Any) -> Tensor | None:
+def _targets_in(batch: Any) -> Tensor | None:
     """The targets of a batch, None where it has none."""
-    flat = as_batch(batch)
+    flat = _as_batch(batch)
     if not isinstance(flat, Mapping):
         return None
     return next((flat[key] for key in TARGET_KEYS if flat.get(key) is not None), None)
@@ -1098,7 +1004,7 @@ def _virtual_tokens(trainer: Any) -> int:
 
 def _targets_behind(virtual: int, batch: Any) -> Tensor | None:
     """The targets of a batch as peft's prompts hand them on, behind tokens of their own."""
-    targets = targets_in(batch)
+    targets = _targets_in(batch)
     if targets is None or not virtual:
         return targets
     return nn.functional.pad(targets, (virtual, 0), value=IGNORED)
@@ -1112,7 +1018,7 @@ def _in_order(joined: Any, order: Sequence[int]) -> Any:
 # Batches whose rows are not those of their tensors
 
 
-def as_rows(trainer: Any, inputs: Any) -> Any:
+def _as_rows(trainer: Any, inputs: Any) -> Any:
     """A batch of the trainer's as one that is cut into what its loss takes for a row."""
     if not isinstance(inputs, Mapping):
         return inputs
@@ -1122,8 +1028,8 @@ def as_rows(trainer: Any, inputs: Any) -> Any:
     return inputs if sequences is None else sequences
 
 
-def as_batch(batch: Any) -> Any:
-    """Rows of `as_rows`, or some of them, as the trainer's own kind of batch, a copy."""
+def _as_batch(batch: Any) -> Any:
+    """Rows of `_as_rows`, or some of them, as the trainer's own kind of batch, a copy."""
     if isinstance(batch, Pairs | Sequences):
         return batch.flat()
     return copy.copy(batch) if isinstance(batch, Mapping) else batch
@@ -1254,26 +1160,10 @@ class Sequences:
         )
 
 
-def _map_pairs(pairs: Pairs, change: Callable[[Tensor], Tensor]) -> Pairs:
-    return Pairs(_mapped(pairs.fields, change))
-
-
-def _map_sequences(sequences: Sequences, change: Callable[[Tensor], Tensor]) -> Sequences:
-    fields = _mapped(sequences.fields, change)
-    return Sequences(fields=fields, ends=sequences.ends, others=sequences.others)
-
-
-def _mapped(fields: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    return {
-        name: change(value) if isinstance(value, Tensor) else value
-        for name, value in fields.items()
-    }
-
-
-for _kind, _map in ((Pairs, _map_pairs), (Sequences, _map_sequences)):
+for _kind in (Pairs, Sequences):
     register_batch_type(
         _kind,
         num_rows=lambda value: value.num_rows,
         take=lambda value, start, stop: value.take(start, stop),
-        map_tensors=_map,
+        map_tensors=lambda value, change: replace(value, fields=map_tensors(value.fields, change)),
     )

@@ -573,8 +573,8 @@ def fitted(model: Any, **options: Any) -> Any:
     ("wrong", "kind", "says"),
     [
         (lambda: enable(torch.nn.Linear(1, 1)), TypeError, "takes a keras.Model"),
-        (lambda: enable(classifier(), forward=print), TypeError, "Keras says that itself"),
-        (lambda: enable(classifier(), micro=3), TypeError, "no option micro"),
+        (lambda: enable(classifier(), forward=print), TypeError, "that is Keras' to say"),
+        (lambda: enable(classifier(), micro=3), TypeError, "micro.* is not known"),
         (lambda: enable(enabled()), ValueError, "enabled for this model already"),
         (lambda: enable(keras.Sequential([layers.Dense(1)])), ValueError, "call model.compile"),
         (lambda: enable(of_own_step()), ValueError, "a train_step of its own"),

@@ -973,7 +973,7 @@ def test_given_twice_it_is_refused(tmp_path: Path) -> None:
 
 
 def test_options_are_read_early() -> None:
-    with pytest.raises(TypeError, match="comes from the trainer"):
+    with pytest.raises(TypeError, match="that is the trainer's to say"):
         AutoMicrobatch(optimizer=None)
     with pytest.raises(TypeError, match=r"microbatchsize=….* is not known.*microbatch_size"):
         AutoMicrobatch(microbatchsize=3)
@@ -1134,7 +1134,7 @@ def test_a_model_that_fabric_has_not_set_up_is_refused() -> None:
     fabric, model, optimizer, loss_fn = fabric_step("32-true")
     with pytest.raises(ValueError, match=r"pass what fabric\.setup"):
         microbatcher(fabric, model.module, optimizer, loss_fn=loss_fn)
-    with pytest.raises(TypeError, match=r"that is Fabric\(precision=…\) here"):
+    with pytest.raises(TypeError, match=r"that is Fabric\(precision=…\); leave it out"):
         microbatcher(fabric, model, optimizer, loss_fn=loss_fn, precision="bf16")
 
 
