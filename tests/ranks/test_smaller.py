@@ -84,22 +84,9 @@ FAMILIES = (
 )
 
 
-def require_no_bit_changes(world: World, name: str, kind: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("name", "wrapping"), mostly_in_sweeps(FAMILIES, WRAPPINGS, few=3))
+def test_models_of_others_lose_no_bit_at_a_level(world2: World, name: str, wrapping: Any) -> None:
+    kind, options = wrapping
     pytest.importorskip("transformers")
-    for found in world.run(compare_levels, kind, name, options):
+    for found in world2.run(compare_levels, kind, name, options):
         assert found == {"recompute": [], "offload": [], "both": []}
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize(("name", "wrapping"), [("wav2vec2", 1), ("mixtral", 2), ("swin", 0)])
-def test_models_of_others_lose_no_bit_at_a_level(world2: World, name: str, wrapping: int) -> None:
-    require_no_bit_changes(world2, name, *WRAPPINGS[wrapping])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "options"), WRAPPINGS)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_more_models_of_others_lose_no_bit_at_a_level(
-    world2: World, name: str, kind: str, options: dict[str, Any]
-) -> None:
-    require_no_bit_changes(world2, name, kind, options)

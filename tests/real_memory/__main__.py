@@ -32,8 +32,8 @@ def sample(laboratory: Laboratory) -> dict[str, list[Any]]:
         laboratory.shrink(Scene(subject="GRU", warm_steps=0), 4),
     ]
     faults = [
-        laboratory.fail_each(Scene(subject="CNN, BatchNorm, dropout", rows=4), 2, every=4),
-        laboratory.fail_each(Scene(subject="MLP", rows=4, call="evaluate"), 2, every=5),
+        laboratory.fail_each(Scene(subject="CNN, BatchNorm, dropout", rows=4), 2, every=13),
+        laboratory.fail_each(Scene(subject="MLP", rows=4, call="evaluate"), 2, every=17),
         laboratory.fail_each(
             Scene(subject="MLP", call="optimizer step", warm_steps=0), 8, every=12
         ),

@@ -6,7 +6,7 @@ import pytest
 
 from tests.real_memory.table import Report
 
-pytestmark = [pytest.mark.sweep, pytest.mark.timeout(1800)]  # all of it: about four minutes
+pytestmark = [pytest.mark.sweep, pytest.mark.timeout(1800)]  # the whole: about four minutes
 
 
 def test_torch_refuses_before_the_operation_and_in_any_thread(report: Report) -> None:
