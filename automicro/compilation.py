@@ -92,14 +92,7 @@ def check_compile(
     return keywords
 
 
-def compile_model(
-    model: nn.Module,
-    options: CompileOptions,
-    *,
-    sizes_change: bool,
-    device: torch.device | None = None,
-    memory_limit: str | int | float | None = None,
-) -> None:
+def compile_model(model: nn.Module, options: CompileOptions, **conditions: Any) -> None:
     """Compile a model in place, so that the names in its state dict stay.
 
     Compilation itself happens at the first forward. Do it after the model was moved and its
@@ -108,9 +101,7 @@ def compile_model(
     Args:
         model: the model.
         options: see `check_compile`, also for the other arguments and for what is refused.
-        sizes_change: whether microbatches may change their size.
-        device: where the model computes; the device of its first parameter unless given.
-        memory_limit: what the device's memory is limited to.
+        **conditions: likewise. The device is that of the first parameter unless given.
 
     Raises:
         TypeError, ValueError: as `check_compile`, or the model is compiled already.
@@ -121,11 +112,8 @@ def compile_model(
         >>> model(torch.ones(3, 2)).shape, list(model.state_dict())
         (torch.Size([3, 2]), ['weight', 'bias'])
     """
-    if device is None:
-        device = next((each.device for each in model.parameters()), torch.device("cpu"))
-    keywords = check_compile(
-        options, sizes_change=sizes_change, device=device, memory_limit=memory_limit
-    )
+    home = next((each.device for each in model.parameters()), torch.device("cpu"))
+    keywords = check_compile(options, **{"device": home, **conditions})
     if keywords is None:
         return
     if is_compiled(model):

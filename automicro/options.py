@@ -118,11 +118,10 @@ def check_unwrapped(model: nn.Module) -> None:
         ValueError: it is wrapped.
     """
     for name, module in model.named_modules():
-        kind = type(module).__name__
         if is_rank_wrapper(module):
             raise ValueError(
-                f"{name or 'the model'} is wrapped in {kind}, and this looks at it in one process "
-                "alone; pass the unwrapped module"
+                f"{name or 'the model'} is wrapped in {type(module).__name__}, and this "
+                "looks at it in one process alone; pass the unwrapped module"
             )
 
 

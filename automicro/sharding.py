@@ -31,7 +31,7 @@ def is_sharded(tensor: object) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part on this rank; of a plain tensor all of it.
+    """The part on this rank, detached; a plain tensor itself.
 
     >>> import torch
     >>> local(torch.ones(2))
@@ -39,7 +39,7 @@ def local(tensor: Tensor) -> Tensor:
     """
     if not is_sharded(tensor):
         return tensor
-    part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    part: Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
     return part
 
 
@@ -47,16 +47,6 @@ def is_pending(tensor: Tensor) -> bool:
     """Whether the value of a sharded tensor is still to be summed over ranks."""
     placements: Any = getattr(tensor, "placements", ())
     return any(each.is_partial() for each in placements)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor; of a plain one all of it.
-
-    >>> import torch
-    >>> local_part(torch.ones(2))
-    tensor([1., 1.])
-    """
-    return local(tensor.detach()) if is_sharded(tensor) else tensor
 
 
 def has_shards(tensors: Iterable[Tensor]) -> bool:

@@ -34,6 +34,7 @@ __all__ = [
     "FLASH_ATTENTION_BACKWARD",
     "GAMMA_DRAW",
     "GLOBAL_HOOKS",
+    "PRECISIONS",
     "REGISTERED",
     "STEP_HOOKS",
     "WHOLE_ATTENTION",
@@ -88,7 +89,6 @@ __all__ = [
     "overflows",
     "parameter_table",
     "pop_function_modes",
-    "precisions",
     "record_memory_history",
     "reduction_of",
     "run_backward",
@@ -97,7 +97,6 @@ __all__ = [
     "scripted_attributes",
     "set_gradient_hooks",
     "set_inductor_deterministic",
-    "set_precisions",
     "set_scripted",
     "sparse_parts",
     "tell_no_more",
@@ -196,7 +195,6 @@ def is_collective(func: Any) -> bool:
 
 
 # Through map(), these read thousands of parameters without a step of Python's.
-_BUFFERS = operator.attrgetter("_buffers")
 _VERSION = operator.attrgetter("_version")
 _HOOKS_BEFORE = operator.attrgetter("_backward_hooks")
 _HOOKS_AFTER = operator.attrgetter("_post_accumulate_grad_hooks")
@@ -891,38 +889,27 @@ def pop_function_modes(num_left: int) -> None:
         torch._C._pop_torch_function_stack()
 
 
-_OLD_PRECISIONS: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
+def _unless_mixed(read: Callable[[], Any]) -> Any:
+    """The value of an older function, which torch refuses once a newer one has set it."""
+    try:
+        return read()
+    except RuntimeError:
+        return None
+
+
+_BACKENDS = [(e, of) for e in ("cuda", "mkldnn") for of in ("all", "matmul", "conv", "rnn")]
+_GET, _SET = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+_OLDER: list[tuple[Any, Any]] = [
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
 ]
-_PRECISIONS = [("generic", "all")]
-_PRECISIONS += [(e, of) for e in ("cuda", "mkldnn") for of in ("all", "matmul", "conv", "rnn")]
-
-
-def precisions() -> list[Any]:
-    """How exactly backends multiply numbers in float32.
-
-    >>> torch.set_float32_matmul_precision("highest")
-    >>> precisions()[0]
-    'highest'
-    """
-    found: list[Any] = []
-    for read, _ in _OLD_PRECISIONS:
-        try:
-            found.append(read())
-        except RuntimeError:  # torch refuses where the newer functions have set it, too
-            found.append(None)
-    return found + [torch._C._get_fp32_precision_getter(*each) for each in _PRECISIONS]
-
-
-def set_precisions(saved: Sequence[Any]) -> None:
-    """Let backends multiply as they did."""
-    for (_, write), value in zip(_OLD_PRECISIONS, saved, strict=False):
-        if value is not None:
-            write(value)
-    # Last, because the older functions set some of these.
-    for each, value in zip(_PRECISIONS, saved[len(_OLD_PRECISIONS) :], strict=True):
-        torch._C._set_fp32_precision_setter(*each, value)
+# How exactly backends multiply in float32: how each choice is read, and set. The older functions
+# come first, because they set some of the others.
+PRECISIONS = [(functools.partial(_unless_mixed, read), write) for read, write in _OLDER]
+PRECISIONS += [
+    (functools.partial(_GET, *each), functools.partial(_SET, *each))
+    for each in [("generic", "all"), *_BACKENDS]
+]
 
 
 # The tables of hooks that hold for all modules, by name.

@@ -229,10 +229,7 @@ CLASS = _named(lambda v: dict(vars(v)), type.__setattr__, type.__delattr__)
 _KINDS: tuple[tuple[Any, Kind], ...] = (
     (Tensor, TENSOR),
     (np.ndarray, Kind(np.array, _put_array, is_leaf=True)),
-    (
-        torch.jit.ScriptModule,
-        _named(_read_script, set_scripted, lambda v, key: None),
-    ),
+    (torch.jit.ScriptModule, _named(_read_script, set_scripted, lambda v, key: None)),
     ((nn.Module, types.SimpleNamespace), OBJECT),
     (_GENERATORS, Kind(state_of, set_state, is_leaf=True)),
     (OrderedDict, DICT._replace(read=lambda v: {k: dict.__getitem__(v, k) for k in _in_order(v)})),
@@ -248,10 +245,7 @@ _KINDS: tuple[tuple[Any, Kind], ...] = (
     (type, CLASS),
     (types.FunctionType, FUNCTION),
     (types.BuiltinMethodType, Kind(_owner_of, name="")),
-    (
-        _WRAPPING,
-        Kind(lambda value: _attributes(value, _PARTS), name=""),
-    ),
+    (_WRAPPING, Kind(lambda value: _attributes(value, _PARTS), name="")),
 )
 _SLOTS = _named(lambda v: _attributes(v, _slots(type(v))))  # type: ignore[arg-type]
 PARALLEL = Kind(lambda value: dict(nn.Module.named_children(value)), name=".{}")

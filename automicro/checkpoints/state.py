@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from automicro.errors import CheckpointError
-from automicro.sharding import is_pending, is_sharded, local_part
+from automicro.sharding import is_pending, is_sharded, local
 from automicro.torch_private import is_uninitialized
 
 # What `torch.load` reads with weights_only=True and without being told of any class.
@@ -245,7 +245,7 @@ class Share:
         tensors: dict[str, Tensor] = {}
         copies: dict[str, Tensor] = {}
         for name, tensor in self.tensors.items():
-            copy = local_part(tensor).to("cpu", copy=True)
+            copy = local(tensor).to("cpu", copy=True)
             if is_sharded(tensor):
                 # It still says which part that is. Its own data is not looked at any more.
                 tensors[name], copies[name] = tensor, copy
@@ -255,7 +255,7 @@ class Share:
 
     def data(self, name: str) -> Tensor:
         """This rank's part of a tensor."""
-        return self.copies[name] if name in self.copies else local_part(self.tensors[name])
+        return self.copies[name] if name in self.copies else local(self.tensors[name])
 
 
 def name_of_own(rank: int, place: str) -> str:

@@ -28,13 +28,12 @@ from automicro.state.tensors import SMALL_BYTES, Copies, Leaves, is_freed
 from automicro.torch_private import (
     BUFFERS,
     GLOBAL_HOOKS,
+    PRECISIONS,
     REGISTERED,
     function_modes,
     gradient_hooks,
     is_uninitialized,
     pop_function_modes,
-    precisions,
-    set_precisions,
 )
 from automicro.values import (
     CELL,
@@ -179,20 +178,13 @@ class _Tables:
         # Of one key alone, itemgetter gives no tuple.
         return each if self._num_keys == 1 else chain.from_iterable(each)
 
-    def is_as_held(self) -> bool:
-        """Whether each value is the one that is held; no key that is gone holds any."""
-        try:
-            return all(map(operator.is_, self._now(), self.held))
-        except KeyError:
-            return False
-
     def refresh(self) -> bool:
         """Hold what is there now; not done where containers or objects have come or gone."""
-        if self.is_as_held():
-            return True
         try:
+            if all(map(operator.is_, self._now(), self.held)):
+                return True
             now = list(self._now())
-        except KeyError:
+        except KeyError:  # one is gone
             return False
         others = list(compress(range(len(now)), map(operator.is_not, now, self.held)))
         if not all(_may_pass(self.held[i]) and _may_pass(now[i]) for i in others):
@@ -227,9 +219,6 @@ class _Containers:
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
         self.places: set[int] = set()
-
-    def is_as_held(self) -> bool:
-        return False  # not known before each is read
 
     def add(self, value: Any, kind: Kind, held: Any) -> None:
         """Hold one."""
@@ -313,10 +302,6 @@ def _set_nesting(nesting: int) -> None:
         torch.autocast_decrement_nesting()
 
 
-def _anomalies() -> tuple[bool, bool]:
-    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-
-
 _CUDA, _ATTENTION = torch.backends.cuda, ("flash", "mem_efficient", "math", "cudnn")
 _CHOICES = [(torch.backends.cudnn, e) for e in ("enabled", "benchmark", "deterministic")]
 _CHOICES += [(torch.backends.mkldnn, "enabled")]
@@ -332,8 +317,7 @@ _SETTINGS: list[tuple[Any, Any]] = [
     (_nesting, _set_nesting),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (torch.get_num_threads, torch.set_num_threads),
-    (_anomalies, lambda saved: torch.set_anomaly_enabled(*saved)),
-    (precisions, set_precisions),
+    *PRECISIONS,
     *((partial(getattr, *each), partial(setattr, *each)) for each in _CHOICES),
     *((getattr(_CUDA, f"{e}_sdp_enabled"), getattr(_CUDA, f"enable_{e}_sdp")) for e in _ATTENTION),
 ]
@@ -568,10 +552,6 @@ class _Walk:
         return ()
 
 
-def _entries(held: Iterable[_Tables | _Containers]) -> Iterator[_Entry]:
-    return chain.from_iterable(each.entries() for each in held)
-
-
 class Captured:
     """The result of `capture`.
 
@@ -603,6 +583,9 @@ class Captured:
         self._inner = [each for each in found.content if id(each) not in in_places]
         self._is_new = True  # no commit has shown what attempts replace
         self._take_content()
+
+    def _entries(self) -> Iterator[_Entry]:
+        return chain.from_iterable(each.entries() for each in self._held)
 
     def _in_places(self) -> Iterator[Tensor]:
         """The tensors that lie in tables and containers."""
@@ -693,10 +676,8 @@ class Captured:
             table.update(zip(_TABLES, flags, strict=True))
         for table in filter(None, self._empty):
             table.clear()
-        has_same_keys = self._has_same_keys()
-        others = [each for each in self._held if not (has_same_keys and each.is_as_held())]
         failures: list[tuple[Any, Exception | str]] = []
-        for value, kind, held in _entries(others):
+        for value, kind, held in self._entries():
             try:
                 _put_back(value, kind, held)
             except Exception as error:  # the rest comes back all the same
@@ -728,7 +709,7 @@ class Captured:
     def changed(self) -> Iterator[str]:
         """Where something is not as it was, by path. Waits for the device."""
         names = self.names()
-        for value, kind, held in _entries(self._held):
+        for value, kind, held in self._entries():
             yield from _changes(value, kind, held, names)
         tensors = chain(self._copies.changed(), self._leaves.changed())
         others = (value for value, _ in self._of_other_classes())

@@ -195,8 +195,6 @@ class Features:
         return [functools.partial(_named, h) if f in self._given else h for f, h in hooks]
 
     def parts(self) -> list[Part]:
-        if not self._all:
-            return []
         self._attempt = None  # the next one begins
         return [part for parts in self._having("parts") for part in parts()]
 

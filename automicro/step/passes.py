@@ -121,10 +121,7 @@ class Passes:
         self._row_dims = {}
         # Unless rows are marked as a dimension that varies, each size is compiled anew.
         is_compiled = sizes_change and compiler_is_used()
-        is_cut = False
-        for cut in cuts:
-            is_cut |= cut.is_split
-        if not (is_compiled or is_cut):
+        if not (is_compiled or any(cut.is_split for cut in cuts)):
             return list(map(self._cut_one, batches, cuts))
         with on_host():
             if is_compiled:

@@ -430,17 +430,13 @@ def plan_alone(step: Step, rule: CutRule) -> Plan:
         rule.cut_batch(each, size, multiple_of=unit)
         for each, size in zip(step.batches, sizes, strict=True)
     ]
-    largest = [cut.largest for cut in cuts]
     # The batch with the largest slice, in elements, speaks for the step.
-    widest = max(
-        zip(largest, cuts, strict=True),
-        key=lambda each: (each[0] * (each[1].row_cost or 1), each[1].num_rows),
-    )[1]
+    widest = max(cuts, key=lambda cut: (cut.largest * (cut.row_cost or 1), cut.num_rows))
     return Plan(
         cuts=cuts,
         # What failed or fitted is the largest of all slices, of whichever batch.
-        size=max(largest),
-        num_microbatches=sum([len(cut.sizes) for cut in cuts]),
+        size=max(cut.largest for cut in cuts),
+        num_microbatches=sum(len(cut.sizes) for cut in cuts),
         extent=widest.extent,
         cost=widest.row_cost,
         num_global_rows=sum(step.rows),

@@ -48,7 +48,7 @@ def train(
             run(*arguments)
             found = microbatcher.state_dict()
 
-        rehearsal.run = noting  # type: ignore[method-assign, assignment]
+        rehearsal.run = noting  # type: ignore[method-assign]
     try:
         summary = trainer.fit()
     except SampleTooLargeError as error:

@@ -33,7 +33,7 @@ from torch import nn
 
 from automicro import Microbatcher, is_extra_pass
 from automicro.errors import StateWarning
-from automicro.torch_private import precisions, set_precisions
+from automicro.torch_private import PRECISIONS
 from automicro.values import CELL
 from tests.outside import Outside, Unreached
 from tests.state.undone import Box, count, picture
@@ -128,7 +128,7 @@ def modes(_=None):
     torch.autocast_increment_nesting()
     nesting, dtype = torch.autocast_decrement_nesting(), torch.get_autocast_dtype("cpu")
     found = torch.is_autocast_enabled("cpu"), torch.is_grad_enabled(), torch.get_default_dtype()
-    chosen = torch.backends.cudnn.benchmark, torch.is_anomaly_enabled(), *precisions()
+    chosen = torch.backends.cudnn.benchmark, *[read() for read, _ in PRECISIONS]
     return *map(str, (*found, *chosen, dtype, torch.is_autocast_cache_enabled())), nesting
 
 
@@ -247,7 +247,6 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "matmul_precision_of_a_backend": (lambda a: a, lambda a: setattr(BACKENDS.mkldnn.matmul, "fp32_precision", "bf16"), lambda a: setattr(BACKENDS.mkldnn.matmul, "fp32_precision", "none"), modes, PULSE),
     "choices_of_cudnn": (lambda a: a, lambda a: setattr(torch.backends.cudnn, "benchmark", True), lambda a: setattr(torch.backends.cudnn, "benchmark", False), modes, PULSE),
     "number_of_threads": (lambda a: torch.get_num_threads(), lambda a: torch.set_num_threads(a.v + 1), lambda a: torch.set_num_threads(a.v), lambda a: torch.get_num_threads() - a.v, PULSE),
-    "anomalies": (lambda a: a, lambda a: torch.set_anomaly_enabled(True), lambda a: torch.set_anomaly_enabled(False), modes, PULSE),
     "default_dtype": (lambda a: a, lambda a: torch.set_default_dtype(torch.float64), lambda a: torch.set_default_dtype(torch.float32), modes, ("pulse", "around")),
     "global_generators": (lambda a: a, lambda a: (random.random(), np.random.random(), torch.rand(1)), None, lambda a: (random.getstate(), str(np.random.get_state()), picture(torch.get_rng_state())), DRAWN),
     "iterator": (lambda a: itertools.count(), lambda a: next(a.v), None, lambda a: repr(a.v), DRAWN),
@@ -399,13 +398,13 @@ def backward(loss):
 @contextlib.contextmanager
 def everything_global():
     """As it was."""
-    precise = precisions()
+    precise = [(write, read()) for read, write in PRECISIONS]
     try:
         yield
     finally:
-        set_precisions(precise)
+        for write, value in precise:
+            write(value)
         torch.backends.cudnn.benchmark = False
-        torch.set_anomaly_enabled(False)
         F.scaled_dot_product_attention, np.einsum = SDPA, EINSUM
         setattr(nn.Linear, "forward", LINEAR)  # noqa: B010
         setattr(Theirs, "forward", OWN)  # noqa: B010

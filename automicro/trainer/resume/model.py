@@ -20,7 +20,7 @@ from automicro.errors import CheckpointError, CheckpointWarning, describe_error,
 from automicro.memory.budget import active_budget
 from automicro.options import unwrapped
 from automicro.reach import Reach
-from automicro.sharding import is_sharded, local_part
+from automicro.sharding import is_sharded, local
 from automicro.torch_private import buffer_table, is_uninitialized
 from automicro.trainer.data.loading import (
     Generator,
@@ -277,7 +277,7 @@ def _memory_of(tensor: Tensor) -> tuple[torch.device, int] | None:
     """Where a tensor's data begins; None where it has no data of its own."""
     if is_uninitialized(tensor):
         return None
-    tensor = local_part(tensor)
+    tensor = local(tensor)
     try:
         return tensor.device, tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # made of other tensors
@@ -288,7 +288,7 @@ def _is_own(tensor: Tensor, own: set[tuple[torch.device, int] | None]) -> bool:
     if is_uninitialized(tensor):
         return False
     memory = _memory_of(tensor)
-    return local_part(tensor).numel() == 0 or (memory is not None and memory in own)
+    return local(tensor).numel() == 0 or (memory is not None and memory in own)
 
 
 def _overlaps(tensor: Tensor) -> bool:

@@ -118,8 +118,8 @@ def ending_of(job: Job) -> dict[str, Any]:
     """All that a run has come to, but how long it took."""
     fit = job.trainer._fit
     assert fit is not None
-    assert fit._checkpointer is not None
-    gathered = fit._checkpointer._snapshot.gather()
+    assert fit.checkpointer is not None
+    gathered = fit.checkpointer._snapshot.gather()
     progress = dataclasses.asdict(copy.deepcopy(job.trainer.state))
     for phase in ("train", "eval"):
         del progress[phase]["seconds"]
