@@ -4,17 +4,12 @@ A program has a model, and a forward that changes some places (an attribute, a c
 mode of torch …) at some times, and whose loss depends on what it finds there. It is run with
 failures, and by plain torch without, in microbatches of the same sizes. Losses, gradients and places
 must be equal to the bit, or a warning or an error names the place.
-
-``python -m tests.state.test_programs --examples 2000`` prints how many were equal.
 """
 
-import argparse
 import collections
 import contextlib
 import dataclasses
-import gc
 import itertools
-import logging
 import random
 import re
 import sys
@@ -27,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -585,33 +580,3 @@ def test_kinds_are_as_in_plain_torch_wherever_an_attempt_fails(phase, where):
         faults = () if where == "nowhere" else (fault,)
         found = judge(Program(some, faults, 4, where == "backward", True))
         assert found == ("equal" if faults else "unfired", [])
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--examples", type=int, default=2_000)
-    parser.add_argument("--seed", type=int, default=0)
-    given_by_hand = parser.parse_args()
-    logging.disable()
-    gc.freeze()
-    verdicts: collections.Counter[str] = collections.Counter()
-    silent: dict[str, list[Any]] = {}
-
-    @seed(given_by_hand.seed)
-    @settings(max_examples=given_by_hand.examples, database=None, deadline=None, **DRAWN_ONLY)
-    @given(programs())
-    def count(program):
-        verdict, differing = judge(program)
-        verdicts[verdict] += 1
-        if verdict in ("silent", "invalid"):
-            key = f"{str(differing[:-1])[:80]} probe={program.probe}"
-            silent.setdefault(key, []).append(program)
-
-    count()
-    print(dict(verdicts))
-    for differing, found in sorted(silent.items(), key=lambda item: -len(item[1])):
-        print(f"{len(found):5} {differing}\n      {smaller(found[0])}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
