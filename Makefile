@@ -72,8 +72,9 @@ nightly: $(INSTALLED)  ## run what CI has no time for, with a seed of today; hou
 format-check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 
-lint: $(INSTALLED)  ## look for mistakes without running anything
+lint: $(INSTALLED)  ## look for mistakes in code, and for prose that is hard to read
 	$(BIN)/ruff check .
+	$(BIN)/python -m pytest -q tests/test_architecture.py -k prose
 
 types: $(INSTALLED)  ## check the types
 	$(BIN)/mypy automicro tests $(SCRIPTS)
