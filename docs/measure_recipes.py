@@ -34,18 +34,21 @@ TOLERANCE = 1e-11
 HEAD = """\
 # Recipes
 
-Thirteen training loops like well-known scripts, each plain and with automicro. They run on data
-that come with Python and scikit-learn: `python docs/recipes/mnist.py`.
+Thirteen training loops modeled on well-known scripts, each written plainly and with automicro. They
+run on data that come with Python and scikit-learn: `python docs/recipes/mnist.py`.
 
 {table}
 
-Measured by `python docs/measure_recipes.py` on a CPU with torch {torch}, and run shortened in the
-tests.
+Measured by `python docs/measure_recipes.py` on a CPU with torch {torch}. The tests run shortened
+loops.
 
 - *Lines changed*: in the training code, without imports.
-- *Whole*: the largest difference in reports and final weights if nothing is split: 0.0.
-- *Limit*: a simulated device on which the plain loop dies; the other ends after as many *OOMs*.
-- *Split*: its largest difference from the plain loop without a limit, in float64, without dropout.
+- *Whole*: the largest difference between the two loops, in printed values and final weights, if
+  nothing is split.
+- *Limit*: a simulated device on which the plain loop dies. The other runs out of memory as often as
+  *OOMs* says, and completes.
+- *Split*: the largest difference between that run and the plain loop without a limit, in float64,
+  without dropout.
 
 ## What does not split
 
@@ -55,7 +58,6 @@ names the layers:
 {batchnorm}
 
 [What to do about BatchNorm](../checks.md#batchnorm).
-A loss that compares rows has no exact split either, and [a check](../checks.md) names it.
 
 ## Changed lines
 

@@ -1,8 +1,8 @@
 """Two networks, two optimizers, three losses.
 
-One `Microbatcher` for each loss; the loop keeps its order. The generator's images are made again
-from the same noise for its own turn, at the price of one more forward. D(x) and D(G(z)) come from
-`result.outputs`. GroupNorm replaces BatchNorm.
+Each loss has its own `Microbatcher`; the order of the loop stays. To train the generator, its
+images are made again from the same noise, which costs one more forward. D(x) and D(G(z)) come
+from `result.outputs`. GroupNorm replaces BatchNorm.
 """
 
 import torch

@@ -1,9 +1,8 @@
 """Attention over one graph, whose labelled nodes are the rows.
 
-A graph has no rows, but its labelled nodes are rows: two layers see two hops. The batch is the
-labelled nodes, and the forward computes each microbatch on the part of the graph that its nodes
-see. This is exact. Sort nodes by community to keep that part small. Features and adjacency stay
-on the device.
+A graph has no rows, so the batch is its labelled nodes. With two layers, a node depends on the
+nodes within two hops. The forward computes each microbatch on that part of the graph, which is
+exact. Sort nodes by community to keep that part small. Features and adjacency stay on the device.
 
 `HOPS` must be the number of layers: a check of a few nodes cannot notice one too few. If each of
 many small graphs is a row, see [what a batch may be](../drop_in.md#what-a-batch-may-be).

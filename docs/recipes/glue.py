@@ -1,7 +1,7 @@
 """A transformer on pairs of sentences, with accelerate.
 
-`backward=accelerator.backward` is the only change to accelerate's objects. The model computes its
-own loss. Accumulation steps and the division of the loss are gone.
+`backward=accelerator.backward` connects the two; accelerate's objects stay as they are. The model
+computes its own loss. Accumulation steps and the division of the loss are gone.
 """
 
 from pydoc_data.topics import topics

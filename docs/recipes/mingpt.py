@@ -1,6 +1,6 @@
 """A GPT in a small trainer class, whose model computes its loss.
 
-The model returns its loss behind the logits, so `forward=` picks it out. Every row has equally
+The model returns logits and loss, so `forward=` picks the loss. Every row has equally
 many targets, so it is a mean over rows, and a check confirms that. If rows differ, pass a
 function that counts them as `loss_average=`.
 """

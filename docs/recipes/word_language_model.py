@@ -1,4 +1,4 @@
-"""A recurrent language model, whose hidden state goes on from batch to batch.
+"""A recurrent language model that carries its hidden state from batch to batch.
 
 Rows are in dimension 1: `batch_layout=1`, and `Carry(1)` for the hidden state. `backward(batch,
 carry=hidden)` gives each microbatch the state of its rows, and `result.carry` is the new state,
