@@ -4,7 +4,8 @@
 
 Each trains one optimizer step on the same rows, in two batches where it accumulates, and in one
 where it cuts by itself. A cell is the largest difference of a weight from the step of one batch,
-relative to the length of the step. Peers run as installed, with their defaults.
+relative to the length of the step. Peers run as installed, with their defaults. The last table is
+of a contrastive loss, which compares each row with all rows of its batch.
 """
 
 import datetime
@@ -20,9 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from automicro import Microbatcher
+from automicro import Contrastive, Microbatcher
+from automicro.contrastive import InfoNCE
 
 Rows = tuple[Tensor, Tensor]
+Make = Callable[[], nn.Module]
 
 
 class Model(nn.Module):
@@ -47,6 +50,14 @@ class Counting(Model):
         return {"loss": total / (num_items_in_batch or (labels != -100).sum())}
 
 
+class Pairs(Model):
+    """The same layer as an encoder: each row has to find its partner among those of all rows."""
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        anchors, partners = (F.normalize(self.linear(each)) for each in (inputs, labels))
+        return {"loss": F.cross_entropy(anchors @ partners.T, torch.arange(len(anchors)))}
+
+
 def make_jobs() -> dict[str, list[Rows]]:
     """Two batches each: even ones, a shorter last one, and one with few targets that count."""
     drawn = torch.Generator().manual_seed(1)
@@ -64,8 +75,19 @@ def make_jobs() -> dict[str, list[Rows]]:
     }
 
 
-def by_hand(batches: Sequence[Rows]) -> nn.Module:
-    model = Model()
+def make_pairs() -> list[Rows]:
+    drawn = torch.Generator().manual_seed(2)
+    rows = torch.randn(2, 2, 8, 6, dtype=torch.float64, generator=drawn)
+    return [(inputs, partners) for inputs, partners in rows]
+
+
+def in_one_batch(batches: Sequence[Rows]) -> Rows:
+    inputs, labels = map(torch.cat, zip(*batches, strict=True))
+    return inputs, labels
+
+
+def by_hand(batches: Sequence[Rows], make: Make = Model) -> nn.Module:
+    model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for batch in batches:
         (model(*batch)["loss"] / len(batches)).backward()
@@ -73,11 +95,11 @@ def by_hand(batches: Sequence[Rows]) -> nn.Module:
     return model
 
 
-def with_accelerate(batches: Sequence[Rows]) -> nn.Module:
+def with_accelerate(batches: Sequence[Rows], make: Make = Model) -> nn.Module:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=len(batches))
-    model = Model()
+    model = make()
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0))
     for batch in batches:
         with accelerator.accumulate(model):
@@ -87,7 +109,7 @@ def with_accelerate(batches: Sequence[Rows]) -> nn.Module:
     return model
 
 
-def with_transformers(batches: Sequence[Rows], make: Callable[[], nn.Module] = Model) -> nn.Module:
+def with_transformers(batches: Sequence[Rows], make: Make = Model) -> nn.Module:
     from transformers import Trainer, TrainingArguments
 
     rows = [{"inputs": x, "labels": y} for batch in batches for x, y in zip(*batch, strict=True)]
@@ -111,13 +133,13 @@ def with_transformers(batches: Sequence[Rows], make: Callable[[], nn.Module] = M
     return model
 
 
-def with_lightning(batches: Sequence[Rows]) -> nn.Module:
+def with_lightning(batches: Sequence[Rows], make: Make = Model) -> nn.Module:
     import lightning.pytorch as pl
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model = Model()
+            self.model = make()
 
         def training_step(self, batch: Rows) -> Tensor:
             loss: Tensor = self.model(*batch)["loss"]
@@ -140,7 +162,6 @@ def with_lightning(batches: Sequence[Rows]) -> nn.Module:
 
 
 def with_automicro(batches: Sequence[Rows]) -> nn.Module:
-    whole = tuple(map(torch.cat, zip(*batches, strict=True)))
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     microbatcher = Microbatcher(
@@ -149,7 +170,37 @@ def with_automicro(batches: Sequence[Rows]) -> nn.Module:
         loss_average="tokens",
         microbatch_size=5,
     )
-    microbatcher.backward(whole)
+    microbatcher.backward(in_one_batch(batches))
+    optimizer.step()
+    return model
+
+
+def with_sentence_transformers(batches: Sequence[Rows]) -> nn.Module:
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
+
+    class Encoder(nn.Module):
+        def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {"sentence_embedding": model.linear(features["inputs"])}
+
+    model = Pairs()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    encoder = SentenceTransformer(modules=[Encoder()], device="cpu")
+    cached = CachedMultipleNegativesRankingLoss(encoder, scale=1.0, mini_batch_size=5)
+    cached([{"inputs": each} for each in in_one_batch(batches)], torch.empty(0)).backward()
+    optimizer.step()
+    return model
+
+
+def with_contrastive(batches: Sequence[Rows]) -> nn.Module:
+    model = Pairs()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    # A temperature of one, whose logarithm is exact: torch keeps it in float32.
+    loss = InfoNCE(1.0, trains_temperature=False, is_symmetric=False)
+    towers = {"inputs": model.linear, "labels": model.linear}
+    inputs, labels = in_one_batch(batches)
+    outputs = Contrastive(towers, loss, microbatch_size=5)(inputs=inputs, labels=labels)
+    outputs["loss"].backward()
     optimizer.step()
     return model
 
@@ -162,17 +213,40 @@ PEERS: dict[str, Callable[[Sequence[Rows]], nn.Module]] = {
     "Lightning": with_lightning,
     "automicro, microbatches of 5": with_automicro,
 }
+OF_PAIRS: dict[str, Callable[[Sequence[Rows]], nn.Module]] = {
+    "loss / steps by hand": lambda rows: by_hand(rows, Pairs),
+    "accelerate": lambda rows: with_accelerate(rows, Pairs),
+    "transformers": lambda rows: with_transformers(rows, Pairs),
+    "Lightning": lambda rows: with_lightning(rows, Pairs),
+    "sentence-transformers, cached, slices of 5": with_sentence_transformers,
+    "automicro.Contrastive, slices of 5": with_contrastive,
+}
 
 
-def difference(model: nn.Module, batches: Sequence[Rows]) -> float:
+def difference(model: nn.Module, batches: Sequence[Rows], make: Make = Model) -> float:
     """From the step on all rows in one batch, relative to its length."""
-    whole = by_hand([(torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))])
-    before = Model().state_dict()
+    whole = by_hand([in_one_batch(batches)], make)
+    before = make().state_dict()
     trained, right, start = (
-        torch.cat([each.flatten() for each in state.values()])
+        torch.cat([state[name].flatten() for name in before])
         for state in (model.state_dict(), whole.state_dict(), before)
     )
     return float((trained - right).abs().max() / (right - start).norm())
+
+
+def of_pairs(train: Callable[[Sequence[Rows]], nn.Module]) -> str:
+    batches = make_pairs()
+    try:
+        return f"{difference(train(batches), batches, Pairs):.0e}"
+    except ImportError as error:
+        return f"not installed: {error.name}"
+
+
+def version_of(name: str) -> str:
+    try:
+        return f"{name} {importlib.metadata.version(name)}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"without {name}"
 
 
 def main() -> None:
@@ -183,11 +257,10 @@ def main() -> None:
     for name, train in PEERS.items():
         cells = [f"{difference(train(batches), batches):.0e}" for batches in jobs.values()]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    versions = [
-        f"{name} {importlib.metadata.version(name)}"
-        for name in ("accelerate", "transformers", "lightning", "torch")
-    ]
-    lines += ["", f"{datetime.date.today()}, {', '.join(versions)}."]
+    lines += ["", "| A contrastive loss | 8 + 8 pairs |", "|---|---|"]
+    lines += [f"| {name} | {of_pairs(train)} |" for name, train in OF_PAIRS.items()]
+    peers = ("accelerate", "transformers", "lightning", "sentence-transformers", "torch")
+    lines += ["", f"{datetime.date.today()}, {', '.join(map(version_of, peers))}."]
     sys.stdout.write("\n".join(lines) + "\n")
 
 
