@@ -29,6 +29,9 @@ from tests.sweeps import mostly_in_sweeps
 pytestmark = pytest.mark.sweep
 
 FAILS = 1  # the rank
+# Of a module that is added no wrapper knows the parameters, and a hook that a forward registers on
+# a parameter that was gathered for it is out of any capture's reach: docs/guarantees.md.
+WRAPPERS_OWN = {"module_is_added", "hook_of_a_parameter"}
 
 
 def ddp(model: nn.Module) -> Any:
@@ -56,7 +59,9 @@ def compare(wrap: Any, name: str, where: str, phase: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("where", "wrap", "name"),
-    mostly_in_sweeps(FAILURES[1:], [ddp, fsdp], sorted(KINDS.keys() - NAMED)[::4], few=40),
+    mostly_in_sweeps(
+        FAILURES[1:], [ddp, fsdp], sorted(KINDS.keys() - NAMED - WRAPPERS_OWN)[::4], few=40
+    ),
 )
 def test_all_ranks_are_as_without_the_failure_of_one(
     world2: World, where: str, wrap: Any, name: str
