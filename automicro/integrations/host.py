@@ -618,6 +618,10 @@ class Recorded:
         try:
             yield
             added = self._numbers_beside()
+        except BaseException:
+            # What is compared next has nothing to do with parts of this.
+            self._told, self._added = _Compared(), _Compared()
+            raise
         finally:
             self._heard = None
             self._counts.pop()
@@ -683,8 +687,10 @@ class Recorded:
             compared.rows, compared.whole, compared.parts = rows, dict(heard), []
         if total != compared.rows or len(compared.parts) < 2:
             return False
-        parts, compared.parts = [each for _, each in compared.parts], []
-        for key, (number, _) in compared.whole.items():
+        whole, parts = compared.whole, [each for _, each in compared.parts]
+        # Rows of the next check may add up to those of this one, by chance.
+        compared.rows, compared.whole, compared.parts = 0, {}, []
+        for key, (number, _) in whole.items():
             if not all(key in each for each in parts):
                 continue
             values, weights = zip(*(each[key] for each in parts), strict=True)

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.utils.parametrizations import spectral_norm
 
 from automicro import LossError, VerifyReport, split, verify
@@ -392,12 +391,3 @@ def test_a_gradient_that_is_zero_but_for_rounding_does_not_count() -> None:
     split = Reading(gradients={"w": torch.tensor([1.0]), "b": torch.tensor([-1e-17])})
     assert max(relative_errors(split, whole).values()) < 1e-14
     assert relative_errors(Reading(), whole)["w"] == 1.0
-
-
-def test_a_model_sharded_by_the_older_wrapper_is_refused():
-    class Sharded(FullyShardedDataParallel):
-        def __init__(self):
-            nn.Module.__init__(self)
-
-    with pytest.raises(ValueError, match="wrapped in Sharded"):
-        verify(Sharded(), (x(), y()))

@@ -29,9 +29,7 @@ from tests.sweeps import mostly_in_sweeps
 pytestmark = pytest.mark.sweep
 
 FAILS = 1  # the rank
-# Of a module that is added no wrapper knows the parameters, and a hook that a forward registers on
-# a parameter that was gathered for it is out of any capture's reach: docs/guarantees.md.
-WRAPPERS_OWN = {"module_is_added", "hook_of_a_parameter"}
+WRAPPERS_OWN = {"module_is_added", "hook_of_a_parameter"}  # out of a capture's reach
 
 
 def ddp(model: nn.Module) -> Any:

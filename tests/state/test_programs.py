@@ -28,7 +28,6 @@ from torch import nn
 
 from automicro import Microbatcher, is_extra_pass
 from automicro.errors import StateWarning
-from automicro.torch_private import PRECISIONS
 from automicro.values import CELL
 from tests.outside import Outside, Unreached
 from tests.state.undone import Box, count, picture
@@ -123,12 +122,11 @@ def modes(_=None):
     torch.autocast_increment_nesting()
     nesting, dtype = torch.autocast_decrement_nesting(), torch.get_autocast_dtype("cpu")
     found = torch.is_autocast_enabled("cpu"), torch.is_grad_enabled(), torch.get_default_dtype()
-    chosen = torch.backends.cudnn.benchmark, *[read() for read, _ in PRECISIONS]
+    chosen = torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()
     return *map(str, (*found, *chosen, dtype, torch.is_autocast_cache_enabled())), nesting
 
 
 EINSUM: Any = np.einsum
-BACKENDS: Any = torch.backends
 SDPA: Any = F.scaled_dot_product_attention
 LINEAR: Any = nn.Linear.forward
 OWN: Any = Theirs.forward
@@ -239,7 +237,6 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "nesting_of_autocast": (lambda a: a, lambda a: torch.autocast_increment_nesting(), lambda a: torch.autocast_decrement_nesting(), modes, PULSE),
     "function_of_numpy": (lambda a: a.of(np, "einsum", lambda: np.einsum), lambda a: put(a, len), lambda a: put(a, EINSUM), lambda a: a.v is EINSUM, AROUND),
     "matmul_precision": (lambda a: a, lambda a: torch.set_float32_matmul_precision("medium"), lambda a: torch.set_float32_matmul_precision("highest"), modes, PULSE),
-    "matmul_precision_of_a_backend": (lambda a: a, lambda a: setattr(BACKENDS.mkldnn.matmul, "fp32_precision", "bf16"), lambda a: setattr(BACKENDS.mkldnn.matmul, "fp32_precision", "none"), modes, PULSE),
     "choices_of_cudnn": (lambda a: a, lambda a: setattr(torch.backends.cudnn, "benchmark", True), lambda a: setattr(torch.backends.cudnn, "benchmark", False), modes, PULSE),
     "number_of_threads": (lambda a: torch.get_num_threads(), lambda a: torch.set_num_threads(a.v + 1), lambda a: torch.set_num_threads(a.v), lambda a: torch.get_num_threads() - a.v, PULSE),
     "default_dtype": (lambda a: a, lambda a: torch.set_default_dtype(torch.float64), lambda a: torch.set_default_dtype(torch.float32), modes, ("pulse", "around")),
@@ -393,12 +390,10 @@ def backward(loss):
 @contextlib.contextmanager
 def everything_global():
     """As it was."""
-    precise = [(write, read()) for read, write in PRECISIONS]
     try:
         yield
     finally:
-        for write, value in precise:
-            write(value)
+        torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.benchmark = False
         F.scaled_dot_product_attention, np.einsum = SDPA, EINSUM
         setattr(nn.Linear, "forward", LINEAR)  # noqa: B010
