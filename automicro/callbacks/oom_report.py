@@ -144,29 +144,31 @@ class OutOfMemoryReport(Callback):
 
     def oom(self, run: Run, failure: OutOfMemory) -> None:
         """Write a report. The next size is added when it is known, if there is one."""
-        self._last = None
+        path, self._last = self._folder, None
         tell_no_more(self._take_snapshot)
         if self._forward is not None:
             self._forward.end()
-        if self._written < self._max_reports:
-            path = self._folder
-            # Whatever fails, it is not worth the run.
-            with _saying(lambda: path):
-                path = self._next_path()
-                report = describe_failure(run, failure, self._batch)
-                if self._forward is not None:
-                    self._forward.add_to(report)
-                    report["inside"] = self._forward.inside
-                _write(path, report)
-                self._last = path, report
-                failure.reports.append(str(path))
-                path = path.with_suffix(".pickle")
-                # Said of a snapshot before this one counts.
-                if self._takes_snapshots(run):
-                    self._keep_snapshot(path)
+        try:
+            if self._written < self._max_reports:
+                # Whatever fails, it is not worth the run.
+                with _saying(lambda: path):
+                    path = self._next_path()
+                    report = describe_failure(run, failure, self._batch)
+                    if self._forward is not None:
+                        self._forward.add_to(report)
+                        report["inside"] = self._forward.inside
+                    _write(path, report)
+                    self._last = path, report
+                    failure.reports.append(str(path))
+                    path = path.with_suffix(".pickle")
+                    # Before this report counts, so that the last one has its snapshot, too.
+                    if self._takes_snapshots(run):
+                        self._keep_snapshot(path)
+        # Ctrl-C leaves no snapshot behind, either.
+        finally:
             self._written += self._last is not None
-        self._drop_snapshot()
-        self._forward = None
+            self._drop_snapshot()
+            self._forward = None
 
     def _keep_snapshot(self, path: Path) -> None:
         if self._why_not is not None:
@@ -175,7 +177,6 @@ class OutOfMemoryReport(Callback):
             dump_memory_snapshot(str(path))
         else:
             self._taken.replace(path)
-            self._taken = None
 
     def _takes_snapshots(self, run: Run) -> bool:
         has_room = self._written < self._max_reports
