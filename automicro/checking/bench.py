@@ -642,7 +642,7 @@ def _add_told(reading: Reading, told: Sequence[Mapping[str, tuple[float, float]]
     """The means that a host makes of the numbers that it was told of."""
     for name in told[0] if told else ():
         total = sum(each[name][1] for each in told if name in each)
-        # What is told as the loss is compared as the loss.
+        # A number that the host reports as the loss is compared as the loss.
         if total and all(name in each for each in told) and name not in reading.as_loss:
             terms = [value * weight / total for value, weight in (each[name] for each in told)]
             reading.numbers[name] = math.fsum(terms)

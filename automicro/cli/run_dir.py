@@ -181,7 +181,7 @@ def own_before_others(
         was_begun: whether it was started before.
 
     Returns:
-        What the run is told now, and the folder that it goes on from; None where it begins anew.
+        The options to use now, and the folder that the run goes on from; None where it begins anew.
 
     >>> own_before_others(CheckpointConfig(folder="a", resume="b/c"), was_begun=True)[1]
     PosixPath('b/c')

@@ -651,12 +651,12 @@ class _StepMetrics:
         self._counted.begin()
 
     def _listen_to_all(self, recorded: Recorded, *, counts: bool) -> None:
-        """Hear what metrics are told, and return, from here on.
+        """Listen to what metrics are given, and return, from here on.
 
         Args:
-            recorded: is told of it.
-            counts: whether for a batch of several microbatches, and not in a check, where metrics
-                are told what they are told.
+            recorded: takes note of it.
+            counts: True for a batch of several microbatches. In a check metrics get their values
+                as they come.
         """
         for name, metric in self._found().items():
             if hasattr(metric, "_forward_cache"):
@@ -668,7 +668,7 @@ class _StepMetrics:
         shadow: Any = None
 
         def waits(given: Any, named: Any, own: Callable[..., Any]) -> bool:
-            """Whether it is told one number, which is told once for the batch."""
+            """Whether it is given one number: it then gets the batch's, once."""
             if len(given) != 1 or named or not is_number(given[0]):
                 return False
             reduce = _REDUCED.get(type(metric).__name__, "mean")

@@ -3,7 +3,7 @@
 Tells for a config's model, too, into how many microbatches a batch is cut then, what
 fills the device, and what would help. Takes the first batch of its training data, and
 runs a step on tensors that have shapes but no data: no GPU, and no memory for the
-model. With when_too_large in the config, every level is told; with nested, the slices
+model. With when_too_large in the config, every level is reported; with nested, the slices
 of parts that fit.
 """
 

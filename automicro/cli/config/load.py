@@ -207,7 +207,7 @@ def read_config(
     """Read files, merge them, apply overrides, resolve interpolations and check it all.
 
     Nothing is made, and nothing imported but by ``check``. In the arguments of the data, the batch
-    sizes are what one device loads at a time. All mistakes are told at once.
+    sizes are what one device loads at a time. All mistakes are reported at once.
 
     Args:
         paths: YAML files; later ones win.
