@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 from automicro.errors import suggestion
 from automicro.loss.averages import LossAverage
 from automicro.options import GRADIENT_SUMS, SYNCS, check_choice
-from automicro.step.carrying import Carrying
 from automicro.step.feature import Feature
 from automicro.step.setup import Setup
 from automicro.units import duration_meant
 
 if TYPE_CHECKING:
+    from automicro.carry import Carry
     from automicro.lengths.sorting import MicrobatchUnit
     from automicro.nested.parts import Nested
     from automicro.remembered.recollection import RememberSizes
@@ -45,29 +45,12 @@ P = ParamSpec("P")
 
 # Loaded by those alone who use them.
 _HOMES = {
+    "Carry": "automicro.carry",
     "MicrobatchUnit": "automicro.lengths.sorting",
     "Nested": "automicro.nested.parts",
     "RememberSizes": "automicro.remembered.recollection",
     "WhenTooLarge": "automicro.savers.levels",
 }
-
-
-class Carry(Feature):
-    """State goes from batch to batch, such as a recurrent model's.
-
-    ``forward(model, microbatch, carry)`` takes the state of its rows, None at the start, and
-    returns a mapping with ``"loss"`` and ``"carry"``; see `Microbatcher.backward`.
-
-    Args:
-        layout: where the state has its rows: a dimension (1 of an ``nn.LSTM``'s), or a mapping as
-            ``batch_layout`` has it.
-    """
-
-    def __init__(self, layout: int | Mapping[str, Any]) -> None:
-        self._layout = layout
-
-    def attach(self, setup: Setup) -> None:
-        setup.carrying = Carrying(setup.batch_layout, self._layout)
 
 
 class EvalLossAverage(Feature):

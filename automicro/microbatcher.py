@@ -728,7 +728,7 @@ class Microbatcher:
         # Parameters must be there before gradients are set aside for them.
         elif self._index.is_lazy:
             with self._train.initializing():
-                self._passes.materialize(batches[0])
+                self._passes.materialize(batches[0], is_training=mode == "train")
             self._index.refresh()
         if self._sort is not None:
             read = list(self._sort(read, mode))

@@ -45,7 +45,7 @@ LAYERS = (
     ("loss", "optimizer"),
     ("checking",),
     ("step",),
-    ("lengths", "nested", "remembered"),
+    ("carry", "lengths", "nested", "remembered"),
     ("contrastive", "savers"),
     ("features",),
     ("microbatcher",),

@@ -155,7 +155,7 @@ class Bench:
         with self._stack as stack:
             # Captured first, as everything after it may change what it holds.
             self._captured = captured = capture(self.computation.roots)
-            stack.callback(_put_back, captured)
+            stack.callback(_put_back, captured, self.computation.left)
             stack.callback(self._random.roll_back)
             self._random.begin()
             stack.callback(self.draws.put_back)
@@ -705,13 +705,22 @@ def tried(
         del failure  # it holds this frame: a cycle
 
 
-def _put_back(captured: Captured) -> None:
+def _put_back(captured: Captured, known: set[str]) -> None:
+    """Put everything back, and name once what did not come back."""
+    told = set[str]()
     try:
         captured.put_back()
     except RollbackError as error:
+        told.add(str(error))
+    # Nothing tells where an iterator stands; one that a forward reaches is there to be advanced.
+    if iterators := [value for value, _ in captured.left_out if hasattr(value, "__next__")]:
+        names = captured.names()
+        told |= {f"{names[id(e)][0]}: a {type(e).__name__}, may have advanced" for e in iterators}
+    if new := sorted(told - known):
+        known |= told
         warn(
-            f"a check of a few rows has left traces ({error}). Keep what a forward writes to in "
-            "buffers, or pass probe=False",
+            f"a check of a few rows has left traces ({'; '.join(new)}). Keep what a forward writes "
+            "to in buffers, or pass probe=False",
             StateWarning,
         )
 

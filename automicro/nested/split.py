@@ -28,7 +28,7 @@ from automicro.errors import (
     warn,
 )
 from automicro.loss.averages import LossAverage
-from automicro.loss.passes import extra_pass, is_extra_pass
+from automicro.loss.passes import is_extra_pass, taking_shapes
 from automicro.modules import ModuleIndex
 from automicro.nested.batchnorm import Stages, refuse_exact, split_at_norms
 from automicro.nested.check import Check, Checked, check_positions, is_counted, is_loss
@@ -38,7 +38,7 @@ from automicro.policy.choose import make_policy
 from automicro.policy.policy import Outcome, Policy, require_rows, require_size
 from automicro.reach import OF_EVERY_MODULE, Reach, captured_modules
 from automicro.sharding import is_sharded
-from automicro.state.part import Replay, taking_shapes
+from automicro.state.part import Replay
 from automicro.step.parts import attached_to, count_attachment, num_attachments
 from automicro.torch_private import (
     FakeTensor,
@@ -637,7 +637,7 @@ class _Known:
         if not self.index.is_lazy:
             return
         modules = [each for _, each in self.index.owners]
-        with extra_pass(), torch.no_grad(), taking_shapes(modules, self._reach.generators()):
+        with torch.no_grad(), taking_shapes({}, modules, self.random()):
             call.compute(call.layout.take_rows(call.batch, [0, 1]), None)
         self.index.refresh()
 

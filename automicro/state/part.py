@@ -6,11 +6,11 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from automicro.errors import StateWarning, warn
 from automicro.state.capture import Captured, capture
-from automicro.torch_private import is_uninitialized, keeping_versions
+from automicro.torch_private import keeping_versions
 from automicro.values import (
     FUNCTION,
     OBJECT,
@@ -251,15 +251,3 @@ class Replay:
         with self.leaving_no_trace(), keeping_versions(before.tensors):
             before.put_back()
             yield
-
-
-def taking_shapes(
-    modules: Iterable[nn.Module], generators: Iterable[Any]
-) -> contextlib.AbstractContextManager[None]:
-    """Let lazy modules take their shapes meanwhile, and nothing else change that is there already.
-
-    Torch's own generator is left where it is: weights were drawn from it.
-    """
-    buffers = [each for module in modules for each in module.buffers(recurse=False)]
-    there = [*(each for each in buffers if not is_uninitialized(each)), *generators]
-    return Replay({str(index): each for index, each in enumerate(there)}).leaving_no_trace()

@@ -22,7 +22,7 @@ from automicro.errors import (
 )
 from automicro.loss.averages import CutBatch
 from automicro.loss.conventions import Output, whole_numbers
-from automicro.loss.passes import Computation, extra_pass
+from automicro.loss.passes import Computation
 from automicro.loss.weights import BatchWeights
 from automicro.memory.oom import once_more
 from automicro.modules import evaluation_mode
@@ -382,7 +382,7 @@ class Passes:
         self._show(run, output, features)
         return output
 
-    def materialize(self, batch: Any) -> None:
+    def materialize(self, batch: Any, *, is_training: bool) -> None:
         """Let lazy modules take their shapes from one row, before any attempt.
 
         Inside an attempt their initialisation could not be rolled back: it draws random numbers
@@ -390,7 +390,11 @@ class Passes:
         """
         with on_host():
             row = self.layout.take_rows(batch, [0])
-        with extra_pass(), evaluation_mode(self._modules), torch.no_grad(), uncompiled():
+        with (
+            evaluation_mode(self._modules),
+            torch.set_grad_enabled(is_training),  # a forward may differentiate within itself
+            uncompiled(),
+        ):
             moved = next(on_device([row], self.device, isolate=True))
             self._convention.evaluate(self._modules[0], moved)
 

@@ -6,13 +6,14 @@ from typing import Any
 
 from automicro.batch.device import InputGuard, InputWatch
 from automicro.batch.tensors import Contents
+from automicro.loss.passes import taking_shapes
 from automicro.memory.device import use_libraries
 from automicro.memory.meter import Meter
 from automicro.modules import comparing_rows
 from automicro.policy.choose import make_policy, with_levels
 from automicro.policy.policy import Policy
 from automicro.ranks.interface import Ranks, Sync
-from automicro.state.part import State, taking_shapes
+from automicro.state.part import State
 from automicro.step.parts import SizedPart
 from automicro.step.plan import CutRule, Finished, Step
 from automicro.step.setup import Level, Recollection, Setup
@@ -204,8 +205,9 @@ class Phase:
 
     def initializing(self) -> contextlib.AbstractContextManager[None]:
         """Let modules take their shapes meanwhile, and nothing else change that is there."""
-        modules = (module for _, module in self._setup.index.owners)
-        return taking_shapes(modules, self.reach.generators())
+        modules = [module for _, module in self._setup.index.owners]
+        random = RandomState(self._setup.devices, self.reach.generators)
+        return taking_shapes(self._setup.roots, modules, random)
 
     def random_state(self) -> RandomState:
         """The generators of the process and of its devices."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from automicro.batch.layout import BatchLayout
 from automicro.loss.averages import LossAverage
 from automicro.loss.passes import Computation, Mode
 from automicro.modules import ModuleIndex
@@ -17,7 +18,6 @@ from automicro.policy.policy import Policy
 from automicro.ranks.interface import OneRank, Ranks
 from automicro.reach import Reach
 from automicro.state.part import read_state
-from automicro.step.carrying import Carrying
 from automicro.step.fillers import SpareRows
 from automicro.step.parts import SizedParts
 from automicro.step.plan import ROWS, CutRule, Finished, ReadBatch
@@ -94,6 +94,49 @@ class Unit:
         return CutRule(strict_divisible=strict_divisible)
 
 
+class NoCarry:
+    """No state goes from batch to batch.
+
+    Args:
+        layout: of batches, with the state that is beside them.
+
+    Attributes:
+        layout: as given.
+        carry_layout: of the state; None where there is none.
+        is_on: whether there is state.
+    """
+
+    carry_layout: BatchLayout | None = None
+    is_on = False
+
+    def __init__(self, layout: BatchLayout) -> None:
+        self.layout = layout
+
+    def beside(self, batch: Any, carry: Any) -> Any:
+        """A batch with its state; None where a rank has no batch.
+
+        Raises:
+            ValueError: there is state, and nothing was said of its rows.
+        """
+        if carry is not None:
+            raise ValueError(
+                "carry=… was given to a Microbatcher without Carry(…); say in which "
+                "dimension the state has its rows: features=[Carry(1)] for nn.LSTM"
+            )
+        return batch
+
+    def refuse_several(self, batches: Iterable[Any]) -> None:
+        """Refuse batches that are to be taken as one, unless they are one with its state.
+
+        Raises:
+            ValueError: each of them begins where the one before ended.
+        """
+
+    def hiding(self, function: Any) -> Any:
+        """A function of the caller's, or several by name; it gets batches without their state."""
+        return function
+
+
 @dataclass(kw_only=True, eq=False)
 class Setup:
     """The setup of a Microbatcher. Features change it in `attach`; from then on it stays.
@@ -130,7 +173,7 @@ class Setup:
     optimizer: torch.optim.Optimizer | None = None
     precision: str = "fp32"
     state: list[Any] = field(default_factory=list)
-    carrying: Carrying = field(init=False)
+    carrying: NoCarry = field(init=False)
     parts: SizedParts = field(init=False)
     levels: Callable[["Setup"], Sequence[Level]] = lambda setup: [Plain()]
     levels_by_time: bool = False
@@ -145,7 +188,7 @@ class Setup:
     ranks: Ranks = field(default_factory=OneRank)
 
     def __post_init__(self) -> None:
-        self.carrying = Carrying(self.batch_layout, None)
+        self.carrying = NoCarry(BatchLayout(self.batch_layout))
         self.parts = SizedParts(self.modules)
 
     # What follows is found once, so it is to be read only when all features are attached.

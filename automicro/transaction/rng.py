@@ -62,6 +62,14 @@ class RandomState:
             own and [(generator, state_of(generator)) for generator in own],
         )
 
+    def advance(self) -> None:
+        """Let torch's generators come back to where they are now, and others to the beginning."""
+        assert self._state is not None
+        python, numpy, *_, own = self._state
+        own = [each for each in own if each[0] is not torch.default_generator]
+        self.begin()
+        self._state = python, numpy, *self._state[2:4], own
+
     def prepare(self) -> None:
         """Nothing here can fail."""
 

@@ -3,14 +3,12 @@
 import contextlib
 import gc
 import itertools
-import random
 import threading
 import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from automicro.errors import StateWarning
 from automicro.state import part
@@ -92,15 +90,6 @@ def test_roots_that_are_others_are_walked_anew_and_the_same_ones_are_not(monkeyp
     count(held[0])
     state.roll_back()
     assert held[0].n == 1
-
-
-def test_generators_that_are_no_torchs_own_stay_where_they_are_while_shapes_are_taken():
-    model, noise = nn.Linear(1, 1), random.Random(1)
-    model.register_buffer("seen", torch.zeros(1))
-    with part.taking_shapes([model], [noise]):
-        noise.random(), model.get_buffer("seen").add_(1)
-    assert noise.random() == random.Random(1).random()
-    assert model.get_buffer("seen") == 0
 
 
 def test_a_computation_finds_what_it_reaches_as_it_stood_and_leaves_what_is_there():

@@ -552,6 +552,7 @@ def test_no_failure_leaves_a_trace(program):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @given(programs())
 @settings(max_examples=2_000, **DRAWN_ONLY)
 def test_no_failure_of_many_leaves_a_trace(program):

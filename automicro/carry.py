@@ -7,6 +7,8 @@ from typing import Any
 from automicro.batch.layout import BatchLayout
 from automicro.errors import BatchError
 from automicro.loss.conventions import Carried
+from automicro.step.feature import Feature
+from automicro.step.setup import NoCarry, Setup
 
 
 class _CarriedLayout(BatchLayout):
@@ -69,58 +71,44 @@ class _CarriedLayout(BatchLayout):
             raise BatchError(f"In carry, whose layout Carry(…) declares: {error}") from error
 
 
-class Carrying:
-    """Whether state goes from batch to batch, and all that follows from it.
+class Carry(Feature):
+    """State goes from batch to batch, such as a recurrent model's.
 
-    What the caller gave knows batches as the data loader gives them, without the state beside.
+    ``forward(model, microbatch, carry)`` takes the state of its rows, None at the start, and
+    returns a mapping with ``"loss"`` and ``"carry"``; see `Microbatcher.backward`.
 
     Args:
-        batch_layout: of the batch; see `split_batch`.
-        carry_layout: of the state; None where there is none.
-
-    Attributes:
-        layout: of what is cut.
-        carry_layout: of the state; None where there is none.
-        is_on: whether there is state.
-
-    Example:
-        >>> carrying = Carrying(0, 1)
-        >>> carrying.hiding(len)(carrying.beside([1, 2, 3], None))
-        3
+        layout: where the state has its rows: a dimension (1 of an ``nn.LSTM``'s), or a mapping as
+            ``batch_layout`` has it.
     """
 
+    def __init__(self, layout: int | Mapping[str, Any]) -> None:
+        self._layout = layout
+
+    def attach(self, setup: Setup) -> None:
+        setup.carrying = _Carrying(setup.batch_layout, self._layout)
+
+
+class _Carrying(NoCarry):
+    """Batches with their state beside them.
+
+    What the caller gave knows batches as the data loader gives them, without the state.
+    """
+
+    is_on = True
+
     def __init__(
-        self, batch_layout: int | Mapping[str, Any], carry_layout: int | Mapping[str, Any] | None
+        self, batch_layout: int | Mapping[str, Any], carry_layout: int | Mapping[str, Any]
     ) -> None:
-        self.is_on = carry_layout is not None
-        self.carry_layout: BatchLayout | None = None
-        self.layout = BatchLayout(batch_layout)
-        if carry_layout is not None:
-            self.layout = layout = _CarriedLayout(batch_layout, carry_layout)
-            self.carry_layout = layout.carry
+        layout = _CarriedLayout(batch_layout, carry_layout)
+        super().__init__(layout)
+        self.carry_layout = layout.carry
 
     def beside(self, batch: Any, carry: Any) -> Any:
-        """A batch with its state; None where a rank has no batch.
-
-        Raises:
-            ValueError: there is state, and nothing was said of its rows.
-        """
-        if self.is_on:
-            return None if batch is None else Carried(batch, carry)
-        if carry is not None:
-            raise ValueError(
-                "carry=… was given to a Microbatcher without Carry(…); say in which "
-                "dimension the state has its rows: features=[Carry(1)] for nn.LSTM"
-            )
-        return batch
+        return None if batch is None else Carried(batch, carry)
 
     def refuse_several(self, batches: Iterable[Any]) -> None:
-        """Refuse batches that are to be taken as one, unless they are one with its state.
-
-        Raises:
-            ValueError: each of them begins where the one before ended.
-        """
-        if self.is_on and not all(isinstance(each, Carried) for each in batches):
+        if not all(isinstance(each, Carried) for each in batches):
             raise ValueError(
                 "accumulate takes batches as if they were one, and with Carry(…) each begins "
                 "where the one before ended; call backward for each of them before the optimizer's "
@@ -128,10 +116,9 @@ class Carrying:
             )
 
     def hiding(self, function: Any) -> Any:
-        """A function of the caller's, or several by name; it gets batches without their state."""
         if isinstance(function, Mapping):
             return {name: self.hiding(each) for name, each in function.items()}
-        if not self.is_on or not callable(function):
+        if not callable(function):
             return function
 
         def told(*arguments: Any, **options: Any) -> Any:
