@@ -1,5 +1,6 @@
 """A file for each time that memory ran out, and nothing that stops the run."""
 
+import contextlib
 import errno
 import json
 import weakref
@@ -209,6 +210,20 @@ def test_a_snapshot_that_cannot_be_written_is_a_warning(
     with pytest.warns(AutomicroWarning, match="pickle could not be written.*No space left"):
         run_out_of_memory(OutOfMemoryReport(tmp_path), model=Full(allocator, 64), memory_limit=None)
     assert len(reports(tmp_path)) == 2
+
+
+def test_an_interrupted_report_leaves_no_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocator = Allocator(monkeypatch)
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(oom_report, "describe_failure", interrupted)
+    with contextlib.suppress(KeyboardInterrupt):
+        run_out_of_memory(OutOfMemoryReport(tmp_path), model=Full(allocator, 64), memory_limit=None)
+    assert list(tmp_path.iterdir()) == []
 
 
 class Uneven(nn.Module):
