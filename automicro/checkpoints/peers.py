@@ -1,14 +1,14 @@
 """The ranks that save and load together: what fails on one of them fails on all.
 
-Every rank does its part and hands it to rank 0, which decides for all. An error is handed over in
-place of a part, so no rank waits for one that failed.
+Every rank does its part and hands it to all others. An error is handed over in place of a part, so
+no rank waits for one that failed, and all come to the same end.
 """
 
 import datetime
 import errno
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -25,31 +25,21 @@ from automicro.sharding import num_ranks
 from automicro.torch_private import without_modes
 
 T = TypeVar("T")
-V = TypeVar("V")
 
 
 class Peers:
     """All ranks that save and load together; this class stands for a process that is alone.
 
-    >>> Peers().scatter(Peers().gather(3))
-    3
+    >>> Peers().gather(3)
+    [3]
     """
 
     rank = 0
     world_size = 1
 
-    def gather(self, value: Any) -> list[Any] | None:
-        """The values of all ranks in their order, on rank 0; None elsewhere."""
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks in their order. All ranks call it."""
         return [value]
-
-    def scatter(self, values: Sequence[Any] | None) -> Any:
-        """Rank 0's value for this rank.
-
-        Args:
-            values: on rank 0, one for each rank.
-        """
-        assert values is not None
-        return values[0]
 
 
 ALONE = Peers()
@@ -63,14 +53,54 @@ def together(peers: Peers, work: Callable[[], T]) -> T:
         work: what to do.
 
     Raises:
-        Exception: see `decide_together`.
+        Exception: see `exchange`.
 
     >>> together(ALONE, lambda: "done")
     'done'
     """
-    found: list[T] = []
-    decide_together(peers, lambda: found.append(work()), lambda done: done)
+    found: list[T] = []  # and not handed over: it may be the whole state of a run
+    exchange(peers, lambda: found.append(work()))
     return found[0]
+
+
+def exchange(peers: Peers, work: Callable[[], T]) -> list[T]:
+    """Do some work on every rank; what it gave on each, once it succeeded everywhere.
+
+    Args:
+        peers: all ranks, each of which calls this.
+        work: the part of this rank.
+
+    Raises:
+        Exception: what went wrong on this rank.
+        OSError, CheckpointError: it went wrong on another rank, which the message names.
+        PeerLostError: a rank is gone.
+
+    >>> exchange(ALONE, lambda: 3)
+    [3]
+    """
+    # Errors keep their class and traceback where no other rank has to learn of them.
+    if peers.world_size == 1:
+        return [work()]
+    failure: BaseException | None = None
+    part: T | _Trouble
+    try:
+        part = work()
+    except RankError:
+        raise  # no rank is left to tell
+    except BaseException as error:
+        failure = error
+        part = _Trouble.of(error, peers.rank)
+    parts: list[T | _Trouble] = peers.gather(part)
+    troubles = [each for each in parts if isinstance(each, _Trouble)]
+    if not troubles:
+        return [each for each in parts if not isinstance(each, _Trouble)]
+    worst = max(troubles, key=lambda each: each.kind)
+    # The rank's own error, with its traceback, says more than what others heard.
+    if failure is not None and isinstance(part, _Trouble) and part.kind == worst.kind:
+        raise failure
+    # All of the worst, as a full disk of one host is mended on each.
+    text = "; ".join(each.text for each in troubles if each.kind == worst.kind)
+    raise replace(worst, text=text).error() from failure
 
 
 def from_first(peers: Peers, work: Callable[[], T]) -> T:
@@ -81,62 +111,13 @@ def from_first(peers: Peers, work: Callable[[], T]) -> T:
         work: what rank 0 does.
 
     Raises:
-        Exception: see `decide_together`.
+        Exception: see `exchange`.
 
     >>> from_first(ALONE, lambda: 3)
     3
     """
-    return decide_together(peers, lambda: None, lambda parts: [work()] * len(parts))
-
-
-def decide_together(
-    peers: Peers, work: Callable[[], V], decide: Callable[[list[V]], Sequence[T]]
-) -> T:
-    """Let every rank do its part, and rank 0 decide on the parts of all; this rank's answer.
-
-    Args:
-        peers: all ranks, each of which calls this.
-        work: the part of this rank.
-        decide: on rank 0, from the parts in the order of ranks to an answer for each.
-
-    Raises:
-        Exception: what went wrong on this rank.
-        OSError, CheckpointError: it went wrong on another rank, which the message names.
-        PeerLostError: a rank is gone.
-
-    >>> decide_together(ALONE, lambda: 3, lambda parts: [sum(parts)])
-    3
-    """
-    # Errors keep their class and traceback where no other rank has to learn of them.
-    if peers.world_size == 1:
-        return decide([work()])[0]
-    failure: BaseException | None = None
-    part: V | _Trouble
-    try:
-        part = work()
-    except RankError:
-        raise  # no rank is left to tell
-    except BaseException as error:
-        failure, part = error, _Trouble.of(error, peers.rank)
-    parts = peers.gather(part)
-    answers: Sequence[T | _Trouble] | None = None
-    if parts is not None:
-        troubles = [each for each in parts if isinstance(each, _Trouble)]
-        if troubles:
-            answers = [_worst(troubles)] * peers.world_size
-        else:
-            try:
-                answers = decide(parts)
-            except BaseException as error:
-                failure = error
-                answers = [_Trouble.of(error, 0)] * peers.world_size
-    answer: T | _Trouble = peers.scatter(answers)
-    if not isinstance(answer, _Trouble):
-        return answer
-    # The rank's own error, with its traceback, says more than what others heard.
-    if failure is not None and _Trouble.of(failure, peers.rank).kind == answer.kind:
-        raise failure
-    raise answer.error() from failure
+    found: T | None = exchange(peers, lambda: work() if peers.rank == 0 else None)[0]
+    return cast(T, found)
 
 
 # The worse, the later: what more ranks than one found is told by the worst.
@@ -175,13 +156,6 @@ class _Trouble:
         )
 
 
-def _worst(troubles: Sequence[_Trouble]) -> _Trouble:
-    worst = max(troubles, key=lambda each: each.kind)
-    # All of the worst, as a full disk of one host is mended on each.
-    same = [each.text for each in troubles if each.kind == worst.kind]
-    return _Trouble(kind=worst.kind, number=worst.number, text="; ".join(same))
-
-
 TIMEOUT_SECONDS = 600.0
 
 
@@ -207,24 +181,14 @@ class _GroupPeers(Peers):
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._broken: PeerLostError | None = None
 
-    def gather(self, value: Any) -> list[Any] | None:
-        values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        self._run(lambda: dist.gather_object(value, values, dst=0, group=self._group))
-        return values
-
-    def scatter(self, values: Sequence[Any] | None) -> Any:
-        found: list[Any] = [None]
-        given = None if values is None else list(values)
-        self._run(lambda: dist.scatter_object_list(found, given, src=0, group=self._group))
-        return found[0]
-
-    def _run(self, exchange: Callable[[], Any]) -> None:
+    def gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.world_size
         if self._broken is not None:
             raise self._broken
         try:
             # A mode that counts memory would count what is exchanged as the run's.
             with without_modes():
-                exchange()
+                dist.all_gather_object(values, value, group=self._group)
         except PeerLostError as error:  # it says who and why
             self._broken = error
             add_note(error, "no checkpoint was written here; the older ones are as they were")
@@ -236,3 +200,4 @@ class _GroupPeers(Peers):
                 "start again; the log of the missing rank has the cause"
             )
             raise self._broken from error
+        return values

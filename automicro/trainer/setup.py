@@ -31,6 +31,7 @@ from automicro.options import (
 from automicro.policy.choose import make_policy
 from automicro.policy.policy import Policy
 from automicro.trainer.context import RunContext
+from automicro.trainer.counting import Counter
 from automicro.trainer.data.feed import Feed
 from automicro.trainer.data.loading import (
     average_batch,
@@ -63,12 +64,10 @@ from automicro.trainer.same_on_all_ranks import outline_given, outline_options, 
 from automicro.trainer.step import (
     NON_FINITE_MODES,
     FinitenessGuard,
-    SecondsCounter,
-    TokenCounter,
     TrainingStep,
 )
 from automicro.trainer.surroundings import to_channels_last
-from automicro.units import Duration
+from automicro.units import Duration, Unit
 
 
 class MicrobatcherFactory:
@@ -318,16 +317,11 @@ def assemble_fit(
     grad_clip_norm = read_amount("grad_clip_norm", options["grad_clip_norm"])
     guard = FinitenessGuard(check_choice("non_finite", options["non_finite"], NON_FINITE_MODES))
     rehearse = read_rehearsal(options["rehearse"])
-    tokens = TokenCounter(
-        options["count_tokens"], max_duration=run.max_duration, eval_interval=every
-    )
+    durations = {"max_duration": run.max_duration, "eval_interval": every}
+    tokens = Counter(Unit.TOKENS, options["count_tokens"], **durations)
     sampler = shared_sampler(loader)
-    seconds = SecondsCounter(
-        options["count_seconds"],
-        is_known=isinstance(sampler, LengthBatchSampler) and "seconds" in sampler.units,
-        max_duration=run.max_duration,
-        eval_interval=every,
-    )
+    is_known = isinstance(sampler, LengthBatchSampler) and "seconds" in sampler.units
+    seconds = Counter(Unit.SECONDS, options["count_seconds"], is_known=is_known, **durations)
     if loader is None:
         return None
     settings = replace(settings, expected=_expected(loader, ranks.world_size, accumulate_batches))

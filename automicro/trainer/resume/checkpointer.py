@@ -95,7 +95,7 @@ class Checkpointer:
         self._context = context
         every = None if config.interval is None else Duration.parse(config.interval)
         self._interval = Interval(every)
-        self._store = CheckpointStore.of(config, peers=snapshot.peers)
+        self._store = CheckpointStore(**vars(config), peers=snapshot.peers)
         self._world_size = snapshot.peers.world_size
         self._saved_at: tuple[int, int] | None = None  # batch and epoch of the last save
 
