@@ -266,14 +266,13 @@ class RunSettings:
         train, evaluation = map(_describe_size, self.policies)
         of_data = " of data" if self.max_duration.unit is Unit.SECONDS else ""
         parameters = describe_parameters(self.model.parameters())
-        limited = "no memory limit" if limit is None else f"memory limit {limit}"
-        cut = f"microbatch size {train} in train, {evaluation} in eval"
+        sizes = train if train == evaluation else f"{train} in train, {evaluation} in eval"
         return [
             ("device", device, f"training on {device}"),
             *([] if self.parallel is None else [("parallel", self.parallel, self.parallel)]),
-            ("memory_limit", limit, limited),
+            ("memory_limit", limit, None),
             ("precision", self.precision, f"precision {self.precision}"),
-            ("microbatch_size", train, cut),
+            ("microbatch_size", train, f"microbatch size {sizes}"),
             ("eval_microbatch_size", evaluation, None),
             ("model", type(self.model).__name__, parameters),
             ("max_duration", str(self.max_duration), f"max_duration {self.max_duration}{of_data}"),

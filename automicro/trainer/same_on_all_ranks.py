@@ -1,16 +1,12 @@
 """Checks that ranks have the same arguments, and their agreement between steps."""
 
 import contextlib
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data.distributed import DistributedSampler
 
 from automicro.callbacks import ExponentialMovingAverage
 from automicro.errors import DesyncError, facts_of
@@ -18,8 +14,7 @@ from automicro.events.callback import Callback
 from automicro.ranks.interface import Ranks
 from automicro.sharding import num_ranks
 from automicro.torch_private import is_uninitialized
-from automicro.trainer.data.loading import batch_order, num_batches, samplers_of
-from automicro.trainer.data.sharing import ITSELF
+from automicro.trainer.data.described import describe_for_ranks
 from automicro.trainer.evaluators import INHERITED, Evaluator
 from automicro.trainer.resume.fits import given_options
 from automicro.values import as_text
@@ -67,7 +62,7 @@ def outline_evaluations(name: str, given: Any) -> dict[str, str]:
         given: a loader, an `Evaluator`, a mapping from names to these, or None.
 
     >>> outline_evaluations("eval_dataloader", {"seen": [1, 2]})
-    {'eval_dataloader': "named 'seen'", "eval_dataloader['seen']": 'a list'}
+    {'eval_dataloader': "named 'seen'", "eval_dataloader['seen']": 'loader=list'}
     """
     if not isinstance(given, Mapping):
         return {name: _evaluation(given)}
@@ -77,41 +72,13 @@ def outline_evaluations(name: str, given: Any) -> dict[str, str]:
 
 
 def _loader(name: str, loader: Any) -> dict[str, str]:
-    return {name: _data(loader)}
-
-
-def _data(loader: Any) -> str:
-    """A loader, with the lengths that decide which rows each rank gets."""
-    if loader is None:
-        return "None"
-    dataset = getattr(loader, "dataset", None)
-    kind = f"a {type(loader).__name__}"
-    if not isinstance(loader, DataLoader):
-        return kind
-    kind += f" over a {type(dataset).__name__}"
-    has_own_rows = getattr(loader, ITSELF, False) or getattr(dataset, ITSELF, False)
-    if has_own_rows or isinstance(dataset, IterableDataset):
-        return kind
-    parts = [f"{kind} of {num_batches(dataset)} rows"]
-    for sampler in samplers_of(loader):
-        if isinstance(sampler, DistributedSampler):
-            options = f"num_replicas={sampler.num_replicas}, shuffle={sampler.shuffle}"
-            options += f", seed={sampler.seed}, drop_last={sampler.drop_last}"
-            return f"{kind} of {num_batches(dataset)} rows, with a DistributedSampler({options})"
-    if loader.batch_size is None:
-        order = batch_order(loader)
-        parts.append(f"{num_batches(order)} entries of a {type(order).__name__}")
-    else:
-        rows = num_batches(loader.sampler)
-        parts.append(f"{rows} entries of a {type(loader.sampler).__name__}")
-        parts.append(f"batch_size={loader.batch_size}, drop_last={loader.drop_last}")
-    return ", ".join(parts)
+    return {name: describe_for_ranks(loader)}
 
 
 def _evaluation(given: Any) -> str:
     if not isinstance(given, Evaluator):
-        return _data(given)
-    parts = [_data(given.dataloader)]
+        return describe_for_ranks(given)
+    parts = [describe_for_ranks(given.dataloader)]
     for name in ("microbatch_size", "max_batches", "interval"):
         if (value := getattr(given, name)) not in (None, INHERITED):
             parts.append(f"{name}={as_text(value)}")
@@ -242,20 +209,17 @@ _SHORT = 300  # letters
 _MISSING = "there is none"
 
 
-def require_same(
-    device: torch.device, outline: Callable[[], Outline], *, what: str = "options"
-) -> None:
+def require_same(outline: Callable[[], Outline], *, what: str = "options") -> None:
     """Compare what ranks were given. All ranks call it; for one process it is free.
 
     Args:
-        device: where ranks can exchange tensors.
         outline: says what this rank was given.
         what: is compared, for the message.
 
     Raises:
         DesyncError: on all ranks, with each thing that differs and every rank's value.
 
-    >>> require_same(torch.device("cpu"), lambda: {"max_duration": "'2ep'"})
+    >>> require_same(lambda: {"max_duration": "'2ep'"})
     """
     if num_ranks() == 1:
         return
@@ -264,16 +228,11 @@ def require_same(
 
     own = dict(outline())
     wait_for_all(f"comparing {what}")
-    number = _number_of(own)
-    extremes = torch.tensor([number, -number], dtype=torch.int64, device=device)
+    outlines: list[Outline] = [{}] * num_ranks()
     with own_collectives():
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-        highest, lowest = extremes.tolist()
-        if highest == -lowest:
-            return
-        outlines: list[Outline] = [{}] * num_ranks()
         dist.all_gather_object(outlines, own)
-    raise DesyncError(_describe_differences(outlines, what=what))
+    if any(each != own for each in outlines):
+        raise DesyncError(_describe_differences(outlines, what=what))
 
 
 def _describe_differences(outlines: Sequence[Outline], *, what: str) -> str:
@@ -361,11 +320,6 @@ def compare_orders(checksums: Sequence[int | None], name: str) -> None:
         "give its generator a fixed seed, or let it draw from the global random numbers of torch, "
         "Python or NumPy, which are the same everywhere while it draws"
     )
-
-
-def _number_of(outline: Outline) -> int:
-    digest = hashlib.sha256(json.dumps(outline, sort_keys=True).encode()).digest()
-    return int.from_bytes(digest[:7], "big")
 
 
 def _shortened(text: str) -> str:

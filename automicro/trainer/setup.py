@@ -37,7 +37,7 @@ from automicro.trainer.data.loading import (
     average_batch,
     choose_accumulation,
 )
-from automicro.trainer.data.sharing import LoaderSharing, SharedAlready, shared_sampler
+from automicro.trainer.data.sharing import LoaderSharing, shared_sampler
 from automicro.trainer.device import choose_device, seed_everything
 from automicro.trainer.evaluation import Evaluation, EvaluationPlan
 from automicro.trainer.fit import Fit
@@ -232,18 +232,18 @@ class PlacedModel:
         if self._parallel is not None:
             meet(self.device, self.place)
         # Before anything else that ranks do together, and where those would wait that differ.
-        require_same(self.device, partial(outline_options, given))
+        require_same(partial(outline_options, given))
         if self._parallel is not None:
             self.called = wrap(self._parallel, self.modules, self.device, self.place)
 
-    def sharing(self, seed: int | None) -> LoaderSharing | SharedAlready:
+    def sharing(self, seed: int | None) -> Callable[..., Any]:
         """The function that gives this rank its part of a loader. All ranks call it.
 
         Args:
             seed: of the run, which decides the order of rows where no generator does.
         """
         if not self.is_shared:
-            return SharedAlready()
+            return lambda loader, name, is_evaluated=False: loader
         order = torch.initial_seed() if seed is None else seed
         order = said_by_first(order % 2**32, self.device)
         return LoaderSharing(
@@ -251,7 +251,7 @@ class PlacedModel:
             seed=order,
             device=self.device,
             has_parted_layers=splits_layers(self.modules),
-        )
+        ).share
 
     def seed_apart(self, seed: int | None) -> None:
         """Let ranks draw random numbers of their own, now that all have the same weights.
@@ -313,7 +313,7 @@ def assemble_fit(
         settings = replace(settings, accumulation=chosen)
     schedule = build_scheduler(options["scheduler"], optimizer)
     scheduler_interval = read_scheduler_interval(schedule, options["scheduler_interval"])
-    require_same(run.device, partial(outline_given, optimizer, schedule), what="optimizers")
+    require_same(partial(outline_given, optimizer, schedule), what="optimizers")
     grad_clip_norm = read_amount("grad_clip_norm", options["grad_clip_norm"])
     guard = FinitenessGuard(check_choice("non_finite", options["non_finite"], NON_FINITE_MODES))
     rehearse = read_rehearsal(options["rehearse"])

@@ -334,7 +334,7 @@ class Trainer:
             failures=Failures(device=device, rank=place.rank),
             mode=OptimizerMode(optimizer),
         )
-        sharing = placed.sharing(seed)
+        share = placed.sharing(seed)
         self._evaluating = EvaluationFactory(
             microbatcher=self._microbatcher,
             make_microbatcher=partial(factory.make, features=features),
@@ -342,7 +342,7 @@ class Trainer:
             microbatch_size=eval_microbatch_size,
             interval=every,
             device=device,
-            share=sharing.share,
+            share=share,
         )
         self._evaluations = self._evaluating.make_all(evaluators)
         metrics = model_metrics(model, is_train=True) if metrics is None else metrics
@@ -351,7 +351,7 @@ class Trainer:
             of_training, self._evaluations, loss_fn=loss_fn
         )
         if train_dataloader is not None:
-            train_dataloader = sharing.share(train_dataloader, "train_dataloader")
+            train_dataloader = share(train_dataloader, "train_dataloader")
         self._fit = assemble_fit(
             train_dataloader,
             self._context,
@@ -468,7 +468,7 @@ class Trainer:
         fit, ranks = self._fit, self._microbatcher.ranks
         with fit.alone():
             if more is not None:
-                require_same(self._run.device, lambda: {"duration": str(more)}, what="durations")
+                require_same(lambda: {"duration": str(more)}, what="durations")
                 fit.extend(more)
             fit.require_more()
             with (

@@ -119,7 +119,7 @@ class Checkpointer:
         state = self._context.state
         return state.batch, state.epoch
 
-    def resume(self) -> dict[str, object] | None:
+    def resume(self) -> dict[str, Any] | None:
         """Go on from a checkpoint, if the config says so and there is one; what was loaded.
 
         Random numbers are left for the caller to put back, after whatever else draws some.

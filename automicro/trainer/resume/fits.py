@@ -11,7 +11,7 @@ end of an epoch the next pass over the data begins, and metrics count from zero.
 these parts is asked for a state in which every row of the epoch counts once.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from automicro.checkpoints.reading import FoundCheckpoint
 from automicro.checkpoints.rng import derived_rng_state
 from automicro.errors import CheckpointError, CheckpointWarning, warn
 from automicro.sharding import is_sharded
+from automicro.trainer.data.described import changed
 from automicro.trainer.metrics import MetricSet
 
 # Counters of a schedule, and what repeats the optimizer's own options.
@@ -53,19 +54,6 @@ def given_options(
         },
         "options": dict(_options_of(optimizer)) | dict(_schedule_of(scheduler)),
     }
-
-
-def changed(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """The values that were others, in words. A name that only one of both has is left out.
-
-    >>> changed({"lr": 0.1, "old": 1}, {"lr": 0.2, "new": 2})
-    ['lr=0.1 (here 0.2)']
-    """
-    return [
-        f"{name}={saved[name]} (here {value})"
-        for name, value in here.items()
-        if name in saved and saved[name] != value
-    ]
 
 
 def _name_of(scheduler: object) -> str:
@@ -146,59 +134,25 @@ def warn_of_other_options(saved: Mapping[str, Any], given: Mapping[str, Any]) ->
         )
 
 
-def refuse_other_parts(
-    saved: Mapping[str, Any], parts: Mapping[str, Any], *, optional: Sequence[str]
-) -> None:
-    """Refuse the checkpoint of a run of other parts. Some may come and go, and start fresh.
-
-    Args:
-        saved: the states of the parts of the checkpoint, by name.
-        parts: of this run.
-        optional: what the names of those begin with that a run may have or not.
-
-    Raises:
-        CheckpointError: says what differs.
-    """
-
-    def needed(names: Iterable[str]) -> list[str]:
-        return [name for name in names if not name.startswith(tuple(optional))]
-
-    differing = _words(_missing(needed(parts), saved), _missing(needed(saved), parts))
-    if differing:
-        raise CheckpointError(
-            f"the checkpoint is of other parts of the run: {differing}. {_REMEDY}"
-        )
-    if ("scaler" in parts) != ("scaler" in saved):
+def warn_of_others(what: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Say which callbacks, say, start fresh, and whose state is dropped."""
+    for name in sorted(saved.keys() - here.keys()):
         warn(
-            "the checkpoint is of a run with another precision: "
-            + (
-                "the scale of the loss starts fresh"
-                if "scaler" in parts
-                else "its scale of the loss is dropped"
-            ),
-            CheckpointWarning,
-        )
-
-
-def warn_of_other_callbacks(saved: Mapping[str, Any], callbacks: Mapping[str, Any]) -> None:
-    """Say which callbacks start fresh, and whose state is dropped."""
-    for name in _missing(saved, callbacks):
-        warn(
-            f"the checkpoint has the state of the callback {name}, which this run has not: it is "
+            f"the checkpoint has the state of the {what} {name}, which this run has not: it is "
             "dropped",
             CheckpointWarning,
         )
-    for name in _missing(callbacks, saved):
-        if _may_keep_state(callbacks[name]):
+    for name in sorted(here.keys() - saved.keys()):
+        if _may_keep_state(here[name]):
             warn(
-                f"the checkpoint has no state of the callback {name}, which starts fresh",
+                f"the checkpoint has no state of the {what} {name}, which starts fresh",
                 CheckpointWarning,
             )
 
 
-def _may_keep_state(callback: Any) -> bool:
+def _may_keep_state(owner: Any) -> bool:
     try:
-        return bool(callback.state_dict())
+        return bool(owner.state_dict())
     except Exception:  # it makes its state in fit_start, which comes later
         return True
 
@@ -264,16 +218,6 @@ def _of_same_policies(
 
 def _class(what: str, name: str | None) -> str:
     return f"no {what}" if name is None else f"the {what} {name}"
-
-
-def _missing(names: Iterable[str], among: Iterable[str]) -> list[str]:
-    return sorted(set(names) - set(among))
-
-
-def _words(lacks: Sequence[str], extra: Sequence[str]) -> str:
-    found = [f"it lacks {', '.join(lacks)}"] if lacks else []
-    found += [f"only it has {', '.join(extra)}"] if extra else []
-    return "; ".join(found)
 
 
 HOST_PART = "data"

@@ -9,7 +9,7 @@ from torch import Tensor
 from automicro.batch.device import on_host
 from automicro.checkpoints.peers import ALONE, Peers
 from automicro.checkpoints.reading import FoundCheckpoint
-from automicro.checkpoints.rng import restore_rng_state, rng_state
+from automicro.checkpoints.rng import rng_state
 from automicro.checkpoints.state import put_together, take_apart, tensors_of
 from automicro.errors import CheckpointError, describe_error
 from automicro.events.run import LoopState, PhaseState, Sizes
@@ -29,10 +29,9 @@ from automicro.trainer.resume.fits import (
     like_parameters,
     overlay,
     refuse_other_classes,
-    refuse_other_parts,
     sizes_for,
-    warn_of_other_callbacks,
     warn_of_other_options,
+    warn_of_others,
     without_parameters,
 )
 from automicro.trainer.resume.model import MODEL_KEYS, ModuleState
@@ -41,9 +40,6 @@ from automicro.trainer.resume.optimizer import (
     load_optimizer_state,
     optimizer_state,
 )
-
-# A run may have these or not: evaluators come and go, and so does the scaler with the precision.
-_OPTIONAL = ("sizes of ", "metrics of ", "scaler")
 
 _REMEDIES = {
     "scheduler": (
@@ -147,13 +143,18 @@ class Snapshot:
         refuse_other_classes(saved["given"], self._given)
         self._models.compare(opened)
         compare_groups(self._optimizer, self._modules, saved["optimizer"])
-        refuse_other_parts(saved["parts"], self._parts, optional=_OPTIONAL)
         for name, part in self._parts.items():
             if isinstance(part, MetricSet) and name in saved["parts"]:
                 # Between evaluations their metrics have counted nothing.
                 is_within = name == "metrics" and saved["progress"]["epoch_batch"] > 0
                 compare_metrics(saved["parts"][name], part, is_within_epoch=is_within)
-        warn_of_other_callbacks(saved["callbacks"], self._named_callbacks())
+        # Evaluators come and go without a word, and a scheduler is one of the classes above.
+        scalers = [
+            {k: v for k, v in each.items() if k == "scaler"}
+            for each in (saved["parts"], self._parts)
+        ]
+        warn_of_others("part", *scalers)
+        warn_of_others("callback", saved["callbacks"], self._named_callbacks())
         warn_of_other_options(saved["given"], self._given)
 
     def restore(self, opened: FoundCheckpoint) -> dict[str, Any]:
@@ -220,11 +221,6 @@ class Snapshot:
 
     def _named_callbacks(self) -> dict[str, Any]:
         return dict(zip(self._callbacks.names, self._callbacks, strict=True))
-
-
-def restore_random_numbers(saved: Mapping[str, Any]) -> None:
-    """Put back the random numbers of a state, once nothing else draws any."""
-    restore_rng_state(saved["rng"])
 
 
 def _arriving(state: Any) -> Any:
