@@ -7,7 +7,6 @@ no rank waits for one that failed, and all come to the same end.
 import datetime
 import errno
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -82,25 +81,26 @@ def exchange(peers: Peers, work: Callable[[], T]) -> list[T]:
     if peers.world_size == 1:
         return [work()]
     failure: BaseException | None = None
-    part: T | _Trouble
+    part: T | Exception
     try:
         part = work()
     except RankError:
         raise  # no rank is left to tell
     except BaseException as error:
         failure = error
-        part = _Trouble.of(error, peers.rank)
-    parts: list[T | _Trouble] = peers.gather(part)
-    troubles = [each for each in parts if isinstance(each, _Trouble)]
+        part = _as_told(error, peers.rank)
+    parts: list[T | Exception] = peers.gather(part)
+    troubles = [each for each in parts if isinstance(each, Exception)]
     if not troubles:
-        return [each for each in parts if not isinstance(each, _Trouble)]
-    worst = max(troubles, key=lambda each: each.kind)
+        return [each for each in parts if not isinstance(each, Exception)]
+    worst = max(map(_badness, troubles))
     # The rank's own error, with its traceback, says more than what others heard.
-    if failure is not None and isinstance(part, _Trouble) and part.kind == worst.kind:
+    if failure is not None and isinstance(part, Exception) and _badness(part) == worst:
         raise failure
     # All of the worst, as a full disk of one host is mended on each.
-    text = "; ".join(each.text for each in troubles if each.kind == worst.kind)
-    raise replace(worst, text=text).error() from failure
+    first, *others = [each for each in troubles if _badness(each) == worst]
+    text = "; ".join(getattr(each, "strerror", None) or str(each) for each in (first, *others))
+    raise type(first)(*first.args[:-1], text) from failure
 
 
 def from_first(peers: Peers, work: Callable[[], T]) -> T:
@@ -120,40 +120,24 @@ def from_first(peers: Peers, work: Callable[[], T]) -> T:
     return cast(T, found)
 
 
-# The worse, the later: what more ranks than one found is told by the worst.
-_DISK, _DAMAGE, _REFUSAL, _OTHER = range(4)
+def _as_told(error: BaseException, rank: int) -> Exception:
+    """An error as other ranks learn of it: of a class that can be pickled, and naming the rank."""
+    if isinstance(error, OSError):
+        return OSError(error.errno or errno.EIO, f"rank {rank}: {error.strerror or text_of(error)}")
+    if isinstance(error, DamagedCheckpointError):
+        return DamagedCheckpointError(f"rank {rank}: {text_of(error)}")
+    if isinstance(error, CheckpointError):
+        return CheckpointError(f"rank {rank}: {text_of(error)}")
+    # No RankError: all ranks fail here, so a rank that tells the others of an error finds them.
+    return CheckpointError(
+        f"rank {rank}: {describe_error(error)}\nAll ranks stop because of it; mend the cause on "
+        "that rank, whose log has the traceback"
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Trouble:
-    """An error, as other ranks learn of it."""
-
-    kind: int
-    number: int
-    text: str
-
-    @classmethod
-    def of(cls, error: BaseException, rank: int) -> "_Trouble":
-        kind, number, text = _OTHER, 0, describe_error(error)
-        if isinstance(error, OSError):
-            kind, number, text = _DISK, error.errno or errno.EIO, error.strerror or text_of(error)
-        elif isinstance(error, CheckpointError):
-            kind = _DAMAGE if isinstance(error, DamagedCheckpointError) else _REFUSAL
-            text = text_of(error)
-        return cls(kind=kind, number=number, text=f"rank {rank}: {text}")
-
-    def error(self) -> Exception:
-        if self.kind == _DISK:
-            return OSError(self.number, self.text)
-        if self.kind == _DAMAGE:
-            return DamagedCheckpointError(self.text)
-        if self.kind == _REFUSAL:
-            return CheckpointError(self.text)
-        # No RankError: all ranks fail here, so a rank that tells the others of an error finds them.
-        return CheckpointError(
-            f"{self.text}\nAll ranks stop because of it; mend the cause on that rank, whose log "
-            "has the traceback"
-        )
+def _badness(error: Exception) -> int:
+    """The order in which errors of several ranks count: a disk, damage, then all else."""
+    return 0 if isinstance(error, OSError) else 1 + (not isinstance(error, DamagedCheckpointError))
 
 
 TIMEOUT_SECONDS = 600.0

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -113,7 +113,6 @@ class Fit:
         until = Duration(value=done + duration.value, unit=duration.unit)
         self._run.requests.max_duration = until
         self.step.tokens.require_for("duration", until)
-        self.settings = replace(self.settings, max_duration=until)
 
     def require_more(self) -> None:
         """Refuse to train where all is done.
@@ -123,7 +122,7 @@ class Fit:
         """
         if self._has_reached_duration and self._is_complete:
             raise ValueError(
-                f"fit() has trained for max_duration='{self.settings.max_duration}' already "
+                f"fit() has trained for max_duration='{self._run.max_duration}' already "
                 f"({count_of(self._state.batch, 'batch')}); to go on, call fit(duration='1ep') "
                 "with what is to come, make a new Trainer with the same model and optimizer, or "
                 "give a longer max_duration from the start"
@@ -396,14 +395,11 @@ class Fit:
 
     def _end_interrupted(self) -> None:
         """Say where training was interrupted, and leave as whatever interrupted it would."""
-        if self._interruption.name is None:
-            return
-        where = f"after batch {self._state.batch}"
-        folder = None if self.checkpointer is None else self.checkpointer.saved_in
-        if not is_end_told():
-            said = self._interruption.describe(where=where, checkpoint=folder)
-            self.context.progress.line(said)
-        self._interruption.raise_if_interrupted(where=where, checkpoint=folder)
+        self._interruption.raise_if_interrupted(
+            where=f"after batch {self._state.batch}",
+            checkpoint=None if self.checkpointer is None else self.checkpointer.saved_in,
+            say=self.context.progress.line,
+        )
 
     def _sum_up(self) -> FitSummary:
         """The summary of the run, shown and returned."""

@@ -16,7 +16,7 @@ from automicro.sharding import num_ranks
 from automicro.torch_private import is_uninitialized
 from automicro.trainer.data.described import describe_for_ranks
 from automicro.trainer.evaluators import INHERITED, Evaluator
-from automicro.trainer.resume.fits import given_options
+from automicro.trainer.resume.optimizer import given_options
 from automicro.values import as_text
 
 MAY_DIFFER = frozenset({"device", "loggers", "max_time", "memory_limit", "probe", "progress"})

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from automicro import Microbatcher
-from automicro.errors import AutomicroWarning, LoggerWarning
+from automicro.errors import LoggerWarning
 from automicro.loggers import (
     ConsoleLogger,
     CSVLogger,
@@ -158,10 +158,6 @@ def test_a_filter_that_makes_errors_of_warnings_leaves_no_logger_out() -> None:
         with pytest.raises(LoggerWarning):
             group.log({"loss": 0.5}, step=1)
     assert other.told[-1] == (1, {"loss": 0.5})
-
-
-def test_a_logger_warning_is_one_of_ours() -> None:
-    assert issubclass(LoggerWarning, AutomicroWarning)
 
 
 def test_training_does_not_notice_loggers_that_fail(tmp_path: Path) -> None:

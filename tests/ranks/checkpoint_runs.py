@@ -31,7 +31,7 @@ from automicro.trainer.failed_batch import Failures
 from automicro.trainer.optimizer import OptimizerMode
 from automicro.trainer.progress import Progress
 from automicro.trainer.resume.checkpointer import Checkpointer
-from automicro.trainer.resume.snapshot import Snapshot
+from automicro.trainer.resume.snapshot import Part, Scope, Snapshot
 from automicro.units import Duration
 from tests.checkpoints.faults import Faults, fail, kill
 
@@ -126,7 +126,10 @@ class Training:
         )
         snapshot = Snapshot(
             context,
-            parts={"scheduler": self.scheduler, "data": self.feed},
+            parts={
+                "scheduler": Part(owner=self.scheduler),
+                "data": Part(owner=self.feed, scope=Scope.EPOCH, is_on_host=True),
+            },
             peers=self.peers,
         )
         self.checkpointer = Checkpointer(

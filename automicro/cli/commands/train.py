@@ -12,7 +12,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from automicro.cli.arguments import Command, reading
-from automicro.cli.output import print_yaml, saying, to_json, warn
+from automicro.cli.output import saying, to_json, warn
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{config.run_dir} holds this run, trained to its end: nothing was left to do")
             return 0
         if config.progress:
-            print_yaml(to_yaml(loaded.written) + "\n")
+            print(to_yaml(loaded.written))
         going_on = telling_how_to_go_on(
             recipe.checkpoint, run_dir=config.run_dir, inputs=arguments.inputs
         )

@@ -14,14 +14,16 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from automicro.cli.config.keys import KEYS, TO_TRAIN, mistake
 from automicro.cli.config.nodes import REFERENCE, is_node, leaves, mapped
-from automicro.cli.config.read import At, Reader, unknown_key
 from automicro.cli.config.schema import (
     BATCH_SIZES,
     EXAMPLES,
     SECTIONS,
+    At,
+    Reader,
     RunConfig,
     defaults,
     is_made,
+    unknown_key,
 )
 from automicro.cli.config.sources import Sources, Tree
 from automicro.compilation import check_compile

@@ -315,6 +315,10 @@ class Feed:
             "order": {**order, "seed": states[0]["order"]["seed"]},
         }
 
+    def between_epochs(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state from which the next pass begins anew, in the order that its generators give."""
+        return {**state, "passes": [], "loader": None}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there with the next `batches`.
 

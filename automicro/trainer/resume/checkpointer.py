@@ -16,8 +16,7 @@ from automicro.events.run import IN_EVALUATION, NO_EVALUATION, ExpectedValues
 from automicro.memory.oom import once_more
 from automicro.trainer.context import RunContext
 from automicro.trainer.evaluation import Interval
-from automicro.trainer.resume.fits import describe_change
-from automicro.trainer.resume.snapshot import Snapshot
+from automicro.trainer.resume.snapshot import Snapshot, describe_change
 from automicro.units import Duration
 
 _NO_METRICS: Mapping[str, float] = MappingProxyType({})
