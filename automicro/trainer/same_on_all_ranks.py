@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, TypeAlias
 
 import torch
@@ -15,7 +16,7 @@ from automicro.ranks.interface import Ranks
 from automicro.sharding import num_ranks
 from automicro.torch_private import is_uninitialized
 from automicro.trainer.data.described import describe_for_ranks
-from automicro.trainer.evaluators import INHERITED, Evaluator
+from automicro.trainer.evaluators import Evaluator
 from automicro.trainer.resume.optimizer import given_options
 from automicro.values import as_text
 
@@ -71,33 +72,18 @@ def outline_evaluations(name: str, given: Any) -> dict[str, str]:
     return {name: f"named {names}", **each}
 
 
-def _loader(name: str, loader: Any) -> dict[str, str]:
-    return {name: describe_for_ranks(loader)}
-
-
 def _evaluation(given: Any) -> str:
     if not isinstance(given, Evaluator):
         return describe_for_ranks(given)
-    parts = [describe_for_ranks(given.dataloader)]
-    for name in ("microbatch_size", "max_batches", "interval"):
-        if (value := getattr(given, name)) not in (None, INHERITED):
-            parts.append(f"{name}={as_text(value)}")
-    if not (isinstance(given.metrics, str) and given.metrics == INHERITED):
-        parts.append(f"metrics: {_names_of_metrics(given.metrics)}")
-    return ", ".join(parts)
+    options = {each.name: getattr(given, each.name) for each in fields(given)}
+    loader, metrics = options.pop("dataloader"), options.pop("metrics")
+    return f"{describe_for_ranks(loader)}, metrics={_metrics(metrics)}, {as_text(options)}"
 
 
-def _metrics(name: str, given: Any) -> dict[str, str]:
-    return {name: _names_of_metrics(given)}
-
-
-def _names_of_metrics(given: Any) -> str:
-    if not isinstance(given, Mapping):  # a collection of torchmetrics may be one, or may not
-        named = getattr(given, "items", None)
-        if not callable(named):
-            return as_text(given)
-        given = dict(named())
-    return ", ".join(f"{key}: {as_text(each)}" for key, each in given.items()) or "none"
+def _metrics(given: Any) -> str:
+    # A collection of torchmetrics may be a mapping, or may not.
+    named = getattr(given, "items", None)
+    return as_text(dict(named()) if callable(named) else given)
 
 
 def _seed(name: str, given: int | None) -> dict[str, str]:
@@ -146,11 +132,11 @@ def _changes_training(callback: Callback) -> bool:
 _SPECIAL: Mapping[str, Callable[[str, Any], dict[str, str]]] = {
     "callbacks": _callbacks,
     "eval_dataloader": outline_evaluations,
-    "metrics": _metrics,
+    "metrics": lambda name, given: {name: _metrics(given)},
     "model": _modules,
     "modules": _modules,
     "seed": _seed,
-    "train_dataloader": _loader,
+    "train_dataloader": lambda name, loader: {name: describe_for_ranks(loader)},
 }
 
 

@@ -23,7 +23,7 @@ SAID = {
     "grad_clip_norm": "grad_clip_norm: 1.0 on rank 0; None on rank 1",
     "learning rate": "lr: 0.1 on rank 0; 0.2 on rank 1",
     "max_duration": "max_duration: '2ep' on rank 0; '3ep' on rank 1",
-    "metrics": "metrics: accuracy: MulticlassAccuracy on rank 0; None on rank 1",
+    "metrics": "metrics: {'accuracy': MulticlassAccuracy} on rank 0; None on rank 1",
     "microbatch_size": "microbatch_size: 4 on rank 0; 'auto' on rank 1",
     "named": "eval_dataloader: named 'new' on rank 0; None on rank 1",
     "optimizer": "optimizer: SGD on rank 0; AdamW on rank 1",
