@@ -103,7 +103,9 @@ def test_a_model_without_convolutions_is_named() -> None:
 
 def test_a_layer_without_a_shape_is_named() -> None:
     net: Any = nn.Sequential(nn.Conv2d(3, 4, 3), nn.LazyConv2d(4, 3))
-    with pytest.raises(ValueError, match=r"channels_last=True, but '1\.weight' gets its shape"):
+    with pytest.raises(
+        ValueError, match=r"channels_last=True, but '1\.weight' of Sequential gets its shape"
+    ):
         to_channels_last(net)
     assert net[0].weight.is_contiguous()
 

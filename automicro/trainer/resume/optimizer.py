@@ -112,7 +112,7 @@ def compare_groups(
         state: what `optimizer_state` gave, with or without the data of its tensors.
 
     Raises:
-        CheckpointError: the groups hold other parameters or have other options.
+        CheckpointError: the groups hold other parameters.
     """
     names = _names(optimizer, modules)
     here = [len(group["params"]) for group in optimizer.param_groups]
@@ -125,7 +125,6 @@ def compare_groups(
             f"{here}{_first_difference(listed, names)}; use the optimizer and the parameter groups "
             f"of the run that saved it, or start anew with resume='never'{_ADDED * is_added}"
         )
-    _refuse_other_options(optimizer, state["groups"])
 
 
 _ADDED = (
@@ -168,21 +167,6 @@ def _refuse_unsharded(optimizer: torch.optim.Optimizer, names: Sequence[str]) ->
                     "which no checkpoint can put back on another number of ranks; use an "
                     "optimizer whose state has the shape of its parameter, such as AdamW"
                 )
-
-
-def _refuse_other_options(
-    optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]
-) -> None:
-    """Of another class of optimizer; one that a newer torch gave more options is the same."""
-    for saved, here in zip(groups, optimizer.param_groups, strict=True):
-        lacks = sorted(here.keys() - saved.keys() - {"params"})
-        extra = sorted(saved.keys() - here.keys() - {"names"})
-        if lacks and extra:
-            raise CheckpointError(
-                f"the checkpoint is of another optimizer than {type(optimizer).__name__}: its "
-                f"groups lack {', '.join(lacks)}; only they have {', '.join(extra)}. Use the "
-                "optimizer of the run that saved it, or start anew with resume='never'"
-            )
 
 
 def _prefixes(modules: Sequence[nn.Module]) -> list[str]:
