@@ -102,50 +102,31 @@ def test_evaluation_may_have_a_global_batch_size_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "devices", "accumulated", "message"),
+    ("rows", "devices", "accumulated", "remedy"),
     [
-        (
-            100,
-            8,
-            1,
-            "global_batch_size=100 cannot be shared by 8 devices: 4 of 100 rows would be left "
-            "over; use 96 or 104",
-        ),
-        (
-            100,
-            1,
-            3,
-            "global_batch_size=100 cannot be shared by accumulate_batches=3: 1 of 100 rows would "
-            "be left over; use 99 or 102",
-        ),
-        (
-            100,
-            2,
-            3,
-            "global_batch_size=100 cannot be shared by 2 devices × accumulate_batches=3: 4 of 100 "
-            "rows would be left over; use 96 or 102",
-        ),
-        (
-            3,
-            8,
-            1,
-            "global_batch_size=3 cannot be shared by 8 devices: 3 of 3 rows would be left over; "
-            "use 8",
-        ),
+        (100, 8, 1, "8 × 1: give a multiple of 8, such as 96"),
+        (100, 1, 3, "1 × 3: give a multiple of 3, such as 99"),
+        (100, 2, 3, "2 × 3: give a multiple of 6, such as 96"),
+        (3, 8, 1, "8 × 1: give a multiple of 8, such as 8"),
+        (0, 1, 1, "1 × 1: give a multiple of 1, such as 1"),
     ],
 )
 def test_a_batch_that_cannot_be_shared_names_the_numbers(
-    rows: int, devices: int, accumulated: int, message: str
+    rows: int, devices: int, accumulated: int, remedy: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         rows_to_load(rows, num_devices=devices, accumulate_batches=accumulated)
-    assert str(caught.value) == message
+    shares, _, use = remedy.partition(": ")
+    assert str(caught.value) == (
+        f"global_batch_size={rows} cannot give each of {shares} shares (devices × "
+        f"accumulate_batches) as many rows, at least 1: {use}"
+    )
 
 
 def test_a_remainder_of_accumulation_is_told_of_the_config() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^the override 'global_batch_size=7': global_batch_size=7 cannot be shared by",
+        match=r"^the override 'global_batch_size=7': global_batch_size=7 cannot give each of",
     ):
         job("global_batch_size=7", "accumulate_batches=2")
 

@@ -274,18 +274,12 @@ def _dtype_for(tensor: Tensor) -> torch.dtype:
 
 
 def _require_same_names(averages: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    same = averages.keys() == tensors.keys()
-    if same and all(averages[name].shape == tensors[name].shape for name in tensors):
-        return
-    differing = sorted(
-        name
-        for name in {**averages, **tensors}
-        if name not in averages
-        or name not in tensors
-        or averages[name].shape != tensors[name].shape
-    )
-    raise ValueError(
-        "the average is of a model with other weights: they differ in "
-        f"{', '.join(differing[:5])}{' …' if len(differing) > 5 else ''}; continue with the model "
-        "of the checkpoint, or with a new ExponentialMovingAverage"
-    )
+    here = {name: each.shape for name, each in tensors.items()}
+    there = {name: each.shape for name, each in averages.items()}
+    differing = sorted(name for name in here | there if here.get(name) != there.get(name))
+    if differing:
+        raise ValueError(
+            "the average is of a model with other weights: they differ in "
+            f"{', '.join(differing[:5])}{' …' if len(differing) > 5 else ''}; continue with the "
+            "model of the checkpoint, or with a new ExponentialMovingAverage"
+        )

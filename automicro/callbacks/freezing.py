@@ -129,14 +129,9 @@ class FreezeSchedule(Callback):
                 # frozen.
                 parameter.grad = None
         for wants_gradient, names in changed.items():
+            done, shown = "unfroze" if wants_gradient else "froze", ", ".join(names[:5])
             if names:
-                logger.info(
-                    "batch %d: %s %d parameters (%s)",
-                    state.batch + 1,
-                    "unfroze" if wants_gradient else "froze",
-                    len(names),
-                    ", ".join(names[:5]) + (" …" if len(names) > 5 else ""),
-                )
+                logger.info("batch %d: %s %d: %s", state.batch + 1, done, len(names), shown)
 
 
 def _read(name: str, schedule: Mapping[str, str | Duration] | None) -> dict[str, Duration]:

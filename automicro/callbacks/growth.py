@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from automicro.batch.device import on_host
-from automicro.batch.tensors import tensor_leaves
+from automicro.batch.tensors import replace_tensors, tensor_leaves
 from automicro.events.callback import Callback
 from automicro.events.run import LoopState, Run
 from automicro.options import read_count
@@ -136,21 +136,14 @@ class ImageSizeSchedule(GrowthSchedule):
         start: int,
         end: int,
         *,
-        over: str | Duration,
-        steps: int | None = None,
-        multiple_of: int = 1,
         resize: Resize | None = None,
+        multiple_of: int = 1,
+        logged_as: str = "train/image_size",
+        **options: Any,
     ) -> None:
-        by_default = functools.partial(resize_images, multiple_of=multiple_of)
-        super().__init__(
-            start,
-            end,
-            over=over,
-            resize=by_default if resize is None else resize,
-            steps=steps,
-            multiple_of=multiple_of,
-            logged_as="train/image_size",
-        )
+        own = resize or functools.partial(resize_images, multiple_of=multiple_of)
+        options |= {"multiple_of": multiple_of, "logged_as": logged_as}
+        super().__init__(start, end, resize=own, **options)
 
 
 def resize_images(batch: Any, size: int, *, multiple_of: int = 1) -> Any:
@@ -167,7 +160,7 @@ def resize_images(batch: Any, size: int, *, multiple_of: int = 1) -> Any:
     >>> tuple(resize_images({"images": torch.rand(2, 3, 8, 8)}, 4)["images"].shape)
     (2, 3, 4, 4)
     """
-    key, images = _find(batch)
+    images = _find_images(batch)
     height, width = images.shape[-2:]
     short, long = min(height, width), max(height, width)
     # The very batch: without a copy, and with the bits that the loader gave.
@@ -188,12 +181,7 @@ def resize_images(batch: Any, size: int, *, multiple_of: int = 1) -> Any:
             )
     # What is made on the host is none of the memory of a simulated device.
     with on_host() if images.device.type == "cpu" else torch.no_grad():
-        resized = _interpolated(images.detach(), target)
-    if key is None:
-        return resized
-    if isinstance(batch, Mapping):
-        return {**batch, key: resized}
-    return _like(batch, [resized, *batch[1:]])
+        return replace_tensors(batch, {id(images): _interpolated(images.detach(), target)})
 
 
 def _interpolated(images: Tensor, size: tuple[int, int]) -> Tensor:
@@ -207,21 +195,19 @@ def _interpolated(images: Tensor, size: tuple[int, int]) -> Tensor:
     return resized.round_().clamp_(limits.min, limits.max).to(images.dtype)
 
 
-def _find(batch: Any) -> tuple[Any, Tensor]:
-    """Where the images are: a key, 0 in a sequence, None where the batch is the images."""
-    if isinstance(batch, Mapping):
-        found = [key for key in _IMAGE_KEYS if _is_image(batch.get(key))]
-        if len(found) == 1:
-            return found[0], batch[found[0]]
-        names = ", ".join(sorted(map(str, batch)))
-        which = f"several of {', '.join(found)}" if found else f"none of {', '.join(_IMAGE_KEYS)}"
+def _find_images(batch: Any) -> Tensor:
+    first = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    is_named = isinstance(batch, Mapping)
+    among: list[Any] = [batch.get(key) for key in _IMAGE_KEYS] if is_named else [first]
+    found: list[Tensor] = [each for each in among if _is_image(each)]
+    if len(found) == 1:
+        return found[0]
+    if is_named:
         raise ValueError(
-            f"to resize images, the batch has {which} as a 4-D tensor (it has {names}); {_OWN}"
+            f"to resize images, the batch has {'several' if found else 'none'} of "
+            f"{', '.join(_IMAGE_KEYS)} as a 4-D tensor (it has "
+            f"{', '.join(sorted(map(str, batch)))}); {_OWN}"
         )
-    if isinstance(batch, tuple | list) and batch and _is_image(batch[0]):
-        return 0, batch[0]
-    if _is_image(batch):
-        return None, batch
     raise ValueError(
         f"there are no images to resize in a batch of type {type(batch).__name__}: they would be "
         f"a tensor of the shape (rows, channels, height, width), or the first of a pair; {_OWN}"
@@ -278,25 +264,15 @@ class SequenceLengthSchedule(GrowthSchedule):
         start: int,
         end: int,
         *,
-        over: str | Duration,
-        steps: int | None = None,
-        multiple_of: int = 1,
-        keys: Sequence[str] | None = None,
         resize: Resize | None = None,
+        keys: Sequence[str] | None = None,
+        logged_as: str = "train/sequence_length",
+        **options: Any,
     ) -> None:
         if isinstance(keys, str):
             raise TypeError(f"keys={keys!r} is one string; pass a list: keys=[{keys!r}]")
-
-        by_default = functools.partial(cut_tokens, keys=keys)
-        super().__init__(
-            start,
-            end,
-            over=over,
-            resize=by_default if resize is None else resize,
-            steps=steps,
-            multiple_of=multiple_of,
-            logged_as="train/sequence_length",
-        )
+        own = resize or functools.partial(cut_tokens, keys=keys)
+        super().__init__(start, end, resize=own, logged_as=logged_as, **options)
 
 
 def cut_tokens(batch: Any, size: int, *, keys: Sequence[str] | None = None) -> Any:
@@ -315,69 +291,51 @@ def cut_tokens(batch: Any, size: int, *, keys: Sequence[str] | None = None) -> A
     >>> tuple(tokens.shape), tuple(targets.shape)
     ((2, 4), (2, 4))
     """
-    with on_host():
-        if isinstance(batch, Mapping):
-            return _cut_mapping(batch, size, keys)
-        if isinstance(batch, tuple | list) and len(batch) == 2:
-            inputs, targets = batch
-            if isinstance(inputs, Mapping):
-                length = _length(inputs, keys)
-                parts = [_cut_mapping(inputs, size, keys), _cut(targets, size, length)]
-            elif _is_tokens(inputs):
-                length = inputs.shape[1]
-                parts = [_cut(inputs, size, length), _cut(targets, size, length)]
-            else:
-                raise _no_tokens(batch)
-            return _like(batch, parts)
-        if _is_tokens(batch):
-            return _cut(batch, size, batch.shape[1])
-        raise _no_tokens(batch)
-
-
-def _cut_mapping(
-    batch: Mapping[str, Any], size: int, keys: Sequence[str] | None
-) -> Mapping[str, Any]:
-    length = _length(batch, keys)
+    is_pair = isinstance(batch, tuple | list) and len(batch) == 2
+    inputs, targets = batch if is_pair else (batch, None)
+    if isinstance(inputs, Mapping):
+        named = _token_parts(inputs, keys)
+        tokens = next((each for each in named if each.dim() >= 2), None)
+    else:
+        named, tokens = [inputs], inputs if _is_tokens(inputs) else None
+    if tokens is None:
+        raise _no_tokens(inputs, keys)
+    length = tokens.shape[1]
     if length <= size:
         return batch
-    known = _TOKEN_KEYS if keys is None else keys
-    if keys is None:
-        for key, value in batch.items():
-            # What is as long as the tokens most likely belongs to them, but not surely: an error
-            # costs less than a training on rows that were cut apart.
-            is_as_long = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length
-            if key not in _TOKEN_KEYS and is_as_long:
-                raise ValueError(
-                    f"{key!r} is as long as the tokens, {length}, and nothing says whether to cut "
-                    "it; name all that are to be cut in keys=[…]"
-                )
-    return {
-        key: _cut(value, size, length) if key in known else value for key, value in batch.items()
-    }
+    if isinstance(inputs, Mapping) and keys is None:
+        _refuse_as_long(inputs, length)
+    with on_host():
+        shorter = {id(each): _cut(each, size, length) for each in (*named, targets)}
+        return replace_tensors(batch, shorter)
 
 
-def _length(batch: Mapping[str, Any], keys: Sequence[str] | None) -> int:
-    known = _TOKEN_KEYS if keys is None else keys
-    if keys is not None and (missing := [key for key in keys if key not in batch]):
+def _token_parts(inputs: Mapping[str, Any], keys: Sequence[str] | None) -> list[Tensor]:
+    if missing := [key for key in keys or () if key not in inputs]:
         raise ValueError(
             f"the batch lacks {', '.join(missing)} of keys= (it has "
-            f"{', '.join(sorted(map(str, batch)))}); leave them out"
+            f"{', '.join(sorted(map(str, inputs)))}); leave them out"
         )
-    for key in known:
-        value = batch.get(key)
-        if isinstance(value, Tensor) and value.dim() >= 2:
-            return value.shape[1]
-    raise ValueError(
-        f"there are no tokens to cut: the batch has none of {', '.join(known)} with at least two "
-        f"dimensions (it has {', '.join(sorted(map(str, batch)))}); name them in keys=[…], or "
-        f"{_OWN}"
-    )
+    known = (inputs.get(key) for key in (_TOKEN_KEYS if keys is None else keys))
+    return [each for each in known if isinstance(each, Tensor)]
+
+
+def _refuse_as_long(inputs: Mapping[str, Any], length: int) -> None:
+    for key, value in inputs.items():
+        # What is as long as the tokens most likely belongs to them, but not surely: an error
+        # costs less than a training on rows that were cut apart.
+        is_as_long = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length
+        if key not in _TOKEN_KEYS and is_as_long:
+            raise ValueError(
+                f"{key!r} is as long as the tokens, {length}, and nothing says whether to cut it; "
+                "name all that are to be cut in keys=[…]"
+            )
 
 
 def _cut(value: Any, size: int, length: int) -> Any:
     """Cut what has the tokens' length in its second dimension, or in its last two."""
     # One value per row, such as a class, has no tokens to cut.
-    if not isinstance(value, Tensor) or length <= size or value.dim() < 2:
+    if not isinstance(value, Tensor) or value.dim() < 2:
         return value
     if value.dim() == 4 and value.shape[-1] == length:  # a mask of attention scores
         value = value[..., :size]
@@ -385,19 +343,19 @@ def _cut(value: Any, size: int, length: int) -> Any:
     return value[:, :size] if value.shape[1] == length else value
 
 
-def _like(batch: Any, parts: list[Any]) -> Any:
-    """A list, a tuple or a named tuple like a given one."""
-    return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-
-
 def _is_tokens(value: object) -> bool:
-    is_number = isinstance(value, Tensor) and not value.is_floating_point()
-    return is_number and isinstance(value, Tensor) and value.dim() == 2
+    return isinstance(value, Tensor) and not value.is_floating_point() and value.dim() == 2
 
 
-def _no_tokens(batch: Any) -> ValueError:
+def _no_tokens(inputs: Any, keys: Sequence[str] | None) -> ValueError:
+    if isinstance(inputs, Mapping):
+        return ValueError(
+            f"there are no tokens to cut: the batch has none of {', '.join(keys or _TOKEN_KEYS)} "
+            f"with at least two dimensions (it has {', '.join(sorted(map(str, inputs)))}); name "
+            f"them in keys=[…], or {_OWN}"
+        )
     return ValueError(
-        f"there are no tokens to cut in a batch of type {type(batch).__name__}: they would be a "
+        f"there are no tokens to cut in a batch of type {type(inputs).__name__}: they would be a "
         "mapping with input_ids, or whole numbers of the shape (rows, tokens), alone or as the "
         f"first of a pair; {_OWN}"
     )

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -233,13 +233,8 @@ def load_checkpoint(
     saved = {name: found.structure.get(name) for name in current}
     together(peers, lambda: refuse_differences(found, saved, current))
     state = together(peers, lambda: found.read(tensors_of(current)))
-    return LoadedCheckpoint(
-        path=found.path,
-        step=found.step,
-        metrics=found.metrics,
-        world_size=found.world_size,
-        state=state,
-    )
+    given = {each.name: getattr(found, each.name) for each in fields(FoundCheckpoint)}
+    return LoadedCheckpoint(**given, state=state)
 
 
 def refuse_differences(

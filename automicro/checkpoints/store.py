@@ -12,7 +12,7 @@ from typing import Any, SupportsFloat, TypeVar
 
 from automicro.checkpoints import writing as leftovers
 from automicro.checkpoints.manifest import Manifest, verify
-from automicro.checkpoints.peers import ALONE, Peers, decide_together, from_first, together
+from automicro.checkpoints.peers import ALONE, Peers, exchange, from_first, together
 from automicro.checkpoints.reading import (
     FoundCheckpoint,
     LoadedCheckpoint,
@@ -128,12 +128,10 @@ class CheckpointStore:
 
     Args:
         folder: in which they lie; made by the first save.
-        keep_last: how many of the newest stay; None keeps all.
-        keep_best: how many stay besides, by the best value of a metric.
-        best_metric: its name.
-        best_mode: ``"min"`` where less is better, ``"max"`` where more is.
         peers: all ranks, where several save together (`open_peers`). Each of them has a store on
             the same folder, and calls the same methods in the same order.
+        options: which stay: ``keep_last``, ``keep_best``, ``best_metric`` and ``best_mode`` of
+            `CheckpointConfig`.
 
     Raises:
         ValueError: a number is too small, or a mode is not known.
@@ -149,42 +147,12 @@ class CheckpointStore:
         ('00001-step-7', 7, 3)
     """
 
-    def __init__(
-        self,
-        folder: Path | str,
-        *,
-        keep_last: int | None = 3,
-        keep_best: int = 0,
-        best_metric: str = "eval/loss",
-        best_mode: str = "min",
-        peers: Peers = ALONE,
-    ) -> None:
+    def __init__(self, folder: Path | str, *, peers: Peers = ALONE, **options: Any) -> None:
         self.folder = Path(folder)
         self._peers = peers
-        self._config = CheckpointConfig(
-            folder=folder,
-            keep_last=keep_last,
-            keep_best=keep_best,
-            best_metric=best_metric,
-            best_mode=best_mode,
-        )
+        self._config = CheckpointConfig(folder=folder, **options)
         self._saving: tuple[Executor, Future[Path]] | None = None  # in the background
         self._missed_metric = False
-
-    @classmethod
-    def of(cls, config: CheckpointConfig, *, peers: Peers = ALONE) -> "CheckpointStore":
-        """The store that a configuration describes.
-
-        Args:
-            config: says where and what stays.
-            peers: all ranks.
-
-        >>> CheckpointStore.of(CheckpointConfig(folder="checkpoints")).newest() is None
-        True
-        """
-        store = cls(config.folder, peers=peers)
-        store._config = config
-        return store
 
     def save(
         self,
@@ -345,7 +313,7 @@ class CheckpointStore:
             shares.append(work())
             return step, shares[0].names
 
-        decide_together(self._peers, prepare, _require_same)
+        _require_same(exchange(self._peers, prepare))
         return shares[0]
 
     def _exchange(self) -> Peers:
@@ -449,7 +417,7 @@ def _log_failure(saving: "Future[Path]") -> None:
         logger.error("automicro: saving in the background failed: %s", text_of(error))
 
 
-def _require_same(parts: list[tuple[int, int]]) -> list[None]:
+def _require_same(parts: list[tuple[int, int]]) -> None:
     """Refuse to put together what does not belong together."""
     steps = [step for step, _ in parts]
     if len(set(steps)) > 1:
@@ -462,7 +430,6 @@ def _require_same(parts: list[tuple[int, int]]) -> list[None]:
             "the states of the ranks have sharded tensors of different names or shapes: build the "
             "same model and the same optimizer on all ranks"
         )
-    return [None] * len(parts)
 
 
 def _checked(step: int, metrics: _Metrics) -> dict[str, float]:

@@ -16,7 +16,7 @@ import torch
 
 from automicro import files
 from automicro.checkpoints.manifest import FileSum, NewFolder, write_manifest
-from automicro.checkpoints.peers import ALONE, Peers, decide_together
+from automicro.checkpoints.peers import ALONE, Peers, exchange, from_first
 from automicro.checkpoints.state import Share
 
 if TYPE_CHECKING:
@@ -189,27 +189,29 @@ def write_checkpoint(
     from automicro.checkpoints.tensors import TensorsToWrite, write_contents
 
     tensors = TensorsToWrite(share, is_first=peers.rank == 0)
+    plans = exchange(peers, tensors.plan)
     table: Metadata | None = None  # of contents, on rank 0
     with ExitStack() as stack:
 
-        def begin(plans: list[Any]) -> list[tuple[Path, Any]]:
+        def begin() -> tuple[Path, list[Any]]:
             nonlocal table
-            plans, table = tensors.plan_all(plans)
+            all_plans, table = tensors.plan_all(plans)
             files.make_folders(folder)
-            temporary = stack.enter_context(temporary_folder(folder))
-            return [(temporary, plan) for plan in plans]
+            return stack.enter_context(temporary_folder(folder)), all_plans
 
-        temporary, plan = decide_together(peers, tensors.plan, begin)
+        temporary, all_plans = from_first(peers, begin)
         new = NewFolder(temporary)
 
         def write() -> tuple[Any, dict[str, FileSum]]:
-            results = tensors.write(new, plan)
+            results = tensors.write(new, all_plans[peers.rank])
             # Rank 0's is written last, with the manifest, as all others begin from it.
             if peers.rank:
                 _write_structure(new, structure_file(peers.rank), share)
             return results, new.sums
 
-        def commit(written: list[tuple[Any, dict[str, FileSum]]]) -> list[Path]:
+        written = exchange(peers, write)
+
+        def commit() -> Path:
             assert table is not None
             write_contents(new, table, [results for results, _ in written])
             _write_structure(new, structure_file(0), share)
@@ -220,9 +222,9 @@ def write_checkpoint(
             files.sync_folder(temporary)
             final = _place(temporary, folder, step)
             files.sync_folder(folder)
-            return [final] * peers.world_size
+            return final
 
-        return decide_together(peers, write, commit)
+        return from_first(peers, commit)
 
 
 def structure_file(rank: int) -> str:

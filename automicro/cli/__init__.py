@@ -11,9 +11,8 @@
     errors         how errors and warnings are shown; exit codes
 
     config/keys    the names of all keys, in groups
-    config/schema  each key with its type and default
+    config/schema  each key with its type and default, and whether a value belongs under it
     config/sources YAML files and overrides, and which of them brought a mistake
-    config/read    whether values belong where they stand, in the types of their keys
     config/load    all of this: from files and overrides to a RunConfig
     config/nodes   {call: dotted.path, args: {…}}
     config/build   from a RunConfig to a Trainer

@@ -78,7 +78,7 @@ def exit_code_lines(codes: Mapping[int, str]) -> list[str]:
     everywhere = {
         2: "the command line or the config is wrong",
         130: "interrupted with Ctrl-C",
-        141: "the output is not read any more, as behind | head",
+        141: "the output was closed, as by | head",
         143: "ended by SIGTERM",
     }
     lines = [f"  {code:<4} {meaning}" for code, meaning in sorted({**codes, **everywhere}.items())]

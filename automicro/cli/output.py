@@ -8,7 +8,6 @@ import dataclasses
 import json
 import math
 import os
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from automicro.trainer.processes import Process
 
-_KEY_OR_COMMENT = re.compile(r"(?m)^[ -]*(?P<key>[\w.-]+:)(?=\s)|(?:^|(?<=\s))#.*$")
 _ERASE = "\r\x1b[2K"
 
 
@@ -57,28 +55,6 @@ def one_rank_speaks() -> Iterator[None]:
         return
     with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
         yield
-
-
-def print_yaml(text: str) -> None:
-    r"""Print YAML, in a terminal with bold keys, which can be read on light and on dark.
-
-    >>> print_yaml("seed: 0\n")
-    seed: 0
-    """
-    from rich.console import Console
-
-    console = Console()
-    if console.is_terminal:
-        from rich.text import Text
-
-        shown = Text(text)
-        for found in _KEY_OR_COMMENT.finditer(text):
-            shown.stylize("bold" if found["key"] else "dim", *found.span())
-        # Rich would break long lines, and YAML that is copied from the terminal has to stay the
-        # same.
-        console.print(shown, soft_wrap=True, end="")
-    else:
-        sys.stdout.write(text)
 
 
 def warn(text: str) -> None:

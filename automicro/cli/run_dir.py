@@ -43,8 +43,8 @@ class RunDir:
         config: every key of the run.
         goes_on: whether the run goes on from its checkpoints, where it has any.
 
-    >>> RunDir(None, {}).was_begun
-    False
+    >>> RunDir(None, {}).finished() is None
+    True
     """
 
     def __init__(
@@ -55,11 +55,6 @@ class RunDir:
         self._goes_on = goes_on
         if self._path is not None:
             _refuse_another_run(self._path, config, goes_on=goes_on)
-
-    @property
-    def was_begun(self) -> bool:
-        """Whether this run was started here before."""
-        return self._path is not None and (self._path / CONFIG).exists()
 
     @about("run_dir")
     def finished(self) -> FitSummary | None:
@@ -171,29 +166,17 @@ def goes_on(checkpoint: CheckpointConfig | None) -> bool:
     return checkpoint is not None and checkpoint.resume != "never"
 
 
-def own_before_others(
-    checkpoint: CheckpointConfig | None, *, was_begun: bool
-) -> tuple[CheckpointConfig | None, Path | None]:
-    """Let a run that began from another's checkpoints go on from its own when it is started again.
+def goes_on_from(checkpoint: CheckpointConfig | None) -> Path | None:
+    """The folder whose checkpoints a run goes on from: its own, then another's; None for none.
 
-    Args:
-        checkpoint: what the run is told.
-        was_begun: whether it was started before.
-
-    Returns:
-        The options to use now, and the folder that the run goes on from; None where it begins anew.
-
-    >>> own_before_others(CheckpointConfig(folder="a", resume="b/c"), was_begun=True)[1]
+    >>> goes_on_from(CheckpointConfig(folder="a", resume="b/c"))
     PosixPath('b/c')
     """
     if checkpoint is None or not goes_on(checkpoint):
-        return checkpoint, None
-    is_saved = _saved(checkpoint)
-    if was_begun and is_saved:
-        checkpoint = replace(checkpoint, resume="auto")
-    if checkpoint.resume != "auto":
-        return checkpoint, Path(checkpoint.resume)
-    return checkpoint, Path(checkpoint.folder) if is_saved else None
+        return None
+    if _saved(checkpoint):
+        return Path(checkpoint.folder)
+    return None if checkpoint.resume == "auto" else Path(checkpoint.resume)
 
 
 @contextlib.contextmanager

@@ -162,22 +162,9 @@ STEP_EVENTS = (
 )
 """Those inside the step of a batch, which a `Microbatcher` tells of."""
 
-EVENTS = (
-    "fit_start",
-    "rehearsal_end",
-    "epoch_start",
-    "batch_start",
-    *STEP_EVENTS,
-    "gradients_ready",
-    "batch_end",
-    "epoch_end",
-    "eval_start",
-    "eval_batch_start",
-    "eval_batch_end",
-    "eval_end",
-    "checkpoint_start",
-    "checkpoint_end",
-    "fit_end",
+_NO_EVENTS = ("transform", "state_dict", "load_state_dict")
+EVENTS = tuple(
+    name for name in vars(Callback) if not name.startswith("_") and name not in _NO_EVENTS
 )
 """All of them."""
 

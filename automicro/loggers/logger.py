@@ -4,6 +4,7 @@ import logging
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -144,77 +145,55 @@ class _GuardedLogger:
     ...     def close(self): ...
     >>> guarded = _GuardedLogger(Broken())
     >>> guarded.start({}, resume_step=None)
-    >>> guarded.log({"train/loss": 0.5}, step=7)
+    >>> guarded.attempt("log step 7", lambda: guarded.logger.log({"train/loss": 0.5}, step=7))
     'Broken could not log step 7 (ConnectionError: the server is gone): ...'
-    >>> guarded.log({"train/loss": 0.4}, step=8)
+    >>> guarded.attempt("log step 8", lambda: guarded.logger.log({"train/loss": 0.4}, step=8))
     """
 
     def __init__(self, logger: Logger) -> None:
-        self._logger = logger
+        self.logger = logger
         self._name = _name_of(logger)
-        self._begin: Callable[[], None] | None = None  # what is left to do before logging
+        self._begin: Callable[[], None] | None = None  # what is left to do before anything else
         self._failures = 0  # in a row
 
     def start(self, run: Mapping[str, Any], *, resume_step: int | None) -> str | None:
         """Start the logger; return what to say of a failure."""
         self._failures = 0
-        self._begin = lambda: self._logger.start(run, resume_step=resume_step)
-        return self._attempt("start", self._begin_if_needed)
+        self._begin = partial(self.logger.start, run, resume_step=resume_step)
+        return self.attempt("start", lambda: None)
 
-    def log(self, values: Mapping[str, float], *, step: int) -> str | None:
-        """Log values unless the logger is switched off; return what to say of a failure."""
-        if self._failures >= MOST_FAILURES:
-            return None
+    def attempt(self, what: str, work: Callable[[], None], *, is_last: bool = False) -> str | None:
+        """Do something, unless the logger is switched off; return what to say of a failure.
 
-        def log() -> None:
-            self._begin_if_needed()
-            self._logger.log(values, step=step)
-
+        Args:
+            what: is done, in words.
+            work: does it.
+            is_last: whether it is to be done in any case, also of a logger that never started.
+        """
         before = self._failures
-        message = self._attempt(f"log step {step}", log)
-        if self._failures >= MOST_FAILURES:
-            _log.warning(
-                "automicro: %s is switched off: it failed %d times in a row, at last at step %d",
-                self._name,
-                self._failures,
-                step,
-            )
-        elif before and not self._failures:
-            _log.info("%s works again at step %d, after %d failures", self._name, step, before)
-        return message
-
-    def show(self, name: str, picture: Any, *, step: int) -> str | None:
-        """Show a picture where the logger can; return what to say of a failure."""
-        show = getattr(self._logger, "show", None)
-        if show is None or self._failures >= MOST_FAILURES:
+        if before >= MOST_FAILURES and not is_last:
             return None
-
-        def begin_and_show() -> None:
-            self._begin_if_needed()
-            show(name, picture, step=step)
-
-        return self._attempt(f"show {name!r}", begin_and_show)
-
-    def close(self) -> str | None:
-        """Close the logger, even one that is switched off; return what to say of a failure."""
-        return self._attempt("close", self._logger.close)
-
-    def _begin_if_needed(self) -> None:
-        if self._begin is not None:
-            self._begin()
-            self._begin = None
-
-    def _attempt(self, what: str, call: Callable[[], None]) -> str | None:
         try:
-            call()
+            if self._begin is not None and not is_last:
+                self._begin()
+                self._begin = None
+            work()
         # Whatever it is: no trouble of a logger may cost the run that it watches.
         except Exception as error:
             self._failures += 1
-            if self._failures > 1:
-                return None
+            if self._failures == MOST_FAILURES and not is_last:
+                _log.warning(
+                    "automicro: %s is switched off: it failed %d times in a row, at last to %s",
+                    self._name,
+                    self._failures,
+                    what,
+                )
             described = describe_error(error)
-            return f"{self._name} could not {what} ({described}): {_consequence(what)}"
+            said = f"{self._name} could not {what} ({described}): {_consequence(what)}"
+            return None if before else said
         self._failures = 0
+        if before and not is_last:
+            _log.info("%s works again after %d failures: it could %s", self._name, before, what)
         return None
 
 
@@ -297,7 +276,10 @@ class LoggerGroup:
         ]
         self._refused.update(refused)
         if plain:
-            messages += [logger.log(dict(plain), step=step) for logger in self._loggers]
+            messages += [
+                each.attempt(f"log step {step}", partial(each.logger.log, dict(plain), step=step))
+                for each in self._loggers
+            ]
         _tell(messages)
 
     def show(self, name: str, picture: Any, *, step: int) -> None:
@@ -308,11 +290,18 @@ class LoggerGroup:
             picture: a figure of matplotlib, such as those of `automicro.tools.pictures`.
             step: optimization batches done.
         """
-        _tell([logger.show(name, picture, step=step) for logger in self._loggers])
+        showing = [(each, getattr(each.logger, "show", None)) for each in self._loggers]
+        _tell(
+            [
+                each.attempt(f"show {name!r}", partial(show, name, picture, step=step))
+                for each, show in showing
+                if show is not None
+            ]
+        )
 
     def close(self) -> None:
         """Close every logger."""
-        _tell([logger.close() for logger in self._loggers])
+        _tell([each.attempt("close", each.logger.close, is_last=True) for each in self._loggers])
 
 
 def _tell(messages: Iterable[str | None]) -> None:

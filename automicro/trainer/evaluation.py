@@ -329,7 +329,7 @@ class EvaluationFactory:
         """
         given = read_evaluators("dataloader", dataloader)
         self.microbatcher.ranks.ready("evaluating on a loader of its own")
-        require_same(self.device, partial(outline_evaluations, "dataloader", dataloader))
+        require_same(partial(outline_evaluations, "dataloader", dataloader))
         return self.make_all(given, loader_name="dataloader")
 
     def make_all(

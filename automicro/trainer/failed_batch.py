@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from automicro.batch.device import on_host
-from automicro.batch.tensors import map_tensors
+from automicro.batch.tensors import tensor_leaves
 from automicro.errors import (
     BatchError,
     PeerStoppedError,
@@ -91,7 +91,7 @@ def save_batch(path: str | os.PathLike[str], failed: FailedBatch) -> None:
         >>> folder.cleanup()
     """
     with on_host():
-        size = sum(_num_bytes(each) for each in failed.batches)
+        size = sum(each.nbytes for _, each in tensor_leaves(failed.batches))
         if size > MOST_BYTES:
             raise UnreadableBatchError(
                 f"the batch has {format_bytes(size)}, and no more than {format_bytes(MOST_BYTES)} "
@@ -141,18 +141,6 @@ def load_batch(path: str | os.PathLike[str], *, like: Any = None) -> FailedBatch
         return FailedBatch(**fields)
     except (KeyError, TypeError) as error:
         raise UnreadableBatchError(f"{path} is damaged ({describe_error(error)})") from error
-
-
-def _num_bytes(value: Any) -> int:
-    found = 0
-
-    def count(tensor: Tensor) -> Tensor:
-        nonlocal found
-        found += tensor.numel() * tensor.element_size()
-        return tensor
-
-    map_tensors(value, count)
-    return found
 
 
 def _plain(value: Any) -> Any:

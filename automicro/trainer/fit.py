@@ -4,10 +4,11 @@ import contextlib
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from automicro.checkpoints.rng import restore_rng_state
 from automicro.errors import add_note, warn
 from automicro.events.run import LoopState, Run
 from automicro.memory.device import peak_bytes, reset_peak
@@ -26,7 +27,6 @@ from automicro.trainer.progress import (
 from automicro.trainer.rehearsal import Rehearsal
 from automicro.trainer.report import TIME_IS_OVER, FitSummary, summarize
 from automicro.trainer.resume.checkpointer import Checkpointer
-from automicro.trainer.resume.snapshot import restore_random_numbers
 from automicro.trainer.same_on_all_ranks import any_rank
 from automicro.trainer.signals import Interruption, catching_signals, is_end_told, say_on_stderr
 from automicro.trainer.step import TrainingStep
@@ -113,7 +113,6 @@ class Fit:
         until = Duration(value=done + duration.value, unit=duration.unit)
         self._run.requests.max_duration = until
         self.step.tokens.require_for("duration", until)
-        self.settings = replace(self.settings, max_duration=until)
 
     def require_more(self) -> None:
         """Refuse to train where all is done.
@@ -123,7 +122,7 @@ class Fit:
         """
         if self._has_reached_duration and self._is_complete:
             raise ValueError(
-                f"fit() has trained for max_duration='{self.settings.max_duration}' already "
+                f"fit() has trained for max_duration='{self._run.max_duration}' already "
                 f"({count_of(self._state.batch, 'batch')}); to go on, call fit(duration='1ep') "
                 "with what is to come, make a new Trainer with the same model and optimizer, or "
                 "give a longer max_duration from the start"
@@ -355,15 +354,11 @@ class Fit:
 
     def _stops(self, ranks: Ranks) -> bool:
         """Whether any rank wants to stop. All of them call it, with the ranks that fail there."""
-        if ranks.world_size == 1:
-            return self._wants_to_stop
         self._has_agreed_to_stop |= any_rank(ranks, self._wants_to_stop)[0]
         return self._has_agreed_to_stop
 
     def _agree(self) -> None:
         """Let all ranks do what any of them, or a callback there, asked for."""
-        if not self.context.has_peers:
-            return
         run = self._run
         has_reason = run.stop_reason is not None
         wants_checkpoint = run.requests.take("wants_checkpoint")
@@ -377,9 +372,7 @@ class Fit:
     @property
     def _is_over(self) -> bool:
         """Whether this call trains no more."""
-        has_peers = self.context.has_peers
-        stops = self._has_agreed_to_stop if has_peers else self._wants_to_stop
-        return self._is_finished or stops
+        return self._is_finished or self._has_agreed_to_stop
 
     @property
     def _is_finished(self) -> bool:
@@ -402,14 +395,11 @@ class Fit:
 
     def _end_interrupted(self) -> None:
         """Say where training was interrupted, and leave as whatever interrupted it would."""
-        if self._interruption.name is None:
-            return
-        where = f"after batch {self._state.batch}"
-        folder = None if self.checkpointer is None else self.checkpointer.saved_in
-        if not is_end_told():
-            said = self._interruption.describe(where=where, checkpoint=folder)
-            self.context.progress.line(said)
-        self._interruption.raise_if_interrupted(where=where, checkpoint=folder)
+        self._interruption.raise_if_interrupted(
+            where=f"after batch {self._state.batch}",
+            checkpoint=None if self.checkpointer is None else self.checkpointer.saved_in,
+            say=self.context.progress.line,
+        )
 
     def _sum_up(self) -> FitSummary:
         """The summary of the run, shown and returned."""
@@ -441,5 +431,5 @@ class Fit:
             self.context.progress.line(f"training had stopped there: {reason}")
         self._is_taken_up = self._state.epoch_batch > 0
         self.evaluations.catch_up()
-        restore_random_numbers(saved)
+        restore_rng_state(saved["rng"])
         return self._state.batch

@@ -197,6 +197,10 @@ class MetricSet:
             if self._is_of(name, state):
                 each.load_state_dict(state[name])
 
+    def between_epochs(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state of which nothing was counted."""
+        return {}
+
     def reshard(self, states: Sequence[Mapping[str, Any]], *, rank: int) -> dict[str, Any]:
         """The state for a rank, where another number of ranks has counted.
 

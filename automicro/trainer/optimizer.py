@@ -121,14 +121,6 @@ def _read_group(where: str, group: object) -> list[str]:
         raise ValueError(
             f"{where} lacks 'params'{instead}, so nothing says whose options these are: {FORM}"
         )
-    for name, value in group.items():
-        if not isinstance(name, str):
-            raise TypeError(f"{where} has the option {name!r}, which is not text: {FORM}")
-        if name != "params" and isinstance(value, nn.Module | Tensor):
-            raise TypeError(
-                f"{where}: the option {name!r} is a {type(value).__name__}, not a plain value, and "
-                f"parameters are named under 'params': {FORM}"
-            )
     params = group["params"]
     patterns = [params] if isinstance(params, str) else params
     if isinstance(patterns, Tensor | nn.Module) or not isinstance(patterns, Iterable):

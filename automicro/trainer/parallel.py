@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from automicro.modules import is_parallel, runs_collectives
-from automicro.options import check_choice, unwrapped
-from automicro.torch_private import is_compiled, is_uninitialized
+from automicro.options import check_choice, refuse_lazy, unwrapped
+from automicro.torch_private import is_compiled
 from automicro.torch_private_distributed import is_fsdp_module
 from automicro.trainer.processes import Process, copy_from_first
 
@@ -68,13 +68,7 @@ def check_parallel(
             f"parallel={parallel!r} would wrap a model that is wrapped already or runs collectives "
             "of its own; leave parallel out to take it as it is, or pass the bare model"
         )
-    for module in modules:
-        for name, parameter in module.named_parameters():
-            if is_uninitialized(parameter):
-                raise ValueError(
-                    f"parallel={parallel!r}, and {name!r} gets its shape from the first batch and "
-                    "has none yet; run the model on one row before, or give the layer its shape"
-                )
+    refuse_lazy(f"parallel={parallel!r}", modules)
     for module in modules[1:]:
         if any(each.requires_grad for each in module.parameters()):
             what = "loss_fn" if module is loss_fn else "modules"

@@ -245,38 +245,40 @@ class RunSettings:
     """The model, the device and the settings of a run.
 
     Attributes:
+        run: what is trained, where, and how far.
+        options: the arguments of the `Trainer`, by name.
+        policies: of sizes, in training and in evaluation.
+        parallel: how several processes train the model, in words; None for one.
         expected: what optimization batches are expected to hold on average; None if not
             known before.
         accumulation: how many batches make up one, where that was chosen for a size; else None.
     """
 
-    device: torch.device
-    memory_limit: str | int | float | None
-    precision: str
+    run: Run
+    options: Mapping[str, Any]
     policies: tuple[Policy, Policy]
-    model: nn.Module
-    max_duration: Duration
     parallel: str | None = None
     expected: GlobalBatch | None = None
     accumulation: str | None = None
 
     def _told(self) -> list[tuple[str, Any, str | None]]:
         """The name and the value for loggers, and words for people, in the order of the line."""
-        device, limit = describe_device(self.device, self.memory_limit), self.memory_limit
+        limit, precision = self.options["memory_limit"], self.options["precision"]
+        model, max_duration = self.run.model, self.run.max_duration
+        device = describe_device(self.run.device, limit)
         train, evaluation = map(_describe_size, self.policies)
-        of_data = " of data" if self.max_duration.unit is Unit.SECONDS else ""
-        parameters = describe_parameters(self.model.parameters())
-        limited = "no memory limit" if limit is None else f"memory limit {limit}"
-        cut = f"microbatch size {train} in train, {evaluation} in eval"
+        of_data = " of data" if max_duration.unit is Unit.SECONDS else ""
+        parameters = describe_parameters(model.parameters())
+        sizes = train if train == evaluation else f"{train} in train, {evaluation} in eval"
         return [
             ("device", device, f"training on {device}"),
             *([] if self.parallel is None else [("parallel", self.parallel, self.parallel)]),
-            ("memory_limit", limit, limited),
-            ("precision", self.precision, f"precision {self.precision}"),
-            ("microbatch_size", train, cut),
+            ("memory_limit", limit, None),
+            ("precision", precision, f"precision {precision}"),
+            ("microbatch_size", train, f"microbatch size {sizes}"),
             ("eval_microbatch_size", evaluation, None),
-            ("model", type(self.model).__name__, parameters),
-            ("max_duration", str(self.max_duration), f"max_duration {self.max_duration}{of_data}"),
+            ("model", type(model).__name__, parameters),
+            ("max_duration", str(max_duration), f"max_duration {max_duration}{of_data}"),
             ("torch", str(torch.__version__), self.accumulation),
         ]
 

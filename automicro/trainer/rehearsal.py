@@ -26,11 +26,11 @@ from automicro.checkpoints.rng import restore_rng_state, rng_state
 from automicro.errors import BatchError
 from automicro.memory.device import capacity_bytes, reset_peak
 from automicro.microbatcher import Microbatcher
-from automicro.options import check_choice
+from automicro.options import check_choice, refuse_lazy
 from automicro.reach import generators_in, kinds_of_loading
 from automicro.state.capture import capture
 from automicro.step.results import EvalResult, StepResult
-from automicro.torch_private import forget_workers, is_uninitialized
+from automicro.torch_private import forget_workers
 from automicro.trainer.context import RunContext
 from automicro.trainer.data.loading import (
     announce_epoch,
@@ -471,7 +471,8 @@ class Rehearsal:
             SampleTooLargeError: a batch does not fit.
             ValueError: a loader that can be passed over only once, or layers without shapes.
         """
-        self._refuse_lazy()
+        # They would get other random weights in a rehearsal than in the run.
+        refuse_lazy("rehearse='worst'", self.context.run.modules)
         start, context = time.perf_counter(), self.context
         self.at = "in the rehearsal before the first step"
         try:
@@ -609,17 +610,6 @@ class Rehearsal:
                 peak_bytes=result.peak_bytes,
                 capacity_bytes=capacity_bytes(context.device),
             )
-
-    def _refuse_lazy(self) -> None:
-        for module in self.context.run.modules:
-            for name, parameter in module.named_parameters():
-                if is_uninitialized(parameter):
-                    raise ValueError(
-                        f"rehearse='worst', but {name!r} of {type(module).__name__} gets its shape "
-                        "and its random weights from the first batch of the run, and would get "
-                        "others in a rehearsal; run the model on one row before, give the layer "
-                        "its shape, or leave rehearse out"
-                    )
 
 
 def _until_it_stays(

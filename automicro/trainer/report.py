@@ -137,7 +137,7 @@ class FitSummary:
             "average batch": "" if self.data_seconds is None else self.global_batch.average,
             "rehearsed": self.rehearsed or "",
             "train loss (last batch)": describe_number(self.train_loss),
-            "average of the loss": _SURE.get(self.loss_average_is, self.loss_average_is),
+            "loss average": _SURE.get(self.loss_average_is, self.loss_average_is),
             **{
                 f"train {name} ({'last' if self.epochs else 'part of an'} epoch)": describe_number(
                     value
@@ -163,7 +163,7 @@ class FitSummary:
 
 _SURE = {
     "declared": "as declared",
-    "read": "read off the loss or the model",
+    "read": "known from the loss or the model",
     "checked": "assumed to be over samples, checked on a few rows",
     "unchecked": "assumed to be over samples, not checked",
     "wrong": "wrong: see the warning",

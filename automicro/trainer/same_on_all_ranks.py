@@ -1,16 +1,13 @@
 """Checks that ranks have the same arguments, and their agreement between steps."""
 
 import contextlib
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data.distributed import DistributedSampler
 
 from automicro.callbacks import ExponentialMovingAverage
 from automicro.errors import DesyncError, facts_of
@@ -18,10 +15,9 @@ from automicro.events.callback import Callback
 from automicro.ranks.interface import Ranks
 from automicro.sharding import num_ranks
 from automicro.torch_private import is_uninitialized
-from automicro.trainer.data.loading import batch_order, num_batches, samplers_of
-from automicro.trainer.data.sharing import ITSELF
-from automicro.trainer.evaluators import INHERITED, Evaluator
-from automicro.trainer.resume.fits import given_options
+from automicro.trainer.data.described import describe_for_ranks
+from automicro.trainer.evaluators import Evaluator
+from automicro.trainer.resume.optimizer import given_options
 from automicro.values import as_text
 
 MAY_DIFFER = frozenset({"device", "loggers", "max_time", "memory_limit", "probe", "progress"})
@@ -67,7 +63,7 @@ def outline_evaluations(name: str, given: Any) -> dict[str, str]:
         given: a loader, an `Evaluator`, a mapping from names to these, or None.
 
     >>> outline_evaluations("eval_dataloader", {"seen": [1, 2]})
-    {'eval_dataloader': "named 'seen'", "eval_dataloader['seen']": 'a list'}
+    {'eval_dataloader': "named 'seen'", "eval_dataloader['seen']": 'loader=list'}
     """
     if not isinstance(given, Mapping):
         return {name: _evaluation(given)}
@@ -76,61 +72,18 @@ def outline_evaluations(name: str, given: Any) -> dict[str, str]:
     return {name: f"named {names}", **each}
 
 
-def _loader(name: str, loader: Any) -> dict[str, str]:
-    return {name: _data(loader)}
-
-
-def _data(loader: Any) -> str:
-    """A loader, with the lengths that decide which rows each rank gets."""
-    if loader is None:
-        return "None"
-    dataset = getattr(loader, "dataset", None)
-    kind = f"a {type(loader).__name__}"
-    if not isinstance(loader, DataLoader):
-        return kind
-    kind += f" over a {type(dataset).__name__}"
-    has_own_rows = getattr(loader, ITSELF, False) or getattr(dataset, ITSELF, False)
-    if has_own_rows or isinstance(dataset, IterableDataset):
-        return kind
-    parts = [f"{kind} of {num_batches(dataset)} rows"]
-    for sampler in samplers_of(loader):
-        if isinstance(sampler, DistributedSampler):
-            options = f"num_replicas={sampler.num_replicas}, shuffle={sampler.shuffle}"
-            options += f", seed={sampler.seed}, drop_last={sampler.drop_last}"
-            return f"{kind} of {num_batches(dataset)} rows, with a DistributedSampler({options})"
-    if loader.batch_size is None:
-        order = batch_order(loader)
-        parts.append(f"{num_batches(order)} entries of a {type(order).__name__}")
-    else:
-        rows = num_batches(loader.sampler)
-        parts.append(f"{rows} entries of a {type(loader.sampler).__name__}")
-        parts.append(f"batch_size={loader.batch_size}, drop_last={loader.drop_last}")
-    return ", ".join(parts)
-
-
 def _evaluation(given: Any) -> str:
     if not isinstance(given, Evaluator):
-        return _data(given)
-    parts = [_data(given.dataloader)]
-    for name in ("microbatch_size", "max_batches", "interval"):
-        if (value := getattr(given, name)) not in (None, INHERITED):
-            parts.append(f"{name}={as_text(value)}")
-    if not (isinstance(given.metrics, str) and given.metrics == INHERITED):
-        parts.append(f"metrics: {_names_of_metrics(given.metrics)}")
-    return ", ".join(parts)
+        return describe_for_ranks(given)
+    options = {each.name: getattr(given, each.name) for each in fields(given)}
+    loader, metrics = options.pop("dataloader"), options.pop("metrics")
+    return f"{describe_for_ranks(loader)}, metrics={_metrics(metrics)}, {as_text(options)}"
 
 
-def _metrics(name: str, given: Any) -> dict[str, str]:
-    return {name: _names_of_metrics(given)}
-
-
-def _names_of_metrics(given: Any) -> str:
-    if not isinstance(given, Mapping):  # a collection of torchmetrics may be one, or may not
-        named = getattr(given, "items", None)
-        if not callable(named):
-            return as_text(given)
-        given = dict(named())
-    return ", ".join(f"{key}: {as_text(each)}" for key, each in given.items()) or "none"
+def _metrics(given: Any) -> str:
+    # A collection of torchmetrics may be a mapping, or may not.
+    named = getattr(given, "items", None)
+    return as_text(dict(named()) if callable(named) else given)
 
 
 def _seed(name: str, given: int | None) -> dict[str, str]:
@@ -179,11 +132,11 @@ def _changes_training(callback: Callback) -> bool:
 _SPECIAL: Mapping[str, Callable[[str, Any], dict[str, str]]] = {
     "callbacks": _callbacks,
     "eval_dataloader": outline_evaluations,
-    "metrics": _metrics,
+    "metrics": lambda name, given: {name: _metrics(given)},
     "model": _modules,
     "modules": _modules,
     "seed": _seed,
-    "train_dataloader": _loader,
+    "train_dataloader": lambda name, loader: {name: describe_for_ranks(loader)},
 }
 
 
@@ -242,20 +195,17 @@ _SHORT = 300  # letters
 _MISSING = "there is none"
 
 
-def require_same(
-    device: torch.device, outline: Callable[[], Outline], *, what: str = "options"
-) -> None:
+def require_same(outline: Callable[[], Outline], *, what: str = "options") -> None:
     """Compare what ranks were given. All ranks call it; for one process it is free.
 
     Args:
-        device: where ranks can exchange tensors.
         outline: says what this rank was given.
         what: is compared, for the message.
 
     Raises:
         DesyncError: on all ranks, with each thing that differs and every rank's value.
 
-    >>> require_same(torch.device("cpu"), lambda: {"max_duration": "'2ep'"})
+    >>> require_same(lambda: {"max_duration": "'2ep'"})
     """
     if num_ranks() == 1:
         return
@@ -264,16 +214,11 @@ def require_same(
 
     own = dict(outline())
     wait_for_all(f"comparing {what}")
-    number = _number_of(own)
-    extremes = torch.tensor([number, -number], dtype=torch.int64, device=device)
+    outlines: list[Outline] = [{}] * num_ranks()
     with own_collectives():
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-        highest, lowest = extremes.tolist()
-        if highest == -lowest:
-            return
-        outlines: list[Outline] = [{}] * num_ranks()
         dist.all_gather_object(outlines, own)
-    raise DesyncError(_describe_differences(outlines, what=what))
+    if any(each != own for each in outlines):
+        raise DesyncError(_describe_differences(outlines, what=what))
 
 
 def _describe_differences(outlines: Sequence[Outline], *, what: str) -> str:
@@ -361,11 +306,6 @@ def compare_orders(checksums: Sequence[int | None], name: str) -> None:
         "give its generator a fixed seed, or let it draw from the global random numbers of torch, "
         "Python or NumPy, which are the same everywhere while it draws"
     )
-
-
-def _number_of(outline: Outline) -> int:
-    digest = hashlib.sha256(json.dumps(outline, sort_keys=True).encode()).digest()
-    return int.from_bytes(digest[:7], "big")
 
 
 def _shortened(text: str) -> str:

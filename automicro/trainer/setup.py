@@ -1,7 +1,6 @@
 """Putting together what trains: the model on its device, the step, the data, the loop."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from automicro.checkpoints.peers import open_peers
 from automicro.compilation import compile_model
 from automicro.data import LengthBatchSampler
 from automicro.events.run import GlobalBatch
-from automicro.features import with_features
+from automicro.features import WORDS, with_features
 from automicro.lengths.unit import unit_name
 from automicro.microbatcher import Microbatcher
 from automicro.modules import is_parallel
@@ -29,14 +28,14 @@ from automicro.options import (
     unwrapped,
 )
 from automicro.policy.choose import make_policy
-from automicro.policy.policy import Policy
 from automicro.trainer.context import RunContext
+from automicro.trainer.counting import Counter
 from automicro.trainer.data.feed import Feed
 from automicro.trainer.data.loading import (
     average_batch,
     choose_accumulation,
 )
-from automicro.trainer.data.sharing import LoaderSharing, SharedAlready, shared_sampler
+from automicro.trainer.data.sharing import LoaderSharing, shared_sampler
 from automicro.trainer.device import choose_device, seed_everything
 from automicro.trainer.evaluation import Evaluation, EvaluationPlan
 from automicro.trainer.fit import Fit
@@ -57,67 +56,152 @@ from automicro.trainer.resume.checkpointer import (
     check_optimizer_state,
     read_checkpoint,
 )
-from automicro.trainer.resume.fits import HOST_PART
-from automicro.trainer.resume.snapshot import Snapshot
+from automicro.trainer.resume.snapshot import Part, Scope, Snapshot
 from automicro.trainer.same_on_all_ranks import outline_given, outline_options, require_same
 from automicro.trainer.step import (
     NON_FINITE_MODES,
     FinitenessGuard,
-    SecondsCounter,
-    TokenCounter,
     TrainingStep,
 )
 from automicro.trainer.surroundings import to_channels_last
-from automicro.units import Duration
+from automicro.units import Duration, Unit
+
+
+class PlacedModel:
+    """Where a model is, who else has it, and what of the data is for this rank.
+
+    Args:
+        options: the arguments of the `Trainer`, by name.
+
+    Raises:
+        ValueError: what cannot be trained like this, each with its remedy.
+
+    Attributes:
+        place: of this process among the ranks.
+        device: of this process.
+        model: bare; its parameters have the names that they had before.
+        called: what a step calls: the model, or the wrapper around it.
+        modules: the bare model, then further ones.
+        is_shared: whether other ranks train the same model.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = options
+        self._parallel = read_parallel(options["parallel"])
+        model, device = options["model"], options["device"]
+        everything = gather_modules(model, options["modules"], options["loss_fn"])
+        is_wrapped = is_parallel(everything)
+        self.place: Process = process_here()
+        check_parallel(
+            self._parallel,
+            everything,
+            self.place,
+            compiles=bool(options["compile"]),
+            **{name: options[name] for name in ("channels_last", "loss_fn", "optimizer")},
+        )
+        self.is_shared = is_wrapped or self._parallel is not None
+        if self._parallel is not None:
+            device = own_device(device, self.place)
+        elif is_wrapped and device == "auto":
+            device = resolve_device(None, model)
+        self.device = choose_device(device)
+        self.called: nn.Module = model
+        self.model: nn.Module = unwrapped(model)
+        self.modules = [self.model, *everything[1:]]
+
+    @property
+    def name(self) -> str | None:
+        """In how many processes, in a few words; None for one that is alone."""
+        if not self.is_shared:
+            return None
+        size = self.place.world_size
+        ranks = "1 rank, start more with torchrun" if size == 1 else f"{size} ranks"
+        return f"{self._parallel or 'wrapped by the caller'}, {ranks}"
+
+    def put_in_place(self) -> None:
+        """Move the model, let the processes meet, and wrap it. All ranks call it.
+
+        Raises:
+            ValueError: nothing in the model has channels, or the processes cannot meet.
+            DesyncError: ranks were given different things.
+        """
+        resolve_device(None, self.model)  # refuses a model without data, which cannot be moved
+        for module in self.modules:  # before an optimizer is built of it
+            module.to(self.device)
+        if read_flag("channels_last", self._options["channels_last"]):
+            to_channels_last(*self.modules)
+        if self._parallel is not None:
+            meet(self.device, self.place)
+        # Before anything else that ranks do together, and where those would wait that differ.
+        require_same(partial(outline_options, self._options))
+        if self._parallel is not None:
+            self.called = wrap(self._parallel, self.modules, self.device, self.place)
+
+    def sharing(self) -> Callable[..., Any]:
+        """The function that gives this rank its part of a loader. All ranks call it."""
+        if not self.is_shared:
+            return lambda loader, name, is_evaluated=False: loader
+        seed = self._options["seed"]
+        order = torch.initial_seed() if seed is None else seed
+        order = said_by_first(order % 2**32, self.device)
+        return LoaderSharing(
+            self.place,
+            seed=order,
+            device=self.device,
+            has_parted_layers=splits_layers(self.modules),
+        ).share
+
+    def seed_apart(self) -> None:
+        """Let ranks draw random numbers of their own, now that all have the same weights."""
+        seed = self._options["seed"]
+        if self.is_shared and seed is not None and not self.place.is_first:
+            seed_everything((seed + self.place.rank) % 2**32)
+
+
+# The others of a step's options are words for features.
+_OF_STEPS = (
+    "loss_fn",
+    "forward",
+    "loss_average",
+    "batchnorm",
+    "precision",
+    "batch_layout",
+    "probe",
+    "repeatable",
+)
 
 
 class MicrobatcherFactory:
     """Makes microbatchers of one model, compiled where that is asked for.
 
     Args:
-        modules: the model, then further modules that take part.
-        device: where they are.
-        microbatch_size: of training.
-        eval_microbatch_size: of evaluation.
-        compile: whether to compile the model, or how.
-        memory_limit: of the device, which on a CPU rules compiling out.
-        options: of `Microbatcher`, for all.
+        placed: the model.
+        options: the arguments of the `Trainer`, by name, and whether sizes are ``repeatable``.
 
     Raises:
         TypeError, ValueError: options that make no sense, each with its remedy.
     """
 
-    def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        *,
-        device: torch.device,
-        microbatch_size: int | str | Policy | None,
-        eval_microbatch_size: int | str | Policy | None,
-        compile: bool | Mapping[str, Any],
-        memory_limit: str | int | float | None,
-        options: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, placed: PlacedModel, options: Mapping[str, Any]) -> None:
         unit = unit_name(options["microbatch_unit"])
         self.policies = (
-            make_policy(microbatch_size, unit=unit),
-            make_policy(eval_microbatch_size, name="eval_microbatch_size", unit=unit),
+            make_policy(options["microbatch_size"], unit=unit),
+            make_policy(options["eval_microbatch_size"], name="eval_microbatch_size", unit=unit),
         )
         compile_model(
-            unwrapped(modules[0]),
-            compile,
+            placed.model,
+            options["compile"],
             sizes_change=any(policy.adapts for policy in self.policies),
-            device=device,
-            memory_limit=memory_limit,
+            device=placed.device,
+            memory_limit=options["memory_limit"],
         )
         self.scaler: GradientScaler | None = None  # made with the first microbatcher
-        self._device = device
+        self._device, self._model = placed.device, placed.called
         self._is_scaled = options["precision"] == "fp16"
-        self._model = modules[0]
         self._options = {
-            **options,
-            "modules": modules[1:],
-            "device": device,
+            **{name: options[name] for name in (*WORDS, *_OF_STEPS) if name in options},
+            "modules": placed.modules[1:],
+            "device": placed.device,
             "backward": self._backward if self._is_scaled else None,
         }
 
@@ -145,125 +229,6 @@ class MicrobatcherFactory:
         self.scaler.backward(loss)
 
 
-class PlacedModel:
-    """Where a model is, who else has it, and what of the data is for this rank.
-
-    Args:
-        model: bare, or wrapped already.
-        modules: further ones that take part.
-        loss_fn: may be one, too.
-        parallel: how to wrap the model; None to take it as it is.
-        device: that was asked for.
-        compiles: whether the model is to be compiled.
-        channels_last: whether weights of convolutions get the channels last in memory.
-        optimizer: of the run, or what makes it.
-
-    Raises:
-        ValueError: what cannot be trained like this, each with its remedy.
-
-    Attributes:
-        place: of this process among the ranks.
-        device: of this process.
-        model: bare; its parameters have the names that they had before.
-        called: what a step calls: the model, or the wrapper around it.
-        modules: the bare model, then further ones.
-        is_shared: whether other ranks train the same model.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        modules: Iterable[nn.Module],
-        loss_fn: Callable[..., Any] | None,
-        *,
-        parallel: str | None,
-        device: torch.device | str,
-        compiles: bool,
-        channels_last: bool,
-        optimizer: object,
-    ) -> None:
-        self._channels_last = channels_last
-        self._parallel = read_parallel(parallel)
-        everything = gather_modules(model, modules, loss_fn)
-        is_wrapped = is_parallel(everything)
-        self.place: Process = process_here()
-        check_parallel(
-            self._parallel,
-            everything,
-            self.place,
-            compiles=compiles,
-            channels_last=channels_last,
-            loss_fn=loss_fn,
-            optimizer=optimizer,
-        )
-        self.is_shared = is_wrapped or parallel is not None
-        if self._parallel is not None:
-            device = own_device(device, self.place)
-        elif is_wrapped and device == "auto":
-            device = resolve_device(None, model)
-        self.device = choose_device(device)
-        self.called = model
-        self.model = unwrapped(model)
-        self.modules = [self.model, *everything[1:]]
-
-    @property
-    def name(self) -> str | None:
-        """In how many processes, in a few words; None for one that is alone."""
-        if not self.is_shared:
-            return None
-        size = self.place.world_size
-        ranks = "1 rank, start more with torchrun" if size == 1 else f"{size} ranks"
-        return f"{self._parallel or 'wrapped by the caller'}, {ranks}"
-
-    def put_in_place(self, given: Mapping[str, Any]) -> None:
-        """Move the model, let the processes meet, and wrap it. All ranks call it.
-
-        Args:
-            given: the trainer's arguments by name, which are to be alike on all ranks.
-
-        Raises:
-            ValueError: nothing in the model has channels, or the processes cannot meet.
-            DesyncError: ranks were given different things.
-        """
-        resolve_device(None, self.model)  # refuses a model without data, which cannot be moved
-        for module in self.modules:  # before an optimizer is built of it
-            module.to(self.device)
-        if read_flag("channels_last", self._channels_last):
-            to_channels_last(*self.modules)
-        if self._parallel is not None:
-            meet(self.device, self.place)
-        # Before anything else that ranks do together, and where those would wait that differ.
-        require_same(self.device, partial(outline_options, given))
-        if self._parallel is not None:
-            self.called = wrap(self._parallel, self.modules, self.device, self.place)
-
-    def sharing(self, seed: int | None) -> LoaderSharing | SharedAlready:
-        """The function that gives this rank its part of a loader. All ranks call it.
-
-        Args:
-            seed: of the run, which decides the order of rows where no generator does.
-        """
-        if not self.is_shared:
-            return SharedAlready()
-        order = torch.initial_seed() if seed is None else seed
-        order = said_by_first(order % 2**32, self.device)
-        return LoaderSharing(
-            self.place,
-            seed=order,
-            device=self.device,
-            has_parted_layers=splits_layers(self.modules),
-        )
-
-    def seed_apart(self, seed: int | None) -> None:
-        """Let ranks draw random numbers of their own, now that all have the same weights.
-
-        Args:
-            seed: of the run; this rank's is ``seed + rank``. None leaves all as it is.
-        """
-        if self.is_shared and seed is not None and not self.place.is_first:
-            seed_everything((seed + self.place.rank) % 2**32)
-
-
 def _expected(loader: object, num_devices: int, accumulate_batches: int) -> GlobalBatch | None:
     """The average optimization batch, where batches differ and lengths are known."""
     average = average_batch(loader)
@@ -278,16 +243,22 @@ def _expected(loader: object, num_devices: int, accumulate_batches: int) -> Glob
     )
 
 
+_PLAIN_SCHEDULE = (
+    "a LambdaLR saves what its callable objects hold, so use a function, or an object that holds "
+    "numbers"
+)
+
+
 def assemble_fit(
     loader: Iterable[Any] | None,
     context: RunContext,
     options: Mapping[str, Any],
     *,
+    placed: PlacedModel,
+    factory: MicrobatcherFactory,
     microbatcher: Microbatcher,
-    scaler: GradientScaler | None,
     evaluations: Sequence[Evaluation],
     metrics: MetricSet,
-    settings: RunSettings,
 ) -> Fit | None:
     """Put together what trains. All options are looked at, whether there are data or not.
 
@@ -295,42 +266,35 @@ def assemble_fit(
         loader: of the data to train on; None for none.
         context: of the run.
         options: the arguments of the `Trainer`, by name.
+        placed: the model.
+        factory: what made the microbatcher.
         microbatcher: gives the gradient.
-        scaler: of its loss, in half precision.
         evaluations: what to evaluate on.
         metrics: of training.
-        settings: what runs.
 
     Raises:
         TypeError, ValueError: options that make no sense, or data and no optimizer.
     """
     run, ranks, every = context.run, context.ranks, options["eval_interval"]
-    optimizer = run.optimizer
+    optimizer, scaler = run.optimizer, factory.scaler
     size = read_accumulation(options["accumulate_batches"])
-    accumulate_batches = size if isinstance(size, int) else 1
+    accumulate_batches, chosen = size if isinstance(size, int) else 1, None
     if not isinstance(size, int) and loader is not None:
         accumulate_batches = choose_accumulation(size, loader, ranks.world_size)
         chosen = f"accumulate_batches {accumulate_batches} (reaches '{size}')"
-        settings = replace(settings, accumulation=chosen)
     schedule = build_scheduler(options["scheduler"], optimizer)
     scheduler_interval = read_scheduler_interval(schedule, options["scheduler_interval"])
-    require_same(run.device, partial(outline_given, optimizer, schedule), what="optimizers")
+    require_same(partial(outline_given, optimizer, schedule), what="optimizers")
     grad_clip_norm = read_amount("grad_clip_norm", options["grad_clip_norm"])
     guard = FinitenessGuard(check_choice("non_finite", options["non_finite"], NON_FINITE_MODES))
     rehearse = read_rehearsal(options["rehearse"])
-    tokens = TokenCounter(
-        options["count_tokens"], max_duration=run.max_duration, eval_interval=every
-    )
+    durations = {"max_duration": run.max_duration, "eval_interval": every}
+    tokens = Counter(Unit.TOKENS, options["count_tokens"], **durations)
     sampler = shared_sampler(loader)
-    seconds = SecondsCounter(
-        options["count_seconds"],
-        is_known=isinstance(sampler, LengthBatchSampler) and "seconds" in sampler.units,
-        max_duration=run.max_duration,
-        eval_interval=every,
-    )
+    is_known = isinstance(sampler, LengthBatchSampler) and "seconds" in sampler.units
+    seconds = Counter(Unit.SECONDS, options["count_seconds"], is_known=is_known, **durations)
     if loader is None:
         return None
-    settings = replace(settings, expected=_expected(loader, ranks.world_size, accumulate_batches))
     if optimizer is None:
         raise ValueError(
             "there is a train_dataloader and no optimizer; pass optimizer=torch.optim.AdamW, "
@@ -374,20 +338,25 @@ def assemble_fit(
         check_optimizer_state(optimizer)
         if config.interval is not None:
             seconds.require_for("checkpoint interval", Duration.parse(config.interval))
+        metrics_of = {f"metrics of {each.name or 'eval'}": each.metrics for each in evaluations}
         parts = {
-            "scheduler": schedule,
-            "scaler": scaler,
-            "sizes": microbatcher,
-            "metrics": metrics,
-            **{f"sizes of {each.name}": each.microbatcher for each in evaluations if each.name},
-            **{f"metrics of {each.name or 'eval'}": each.metrics for each in evaluations},
-            "evaluations": plan,
-            HOST_PART: feed,
+            "scheduler": Part(owner=schedule, remedy=_PLAIN_SCHEDULE),
+            "scaler": Part(owner=scaler),
+            "sizes": Part(owner=microbatcher),
+            "metrics": Part(owner=metrics, scope=Scope.EPOCH),
+            **{
+                f"sizes of {each.name}": Part(owner=each.microbatcher)
+                for each in evaluations
+                if each.name
+            },
+            **{name: Part(owner=each, scope=Scope.RANK) for name, each in metrics_of.items()},
+            "evaluations": Part(owner=plan),
+            "data": Part(owner=feed, scope=Scope.EPOCH, is_on_host=True),
         }
         snapshot = Snapshot(
             context,
             peers=open_peers(),
-            parts={name: part for name, part in parts.items() if part is not None},
+            parts={name: part for name, part in parts.items() if part.owner is not None},
             scheduler_interval=scheduler_interval,
         )
         checkpointer = Checkpointer(config, snapshot, context)
@@ -407,5 +376,12 @@ def assemble_fit(
         checkpointer=checkpointer,
         rehearsal=rehearsal,
         max_seconds=read_time("max_time", options["max_time"]),
-        settings=settings,
+        settings=RunSettings(
+            run=run,
+            options=options,
+            policies=factory.policies,
+            parallel=placed.name,
+            expected=_expected(loader, ranks.world_size, accumulate_batches),
+            accumulation=chosen,
+        ),
     )

@@ -64,30 +64,19 @@ class Interruption:
             if count > 0:
                 self.take_note(number)
 
-    def describe(self, *, where: str, checkpoint: Path | str | None = None) -> str:
-        """One line on how the run ended.
-
-        Args:
-            where: training stood, in words such as ``"after batch 12 (epoch 2)"``.
-            checkpoint: that was saved there; None for none.
-
-        >>> interruption = Interruption()
-        >>> interruption.take_note(signal.SIGTERM)
-        >>> interruption.describe(where="after batch 12", checkpoint="runs/a/00003-step-12")
-        'SIGTERM: stopped after batch 12, saved in runs/a/00003-step-12'
-        """
-        return str(self._end(where, checkpoint))
-
-    def _end(self, where: str, checkpoint: Path | str | None) -> Stopped:
-        saved = None if checkpoint is None else str(checkpoint)
-        return Stopped(by=str(self.name), where=where, checkpoint=saved)
-
-    def raise_if_interrupted(self, *, where: str, checkpoint: Path | str | None = None) -> None:
+    def raise_if_interrupted(
+        self,
+        *,
+        where: str,
+        checkpoint: Path | str | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
         """End the program as the signal would have, now that all is in order.
 
         Args:
-            where: training stands.
+            where: training stands, in words such as ``"after batch 12 (epoch 2)"``.
             checkpoint: that was saved there; None for none.
+            say: is given a line on how the run ended, unless a caller tells it.
 
         Raises:
             KeyboardInterrupt: it was Ctrl-C.
@@ -95,10 +84,13 @@ class Interruption:
         """
         if self._first is None:
             return
+        saved = None if checkpoint is None else str(checkpoint)
+        end = Stopped(by=str(self.name), where=where, checkpoint=saved)
+        if not is_end_told():
+            say(str(end))
         error: BaseException = KeyboardInterrupt()
         if self._first is signal.SIGTERM:
             error = SystemExit(SIGTERM_EXIT_CODE)
-        end = self._end(where, checkpoint)
         add_note(error, f"automicro: {end}")
         remember(error, stopped=end)
         raise error

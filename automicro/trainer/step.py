@@ -2,25 +2,22 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any, TypeVar
 
-import numpy as np
 from torch import Tensor
 
-from automicro.batch.device import on_host
 from automicro.errors import CheckpointWarning, NonFiniteLossError, warn
 from automicro.events.run import LoopState
 from automicro.microbatcher import Microbatcher
 from automicro.savers.levels import PLAIN
 from automicro.step.results import StepResult
 from automicro.trainer.context import RunContext, TrainedBatch
+from automicro.trainer.counting import Counter
 from automicro.trainer.metrics import MetricSet
 from automicro.trainer.optimizer import Update
 from automicro.trainer.progress import level_line, place_of, size_lines
-from automicro.units import Duration, Unit
 
 NON_FINITE_MODES = ("stop", "skip", "ignore")
 MOST_IN_A_ROW = 50  # a model whose weights are NaN never recovers
@@ -111,234 +108,6 @@ def _describe_loss(loss: float, norm: float | None) -> str | None:
     return None
 
 
-CountTokens = Callable[[Any], int]
-
-_HOW = (
-    "pass count_tokens=…, a callable from a batch to its number of tokens, such as "
-    "count_tokens=lambda batch: batch['input_ids'].numel(); a config names one of yours with "
-    "{call: pkgutil.resolve_name, args: {name: my_data.count_tokens}}"
-)
-
-
-class TokenCounter:
-    """Counts the tokens of whole batches, where they lie, by one reduction per batch.
-
-    In this order: the callable, if there is one; the sum of ``attention_mask``; the elements of
-    ``input_ids``. The batch is a mapping that has these, or a pair whose first part is one. A
-    mask counts where it has one number per token, and not where it is added to attention scores.
-
-    A batch that lies on a device is counted there, and the host waits for the sum once per batch.
-
-    Args:
-        count_tokens: from a batch to its number of tokens; None to read it off the batch.
-        durations: by the names of arguments: every batch must tell its tokens for those that
-            count them.
-
-    Raises:
-        TypeError: ``count_tokens`` cannot be called.
-
-    Example:
-        >>> import torch
-        >>> batch = {"input_ids": torch.zeros(2, 3), "attention_mask": torch.tensor([[1, 1, 0]])}
-        >>> TokenCounter().count(batch)
-        2
-        >>> TokenCounter(lambda batch: 7).count(batch)
-        7
-    """
-
-    def __init__(
-        self, count_tokens: CountTokens | None = None, **durations: Duration | None
-    ) -> None:
-        if count_tokens is not None and not callable(count_tokens):
-            raise TypeError(f"count_tokens={count_tokens!r} cannot be called; {_HOW}")
-        self._count_tokens = count_tokens
-        self._wanted: str | None = None  # by an argument, if any
-        for name, duration in durations.items():
-            if duration is not None:
-                self.require_for(name, duration)
-
-    def require_for(self, name: str, duration: Duration) -> None:
-        """Let every batch tell its tokens from now on, where a duration counts them.
-
-        Args:
-            name: of the argument that it came in.
-            duration: any.
-        """
-        if duration.unit is Unit.TOKENS:
-            self._wanted = self._wanted or f"{name}='{duration}'"
-
-    def count_all(self, batches: Sequence[Any]) -> int | None:
-        """The tokens of several batches; None where one of them does not tell.
-
-        Raises:
-            ValueError: a duration counts tokens, and nothing says what a batch's are.
-        """
-        tokens: int | None = 0
-        for batch in batches:
-            own = self.count(batch)
-            if own is None and self._wanted is not None:
-                raise ValueError(
-                    f"{self._wanted} counts tokens, but {_describe_batch(batch)}; {_HOW}"
-                )
-            tokens = _add(tokens, own)
-        return tokens
-
-    def count(self, batch: Any) -> int | None:
-        """The tokens of a batch; None where nothing says what they are.
-
-        Raises:
-            TypeError: ``count_tokens`` gave no whole number.
-            ValueError: it gave one below 0.
-        """
-        with on_host():
-            if self._count_tokens is not None:
-                return _whole(self._count_tokens(batch))
-            fields = _fields(batch)
-            mask: Any = fields.get("attention_mask")
-            if _is_per_token(mask):
-                return int(mask.sum())
-            return _size(fields.get("input_ids"))
-
-
-CountSeconds = Callable[[Any], float]
-
-
-class SecondsCounter:
-    """Counts the seconds of data in batches, such as those of speech.
-
-    Args:
-        count_seconds: from a batch to its seconds; None to take what the loader knows.
-        is_known: whether the loader knows: a `LengthBatchSampler` of which ``unit="seconds"``.
-        durations: by the names of arguments, of which some may count seconds.
-
-    Raises:
-        TypeError: ``count_seconds`` cannot be called.
-        ValueError: a duration counts seconds, and nothing says what a batch's are.
-
-    Example:
-        >>> SecondsCounter(lambda batch: sum(batch)).count_all([[1.5, 2.0], [0.5]], known=None)
-        4.0
-    """
-
-    def __init__(
-        self,
-        count_seconds: CountSeconds | None = None,
-        *,
-        is_known: bool = False,
-        **durations: Duration | None,
-    ) -> None:
-        if count_seconds is not None and not callable(count_seconds):
-            raise TypeError(f"count_seconds={count_seconds!r} cannot be called; {_HOW_LONG}")
-        self._count_seconds = count_seconds
-        self._is_known = is_known or count_seconds is not None
-        for name, duration in durations.items():
-            if duration is not None:
-                self.require_for(name, duration)
-
-    def require_for(self, name: str, duration: Duration) -> None:
-        """Refuse a duration in seconds of data without a count of them.
-
-        Args:
-            name: of the argument that it came in.
-            duration: any.
-
-        Raises:
-            ValueError: it is one.
-        """
-        if duration.unit is Unit.SECONDS and not self._is_known:
-            raise ValueError(
-                f"{name}='{duration}' counts seconds of data, and nothing says how many a batch "
-                f"has; {_HOW_LONG}; a limit in time is max_time='2h30m'"
-            )
-
-    def count_all(self, batches: Sequence[Any], *, known: float | None) -> float | None:
-        """The seconds of several batches; None where nothing says what they are.
-
-        Args:
-            batches: what the loader gave.
-            known: what it knows of them.
-
-        Raises:
-            TypeError: ``count_seconds`` gave no number.
-            ValueError: it gave one below 0 or not finite.
-        """
-        if self._count_seconds is None:
-            return known
-        with on_host():
-            return math.fsum(_seconds(self._count_seconds(batch)) for batch in batches)
-
-
-_HOW_LONG = (
-    "pass count_seconds=…, a callable from a batch to its seconds, such as "
-    "count_seconds=lambda batch: float(batch['seconds'].sum()), or batches of a "
-    "LengthBatchSampler with unit='seconds' (sampling_mode.unit in a config)"
-)
-
-
-def _seconds(value: Any) -> float:
-    number = value.item() if isinstance(value, Tensor | np.ndarray | np.generic) else value
-    if isinstance(number, bool) or not isinstance(number, int | float):
-        raise TypeError(
-            f"count_seconds gave {value!r} ({type(value).__name__}), not a number; return a float"
-        )
-    if not (math.isfinite(number) and number >= 0):
-        raise ValueError(
-            f"count_seconds gave {number}, and no batch has that many seconds; return their number"
-        )
-    return float(number)
-
-
-def _whole(value: Any) -> int:
-    number = value
-    if isinstance(value, Tensor | np.ndarray) and value.ndim == 0:
-        number = value.item()
-    if isinstance(number, bool) or not isinstance(number, Integral):
-        raise TypeError(
-            f"count_tokens gave {value!r} ({type(value).__name__}), not a whole number; return "
-            "an int, such as batch['input_ids'].numel()"
-        )
-    if number < 0:
-        raise ValueError(
-            f"count_tokens gave {number}, and no batch has fewer than 0 tokens; return their number"
-        )
-    return int(number)
-
-
-def _fields(batch: Any) -> Mapping[Any, Any]:
-    if isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) == 2:
-        batch = batch[0]
-    return batch if isinstance(batch, Mapping) else {}
-
-
-def _is_per_token(mask: Any) -> bool:
-    if isinstance(mask, Tensor):
-        is_number = not mask.is_floating_point() and not mask.is_complex()
-        return mask.dim() <= 2 and is_number
-    return isinstance(mask, np.ndarray) and mask.ndim <= 2 and mask.dtype.kind in "biu"
-
-
-def _size(ids: Any) -> int | None:
-    """The elements of a tensor or an array, or of all in a list of these."""
-    if isinstance(ids, Tensor):
-        return ids.numel()
-    if isinstance(ids, np.ndarray):
-        return ids.size
-    if isinstance(ids, list | tuple) and ids:
-        sizes = [_size(each) for each in ids]
-        return None if None in sizes else sum(size for size in sizes if size is not None)
-    return None
-
-
-def _describe_batch(batch: Any) -> str:
-    fields = _fields(batch)
-    if not fields:
-        return f"nothing says how many a batch of type {type(batch).__name__} has"
-    return (
-        "this batch has neither attention_mask nor input_ids (it has "
-        f"{', '.join(sorted(map(str, fields)))})"
-    )
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingStep:
     """One optimization batch: its gradient, the optimizer's step, and what is counted.
@@ -357,8 +126,8 @@ class TrainingStep:
     update: Update
     metrics: MetricSet
     guard: FinitenessGuard
-    tokens: TokenCounter
-    seconds: SecondsCounter
+    tokens: Counter
+    seconds: Counter
     context: RunContext
     _told: set[str] = field(default_factory=lambda: {PLAIN})  # levels
 

@@ -13,9 +13,9 @@ from automicro.errors import DeterminismWarning, add_note, text_of, warn
 from automicro.memory.budget import active_budget
 from automicro.memory.device import limit_memory
 from automicro.memory.residents import track_residents
+from automicro.options import refuse_lazy
 from automicro.torch_private import (
     inductor_is_deterministic,
-    is_uninitialized,
     set_inductor_deterministic,
 )
 from automicro.trainer.context import RunContext
@@ -149,21 +149,13 @@ def to_channels_last(*modules: nn.Module) -> None:
         >>> model(torch.zeros(2, 3, 8, 8)).is_contiguous(memory_format=torch.channels_last)
         True
     """
+    refuse_lazy("channels_last=True", modules)
     tensors = [each for module in modules for each in [*module.parameters(), *module.buffers()]]
-    for module in modules:
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            if is_uninitialized(tensor):
-                raise ValueError(
-                    f"channels_last=True, but {name!r} gets its shape from the first batch and "
-                    "has none yet; run the model on one row before, or give the layer its shape"
-                )
     found = [tensor for tensor in tensors if _has_channels(tensor)]
     if not found:
-        dims = sorted({tensor.dim() for tensor in tensors})
         raise ValueError(
             "channels_last=True needs parameters of 4 or 5 dimensions, which convolutions over "
-            f"images or volumes have, and {type(modules[0]).__name__} has only ones of "
-            f"{', '.join(map(str, dims)) or 'no'} dimensions; leave channels_last out"
+            f"images or volumes have, and {type(modules[0]).__name__} has none; leave it out"
         )
     for tensor in found:
         tensor.data = tensor.data.to(memory_format=FORMATS[tensor.dim()])

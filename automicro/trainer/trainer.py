@@ -14,7 +14,7 @@ from automicro.checkpoints.store import CheckpointConfig
 from automicro.errors import DeterminismWarning, warn
 from automicro.events.callback import Callback, Callbacks
 from automicro.events.run import LoopState, PhaseState, Requests, Run
-from automicro.features import WORDS, answering_unknown
+from automicro.features import answering_unknown
 from automicro.files import write_whole
 from automicro.lengths.unit import Cost
 from automicro.loggers import Logger, LoggerGroup
@@ -40,7 +40,7 @@ from automicro.trainer.optimizer import (
     build_optimizer,
 )
 from automicro.trainer.parallel import whole_state_dict
-from automicro.trainer.progress import RunSettings, count_of, describe_parameters
+from automicro.trainer.progress import count_of, describe_parameters
 from automicro.trainer.report import FitSummary
 from automicro.trainer.same_on_all_ranks import (
     announcing_once,
@@ -256,16 +256,7 @@ class Trainer:
         every = None if eval_interval is None else read_duration("eval_interval", eval_interval)
         if read_flag("deterministic", deterministic):
             prepare_cublas(device)  # while nothing has asked for the device
-        placed = PlacedModel(
-            model,
-            modules,
-            loss_fn,
-            parallel=parallel,
-            device=device,
-            compiles=bool(compile),
-            channels_last=channels_last,
-            optimizer=optimizer,
-        )
+        placed = PlacedModel(given)
         device, place, modules = placed.device, placed.place, placed.modules
         residents: list[nn.Module | torch.optim.Optimizer] = [*modules]
         self._session = RunSurroundings(
@@ -276,7 +267,7 @@ class Trainer:
             residents=residents,
             deterministic=deterministic,
         )
-        placed.put_in_place(given)
+        placed.put_in_place()
         optimizer = build_optimizer(optimizer, placed.model, modules, parameter_groups, loss_fn)
         residents += [] if optimizer is None else [optimizer]
         by_clock = _are_found_by_clock(
@@ -285,20 +276,12 @@ class Trainer:
             *(each.microbatch_size for each in evaluators.values()),
             deterministic=deterministic,
         )
-        repeatable = not by_clock and (seed is not None or deterministic)
-        factory = MicrobatcherFactory(
-            [placed.called, *modules[1:]],
-            device=device,
-            microbatch_size=microbatch_size,
-            eval_microbatch_size=eval_microbatch_size,
-            compile=compile,
-            memory_limit=memory_limit,
-            options={
-                **{name: given[name] for name in (*WORDS, *_OF_STEPS) if name in given},
-                "remember_sizes": _remembers(remember_sizes, seed, deterministic),
-                "repeatable": repeatable,
-            },
-        )
+        given |= {
+            "eval_interval": every,
+            "repeatable": not by_clock and (seed is not None or deterministic),
+            "remember_sizes": _remembers(remember_sizes, seed, deterministic),
+        }
+        factory = MicrobatcherFactory(placed, given)
         state, callbacks = LoopState(), Callbacks(callbacks)
         self._run = Run(
             state=state,
@@ -334,7 +317,7 @@ class Trainer:
             failures=Failures(device=device, rank=place.rank),
             mode=OptimizerMode(optimizer),
         )
-        sharing = placed.sharing(seed)
+        share = placed.sharing()
         self._evaluating = EvaluationFactory(
             microbatcher=self._microbatcher,
             make_microbatcher=partial(factory.make, features=features),
@@ -342,7 +325,7 @@ class Trainer:
             microbatch_size=eval_microbatch_size,
             interval=every,
             device=device,
-            share=sharing.share,
+            share=share,
         )
         self._evaluations = self._evaluating.make_all(evaluators)
         metrics = model_metrics(model, is_train=True) if metrics is None else metrics
@@ -351,26 +334,18 @@ class Trainer:
             of_training, self._evaluations, loss_fn=loss_fn
         )
         if train_dataloader is not None:
-            train_dataloader = sharing.share(train_dataloader, "train_dataloader")
+            train_dataloader = share(train_dataloader, "train_dataloader")
         self._fit = assemble_fit(
             train_dataloader,
             self._context,
-            {**given, "eval_interval": every, "repeatable": repeatable},
+            given,
+            placed=placed,
+            factory=factory,
             microbatcher=self._microbatcher,
-            scaler=factory.scaler,
             evaluations=self._evaluations,
             metrics=of_training,
-            settings=RunSettings(
-                device=device,
-                memory_limit=memory_limit,
-                precision=precision,
-                policies=factory.policies,
-                model=placed.model,
-                max_duration=duration,
-                parallel=placed.name,
-            ),
         )
-        placed.seed_apart(seed)
+        placed.seed_apart()
 
     def __repr__(self) -> str:
         run, batches = self._run, self._run.state.batch
@@ -468,7 +443,7 @@ class Trainer:
         fit, ranks = self._fit, self._microbatcher.ranks
         with fit.alone():
             if more is not None:
-                require_same(self._run.device, lambda: {"duration": str(more)}, what="durations")
+                require_same(lambda: {"duration": str(more)}, what="durations")
                 fit.extend(more)
             fit.require_more()
             with (
@@ -548,16 +523,6 @@ class Trainer:
             return predict_all(self._microbatcher, dataloader, self._context)
 
 
-# The others of a step's options are words for features.
-_OF_STEPS = (
-    "loss_fn",
-    "forward",
-    "loss_average",
-    "batchnorm",
-    "precision",
-    "batch_layout",
-    "probe",
-)
 _BY_CLOCK = 'microbatch_size="explore" finds sizes by the clock'
 _SIZE_FOUND = "give the size that it found, as in microbatch_size=16"
 

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import automicro.checkpoints.tensors  # noqa: F401  once for all worlds
 from automicro.callbacks import ExponentialMovingAverage
 from automicro.checkpoints.peers import ALONE, Peers, open_peers, together
+from automicro.checkpoints.rng import restore_rng_state
 from automicro.checkpoints.store import CheckpointConfig, CheckpointStore
 from automicro.events.callback import Callbacks
 from automicro.events.run import LoopState, Requests, Run
@@ -30,7 +31,7 @@ from automicro.trainer.failed_batch import Failures
 from automicro.trainer.optimizer import OptimizerMode
 from automicro.trainer.progress import Progress
 from automicro.trainer.resume.checkpointer import Checkpointer
-from automicro.trainer.resume.snapshot import Snapshot, restore_random_numbers
+from automicro.trainer.resume.snapshot import Part, Scope, Snapshot
 from automicro.units import Duration
 from tests.checkpoints.faults import Faults, fail, kill
 
@@ -125,7 +126,10 @@ class Training:
         )
         snapshot = Snapshot(
             context,
-            parts={"scheduler": self.scheduler, "data": self.feed},
+            parts={
+                "scheduler": Part(owner=self.scheduler),
+                "data": Part(owner=self.feed, scope=Scope.EPOCH, is_on_host=True),
+            },
             peers=self.peers,
         )
         self.checkpointer = Checkpointer(
@@ -138,7 +142,7 @@ class Training:
     def resume(self) -> None:
         saved = self.checkpointer.resume()
         if saved is not None:
-            restore_random_numbers(saved)
+            restore_rng_state(saved["rng"])
 
     def train(self, until: int) -> None:
         self.callbacks.fire("fit_start", self.run)

@@ -23,12 +23,12 @@ SAID = {
     "grad_clip_norm": "grad_clip_norm: 1.0 on rank 0; None on rank 1",
     "learning rate": "lr: 0.1 on rank 0; 0.2 on rank 1",
     "max_duration": "max_duration: '2ep' on rank 0; '3ep' on rank 1",
-    "metrics": "metrics: accuracy: MulticlassAccuracy on rank 0; None on rank 1",
+    "metrics": "metrics: {'accuracy': MulticlassAccuracy} on rank 0; None on rank 1",
     "microbatch_size": "microbatch_size: 4 on rank 0; 'auto' on rank 1",
     "named": "eval_dataloader: named 'new' on rank 0; None on rank 1",
     "optimizer": "optimizer: SGD on rank 0; AdamW on rank 1",
     "precision": "precision: 'bf16' on rank 0; 'fp32' on rank 1",
-    "train_dataloader": "TensorDataset of 24 rows",
+    "train_dataloader": "dataset=TensorDataset, rows=24",
 }
 
 
@@ -66,8 +66,8 @@ def test_models_of_different_shapes_are_named_by_their_parameters(world2: World)
 def test_evaluating_on_other_data_is_refused_and_all_can_go_on(world2: World) -> None:
     for kind, text in world2.run(jobs.refuse_other_evaluation):
         assert kind == "DesyncError"
-        assert "of 8 rows" in text
-        assert "of 9 rows" in text
+        assert "rows=8" in text
+        assert "rows=9" in text
 
 
 def test_what_may_differ_does(world2: World, tmp_path: Path) -> None:

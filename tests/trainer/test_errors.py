@@ -96,7 +96,7 @@ def test_a_batch_without_rows_is_named_by_its_place() -> None:
         (DataLoader(make_data(0), batch_size=4), r"its dataset is empty; check the path"),
         (
             DataLoader(make_data(3), batch_size=4, drop_last=True),
-            r"3 rows, fewer than batch_size=4, and drop_last=True.*use drop_last=False",
+            r"3 rows, fewer than the 4 of a batch, and drop_last=True.*use drop_last=False",
         ),
     ],
     ids=["list", "empty dataset", "drop_last"],

@@ -318,5 +318,5 @@ def test_the_global_batch_is_divided_by_processes() -> None:
     assert config.train_dataloader is not None
     assert config.train_dataloader.args is not None
     assert config.train_dataloader.args["batch_size"] == 128
-    with pytest.raises(ConfigError, match="512 cannot be shared by 3 devices"):
+    with pytest.raises(ConfigError, match="512 cannot give each of 3 × 1"):
         load_config("configs/digits.yaml", num_devices=3)

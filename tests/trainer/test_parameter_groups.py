@@ -140,15 +140,6 @@ WRONG: dict[str, tuple[Any, str]] = {
         "parameter_groups[0]: 'params' holds a value of type Tensor, and parameters are named: "
         f"{FORM}, or give the Trainer an optimizer with groups of its own",
     ),
-    "an option that is a tensor": (
-        [{"params": "*.bias", "lr": torch.tensor(0.1)}],
-        "parameter_groups[0]: the option 'lr' is a Tensor, not a plain value, and parameters are "
-        f"named under 'params': {FORM}",
-    ),
-    "an option that is no text": (
-        [{"params": "*.bias", 3: 4}],
-        f"parameter_groups[0] has the option 3, which is not text: {FORM}",
-    ),
     "a mistyped name": (
         [{"params": "norm.*"}, {"params": ["norm.bias", "blok.weight"]}],
         "parameter_groups[1]: 'blok.weight' matches no parameter of the model (did you mean "

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from automicro import MemoryBudget
-from automicro.trainer.step import TokenCounter
-from automicro.units import Duration
+from automicro.trainer.counting import Counter
+from automicro.units import Duration, Unit
 
 IDS = torch.arange(12).reshape(3, 4)
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]])
@@ -39,29 +39,29 @@ MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]])
     ids=str,
 )
 def test_tokens_are_those_that_the_mask_keeps_or_all_ids(batch: Any, tokens: int | None) -> None:
-    assert TokenCounter().count(batch) == tokens
+    assert Counter(Unit.TOKENS).count_all([batch]) == tokens
 
 
 @pytest.mark.parametrize("given", [5, np.int64(5), torch.tensor(5), np.array(5)], ids=repr)
 def test_the_callers_own_count_goes_first(given: Any) -> None:
-    count = TokenCounter(lambda batch: given).count({"input_ids": IDS})
+    count = Counter(Unit.TOKENS, lambda batch: given).count_all([{"input_ids": IDS}])
     assert (count, type(count)) == (5, int)
 
 
 @pytest.mark.parametrize("given", [1.5, None, True, "7", torch.tensor([1, 2])], ids=repr)
 def test_a_count_that_is_no_whole_number_is_named(given: Any) -> None:
     with pytest.raises(TypeError, match=r"count_tokens gave .* not a whole number; return an int"):
-        TokenCounter(lambda batch: given).count(IDS)
+        Counter(Unit.TOKENS, lambda batch: given).count_all([IDS])
 
 
 def test_a_negative_count_is_named() -> None:
-    with pytest.raises(ValueError, match="count_tokens gave -3, and no batch has fewer"):
-        TokenCounter(lambda batch: -3).count(IDS)
+    with pytest.raises(ValueError, match="count_tokens gave -3, and no batch has that many tokens"):
+        Counter(Unit.TOKENS, lambda batch: -3).count_all([IDS])
 
 
 def test_something_that_cannot_be_called_is_named() -> None:
     with pytest.raises(TypeError, match="count_tokens='input_ids' cannot be called; pass"):
-        TokenCounter("input_ids")  # type: ignore[arg-type]
+        Counter(Unit.TOKENS, "input_ids")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -74,14 +74,14 @@ def test_something_that_cannot_be_called_is_named() -> None:
 def test_a_duration_in_tokens_that_cannot_be_counted_is_explained(batch: Any, message: str) -> None:
     duration = Duration.parse("1e6tok")
     with pytest.raises(ValueError, match=rf"^max_duration='1000000tok' counts tokens.*{message}"):
-        TokenCounter(max_duration=duration).count_all([batch])
-    assert TokenCounter(lambda batch: 4, max_duration=duration).count_all([batch]) == 4
+        Counter(Unit.TOKENS, max_duration=duration).count_all([batch])
+    assert Counter(Unit.TOKENS, lambda batch: 4, max_duration=duration).count_all([batch]) == 4
 
 
 def test_a_simulated_device_does_not_see_the_counting() -> None:
     batch = {"attention_mask": torch.ones(3, 4, dtype=torch.long)}
     with MemoryBudget("1MiB") as budget:
-        assert TokenCounter().count(batch) == 12
+        assert Counter(Unit.TOKENS).count_all([batch]) == 12
         assert budget.peak_bytes == 0
         batch["attention_mask"].sum()
     assert budget.peak_bytes > 0

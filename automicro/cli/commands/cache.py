@@ -122,23 +122,16 @@ def as_text(sizes: Sequence[RememberedSize]) -> str:
     columns = {**_COLUMNS, **_COLUMNS_OF_TEXT}
     rows = [list(columns), *_cells(sizes, columns)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(map(str.ljust, row, widths)).rstrip()  # shorter titles have their width, too
-        for row in rows
-    )
+    # Shorter titles have their width, too.
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def _cells(
     sizes: Iterable[RememberedSize], columns: Mapping[str, Callable[[RememberedSize], object]]
 ) -> list[list[str]]:
     # A file may hold anything: control characters would steer the terminal.
-    return [
-        [
-            "".join(c if c.isprintable() else "?" for c in str(cell(size)))
-            for cell in columns.values()
-        ]
-        for size in sizes
-    ]
+    texts = [[str(cell(size)) for cell in columns.values()] for size in sizes]
+    return [["".join(c if c.isprintable() else "?" for c in text) for text in row] for row in texts]
 
 
 def _num_microbatches(size: RememberedSize) -> int:

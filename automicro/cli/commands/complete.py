@@ -1,4 +1,4 @@
-"""Print what lets a shell complete command lines.
+"""Print a script with which a shell completes command lines.
 
 With the Tab key it offers commands, options and files then. Needs shtab: pip install
 "automicro[completion]".

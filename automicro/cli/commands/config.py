@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from automicro.cli.arguments import Command, reading
 from automicro.cli.config.keys import GROUPS, KEYS, TO_TRAIN
-from automicro.cli.output import print_yaml
 from automicro.errors import ConfigError, suggestion
 
 TEMPLATE = Path(__file__).parents[1] / "config" / "template.yaml"
@@ -50,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Do what the command was asked for, and return the exit code."""
     if arguments.template:
         _take_no_inputs(arguments, "--template")
-        print_yaml(TEMPLATE.read_text(encoding="utf-8"))
+        print(TEMPLATE.read_text(encoding="utf-8"), end="")
     elif arguments.keys is not None:
         _take_no_inputs(arguments, "--keys")
         if arguments.markdown:
@@ -68,7 +67,7 @@ def _print_config(arguments: argparse.Namespace) -> None:
     with reading(arguments, results_only=False) as (job, _, _):
         from automicro.cli.config.load import to_yaml
 
-        print_yaml(to_yaml(job.loaded.written if arguments.set else job.loaded.everything))
+        print(to_yaml(job.loaded.written if arguments.set else job.loaded.everything), end="")
 
 
 def _take_no_inputs(arguments: argparse.Namespace, option: str) -> None:
@@ -211,7 +210,7 @@ def _print_keys(pattern: str) -> None:
             default = "" if such or key.default is None else "default "
             head = wrapper.fill(f"{key.name}: {key.kind}, {default}{key.needed}{such}")
             blocks.append(f"{head}\n{wrapper.fill('    ' + key.meaning)}")
-    print_yaml("\n\n".join(blocks) + "\n")
+    print("\n\n".join(blocks))
 
 
 def markdown_page() -> str:

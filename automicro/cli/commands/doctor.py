@@ -1,4 +1,4 @@
-"""Say why memory ran out, from what the failure left.
+"""Say why memory ran out, from the files that a failure left.
 
 Which modules and tensors held what, what grew from batch to batch, whether memory was
 fragmented, and three remedies by predicted bytes.

@@ -1,6 +1,6 @@
-"""Tell the largest microbatch that will fit, without a device.
+"""Predict the largest microbatch that will fit, without a device.
 
-Tells for a config's model, too, into how many microbatches a batch is cut then, what
+For a config's model, and says into how many microbatches a batch is cut then, what
 fills the device, and what would help. Takes the first batch of its training data, and
 runs a step on tensors that have shapes but no data: no GPU, and no memory for the
 model. With when_too_large in the config, every level is reported; with nested, the slices

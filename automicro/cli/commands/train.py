@@ -1,4 +1,4 @@
-"""Train what a config describes.
+"""Train a model as a config describes it.
 
 A config names a model, data, a loss, an optimizer and metrics by dotted import paths
 with arguments, and sets the options of the Trainer. Modules are looked for beside the
@@ -12,7 +12,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from automicro.cli.arguments import Command, reading
-from automicro.cli.output import print_yaml, saying, to_json, warn
+from automicro.cli.output import saying, to_json, warn
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
             run_dir = RunDir(config.run_dir, loaded.everything, goes_on=goes_on(recipe.checkpoint))
             finished = run_dir.finished()
             if finished is None:
-                model, trainer = _make(recipe, was_begun=run_dir.was_begun)
+                model, trainer = _make(recipe)
                 # All ranks have looked into the folder by now: they have met.
                 if is_first:
                     run_dir.begin()
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{config.run_dir} holds this run, trained to its end: nothing was left to do")
             return 0
         if config.progress:
-            print_yaml(to_yaml(loaded.written) + "\n")
+            print(to_yaml(loaded.written))
         going_on = telling_how_to_go_on(
             recipe.checkpoint, run_dir=config.run_dir, inputs=arguments.inputs
         )
@@ -66,11 +66,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _make(recipe: "Recipe", *, was_begun: bool) -> "tuple[nn.Module, Trainer]":
-    from automicro.cli.run_dir import own_before_others
+def _make(recipe: "Recipe") -> "tuple[nn.Module, Trainer]":
+    from automicro.cli.run_dir import goes_on_from
 
-    recipe.checkpoint, folder = own_before_others(recipe.checkpoint, was_begun=was_begun)
-    weights = recipe.config.weights
+    folder, weights = goes_on_from(recipe.checkpoint), recipe.config.weights
     if folder is not None and weights is not None:
         warn(f"weights={weights!r} is not used: the run goes on from checkpoints in {folder}")
     model = recipe.make_model(with_weights=folder is None)

@@ -18,8 +18,7 @@ from automicro.checkpoints.store import CheckpointConfig
 from automicro.cli.config.keys import KEYS, LISTS, mistake
 from automicro.cli.config.load import rows_to_load
 from automicro.cli.config.nodes import call_of, is_node, items_inside, prepare_value
-from automicro.cli.config.read import At
-from automicro.cli.config.schema import EvaluatorConfig, RunConfig, keys_inside
+from automicro.cli.config.schema import At, EvaluatorConfig, RunConfig, keys_inside
 from automicro.data import LengthBatchSampler, with_batch_sampler
 from automicro.errors import CheckpointError, ConfigError, about
 from automicro.events.callback import Callback

@@ -33,7 +33,7 @@ class Option:
     made: str = ""
 
 
-_READ = "automicro.cli.config.read"
+_SCHEMA = "automicro.cli.config.schema"
 _PLAIN = Option()
 _NODE = Option(made="node", words="a node")
 _FUNCTION = Option(made="function")
@@ -94,7 +94,7 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
     },
     "How long": {
         "max_duration": _DURATION,
-        "max_time": Option(words="text such as 2h30m, 45m or 90s", read=f"{_READ}._read_time"),
+        "max_time": Option(words="text such as 2h30m, 45m or 90s", read=f"{_SCHEMA}._read_time"),
         "eval_interval": _DURATION,
     },
     "Memory and microbatches": {
@@ -115,13 +115,14 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
             words="auto, true or false", read="automicro.lengths.sorting.check_cut_padding"
         ),
         "memory_limit": Option(
-            words="text such as 24MiB or 80%, a whole number of bytes", read=f"{_READ}._read_limit"
+            words="text such as 24MiB or 80%, a whole number of bytes",
+            read=f"{_SCHEMA}._read_limit",
         ),
         "strict_divisible": _PLAIN,
         "loss_average": Option(
             words="auto, samples, tokens, none, a node, or a mapping of these by name",
             made="function",
-            read=f"{_READ}._read_loss_average",
+            read=f"{_SCHEMA}._read_loss_average",
         ),
         "batchnorm": Option(choices="automicro.step.split_guard.BATCHNORM_MODES"),
         "probe": _PLAIN,

@@ -14,14 +14,16 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from automicro.cli.config.keys import KEYS, TO_TRAIN, mistake
 from automicro.cli.config.nodes import REFERENCE, is_node, leaves, mapped
-from automicro.cli.config.read import At, Reader, unknown_key
 from automicro.cli.config.schema import (
     BATCH_SIZES,
     EXAMPLES,
     SECTIONS,
+    At,
+    Reader,
     RunConfig,
     defaults,
     is_made,
+    unknown_key,
 )
 from automicro.cli.config.sources import Sources, Tree
 from automicro.compilation import check_compile
@@ -147,22 +149,12 @@ def rows_to_load(
             )
         accumulate_batches = size
     shares = num_devices * accumulate_batches
-    if rows < 1:
-        raise ConfigError(
-            f"{key}={rows} has no rows: give the rows of a batch over all devices, at least "
-            f"{shares}"
-        )
     each, rest = divmod(rows, shares)
-    if rest:
-        nearest = [number * shares for number in (each, each + 1) if number]
-        among = []
-        if num_devices > 1 or accumulate_batches == 1:
-            among.append(f"{num_devices} devices")
-        if accumulate_batches > 1:
-            among.append(f"accumulate_batches={accumulate_batches}")
+    if rest or each < 1:
         raise ConfigError(
-            f"{key}={rows} cannot be shared by {' × '.join(among)}: {rest} of {rows} rows would "
-            f"be left over; use {' or '.join(map(str, nearest))}"
+            f"{key}={rows} cannot give each of {num_devices} × {accumulate_batches} shares "
+            "(devices × accumulate_batches) as many rows, at least 1: give a multiple of "
+            f"{shares}, such as {max(each, 1) * shares}"
         )
     return each
 

@@ -6,16 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
-
 from automicro.checkpoints.rng import derived_rng_state, restore_rng_state, rng_state
 from automicro.data import LengthBatchSampler
 from automicro.errors import CheckpointError, CheckpointWarning, DataLoaderError, warn
 from automicro.ranks.interface import Ranks
 from automicro.torch_private import forget_workers
+from automicro.trainer.data.described import (
+    IN_A_RUN,
+    OF_SHARED_ORDER,
+    changed,
+    describe_loader,
+)
 from automicro.trainer.data.loading import (
     announce_epoch,
-    attached_generators,
     begin,
     empty,
     generator_states,
@@ -25,76 +28,16 @@ from automicro.trainer.data.loading import (
     read_attributes,
     rest,
     restore_generators,
-    samplers_of,
     write_attributes,
 )
-from automicro.trainer.data.sharing import SharedBatchSampler, SharedSampler, shared_sampler
-from automicro.trainer.resume.fits import changed
+from automicro.trainer.data.sharing import shared_sampler
 from automicro.trainer.same_on_all_ranks import require_same_order
 from automicro.values import same_values
 
 
-def _describe_order(loader: object) -> dict[str, Any] | None:
-    """The order that ranks share, as plain values; None where they share none of ours.
-
-    >>> _describe_order([1, 2]) is None
-    True
-    """
-    sampler = shared_sampler(loader)
-    if sampler is None:
-        return None
-    if isinstance(sampler, LengthBatchSampler):
-        return {
-            "kind": type(sampler).__name__,
-            "seed": sampler.seed,
-            "world_size": sampler.world_size,
-        }
-    own = {id(each) for each in attached_generators(sampler).values()}
-    return {
-        "kind": type(sampler).__name__,
-        "sampler": type(sampler.sampler).__name__,
-        "seed": sampler.seed,
-        "entries": num_batches(sampler.sampler),
-        "per_batch": sampler.per_batch,
-        "world_size": sampler.world_size,
-        "generators": [
-            place for place, each in attached_generators(loader).items() if id(each) in own
-        ],
-    }
-
-
-def _describe_rows(loader: object) -> dict[str, Any]:
-    """The settings that decide the rows of a loader's batches, as far as torch's classes tell.
-
-    >>> told = _describe_rows(DataLoader(range(8), batch_size=4, shuffle=True))
-    >>> told["rows"], told["batch_size"], told["sampler"]
-    (8, 4, 'RandomSampler')
-    """
-    of_loader, batch_sampler, of_batches = samplers_of(loader)
-    dataset = getattr(loader, "dataset", None)
-    sampler = of_loader if of_batches is None else of_batches
-    is_plain = type(batch_sampler) is BatchSampler or isinstance(batch_sampler, SharedBatchSampler)
-    is_of_torch = type(sampler).__module__ == BatchSampler.__module__
-    is_stream = isinstance(dataset, IterableDataset)
-    return {
-        "rows": None if dataset is None else num_batches(dataset),
-        "batch_size": batch_sampler.batch_size if is_plain else None,
-        "sampler": None if sampler is None else type(sampler).__name__,
-        "has_generator": is_of_torch and getattr(sampler, "generator", None) is not None,
-        "num_workers": getattr(loader, "num_workers", None) if is_stream else None,
-    }
-
-
-def _restore_order(loader: object, saved: Mapping[str, Any] | None) -> None:
-    """Let the passes to come have the order that they would have had."""
-    sampler = shared_sampler(loader)
-    if sampler is not None and saved is not None:
-        sampler.seed = saved["seed"]
-
-
 def _position_of(states: Sequence[Mapping[str, Any]], loader: Any, name: str) -> int:
     """How many batches of the order that all share were given."""
-    reason = _why_no_order(states[0], loader, name) or _why_another(states, loader, name)
+    reason = _why_another(states, loader, f"{name} ({type(loader).__name__})")
     if reason is not None:
         raise CheckpointError(reason)
     return _most_given(states)
@@ -114,7 +57,7 @@ def _place_in_plan(
 ) -> dict[str, int]:
     """Where a `LengthBatchSampler` goes on, where another number of ranks saved its position."""
     was, place = states[0]["order"], states[0]["passes"][-1]["position"]
-    if was is None or was["kind"] != type(sampler).__name__ or place is None:
+    if was["shared_by"] != type(sampler).__name__ or place is None:
         raise CheckpointError(
             f"{name} is shared out by a LengthBatchSampler, and was not; pass the same sampler"
         )
@@ -136,73 +79,36 @@ def _place_in_plan(
     return before.state_dict(batches_given=_most_given(states))
 
 
-def _why_no_order(saved: Mapping[str, Any], loader: Any, name: str) -> str | None:
-    """Why there is no order that both share; None where there is one."""
-    here, was = shared_sampler(loader), saved["order"]
-    if saved["loader"] is not None or hasattr(loader, "load_state_dict"):
-        return (
-            f"{name} ({type(loader).__name__}) keeps a position of its own on each rank, which "
-            "says nothing about other ranks' rows"
-        )
-    if was is not None and here is None and isinstance(loader, DataLoader):
-        return (
-            f"the order of {name} was one that ranks share, and this {type(loader).__name__} "
-            "draws another one; pass parallel='ddp' in one process, too, and leave a "
-            "DistributedSampler out"
-        )
-    if here is None:
-        return (
-            f"{name} ({type(loader).__name__}) has no order that ranks share, as a DataLoader over "
-            "a data set with a length has"
-        )
-    if was is None:
-        return (
-            f"the batches of {name} came from one process that drew an order of its own, or were "
-            "not shared out by the Trainer; begin such a run with parallel='ddp', in one process, "
-            "too"
-        )
-    return None
-
-
 def _why_another(states: Sequence[Mapping[str, Any]], loader: Any, name: str) -> str | None:
-    """Why the order, or how it is cut, is not the one that was saved; None where it is."""
-    was, here, sampler = states[0]["order"], _describe_order(loader), shared_sampler(loader)
-    assert isinstance(sampler, SharedBatchSampler | SharedSampler)
-    assert here is not None
-    for key, what in (("kind", "is shared out by a"), ("sampler", "has its order from a")):
-        if was[key] != here[key]:
-            return f"{name} {what} {here[key]}, and was by a {was[key]}; pass the same sampler"
-    if was["entries"] != here["entries"]:
-        return f"{name} has {here['entries']} rows, and had {was['entries']}; pass the same data"
-    if was["per_batch"] != here["per_batch"]:
-        return _why_other_size(was, sampler, name)
+    """Why there is no order that both share, or another one; None where all is the same."""
+    was, here = states[0]["order"], describe_loader(loader)
+    if states[0]["loader"] is not None or hasattr(loader, "load_state_dict"):
+        return (
+            f"{name} keeps a position of its own on each rank, which says nothing about other "
+            "ranks' rows"
+        )
+    if None in (was["shared_by"], here["shared_by"]):
+        where = "here" if here["shared_by"] is None else "in the checkpoint"
+        return (
+            f"{name} has no order that ranks share {where}, as a DataLoader over a data set with a "
+            "length has, without a DistributedSampler; pass parallel='ddp' in one process, too, "
+            "from the beginning of the run"
+        )
+    if differing := changed({key: was[key] for key in OF_SHARED_ORDER}, here):
+        rows, ranks = was["entries_per_step"], here["world_size"]
+        remedy = "pass the same data and the same sampler"
+        if was["shared_by"] == here["shared_by"] and rows != here["entries_per_step"]:
+            remedy = f"pass batch_size={rows // ranks}, which global_batch_size in a config does"
+            if here["batch_size"] is None:
+                remedy = "let the DataLoader cut the batches (batch_size=…)"
+            elif rows % ranks:
+                remedy = f"{rows} are not a multiple of {ranks} ranks"
+        return f"{name} had {', '.join(differing)}; {remedy}"
     for place in was["generators"]:
         first, *others = [each["passes"][-1]["generators"].get(place) for each in states]
         if not all(same_values(first, each) for each in others):
             return f"the generator {place} of {name} stood at another place on each rank"
     return None
-
-
-def _why_other_size(
-    was: Mapping[str, Any], here: SharedBatchSampler | SharedSampler, name: str
-) -> str:
-    if not isinstance(here, SharedBatchSampler):
-        return (
-            f"{was['per_batch']} batches at a time, one for each rank, were those of {name}, and "
-            f"here they would be {here.per_batch}, so every step would be of another number of "
-            "rows; let the DataLoader cut the batches (batch_size=…)"
-        )
-    rows, ranks = was["per_batch"], here.world_size
-    numbers = (
-        f"a batch of {name} had {rows} rows over {was['world_size']} ranks, and here it has "
-        f"{here.per_batch} over {ranks} (batch_size={here.batch_size})"
-    )
-    if rows % ranks:
-        return f"{numbers}, while {rows} rows are not a multiple of {ranks} ranks"
-    return (
-        f"{numbers}; pass a DataLoader with batch_size={rows // ranks}, which global_batch_size "
-        "in a config sees to"
-    )
 
 
 logger = logging.getLogger(__name__)
@@ -359,14 +265,12 @@ class Feed:
         # Asking before a pass has begun makes torchdata's loader begin one.
         own = self._loader.state_dict() if self._passes and _keeps_state(self._loader) else None
         return {
-            "num_batches": num_batches(self._loader),
             "persistent": has_persistent_workers(self._loader),
             "generators": generator_states(self._loader),
             "passes": [dict(vars(each)) for each in self._passes],
             "attributes": self._changed_attributes(),
             "loader": own,
-            "order": _describe_order(self._loader),
-            "rows": _describe_rows(self._loader),
+            "order": describe_loader(self._loader),
             "accumulate_batches": self.group_size,
         }
 
@@ -380,8 +284,8 @@ class Feed:
         Raises:
             CheckpointError: the batches to come would hold other rows than they would have.
         """
-        order = _describe_order(self._loader)
-        count = num_batches(self._loader)
+        order = describe_loader(self._loader)
+        count = order["batches"]
         position, is_over = None, False
         if self._plans is not None:
             # The pass goes on from there, and gives none of its batches again.
@@ -393,7 +297,6 @@ class Feed:
             is_over = len(self._plans) == 0
         else:
             given = _position_of(states, self._loader, self._name)
-        assert order is not None
         last = {
             **states[0]["passes"][-1],
             # Workers take their random numbers from it.
@@ -407,12 +310,14 @@ class Feed:
         }
         return {
             **states[0],
-            "num_batches": count,
             "persistent": has_persistent_workers(self._loader),
             "passes": [last],
             "order": {**order, "seed": states[0]["order"]["seed"]},
-            "rows": _describe_rows(self._loader),
         }
+
+    def between_epochs(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state from which the next pass begins anew, in the order that its generators give."""
+        return {**state, "passes": [], "loader": None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there with the next `batches`.
@@ -436,10 +341,9 @@ class Feed:
             )
         last = passes[-1] if passes else None
         # Training may end with the last batch, before the end of the pass is seen.
-        is_over = last is None or last.is_complete or last.given == state["num_batches"]
+        is_over = last is None or last.is_complete or last.given == state["order"]["batches"]
         if self._plans is None and last is not None and not is_over:
-            self._check_length(state["num_batches"], last.given)
-            self._check_rows(state, last.given)
+            self._check_rows(state["order"], last.given)
         if passes and state["persistent"] != has_persistent_workers(self._loader):
             was, now = ("with", "without") if state["persistent"] else ("without", "with")
             raise DataLoaderError(
@@ -449,7 +353,9 @@ class Feed:
             )
         self._passes, self._loaded = passes, state
         restore_generators(self._loader, state["generators"])
-        _restore_order(self._loader, state["order"])
+        sampler = shared_sampler(self._loader)
+        if sampler is not None and state["order"]["shared_by"] is not None:
+            sampler.seed = state["order"]["seed"]  # of the passes to come
         if self._plans is not None and passes and not passes[-1].is_complete:
             self._go_to(passes[-1])
 
@@ -586,35 +492,22 @@ class Feed:
                 CheckpointWarning,
             )
 
-    def _check_length(self, saved: int | None, given: int) -> None:
-        length = num_batches(self._loader)
-        if saved is None or length is None or saved == length:
+    def _check_rows(self, was: Mapping[str, Any], given: int) -> None:
+        here = describe_loader(self._loader)
+        differing = changed({key: was[key] for key in IN_A_RUN if was[key] is not None}, here)
+        if given == 0 or not differing:
             return
-        numbers = (
-            f"{self._name} has {length} batches, and had {saved} when the checkpoint was made, "
-            f"after {given} of them"
+        said = (
+            f"{self._name} gives other batches than when the checkpoint was made, after {given} of "
+            f"a pass: {', '.join(differing)}"
         )
-        if length < saved:
+        remedy = "pass the same data and the same options of the loader, or"
+        if None not in (was["batches"], here["batches"]) and here["batches"] < was["batches"]:
             raise DataLoaderError(
-                f"{numbers}; pass the same data and batch size, or go on from a checkpoint of the "
-                "end of an epoch"
+                f"{said}; {remedy} go on from a checkpoint of the end of an epoch"
             )
         warn(
-            f"{numbers}: a shuffled order is another one now, so rows may come twice or not at "
-            "all in this epoch; pass the same data and batch size to avoid it",
-            CheckpointWarning,
-        )
-
-    def _check_rows(self, state: Mapping[str, Any], given: int) -> None:
-        was, here = state["rows"], _describe_rows(self._loader)
-        differing = changed(was, here)
-        is_told = state["num_batches"] != num_batches(self._loader)
-        if given == 0 or not differing or is_told:
-            return
-        warn(
-            f"{self._name} gives other batches than when the checkpoint was made, after {given} of "
-            f"a pass: {', '.join(differing)}. Rows may come twice or not at all in this "
-            "epoch; pass the same data and the same options of the loader, or change them at the "
+            f"{said}. Rows may come twice or not at all in this epoch; {remedy} change them at the "
             "end of an epoch",
             CheckpointWarning,
         )

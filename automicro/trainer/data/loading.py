@@ -458,14 +458,11 @@ def _why_empty(loader: object, name: str) -> str:
     dataset = getattr(loader, "dataset", None)
     rows = num_batches(dataset) if dataset is not None else None
     batch_size = getattr(loader, "batch_size", None)
-    world_size: int = getattr(getattr(loader, "batch_sampler", None), "world_size", 1)
-    most = batch_size * world_size if batch_size else 0
+    most = (batch_size or 0) * getattr(getattr(loader, "batch_sampler", None), "world_size", 1)
     if rows and rows < most and getattr(loader, "drop_last", False):
-        of_all = f" on {world_size} ranks" if world_size > 1 else ""
         return (
-            f"{name} gave no batch: its dataset has {rows} rows, fewer than batch_size="
-            f"{batch_size}{of_all}, and drop_last=True drops them; use drop_last=False or a "
-            "smaller batch"
+            f"{name} gave no batch: its dataset has {rows} rows, fewer than the {most} of a batch, "
+            "and drop_last=True drops them; use drop_last=False or a smaller batch"
         )
     if rows == 0:
         return f"{name} gave no batch: its dataset is empty; check the path and the filters"

@@ -220,18 +220,6 @@ ITSELF = "is_sharded"
 """The attribute that is true of a loader or data set that gives each rank its own rows."""
 
 
-class SharedAlready:
-    """Takes loaders as they are: in a process that is alone."""
-
-    def share(self, loader: Any, name: str, *, is_evaluated: bool = False) -> Any:
-        """The loader.
-
-        >>> SharedAlready().share([1, 2], "train_dataloader")
-        [1, 2]
-        """
-        return loader
-
-
 @dataclass(frozen=True)
 class LoaderSharing:
     """Gives each rank its part of loaders.

@@ -16,8 +16,7 @@ from automicro.events.run import IN_EVALUATION, NO_EVALUATION, ExpectedValues
 from automicro.memory.oom import once_more
 from automicro.trainer.context import RunContext
 from automicro.trainer.evaluation import Interval
-from automicro.trainer.resume.fits import describe_change
-from automicro.trainer.resume.snapshot import Snapshot
+from automicro.trainer.resume.snapshot import Snapshot, describe_change
 from automicro.units import Duration
 
 _NO_METRICS: Mapping[str, float] = MappingProxyType({})
@@ -95,7 +94,7 @@ class Checkpointer:
         self._context = context
         every = None if config.interval is None else Duration.parse(config.interval)
         self._interval = Interval(every)
-        self._store = CheckpointStore.of(config, peers=snapshot.peers)
+        self._store = CheckpointStore(**vars(config), peers=snapshot.peers)
         self._world_size = snapshot.peers.world_size
         self._saved_at: tuple[int, int] | None = None  # batch and epoch of the last save
 
@@ -119,7 +118,7 @@ class Checkpointer:
         state = self._context.state
         return state.batch, state.epoch
 
-    def resume(self) -> dict[str, object] | None:
+    def resume(self) -> dict[str, Any] | None:
         """Go on from a checkpoint, if the config says so and there is one; what was loaded.
 
         Random numbers are left for the caller to put back, after whatever else draws some.

@@ -1,8 +1,7 @@
 """The state of models: parameters, buffers, extra state, generators of their own.
 
-Where a tensor of ``state_dict`` is a model's own memory, its data is read right into it. All else
-goes through ``load_state_dict``: extra state, copies that a model's own ``state_dict`` gives, and
-tensors of lazy modules that have no shape yet.
+All of it goes through ``load_state_dict``, so that a model may have ways of its own. Shards are
+read right into those that are there.
 """
 
 import random
@@ -20,7 +19,7 @@ from automicro.errors import CheckpointError, CheckpointWarning, describe_error,
 from automicro.memory.budget import active_budget
 from automicro.options import unwrapped
 from automicro.reach import Reach
-from automicro.sharding import is_sharded, local
+from automicro.sharding import is_sharded
 from automicro.torch_private import buffer_table, is_uninitialized
 from automicro.trainer.data.loading import (
     Generator,
@@ -120,14 +119,9 @@ class ModuleState:
         )
 
     def targets(self) -> dict[str, Tensor]:
-        """The tensors that may be overwritten in place, by their place in the state."""
-        own = {_memory_of(each) for module in self._modules for each in _tensors(module)}
+        """The shards that are overwritten in place, by their place in the state."""
         state = {"modules": [module.state_dict() for module in self._modules]}
-        return {
-            place: tensor
-            for place, tensor in tensors_of(state).items()
-            if _is_own(tensor, own) and not _overlaps(tensor)
-        }
+        return {place: each for place, each in tensors_of(state).items() if is_sharded(each)}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Put back what was not read in place.
@@ -160,28 +154,14 @@ def _reseed(generator: Generator, rank: int, world_size: int) -> None:
 
 
 def _load(module: nn.Module, state: Any) -> None:
-    own = {_memory_of(each) for each in _tensors(module)}
-    now = module.state_dict()
-    overlapping = {
-        name
-        for name, tensor in now.items()
-        if isinstance(tensor, Tensor) and _is_own(tensor, own) and _overlaps(tensor)
-    }
-    for name in overlapping:
-        _write_overlapping(name, now[name], state[name])
-    is_done = all(
-        isinstance(tensor, Tensor) and _is_own(tensor, own)
-        for name, tensor in state.items()
-        if name not in overlapping
-    )
-    if is_done:
-        return
-    rest = state
-    if overlapping:  # `load_state_dict` cannot write these
-        rest = type(state)((n, value) for n, value in state.items() if n not in overlapping)
-        vars(rest).update(vars(state))
+    rest = type(state)(state)
+    vars(rest).update(vars(state))
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if name in state and not is_uninitialized(tensor) and _overlaps(tensor):
+            _write_overlapping(name, tensor, rest.pop(name))  # `load_state_dict` cannot
     try:
-        module.load_state_dict(rest, strict=not overlapping)
+        # Names were compared before, and a model's state_dict may leave some out.
+        module.load_state_dict(rest, strict=False)
     except Exception as error:
         raise CheckpointError(
             f"{type(module).__name__}.load_state_dict refuses what its state_dict gave "
@@ -271,24 +251,6 @@ def _tensors(module: nn.Module) -> Any:
 def _without_extra(state: Mapping[str, Any]) -> dict[str, Any]:
     """Extra state may be of any shape: a model's own `set_extra_state` judges it."""
     return {name: each for name, each in state.items() if not name.endswith(_EXTRA_STATE)}
-
-
-def _memory_of(tensor: Tensor) -> tuple[torch.device, int] | None:
-    """Where a tensor's data begins; None where it has no data of its own."""
-    if is_uninitialized(tensor):
-        return None
-    tensor = local(tensor)
-    try:
-        return tensor.device, tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # made of other tensors
-        return None
-
-
-def _is_own(tensor: Tensor, own: set[tuple[torch.device, int] | None]) -> bool:
-    if is_uninitialized(tensor):
-        return False
-    memory = _memory_of(tensor)
-    return local(tensor).numel() == 0 or (memory is not None and memory in own)
 
 
 def _overlaps(tensor: Tensor) -> bool:

@@ -2,6 +2,9 @@
 
 torch numbers parameters in the order of the groups. A name says which one is meant, so that a
 checkpoint of another model or other groups is told, and never loaded into the wrong place.
+
+A checkpoint restores options with the state, so other ones given at a resume would be overridden
+without a word. They are compared as they were given, before schedules changed any.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from automicro.errors import CheckpointError
+from automicro.errors import CheckpointError, CheckpointWarning, warn
 from automicro.sharding import is_sharded
+from automicro.trainer.data.described import changed
 
 
 def optimizer_state(
@@ -108,7 +112,7 @@ def compare_groups(
         state: what `optimizer_state` gave, with or without the data of its tensors.
 
     Raises:
-        CheckpointError: the groups hold other parameters or have other options.
+        CheckpointError: the groups hold other parameters.
     """
     names = _names(optimizer, modules)
     here = [len(group["params"]) for group in optimizer.param_groups]
@@ -121,7 +125,6 @@ def compare_groups(
             f"{here}{_first_difference(listed, names)}; use the optimizer and the parameter groups "
             f"of the run that saved it, or start anew with resume='never'{_ADDED * is_added}"
         )
-    _refuse_other_options(optimizer, state["groups"])
 
 
 _ADDED = (
@@ -166,21 +169,6 @@ def _refuse_unsharded(optimizer: torch.optim.Optimizer, names: Sequence[str]) ->
                 )
 
 
-def _refuse_other_options(
-    optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]
-) -> None:
-    """Of another class of optimizer; one that a newer torch gave more options is the same."""
-    for saved, here in zip(groups, optimizer.param_groups, strict=True):
-        lacks = sorted(here.keys() - saved.keys() - {"params"})
-        extra = sorted(saved.keys() - here.keys() - {"names"})
-        if lacks and extra:
-            raise CheckpointError(
-                f"the checkpoint is of another optimizer than {type(optimizer).__name__}: its "
-                f"groups lack {', '.join(lacks)}; only they have {', '.join(extra)}. Use the "
-                "optimizer of the run that saved it, or start anew with resume='never'"
-            )
-
-
 def _prefixes(modules: Sequence[nn.Module]) -> list[str]:
     return ["", *(f"modules[{index}]." for index in range(len(modules) - 1))]
 
@@ -190,3 +178,116 @@ def _first_difference(one: Sequence[str], other: Sequence[str]) -> str:
         if saved != here:
             return f", with {saved!r} where this one has {here!r}"
     return ""
+
+
+# Counters of a schedule, and what repeats the optimizer's own options.
+_NOT_GIVEN = ("last_epoch", "base_lrs")
+INNER = "_schedulers"
+"""Attributes by which torch's schedules hold their parts."""
+
+
+def given_options(
+    optimizer: torch.optim.Optimizer, scheduler: object, interval: str = "batch"
+) -> dict[str, dict[str, Any]]:
+    """The classes and plain options of an optimizer and a scheduler that have not stepped yet.
+
+    Args:
+        optimizer: the one.
+        scheduler: the other; None for none.
+        interval: after what the scheduler is stepped.
+
+    >>> sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+    >>> given = given_options(sgd, torch.optim.lr_scheduler.StepLR(sgd, 3))
+    >>> given["classes"], given["options"]["lr"], given["options"]["scheduler.step_size"]
+    ({'optimizer': 'SGD', 'scheduler': 'StepLR'}, 0.5, 3)
+    """
+    stepped = "" if interval == "batch" else f", stepped after every {interval}"
+    return {
+        "classes": {
+            "optimizer": type(optimizer).__qualname__,
+            "scheduler": None if scheduler is None else _name_of(scheduler) + stepped,
+        },
+        "options": dict(_options_of(optimizer)) | dict(_schedule_of(scheduler)),
+    }
+
+
+def _name_of(scheduler: object) -> str:
+    """With what it is made of: ``SequentialLR(LinearLR, CosineAnnealingLR)``."""
+    inner = vars(scheduler).get(INNER, ()) if hasattr(scheduler, "__dict__") else ()
+    made_of = f"({', '.join(map(_name_of, inner))})" if inner else ""
+    return type(scheduler).__qualname__ + made_of
+
+
+def _options_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+    groups = optimizer.param_groups
+    for index, group in enumerate(groups):
+        of_group = f" of group {index}" if len(groups) > 1 else ""
+        # A scheduler has set the first rate by now, and keeps the one that was given.
+        rate = {"lr": group["initial_lr"]} if "initial_lr" in group else {}
+        for name, value in (group | rate).items():
+            if name not in ("params", "initial_lr"):
+                yield from _plain(f"{name}{of_group}", value)
+
+
+def _schedule_of(scheduler: object) -> Iterator[tuple[str, Any]]:
+    if callable(getattr(scheduler, "state_dict", None)):
+        yield from _nested("scheduler", scheduler.state_dict())  # type: ignore[attr-defined]
+
+
+def _nested(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            is_inner = str(key).startswith("_") and key != INNER
+            if not is_inner and key not in _NOT_GIVEN:
+                yield from _nested(place if key == INNER else f"{place}.{key}", each)
+    elif isinstance(value, list | tuple) and any(isinstance(each, Mapping) for each in value):
+        for index, each in enumerate(value):
+            yield from _nested(f"{place}.{index}", each)
+    else:
+        yield from _plain(place, value)
+
+
+def _plain(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    numbers = (bool, int, float, str, type(None))
+    if isinstance(value, list | tuple):
+        if all(isinstance(each, numbers) for each in value):
+            yield name, list(value)
+    elif isinstance(value, numbers):
+        yield name, value
+
+
+_REMEDY = "Use the options of the run that saved it, or start anew with resume='never'"
+
+
+def refuse_other_classes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Refuse the checkpoint of a run with another optimizer or scheduler.
+
+    Raises:
+        CheckpointError: names both classes.
+    """
+    for what, name in given["classes"].items():
+        was = saved["classes"].get(what)
+        if was != name:
+            raise CheckpointError(
+                f"the checkpoint is of a run with {_class(what, was)}, and this one has "
+                f"{_class(what, name)}. {_REMEDY}"
+            )
+
+
+def warn_of_other_options(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Say which options a checkpoint overrides."""
+    # What a newer torch has more is no other option.
+    differing = changed(saved["options"], given["options"])
+    if differing:
+        warn(
+            f"the checkpoint was saved with {'; '.join(differing)}: the run goes on with the "
+            "values of the checkpoint. For others, load only its weights, or set them in a "
+            "callback's fit_start",
+            CheckpointWarning,
+        )
+
+
+def _class(what: str, name: str | None) -> str:
+    return f"no {what}" if name is None else f"the {what} {name}"

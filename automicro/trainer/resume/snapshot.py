@@ -1,17 +1,28 @@
-"""Everything that a run needs to go on as if it had never stopped, gathered and put back."""
+"""Everything that a run needs to go on as if it had never stopped, gathered and put back.
+
+Whether a checkpoint fits is decided from its structure, before anything is overwritten.
+
+A run of another number of ranks: what is equal on all is taken over, and what is sharded is read as
+it is sharded here. What each rank had of its own is not: random numbers are derived anew. At the
+end of an epoch the next pass over the data begins, and metrics count from zero. Within one, each of
+these parts is asked for a state in which every row of the epoch counts once.
+"""
 
 import dataclasses
-from collections.abc import Mapping
+import enum
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from automicro.batch.device import on_host
 from automicro.checkpoints.peers import ALONE, Peers
 from automicro.checkpoints.reading import FoundCheckpoint
-from automicro.checkpoints.rng import restore_rng_state, rng_state
+from automicro.checkpoints.rng import derived_rng_state, rng_state
 from automicro.checkpoints.state import put_together, take_apart, tensors_of
-from automicro.errors import CheckpointError, describe_error
+from automicro.errors import CheckpointError, CheckpointWarning, describe_error, warn
 from automicro.events.run import LoopState, PhaseState, Sizes
 from automicro.memory.budget import active_budget
 from automicro.microbatcher import Microbatcher
@@ -20,37 +31,41 @@ from automicro.sharding import is_sharded
 from automicro.torch_private import is_uninitialized
 from automicro.trainer.context import RunContext
 from automicro.trainer.metrics import MetricSet
-from automicro.trainer.resume.fits import (
-    HOST_PART,
-    adapt_to_world,
-    compare_metrics,
-    given_options,
-    is_own,
-    like_parameters,
-    overlay,
-    refuse_other_classes,
-    refuse_other_parts,
-    sizes_for,
-    warn_of_other_callbacks,
-    warn_of_other_options,
-    without_parameters,
-)
 from automicro.trainer.resume.model import MODEL_KEYS, ModuleState
 from automicro.trainer.resume.optimizer import (
     compare_groups,
+    given_options,
     load_optimizer_state,
     optimizer_state,
+    refuse_other_classes,
+    warn_of_other_options,
 )
 
-# A run may have these or not: evaluators come and go, and so does the scaler with the precision.
-_OPTIONAL = ("sizes of ", "metrics of ", "scaler")
 
-_REMEDIES = {
-    "scheduler": (
-        "; a LambdaLR saves what its callable objects hold, so use a function, or an object that "
-        "holds numbers"
-    )
-}
+class Scope(enum.Enum):
+    """How far ranks share the state of a part."""
+
+    RUN = enum.auto()  # it is equal on all ranks, or sharded over them
+    RANK = enum.auto()  # each rank has its own
+    EPOCH = enum.auto()  # each rank has its own, which counts rows of an epoch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Something of a run that has a state.
+
+    Attributes:
+        owner: has ``state_dict`` and ``load_state_dict``. What is no rank's alone has also
+            ``between_epochs(state)`` and, within an epoch, ``reshard(states, rank=…)``.
+        scope: how far ranks share it.
+        is_on_host: whether its tensors (random numbers) lie on the host; all others on the device.
+        remedy: what to do where no checkpoint can hold it; empty where nothing special helps.
+    """
+
+    owner: Any
+    scope: Scope = Scope.RUN
+    is_on_host: bool = False
+    remedy: str = ""
 
 
 class Snapshot:
@@ -58,7 +73,8 @@ class Snapshot:
 
     Args:
         context: of the run: its models, its optimizer, its callbacks, where it stands.
-        parts: whatever else has a state, by name: scheduler, scaler, sizes, metrics, data.
+        parts: whatever else has a state, by name: scheduler, scaler, sizes, metrics, data. Those of
+            evaluators come and go from run to run.
         scheduler_interval: after what the scheduler is stepped.
         peers: all ranks that save together.
     """
@@ -67,14 +83,15 @@ class Snapshot:
         self,
         context: RunContext,
         *,
-        parts: Mapping[str, Any],
+        parts: Mapping[str, Part],
         scheduler_interval: str = "batch",
         peers: Peers = ALONE,
     ) -> None:
         run = context.run
         assert run.optimizer is not None
         self.peers = peers
-        sizes = parts.get("sizes")
+        owners = {name: part.owner for name, part in parts.items()}
+        sizes = owners.get("sizes")
         reach = sizes.reach if isinstance(sizes, Microbatcher) else None
         self._models = ModuleState(run.modules, reach)
         self._modules = [unwrapped(each) for each in run.modules]
@@ -83,7 +100,8 @@ class Snapshot:
         self._callbacks = context.callbacks
         self._state = context.state
         self._run = run
-        self._given = given_options(run.optimizer, parts.get("scheduler"), scheduler_interval)
+        self._owners = owners
+        self._given = given_options(run.optimizer, owners.get("scheduler"), scheduler_interval)
         self._saved_given = self._given
 
     def gather(self) -> dict[str, Any]:
@@ -95,7 +113,7 @@ class Snapshot:
         return {
             **self._models.gather(),
             "optimizer": optimizer_state(self._optimizer, self._modules),
-            "parts": {name: _state_of(name, part) for name, part in self._parts.items()},
+            "parts": {name: _state_of(name, each) for name, each in self._owners.items()},
             "callbacks": self._callbacks.state_dicts(),
             "given": self._saved_given,
             "progress": dataclasses.asdict(self._state),
@@ -113,8 +131,12 @@ class Snapshot:
             return {}
         return {
             **self._models.own(),
-            "parts": {name: each for name, each in state["parts"].items() if is_own(name)},
-            "callbacks": without_parameters(state["callbacks"], self._parameter_names()),
+            "parts": {
+                name: state["parts"][name]
+                for name, part in self._parts.items()
+                if part.scope is not Scope.RUN
+            },
+            "callbacks": _without_parameters(state["callbacks"], self._parameter_names()),
             "progress": state["progress"],
             "rng": state["rng"],
         }
@@ -128,13 +150,13 @@ class Snapshot:
         state = self.gather()
         for key in ("modules", "buffers"):  # lazy modules have a shape once it is saved
             state[key] = [_initialized(each) for each in state[key]]
-        for name, part in state.pop("parts").items():
+        for name, each in state.pop("parts").items():
             try:
-                take_apart({name: part})
+                take_apart({name: each})
             except CheckpointError as error:
-                if name not in _REMEDIES:
-                    raise
-                raise CheckpointError(f"{error}{_REMEDIES[name]}") from error
+                if remedy := self._parts[name].remedy:
+                    raise CheckpointError(f"{error}; {remedy}") from error
+                raise
         take_apart(state)
 
     def compare(self, opened: FoundCheckpoint) -> None:
@@ -147,13 +169,15 @@ class Snapshot:
         refuse_other_classes(saved["given"], self._given)
         self._models.compare(opened)
         compare_groups(self._optimizer, self._modules, saved["optimizer"])
-        refuse_other_parts(saved["parts"], self._parts, optional=_OPTIONAL)
-        for name, part in self._parts.items():
-            if isinstance(part, MetricSet) and name in saved["parts"]:
+        for name, owner in self._owners.items():
+            if isinstance(owner, MetricSet) and name in saved["parts"]:
                 # Between evaluations their metrics have counted nothing.
                 is_within = name == "metrics" and saved["progress"]["epoch_batch"] > 0
-                compare_metrics(saved["parts"][name], part, is_within_epoch=is_within)
-        warn_of_other_callbacks(saved["callbacks"], self._named_callbacks())
+                _compare_metrics(saved["parts"][name], owner, is_within_epoch=is_within)
+        scaler = {name: each for name, each in self._owners.items() if name == "scaler"}
+        was = {name: each for name, each in saved["parts"].items() if name == "scaler"}
+        _warn_of_others("part", was, scaler)
+        _warn_of_others("callback", saved["callbacks"], self._named_callbacks())
         warn_of_other_options(saved["given"], self._given)
 
     def restore(self, opened: FoundCheckpoint) -> dict[str, Any]:
@@ -173,9 +197,9 @@ class Snapshot:
             saved = opened.read(self._sharded_targets(opened), keys=others)
             own = opened.read_own(self.peers.rank) if is_same_world else {}
             if not is_same_world:
-                adapt_to_world(saved, self._parts, opened, self.peers)
+                self._adapt_to_world(saved, opened)
             else:
-                overlay(saved, {key: own[key] for key in own if key not in MODEL_KEYS})
+                _overlay(saved, {key: own[key] for key in own if key not in MODEL_KEYS})
         self._restore_others(saved)
         with on_host():
             models = opened.read(self._models.targets(), keys=MODEL_KEYS)
@@ -186,6 +210,37 @@ class Snapshot:
             self._models.reseed_generators(rank=self.peers.rank, world_size=self.peers.world_size)
         _restore_progress(self._state, saved["progress"])
         return saved
+
+    def _adapt_to_world(self, saved: dict[str, Any], opened: FoundCheckpoint) -> None:
+        """Change rank 0's state of another number of ranks, so that this one can go on with it."""
+        rank, now, was = self.peers.rank, self.peers.world_size, opened.world_size
+        saved["rng"] = derived_rng_state(saved["rng"], rank=rank, world_size=now)
+        states, batches = saved["parts"], saved["progress"]["epoch_batch"]
+        own = {
+            name: part
+            for name, part in self._parts.items()
+            if name in states and part.scope is not Scope.RUN
+        }
+        counted = [
+            name
+            for name, part in own.items()
+            if part.scope is Scope.EPOCH and states[name] and batches
+        ]
+        others = [opened.read_own(each)["parts"] for each in range(1, was) if counted]
+        for name, part in own.items():
+            if name not in counted:
+                states[name] = part.owner.between_epochs(states[name])
+                continue
+            try:
+                of_all = [states[name], *(each[name] for each in others)]
+                states[name] = part.owner.reshard(of_all, rank=rank)
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"the checkpoint was saved by {_ranks(was)} after {batches} batches of an "
+                    f"epoch, and this run has {_ranks(now)}, which share the rows in "
+                    f"another way: {error}. Otherwise go on with {_ranks(was)}, or from a "
+                    "checkpoint of the end of an epoch"
+                ) from error
 
     def _parameter_names(self) -> set[str]:
         return {
@@ -200,7 +255,7 @@ class Snapshot:
         if not parameters:
             return {}
         keys = [key for key in opened.structure if key in ("optimizer", "callbacks")]
-        state = {key: like_parameters(opened.structure[key], parameters) for key in keys}
+        state = {key: _like_parameters(opened.structure[key], parameters) for key in keys}
         return {place: each for place, each in tensors_of(state).items() if is_sharded(each)}
 
     def _restore_others(self, saved: Mapping[str, Any]) -> None:
@@ -209,9 +264,9 @@ class Snapshot:
             if name not in saved["parts"]:
                 continue
             state = saved["parts"][name]
-            if isinstance(part, Microbatcher):
-                state = sizes_for(name, state, part.state_dict())
-            _load(name, part, state if name == HOST_PART else _arriving(state))
+            if isinstance(part.owner, Microbatcher):
+                state = _sizes_for(name, state, part.owner.state_dict())
+            _load(name, part.owner, state if part.is_on_host else _arriving(state))
         callbacks = self._named_callbacks()
         for name, state in saved["callbacks"].items():
             if name in callbacks:
@@ -220,11 +275,6 @@ class Snapshot:
 
     def _named_callbacks(self) -> dict[str, Any]:
         return dict(zip(self._callbacks.names, self._callbacks, strict=True))
-
-
-def restore_random_numbers(saved: Mapping[str, Any]) -> None:
-    """Put back the random numbers of a state, once nothing else draws any."""
-    restore_rng_state(saved["rng"])
 
 
 def _arriving(state: Any) -> Any:
@@ -280,3 +330,167 @@ def _restore_progress(state: LoopState, saved: Mapping[str, Any]) -> None:
                 setattr(phase, name, each)
         else:
             setattr(state, field.name, value)
+
+
+def _warn_of_others(what: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Say which callbacks, say, start fresh, and whose state is dropped."""
+    for name in sorted(saved.keys() - here.keys()):
+        warn(
+            f"the checkpoint has the state of the {what} {name}, which this run has not: it is "
+            "dropped",
+            CheckpointWarning,
+        )
+    for name in sorted(here.keys() - saved.keys()):
+        if _may_keep_state(here[name]):
+            warn(
+                f"the checkpoint has no state of the {what} {name}, which starts fresh",
+                CheckpointWarning,
+            )
+
+
+def _may_keep_state(owner: Any) -> bool:
+    try:
+        return bool(owner.state_dict())
+    except Exception:  # it makes its state in fit_start, which comes later
+        return True
+
+
+def _compare_metrics(
+    saved: Mapping[str, Any], metrics: MetricSet, *, is_within_epoch: bool
+) -> None:
+    """At the end of an epoch metrics may come and go; within one their counts would be wrong.
+
+    Raises:
+        CheckpointError: the checkpoint lacks what a metric has counted in this epoch.
+    """
+    lacks, extra = metrics.differences(saved)
+    if not is_within_epoch:
+        return
+    if lacks:
+        raise CheckpointError(
+            f"the checkpoint is from within an epoch and lacks what these metrics have counted in "
+            f"it: {', '.join(lacks)}. Pass the metrics of the run that saved it, or add others "
+            "when going on from the end of an epoch"
+        )
+    if extra:
+        warn(
+            f"the checkpoint has the counts of the metrics {', '.join(extra)}, which this run has "
+            "not: they are dropped",
+            CheckpointWarning,
+        )
+
+
+def _sizes_for(name: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, Any]:
+    """Found sizes to load: of a policy of another kind none are. They change no result.
+
+    Args:
+        name: of the part, for the warning.
+        saved: what `Microbatcher.state_dict` gave.
+        here: what it gives now.
+    """
+    others: list[str] = []
+    taken = _of_same_policies(saved, here, others)
+    if others:
+        warn(
+            f"the {name} in the checkpoint are of another policy ({'; '.join(others)}): they are "
+            "dropped, and start fresh, which changes no result",
+            CheckpointWarning,
+        )
+    return taken
+
+
+def _of_same_policies(
+    saved: Mapping[str, Any], here: Mapping[str, Any], others: list[str]
+) -> dict[str, Any]:
+    """The saved state, with that of here wherever the kind of a policy differs."""
+    taken = dict(saved)
+    for key, now in here.items():
+        was = saved.get(key)
+        if not isinstance(was, Mapping) or not isinstance(now, Mapping):
+            continue
+        if was.get("kind") != now.get("kind"):
+            others.append(f"{was.get('kind')}, here {now.get('kind')}")
+            taken[key] = now
+        elif "kind" not in now:
+            taken[key] = _of_same_policies(was, now, others)
+    return taken
+
+
+def _like_parameters(tree: Any, parameters: Mapping[str, Tensor]) -> Any:
+    """A state in which tensors of the shape of the sharded parameter that they are for are such.
+
+    Args:
+        tree: the structure of a state in which keys are names of parameters.
+        parameters: the sharded ones, by name.
+
+    >>> _like_parameters({"w": {"exp_avg": torch.ones(2)}}, {"w": torch.ones(2)})["w"].keys()
+    dict_keys(['exp_avg'])
+    """
+
+    def walk(value: Any, parameter: Tensor | None) -> Any:
+        if isinstance(value, Tensor):
+            if parameter is None or parameter.shape != value.shape:
+                return value
+            return torch.empty_like(parameter.detach(), dtype=value.dtype)
+        if isinstance(value, dict):
+            return {key: walk(each, parameters.get(key, parameter)) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(walk(each, parameter) for each in value)
+        return value
+
+    return walk(tree, None)
+
+
+def _without_parameters(tree: Mapping[Any, Any], names: Collection[str]) -> dict[Any, Any]:
+    """The rest of a state from which all is taken that is kept by the name of a parameter.
+
+    Parameters are equal on all ranks, or sharded; what is kept of them is, too.
+
+    Args:
+        tree: a state.
+        names: of parameters.
+
+    >>> _without_parameters({"average": {"w": 1.0, "mean": 2.0}, "at": 3}, {"w"})
+    {'average': {'mean': 2.0}, 'at': 3}
+    """
+    return {
+        key: _without_parameters(value, names) if type(value) is dict else value
+        for key, value in tree.items()
+        if key not in names and not is_sharded(value)
+    }
+
+
+def _overlay(saved: dict[Any, Any], own: Mapping[Any, Any]) -> None:
+    """Put a rank's own over what was saved for all.
+
+    Args:
+        saved: is changed.
+        own: nested dicts, of which each other value replaces the one that is there.
+
+    >>> saved = {"average": {"w": 1.0, "mean": 2.0}}
+    >>> _overlay(saved, {"average": {"mean": 5.0}})
+    >>> saved
+    {'average': {'w': 1.0, 'mean': 5.0}}
+    """
+    for key, value in own.items():
+        there = saved.get(key)
+        if type(value) is dict and type(there) is dict:
+            _overlay(there, value)
+        else:
+            saved[key] = value
+
+
+def describe_change(*, was: int, now: int) -> str:
+    """The change to the result, in a line.
+
+    >>> describe_change(was=2, now=1)
+    'saved by 2 ranks and resumed by 1 rank: random numbers are drawn anew from here on'
+    """
+    return (
+        f"saved by {_ranks(was)} and resumed by {_ranks(now)}: random numbers are drawn anew from "
+        "here on"
+    )
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count != 1)}"

@@ -163,18 +163,19 @@ def shuffled(rows: int = 40, per_batch: int = PER_BATCH, **options: Any) -> Any:
 def test_another_batch_over_all_ranks_is_refused_with_both_numbers_and_the_batch_size() -> None:
     was = feeds_of(2, shuffled())
     text = refusal(was, feeds_of(3, shuffled(per_batch=18)))
-    assert "had 12 rows over 2 ranks, and here it has 18 over 3 (batch_size=6)" in text
-    assert "batch_size=4" in text
+    assert "entries_per_step=12 (here 18); pass batch_size=4" in text
     assert "global_batch_size" in text
     text = refusal(was, feeds_of(5, shuffled(per_batch=15)))
-    assert "12 rows are not a multiple of 5 ranks" in text
+    assert "12 are not a multiple of 5 ranks" in text
 
 
 def test_other_data_or_another_order_is_refused() -> None:
-    assert "has 39 rows, and had 40" in refusal(feeds_of(2, shuffled()), feeds_of(1, shuffled(39)))
+    assert "entries=40 (here 39); pass the same data" in refusal(
+        feeds_of(2, shuffled()), feeds_of(1, shuffled(39))
+    )
     in_order = lambda size: make_loader(40, "in order", world_size=size)  # noqa: E731
     text = refusal(feeds_of(2, shuffled()), feeds_of(1, in_order))
-    assert "SequentialSampler, and was by a RandomSampler" in text
+    assert "sampler=RandomSampler (here SequentialSampler)" in text
 
 
 def test_an_order_that_was_another_one_on_each_rank_is_refused() -> None:
@@ -192,7 +193,7 @@ def test_an_order_that_ranks_do_not_share_is_refused() -> None:
     alone = [Feed(make_loader(40, "shuffled", world_size=1), "train_dataloader")]
     assert "pass parallel='ddp' in one process, too" in refusal(feeds_of(2, shuffled()), alone)
     text = refusal(alone, feeds_of(2, shuffled()))
-    assert "begin such a run with parallel='ddp'" in text
+    assert "no order that ranks share in the checkpoint" in text
     listed = [Feed([1, 2, 3], "train_dataloader")]
     next(listed[0].batches(0))
     with pytest.raises(CheckpointError, match=r"train_dataloader \(list\) has no order that ranks"):
@@ -222,8 +223,7 @@ def test_whole_batches_of_the_caller_are_refused() -> None:
         return DataLoader(data, batch_sampler=WholeBatches(range(40), 4, drop_last=False))
 
     text = refusal(feeds_of(2, make), feeds_of(4, make))
-    assert "2 batches at a time, one for each rank, were those" in text
-    assert "here they would be 4" in text
+    assert "entries_per_step=2 (here 4); let the DataLoader cut the batches" in text
 
 
 def test_a_run_goes_on_in_the_order_that_it_began_with_whatever_its_seed_is_now() -> None:
@@ -319,7 +319,7 @@ def test_other_optimization_batches_of_a_plan_are_refused_with_the_remedy() -> N
     assert "was saved by one of other lengths or options" in text
     assert "and was not; pass the same sampler" in refusal(feeds_of(2, shuffled()), planned(1))
     text = refusal(planned(2), feeds_of(1, shuffled()))
-    assert "is shared out by a SharedBatchSampler, and was by a LengthBatchSampler" in text
+    assert "shared_by=LengthBatchSampler (here SharedBatchSampler)" in text
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

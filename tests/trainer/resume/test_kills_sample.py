@@ -46,7 +46,7 @@ def test_the_comparison_sees_one_bit() -> None:
 
 
 def test_a_run_that_forgets_its_random_numbers_is_noticed(tmp_path: Path, mocker) -> None:
-    mocker.patch("automicro.trainer.fit.restore_random_numbers")
+    mocker.patch("automicro.trainer.fit.restore_rng_state")
     mocker.patch("tests.trainer.resume.trials.draw", return_value=Subject(seed=5))
     with pytest.raises(AssertionError, match=r"\.|row"):
         kill_and_resume(5, tmp_path, first_kind="batch end")

@@ -1,0 +1,179 @@
+"""Counting what whole batches hold beside their rows: tokens, or seconds of data."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from automicro.batch.device import on_host
+from automicro.units import Duration, Unit
+
+_HOW = {
+    Unit.TOKENS: (
+        "pass count_tokens=…, a callable from a batch to its number of tokens, such as "
+        "count_tokens=lambda batch: batch['input_ids'].numel(); a config names one of yours with "
+        "{call: pkgutil.resolve_name, args: {name: my_data.count_tokens}}"
+    ),
+    Unit.SECONDS: (
+        "pass count_seconds=…, a callable from a batch to its seconds, such as "
+        "count_seconds=lambda batch: float(batch['seconds'].sum()), or batches of a "
+        "LengthBatchSampler with unit='seconds' (sampling_mode.unit in a config); a limit in time "
+        "is max_time='2h30m'"
+    ),
+}
+_WORDS = {Unit.TOKENS: "tokens", Unit.SECONDS: "seconds of data"}
+
+
+class Counter:
+    """Counts the tokens of whole batches, or their seconds of data, such as speech.
+
+    By the callable, if there is one. Else seconds are those that the loader knows, and tokens the
+    sum of ``attention_mask``, or the elements of ``input_ids``: the batch is a mapping that has
+    these, or a pair whose first part is one. A mask counts where it has one number per token, and
+    not where it is added to attention scores.
+
+    A batch that lies on a device is counted there, and the host waits for the sum once per batch.
+
+    Args:
+        unit: tokens, or seconds.
+        count: from a batch to its amount; None to take what is known without.
+        is_known: whether the loader knows the amounts of its batches.
+        durations: by the names of arguments: every batch must tell its amount for those that
+            count it.
+
+    Raises:
+        TypeError: ``count`` cannot be called.
+        ValueError: a duration counts seconds, and nothing says what a batch's are.
+
+    Example:
+        >>> import torch
+        >>> batch = {"input_ids": torch.zeros(2, 3), "attention_mask": torch.tensor([[1, 1, 0]])}
+        >>> Counter(Unit.TOKENS).count_all([batch])
+        2
+        >>> Counter(Unit.SECONDS, lambda batch: sum(batch)).count_all([[1.5, 2.0], [0.5]])
+        4.0
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        count: Callable[[Any], float] | None = None,
+        *,
+        is_known: bool = False,
+        **durations: Duration | None,
+    ) -> None:
+        self._unit, self._count = unit, count
+        self._name = f"count_{unit.name.lower()}"
+        if count is not None and not callable(count):
+            raise TypeError(f"{self._name}={count!r} cannot be called; {_HOW[unit]}")
+        # Whether batches tell their tokens shows when they come.
+        self._may_be_known = is_known or count is not None or unit is Unit.TOKENS
+        self._wanted: str | None = None  # by an argument, if any
+        for name, duration in durations.items():
+            if duration is not None:
+                self.require_for(name, duration)
+
+    def require_for(self, name: str, duration: Duration) -> None:
+        """Let every batch tell its amount from now on, where a duration counts it.
+
+        Args:
+            name: of the argument that it came in.
+            duration: any.
+
+        Raises:
+            ValueError: it counts seconds, and nothing says what a batch's are.
+        """
+        if duration.unit is self._unit:
+            self._wanted = self._wanted or f"{name}='{duration}'"
+            if not self._may_be_known:
+                raise self._refusal("nothing says how many a batch has")
+
+    def count_all(self, batches: Sequence[Any], *, known: float | None = None) -> Any:
+        """The amount of several batches; None where nothing says what it is.
+
+        Args:
+            batches: what the loader gave.
+            known: what it knows of them.
+
+        Raises:
+            TypeError: the callable gave no number.
+            ValueError: it gave one that cannot be, or a duration counts what is not known.
+        """
+        if self._count is None and self._unit is Unit.SECONDS:
+            return known
+        amounts = [self._amount(batch) for batch in batches]
+        if None in amounts:
+            if self._wanted is not None:
+                raise self._refusal(_describe_batch(batches[amounts.index(None)]))
+            return None
+        total = math.fsum(each for each in amounts if each is not None)
+        return int(total) if self._unit is Unit.TOKENS else total
+
+    def _amount(self, batch: Any) -> float | None:
+        with on_host():
+            return _tokens_of(batch) if self._count is None else self._checked(self._count(batch))
+
+    def _checked(self, value: Any) -> float:
+        is_whole = self._unit is Unit.TOKENS
+        number: Any = value
+        if isinstance(value, Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1:
+            number = value.item()
+        kinds: Any = Integral if is_whole else int | float
+        if isinstance(number, bool) or not isinstance(number, kinds):
+            what, kind = ("a whole number", "an int") if is_whole else ("a number", "a float")
+            raise TypeError(
+                f"{self._name} gave {value!r} ({type(value).__name__}), not {what}; return {kind}, "
+                f"the {_WORDS[self._unit]} of the batch"
+            )
+        if not (math.isfinite(number) and number >= 0):
+            raise ValueError(
+                f"{self._name} gave {number}, and no batch has that many {_WORDS[self._unit]}; "
+                "return their number"
+            )
+        return float(number)
+
+    def _refusal(self, why: str) -> ValueError:
+        return ValueError(
+            f"{self._wanted} counts {_WORDS[self._unit]}, but {why}; {_HOW[self._unit]}"
+        )
+
+
+def _tokens_of(batch: Any) -> int | None:
+    fields = _fields(batch)
+    mask: Any = fields.get("attention_mask")
+    return int(mask.sum()) if _is_per_token(mask) else _size(fields.get("input_ids"))
+
+
+def _fields(batch: Any) -> Mapping[Any, Any]:
+    if isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) == 2:
+        batch = batch[0]
+    return batch if isinstance(batch, Mapping) else {}
+
+
+def _is_per_token(mask: Any) -> bool:
+    if isinstance(mask, Tensor):
+        return mask.dim() <= 2 and not (mask.is_floating_point() or mask.is_complex())
+    return isinstance(mask, np.ndarray) and mask.ndim <= 2 and mask.dtype.kind in "biu"
+
+
+def _size(ids: Any) -> int | None:
+    """The elements of a tensor or an array, or of all in a list of these."""
+    if isinstance(ids, Tensor | np.ndarray):
+        return math.prod(ids.shape)
+    if isinstance(ids, list | tuple) and ids:
+        sizes = [_size(each) for each in ids]
+        return None if None in sizes else sum(size for size in sizes if size is not None)
+    return None
+
+
+def _describe_batch(batch: Any) -> str:
+    fields = _fields(batch)
+    if not fields:
+        return f"nothing says how many a batch of type {type(batch).__name__} has"
+    return (
+        "this batch has neither attention_mask nor input_ids (it has "
+        f"{', '.join(sorted(map(str, fields)))})"
+    )
