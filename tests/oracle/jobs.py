@@ -39,6 +39,11 @@ TWISTS = (
     "hooks that clamp",
     "hooks that scale",
     "hooks that step",
+    "hooks after accumulation",
+    "hooks that replace the gradient",
+    "hooks of both kinds",
+    "hooks on all together",
+    "a graph of the backward",
     "gradients are kept",
     "gradients are zeroed in place",
     "gradients are views of a bucket",
@@ -124,6 +129,7 @@ class Job:
         self.loss = ingredient.make()
         if isinstance(self.loss, nn.Module):
             self.loss.to(dtype)
+        self.heard: list[float] = []  # by hooks, of the gradients that they saw
         self.extra: dict[str, Any] = {}  # parameters, leaves and modules that a closure holds
         self.options: dict[str, Any] = {}
         self.form: Form = FORMS[combination.form]
@@ -275,12 +281,50 @@ class Job:
         twist = self.of.twist
         self.steps_in_hooks = twist == "hooks that step"
         self.scale = 8.0 if twist == "own backward" else 1.0
-        if twist == "hooks that clamp":
-            for leaf in self.trained:
-                leaf.register_hook(lambda grad: grad.clamp(-0.02, 0.02))
-        elif twist == "hooks that scale":
-            for leaf in self.trained:
-                leaf.register_hook(lambda grad: grad * 0.5)
+        heard = self.heard
+
+        def hear(gradient: Tensor, scale: float = 1.0) -> Tensor:
+            heard.append(float(gradient.norm()))
+            return gradient * scale
+
+        def hear_later(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            hear(dense(parameter.grad))
+
+        def halve(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+            hear_later(parameter)
+
+        def replace(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad * 0.5
+            hear_later(parameter)
+
+        before: dict[str, list[Callable[[Tensor], Tensor]]] = {
+            "hooks that clamp": [lambda grad: hear(grad).clamp(-0.02, 0.02)],
+            "hooks that scale": [lambda grad: hear(grad, 0.5)],
+            "hooks of both kinds": [lambda grad: hear(grad, 0.5)],
+        }
+        after: dict[str, list[Callable[[Tensor], None]]] = {
+            "hooks after accumulation": [halve],
+            "hooks that replace the gradient": [replace],
+            "hooks of both kinds": [hear_later],
+        }
+        for leaf in self.trained:
+            for hook in before.get(twist, ()):
+                leaf.register_hook(hook)
+            for last in after.get(twist, ()):
+                leaf.register_post_accumulate_grad_hook(last)
+        if twist == "hooks on all together":
+            torch.autograd.graph.register_multi_grad_hook(
+                tuple(self.trained),
+                lambda found: heard.extend(
+                    float(each.norm()) for each in found if each is not None
+                ),
+            )
+        elif twist == "a graph of the backward":
+            self.options["backward"] = lambda loss: loss.backward(create_graph=True)
         elif self.steps_in_hooks:
             for leaf in self.trained:
                 own = torch.optim.SGD([leaf], lr=0.05)
@@ -365,6 +409,7 @@ class Job:
                 for key, value in vars(each).items():
                     if not key.startswith("_") and isinstance(value, int | float | list):
                         found[f"{prefix}.{name}.{key}"] = copy.copy(value)
+        found["hooks called"], found["hooks heard"] = len(self.heard), sum(self.heard)
         return found
 
     def metric_value(self) -> Any:

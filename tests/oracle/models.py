@@ -348,6 +348,12 @@ def _stochastic_depth(module: Any, hidden: Tensor) -> Any:
     return hidden + keep / 0.7 * module.block(hidden)
 
 
+def _some_rows(module: Any, hidden: Tensor) -> Tensor:
+    """A layer that many microbatches do not use, as of a router."""
+    rare = hidden[:, 0] > 0.3
+    return hidden.index_put((rare,), module.block(hidden[rare])) if rare.any() else hidden
+
+
 def _layer_drop(module: Any, hidden: Tensor) -> Any:
     if module.training and random.random() < 0.4:
         return hidden
@@ -430,6 +436,7 @@ MODELS = {
         build=lambda: nn.Sequential(MergingLinear(), nn.Tanh(), nn.Linear(HIDDEN, CLASSES))
     ),
     "router": Model(build=Router),
+    "a layer for some rows": Model(build=around(_some_rows, block=block)),
     "codebook": Model(splits=False, build=Codebook),
     "carried state": Model(splits=False, build=Carried),
     "running mean": Model(

@@ -32,6 +32,24 @@ ALONE |= {
     for name, one in ALONE.items()
     if one.has_wrong_average and one.parts[1].true is not None
 }
+# What stands between an attempt and its parameters, where the first attempts run out of memory.
+ALONE |= {
+    f"{name}, out of memory": dataclasses.replace(one, fault="oom at an operation", size=4)
+    for name, one in ALONE.items()
+    if name.startswith(("twist: ", "wiring: "))
+}
+HOOKED = ("tied weights", "a layer for some rows", "checkpointed", "running mean")
+ALONE |= {
+    f"model: {model}, {twist}": dataclasses.replace(alone("model", model), twist=twist)
+    for model in HOOKED
+    for twist in ("hooks that clamp", "hooks on all together")
+}
+ALONE |= {
+    f"wiring: {wiring}, hooks that clamp": dataclasses.replace(
+        alone("wiring", wiring), twist="hooks that clamp"
+    )
+    for wiring in ("a parameter in a closure", "a module in a closure")
+}
 # Plain torch cannot train on them alone.
 INVALID = {"model: an unused layer", "loss: positives or a constant"}
 # Where pieces give the whole, and yet; of all others the judge tells whether they must be exact.
@@ -46,6 +64,7 @@ NOT_EXACT = {
     "loss: a metric among the losses": Verdict.NAMED,
     "metric: a running window": Verdict.NAMED,
     "wiring: a teacher that trains its BatchNorm": Verdict.NAMED,
+    "wiring: a teacher that trains its BatchNorm, out of memory": Verdict.NAMED,
 }
 
 

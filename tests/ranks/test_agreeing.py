@@ -1,25 +1,292 @@
 """Whatever the ranks have for themselves, all decide alike."""
 
+import math
+import os
+import time
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
+from automicro import Microbatcher
+from automicro.features import RememberSizes, WhenTooLarge
+from automicro.memory.residents import OccupiedDevice
+from automicro.optimizer import step as clipping
+from automicro.optimizer.step import GradientScaler, clip_gradients, step_optimizer
 from automicro.ranks.warm_up import COMMUNICATION_SHARE
-from tests.ranks.agreeing import (
-    climb,
-    clip,
-    count_residents,
-    decline,
-    fail_to_clip,
-    race,
-    remember,
-    run_out,
-    scale,
-    train_within,
-)
 from tests.ranks.jobs import connections
+from tests.ranks.uneven import Sum
 from tests.ranks.world import World
 from tests.sweeps import mostly_in_sweeps
+
+CPU = torch.device("cpu")
+
+
+def wide(kind: str | None, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 4))
+    model = model.to(dtype)
+    if kind == "ddp":
+        return DistributedDataParallel(model)
+    if kind == "fsdp":
+        fully_shard(model[2])
+        fully_shard(model)
+    return model
+
+
+def batch(
+    num_rows: int, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_rows, 16, generator=generator, dtype=dtype)
+    return x, torch.randn(num_rows, 4, generator=generator, dtype=dtype)
+
+
+def full(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def climb(kind: str, when_too_large: str) -> dict[str, Any]:
+    """Steps of which rank 1 has long rows every other time, which do not fit at level 0."""
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    model: Any = nn.Linear(1, 1)
+    model = DistributedDataParallel(model) if kind == "ddp" else fully_shard(model)
+
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        if x.shape[1] > 8 and policy.level == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        loss: Tensor = model(x[..., None]).square().mean()
+        return loss
+
+    microbatcher = Microbatcher(
+        model,
+        forward=forward,
+        loss_average="samples",
+        features=[WhenTooLarge(when_too_large)],
+        probe=False,
+    )
+    policy = microbatcher._train.policy
+    levels, failed, gradients = [], [], []
+    for step in range(4):
+        is_long = rank == 1 and step % 2 == 0
+        x = torch.arange(1, 5)[:, None].expand(4, 32 if is_long else 4) / 8
+        result = microbatcher.backward(x)
+        levels.append(result.level)
+        failed.append(len(result.failed_sizes))
+        gradients += [full(each.grad).sum().item() for each in model.parameters()]
+        model.zero_grad()
+    # Rows are alike but for their lengths.
+    assert torch.allclose(torch.tensor(gradients[:2]), torch.tensor(gradients[2:4]))
+    return {"levels": levels, "failed": failed, "state": str(policy.state_dict())}
+
+
+def race(kind: str) -> dict[str, Any]:
+    """Steps in which single rows fit at the plain level, and microbatches take a while."""
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    model: Any = nn.Linear(4, 4)
+    model = DistributedDataParallel(model) if kind == "ddp" else fully_shard(model)
+
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        if len(x) > 1 and policy.level == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        time.sleep(0.004 * (1 + rank))  # clocks of ranks differ
+        loss: Tensor = model(x).square().mean()
+        return loss
+
+    microbatcher = Microbatcher(
+        model, forward=forward, loss_average="samples", features=[WhenTooLarge("auto")], probe=False
+    )
+    policy = microbatcher._train.policy
+    levels, told = [], []
+    for _ in range(40):
+        result = microbatcher.backward(torch.ones(8 - rank, 4))
+        levels.append((result.level, result.microbatch_size))
+        told.append(str(result.exploration))
+        model.zero_grad()
+    return {"levels": levels, "told": told, "state": str(policy.state_dict())}
+
+
+def train_within(kind: str, limits: list[str], rows: int = 256) -> dict[str, Any]:
+    """Steps with a limit of memory of each rank's own, and evaluations between them."""
+    model, rank = wide(kind), dist.get_rank()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    microbatcher = Microbatcher(
+        model, loss_fn=nn.MSELoss(), optimizer=optimizer, memory_limit=limits[rank], probe=False
+    )
+    told: list[Any] = []
+    for step in range(4):
+        result = microbatcher.backward(batch(rows - 2 * rank, 10 * step + rank))
+        told.append((result.microbatch_size, result.num_microbatches, result.failed_sizes))
+        told.append(result.loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        evaluated = microbatcher.evaluate(batch(rows, rank))
+        told.append((evaluated.microbatch_size, evaluated.failed_sizes))
+    state = microbatcher.state_dict()
+    return {
+        "told": told,
+        "failed": sum(len(each[2]) for each in told[::3]),
+        "state": repr(state),
+        "parameters": [full(p).tolist() for p in model.parameters()],
+    }
+
+
+def run_out(size: int | str | None) -> tuple[str, str, bool]:
+    """No rank fits, or one does not fit at the only size."""
+    model = wide("ddp")
+    limit = "40KiB" if size == "auto" or dist.get_rank() else "10MiB"
+    microbatcher = Microbatcher(
+        model, loss_fn=nn.MSELoss(), microbatch_size=size, memory_limit=limit, probe=False
+    )
+    try:
+        microbatcher.backward(batch(8))
+    except BaseException as error:
+        is_clean = all(p.grad is None for p in model.parameters())
+        return type(error).__name__, str(error), is_clean
+    return "", "", False
+
+
+def decline(kind: str) -> dict[str, Any]:
+    """One rank's rows make the loss of all infinite."""
+    model, metric, seen = wide(kind), Sum(), []
+    microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), microbatch_size=3, probe=False)
+
+    def accept(loss: Tensor) -> bool:
+        seen.append(loss.item())
+        return math.isfinite(loss.item())
+
+    x, y = batch(8, dist.get_rank())
+    if dist.get_rank() == 1:
+        y = y + math.inf
+    declined = microbatcher.accumulate([(x, y)], metric, accept=accept)
+    clean = all(p.grad is None for p in model.parameters()) and metric.rows == 0
+    kept = microbatcher.accumulate([batch(8)], metric, accept=accept)
+    return {
+        "committed": (declined.is_committed, kept.is_committed),
+        "clean": clean,
+        "seen": seen,
+        "counted": metric.rows,
+    }
+
+
+def remember(folder: str) -> list[Any]:
+    """Two runs, of which only the first rank has a place to remember sizes in."""
+    rank = dist.get_rank()
+    os.environ["AUTOMICRO_CACHE"] = f"{folder}/{rank}"
+    told: list[Any] = []
+    for _ in range(2):
+        model = wide("ddp")
+        microbatcher = Microbatcher(
+            model,
+            loss_fn=nn.MSELoss(),
+            memory_limit=["10MiB", "270KiB"][rank],
+            features=[RememberSizes()],
+            probe=False,
+        )
+        for _ in range(3):
+            result = microbatcher.backward(batch(256))
+            model.zero_grad()
+        told.append((result.microbatch_size, microbatcher._train.size))
+    told.append(sorted(os.listdir(folder)))
+    fresh = Microbatcher(
+        wide("ddp"),
+        loss_fn=nn.MSELoss(),
+        memory_limit="10MiB",
+        features=[RememberSizes()],
+        probe=False,
+    )
+    result = fresh.backward(batch(256))
+    return [*told, result.recalled_size, result.failed_sizes]
+
+
+def clip(kind: str | None, rows: list[int]) -> list[Tensor]:
+    """Norm and clipped gradients in fp64."""
+    model = wide(kind, torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), microbatch_size=3, probe=False)
+    x, y = batch(sum(rows), dtype=torch.float64)
+    rank = dist.get_rank() if kind else 0
+    start = sum(rows[:rank])
+    part = slice(start, start + rows[rank])
+    microbatcher.backward((x[part], y[part]))
+    norm = clip_gradients(optimizer, 0.1, CPU, ranks=microbatcher.ranks)
+    return [norm, *(full(p.grad) for p in model.parameters() if p.grad is not None)]
+
+
+def scale(kind: str) -> dict[str, Any]:
+    """Steps in fp16; the gradient of the second overflows on one rank."""
+    model = wide(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradientScaler(CPU, init_scale=1024.0)
+    microbatcher = Microbatcher(
+        model,
+        loss_fn=nn.MSELoss(),
+        backward=scaler.backward,
+        precision="fp16",
+        microbatch_size=4,
+        probe=False,
+    )
+    scaler._ranks = microbatcher.ranks
+    stepped, scales = [], []
+    for step in range(3):
+        x, y = batch(8, dist.get_rank())
+        if step == 1 and dist.get_rank() == 1:
+            y = y * 1e30
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            microbatcher.backward((x, y))
+        scaler.unscale(optimizer)
+        clip_gradients(optimizer, 1.0, CPU, ranks=microbatcher.ranks)
+        stepped.append(step_optimizer(optimizer, CPU, scaler=scaler))
+        optimizer.zero_grad()
+        scales.append(scaler.scale)
+    return {
+        "stepped": stepped,
+        "scales": scales,
+        "parameters": [full(p).tolist() for p in model.parameters()],
+    }
+
+
+def fail_to_clip() -> str:
+    """Memory runs out on one rank while the gradient is clipped."""
+    model = wide("fsdp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), probe=False)
+    microbatcher.backward(batch(8))
+    name, ranks = "squares_by_layout", microbatcher.ranks
+    own = getattr(clipping, name)
+    if dist.get_rank() == 1:
+        setattr(clipping, name, _no_memory)
+    try:
+        clip_gradients(optimizer, 0.1, CPU, ranks=ranks)
+    except Exception as error:
+        ranks.fail(error)
+        return f"{type(error).__name__}: {error}"
+    finally:
+        setattr(clipping, name, own)
+    return ""
+
+
+def _no_memory(*_: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+
+
+def count_residents() -> tuple[int, int]:
+    """What is said to lie on the device of a sharded model, and what does."""
+    model = wide("fsdp", torch.float64)
+    residents = OccupiedDevice(CPU, [model], None).measure(training=True)
+    parts = [p.to_local() for p in model.parameters() if isinstance(p, DTensor)]
+    return residents.parameters, sum(part.numel() * part.itemsize for part in parts)
+
 
 KINDS = ["ddp", "fsdp"]
 

@@ -5,14 +5,99 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from tests.ranks.contrastive_jobs import (
-    contrastive_step,
-    gathered,
-    step_with_little_memory_on_one,
-    step_with_shards_inside,
-)
+from automicro import MemoryBudget, Microbatcher
+from automicro.contrastive import Contrastive, InfoNCE, gather_rows
+from automicro.errors import UnsplittableModelError
 from tests.ranks.world import World
+
+
+def make_model(size: Any, width: int = 8) -> Contrastive:
+    torch.manual_seed(0)
+    towers = {
+        "query": nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 4)),
+        "document": nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 4)),
+    }
+    return Contrastive(towers, InfoNCE(microbatch_size=size), microbatch_size=size).double()
+
+
+def share(rows: Sequence[int], rank: int) -> dict[str, Tensor]:
+    drawn = torch.Generator().manual_seed(1)
+    data = {
+        name: torch.randn(sum(rows), wide, dtype=torch.double, generator=drawn)
+        for name, wide in (("query", 5), ("document", 3))
+    }
+    return {name: each.split(list(rows))[rank] for name, each in data.items()}
+
+
+def contrastive_step(kind: str, rows: Sequence[int], size: Any) -> list[Tensor]:
+    """Loss and whole gradient; of a "plain" loop on ranks with as many rows each, or not."""
+    model = make_model(size)
+    batch = share(rows, 0 if kind == "alone" else dist.get_rank())
+    wrapped: nn.Module = model
+    if kind.startswith("fsdp"):
+        for encoder in model.encoders.values() if kind == "fsdp, encoders" else ():
+            fully_shard(encoder)
+        fully_shard(model)
+    elif kind != "alone":
+        wrapped = DistributedDataParallel(model)
+    if kind == "plain":
+        loss = wrapped(**batch)["loss"]
+        loss.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        total /= dist.get_world_size()
+    else:
+        microbatcher = Microbatcher(
+            wrapped, microbatch_size=None, eval_microbatch_size=None, loss_average="samples"
+        )
+        total = torch.as_tensor(float(microbatcher.backward(batch).loss), dtype=torch.double)
+    found = [each.grad for each in model.parameters() if each.grad is not None]
+    return [total, *(each.full_tensor() if isinstance(each, DTensor) else each for each in found)]
+
+
+def step_with_shards_inside(rows: Sequence[int]) -> str:
+    """What is said where each slice of an encoder would communicate."""
+    model = make_model(3)
+    for encoder in model.encoders.values():
+        fully_shard(encoder.get_submodule("0"))
+    fully_shard(model)
+    try:
+        Microbatcher(
+            model, microbatch_size=None, eval_microbatch_size=None, loss_average="samples"
+        ).backward(share(rows, dist.get_rank()))
+    except UnsplittableModelError as error:
+        return str(error)
+    return ""
+
+
+def step_with_little_memory_on_one(rows: Sequence[int]) -> tuple[dict[str, list[int]], Tensor]:
+    """Sizes of slices, and a gradient, where rank 0 has less memory."""
+    model = make_model("auto", width=1024)
+    wrapped = DistributedDataParallel(model)
+    microbatcher = Microbatcher(
+        wrapped, microbatch_size=None, eval_microbatch_size=None, loss_average="samples"
+    )
+    with MemoryBudget("1MiB" if dist.get_rank() == 0 else "1GiB"):
+        microbatcher.backward(share(rows, dist.get_rank()))
+    gradient = model.encoders["query"].get_parameter("0.weight").grad
+    assert gradient is not None
+    return model.sizes, gradient
+
+
+def gathered(rows: Sequence[int]) -> tuple[Tensor, int, Tensor]:
+    """What `gather_rows` gives, and the gradient of a loss that counts ranks apart."""
+    rank = dist.get_rank()
+    mine = (torch.arange(rows[rank] * 2.0).view(-1, 2) + 100 * rank).requires_grad_()
+    everything, first = gather_rows(mine)
+    (everything * (rank + 1)).sum().backward()
+    assert mine.grad is not None
+    return everything.detach(), first, mine.grad
 
 
 @pytest.mark.parametrize(

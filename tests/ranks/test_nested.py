@@ -1,12 +1,173 @@
 """Parts with sizes of their own on several ranks: each has its own slices."""
 
-import pytest
+import copy
+from typing import Any
 
-from tests.ranks.nested_jobs import differences, exact_batchnorm, refusal, shortage_in_backward
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from automicro import Microbatcher, split
+from automicro.errors import UnsplittableModelError
+from automicro.features import Nested
+from automicro.sharding import is_sharded
 from tests.ranks.world import World
 from tests.sweeps import mostly_in_sweeps
 
 pytestmark = pytest.mark.sweep
+
+
+class Part(nn.Module):
+    """Runs out of memory for more rows than these, where a graph is kept."""
+
+    def __init__(self, *, gives_loss: bool, p: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(p), nn.Linear(8, 5))
+        self.gives_loss = gives_loss
+        self.most = 1000
+
+    def forward(self, hidden: Tensor, targets: Tensor) -> Any:
+        if torch.is_grad_enabled() and len(hidden) > self.most:
+            raise torch.OutOfMemoryError("too many rows")
+        logits = self.layers(hidden)
+        return F.cross_entropy(logits, targets) if self.gives_loss else logits
+
+
+class Model(nn.Module):
+    """An encoder, then a part."""
+
+    def __init__(self, *, gives_loss: bool, p: float = 0.0) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        self.part = Part(gives_loss=gives_loss, p=p)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Any:
+        found = self.part(self.encoder(x), targets)
+        return {"loss": found if found.dim() == 0 else F.cross_entropy(found, targets)}
+
+
+def _wrapped(model: Any, how: str) -> Any:
+    if how.startswith("ddp"):
+        return DistributedDataParallel(
+            model, find_unused_parameters="unused" in how, gradient_as_bucket_view="view" in how
+        )
+    if how == "part of its own":
+        fully_shard(model.part)
+    if how == "inside the part":
+        fully_shard(model.part.layers[0])
+    return fully_shard(model)
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    found = []
+    for each in model.parameters():
+        assert each.grad is not None
+        gradient: Any = each.grad
+        found.append((gradient.full_tensor() if is_sharded(gradient) else gradient).clone())
+    return found
+
+
+def differences(how: str, gives_loss: bool, in_own_loop: bool) -> dict[str, Any]:
+    """The largest difference to the same without a size, where slices of ranks differ."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = Model(gives_loss=gives_loss)
+    x, targets = torch.randn(8 * size, 6), torch.randint(5, (8 * size,))
+    plain = copy.deepcopy(model)
+    plain(x, targets)["loss"].backward()
+    wanted = [each.grad for each in plain.parameters() if each.grad is not None]
+    model = _wrapped(model, how)
+    part: Any = next(each for each in model.modules() if isinstance(each, Part))
+    rows = slice(8 * rank, 8 * rank + 8)
+    nested = split(part, microbatch_size=(3, 8)[rank] if in_own_loop else "auto")
+    part.most = (3, 100)[rank]  # only one rank runs short
+    result: Any = None
+    if in_own_loop:
+        for _ in range(3):
+            model.zero_grad()
+            model(x[rows], targets[rows])["loss"].backward()
+    else:
+        microbatcher = Microbatcher(
+            model,
+            forward=_forward,
+            microbatch_size="auto",
+            loss_average="samples",
+            features=[Nested([nested])],
+        )
+        for _ in range(2):
+            model.zero_grad()
+            result = microbatcher.backward({"x": x[rows], "targets": targets[rows]})
+    found = _gradients(model)
+    return {
+        "error": max(
+            float((one - other).abs().max()) for one, other in zip(found, wanted, strict=True)
+        ),
+        "sizes": nested.sizes,
+        "outer": None if result is None else (result.microbatch_size, result.attempts),
+    }
+
+
+def _forward(model: nn.Module, batch: dict[str, Tensor]) -> Any:
+    return model(batch["x"], batch["targets"])["loss"]
+
+
+def refusal() -> str:
+    """What is said of a part with sharded modules inside."""
+    model = _wrapped(Model(gives_loss=False), "inside the part")
+    split(model.part, microbatch_size=2)
+    try:
+        model(torch.randn(4, 6), torch.randint(5, (4,)))
+    except UnsplittableModelError as error:
+        return str(error)
+    return ""
+
+
+def shortage_in_backward(how: str) -> dict[str, Any]:
+    """One rank runs short where slices are computed again, and cannot cut what drew numbers."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = _wrapped(Model(gives_loss=False, p=0.5), how)
+    part: Any = next(each for each in model.modules() if isinstance(each, Part))
+    nested = split(part, microbatch_size="auto")
+    part.most = (3, 100)[rank]
+    microbatcher = Microbatcher(
+        model,
+        forward=_forward,
+        microbatch_size="auto",
+        loss_average="samples",
+        features=[Nested([nested])],
+    )
+    batch = {"x": torch.randn(8, 6), "targets": torch.randint(5, (8,))}
+    result = microbatcher.backward(batch)
+    return {
+        "outer": result.microbatch_size,
+        "attempts": result.attempts,
+        "sizes": nested.sizes,
+        "gradients": [each.tolist() for each in _gradients(model)],
+    }
+
+
+def exact_batchnorm() -> list[float]:
+    """How far gradients are from those of whole batches, with slices of other numbers per rank."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 5)).double()
+    torch.manual_seed(1 + dist.get_rank())
+    num_rows = 6 + dist.get_rank()
+    batch = torch.randn(num_rows, 6, dtype=torch.double), torch.randint(5, (num_rows,))
+    found = []
+    for options in ({"batchnorm": "disable"}, {"batchnorm": "exact", "microbatch_size": 2}):
+        model = copy.deepcopy(net)
+        microbatcher = Microbatcher(
+            DistributedDataParallel(model), loss_fn=nn.CrossEntropyLoss(), **options
+        )
+        microbatcher.backward(batch)
+        found.append([each.grad for each in model.parameters() if each.grad is not None])
+    return [float((one - other).norm()) for one, other in zip(*found, strict=True)]
+
 
 WAYS = ("ddp", "ddp, unused", "ddp, view", "ddp, unused, view", "root", "part of its own")
 

@@ -5,10 +5,70 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
+from automicro import SampleTooLargeError
 from automicro.values import same_values
-from tests.ranks import rehearsal_jobs as jobs
+from tests.ranks.trainer_jobs import whole
 from tests.ranks.world import World
+from tests.trainer.rehearsals import Model, loader_of, log_normal, make_trainer
+
+
+def train(
+    parallel: str,
+    *,
+    rehearse: str | None,
+    limits: list[str] | None = None,
+    sizes: Any = None,
+    duration: str = "2ep",
+    folder: str | None = None,
+) -> dict[str, Any]:
+    """Train on texts of varying length; what is to be compared."""
+    rank = dist.get_rank()
+    trainer = make_trainer(
+        Model(dropout=0.3),
+        loader_of(log_normal(3, 61), 4, shuffle=True),
+        eval_dataloader=loader_of(log_normal(4, 19), 4),
+        parallel=parallel,
+        rehearse=rehearse,
+        memory_limit=None if limits is None else limits[rank],
+        max_duration=duration,
+    )
+    microbatcher = trainer._microbatcher
+    if sizes is not None:
+        microbatcher.load_state_dict(sizes)
+    if folder is not None:
+        trainer.keep_failures_in(folder)
+    found: Any = None
+    assert trainer._fit is not None
+    rehearsal = trainer._fit.rehearsal
+    if rehearsal is not None:
+        run = rehearsal.run
+
+        def noting(*arguments: Any) -> None:
+            nonlocal found
+            run(*arguments)
+            found = microbatcher.state_dict()
+
+        rehearsal.run = noting  # type: ignore[method-assign]
+    try:
+        summary = trainer.fit()
+    except SampleTooLargeError as error:
+        files = [] if folder is None else sorted(each.name for each in Path(folder).glob("*"))
+        return {"error": str(error), "notes": error.__notes__, "files": files}
+    model: nn.Module = trainer._run.model
+    report = None if rehearsal is None else rehearsal.report
+    return {
+        "parameters": [whole(each).clone() for each in model.parameters()],
+        "train_loss": summary.train_loss,
+        "metrics": dict(summary.eval_metrics),
+        "ooms": summary.ooms,
+        "rehearsed_ooms": 0 if report is None else report.ooms,
+        "batches": [] if report is None else list(report.batches),
+        "random": torch.get_rng_state(),
+        "sizes": found,
+    }
 
 
 def without_report(result: dict[str, Any]) -> dict[str, Any]:
@@ -22,8 +82,8 @@ def without_report(result: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.sweep
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_ranks_train_with_the_same_bits_after_a_rehearsal(world2: World, parallel: str) -> None:
-    rehearsed = world2.run(jobs.train, parallel, rehearse="worst")
-    plain = world2.run(jobs.train, parallel, rehearse=None)
+    rehearsed = world2.run(train, parallel, rehearse="worst")
+    plain = world2.run(train, parallel, rehearse=None)
     for one, other in zip(rehearsed, plain, strict=True):
         assert same_values(without_report(one), without_report(other))
     worst = [result["batches"][0] for result in rehearsed]
@@ -44,11 +104,11 @@ def test_memory_that_a_rank_lacks_is_found_before_the_run(
 ) -> None:
     """In a second epoch, a rank that is smaller than others may get what one of these had."""
     given: dict[str, Any] = {"limits": limits, "duration": duration}
-    rehearsed = world2.run(jobs.train, parallel, rehearse="worst", **given)
+    rehearsed = world2.run(train, parallel, rehearse="worst", **given)
     assert all(each["rehearsed_ooms"] > 0 for each in rehearsed)
     assert [each["ooms"] for each in rehearsed] == [0, 0]
-    assert world2.run(jobs.train, parallel, rehearse=None, **given)[0]["ooms"] > 0
-    again = world2.run(jobs.train, parallel, rehearse=None, sizes=rehearsed[0]["sizes"], **given)
+    assert world2.run(train, parallel, rehearse=None, **given)[0]["ooms"] > 0
+    again = world2.run(train, parallel, rehearse=None, sizes=rehearsed[0]["sizes"], **given)
     for one, other in zip(rehearsed, again, strict=True):
         assert same_values(without_report(one), without_report(other))
 
@@ -57,8 +117,8 @@ def test_memory_that_a_rank_lacks_is_found_before_the_run(
 def test_on_three_ranks_ddp_arranges_its_buckets_earlier_so_sums_may_round_otherwise(
     world3: World,
 ) -> None:
-    rehearsed = world3.run(jobs.train, "ddp", rehearse="worst")
-    plain = world3.run(jobs.train, "ddp", rehearse=None)
+    rehearsed = world3.run(train, "ddp", rehearse="worst")
+    plain = world3.run(train, "ddp", rehearse=None)
     for one, other in zip(rehearsed, plain, strict=True):
         assert same_values(one["random"], other["random"])
         for each, expected in zip(one["parameters"], other["parameters"], strict=True):
@@ -69,7 +129,7 @@ def test_a_batch_that_does_not_fit_is_kept_by_the_rank_that_lacks_memory(
     world2: World, tmp_path: Path
 ) -> None:
     results = world2.run(
-        jobs.train, "ddp", rehearse="worst", limits=["1GiB", "40KiB"], folder=str(tmp_path)
+        train, "ddp", rehearse="worst", limits=["1GiB", "40KiB"], folder=str(tmp_path)
     )
     assert [path.name for path in tmp_path.iterdir()] == ["failed-batch-0001-rank1.pt"]
     assert "error" in results[0]

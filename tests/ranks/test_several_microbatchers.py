@@ -1,21 +1,174 @@
 """Several Microbatchers in one process group: named evaluations, adversaries, one after another."""
 
+import gc
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
+from automicro import BatchError, Halving, Microbatcher
+from automicro.errors import PeerFailedError
+from tests.ranks.faulty_models import Fault, Faults, build
+from tests.ranks.jobs import batch
 from tests.ranks.plans import points
-from tests.ranks.several_jobs import (
-    ask_with_different_ones,
-    compare_beside_another,
-    count_threads,
-    forget,
-    go_on_after_errors,
-    take_a_part,
-    train_adversaries,
-)
+from tests.ranks.steps import Stepper, local, squared_error
 from tests.ranks.world import World, world_of
 
 pytestmark = pytest.mark.sweep
+
+
+def another(model: nn.Module, **options: Any) -> Microbatcher:
+    defaults: dict[str, Any] = {
+        "loss_fn": squared_error,
+        "loss_average": "samples",
+        "microbatch_size": 4,
+        "eval_microbatch_size": 4,
+        "batchnorm": "ignore",
+        "probe": False,
+    }
+    return Microbatcher(model, **(defaults | options))
+
+
+def run_beside_another(
+    kind: str, plan: Sequence[Fault], sizes: Sequence[int] = ()
+) -> tuple[Stepper, dict[str, Tensor]]:
+    """Three steps, each with an evaluation by a Microbatcher that was made later."""
+    faults, rank = Faults(plan), dist.get_rank()
+    model = build(kind, [faults], {})
+    stepper = Stepper(model, faults, sizes=sizes)
+    evaluator = another(model)
+    torch.manual_seed(100 + rank)
+    outputs = []
+    for step in range(3):
+        stepper.train(step, batch(step, rank, {}))
+        result = evaluator.evaluate(batch(50 + step, rank, {}), return_outputs=True)
+        assert result.outputs is not None
+        outputs.append(result.outputs)
+    state = {name: local(p.detach()) for name, p in model.named_parameters()}
+    state |= {"outputs": torch.cat(outputs), "rng": torch.get_rng_state()}
+    return stepper, state | dict(model.named_buffers())
+
+
+def compare_beside_another(kind: str, plan: Sequence[Fault]) -> dict[str, Any]:
+    stepper, state = run_beside_another(kind, plan)
+    _, expected = run_beside_another(kind, (), stepper.sizes)
+    buffers = [value for name, value in state.items() if "running" in name]
+    common = [buffer.clone() for buffer in buffers]
+    for buffer in common:
+        dist.broadcast(buffer, 0)
+    return {
+        "differing": [name for name in expected if not torch.equal(state[name], expected[name])],
+        "fired": stepper.faults.fired,
+        "failures": stepper.attempts - len(stepper.sizes),
+        "buffers_are_common": all(map(torch.equal, buffers, common)),
+    }
+
+
+def count_threads(kind: str) -> tuple[int, int]:
+    """Threads of this process with one Microbatcher, and with five more."""
+    model = build(kind, [Faults()], {})
+    kept = [another(model)]
+    kept[0].backward(batch(0, dist.get_rank(), {}))
+    before = len(os.listdir("/proc/self/task"))
+    for step in range(1, 6):
+        kept.append(another(model))
+        kept[-1].backward(batch(step, dist.get_rank(), {}))
+    return before, len(os.listdir("/proc/self/task"))
+
+
+def forget(kind: str) -> tuple[list[bool], float]:
+    """What is left of a model after its Microbatcher; before, the loss without the latter."""
+    model = build(kind, [Faults()], {})
+    microbatcher = another(model)
+    for step in range(2):
+        microbatcher.backward(batch(step, dist.get_rank(), {}))
+    del microbatcher
+    gc.collect()
+    x, y = batch(2, dist.get_rank(), {})
+    loss = squared_error(model(x), y)
+    loss.backward()
+    refs: list[weakref.ref[Any]] = [weakref.ref(each) for each in (model, *model.parameters())]
+    value = loss.item()
+    del model, loss
+    gc.collect()
+    return [ref() is not None for ref in refs], value
+
+
+def go_on_after_errors(kind: str) -> list[str | int]:
+    """Rank 1 has a batch that cannot be cut in the steps 1 and 3; all ranks go on."""
+    microbatcher = another(build(kind, [Faults()], {}))
+    found: list[str | int] = []
+    for step in range(5):
+        x, y = batch(step, dist.get_rank(), {"rows": [4 + step] * 2})
+        if dist.get_rank() == 1 and step in (1, 3):
+            y = y[:-1]
+        try:
+            found.append(microbatcher.backward((x, y)).num_global_samples)
+        except (BatchError, PeerFailedError) as error:
+            found.append(type(error).__name__)
+    return found
+
+
+def train_adversaries(fails: bool) -> list[Tensor]:
+    """Gradients of two models, each stepped by a Microbatcher, one through the other."""
+    torch.manual_seed(0)
+    faults = Faults([Fault(1, "backward", step=2, layer=1)] if fails else ())
+    judge = build("ddp", [faults], {"norm": False, "dtype": torch.float64})
+    maker = DistributedDataParallel(nn.Linear(4, 4).double(), bucket_cap_mb=0.001)
+    judge.eval()
+    of_judge = another(judge, microbatch_size=Halving(initial=4))
+    of_maker = another(
+        maker,
+        loss_fn=None,
+        microbatch_size=Halving(initial=4),
+        forward=lambda model, rows: squared_error(judge(model(rows[0])), rows[1]),
+        modules=[judge],
+    )
+    found = []
+    for step in range(4):
+        x, y = batch(step, dist.get_rank(), {"rows": [8, 5]})
+        rows = x.double(), y.double()
+        faults.step = step
+        faults.microbatch = 0
+        for each in (of_judge, of_maker):
+            each.backward(rows)
+            gradients = [p.grad for p in (*judge.parameters(), *maker.parameters())]
+            found += [gradient for gradient in gradients if gradient is not None]
+            judge.zero_grad()
+            maker.zero_grad()
+    return found
+
+
+def take_a_part() -> str:
+    """A Microbatcher of a part of a model that another has as a whole."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    fully_shard(model[0])
+    fully_shard(model)
+    another(model)
+    try:
+        another(model[0])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def ask_with_different_ones() -> str:
+    """Rank 0 trains with the first Microbatcher while rank 1 trains with the second."""
+    model = build("ddp", [Faults()], {})
+    pair = another(model), another(model)
+    try:
+        pair[dist.get_rank()].backward(batch(0, dist.get_rank(), {}))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
 
 KINDS = ["ddp", "fsdp"]
 POINTS = ["first batch", "last backward", "successive batches"]

@@ -1,15 +1,179 @@
 """Parts with sizes of their own, and levels, where one rank of two runs out of memory."""
 
+import dataclasses
 import random
+from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from automicro import Halving, Microbatcher, Observing
+from automicro.features import Nested, WhenTooLarge
+from automicro.savers import offload
 from tests.ranks.family_jobs import compare_levels
-from tests.ranks.faulty_models import Fault
-from tests.ranks.smaller_jobs import KINDS, compare_cut, options_of, plan_of
+from tests.ranks.faulty_models import Fault, Faults, build
+from tests.ranks.steps import local, squared_error
 from tests.ranks.world import World
 from tests.sweeps import SEED, mostly_in_sweeps
+from tests.torture.engine.cuts import Cut, Noting
+from tests.torture.engine.subject import begin_at_level
+from tests.torture.engine.trials import Scripted
+
+STEPS = 3
+ROWS = (4, 3)
+KINDS = ("ddp", "fsdp")
+LEVELS = ["recompute", "offload"]  # in order; "auto" would choose by the clock
+
+
+def part(size: int) -> Halving:
+    return Halving(initial=size, refine=False, grow=False)
+
+
+def options_of(what: str, draw: random.Random) -> dict[str, Any]:
+    """Of the model and of the `Microbatcher`, with the rows that microbatches begin with."""
+    if what == "nested tail":
+        return {"tail": True, "size": 4, "nested": {"tail": 2}}
+    if what == "nested middle":
+        return {"size": 4, "nested": {"blocks.1": 2}}
+    if what == "nested tail and levels":
+        return {"tail": True, "size": draw.choice([1, 4]), "nested": {"tail": 4}, "levels": LEVELS}
+    levels = LEVELS if what == "both" else [what]
+    return {
+        "size": draw.choice([1, 1, 2]),
+        "levels": levels,
+        "fsdp": {"reshard_after_forward": draw.choice([True, False])},
+        "bf16": draw.choice([True, False]),
+        "prefetch": draw.choice([True, False]),
+    }
+
+
+def plan_of(seed: int, what: str, kind: str) -> list[Fault]:
+    """One to three faults on one rank, or where no part shrinks alone on both, in three steps."""
+    draw = random.Random(f"{seed} {what}")
+    ranks = [draw.randrange(2)] if "nested" in what else draw.choice([[0], [1], [0, 1]])
+    kinds = ["before", "forward", "forward", "again", "backward", "backward", "between", "end"]
+    if kind == "fsdp" and "nested" not in what:
+        kinds += ["gather", "scatter"]
+    layers = [3, 3, 3, 0, 1, 2] if "tail" in what else [1, 1, 0, 2]
+    return [
+        Fault(
+            draw.choice(ranks),
+            draw.choice(kinds),
+            step=draw.randrange(STEPS),
+            microbatch=draw.choice([0, 0, 0, 1]),
+            layer=draw.choice(layers),
+        )
+        for _ in range(draw.randint(1, 3))
+    ]
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(step * 100 + rank)
+    rows = ROWS[rank]
+    return torch.randn(rows, 4, generator=generator), torch.randn(rows, 2, generator=generator)
+
+
+def run_cut(
+    kind: str, plan: Sequence[Fault], options: dict[str, Any], cuts: Sequence[Cut] = ()
+) -> dict[str, Any]:
+    """Some steps, with faults or cut as told: how each was cut, and all state at the end."""
+    with mock.patch.object(offload, "SMALL_BYTES", 1):  # else nothing of them would be offloaded
+        return _run_cut(kind, plan, options, cuts)
+
+
+def _run_cut(
+    kind: str, plan: Sequence[Fault], options: dict[str, Any], cuts: Sequence[Cut]
+) -> dict[str, Any]:
+    faults = Faults(plan)
+    model = build(kind, [faults], {**options, "norm": False})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def observe(event: str, subject: Any) -> None:
+        if event == "attempt_start":
+            faults.microbatch = 0
+            faults.reach("before")
+        elif event == "microbatch_start":
+            faults.microbatch = subject.index
+            faults.reach("between")
+        elif event == "attempt_end":
+            faults.reach("end")
+
+    more: dict[str, Any] = {"loss_fn": squared_error}
+    if options.get("tail"):
+        more = {"forward": lambda model, microbatch: model(*microbatch)}
+    microbatcher = Microbatcher(
+        model,
+        microbatch_size=Scripted([each.size for each in cuts]) if cuts else part(options["size"]),
+        loss_average="samples",
+        optimizer=optimizer,
+        probe=False,
+        features=[
+            Observing(observe),
+            Nested(
+                {
+                    # Declared, so that no fault hits a check.
+                    name: {"microbatch_size": part(size), "loss_average": "samples"}
+                    for name, size in options.get("nested", {}).items()
+                }
+            ),
+            WhenTooLarge(options.get("levels", "error")),
+        ],
+        **more,
+    )
+    torch.manual_seed(100 + dist.get_rank())
+    found: list[Cut] = []
+    losses = []
+    attempts = 0
+    for step in range(STEPS):
+        faults.step = step
+        cut = cuts[step] if cuts else None
+        if cut is not None and cut.level:
+            begin_at_level(microbatcher, cut.level)
+        with Noting(None if cut is None else cut.parts)() as noted:
+            result = microbatcher.backward(batch(step))
+        assert noted.cut is not None
+        found.append(noted.cut)
+        losses.append(result.loss)
+        attempts += result.attempts
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {name: local(each.detach()) for name, each in model.named_parameters()}
+    for index, slots in enumerate(optimizer.state.values()):
+        state |= {f"optimizer.{index}.{name}": local(value) for name, value in slots.items()}
+    state |= {"rng": torch.get_rng_state(), "losses": torch.stack(losses)}
+    return {"state": state, "cuts": found, "attempts": attempts, "fired": faults.fired}
+
+
+def compare_cut(kind: str, plan: Sequence[Fault], options: dict[str, Any]) -> dict[str, Any]:
+    """Whether a run with faults ends as one without, at the same sizes and slices.
+
+    That has the same levels, and where there are no slices another one is at the plain level.
+    """
+    one = run_cut(kind, plan, options)
+    clean = run_cut(kind, (), options, one["cuts"])
+    expected = [clean["state"]]
+    if not options.get("nested") and any(each.level for each in one["cuts"]):
+        plain = [dataclasses.replace(each, level=0) for each in one["cuts"]]
+        expected.append(run_cut(kind, (), options, plain)["state"])
+    return {
+        "differing": [
+            name
+            for each in expected
+            for name, value in each.items()
+            if not torch.equal(one["state"][name], value)
+        ],
+        "same cuts": clean["cuts"] == one["cuts"],
+        "outer": [(each.size, each.level) for each in one["cuts"]],
+        "parts": [each.parts for each in one["cuts"]],
+        "fired": one["fired"],
+        "attempts": one["attempts"],
+    }
+
 
 WHAT = ("nested tail", "nested middle", "nested tail and levels", "recompute", "offload", "both")
 FEW, MANY = 1, 20

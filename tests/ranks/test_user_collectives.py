@@ -3,20 +3,333 @@
 Nothing hangs: what all ranks run ends as it does without a fault, and what one runs is named.
 """
 
+import inspect
 import itertools
+import os
 import random
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.distributed.nn.functional as dnn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import Metric
 
-from automicro import Policy
-from tests.ranks.user_collectives import OPERATIONS, PLACES, end_of, operations_of_torch
+from automicro import Callback, Policy, Trainer
+from automicro.ranks.guards import guard
+from tests.outside import Outside
 from tests.ranks.world import World, WorldStuckError, world_of
 from tests.sweeps import SEED, mostly_in_sweeps
 
 pytestmark = pytest.mark.sweep
+
+
+Operation = Callable[[Tensor], object]
+
+
+def _world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def _list(x: Tensor) -> list[Tensor]:
+    return [torch.empty_like(x) for _ in range(dist.get_world_size())]
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.repeat(dist.get_world_size(), *[1] * (x.dim() - 1))
+
+
+def _ring(x: Tensor, *, both: bool = False) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    ends = [(1, -1), (-1, 1)] if both else [(1, -1)]
+    sends = [dist.P2POp(dist.isend, x, (rank + to) % size) for to, _ in ends]
+    receives = [
+        dist.P2POp(dist.irecv, torch.empty_like(x), (rank + come) % size) for _, come in ends
+    ]
+    for work in dist.batch_isend_irecv(sends + receives):
+        work.wait()
+
+
+def _pair(x: Tensor, *, later: bool = False) -> None:
+    """Ranks 0 and 1 exchange; a third one has a message for itself alone, by another way."""
+    rank = dist.get_rank()
+    send: Any = dist.isend if later else dist.send
+    receive: Any = dist.irecv if later else dist.recv
+    if rank == 0:
+        work = send(x, 1)
+    elif rank == 1:
+        work = receive(torch.empty_like(x), 0)
+    else:
+        return
+    if later:
+        work.wait()
+
+
+def _pair_of_objects() -> None:
+    rank = dist.get_rank()
+    if rank == 0:
+        dist.send_object_list([3], 1)
+    elif rank == 1:
+        dist.recv_object_list([None], 0)
+
+
+def _objects() -> list[Any]:
+    return [None] * dist.get_world_size()
+
+
+_groups: dict[Any, list[dist.ProcessGroup]] = {}
+
+
+def _subgroup() -> dist.ProcessGroup:
+    """One group for the first two ranks, one for the others: made before anybody trains."""
+    found = _groups[_world()]
+    return found[0] if dist.get_rank() < 2 else found[1]
+
+
+def make_subgroups() -> None:
+    size = dist.get_world_size()
+    if _world() not in _groups:
+        made = [dist.new_group([0, 1][:size]), *[dist.new_group([r]) for r in range(2, size)]]
+        _groups.clear()
+        _groups[_world()] = [made[0], made[max(1, dist.get_rank() - 1)] if size > 2 else made[0]]
+
+
+# By the name of the function of torch.distributed; what follows a space is a variation.
+OPERATIONS: dict[str, Operation] = {
+    "all_reduce": lambda x: dist.all_reduce(x),
+    "all_reduce async": lambda x: dist.all_reduce(x, async_op=True).wait(),
+    "all_reduce subgroup": lambda x: dist.all_reduce(x, group=_subgroup()),
+    "all_reduce_coalesced": lambda x: dist.all_reduce_coalesced([x, x.clone()]),
+    "all_gather": lambda x: dist.all_gather(_list(x), x),
+    "all_gather_coalesced": lambda x: dist.all_gather_coalesced([[y] for y in _list(x)], [x]),
+    "all_gather_into_tensor": lambda x: dist.all_gather_into_tensor(_wide(x), x),
+    "all_gather_single": lambda x: dist.all_gather_single(_wide(x), x),
+    "all_gather_object": lambda x: dist.all_gather_object(_objects(), dist.get_rank()),
+    "all_to_all": lambda x: dist.all_to_all(_list(x), _list(x)),
+    "all_to_all_single": lambda x: dist.all_to_all_single(_wide(x), _wide(x)),
+    "barrier": lambda x: dist.barrier(),
+    "batch_isend_irecv": _ring,
+    "batch_isend_irecv both": lambda x: _ring(x, both=True),
+    "broadcast": lambda x: dist.broadcast(x, 0),
+    "broadcast_object_list": lambda x: dist.broadcast_object_list([3], 0),
+    "gather": lambda x: dist.gather(x, _list(x) if dist.get_rank() == 0 else None),
+    "gather_object": lambda x: dist.gather_object(1, _objects() if not dist.get_rank() else None),
+    "monitored_barrier": lambda x: dist.monitored_barrier(),
+    "reduce": lambda x: dist.reduce(x, 0),
+    "reduce_scatter": lambda x: dist.reduce_scatter(x, _list(x)),
+    "reduce_scatter_single": lambda x: dist.reduce_scatter_single(x, _wide(x)),
+    "reduce_scatter_tensor": lambda x: dist.reduce_scatter_tensor(x, _wide(x)),
+    "scatter": lambda x: dist.scatter(x, _list(x) if dist.get_rank() == 0 else None),
+    "scatter_object_list": lambda x: dist.scatter_object_list(
+        [None], _objects() if dist.get_rank() == 0 else None
+    ),
+    "send": _pair,
+    "isend": lambda x: _pair(x, later=True),
+    "send_object_list": lambda x: _pair_of_objects(),
+    "nn.all_gather": lambda x: dnn.all_gather(x),
+    "nn.all_reduce": lambda x: dnn.all_reduce(x),
+    "funcol.all_reduce": lambda x: funcol.all_reduce(x, "sum", _world()).sum(),
+    "funcol.all_gather": lambda x: funcol.all_gather_tensor(x, 0, _world()).sum(),
+    "funcol.reduce_scatter": lambda x: funcol.reduce_scatter_tensor(
+        _wide(x), "sum", 0, _world()
+    ).sum(),
+}
+
+
+def operations_of_torch() -> set[str]:
+    """The functions of torch.distributed that take a group and communicate in it."""
+    local = {
+        "destroy_process_group",
+        "get_backend",
+        "get_backend_config",
+        "get_global_rank",
+        "get_group_rank",
+        "get_node_local_rank",
+        "get_pg_count",
+        "get_process_group_ranks",
+        "get_rank",
+        "get_world_size",
+        "is_backend_available",
+        "new_subgroups",  # groups are made before anybody trains
+        "shrink_group",
+        "reduce_op",  # is deprecated, and says so when it is looked at
+    }
+    found = set()
+    for name in dist.distributed_c10d.__all__:
+        if name in local:
+            continue
+        value = getattr(dist.distributed_c10d, name)
+        if inspect.isfunction(value):
+            parameters = inspect.signature(inspect.unwrap(value)).parameters
+            if "group" in parameters or name == "batch_isend_irecv":
+                found.add(name)
+    return found
+
+
+class Where:
+    """Runs an operation at one place, on some ranks, and runs out of memory on one."""
+
+    def __init__(self, name: str, place: str, ranks: Sequence[int], oom: tuple[int, int] | None):
+        self._operation, self.place, self._ranks = OPERATIONS[name], place, ranks
+        self.is_in_microbatch = False
+        self._count, self._oom = Outside(calls=0), oom
+
+    def _is_due(self) -> bool:
+        self._count.calls += 1
+        return self._oom == (dist.get_rank(), self._count.calls)
+
+    def come(self, place: str, *, rows: Tensor | None = None) -> None:
+        if place == self.place and dist.get_rank() in self._ranks:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._operation(torch.ones(2, 3))
+
+    def forward(self) -> None:
+        """Called after the collective of a forward; a look at the loss does not count."""
+        if self.is_in_microbatch and self._is_due():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+class Net(nn.Module):
+    def __init__(self, where: Where) -> None:
+        super().__init__()
+        self.first, self.second, self.where = nn.Linear(4, 4), nn.Linear(4, 2), where
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        self.where.come("forward")
+        self.where.forward()
+        return self.second(torch.tanh(x))  # type: ignore[no-any-return]
+
+
+class Rows(Dataset[Any]):
+    def __init__(self, where: Where, count: int) -> None:
+        self.where, self.count = where, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        if index % 4 == 2:
+            self.where.come("data set")
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(4, generator=generator), index % 2
+
+
+class Counting(Metric):
+    full_state_update = False
+    total: Tensor
+
+    def __init__(self, where: Where) -> None:
+        super().__init__()
+        self.where = where
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        self.where.come("metric")
+        self.total += len(outputs)
+
+    def compute(self) -> Tensor:
+        self.where.come("metric's compute")
+        return self.total
+
+    def __deepcopy__(self, memo: Any) -> "Counting":
+        copy = Counting(self.where)
+        copy.total = self.total.clone()
+        return copy
+
+
+class Calling(Callback):
+    def __init__(self, where: Where) -> None:
+        self.where = where
+
+    def microbatch_start(self, run: Any, cut: Any) -> None:
+        self.where.is_in_microbatch = True
+
+    def microbatch_end(self, run: Any, cut: Any) -> None:
+        self.where.is_in_microbatch = False
+
+    def batch_start(self, run: Any, batch: Any) -> None:
+        self.where.come("batch_start")
+
+    def batch_end(self, run: Any, result: Any) -> None:
+        self.where.come("callback")
+
+
+PLACES = ("forward", "loss", "metric", "callback", "data set", "metric's compute")
+
+
+def train(
+    name: str,
+    place: str,
+    ranks: Sequence[int],
+    *,
+    kind: str = "ddp",
+    oom: tuple[int, int] | None = None,
+    size: Any = "auto",
+    rows: int | None = None,
+) -> tuple[list[Tensor], tuple[int, ...]]:
+    """Two epochs of a Trainer; all parameters at the end, and the sizes of its batches."""
+    where = Where(name, place, ranks, oom)
+    torch.manual_seed(0)
+    net: nn.Module = Net(where)
+
+    def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
+        where.come("loss")
+        return F.cross_entropy(outputs, targets)
+
+    sizes: list[int] = []
+
+    class Sizes(Callback):
+        def batch_end(self, run: Any, result: Any) -> None:
+            sizes.append(result.microbatch_size)
+
+    trainer = Trainer(
+        net,
+        DataLoader(Rows(where, rows or 4 * dist.get_world_size()), batch_size=4),
+        loss_fn=loss_fn,
+        optimizer=torch.optim.SGD,
+        metrics={"counting": Counting(where)},
+        callbacks=[Calling(where), Sizes()],
+        parallel=kind,
+        max_duration="3ep",
+        microbatch_size=size,
+        remember_sizes=False,
+        loss_average="samples",
+        device="cpu",
+        progress=False,
+    )
+    trainer.fit()
+    found = [each.detach() for each in net.parameters()]
+    whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in found]
+    return [each.clone() for each in whole], tuple(sizes)
+
+
+def end_of(name: str, place: str, ranks: Sequence[int], options: dict[str, Any]) -> dict[str, Any]:
+    """How a run ends: an error's kind and text, or the parameters and sizes that it ended with."""
+    make_subgroups()
+    # A run that ended in an error has no votes any more; all ranks begin anew.
+    guard._opened = None
+    if nodes := options.get("nodes"):
+        os.environ["LOCAL_WORLD_SIZE"] = str(nodes[dist.get_rank()])
+    try:
+        state, sizes = train(
+            name, place, ranks, **{key: each for key, each in options.items() if key != "nodes"}
+        )
+    except Exception as error:
+        notes = getattr(error, "__notes__", [])
+        return {"kind": type(error).__name__, "text": "\n".join([str(error), *notes])}
+    finally:
+        os.environ.pop("LOCAL_WORLD_SIZE", None)
+    return {"kind": "", "state": state, "sizes": sizes}
+
 
 CASES_OF_A_WORLD = 60
 IN_AN_ATTEMPT = ("forward", "loss", "metric")
