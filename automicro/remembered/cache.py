@@ -165,8 +165,8 @@ class SizeCache:
 
     def entries(self) -> list[RememberedSize]:
         """Return all that is remembered, by model, device and rows."""
-        found = [self._read(name) for name in self._ask("listed", "", _names) or ()]
-        return sorted(filter(None, found), key=_order)
+        found = filter(None, map(self._read, self._ask("listed", "", _names) or ()))
+        return sorted(found, key=lambda each: _order(each.key))
 
     def clear(self, which: Callable[[RememberedSize], bool] | None = None) -> int:
         """Remove sizes, and return how many are gone.
@@ -177,7 +177,9 @@ class SizeCache:
         names = self._ask("listed", "", _names) or []
         if which is not None:
             names = [each.key.file for each in self.entries() if which(each)]
-        return [self._ask("removed", name, _remove) for name in names].count(True)
+        # Others may clear at the same time: what they have removed is not counted.
+        gone = [self._ask("removed", name, lambda fs, path: not fs.rm_file(path)) for name in names]
+        return gone.count(True)
 
     def _read(self, name: str) -> RememberedSize | None:
         # A size takes less than a kilobyte: a huge file in its place is not read to its end.
@@ -250,11 +252,5 @@ def _write(fs: Any, path: str, content: bytes) -> None:
         fs.pipe_file(path, content)  # stores show an object once it is whole
 
 
-def _remove(fs: Any, path: str) -> bool:
-    fs.rm_file(path)
-    return True
-
-
-def _order(size: RememberedSize) -> tuple[object, ...]:
-    key = size.key
+def _order(key: RunKey) -> tuple[object, ...]:
     return key.model, key.parameters, key.device, key.memory_bytes or 0, key.phase, key.rows

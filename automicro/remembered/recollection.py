@@ -1,15 +1,14 @@
 """Sizes that earlier runs found, for a run that starts, and those of this run for later ones."""
 
 import contextlib
-import functools
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from automicro.batch.layout import BatchLayout
 from automicro.errors import SizeCacheWarning, describe_error, warn
@@ -43,21 +42,7 @@ class RememberSizes(Feature):
     """
 
     def attach(self, setup: Setup) -> None:
-        setup.recollect = _recollect
-
-
-def _recollect(setup: Setup, phase: str) -> "Recollection":
-    describe = functools.partial(
-        describe_run,
-        setup.modules,
-        device=setup.device,
-        optimizer=setup.optimizer,
-        precision=setup.precision,
-        phase=phase,
-        world_size=setup.ranks.world_size,
-    )
-    layout: BatchLayout = setup.carrying.layout
-    return Recollection(describe, functools.partial(describe_shapes, layout=layout))
+        setup.recollect = Recollection
 
 
 class Recollection:
@@ -67,26 +52,24 @@ class Recollection:
     on without remembering.
 
     Args:
-        describe: ``describe(shapes, rows=…)`` is the key of a run, from its first batch.
-        shapes: of a batch; see `describe_shapes`.
+        setup: of the run.
+        phase: its name.
     """
 
-    def __init__(
-        self, describe: Callable[..., RunKey], shapes: Callable[[Any], Mapping[str, str]]
-    ) -> None:
-        self._describe = describe
-        self._shapes = shapes
+    def __init__(self, setup: Setup, phase: str) -> None:
+        self._setup, self._phase = setup, phase
         self._has_asked = False
         self._cache: SizeCache | None = None  # None where nothing is remembered
         self._key: RunKey
         self._varies = False  # batches of several shapes were seen
+        # Rows, cost of a row and level as they are in the file. Where lengths vary, no cost is:
+        # rows may be longer.
         self._written: tuple[object, ...] | None = None
         self._row_cost: float | None = None
         self._size: int | None = None
         # While lengths vary: the most elements of a microbatch that fitted, of batches that were
         # cut if any was.
-        self._elements = 0.0
-        self._has_cut = False
+        self._elements, self._has_cut = 0.0, False
 
     def look_up(
         self, batch: ReadBatch | None, policy: Policy, *, is_new: bool, ranks: Ranks
@@ -96,35 +79,25 @@ class Recollection:
         Returns the rows that it starts from, None where nothing was recalled.
 
         Args:
-            batch: that comes next; None where this rank has none. While the cost of a row stays,
-                shapes are not read, which takes longer.
+            batch: that comes next; None where this rank has none.
             policy: of the sizes; told where it can be.
             is_new: whether nothing was found yet, here or in a checkpoint.
             ranks: that all start from what the first of them remembers.
         """
-        row_cost = None if batch is None else batch.cost
         if self._has_asked:
-            is_same = row_cost is not None and row_cost == self._row_cost
-            if self._cache is not None and not (self._varies or is_same or batch is None):
-                with self._going_on():
-                    self._varies = self._shapes(batch.batch) != self._key.shapes
-                if self._varies:
-                    self._key, self._written = self._key.with_any_shape(), None
+            if batch is not None:
+                self._see(batch)
             return None
-        self._row_cost = row_cost
         with announcing_failure(ranks):
-            size, cost, level = 0.0, 0.0, 0.0
+            found = [0.0, 0.0, 0.0]
             # Ranks may have other folders: all start from what the first one has found.
             if ranks.rank == 0 and batch is not None:
                 with self._going_on():
-                    size, cost, level = self._recall(batch, policy.levels)
-        if not ranks.is_alone:
-            size, cost, level = ranks.from_first([size, cost, level])
+                    found = self._recall(batch, policy.levels)
+        size, cost, level = found if ranks.is_alone else ranks.from_first(found)
         self._has_asked = True
-        if not size or not is_new:
-            return None
         at = {"level": int(level)} if level else {}
-        if not policy.suggest(int(size), cost or None, **at):
+        if not (size and is_new and policy.suggest(int(size), cost or None, **at)):
             return None
         logger.info(
             "starting from %d rows per microbatch%s, which an earlier run found; "
@@ -134,20 +107,43 @@ class Recollection:
         )
         return int(size)
 
-    def _recall(self, batch: ReadBatch, levels: Sequence[str]) -> tuple[float, float, float]:
+    def _shapes(self, batch: ReadBatch) -> dict[str, str]:
+        return describe_shapes(batch.batch, layout=self._setup.carrying.layout)
+
+    def _see(self, batch: ReadBatch) -> None:
+        """Notice that lengths vary. While rows cost the same, shapes are not read: that is slow."""
+        is_same = batch.cost is not None and batch.cost == self._row_cost
+        if self._cache is None or self._varies or is_same:
+            return
+        with self._going_on():
+            self._varies = self._shapes(batch) != self._key.shapes
+        if self._varies:
+            self._key, self._written = self._key.with_any_shape(), None
+
+    def _recall(self, batch: ReadBatch, levels: Sequence[str]) -> list[float]:
         """Rows, cost of a row and level that are remembered; zeros where nothing is of use."""
-        self._key = self._describe(self._shapes(batch.batch), rows=batch.num_rows)
+        setup, self._row_cost = self._setup, batch.cost
+        self._key = describe_run(
+            setup.modules,
+            self._shapes(batch),
+            rows=batch.num_rows,
+            device=setup.device,
+            optimizer=setup.optimizer,
+            precision=setup.precision,
+            phase=self._phase,
+            world_size=setup.ranks.world_size,
+        )
         self._cache = SizeCache()
-        recalled = self._cache.find(self._key)
-        if recalled is None:
-            return 0.0, 0.0, 0.0
-        self._written = self._content(recalled)
-        is_whole = recalled.level == levels[0] and recalled.microbatch_size >= batch.num_rows
+        found = self._cache.find(self._key)
+        if found is None:
+            return [0.0, 0.0, 0.0]
+        self._written = found.microbatch_size, found.cost_per_row, found.level
         # The whole batch comes first anyway, and longer rows may fit as well.
-        if is_whole or recalled.level not in levels:
-            return 0.0, 0.0, 0.0
-        level = levels.index(recalled.level)
-        return float(recalled.microbatch_size), recalled.cost_per_row or 0.0, float(level)
+        is_whole = found.level == levels[0] and found.microbatch_size >= batch.num_rows
+        if is_whole or found.level not in levels:
+            return [0.0, 0.0, 0.0]
+        level = levels.index(found.level)
+        return [float(found.microbatch_size), found.cost_per_row or 0.0, float(level)]
 
     def take_down(self, finished: Finished[Any]) -> None:
         """Remember the size of a step, once it is settled.
@@ -156,37 +152,35 @@ class Recollection:
         largest that fitted, in elements, until one of no more than these fails.
         """
         before, self._size = self._size, finished.microbatch_size
+        plan, measured = finished.plan, finished.measured
         if self._cache is None or not finished.is_committed or not finished.cuts:
             return
-        if finished.plan.is_measuring or finished.plan.unit != ROWS:
+        if plan.is_measuring or plan.unit != ROWS:
             return
         widest = max(finished.cuts, key=lambda cut: cut.largest * (cut.row_cost or 1))
+        is_news = before == self._size
         if self._varies:
             cost = widest.row_cost or 1.0
-            failed = [each * cost for each in finished.failed_sizes]
-            if not self._is_news(widest.largest * cost, failed, is_cut=widest.is_split):
-                return
-        elif before != self._size:
-            return
+            failed = min(finished.failed_sizes, default=math.inf) * cost
+            is_news = self._is_news(widest.largest * cost, failed, is_cut=widest.is_split)
         # Batches of other rows, such as the last one of an epoch, say nothing of this key.
-        if widest.num_rows != self._key.rows:
+        if not is_news or widest.num_rows != self._key.rows:
             return
+        size, cost_per_row, level = widest.largest, widest.row_cost or None, finished.level_name
+        content = size, None if self._varies else cost_per_row, level
+        if content == self._written:
+            return
+        self._written = content
         with self._going_on():
-            measured = finished.measured
-            found = RememberedSize(
-                key=self._key,
-                microbatch_size=widest.largest,
-                cost_per_row=widest.row_cost or None,
-                peak_bytes=None if measured is None else measured.peak_bytes,
-                level=finished.level_name,
+            self._cache.remember(
+                RememberedSize(
+                    key=self._key,
+                    microbatch_size=size,
+                    cost_per_row=cost_per_row,
+                    peak_bytes=None if measured is None else measured.peak_bytes,
+                    level=level,
+                )
             )
-            if self._content(found) != self._written:
-                self._written = self._content(found)
-                self._cache.remember(found)
-
-    def _content(self, size: RememberedSize) -> tuple[object, ...]:
-        """The content that makes two sizes equal: where lengths vary, rows may be longer."""
-        return size.microbatch_size, size.cost_per_row if self._varies else None, size.level
 
     @contextlib.contextmanager
     def _going_on(self) -> Iterator[None]:
@@ -202,10 +196,10 @@ class Recollection:
                 SizeCacheWarning,
             )
 
-    def _is_news(self, elements: float, failed: Sequence[float], *, is_cut: bool) -> bool:
+    def _is_news(self, elements: float, failed: float, *, is_cut: bool) -> bool:
         if is_cut < self._has_cut:
             return False  # a batch that went whole tells less than one that did not
-        if is_cut > self._has_cut or min(failed, default=math.inf) <= self._elements:
+        if is_cut > self._has_cut or failed <= self._elements:
             self._has_cut, self._elements = is_cut, 0.0
         if elements <= self._elements * (1 + CHANGE):
             return False
@@ -288,15 +282,13 @@ def describe_shapes(batch: Any, *, layout: BatchLayout | None = None) -> dict[st
         dim = row_dims.get(path)
         # What is not cut along a dimension may be one row of many: its number is no structure.
         name = path if dim is not None else f"*.{_NUMBER.sub('*', path)}".replace("*.*", "*", 1)
-        found.setdefault(name, set()).add(_describe_tensor(tensor, row_dim=dim))
+        kind = str(tensor.dtype).removeprefix("torch.")
+        if tensor.is_nested:  # its shape may be unknown
+            text = f"nested {kind} of {tensor.dim()} dimensions"
+        else:
+            text = f"{kind}{[length for at, length in enumerate(tensor.shape) if at != dim]}"
+        found.setdefault(name, set()).add(text)
     return {name: " or ".join(sorted(found[name])) for name in sorted(found)}
-
-
-def _describe_tensor(tensor: Tensor, *, row_dim: int | None) -> str:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if tensor.is_nested:
-        return f"nested {dtype} of {tensor.dim()} dimensions"
-    return f"{dtype}{[length for dim, length in enumerate(tensor.shape) if dim != row_dim]}"
 
 
 def _structure(module: nn.Module) -> list[Any]:
