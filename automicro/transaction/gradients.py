@@ -173,9 +173,9 @@ class GradientHistory:
         """
         raise LossError(
             f"the forward (or backward=) changes .grad of {self._names(leaves)} by itself, where "
-            "microbatches add up: it goes backward or clears gradients. Take gradients that the "
-            "forward needs with torch.autograd.grad, return what it went backward from as a part "
-            "of the loss, and clear gradients after the optimizer's step"
+            "microbatches add up: it goes backward or clears gradients. Leave loss.backward() out "
+            "and return all that it was called of, added up; take gradients that the forward needs "
+            "with torch.autograd.grad, and clear gradients after the optimizer's step"
         )
 
     def _names(self, leaves: Iterable[Tensor]) -> str:
