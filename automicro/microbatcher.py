@@ -365,7 +365,7 @@ class Microbatcher:
             BatchError: the batch cannot be cut, or ``carry`` has other rows.
             LossError: the forward gives no usable loss, or no state to carry.
 
-        After any exception the state is as it was before the call.
+        After any exception but a `RollbackError` the state is as it was before the call.
 
         Example:
             >>> from automicro.features import Carry
@@ -409,8 +409,7 @@ class Microbatcher:
             return_outputs: as `backward`, of all batches together.
 
         Raises:
-            ValueError: no batch, or state is carried between them. Else as `backward`, and after
-                any exception the state is as it was before the call.
+            ValueError: no batch, or state is carried between them. Else as `backward`.
 
         Example:
             >>> microbatcher = Microbatcher(nn.Linear(8, 2), loss_fn=nn.CrossEntropyLoss())
@@ -472,7 +471,7 @@ class Microbatcher:
             SampleTooLargeError: the smallest microbatch does not fit.
             BatchError: the batch cannot be cut, or ``carry`` has other rows.
 
-        After any exception the state is as it was before the call.
+        After any exception but a `RollbackError` the state is as it was before the call.
         """
         batch = self._setup.carrying.beside(batch, carry)
         return self._without_gradients(
@@ -648,7 +647,7 @@ class Microbatcher:
         """Read the batches of a training step, and look at a few rows where that is due."""
         batches = check_step(batches, may_be_none=not self._ranks.is_alone)
         self._setup.carrying.refuse_several(batches)
-        self._ranks.settle()  # else it finds whole parameters in the place of their parts
+        self._ranks.settle()  # else the index finds whole parameters in the place of shards
         self._index.refresh()
         self._ranks.settle(self._index.parameters)
         step = self._read(batches, self._split_guard.allowed(self._train.policy))

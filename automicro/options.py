@@ -323,7 +323,8 @@ def check_loss(loss: object, *, may_be_zero: bool = False) -> Tensor:
     if loss.dim() != 0:
         raise LossError(
             f"the loss has the shape {tuple(loss.shape)} and must be one number; average it "
-            "(loss.mean(), reduction='mean') or sum it and pass loss_average='none'"
+            "(loss.mean(), reduction='mean') or sum it and pass loss_average='none'; if it is the "
+            "model's output, compute the loss from it"
         )
     if not loss.is_floating_point():
         raise LossError(

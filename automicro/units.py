@@ -194,8 +194,7 @@ def parse_bytes(amount: str | int | float) -> int:
     num_bytes = _parse_text(amount) if isinstance(amount, str) else _whole(amount)
     if num_bytes < 1:
         raise ValueError(
-            f"an amount of memory must be at least one byte, but {amount!r} is {num_bytes}: give "
-            f"a larger one, such as '24MiB'"
+            f"{amount!r} is less than one byte of memory: give a larger amount, such as '24MiB'"
         )
     return num_bytes
 

@@ -445,7 +445,7 @@ class Checks:
             found = tried(work, self._computation.device)
             if not isinstance(found, Failed):
                 break
-            logger.info("%d rows could not be computed at once: %s", sum(some), found.why)
+            logger.info("check: %d rows could not be computed at once: %s", sum(some), found.why)
         if found is None or isinstance(found, Failed):
             if found is not None and found.kind is Failure.RETRYABLE:
                 track.splits[gives_outputs].put_off()

@@ -259,8 +259,8 @@ class _LossFunction(Convention):
         if isinstance(result, Mapping):
             return dataclasses.replace(_read_result(result), outputs=outputs)
         raise LossError(  # a tuple cannot hold outputs, as that of a forward does
-            f"the loss function returned {_named(result)}, of which nothing says how it adds up; "
-            "return one scalar tensor, or a mapping from names to scalar losses, which are summed"
+            f"the loss function returned {_named(result)} and no tensor to go backward from; "
+            "return one scalar tensor (no .item()), or a mapping of scalar losses, which are summed"
         )
 
     def predict(self, model: nn.Module, microbatch: Any, *, holds_rows: bool = False) -> Any:

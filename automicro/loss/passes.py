@@ -21,7 +21,7 @@ from automicro.transaction.leaves import nodes_of
 from automicro.transaction.rng import RandomState
 
 Mode: TypeAlias = Literal["train", "eval", "predict"]
-"""Which forward: with a loss, with one perhaps, without."""
+"""Which forward: "train" has a loss, "eval" may have one, "predict" has none."""
 
 
 _running = [0]  # extra passes, each in the one before

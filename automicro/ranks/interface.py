@@ -209,7 +209,7 @@ class Ranks(Protocol):
         """The highs of the vote that ended the last attempt; empty if none were exchanged."""
 
     def settle(self, parameters: Sequence[Tensor] = ()) -> None:
-        """Put wrappers into the state that they have between steps, a user's forward behind.
+        """Put wrappers back into the state between steps, which a forward of the user's may change.
 
         Args:
             parameters: of the model and all that is trained with it, before a training step.

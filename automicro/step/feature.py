@@ -49,7 +49,7 @@ class MicrobatchRun:
         given: its rows as they were cut from the batch, where that lies; with the state beside
             them, where state goes from batch to batch.
         inputs: the same on the device.
-        output: of the forward, before the backward; None before, and when the microbatch is over.
+        output: of the forward, in `Feature.computed`; None before and after.
         loss: detached, and weighted so that those of all microbatches add up; None before it is
             known, and in evaluation.
     """
@@ -72,8 +72,10 @@ class MicrobatchRun:
 class Feature:
     """Takes part in every attempt at a batch. A hook that a subclass leaves out costs nothing.
 
-    An attempt may still fail after any of these: what a hook keeps belongs into a `Part`, or is
-    dropped in `failed`. An exception in a hook ends the step, with its state as it was before.
+    An attempt may still be undone after any of these: what a hook keeps starts anew in `begin`, or
+    belongs into a `Part`, an object beside this one with ``begin``, ``prepare``, ``commit`` and
+    ``roll_back``. After a backward, ``.grad`` is the sum over the attempt's microbatches so far. An
+    exception in a hook ends the step, with its state as it was before.
 
     Example:
         >>> import torch

@@ -220,7 +220,7 @@ class Passes:
             self._has_warned_of_nothing = True
 
     def begins_with(self, weights: BatchWeights) -> bool:
-        """Whether backwards begin with these weights, and losses of `train` are not weighted."""
+        """Whether backwards start from their weights in place of 1, so that losses have none."""
         return self._can_begin and weights.are_plain
 
     def tensors(self, batch: Any) -> list[Tensor]:
@@ -242,20 +242,20 @@ class Passes:
         Raises:
             LossError: there is no loss, or it cannot be differentiated.
         """
-        index, rows = run.index, run.inputs
+        index, inputs = run.index, run.inputs
         is_nothing = weights.is_nothing[index]
         if is_nothing:
             # The mean over no target is NaN, and so is the gradient of an input that gathers one.
-            rows = map_tensors(rows, _cut_off)
+            inputs = map_tensors(inputs, _cut_off)
         if not gradients.is_steady:
             gradients.before_forward()
         train = self._convention.train
         if self._is_plain and not (features.forwarded or self._row_dims):
-            output = train(self._modules[0], rows)
+            output = train(self._modules[0], inputs)
         else:
             if features.forwarded:
                 train = functools.partial(train, forwarded=lambda: _call(features.forwarded, run))
-            output = self._forward(train, rows)
+            output = self._forward(train, inputs)
         if output.losses and not output.has_total and not self._has_looked_at_parts:
             self._warn_of_metrics_among(output.losses)
         # Metrics get the outputs, and may count what is left out of the losses.
@@ -263,28 +263,27 @@ class Passes:
             self._warn_of_whole_numbers(output.given)
         loss = check_loss(output.loss, may_be_zero=True)
         weight: Any = weights.of_all[index]
-        parts, begun = output.losses, tuple[Tensor, ...]()
+        parts, start = output.losses, tuple[Tensor, ...]()
         if self.begins_with(weights):
             # One of its own for each: where a leaf is a view of the loss, autograd makes it the
             # leaf's gradient, to which the next backwards add.
-            begun = (torch.full_like(loss, weight),)
+            start = (torch.full_like(loss, weight),)
         else:
             loss, parts = weights.apply(index, loss, parts, has_total=output.has_total)
         if not gradients.is_steady:
             gradients.after_forward()
         if features.before_backward or features.computed or features.after:
             # Hooks alone read it; each operation less counts where microbatches are small.
-            run.loss = loss.detach() * weight if begun else loss.detach()
+            run.loss = loss.detach() * weight if start else loss.detach()
             _call(features.before_backward, run)
         if loss.requires_grad and not self._is_alone:
-            # Undone where wrappers average gradients over ranks.
             with self.zeroing_gradients() if is_nothing else _NOTHING:
-                # Wrappers average gradients over ranks: the multiple of the loss makes that a sum.
+                # Wrappers average gradients over ranks: a multiple of the loss makes that a sum.
                 gradients.run(self._run_backward, loss * self._scale if self._scale > 1 else loss)
         elif loss.requires_grad and is_nothing:
             gradients.run_for_nothing(self._run_backward, loss)
         elif loss.requires_grad:
-            gradients.run(self._run_backward, loss, *begun)
+            gradients.run(self._run_backward, loss, *start)
         if features.computed:
             self._show(run, output, features)
         return weights.report(loss, parts)
@@ -308,7 +307,7 @@ class Passes:
             return outputs
         with evaluation_mode(self._modules), torch.no_grad():
             return self._forward(
-                lambda _, rows: self._convention.eval_forward(rows, outputs), run.inputs
+                lambda _, inputs: self._convention.eval_forward(inputs, outputs), run.inputs
             )
 
     def _warn_of_metrics_among(self, losses: Mapping[str, Tensor]) -> None:
@@ -398,15 +397,15 @@ class Passes:
             moved = next(on_device([row], self.device, isolate=True))
             self._convention.evaluate(self._modules[0], moved)
 
-    def _forward(self, forward: Callable[..., T], rows: Any) -> T:
+    def _forward(self, forward: Callable[..., T], inputs: Any) -> T:
         dtype = self._autocast_dtype
         if dtype is None and not self._row_dims:  # costs as little as can be
-            found = forward(self._modules[0], rows)
+            found = forward(self._modules[0], inputs)
         else:
             # None of ours leaves the caller's own, around the call, as it is.
             ours = _NOTHING if dtype is None else torch.autocast(self.device.type, dtype)
-            with dynamic_rows(rows, self._row_dims), ours:
-                found = forward(self._modules[0], rows)
+            with dynamic_rows(inputs, self._row_dims), ours:
+                found = forward(self._modules[0], inputs)
         return _with_own_losses(found) if self._captures else found
 
 

@@ -63,7 +63,7 @@ class ReadBatch:
 
     @property
     def row_cost(self) -> float | None:
-        """The cost of the smallest microbatch: a row, the costliest where they differ."""
+        """The cost of one row: on average, or where rows are sorted by cost, the costliest's."""
         return self.cost if self.packing is None else self.packing.largest([1])
 
 
@@ -77,7 +77,7 @@ class Step:
         denominators: of their losses by name, for several ranks.
         wants_to_stop: whether this rank asks for the end of the run.
         raw: the batches as the caller gave them.
-        rows: of each batch.
+        rows: how many each batch has.
     """
 
     batches: Sequence[ReadBatch]
@@ -275,7 +275,7 @@ class Plan:
         cuts: of each batch of this rank; none where no rank has any row.
         size: of the largest slice, of any rank, in the unit of sizes.
         num_microbatches: that every rank runs.
-        extent: what the policy takes the batch for that speaks for the step: the one with the
+        extent: the size, for the policy, of the batch that speaks for the step: the one with the
             largest slice, or of several ranks, the largest batch.
         cost: of one row of it; None where it is not known, or sizes are costs.
         num_global_rows: of the batches of all ranks.
@@ -304,27 +304,25 @@ class Plan:
 
     @property
     def most(self) -> int:
-        """The limit of slices: less than the size where a row has more by itself."""
+        """The limit of slices; the size is above it where a single row costs more."""
         return self.size if self.unit == ROWS else min(self.size, self.proposed)
 
     def needs_less_than(self, other: "Plan") -> bool:
-        """Whether slices are smaller, or computed at a higher level or with other settings.
-
-        Where sizes are costs, more of them are smaller beside the largest.
-        """
+        """Whether slices are smaller, or computed at a higher level or with other settings."""
         # A higher level takes less at the same size.
         if self.level != other.level:
             return self.level > other.level
         # Such as smaller slices of a part.
         if self.settings != other.settings:
             return True
+        # Sizes are costs: beside a largest slice that stays, more slices are smaller ones.
         if self.unit != ROWS and self.num_microbatches > other.num_microbatches:
             return True
         return self.size < other.size
 
     @property
     def row_cost(self) -> float | None:
-        """The cost of the smallest microbatch of this size: see `Policy.climb`."""
+        """The cost of one row for `Policy.climb`; where sizes are costs, of the largest slice."""
         return self.cost if self.unit == ROWS else float(self.size)
 
     @property

@@ -95,7 +95,7 @@ class Unit:
 
 
 class NoCarry:
-    """No state goes from batch to batch.
+    """No state goes from batch to batch, unless `Carry` puts another class in this one's place.
 
     Args:
         layout: of batches, with the state that is beside them.

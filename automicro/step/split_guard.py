@@ -100,7 +100,7 @@ class SplitGuard:
     def could_split(policy: Policy, rows: Sequence[int], *, by_cost: bool = False) -> bool:
         """Whether the policy, as `allowed` gave it, might ever split batches of these rows.
 
-        Several are split in any case, and so are rows with costs, to save padding.
+        A step of several batches counts as split, and so do rows with costs, to save padding.
         """
         if len(rows) != 1 or by_cost:
             return bool(rows)

@@ -170,7 +170,7 @@ _HELPS = {
     "offload": ("host memory for what waits for the backward", "when_too_large={}"),
     "nested": (
         "outputs and their loss in slices",
-        "when_too_large={}, or automicro.split where the model is none of transformers'",
+        "when_too_large={} for models of transformers, automicro.split for others",
     ),
     "bf16": ("half precision", "precision='bf16'"),
 }

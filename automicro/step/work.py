@@ -294,14 +294,14 @@ class _Work(Generic[T]):
         every = [*microbatches, *self._engine.spare.fillers(plan, self._spares(cuts), min_rows)]
         moved = on_device(every, self._passes.device, isolate=self._watch.isolate)
         # This rank's own microbatches come first and its fillers last, so that ranks run as many.
-        for index, rows in enumerate(moved):
+        for index, inputs in enumerate(moved):
             # A filler runs for the collectives of other ranks alone: no feature and no metric sees
             # it, and its buffers and random numbers are put back.
             if index >= len(sizes):
                 with self._phase.undone(), ranks.microbatch(index, weightless=True):
-                    self._fill(MicrobatchRun(index, 0, rows, rows))
+                    self._fill(MicrobatchRun(index, 0, inputs, inputs))
                 continue
-            run = MicrobatchRun(index, sizes[index], microbatches[index], rows)
+            run = MicrobatchRun(index, sizes[index], microbatches[index], inputs)
             # Only the hooks that a feature overrides are in here.
             for hook in features.before:
                 hook(run)
@@ -309,7 +309,7 @@ class _Work(Generic[T]):
                 self._compute(run)
             for hook in features.after:
                 hook(run)
-            del run, rows  # before the next one comes
+            del run, inputs  # before the next one comes
 
     def failed(self, message: str, peak_bytes: int | None) -> Sequence[str]:
         return self._features.failed(message, peak_bytes)
@@ -365,7 +365,7 @@ class TrainingWork(_Work[Losses]):
         phase: of training.
         step: what it brings.
         metrics: updated with every row; None for none.
-        where: outputs of all rows are kept; False for nowhere.
+        where: the outputs of all rows are kept, as in `Where`.
         accept: given the loss, says whether to keep the step; None for yes.
     """
 
@@ -383,9 +383,9 @@ class TrainingWork(_Work[Losses]):
         self._gradients = Gradients(
             engine.index.known, engine.gradients, inputs=self._watch.requiring_grad
         )
-        self._shared: _GlobalLoss | None = None
+        self._global_loss: _GlobalLoss | None = None
         if not phase.ranks.is_alone:
-            self._shared = _GlobalLoss(
+            self._global_loss = _GlobalLoss(
                 phase.device,
                 at_once=accept is not None,
                 num_means=1 if engine.passes.scales_for_ranks else phase.ranks.world_size,
@@ -440,8 +440,8 @@ class TrainingWork(_Work[Losses]):
         self._gradients.require_untouched()
         self._passes.warn_of_nothing(weights)
         self._warn_of_splitting(plan)
-        begun = self._passes.begins_with(weights)
-        summed = add_up(losses, weights.of_all if begun else None)
+        are_unweighted = self._passes.begins_with(weights)
+        summed = add_up(losses, weights.of_all if are_unweighted else None)
         # `rank_loss` reads it after the step, when `run` has let go of the weights.
         if not self._ranks.is_alone:
             self._own = summed, weights, plan.totals or {}
@@ -462,13 +462,13 @@ class TrainingWork(_Work[Losses]):
         """The loss of this rank's rows, divided by what they count; None where it is alone."""
         if self._own is None:
             return None
-        (loss, parts), weights, of_all = self._own
-        if not of_all or not self._passes.scales_for_ranks:
+        (loss, parts), weights, denominators = self._own
+        if not denominators or not self._passes.scales_for_ranks:
             return loss
 
         def own(share: Tensor, name: str) -> Tensor:
             total = weights.totals.get(name)
-            return share if total is None or not total else share * (of_all[name] / total)
+            return share if total is None or not total else share * (denominators[name] / total)
 
         if "" in weights.totals:
             return own(loss, "")
@@ -476,10 +476,10 @@ class TrainingWork(_Work[Losses]):
         return torch.stack([own(part, name) for name, part in parts.items()]).sum()
 
     def numbers(self, result: Losses) -> Sequence[float]:
-        return () if self._shared is None else self._shared.numbers(result)
+        return () if self._global_loss is None else self._global_loss.numbers(result)
 
     def combined(self, result: Losses, sums: Sequence[float]) -> Losses:
-        return result if self._shared is None else self._shared.together(result, sums)
+        return result if self._global_loss is None else self._global_loss.together(result, sums)
 
     def accepts(self, result: Losses) -> bool:
         # What a rehearsal runs is measured, and then rolled back like a step that is not accepted.
@@ -503,7 +503,7 @@ class EvaluationWork(_Work[Evaluated]):
         phase: of evaluation.
         step: what it brings.
         metrics: updated with every row; None for none.
-        where: outputs of all rows are kept; False for nowhere.
+        where: the outputs of all rows are kept, as in `Where`.
         predicts: whether only outputs are asked for.
         compares_outputs: whether outputs are compared although they were not asked for.
     """

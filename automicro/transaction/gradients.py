@@ -173,9 +173,9 @@ class GradientHistory:
         """
         raise LossError(
             f"the forward (or backward=) changes .grad of {self._names(leaves)} by itself, where "
-            "microbatches add up: it goes backward or clears gradients. Take gradients that the "
-            "forward needs with torch.autograd.grad, return what it went backward from as a part "
-            "of the loss, and clear gradients after the optimizer's step"
+            "microbatches add up: it goes backward or clears gradients. Leave loss.backward() out "
+            "and return all that it was called of, added up; take gradients that the forward needs "
+            "with torch.autograd.grad, and clear gradients after the optimizer's step"
         )
 
     def _names(self, leaves: Iterable[Tensor]) -> str:
@@ -335,20 +335,20 @@ class Gradients:
         elif self._narrow:
             self._put_away()
 
-    def run(self, backward: Backward, loss: Tensor, *begun: Tensor) -> None:
+    def run(self, backward: Backward, loss: Tensor, *start: Tensor) -> None:
         """Run the backward of a microbatch.
 
         Args:
             backward: of a loss, weighted already.
             loss: that it is given.
-            begun: what it begins with, where that is not one: the weight.
+            start: the gradient of the loss, where that is not one: the weight.
 
         Raises:
             TouchedGradientsError: the same attempt again, please.
             LossError: the forward changes gradients, or has gone backward from this loss itself.
         """
         if self.is_steady:
-            backward(loss, *begun)
+            backward(loss, *start)
             self._num_backwards += 1
             return
         if self._num_backwards < self._looks:
@@ -358,9 +358,9 @@ class Gradients:
             self._went_unseen = True
         if self._hooks:
             with self._hooks.held():
-                backward(loss, *begun)
+                backward(loss, *start)
         else:
-            backward(loss, *begun)
+            backward(loss, *start)
         self._num_backwards += 1
         if self._memory.is_alone:
             self._after_backward()

@@ -68,10 +68,10 @@ def refused_writes(names: Sequence[str]) -> RollbackError:
     listed = ", ".join(map(repr, names[:3])) + f" and {len(names) - 3} more" * (len(names) > 3)
     return RollbackError(
         f"the forward or backward changed parameters{listed and f' ({listed})'}, and such a "
-        "change cannot be rolled back; step the optimizer after backward() returns or, in "
-        "one process, in a post-accumulate hook that cannot fail; move averages (a teacher, a key "
+        "change cannot be rolled back. Call optimizer.step() after backward() returns (in one "
+        "process also in a post-accumulate hook that cannot fail). Move averages (a teacher, a key "
         "encoder) and constrain parameters after the step (an embedding with max_norm constrains "
-        "its own in the forward); let layers that initialise themselves see a whole batch before, "
+        "its own in the forward). Let layers that initialise themselves see a whole batch before, "
         "under torch.no_grad()"
     )
 
