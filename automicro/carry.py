@@ -8,7 +8,7 @@ from automicro.batch.layout import BatchLayout
 from automicro.errors import BatchError
 from automicro.loss.conventions import Carried
 from automicro.step.feature import Feature
-from automicro.step.setup import NoCarry, Setup
+from automicro.step.setup import Carrying, Setup
 
 
 class _CarriedLayout(BatchLayout):
@@ -86,10 +86,10 @@ class Carry(Feature):
         self._layout = layout
 
     def attach(self, setup: Setup) -> None:
-        setup.carrying = _Carrying(setup.batch_layout, self._layout)
+        setup.carrying = _WithState(setup.batch_layout, self._layout)
 
 
-class _Carrying(NoCarry):
+class _WithState(Carrying):
     """Batches with their state beside them.
 
     What the caller gave knows batches as the data loader gives them, without the state.

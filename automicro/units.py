@@ -177,7 +177,7 @@ def parse_bytes(amount: str | int | float) -> int:
     """Read an amount of memory as a whole number of bytes.
 
     MiB is 2**20 and MB is 10**6; upper and lower case are the same. A number without a unit is in
-    bytes. Parts of a byte are dropped.
+    bytes. Parts of a byte are dropped from a text.
 
     Raises:
         TypeError: ``amount`` is neither text nor a number.
@@ -247,6 +247,11 @@ def _whole(number: int | float) -> int:
         raise ValueError(
             f"an amount of memory cannot be {number!r}: give a finite number of bytes, or None "
             f"where no limit is meant"
+        )
+    if number > 1 and number != int(number):
+        raise ValueError(
+            f"{number!r} is not a whole number of bytes: give a text with a unit, such as "
+            f"'{number:g}GiB', or a whole number"
         )
     return int(number)
 

@@ -12,7 +12,7 @@ from automicro.events.run import Run
 from automicro.memory.oom import is_out_of_memory, once_more
 from automicro.showing import one_line
 from automicro.step.events import Microbatch, Observing, OutOfMemory, Resize, Subject
-from automicro.step.feature import Attempt, Feature
+from automicro.step.feature import Attempt, Feature, misspelt_hook
 from automicro.step.results import EvalResult, StepResult
 
 
@@ -331,3 +331,8 @@ def _refuse_foreign_events(callback: Callback) -> None:
                 f"{type(callback).__name__}.{name} would never be called: the event is called "
                 f"{event}; rename the method"
             )
+    if misspelt := misspelt_hook(type(callback), Callback, EVENTS):
+        raise ValueError(
+            f"{type(callback).__name__}.{misspelt} would never be called: the events are "
+            f"{', '.join(EVENTS)}. Rename it, or let a name of your own begin with _"
+        )

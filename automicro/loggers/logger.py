@@ -311,6 +311,9 @@ def _tell(messages: Iterable[str | None]) -> None:
             warn(message, LoggerWarning)
 
 
+_METHODS = ("start", "log", "close")
+
+
 def _checked(loggers: Iterable[Logger]) -> list[Logger]:
     remedy = "pass a list of loggers, such as loggers=[JSONLinesLogger('log.jsonl')]"
     if isinstance(loggers, Logger) or not isinstance(loggers, Iterable):
@@ -327,8 +330,9 @@ def _checked(loggers: Iterable[Logger]) -> list[Logger]:
                 f"LightningLogger({type(logger).__name__}(…), 'runs/first'), with a folder for "
                 "where the run stands"
             )
-        if not isinstance(logger, Logger):
+        if missing := [name for name in _METHODS if not callable(getattr(logger, name, None))]:
             raise TypeError(
-                f"loggers[{index}] is {logger!r}, which lacks start, log or close; {remedy}"
+                f"loggers[{index}] is {logger!r}, which has no {' and no '.join(missing)}; give an "
+                f"object with the methods {', '.join(_METHODS)} of automicro.loggers.Logger"
             )
     return each

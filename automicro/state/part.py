@@ -153,7 +153,7 @@ _REMEDY = (
 )
 
 
-_PART = ("begin", "prepare", "commit", "roll_back")
+PART = ("begin", "prepare", "commit", "roll_back")
 
 
 def read_state(values: Iterable[Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -174,7 +174,7 @@ def read_state(values: Iterable[Any]) -> tuple[list[Any], dict[str, Any]]:
                 "change in place; pass the object that holds it"
             )
         # It puts itself back, in its own way.
-        if all(callable(getattr(value, name, None)) for name in _PART):
+        if all(callable(getattr(value, name, None)) for name in PART):
             parts.append(value)
         else:
             roots[f"state[{index}]"] = value

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from automicro.errors import Bystander, blame, bystander
 from automicro.loss.conventions import Carried, Output
+from automicro.state.part import PART
 from automicro.step.plan import Cut, Plan
 from automicro.step.setup import Setup
 from automicro.transaction.transaction import Part
@@ -149,14 +150,19 @@ def check_features(features: object) -> list[Feature]:
         if not isinstance(each, Feature):
             kind = f"the class {each.__name__}" if isinstance(each, type) else f"{each!r}"
             raise TypeError(f"features holds {kind}, which is no Feature; {remedy}")
-        for name in dir(type(each)):
-            is_near = name not in dir(Feature) and difflib.get_close_matches(name, _HOOKS, 1, 0.8)
-            if is_near and not name.startswith("_"):
-                raise TypeError(
-                    f"{type(each).__name__}.{name} would never be called: the hooks of a Feature "
-                    f"are {', '.join(_HOOKS)}. Rename it, or let a name of your own begin with _"
-                )
+        if name := misspelt_hook(type(each), Feature, _HOOKS):
+            raise TypeError(
+                f"{type(each).__name__}.{name} would never be called: the hooks of a Feature "
+                f"are {', '.join(_HOOKS)}. Rename it, or let a name of your own begin with _"
+            )
     return found
+
+
+def misspelt_hook(kind: type, base: type, hooks: Collection[str]) -> str | None:
+    """The method of a class that is named nearly as a hook of its base, and would not be called."""
+    own = (name for name in dir(kind) if name not in dir(base) and not name.startswith("_"))
+    called = (name for name in own if callable(getattr(kind, name)))
+    return next((n for n in called if difflib.get_close_matches(n, hooks, 1, 0.8)), None)
 
 
 def takes_part(feature: Feature) -> bool:
@@ -198,7 +204,14 @@ class Features:
 
     def parts(self) -> list[Part]:
         self._attempt = None  # the next one begins
-        return [part for parts in self._having("parts") for part in parts()]
+        found = [part for parts in self._having("parts") for part in parts()]
+        for each in found:
+            if missing := [name for name in PART if not hasattr(each, name)]:
+                raise TypeError(
+                    f"parts() of a feature gave {each!r}, which has no {' and no '.join(missing)}; "
+                    f"give objects that have {', '.join(PART)}"
+                )
+        return found
 
     def begin(self, phase: str, number: int, plan: Plan) -> None:
         if not self._all:

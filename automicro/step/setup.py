@@ -94,7 +94,7 @@ class Unit:
         return CutRule(strict_divisible=strict_divisible)
 
 
-class NoCarry:
+class Carrying:
     """No state goes from batch to batch, unless `Carry` puts another class in this one's place.
 
     Args:
@@ -173,7 +173,7 @@ class Setup:
     optimizer: torch.optim.Optimizer | None = None
     precision: str = "fp32"
     state: list[Any] = field(default_factory=list)
-    carrying: NoCarry = field(init=False)
+    carrying: Carrying = field(init=False)
     parts: SizedParts = field(init=False)
     levels: Callable[["Setup"], Sequence[Level]] = lambda setup: [Plain()]
     levels_by_time: bool = False
@@ -188,7 +188,7 @@ class Setup:
     ranks: Ranks = field(default_factory=OneRank)
 
     def __post_init__(self) -> None:
-        self.carrying = NoCarry(BatchLayout(self.batch_layout))
+        self.carrying = Carrying(BatchLayout(self.batch_layout))
         self.parts = SizedParts(self.modules)
 
     # What follows is found once, so it is to be read only when all features are attached.

@@ -259,7 +259,10 @@ def test_without_loggers_nothing_is_even_looked_at() -> None:
     [
         (ConsoleLogger(), r"loggers is ConsoleLogger\(.*\) and not a list; pass a list"),
         ([ConsoleLogger], r"loggers\[0\] is the class ConsoleLogger; say ConsoleLogger\(…\)"),
-        ([ConsoleLogger(), "csv"], r"loggers\[1\] is 'csv', which lacks start, log or close; pass"),
+        (
+            [ConsoleLogger(), "csv"],
+            r"loggers\[1\] is 'csv', which has no start and no log and no close; give",
+        ),
         (3, "loggers is 3 and not a list; pass a list of loggers"),
     ],
     ids=str,

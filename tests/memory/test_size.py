@@ -54,6 +54,11 @@ def test_numbers_that_are_not_finite_are_refused(amount: float) -> None:
         parse_bytes(amount)
 
 
+def test_a_fraction_of_bytes_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"1.5 is not a whole number of bytes: .*'1.5GiB'"):
+        parse_bytes(1.5)
+
+
 @pytest.mark.parametrize("amount", [True, None, b"24MiB", ["24MiB"]])
 def test_other_types_are_refused(amount: object) -> None:
     with pytest.raises(TypeError, match=r"give a text such as '24MiB'"):

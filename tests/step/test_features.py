@@ -81,6 +81,19 @@ def test_arguments_that_do_nothing_are_refused(arguments: dict[str, Any], words:
         Microbatcher(nn.Linear(3, 2), loss_fn=nn.MSELoss(), **arguments)
 
 
+def test_what_is_no_part_of_a_transaction_is_refused() -> None:
+    class Holds(Feature):
+        def parts(self) -> list[Any]:
+            return [Lacking()]
+
+    class Lacking:
+        begin = commit = roll_back = print
+
+    microbatcher = Microbatcher(nn.Linear(3, 2), loss_fn=nn.MSELoss(), features=[Holds()])
+    with pytest.raises(TypeError, match=r"Lacking.*has no prepare; give objects that have begin"):
+        microbatcher.backward((torch.ones(2, 3), torch.ones(2, 2)))
+
+
 def test_an_argument_of_other_trainers_is_answered() -> None:
     with pytest.raises(TypeError, match="no argument epochs; give max_duration='3ep'"):
         Trainer(nn.Linear(3, 2), [], epochs=3)  # type: ignore[call-arg]

@@ -201,6 +201,12 @@ def test_events_by_the_names_of_other_trainers_are_refused(name: str, event: str
         make_trainer(make_model(), callbacks=[foreign()])
 
 
+def test_a_misspelt_event_is_refused() -> None:
+    misspelt = type("Misspelt", (Callback,), {"batch_ended": lambda self, *_: None})
+    with pytest.raises(ValueError, match=r"Misspelt.batch_ended would never be called: the events"):
+        make_trainer(make_model(), callbacks=[misspelt()])
+
+
 def test_methods_of_a_callbacks_own_may_be_called_as_they_like() -> None:
     own = type("Own", (Callback,), {"on_my_terms": lambda self: None})
     make_trainer(make_model(), callbacks=[own()])
