@@ -28,7 +28,7 @@ from automicro.data.plan import (
     read_lengths,
 )
 from automicro.errors import CheckpointError
-from automicro.options import read_amount, read_count
+from automicro.options import check_choice, read_amount, read_count
 from automicro.torch_private import forget_workers
 
 UNITS = ("seconds", "tokens")
@@ -127,44 +127,39 @@ class LengthBatchSampler(Sampler[list[int]]):
         unit: str | None = None,
         second_unit: str | None = None,
     ) -> None:
-        if mode not in MODES:
-            raise ValueError(f"mode={mode!r} is none of {', '.join(MODES)}: give one of these")
-        rule = MODES[mode]
+        rule = MODES[check_choice("mode", mode, MODES)]
         self.mode, self.shuffle, self.seed = mode, shuffle, read_count("seed", seed, least=0)
-        # What a mode has no need of may still be told, for reports.
-        self._known: dict[str, Array] = {}
-        self._by_unit: dict[str, Array] = {}
-        for number, (name, value, option, counted) in enumerate(
-            (
-                ("lengths", lengths, "unit", unit),
-                ("second_lengths", second_lengths, "second_unit", second_unit),
-            )
-        ):
-            if value is not None:
-                self._known[name] = read_lengths(value, dataset, name=name)
-            elif number < rule.dimensions:
+        given = {"lengths": lengths, "second_lengths": second_lengths}
+        for name in list(given)[: rule.dimensions]:
+            if given[name] is None:
                 raise ValueError(f"mode={mode!r} goes by {name}, and there are none: give {name}=…")
+        # What a mode has no need of may still be told, for reports.
+        self._known: dict[str, Array] = {
+            name: read_lengths(each, dataset, name=name)
+            for name, each in given.items()
+            if each is not None
+        }
+        self._by_unit: dict[str, Array] = {}
+        units = (("unit", unit), ("second_unit", second_unit))
+        for (option, counted), name in zip(units, given, strict=True):
             if counted is None:
                 continue
-            if counted not in UNITS:
-                units = " or ".join(map(repr, UNITS))
-                raise ValueError(f"{option}={counted!r}: give {units}, or None")
-            if value is None:
+            if name not in self._known:
                 raise ValueError(
                     f"{option}={counted!r} is of {name} that were not given: give these"
                 )
-            self._by_unit[counted] = self._known[name]
+            self._by_unit[check_choice(option, counted, UNITS)] = self._known[name]
         self.num_rows = _count_rows(dataset, self._known)
         self._lengths = list(self._known.values())[: rule.dimensions]
         amounts = {"batch_size": batch_size, "batch_length": batch_length, "batch_cost": batch_cost}
         _check_budget(mode, amounts)
         if cost is not None and batch_cost is None:
             raise ValueError("cost says what a row adds to batch_cost: give batch_cost, or no cost")
-        for option, given, which, other in (
+        for option, value, which, other in (
             ("bucket_edges", bucket_edges, "given", "1D-bucketing"),
             ("num_buckets", num_buckets, "derived", "1D-bucketing-dyn"),
         ):
-            if given is not None and rule.buckets != which:
+            if value is not None and rule.buckets != which:
                 raise ValueError(
                     f"mode={mode!r} takes no {option}: leave it out, or say mode={other!r}"
                 )
@@ -502,9 +497,9 @@ def _count_rows(dataset: Any, known: Mapping[str, Array]) -> int:
 
 def _check_budget(mode: str, budgets: Mapping[str, Any]) -> None:
     wanted = MODES[mode].budgets
-    given = [name for name, value in budgets.items() if value is not None]
-    if len(given) != 1 or given[0] not in wanted:
-        has = ", ".join(f"{name}={budgets[name]!r}" for name in given) or "none"
+    given = {name: value for name, value in budgets.items() if value is not None}
+    if len(given) != 1 or not given.keys() <= set(wanted):
+        has = ", ".join(f"{name}={value!r}" for name, value in given.items()) or "none"
         one = wanted[0] if len(wanted) == 1 else f"one of {', '.join(wanted)}"
         raise ValueError(
             f"mode={mode!r} fills batches up to {one}, and was given {has}: give {one}"

@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from automicro.batch.device import on_host
 from automicro.batch.tensors import Contents
@@ -17,7 +16,13 @@ from automicro.checking.draws import CollectiveError, needs_other_ranks
 from automicro.checking.reading import LOSS, Reading, gaps
 from automicro.errors import AutomicroError, PaddingWarning, warn
 from automicro.lengths.padding import Declared, Group, Padding, cut_padding
-from automicro.lengths.unit import Cost, CostUnit, check_unit, refuse_inputs_with_gradients
+from automicro.lengths.unit import (
+    Cost,
+    CostUnit,
+    check_unit,
+    length_dims,
+    refuse_inputs_with_gradients,
+)
 from automicro.loss.averages import CutBatch
 from automicro.loss.passes import Computation, Mode
 from automicro.memory.oom import Failure, once_more
@@ -107,23 +112,26 @@ def _look(
     with on_host():
         padded = computation.layout.take_rows(batch, [row])
         cut = cut_padding(padded, groups, slice(row, row + 1))
-    windows = {group.name: (*group.window([row]), group.padded) for group in groups}
+    spans = {group.name: [(0, group.padded), group.window([row])] for group in groups}
     with Bench(computation, Conditions(mode=mode, wants="outputs")) as bench:
         one, other = (bench.read(CutBatch.whole(each, 1)) for each in (padded, cut))
-        dims = {
-            path: own
-            for path, whole in one.outputs.items()
-            if (part := other.outputs.get(path)) is not None
-            if part.dim() == whole.dim() and whole.is_floating_point()
-            if (own := _matching(whole, part, windows)) is not None
-        }
+        dims: dict[str, dict[int, str]] = {}
+        for name, whole in one.outputs.items():
+            part = other.outputs.get(name)
+            if part is None or part.dim() != whole.dim() or not whole.is_floating_point():
+                continue
+            own = length_dims([whole, part], spans)
+            sizes = enumerate(zip(whole.shape, part.shape, strict=True))
+            # What differs for another reason than its padding cannot be compared.
+            if all(size == cut or dim in own for dim, (size, cut) in sizes):
+                dims[name] = own
         other.outputs = {path: other.outputs[path] for path in dims}
         # In the padding anything may stand: there the two need not agree.
-        one = _narrowed(one, dims, windows)
+        one = _narrowed(one, dims, spans)
         shaken = (bench.read(CutBatch.whole(padded, 1), shake=shake) for shake in range(1, 7))
         finite = [name for name, value in one.numbers.items() if math.isfinite(value)]
         has_values = any(float(leaf.nan_to_num().abs().max()) for leaf in one.outputs.values())
-        found = gaps(one, other, (_narrowed(each, dims, windows) for each in shaken))
+        found = gaps(one, other, (_narrowed(each, dims, spans) for each in shaken))
     if LOSS in found and (finite or math.isfinite(other.numbers[LOSS])):
         before, after = one.numbers[LOSS], other.numbers[LOSS]
         why = f"the loss of a row is {before:.6g} with its padding and {after:.6g} without"
@@ -140,36 +148,17 @@ def _look(
 def _narrowed(
     reading: Reading,
     dims: Mapping[str, Mapping[int, str]],
-    windows: Mapping[str, tuple[int, int, int]],
+    spans: Mapping[str, Sequence[tuple[int, int]]],
 ) -> Reading:
     """The same without what lies in the padding of its outputs."""
     outputs = {}
     for path, own in dims.items():
         leaf = reading.outputs[path]
         for dim, name in own.items():
-            start, stop, _ = windows[name]
+            start, stop = spans[name][1]
             leaf = leaf.narrow(dim, start, stop - start)
         outputs[path] = leaf
     return dataclasses.replace(reading, outputs=outputs)
-
-
-def _matching(
-    whole: Tensor, part: Tensor, windows: Mapping[str, tuple[int, int, int]]
-) -> dict[int, str] | None:
-    """The dimensions that a group's padding was cut from; None where that explains no shape."""
-    found = {}
-    for dim, (size, cut) in enumerate(zip(whole.shape, part.shape, strict=True)):
-        if size == cut:
-            continue
-        names = [
-            name
-            for name, (start, stop, padded) in windows.items()
-            if size == padded and cut == stop - start
-        ]
-        if not names or dim == 0:
-            return None
-        found[dim] = names[0]
-    return found
 
 
 _PATIENCE = 4  # looks that could not tell

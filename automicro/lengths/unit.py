@@ -6,16 +6,15 @@ its padding, in whole units, takes the place of its rows.
 
 A slice costs its number of rows times the cost of the longest, so that rows that are sorted and
 cut into neighbours leave nothing to gain by another grouping. Of all such cuts `pack` finds the
-best: dynamic programming over where a slice begins, in which a later beginning that is better once
-stays better, so that one queue of beginnings is enough (Galil and Park, "Dynamic programming with
-convexity, concavity and sparsity", 1992). The same costs lead to the same slices everywhere.
+best, by dynamic programming over where a slice begins. The same costs lead to the same slices
+everywhere.
 """
 
 import functools
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -34,103 +33,44 @@ Array = np.ndarray[Any, Any]
 Combine = Callable[[Array], Array]
 """The cost of a row from its lengths: from ``(..., lengths)`` to ``(...)``."""
 
-# Rows of several lengths are compared with all beginnings; beyond so many, with these.
-_MOST_BEGINNINGS = 2048
+# A slice has at most so many rows, which bounds the work for each row.
+_MOST_BEGINNINGS = 1 << 14
 
 
-def pack(costs: Sequence[float], budget: float, *, overhead: float = 0.0) -> list[int]:
+def pack(lengths: Array, combine: Combine, budget: float, *, overhead: float = 0.0) -> list[int]:
     """The rows of each slice, where ``overhead · slices + padded costs`` are least.
 
-    A row that costs more than the budget is alone in its slice. Takes O(n) after the sorting.
+    A row that costs more than the budget is alone in its slice. The order of the rows is kept: of
+    one length, sorted, no other grouping is better; of several lengths another order may be.
 
     Args:
-        costs: of each row, sorted, the highest first.
-        budget: the most that a slice may cost: its rows times the cost of its first.
+        lengths: of each row, as (rows, lengths), each of which a slice pads to its longest.
+        combine: the cost of a row from its lengths; longer rows must not cost less.
+        budget: the most that a slice may cost.
         overhead: what a slice costs whatever it holds, in the unit of the costs.
 
-    Raises:
-        ValueError: the costs are not sorted.
-
-    >>> pack([8, 8, 3, 2, 2], 16), pack([8, 8, 3, 2, 2], 16, overhead=10)
+    >>> costs = np.array([[8], [8], [3], [2], [2]])
+    >>> pack(costs, _sum, 16), pack(costs, _sum, 16, overhead=10)
     ([2, 1, 2], [2, 3])
-    >>> pack([40, 2, 1], 16)
-    [1, 1, 1]
-    """
-    values = [float(cost) for cost in costs]
-    if any(map(float.__lt__, values, values[1:])):
-        raise ValueError("rows are packed from the costliest to the cheapest: sort them first")
-    num_rows = len(values)
-    # Slices up to row i, and one of the rows from there to x, cost
-    # least[i] + overhead + (x - i) · costs[i].
-    least = [0.0] * (num_rows + 1)
-    begins = [0] * (num_rows + 1)
-    # Each beginning with the first end for which it is the best.
-    queue: deque[tuple[int, int]] = deque()
-    for end in range(1, num_rows + 1):
-        new = end - 1
-        while queue and queue[-1][1] >= end:
-            first = _better_from(new, queue[-1][0], values, least, budget)
-            if first > queue[-1][1]:
-                break
-            queue.pop()
-        if not queue:
-            queue.append((new, end))
-        else:
-            first = int(max(_better_from(new, queue[-1][0], values, least, budget), end))
-            if first <= num_rows:
-                queue.append((new, first))
-        while len(queue) > 1 and queue[1][1] <= end:
-            queue.popleft()
-        begin = queue[0][0]
-        least[end] = least[begin] + overhead + (end - begin) * values[begin]
-        begins[end] = begin
-    return _slices(begins)
-
-
-def _better_from(new: int, old: int, costs: list[float], least: list[float], budget: float) -> int:
-    """The first end for which a later beginning is better, at the latest where the old one ends."""
-    too_long = old + _most_rows(costs[old], budget) + 1
-    slope = costs[old] - costs[new]
-    ahead = (least[new] - new * costs[new]) - (least[old] - old * costs[old])
-    if slope > 0:
-        return min(too_long, math.floor(ahead / slope) + 1)  # of equals, the fewer slices
-    return 0 if ahead < 0 else too_long
-
-
-def _most_rows(cost: float, budget: float) -> int:
-    return max(1, int(budget / cost))
-
-
-def pack_lengths(
-    lengths: Array, combine: Combine, budget: float, *, overhead: float = 0.0
-) -> list[int]:
-    """The same for rows of several lengths, each of which a slice pads to its longest.
-
-    The order of the rows is kept, so the result is the best for this order; another may be better.
-
-    Args:
-        lengths: of each row, as (rows, lengths).
-        combine: the cost of a row from its lengths.
-        budget: the most that a slice may cost.
-        overhead: of a slice.
-
     >>> frames_and_labels = np.array([[8, 1], [7, 3], [2, 9], [2, 2]])
-    >>> pack_lengths(frames_and_labels, lambda each: each.prod(-1), 48, overhead=20)
+    >>> pack(frames_and_labels, _product, 48, overhead=20)
     [2, 2]
     """
-    num_rows = len(lengths)
-    least = np.zeros(num_rows + 1)
+    num_rows, first = len(lengths), 0
+    least = np.zeros(num_rows + 1)  # of the slices up to each row
     begins = [0] * (num_rows + 1)
     longest = np.zeros_like(lengths)  # of the slices that begin at each row, so far
     for end in range(1, num_rows + 1):
-        since = max(0, end - _MOST_BEGINNINGS)
-        longest[since:end] = np.maximum(longest[since:end], lengths[end - 1])
-        padded = (end - np.arange(since, end)) * combine(longest[since:end])
-        total = least[since:end] + overhead + padded
-        # The last beginning is that of a single row, which is allowed whatever it costs.
-        total[:-1][padded[:-1] > budget] = np.inf
-        best = int(total.argmin())
-        least[end], begins[end] = total[best], since + best
+        first = max(first, end - _MOST_BEGINNINGS)
+        longest[first:end] = np.maximum(longest[first:end], lengths[end - 1])
+        padded = np.arange(end - first, 0, -1) * combine(longest[first:end])
+        # A beginning from which rows are too many for the budget is so for all later ends, too.
+        # The last is that of a single row, which is allowed whatever it costs.
+        too_long = int((padded[:-1] > budget).sum())
+        first += too_long
+        total = least[first:end] + overhead + padded[too_long:]
+        best = int(total.argmin())  # of equals the earliest, for fewer slices
+        least[end], begins[end] = total[best], first + best
     return _slices(begins)
 
 
@@ -166,6 +106,7 @@ _MOST = 64
 _APART = 0.01
 
 
+@dataclass
 class Overhead:
     """The fixed cost of a slice, fitted from the seconds of steps.
 
@@ -179,15 +120,15 @@ class Overhead:
     50.0
     """
 
-    def __init__(self) -> None:
-        self._steps = 0
-        self._sums = [0.0] * 5  # slices², slices · padded, padded², seconds · slices, … · padded
-        self._fitted: float | None = None
+    steps: int = 0
+    # Slices², slices · padded, padded², seconds · slices, seconds · padded.
+    sums: list[float] = field(default_factory=lambda: [0.0] * 5)
+    fitted: float | None = None
 
     @property
     def wants_seconds(self) -> bool:
         """Whether more steps should be measured for it."""
-        return self._steps < _MOST
+        return self.steps < _MOST
 
     def of(self, average: float) -> float:
         """In the unit of costs.
@@ -195,7 +136,7 @@ class Overhead:
         Args:
             average: cost of a row of the batch.
         """
-        return average if self._fitted is None else self._fitted
+        return average if self.fitted is None else self.fitted
 
     def record(self, *, seconds: float, slices: int, padded: float) -> None:
         """Learn from a step.
@@ -205,30 +146,21 @@ class Overhead:
             slices: that it ran.
             padded: cost of them all.
         """
-        self._steps += 1
-        if self._steps <= _COLD or self._steps > _MOST:
+        self.steps += 1
+        if self.steps <= _COLD or self.steps > _MOST:
             return
         terms = slices**2, slices * padded, padded**2, seconds * slices, seconds * padded
-        self._sums = [total + term for total, term in zip(self._sums, terms, strict=True)]
-        if self._steps < _ENOUGH:
+        self.sums = [total + term for total, term in zip(self.sums, terms, strict=True)]
+        if self.steps < _ENOUGH:
             return
-        a, b, c, d, e = self._sums
+        a, b, c, d, e = self.sums
         determinant = a * c - b * b
         if determinant <= _APART * a * c:
             return  # all steps were alike
         per_slice, per_cost = (c * d - b * e) / determinant, (a * e - b * d) / determinant
         # Noise may tell that rows cost nothing, and then it tells nothing of slices, either.
         if per_cost > 0:
-            self._fitted = max(0.0, per_slice / per_cost)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The learned state, as plain values."""
-        return {"steps": self._steps, "sums": list(self._sums), "fitted": self._fitted}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
-        self._steps, self._fitted = int(state["steps"]), state["fitted"]
-        self._sums = [float(each) for each in state["sums"]]
+            self.fitted = max(0.0, per_slice / per_cost)
 
 
 Cost: TypeAlias = Callable[[Any], float | tuple[float, ...]]
@@ -274,11 +206,7 @@ class _SortedRows:
 
     def pack(self, budget: int, *, overhead: float, min_rows: int = 1) -> list[int]:
         """The rows of each slice, none of which costs more than a budget."""
-        if self.lengths.shape[1] == 1:
-            costs = self.combine(self.lengths).tolist()
-            sizes = pack(costs, budget, overhead=overhead)
-        else:
-            sizes = pack_lengths(self.lengths, self.combine, budget, overhead=overhead)
+        sizes = pack(self.lengths, self.combine, budget, overhead=overhead)
         # BatchNorm in training refuses a single row; two may then cost more than the budget.
         return sizes if min_rows == 1 else without_lonely_rows(sizes)
 
@@ -315,7 +243,7 @@ class _SortedRows:
         padded = {group.name: group.padded for group in self.groups}
         leaves = [tensor_leaves(output) for output in outputs]
         dims = {
-            path: _length_dims(
+            path: length_dims(
                 [tensor for _, tensor in column], windows, self.output_dims.get(path, {})
             )
             for column in zip(*leaves, strict=False)
@@ -356,11 +284,18 @@ def _slices_of(sizes: Sequence[int]) -> list[slice]:
     return [slice(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
 
 
-def _length_dims(
+def length_dims(
     tensors: Sequence[Tensor],
     windows: Mapping[str, Sequence[tuple[int, int]]],
-    shown: Mapping[int, str],
+    shown: Mapping[int, str] = MappingProxyType({}),
 ) -> dict[int, str]:
+    """The dimensions of outputs that are as long as their slices, each with the group's name.
+
+    Args:
+        tensors: one output, as each slice gave it.
+        windows: by group, what each slice has of its padded length.
+        shown: what the check of padding has found.
+    """
     found: dict[int, str] = {}
     for dim in range(1, min(tensor.dim() for tensor in tensors)):
         own = [tensor.shape[dim] for tensor in tensors]
@@ -440,13 +375,13 @@ class _PackingRule(CutRule):
     def state_dict(self) -> dict[str, Any]:
         # Plain values are written as JSON, which has no infinity.
         failed = None if math.isinf(self.failed) else self.failed
-        learned = {"unit": self.unit, "overhead": self.overhead.state_dict(), "failed": failed}
+        learned = {"unit": self.unit, "overhead": asdict(self.overhead), "failed": failed}
         return super().state_dict() | learned
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         if "overhead" in state:
-            self.overhead.load_state_dict(state["overhead"])
+            self.overhead = Overhead(**state["overhead"])
             failed = state.get("failed")
             self.failed = math.inf if failed is None else failed
 

@@ -53,13 +53,6 @@ def added_up(held: Mapping[Owner, int], name: Callable[[Owner], str]) -> dict[st
     return found
 
 
-class Mark(NamedTuple):
-    """A module begins to compute or ends, before this event of the trace."""
-
-    event: int
-    label: str
-
-
 @dataclass(frozen=True)
 class Trace:
     """Storages that came and went in one step.
@@ -68,19 +61,17 @@ class Trace:
         numbers: of the storage, for each event.
         deltas: bytes that it came with, or, negative, went with; as they are asked for.
         owners: by the number of a storage.
-        marks: where modules begin and end.
     """
 
     numbers: np.ndarray[Any, np.dtype[np.int64]]
     deltas: np.ndarray[Any, np.dtype[np.int64]]
     owners: Sequence[Owner]
-    marks: Sequence[Mark]
 
     @classmethod
     def still(cls, held: Mapping[Owner, int]) -> "Trace":
         """One in which nothing comes or goes."""
         nothing = np.zeros(0, dtype=np.int64)
-        return cls(nothing, nothing, (), ()).plus(held)
+        return cls(nothing, nothing, ()).plus(held)
 
     @cached_property
     def _rounded(self) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -99,14 +90,9 @@ class Trace:
         """The most that was held at once, every storage rounded up to 512 bytes."""
         return int(self.totals.max(initial=0))
 
-    @cached_property
-    def peak_event(self) -> int:
-        """After which event it is held; -1 where nothing happens."""
-        return int(self.totals.argmax()) if len(self.deltas) else -1
-
-    def breakdown(self, event: int | None = None) -> dict[Owner, int]:
-        """Bytes by owner at the peak, or after an event."""
-        return next(self.breakdowns([self.peak_event if event is None else event]))
+    def breakdown(self) -> dict[Owner, int]:
+        """Bytes by owner at the peak."""
+        return next(self.breakdowns([int(self.totals.argmax()) if len(self.totals) else -1]))
 
     def breakdowns(self, events: Iterable[int]) -> Iterator[dict[Owner, int]]:
         """Bytes by owner after each of some events, the earliest first."""
@@ -140,7 +126,7 @@ class Trace:
         shares = np.array([known[owner] for owner in self.owners])[self.numbers]
         # Up, as a plan that is too small by a byte is wrong, and one that is too large is not.
         sizes = np.ceil(np.abs(self.deltas) * shares).astype(np.int64)
-        return Trace(self.numbers, np.sign(self.deltas) * sizes, self.owners, self.marks)
+        return Trace(self.numbers, np.sign(self.deltas) * sizes, self.owners)
 
     def on_line(self, smaller: "Trace", times: float) -> "Trace | None":
         """Extrapolate the change from a smaller step to this one; None if they are not alike."""
@@ -148,13 +134,7 @@ class Trace:
         if not np.array_equal(self.numbers, smaller.numbers):
             return None
         more = self.deltas + (self.deltas - smaller.deltas) * times
-        return Trace(self.numbers, more.round().astype(np.int64), self.owners, self.marks)
-
-    def until(self, label: str) -> "Trace":
-        """Its part before a mark."""
-        end = next((mark.event for mark in self.marks if mark.label == label), len(self.deltas))
-        marks = [mark for mark in self.marks if mark.event <= end]
-        return Trace(self.numbers[:end], self.deltas[:end], self.owners, marks)
+        return Trace(self.numbers, more.round().astype(np.int64), self.owners)
 
     def plus(self, held: Mapping[Owner, int]) -> "Trace":
         """The same with something more, from beginning to end."""
@@ -166,7 +146,6 @@ class Trace:
             np.concatenate([numbers, self.numbers]),
             np.concatenate([sizes, self.deltas]),
             [*self.owners, *(owner for owner, _ in more)],
-            [Mark(mark.event + len(more), mark.label) for mark in self.marks],
         )
 
 
@@ -244,7 +223,6 @@ class Recorder(CountingMode):
         self.ledger = _WritingLedger()
         self._kind = ACTIVATIONS
         self._inside: list[str] = []
-        self._marks: list[Mark] = []
         # Which module made the nodes of the backward, from each of these on.
         self._first_nodes: list[int] = [0]
         self._makers: list[str] = [""]
@@ -338,13 +316,8 @@ class Recorder(CountingMode):
 
     def _turn(self) -> None:
         maker = self._inside[-1] if self._inside else ""
-        self.mark(maker)
         self._first_nodes.append(num_nodes_made())
         self._makers.append(maker)
-
-    def mark(self, label: str) -> None:
-        """Another part of the step begins."""
-        self._marks.append(Mark(len(self.ledger.numbers), label))
 
     def trace(self) -> Trace:
         """The trace until now."""
@@ -353,7 +326,6 @@ class Recorder(CountingMode):
             np.array(ledger.numbers, dtype=np.int64),
             np.array(ledger.deltas, dtype=np.int64),
             list(ledger.owners),
-            list(self._marks),
         )
 
 

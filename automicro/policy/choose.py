@@ -6,24 +6,6 @@ from automicro.policy.auto import Halving
 from automicro.policy.policy import Fixed, Policy, require_size
 
 
-def _accepted(unit: str, *, may_explore: bool) -> str:
-    """The sizes that make sense in this unit."""
-    may_explore &= unit == "rows"
-    explore = '"explore" (the fastest of those that fit), ' if may_explore else ""
-    counted = "" if unit == "rows" else f" (of {unit}, with padding)"
-    return (
-        f'give an int of at least 1{counted}, "auto" (found by halving), {explore}None (the whole '
-        "batch), or a policy such as Halving(initial=64)"
-    )
-
-
-def _by_clock(name: str, size: object) -> str:
-    return (
-        f"{name}={size!r} finds sizes by the clock, and repeatable=True asks for the same each "
-        f"time; leave repeatable out, or give the size that it found, as in {name}=16"
-    )
-
-
 def make_policy(
     microbatch_size: int | str | Policy | None,
     *,
@@ -47,39 +29,49 @@ def make_policy(
     >>> make_policy("auto"), make_policy(8), make_policy(None)
     (Halving(initial=None), Fixed(8), Fixed(None))
     """
-    accepted = _accepted(unit, may_explore=may_explore)
+    explore = '"explore" (the fastest of those that fit), ' * (may_explore and unit == "rows")
+    counted = "" if unit == "rows" else f" (of {unit}, with padding)"
+    accepted = (
+        f'give an int of at least 1{counted}, "auto" (found by halving), {explore}None (the whole '
+        "batch), or a policy such as Halving(initial=64)"
+    )
     if microbatch_size is None:
         return Fixed(None)
+    policy: Policy
     if isinstance(microbatch_size, str):
         if microbatch_size == "auto":
             return Halving()
         if microbatch_size != "explore":
             raise ValueError(f"{name}={microbatch_size!r} means nothing: {accepted}")
-        if repeatable:
-            raise ValueError(_by_clock(name, microbatch_size))
         from automicro.policy.explore import Explore
 
-        return Explore()
+        policy = Explore()
     # The class of a policy has all the methods of one, but nothing to call them on.
-    if isinstance(microbatch_size, type):
+    elif isinstance(microbatch_size, type):
         raise TypeError(
             f"{name} is the class {microbatch_size.__name__} and not a policy: "
             f"say {microbatch_size.__name__}(...)"
         )
-    if isinstance(microbatch_size, Policy):
-        if microbatch_size.explores and repeatable:
-            raise ValueError(_by_clock(name, microbatch_size))
-        return microbatch_size
-    if hasattr(microbatch_size, "propose"):
+    elif isinstance(microbatch_size, Policy):
+        policy = microbatch_size
+    elif hasattr(microbatch_size, "propose"):
         raise TypeError(
             f"{name} is a {type(microbatch_size).__name__} that proposes sizes and is no Policy: "
             "derive its class from automicro.Policy, which has defaults for the rest"
         )
-    try:
-        return Fixed(require_size(microbatch_size, name=name))
-    except (TypeError, ValueError) as error:
-        # Says all that is accepted, which the function that counts rows does not know.
-        raise type(error)(f"{name}={microbatch_size!r} is no size: {accepted}") from None
+    else:
+        try:
+            return Fixed(require_size(microbatch_size, name=name))
+        except (TypeError, ValueError) as error:
+            # Says all that is accepted, which the function that counts rows does not know.
+            raise type(error)(f"{name}={microbatch_size!r} is no size: {accepted}") from None
+    if policy.explores and repeatable:
+        raise ValueError(
+            f"{name}={microbatch_size!r} finds sizes by the clock, and repeatable=True asks for "
+            "the same each time; leave repeatable out, or give the size that it found, as in "
+            f"{name}=16"
+        )
+    return policy
 
 
 def with_levels(

@@ -241,7 +241,8 @@ def describe_run(
     """
     parameters = {id(p): p for module in modules for p in module.parameters()}
     return RunKey(
-        model=" + ".join(map(_class_name, modules)),
+        # torch.compile returns another class, which holds the model.
+        model=" + ".join(type(getattr(each, "_orig_mod", each)).__name__ for each in modules),
         structure=digest_of(list(map(_structure, modules))),
         parameters=sum(0 if is_uninitialized(p) else p.numel() for p in parameters.values()),
         device=_device_name(device),
@@ -299,12 +300,6 @@ def _structure(module: nn.Module) -> list[Any]:
             shape = None if is_uninitialized(tensor) else list(tensor.shape)
             content.append([of.__name__, name, shape, str(tensor.dtype), tensor.requires_grad])
     return content
-
-
-def _class_name(module: nn.Module) -> str:
-    name = type(module).__name__
-    # What torch.compile returns.
-    return _class_name(next(module.children())) if name == "OptimizedModule" else name
 
 
 def _device_name(device: torch.device) -> str:

@@ -308,7 +308,8 @@ def _blocks(modules: list[nn.Module], names: list[str] | None) -> list[Block]:
     """Those to compute again."""
     if names is None:
         # A part with a size of its own computes again already, unless it runs in one piece.
-        found = find_blocks(modules, but=_has_own_size) or find_blocks(modules)
+        found = find_blocks(modules, but=lambda each: attached_to(each) is not None)
+        found = found or find_blocks(modules)
         if not found:
             raise ValueError(
                 f"{type(modules[0]).__name__} has no repeated blocks that could be computed again "
@@ -355,7 +356,3 @@ def _refuse_compiled(modules: Iterable[nn.Module], blocks: set[int]) -> None:
                 "of compiled code cannot be computed again block by block; compile each block "
                 "(block.compile()) in place of the model, or use when_too_large='offload'"
             )
-
-
-def _has_own_size(module: nn.Module) -> bool:
-    return attached_to(module) is not None

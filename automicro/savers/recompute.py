@@ -329,11 +329,8 @@ class _Plain:
 
     # A model that is copied or saved in an attempt must not take what is replaced along.
     def __reduce__(self) -> Any:
-        return (_forward_of, (self._block,)) if self._own is None else (_same, (self._own,))
-
-
-def _forward_of(module: nn.Module) -> Any:
-    return types.MethodType(type(module).forward, module)
+        plain = types.MethodType, (type(self._block).forward, self._block)
+        return plain if self._own is None else (_same, (self._own,))
 
 
 def _same(value: Any) -> Any:

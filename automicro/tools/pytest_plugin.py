@@ -199,17 +199,11 @@ def _judging(test: Callable[..., Any], marker: pytest.Mark) -> Callable[..., Non
 def _read_marker(marker: pytest.Mark, test: str) -> dict[str, Any]:
     """The arguments of a mark, by name."""
     __tracebackhide__ = True
-    if len(marker.args) > 1:
-        shown = ", ".join(map(repr, marker.args))
-        raise TypeError(
-            f"@pytest.mark.fits({shown}) on {test}: only the memory stands without a name; name "
-            "the others, as in @pytest.mark.fits('24GiB', rows=32)"
-        )
-    if marker.args and "memory" in marker.kwargs:
-        raise TypeError(
-            f"@pytest.mark.fits on {test} names the memory twice, {marker.args[0]!r} and memory="
-            f"{marker.kwargs['memory']!r}; leave one of the two out"
-        )
     _refuse_unknown(f"@pytest.mark.fits on {test} has no option", marker.kwargs, also=["whole"])
-    memory = {"memory": marker.args[0]} if marker.args else {}
-    return {**memory, **marker.kwargs}
+    if len(marker.args) + ("memory" in marker.kwargs) > 1:
+        shown = ", ".join([*map(repr, marker.args), *marker.kwargs])
+        raise TypeError(
+            f"@pytest.mark.fits({shown}) on {test}: only the memory stands without a name, and "
+            "once; name the others, as in @pytest.mark.fits('24GiB', rows=32)"
+        )
+    return {**dict(zip(["memory"], marker.args, strict=False)), **marker.kwargs}

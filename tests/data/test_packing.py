@@ -1,15 +1,14 @@
 """Slices of the least cost, compared with dynamic programming over all cuts."""
 
 import math
-from typing import Any
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from automicro.lengths import unit as packing
-from automicro.lengths.unit import Overhead, pack, pack_lengths, without_lonely_rows
+from automicro.lengths.unit import Overhead, _product, _sum, pack, without_lonely_rows
 
 COSTS = st.lists(st.integers(1, 300) | st.floats(0.5, 300), min_size=1, max_size=24)
 BUDGETS = st.floats(1, 4000)
@@ -35,7 +34,7 @@ def least(costs: list[float], budget: float, overhead: float) -> float:
 @given(COSTS, BUDGETS, OVERHEADS)
 def test_no_cut_is_better(costs: list[float], budget: float, overhead: float) -> None:
     costs = sorted(map(float, costs), reverse=True)
-    sizes = pack(costs, budget, overhead=overhead)
+    sizes = pack(np.array(costs)[:, None], _sum, budget, overhead=overhead)
     assert sum(sizes) == len(costs)
     assert all(sizes)
     begins = np.cumsum([0, *sizes])[:-1]
@@ -65,19 +64,8 @@ def test_no_other_grouping_of_rows_is_better(
                 found = min(found, overhead + padded + best(left))
         return found
 
-    sizes = pack(costs, budget, overhead=overhead)
+    sizes = pack(np.array(costs)[:, None], _sum, budget, overhead=overhead)
     assert total(costs, sizes, overhead) == pytest.approx(best(tuple(range(len(costs)))))
-
-
-@given(COSTS, BUDGETS, OVERHEADS)
-def test_rows_of_one_length_are_packed_alike(
-    costs: list[float], budget: float, overhead: float
-) -> None:
-    costs = sorted(map(float, costs), reverse=True)
-    sizes = pack_lengths(
-        np.array(costs)[:, None], lambda each: each.sum(-1), budget, overhead=overhead
-    )
-    assert total(costs, sizes, overhead) == pytest.approx(least(costs, budget, overhead))
 
 
 @given(
@@ -88,37 +76,13 @@ def test_slices_of_rows_of_two_lengths_cost_no_more_than_the_budget(
     lengths: list[tuple[int, int]], budget: int
 ) -> None:
     table = np.array(sorted(lengths, key=lambda each: -each[0] * each[1]))
-    sizes = pack_lengths(table, lambda each: each.prod(-1), budget, overhead=5.0)
+    sizes = pack(table, _product, budget, overhead=5.0)
     assert sum(sizes) == len(lengths)
     begin = 0
     for size in sizes:
         longest = table[begin : begin + size].max(0)
         assert size == 1 or size * longest.prod() <= budget
         begin += size
-
-
-def test_unsorted_costs_are_refused() -> None:
-    with pytest.raises(ValueError, match="sort them first"):
-        pack([1, 2], 10)
-
-
-def test_the_work_grows_with_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many comparisons for each row, however many there are."""
-    compare, counted = packing._better_from, 0
-
-    def counting(*arguments: Any) -> int:
-        nonlocal counted
-        counted += 1
-        return compare(*arguments)
-
-    monkeypatch.setattr(packing, "_better_from", counting)
-    per_row = []
-    for num_rows in (100, 1000, 5000):
-        drawn = np.random.default_rng(0).lognormal(4, 1, num_rows)
-        counted = 0
-        pack(sorted(drawn.tolist(), reverse=True), 4096, overhead=64)
-        per_row.append(counted / num_rows)
-    assert 1 <= min(per_row) <= max(per_row) <= 3
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=12))
@@ -140,9 +104,7 @@ def test_the_overhead_is_fitted_from_steps(noise: float) -> None:
         overhead.record(seconds=seconds, slices=slices, padded=padded)
     assert overhead.of(128.0) == pytest.approx(72, rel=1e-6 if not noise else 0.35)
     assert not overhead.wants_seconds
-    again = Overhead()
-    again.load_state_dict(overhead.state_dict())
-    assert again.of(1.0) == overhead.of(1.0)
+    assert Overhead(**asdict(overhead)).of(1.0) == overhead.of(1.0)
 
 
 def test_steps_that_are_alike_tell_no_overhead() -> None:

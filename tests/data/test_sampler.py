@@ -294,7 +294,7 @@ def test_fewer_rows_than_ranks_are_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"mode": "2d"}, "mode='2d' is none of fixed, duration, 1D-bucketing"),
+        ({"mode": "2d"}, "mode='2d' is not known; use one of fixed, duration, 1D-bucketing"),
         ({"mode": "fixed"}, "was given none: give batch_size"),
         (
             {"mode": "fixed", "batch_size": 2, "batch_cost": 1},
@@ -337,7 +337,7 @@ def test_fewer_rows_than_ranks_are_refused() -> None:
         ({"mode": "fixed", "batch_size": 2, "unit": "seconds"}, "of lengths that were not given"),
         (
             {"mode": "duration", "lengths": [1], "batch_length": 1, "unit": "h"},
-            "unit='h': give 'sec",
+            "unit='h' is not known; use one of sec",
         ),
         (
             {"mode": "fixed", "batch_size": 2, "cost": len},
@@ -351,7 +351,7 @@ def test_options_that_mean_nothing_are_refused_with_a_remedy(
     dataset = None if "lengths" in options else range(4)
     with pytest.raises(ValueError, match=re.escape(words)) as caught:
         LengthBatchSampler(dataset, **options)
-    assert re.search("give|leave|pass", str(caught.value))
+    assert re.search("give|leave|pass|use", str(caught.value))
 
 
 @pytest.mark.parametrize("job", [samplers.language(4000), samplers.speech(4000)])

@@ -249,8 +249,6 @@ def broken(*_: Any, **__: Any) -> Any:
         ("automicro.remembered.recollection", "describe_run"),
         ("automicro.remembered.recollection", "describe_shapes"),
         ("automicro.remembered.recollection.SizeCache", "remember"),
-        ("automicro.remembered.recollection.SizeCache", "find"),
-        ("automicro.remembered.recollection.SizeCache", "__init__"),
     ],
 )
 def test_nothing_about_remembering_can_stop_a_run(

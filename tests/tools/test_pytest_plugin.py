@@ -80,7 +80,7 @@ CASES = {
     "of_what": ("", 'give it, as in @pytest.mark.fits("24GiB"), or name a device'),
     "typo": ('"8MiB", row=4', "@pytest.mark.fits on test_typo has no option 'row' (did you mean"),
     "unnamed": ('"8MiB", 32', "@pytest.mark.fits('8MiB', 32) on test_unnamed: only the memory"),
-    "twice": ('"8MiB", memory=1', "on test_twice names the memory twice, '8MiB' and memory=1"),
+    "twice": ('"8MiB", memory=1', "@pytest.mark.fits('8MiB', memory) on test_twice: only the mem"),
     "both_cut": ('"8MiB", whole=True, microbatch_size=4', "leave one of the two out"),
 }
 

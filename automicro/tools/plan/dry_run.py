@@ -44,8 +44,6 @@ from automicro.transaction.rng import NothingDrawn
 
 logger = logging.getLogger(__name__)
 
-OPTIMIZER_STEP = "optimizer step"
-"""The name of the trace's first mark."""
 _FEW = (2, 8)  # rows of the steps that compute
 
 
@@ -316,7 +314,8 @@ class DryRun:
             return found
         # Their events do not match, so owners are extrapolated at the peaks alone. The optimizer's
         # step is left out, which the rows of a microbatch do not change.
-        before, after = (each.until(OPTIMIZER_STEP).breakdown() for each in (low, high))
+        still = (each.scaled(lambda owner: float(owner.kind != STEP)) for each in (low, high))
+        before, after = (each.breakdown() for each in still)
         return Trace.still(
             {
                 owner: max(round(num_bytes + (num_bytes - before.get(owner, 0)) * times), 0)
@@ -390,7 +389,6 @@ class DryRun:
             rows = map_tensors(microbatch, functools.partial(self._moved, recorder), isolate=True)
         if not conditions.train:
             with evaluation_mode(self._modules), torch.no_grad():
-                recorder.mark("forward")
                 self._forward(recorder, rows, conditions)
             return
         try:
@@ -398,7 +396,6 @@ class DryRun:
                 self._train(recorder, rows, splits, conditions)
         finally:
             del rows
-        recorder.mark(OPTIMIZER_STEP)
         recorder.take(self.step_memory.temporary_bytes, Owner(STEP))
         self._clear()
 
@@ -420,9 +417,7 @@ class DryRun:
                     if index not in self._without_gradient:
                         dtype = parameter.grad_dtype or parameter.dtype
                         parameter.grad = torch.zeros_like(parameter, dtype=dtype)
-        recorder.mark("forward")
         output, loss = self._forward(recorder, rows, conditions)
-        recorder.mark("backward")
         with recorder.owning(TAIL):
             # backward() would make it by itself, as a temporary of the backward.
             first = torch.ones_like(loss)
