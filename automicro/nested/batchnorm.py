@@ -549,7 +549,7 @@ def split_at_norms(call: Call, stages: Stages) -> Any:
 
 def _through_stages(call: Call, stages: Stages, sizes: Sequence[int]) -> Any:
     cut, versions = call.cut(call.batch, sizes), stages.versions()
-    joined = Joined(call.num_rows - sum(cut.sizes))
+    joined = Joined(call.num_rows)
     parameters = summed(call) if call.is_differentiated else tuple
     waiting = [{**stages.constants, **each} for each in cut.microbatches]
     devices: dict[fx.Node, torch.device] = {}

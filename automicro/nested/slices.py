@@ -418,15 +418,16 @@ def rows_of(output: Any, num_rows: int) -> list[Tensor]:
 
 
 class Joined:
-    """The outputs of slices, put together as those of all rows.
+    """The outputs of slices as those of all rows: else each of them would lie there twice.
 
     Args:
-        missing: rows of no slice, where tensors are without data and few slices stand for all.
+        num_rows: of all slices together.
     """
 
-    def __init__(self, missing: int = 0) -> None:
-        self._missing, self._shown = missing, None
-        self._parts: list[list[Tensor]] = []
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows, self._start, self._shown = num_rows, 0, None
+        self._whole: list[Tensor] = []
+        self._placed: list[list[Tensor]] = []
 
     def put(self, output: Any, size: int) -> None:
         """Take the output of the next slice.
@@ -436,29 +437,59 @@ class Joined:
             UnsplittableModelError: it cannot be put together with that.
         """
         leaves = rows_of(output, size)
-        if not self._parts:
+        if not self._whole:
             # Without their memory, for they only show where tensors belong.
             self._shown = map_tensors(output, lambda leaf: leaf.new_empty(0))
-            self._parts = [[leaf.new_empty(self._missing, *leaf.shape[1:])] for leaf in leaves]
+            self._whole = [leaf.new_empty((self._num_rows, *leaf.shape[1:])) for leaf in leaves]
+            self._placed = [[] for _ in leaves]
         known = iter([leaf for _, leaf in tensor_leaves(self._shown)])  # compared by identity
         rest = map_tensors(output, lambda leaf: next(known, leaf))
         # Without data there is nothing to compare.
         if not (isinstance(leaves[0], FakeTensor) or same_values(self._shown, rest)):
             what = "something that is another one for each slice (a number, a text, a None)"
             refuse_outputs("", f"beside tensors {what}")
-        for parts, leaf in zip(self._parts, leaves, strict=True):
-            if parts[0].shape[1:] != leaf.shape[1:]:
+        for whole, placed, leaf in zip(self._whole, self._placed, leaves, strict=True):
+            if whole.shape[1:] != leaf.shape[1:]:
                 raise BatchError(
-                    f"slices of a part give shapes {tuple(parts[0].shape[1:])} and "
+                    f"slices of a part give shapes {tuple(whole.shape[1:])} and "
                     f"{tuple(leaf.shape[1:])} behind the rows; pad to the length of the whole "
                     "batch, and not to that of the slice"
                 )
-            parts.append(leaf)
+            placed.append(_apply(_Placed, leaf, [whole.narrow(0, self._start, size)]))
+        self._start += size
 
     def outputs(self) -> Any:
         """The outputs of all rows, in the structure of one slice's."""
-        # The first are taken out: only one output is there twice at a time.
-        return map_tensors(self._shown, lambda _: torch.cat(self._parts.pop(0)))
+        pairs = zip(self._whole, self._placed, strict=True)
+        # In a list: autograd would take an input that is returned for a view of itself.
+        found = iter([_apply(_Whole, [whole], *placed) for whole, placed in pairs])
+        return map_tensors(self._shown, lambda _: next(found))
+
+
+class _Placed(torch.autograd.Function):
+    """Copies rows of a slice to their place. What stands for them then takes no memory."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, rows: list[Tensor]) -> Tensor:
+        rows[0].copy_(leaf)
+        return leaf.new_empty(()).expand(leaf.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None
+
+
+class _Whole(torch.autograd.Function):
+    """The rows of all slices, which lie in their places already."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: list[Tensor], *placed: Tensor) -> Tensor:
+        ctx.sizes = [len(each) for each in placed]
+        return whole[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, *torch.split_with_sizes(gradients[0][: sum(ctx.sizes)], ctx.sizes)
 
 
 def refuse_outputs(path: str, what: str) -> NoReturn:
@@ -648,8 +679,7 @@ def split_loss(call: Call, *, recompute: bool) -> Tensor:
 
 def split_outputs(call: Call) -> Any:
     """The outputs of a part for all rows, slice by slice."""
-    cut = call.cut(call.batch, call.sizes())
-    joined = Joined(call.num_rows - sum(cut.sizes))
+    cut, joined = call.cut(call.batch, call.sizes()), Joined(call.num_rows)
     sizes = iter(cut.sizes)
     for output in call.run(cut, _how(call)):
         joined.put(output, next(sizes))
