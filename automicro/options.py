@@ -254,7 +254,7 @@ def check_modules(modules: object) -> list[nn.Module]:
     for module in listed:
         if not isinstance(module, nn.Module):
             raise TypeError(
-                f"modules holds a {type(module).__name__}, which is no torch.nn.Module; pass "
+                f"modules holds a {type(module).__name__}, which is not a torch.nn.Module; pass "
                 f"{_as_modules(module)}"
             )
     return listed
@@ -469,8 +469,9 @@ def read_accumulation(value: object) -> int | Duration:
     size = read_duration("accumulate_batches", value)
     if size.unit is Unit.EPOCHS:
         raise ValueError(
-            f"accumulate_batches={str(value)!r} is no size of a batch; give a number of batches, "
-            "or a size such as '1024sp' (samples), '1e6tok' (tokens) or '5h' (hours of data)"
+            f"accumulate_batches={str(value)!r} is not the size of a batch; give a number of "
+            "batches, or a size such as '1024sp' (samples), '1e6tok' (tokens) or '5h' (hours of "
+            "data)"
         )
     return size.value if size.unit is Unit.BATCHES else size
 

@@ -225,7 +225,7 @@ def parse_share(amount: object) -> float | None:
     except ValueError:
         share = 0.0
     if not 0 < share <= 1:
-        raise ValueError(f"{amount!r} is no share of a device: give one such as '80%' or 0.8")
+        raise ValueError(f"{amount!r} is not a share of a device: give one such as '80%' or 0.8")
     return share
 
 
@@ -287,7 +287,7 @@ def parse_time(text: str | timedelta) -> float:
 
     Raises:
         TypeError: it is a bare number, or anything else that is not text.
-        ValueError: the text is no time, or none at all.
+        ValueError: the text is not a time, or none at all.
 
     Example:
         >>> parse_time("2h30m"), parse_time("90s"), parse_time("1:30:00")
@@ -301,7 +301,7 @@ def parse_time(text: str | timedelta) -> float:
             f"'{text:g}h' (hours)"
         )
     elif not isinstance(text, str):
-        raise TypeError(f"{text!r} is no time: {_HOW}")
+        raise TypeError(f"{text!r} is not a time: {_HOW}")
     else:
         seconds = _read(text)
     if seconds <= 0:
@@ -318,7 +318,7 @@ def _read(text: str) -> int:
     # Each part may be missing, so empty text matches as well.
     parts = _PARTS.fullmatch(stripped)
     if parts is None or not stripped:
-        raise ValueError(f"{text!r} is no time: {_why(stripped)}{_HOW}")
+        raise ValueError(f"{text!r} is not a time: {_why(stripped)}{_HOW}")
     return sum(int(parts[unit] or 0) * seconds for unit, seconds in _SECONDS.items())
 
 

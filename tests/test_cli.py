@@ -385,9 +385,9 @@ def test_plan_tells_the_largest_microbatch_that_fits(capsys: pytest.CaptureFixtu
     [
         (
             "--max-minutes=-1",
-            "--max-minutes: -1 is no time: give a number above 0, or leave it out",
+            "--max-minutes: -1 is not a time: give a number above 0, or leave it out",
         ),
-        ("--max-minutes=nan", "--max-minutes: nan is no time"),
+        ("--max-minutes=nan", "--max-minutes: nan is not a time"),
         ("--max-steps=0", "--max-steps: 0 is below 1"),
         ("--max-rows=-3", "--max-rows: -3 is below 1"),
     ],

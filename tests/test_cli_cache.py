@@ -232,8 +232,8 @@ def test_text_of_a_file_neither_marks_up_nor_steers_the_terminal(
 
 MISTAKES = {
     ("--older-than", "month"): (
-        "--older-than: 'month' is no time: write it like '2h30m', '45m', '90s', '1d' or '1:30:00' "
-        "(hours, minutes, seconds)"
+        "--older-than: 'month' is not a time: write it like '2h30m', '45m', '90s', '1d' or "
+        "'1:30:00' (hours, minutes, seconds)"
     ),
     ("--json", "--clear"): "--json and --clear do not go together: give one of them",
 }

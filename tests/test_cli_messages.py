@@ -122,7 +122,7 @@ WRONG_USES = {
         "  at cli_job.py:30, in loss_of_kind"
     ),
     ("train", "job.yaml", "memory_limit=120%"): (
-        "{override}: memory_limit: '120%' is no share of a device: give one such as '80%' or 0.8"
+        "{override}: memory_limit: '120%' is not a share of a device: give one such as '80%' or 0.8"
     ),
     ("train", "job.yaml", "model={call: cli_job.bug}"): (
         "{override}: AttributeError: a bug in the user's code\n  while making model (cli_job.bug)\n"
@@ -133,11 +133,11 @@ WRONG_USES = {
         "name a torch.nn.Module"
     ),
     ("train", "job.yaml", "weights=text.pt"): (
-        "{override}: weights='text.pt' is no file of tensors alone (it is damaged, or "
+        "{override}: weights='text.pt' is not a file of tensors alone (it is damaged, or "
         "holds objects that would run code when they are read): " + SAVE
     ),
     ("train", "job.yaml", "weights=code.pt"): (
-        "{override}: weights='code.pt' is no file of tensors alone (it is damaged, or "
+        "{override}: weights='code.pt' is not a file of tensors alone (it is damaged, or "
         "holds objects that would run code when they are read): " + SAVE
     ),
     ("train", "job.yaml", "weights=list.pt"): (

@@ -49,7 +49,7 @@ class EarlyStopping(Callback):
         min_delta: float = 0.0,
     ) -> None:
         if not monitor:
-            raise ValueError("monitor='' is no name; pass one such as 'eval/loss'")
+            raise ValueError("monitor='' is not a name; pass one such as 'eval/loss'")
         self._monitor = monitor
         self._patience = read_count("patience", patience)
         # With the sign, less is better for both modes.

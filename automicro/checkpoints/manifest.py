@@ -5,7 +5,7 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -174,9 +174,7 @@ def write_manifest(
         "step": step,
         "world_size": world_size,
         "metrics": {name: float(value) for name, value in metrics.items()},
-        "files": {
-            name: {"size": each.size, "crc32": each.crc32} for name, each in new.sums.items()
-        },
+        "files": {name: asdict(each) for name, each in new.sums.items()},
     }
     with new.create(MANIFEST) as stream:
         # With a sum of its own, as it is what all others are checked by.
@@ -188,16 +186,25 @@ def _read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_bytes())
-        is_whole = content.pop("crc32") == _crc32(content)
+        if content.pop("crc32") != _crc32(content):
+            raise DamagedCheckpointError(f"{path} does not match its own checksum: {_REMEDY}")
+        # No damage: an older automicro must not skip what a newer one wrote.
+        if (version := content.pop("format")) != FORMAT:
+            raise CheckpointError(
+                f"{path} has the format {version}, and this automicro reads {FORMAT}: go on with "
+                "the version that wrote it"
+            )
+        sums = {name: FileSum(**each) for name, each in content.pop("files").items()}
+        # A checkpoint may come from elsewhere, and must not lead out of its folder.
+        if outside := [name for name in sums if Path(name).name != name]:
+            raise DamagedCheckpointError(f"{path} names {outside[0]!r}, outside of it: {_REMEDY}")
+        return Manifest(files=sums, **content)
     except OSError as error:
         raise DamagedCheckpointError(
             f"{path} cannot be read ({error.strerror}): {_REMEDY}"
         ) from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DamagedCheckpointError(f"{path} is no manifest: {_REMEDY}") from error
-    if not is_whole:
-        raise DamagedCheckpointError(f"{path} does not match its own checksum: {_REMEDY}")
-    return _of(content, path)
+        raise DamagedCheckpointError(f"{path} is not a manifest: {_REMEDY}") from error
 
 
 def verify(folder: Path, *, contents: bool = True, share: slice = _ALL) -> Manifest:
@@ -230,31 +237,6 @@ def verify(folder: Path, *, contents: bool = True, share: slice = _ALL) -> Manif
                 f"{path} cannot be read ({error.strerror}): {_REMEDY}"
             ) from error
     return manifest
-
-
-def _of(content: Mapping[str, Any], path: Path) -> Manifest:
-    try:
-        version = content["format"]
-        # No damage: an older automicro must not skip what a newer one wrote.
-        if version != FORMAT:
-            raise CheckpointError(
-                f"{path} has the format {version}, and this automicro reads {FORMAT}: go on with "
-                "the version that wrote it"
-            )
-        files = {}
-        for name, each in content["files"].items():
-            # A checkpoint may come from elsewhere, and must not lead out of its folder.
-            if Path(name).name != name:
-                raise DamagedCheckpointError(f"{path} names {name!r}, outside of it: {_REMEDY}")
-            files[name] = FileSum(size=each["size"], crc32=each["crc32"])
-        return Manifest(
-            step=content["step"],
-            metrics=content["metrics"],
-            files=files,
-            world_size=content["world_size"],
-        )
-    except (AttributeError, KeyError, TypeError) as error:
-        raise DamagedCheckpointError(f"{path} is no manifest: {_REMEDY}") from error
 
 
 def _crc32(content: Mapping[str, Any]) -> int:

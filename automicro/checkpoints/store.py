@@ -89,11 +89,11 @@ class CheckpointConfig:
             )
         if not (_is_int(self.keep_best) and self.keep_best >= 0):
             raise ValueError(
-                f"keep_best={self.keep_best!r} is no number of checkpoints; give a number from 0"
+                f"keep_best={self.keep_best!r} is not a number of checkpoints; give a number from 0"
             )
         if not self.best_metric:
             raise ValueError(
-                "best_metric='' is no name; give that of a metric, such as 'eval/loss'"
+                "best_metric='' is not a name; give that of a metric, such as 'eval/loss'"
             )
         check_choice("best_mode", self.best_mode, MODES)
         _check_folder("resume", self.resume)
@@ -110,7 +110,7 @@ class CheckpointConfig:
 
 def _check_folder(name: str, value: object) -> None:
     if not isinstance(value, str | Path) or not str(value).strip():
-        raise ValueError(f"{name}={value!r} is no path; give the path of a folder")
+        raise ValueError(f"{name}={value!r} is not a path; give the path of a folder")
 
 
 logger = logging.getLogger(__name__)

@@ -237,7 +237,7 @@ class _Reader(FileSystemReader):
             return _metadata_of(json.loads(path.read_bytes()))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DamagedCheckpointError(
-                f"{path} is no table of tensors ({error}); load another checkpoint"
+                f"{path} is not a table of tensors ({error}); load another checkpoint"
             ) from error
 
 

@@ -205,7 +205,7 @@ class Callbacks:
             if not isinstance(callback, Callback):
                 kind = "class" if inspect.isclass(callback) else type(callback).__name__
                 raise TypeError(
-                    f"callbacks holds {callback!r} (a {kind}), which is no automicro.Callback; "
+                    f"callbacks holds {callback!r} (a {kind}), which is not an automicro.Callback; "
                     "pass instances of subclasses of it"
                 )
             _refuse_foreign_events(callback)

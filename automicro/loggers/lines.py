@@ -52,7 +52,7 @@ class ConsoleLogger:
     ) -> None:
         if not interval_seconds >= 0:
             raise ValueError(
-                f"interval_seconds={interval_seconds!r} is no interval: give seconds, or 0 to "
+                f"interval_seconds={interval_seconds!r} is not an interval: give seconds, or 0 to "
                 "print every value"
             )
         self._interval_seconds = interval_seconds

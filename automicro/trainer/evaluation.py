@@ -514,7 +514,7 @@ def predict_all(
         if isinstance(sampler, _SHUFFLING):
             raise ValueError(
                 f"the loader draws its rows at random ({type(sampler).__name__}), so predictions "
-                "would come in no order that anybody knows; pass one with shuffle=False"
+                "would come in an unknown order; pass one with shuffle=False"
             )
     outputs: list[Any] = []
     where = noting(lambda: f"in prediction, batch {len(outputs) + 1} of the pass")

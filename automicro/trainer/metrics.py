@@ -263,8 +263,8 @@ def _refuse_uncounted(metric: Any) -> None:
     """Refuse a metric that would know the rows of one rank only."""
     if not is_of_torchmetrics(metric) and num_ranks() > 1:
         raise TypeError(
-            f"{metric!r} is no torchmetrics.Metric, and nothing adds up what it counts on each of "
-            f"{num_ranks()} ranks; make it a torchmetrics.Metric, with add_state"
+            f"{metric!r} is not a torchmetrics.Metric, and nothing adds up what it counts on each "
+            f"of {num_ranks()} ranks; make it a torchmetrics.Metric, with add_state"
         )
 
 
@@ -489,7 +489,7 @@ class _MetricState:
             CheckpointError: its counts cannot be put together.
         """
         if not (self._is_known or is_of_torchmetrics(self._metric, "MetricCollection")):
-            raise CheckpointError("is no torchmetrics.Metric, so nothing says how counts add up")
+            raise CheckpointError("is not a torchmetrics.Metric, so nothing says how counts add up")
         return _merge_counts(self._metric, states, is_first=rank == 0)
 
     def _attributes(self) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def read_rehearsal(rehearse: str | None) -> str | None:
 
 @runtime_checkable
 class _KnowsCosts(Protocol):
-    """A batch sampler that knows what its batches cost without anybody loading a row."""
+    """A batch sampler that knows what its batches cost without a row being loaded."""
 
     def batch_costs(self) -> Sequence[float] | None:
         """Of each batch of the pass that begins next, in its order, what it costs.

@@ -169,7 +169,7 @@ def test_counting_goes_on_from_its_state() -> None:
         ({"patience": 0}, "patience=0 must be at least 1"),
         ({"mode": "mim"}, "did you mean 'min'"),
         ({"min_delta": -1.0}, "mode says the direction"),
-        ({"monitor": ""}, "is no name"),
+        ({"monitor": ""}, "is not a name"),
     ],
 )
 def test_senseless_arguments_are_refused(options: dict[str, Any], message: str) -> None:

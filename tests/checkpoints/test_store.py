@@ -163,8 +163,8 @@ def test_metrics_may_be_tensors_and_any_float(store: CheckpointStore) -> None:
         ({"interval": "1 epoch"}, r"interval='1 epoch' .*did you mean '1ep'"),
         ({"resume": "Auto"}, r"did you mean 'auto'"),
         ({"resume": "last"}, "use 'auto', 'never' or the folder"),
-        ({"resume": ""}, "resume='' is no path"),
-        ({"folder": " "}, "folder=' ' is no path"),
+        ({"resume": ""}, "resume='' is not a path"),
+        ({"folder": " "}, "folder=' ' is not a path"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(options: dict, words: str) -> None:

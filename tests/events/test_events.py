@@ -212,7 +212,7 @@ def test_events_nobody_listens_to_cost_no_observer() -> None:
 
 @pytest.mark.parametrize("wrong", [Callback, object(), [Callback()]])
 def test_what_is_no_callback_is_refused(wrong: Any) -> None:
-    with pytest.raises(TypeError, match=r"is no automicro.Callback; pass instances"):
+    with pytest.raises(TypeError, match=r"is not an automicro.Callback; pass instances"):
         make_trainer(make_model(), callbacks=[wrong])
 
 

@@ -306,5 +306,5 @@ def test_the_console_can_show_everything(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize("seconds", [-1, math.nan])
 def test_an_interval_that_makes_no_sense_is_refused(seconds: float) -> None:
-    with pytest.raises(ValueError, match="is no interval: give seconds, or 0"):
+    with pytest.raises(ValueError, match="is not an interval: give seconds, or 0"):
         ConsoleLogger(interval_seconds=seconds)

@@ -105,7 +105,7 @@ def test_a_share_is_told_from_bytes() -> None:
 
 @pytest.mark.parametrize("wrong", ["0%", "101%", "-5%", "eighty%", "%"])
 def test_a_share_that_cannot_be_is_refused(wrong: str) -> None:
-    with pytest.raises(ValueError, match=r"is no share of a device: give one such as '80%'"):
+    with pytest.raises(ValueError, match=r"is not a share of a device: give one such as '80%'"):
         parse_share(wrong)
 
 

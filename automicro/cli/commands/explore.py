@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _minutes(text: str) -> float:
     if not float(text) > 0:
         raise argparse.ArgumentTypeError(
-            f"{text} is no time: give a number above 0, or leave it out for any time"
+            f"{text} is not a time: give a number above 0, or leave it out for any time"
         )
     return float(text)
 

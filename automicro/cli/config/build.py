@@ -197,7 +197,7 @@ def _checking(make: Callable[..., Any], call: str, key: str, kind: str) -> Calla
         # A class has the methods of a protocol just as its instances do.
         if not isinstance(found, wanted) or (remedy and isinstance(found, type)):
             raise ConfigError(
-                f"{key}.call={call!r} made a {type(found).__name__}, which is no "
+                f"{key}.call={call!r} made a {type(found).__name__}, which is not a "
                 f"{wanted.__name__}: {remedy}"
             )
         if kind in LOADERS and found is None:
@@ -330,7 +330,7 @@ def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
         why = "it is damaged, or holds objects that would run code when they are read"
         why = why if isinstance(error, pickle.UnpicklingError) else first_line(error)
         raise ConfigError(
-            f"weights={str(path)!r} is no file of tensors alone ({why}): {SAVE}"
+            f"weights={str(path)!r} is not a file of tensors alone ({why}): {SAVE}"
         ) from error
     if not isinstance(state, Mapping):
         raise ConfigError(

@@ -90,7 +90,7 @@ def read_node(node: object, key: str) -> CallConfig:
             raise mistake(f"{key} has an unknown key {name!r}{hint}: {form}", f"{key}.{name}")
     call, args = node.get("call"), node.get("args", {})
     if not isinstance(call, str):
-        wrong = f"={show(call)} is no path" if "call" in node else " is missing"
+        wrong = f"={show(call)} is not a path" if "call" in node else " is missing"
         raise mistake(
             f"{key}.call{wrong}: write call: and the dotted path of a class or a function, such as "
             f"torch.optim.AdamW, directly under {key}:",
@@ -100,7 +100,7 @@ def read_node(node: object, key: str) -> CallConfig:
         isinstance(each, str) for each in args or ()
     ):
         raise mistake(
-            f"{key}.args={show(args)} is no mapping of names: write {{name: value}}, the names "
+            f"{key}.args={show(args)} is not a mapping of names: write {{name: value}}, the names "
             f"being those of the arguments of {call}",
             f"{key}.args",
         )

@@ -545,7 +545,7 @@ def _read_limit(limit: Any) -> None:
 
 
 def _read_time(time: str) -> None:
-    """Refuse what is no time."""
+    """Refuse what is not a time."""
     try:
         parse_time(time)
     except ValueError as error:

@@ -13,7 +13,10 @@ IN_A_RUN = ("batches", "rows", "batch_size", "sampler", "has_generator", "num_wo
 """Values that stay the same in the middle of a pass, or rows come twice or not at all."""
 OF_SHARED_ORDER = ("shared_by", "sampler", "entries", "entries_per_step")
 """Values that stay the same where another number of ranks goes on in the middle of a pass."""
-_ON_RANKS = ("loader", "dataset", "rows", "sampler", "entries", "batch_size", "drop_last")
+_ON_RANKS = (
+    *("loader", "dataset", "rows", "sampler", "entries"),
+    *("batch_sampler", "batches", "batch_size", "drop_last"),
+)
 
 
 def describe_loader(loader: object) -> dict[str, Any]:
@@ -37,6 +40,7 @@ def describe_loader(loader: object) -> dict[str, Any]:
         "rows": None if dataset is None else num_batches(dataset),
         "sampler": None if sampler is None else _named(sampler),
         "entries": num_batches(sampler),
+        "batch_sampler": None if batch_sampler is None else type(batch_sampler).__name__,
         "batch_size": batch_sampler.batch_size if is_plain else None,
         "drop_last": batch_sampler.drop_last if is_plain else None,
         "has_generator": is_of_torch and getattr(sampler, "generator", None) is not None,

@@ -213,7 +213,7 @@ def check_loader(name: str, loader: object) -> None:
     """
     if isinstance(loader, Mapping):
         raise TypeError(
-            f"{name} is a {type(loader).__name__} with the keys {list(loader)}, and no loader; "
+            f"{name} is a {type(loader).__name__} with the keys {list(loader)}, not a loader; "
             "pass the loader itself"
         )
     if (type(loader) is list or type(loader) is tuple) and any(map(_is_loader, loader)):

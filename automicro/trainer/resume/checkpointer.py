@@ -53,8 +53,8 @@ def check_best_metric(config: CheckpointConfig, expected: ExpectedValues) -> Non
         there = [each for each in expected.names if each.startswith(IN_EVALUATION)]
         hint = suggestion(name, there)
         raise ValueError(
-            f"checkpoint.best_metric={name!r}{hint} is no value of an evaluation in training, and "
-            f"keep_best={config.keep_best} keeps by such: "
+            f"checkpoint.best_metric={name!r}{hint} is not a value of an evaluation in training, "
+            f"and keep_best={config.keep_best} keeps by such: "
             + (f"give one such as {', '.join(there)}" if there else NO_EVALUATION)
         )
 

@@ -4,6 +4,7 @@ All of it goes through ``load_state_dict``, so that a model may have ways of its
 read right into those that are there.
 """
 
+import copy
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -154,8 +155,7 @@ def _reseed(generator: Generator, rank: int, world_size: int) -> None:
 
 
 def _load(module: nn.Module, state: Any) -> None:
-    rest = type(state)(state)
-    vars(rest).update(vars(state))
+    rest = copy.copy(state)  # with its metadata: torch keeps the versions of modules there
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if name in state and not is_uninitialized(tensor) and _overlaps(tensor):
             _write_overlapping(name, tensor, rest.pop(name))  # `load_state_dict` cannot

@@ -74,6 +74,13 @@ class Counting(Wrapped):
         return super().forward(inputs) / (1 + self.count)
 
 
+class Plain(Wrapped):
+    """Its state_dict gives a plain dict."""
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        return dict(super().state_dict(*args, **options))
+
+
 class Copying(Wrapped):
     """Its state_dict gives copies."""
 
@@ -122,7 +129,7 @@ def lazy_batchnorm() -> nn.Module:
 @pytest.mark.parametrize(
     "make",
     [
-        *(Remembering, ExpandedCounting, Viewed, lazy_batchnorm),
+        *(Remembering, ExpandedCounting, Viewed, Plain, lazy_batchnorm),
         *(
             pytest.param(each, marks=pytest.mark.sweep)
             for each in (Noisy, Centred, Counting, Copying, Expanded, lazy)
