@@ -169,12 +169,6 @@ def test_a_notebook_has_one_line_that_is_written_over_above_those_that_stay(
     assert capsys.readouterr().out == "train: out of memory\n"
 
 
-def test_a_notebook_without_its_library_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "IPython.display", None)
-    console = Console(file=io.StringIO(), force_jupyter=True)
-    assert type(make_progress(True, console)) is PlainProgress
-
-
 # The bar
 
 
