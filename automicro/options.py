@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from automicro.errors import BatchError, LossError, suggestion
 from automicro.modules import is_rank_wrapper
-from automicro.torch_private import is_uninitialized
 from automicro.units import Duration, Unit, parse_time, read_duration
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -212,28 +211,6 @@ def check_optimizer(
             "with modules=(…): tensors that are in no module go into an nn.ParameterList"
         )
     return innermost
-
-
-def refuse_lazy(option: str, modules: Iterable[nn.Module]) -> None:
-    """Refuse modules that have no shape yet, for an option that needs it before the first batch.
-
-    Args:
-        option: as it was given, such as ``"parallel='ddp'"``.
-        modules: all that take part.
-
-    Raises:
-        ValueError: names the first parameter or buffer.
-
-    >>> refuse_lazy("parallel='ddp'", [nn.Linear(2, 2)])
-    """
-    for module in modules:
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            if is_uninitialized(tensor):
-                raise ValueError(
-                    f"{option}, but {name!r} of {type(module).__name__} gets its shape from the "
-                    "first batch and has none yet; run the model on one row before, give the layer "
-                    "its shape, or leave the option out"
-                )
 
 
 def check_modules(modules: object) -> list[nn.Module]:
@@ -470,8 +447,7 @@ def read_accumulation(value: object) -> int | Duration:
     if size.unit is Unit.EPOCHS:
         raise ValueError(
             f"accumulate_batches={str(value)!r} is not the size of a batch; give a number of "
-            "batches, or a size such as '1024sp' (samples), '1e6tok' (tokens) or '5h' (hours of "
-            "data)"
+            "batches, or a size as in '1024sp' (samples), '1e6tok' (tokens), '5h' (hours of data)"
         )
     return size.value if size.unit is Unit.BATCHES else size
 

@@ -8,10 +8,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from automicro.modules import is_parallel, runs_collectives
-from automicro.options import check_choice, refuse_lazy, unwrapped
+from automicro.options import check_choice, unwrapped
 from automicro.torch_private import is_compiled
 from automicro.torch_private_distributed import is_fsdp_module
 from automicro.trainer.processes import Process, copy_from_first
+from automicro.trainer.surroundings import refuse_lazy
 
 PARALLEL_MODES = ("ddp", "fsdp")
 

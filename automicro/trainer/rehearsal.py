@@ -26,7 +26,7 @@ from automicro.checkpoints.rng import restore_rng_state, rng_state
 from automicro.errors import BatchError
 from automicro.memory.device import capacity_bytes, reset_peak
 from automicro.microbatcher import Microbatcher
-from automicro.options import check_choice, refuse_lazy
+from automicro.options import check_choice
 from automicro.reach import generators_in, kinds_of_loading
 from automicro.state.capture import capture
 from automicro.step.results import EvalResult, StepResult
@@ -44,6 +44,7 @@ from automicro.trainer.data.sharing import SharedSampler
 from automicro.trainer.evaluation import Evaluation
 from automicro.trainer.metrics import MetricSet
 from automicro.trainer.progress import count_of
+from automicro.trainer.surroundings import refuse_lazy
 from automicro.units import Unit, format_bytes
 from automicro.values import walk
 

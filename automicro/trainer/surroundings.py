@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,9 +13,9 @@ from automicro.errors import DeterminismWarning, add_note, text_of, warn
 from automicro.memory.budget import active_budget
 from automicro.memory.device import limit_memory
 from automicro.memory.residents import track_residents
-from automicro.options import refuse_lazy
 from automicro.torch_private import (
     inductor_is_deterministic,
+    is_uninitialized,
     set_inductor_deterministic,
 )
 from automicro.trainer.context import RunContext
@@ -122,6 +122,28 @@ def deterministic_algorithms(device: torch.device) -> Iterator[None]:
         set_inductor_deterministic(compiled)
         cudnn.benchmark = benchmark
         cudnn.deterministic = cudnn_deterministic
+
+
+def refuse_lazy(option: str, modules: Iterable[nn.Module]) -> None:
+    """Refuse modules that have no shape yet, for an option that needs it before the first batch.
+
+    Args:
+        option: as it was given, such as ``"parallel='ddp'"``.
+        modules: all that take part.
+
+    Raises:
+        ValueError: names the first parameter or buffer.
+
+    >>> refuse_lazy("parallel='ddp'", [nn.Linear(2, 2)])
+    """
+    for module in modules:
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if is_uninitialized(tensor):
+                raise ValueError(
+                    f"{option}, but {name!r} of {type(module).__name__} gets its shape from the "
+                    "first batch and has none yet; run the model on one row before, give the layer "
+                    "its shape, or leave the option out"
+                )
 
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
