@@ -591,21 +591,14 @@ class _Sizer:
             nested._policies.pop(self._key, None)
             return False
         nested.ooms += 1
+        text = (
+            f"automicro: memory ran out in {nested.name}, a part with a size of its own, in a "
+            f"slice of {size} of {self.num_rows} {nested.unit}; the next ones have {proposed}"
+        )
+        logger.warning("%s", text)
         if error is not None:
             remember(error, part=nested.name)
-            add_note(
-                error,
-                f"automicro: memory ran out in {nested.name}, a part with a size of its own, in a "
-                f"slice of {size} of {self.num_rows} {nested.unit}; the next ones have {proposed}",
-            )
-        logger.warning(
-            "automicro: out of memory in %s, slices of %d → %d %s of %d",
-            nested.name,
-            size,
-            proposed,
-            nested.unit,
-            self.num_rows,
-        )
+            add_note(error, text)
         return True
 
     def end(self, sizes: Sequence[int]) -> None:

@@ -496,6 +496,29 @@ class Masks(Reads):
         return self.layer(kept)
 
 
+class PassesMore(nn.Module):
+    """Runs other operations with more rows, so that a step of many lies on no line of events."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(256, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(1 + int(x.square().mean().item() > 0) * (len(x) > 4)):
+            x = self.layer(x)
+        return x
+
+
+def test_where_steps_are_unlike_each_owner_is_extrapolated_without_the_optimizers_step() -> None:
+    batch = torch.randn(8, 256), torch.randn(8, 256)
+    report = automicro.plan(
+        PassesMore(), batch, loss_fn=nn.MSELoss(), optimizer=torch.optim.AdamW, rows=64
+    )
+    assert report.is_measured
+    # The small steps are fullest in that of the optimizer, when there is no batch any more.
+    assert report.breakdown["batch"] == 2 * 64 * 256 * 4
+
+
 @pytest.mark.parametrize("kind", [Reads, Masks])
 def test_a_model_that_reads_its_data_is_measured_and_its_line_is_named(kind: type) -> None:
     data = batch(256)
