@@ -316,12 +316,14 @@ class DryRun:
         # step is left out, which the rows of a microbatch do not change.
         still = (each.scaled(lambda owner: float(owner.kind != STEP)) for each in (low, high))
         before, after = (each.breakdown() for each in still)
-        return Trace.still(
+        found = Trace.still(
             {
                 owner: max(round(num_bytes + (num_bytes - before.get(owner, 0)) * times), 0)
                 for owner, num_bytes in after.items()
             }
         )
+        # Where the optimizer's step is the fullest moment, it is that of any number of rows.
+        return max(found, high, key=lambda trace: trace.peak_bytes)
 
     def _run(self, rows: int, splits: bool, conditions: Conditions) -> tuple[Trace, dict[str, int]]:
         if splits and self._without_gradient is None:

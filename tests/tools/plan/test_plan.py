@@ -519,6 +519,30 @@ def test_where_steps_are_unlike_each_owner_is_extrapolated_without_the_optimizer
     assert report.breakdown["batch"] == 2 * 64 * 256 * 4
 
 
+class RectifiesMore(nn.Module):
+    """The same with operations that need less than the optimizer's step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(256, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        for _ in range(1 + int(x.square().mean().item() > 0) * (len(x) > 4)):
+            x = x.relu()
+        return x
+
+
+def test_where_steps_are_unlike_the_optimizers_step_may_still_be_the_peak() -> None:
+    def peak(rows: int) -> int:
+        batch = torch.randn(rows, 256), torch.randn(rows, 256)
+        model, optimizer = RectifiesMore(), torch.optim.Adam
+        report = automicro.plan(model, batch, loss_fn=nn.MSELoss(), optimizer=optimizer, rows=rows)
+        return report.peak_bytes
+
+    assert peak(9) == peak(4)
+
+
 @pytest.mark.parametrize("kind", [Reads, Masks])
 def test_a_model_that_reads_its_data_is_measured_and_its_line_is_named(kind: type) -> None:
     data = batch(256)
