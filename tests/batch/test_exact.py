@@ -127,21 +127,6 @@ def test_what_a_forward_begins_to_change_late_is_as_it_was_for_the_retry(
     assert torch.allclose(model.scale.grad, whole.scale.grad, rtol=0, atol=1e-9)
 
 
-def test_inputs_that_are_their_own_targets_are_written_to_as_one() -> None:
-    def autoencoder(model: nn.Module, batch: Any) -> Any:
-        batch[0].mul_(2)
-        return ((batch[0] - batch[1] * model.get_parameter("scale")[0]) ** 2).sum()
-
-    x = torch.rand(8, 2, dtype=torch.float64)
-    whole = Waves()
-    copied = x.clone()
-    autoencoder(whole, (copied, copied)).backward()
-    assert whole.scale.grad is not None
-    for size in (None, 3):
-        model = Waves()
-        assert torch.allclose(gradient(model, size, (x, x), autoencoder), whole.scale.grad)
-
-
 def test_a_tensor_in_an_object_that_is_written_to_is_as_it_was_for_the_retry() -> None:
     def run(model: Any, batch: Any) -> Any:
         for row in batch:

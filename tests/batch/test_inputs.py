@@ -68,27 +68,6 @@ def test_a_model_that_writes_into_its_input_leaves_the_batch_alone(
     assert result.num_microbatches == {None: 1, 3: 4, "auto": 4}[size]
 
 
-def test_evaluating_leaves_the_batch_alone() -> None:
-    model, inputs = Writer(), x()
-    microbatcher = on(model, eval_microbatch_size=3)
-    for _ in range(2):
-        microbatcher.evaluate((inputs, y()))
-        assert torch.equal(inputs, x())
-
-
-def test_a_forward_may_take_entries_out_of_its_microbatch() -> None:
-    def forward(model: nn.Module, batch: Any) -> Any:
-        return F.cross_entropy(model(batch.pop("x")), batch.pop("y"))
-
-    for size in (None, 3):
-        batch = {"x": x(), "y": y()}
-        model = Mlp()
-        expected = expected_of(model, x())
-        Microbatcher(model, forward=forward, microbatch_size=size).backward(batch)
-        assert list(batch) == ["x", "y"]
-        assert difference(gradients(model), expected) < 1e-9
-
-
 def test_writing_that_begins_late_is_noticed_and_the_next_batch_is_kept() -> None:
     model, microbatcher, inputs = (model := LateWriter()), on(model, microbatch_size=3), x()
     microbatcher.backward((inputs, y()))
@@ -141,16 +120,6 @@ def test_an_input_with_a_history_is_refused_where_it_is_split(size: Any) -> None
         on(model, microbatch_size=size, probe=False).backward((inputs, y()))
     assert encoder.weight.grad is None
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_an_input_with_a_history_works_whole_as_in_torch() -> None:
-    encoder, model = nn.Linear(6, 6).double(), Mlp()
-    F.cross_entropy(model(encoder(x())), y()).backward()
-    expected = gradients(encoder, model)
-    encoder.zero_grad()
-    model.zero_grad()
-    on(model, microbatch_size=None, modules=[encoder]).backward((encoder(x()), y()))
-    assert difference(gradients(encoder, model), expected) < 1e-9
 
 
 # On the way to the device

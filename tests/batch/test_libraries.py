@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorWithPadding,
@@ -184,15 +184,6 @@ def test_a_list_of_anchors_positives_and_negatives_is_refused_until_it_is_declar
     with pytest.raises(BatchError, match=r"3 or 8 rows.*\{'': 'fields'\} for 8 rows.*DataLoader"):
         num_rows(triplets())
     compare(lambda: nn.Linear(6, 4).double(), triplets, triplet_loss, batch_layout={"": "fields"})
-
-
-@pytest.mark.parametrize(
-    "image", [np.zeros((3, 8, 8)), np.zeros(5), torch.zeros(3, 8, 8), torch.zeros(5)]
-)
-def test_samples_of_one_shape_are_not_guessed_to_be_columns(image: Any) -> None:
-    with pytest.raises(BatchError, match=r"'items'.*'fields'"):
-        num_rows([image] * 4)
-    assert num_rows([image] * 4, batch_layout={"": "items"}) == 4
 
 
 def test_detection_targets_of_own_sizes() -> None:
@@ -497,7 +488,3 @@ def test_metadata_that_no_slice_cuts_is_refused_with_what_to_write() -> None:
     assert [vars(part)["meta"] for part, _ in split_batch([value, torch.zeros(8)], 4)] == [
         {"spacing": [1.0, 2.0]}
     ] * 2
-
-
-def test_torchs_collate_of_texts_is_read_as_columns() -> None:
-    assert num_rows(default_collate([("a", 1), ("b", 2), ("c", 3)])) == 3

@@ -2,40 +2,13 @@
 
 import pytest
 import torch
-from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 from automicro import register_batch_type
 from automicro.batch.joining import concat_rows
-from automicro.batch.layout import BatchLayout, split_batch
+from automicro.batch.layout import split_batch
 from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.errors import BatchError
-from tests.batch.structures import ROWS, STRUCTURES, Pair, assert_partition, sequences, x, y
-
-
-class TestMapping:
-    @pytest.mark.parametrize("structure", STRUCTURES)
-    def test_every_tensor_is_mapped_and_no_container_changes_its_type(self, structure):
-        batch = STRUCTURES[structure]()
-        copies = map_tensors(batch, torch.clone)
-        assert type(copies) is type(batch)
-        before, after = tensor_leaves(batch), tensor_leaves(copies)
-        assert [path for path, _ in before] == [path for path, _ in after]
-        for (_, old), (_, new) in zip(before, after, strict=True):
-            assert new is not old
-            assert type(new) is type(old)
-
-    def test_indices_of_a_packed_sequence_are_not_data(self):
-        packed = pack_sequence(sequences(), enforce_sorted=False)
-        halved = map_tensors(packed, torch.Tensor.half)
-        assert halved.data.dtype is torch.float16
-        for mapped, whole in zip(halved[2:], packed[2:], strict=True):
-            assert torch.equal(torch.as_tensor(mapped), torch.as_tensor(whole))
-        assert [len(row) for row in unpack_sequence(halved)] == [2, 5, 1, 3, 4, 3, 2, 6]
-
-    def test_paths_lead_to_the_tensors(self):
-        batch = {"a": x(), "b": (y(), [{"c": y()}]), "n": 1, "p": pack_sequence(sequences(), False)}
-        leaves = BatchLayout().leaves(batch)
-        assert [path for path, _ in leaves] == ["a", "b.0", "b.1.0.c", "p.data"]
+from tests.batch.structures import ROWS, STRUCTURES, Pair, assert_partition, x, y
 
 
 class Slotted:

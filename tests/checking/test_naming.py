@@ -22,7 +22,6 @@ from automicro.batch.layout import BatchLayout
 from automicro.checking.rows import telling_rows
 from tests.cases import (
     contrastive,
-    detection_batch,
     masked_mean,
     mean_of_tokens,
 )
@@ -40,7 +39,6 @@ from tests.models import (
     x,
     y,
 )
-from tests.torture.engine.faults import FaultMode
 
 
 def warnings_of(microbatcher: Microbatcher, *batches: Any) -> list[str]:
@@ -177,34 +175,6 @@ def test_labels_that_are_not_shifted_are_never_taken_for_shifted(
     assert warnings_of(declared, batch) == []
 
 
-def test_weights_of_tokens_among_floats_are_seen() -> None:
-    mask = torch.ones(ROWS, 7, dtype=torch.float64)
-    mask[5, 2:] = 0
-
-    def forward(model: nn.Module, batch: Any) -> Any:
-        each = F.cross_entropy(model(batch["ids"]).movedim(-1, 1), batch["goal"], reduction="none")
-        return (each * batch["mask"]).sum() / batch["mask"].sum()
-
-    batch = {"ids": tokens(), "goal": tokens().flip(0), "mask": mask}
-    with pytest.warns(LossAverageWarning, match="splitting changes this batch"):
-        Microbatcher(Encoder(), forward=forward, microbatch_size=4).backward(batch)
-    report = verify(Encoder(), batch, forward=forward)
-    assert report.loss_average == "lambda batch: batch['mask'].sum()"
-
-
-def weighted_rows(model: nn.Module, batch: Any) -> Any:
-    each = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
-    return (each * batch[2]).sum() / batch[2].sum().clamp(min=1)
-
-
-def test_weights_that_are_all_one_are_looked_at_again() -> None:
-    microbatcher = Microbatcher(Mlp(), forward=weighted_rows)
-    ones = torch.ones(ROWS, dtype=torch.float64)
-    assert warnings_of(microbatcher, (x(), y(), ones)) == []
-    (message,) = warnings_of(microbatcher, (x(), y(), ones.index_fill(0, torch.tensor([3]), 0)))
-    assert "splitting changes this batch" in message
-
-
 def _of_rows(model: Any, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
 
@@ -312,40 +282,7 @@ def test_a_container_that_holds_itself_is_refused_by_name(kind: Any) -> None:
         microbatcher.backward({"x": x(), "meta": inner})
 
 
-def test_a_row_without_loss_is_no_sign_of_a_sum() -> None:
-    def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
-        each = F.cross_entropy(logits, targets, reduction="none")
-        return (each * (targets == 4)).sum() / (targets == 4).sum().clamp(min=1)
-
-    targets = torch.zeros(ROWS, dtype=torch.long).index_fill(0, torch.tensor([7]), 4)
-    (message,) = warnings_of(on(Mlp(), loss_fn), (x(), targets))
-    assert "splitting changes this batch" in message
-
-
-def test_out_of_memory_with_many_rows_is_followed_by_a_look_at_few() -> None:
-    class Small(Mlp):
-        def forward(self, inputs: Tensor) -> Any:
-            if is_extra_pass() and len(inputs) > 4:
-                raise torch.OutOfMemoryError("out of memory")
-            return super().forward(inputs)
-
-    assert "changes this batch" in warnings_of(on(Small(), contrastive), (x(), y()), (x(), y()))[0]
-    assert warnings_of(on(Small(), nn.CrossEntropyLoss()), (x(), y())) == []
-
-
-def test_declaring_what_the_warning_says_silences_it() -> None:
-    microbatcher = on(Encoder(), mean_of_tokens, loss_average="tokens")
-    assert warnings_of(microbatcher, (tokens(), token_targets())) == []
-
-
 # What it leaves alone
-
-
-def test_a_loss_that_is_random_in_evaluation_mode_is_left_alone() -> None:
-    noisy = lambda logits, targets: F.cross_entropy(  # noqa: E731
-        logits + torch.randn_like(logits), targets
-    )
-    assert warnings_of(on(Mlp(), noisy), (x(), y())) == []
 
 
 def test_an_error_of_the_model_itself_comes_through_without_a_warning() -> None:
@@ -354,11 +291,6 @@ def test_an_error_of_the_model_itself_comes_through_without_a_warning() -> None:
 
     with pytest.raises(LossError, match="logits"):
         Microbatcher(Mlp(), forward=forward, microbatch_size=4).backward((x(), y()))
-
-
-@pytest.mark.parametrize("size", [None, 20])
-def test_a_batch_that_cannot_be_split_is_not_probed(size: int | None) -> None:
-    assert warnings_of(on(Mlp(), contrastive, microbatch_size=size), (x(), y())) == []
 
 
 def test_where_batchnorm_disables_splitting_nothing_is_probed() -> None:
@@ -391,16 +323,6 @@ def test_out_of_memory_in_the_probe_changes_nothing(caplog: pytest.LogCaptureFix
     assert (result.num_microbatches, result.ooms) == (1, 0)
 
 
-@pytest.mark.parametrize("size", ["auto", 4])
-def test_a_mistake_in_the_model_is_not_blamed_on_the_rows(size: Any) -> None:
-    with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        on(Mlp(), nn.MSELoss(), microbatch_size=size).backward((x()[:, :2], y()))
-
-
-def test_it_can_be_switched_off() -> None:
-    assert warnings_of(on(Mlp(), contrastive, probe=False), (x(), y())) == []
-
-
 # When it looks again
 
 
@@ -410,27 +332,6 @@ class Counting(Encoder):
     def forward(self, tokens: Tensor) -> Any:
         self.calls += 1
         return super().forward(tokens)
-
-
-def test_rows_that_cannot_tell_are_looked_at_again_in_later_batches() -> None:
-    model = Counting()
-    microbatcher = on(model, mean_of_tokens)
-    equal = (tokens(), tokens().flip(0))
-    assert warnings_of(microbatcher, equal, equal, equal) == []
-    assert len(warnings_of(microbatcher, (tokens(), token_targets()))) == 1
-    model.calls = 0
-    assert warnings_of(microbatcher, (tokens(), token_targets())) == []
-    assert model.calls == 3
-
-
-def test_later_batches_that_cannot_tell_cost_no_forward() -> None:
-    model = Counting()
-    microbatcher = on(model, mean_of_tokens)
-    equal = (tokens(), tokens().flip(0))
-    warnings_of(microbatcher, equal)
-    model.calls = 0
-    warnings_of(microbatcher, equal, equal)
-    assert model.calls == 6
 
 
 def test_where_warnings_are_errors_the_state_is_as_before_the_step() -> None:
@@ -459,56 +360,9 @@ def test_rows_of_both_parts_differ_in_how_many_targets_count() -> None:
     assert valid[large].sum() > 0
 
 
-def test_rows_are_chosen_in_few_operations_whatever_they_hold() -> None:
-    counts = []
-    for batch in ((tokens(), with_ignored(tokens())), (tokens(), tokens())):
-        with FaultMode() as mode:
-            chosen(batch)
-        counts.append(mode.num_operations)
-    assert max(counts) < 250  # of tensors, on the host
-
-
-@pytest.mark.parametrize("num_classes", [3, 12])
-def test_the_rarest_class_is_among_the_rows(num_classes: int) -> None:
-    targets = torch.randint(num_classes - 1, (400,))
-    targets[77] = num_classes - 1
-    small, large = chosen((torch.zeros(400, 2), targets))
-    assert 77 in small + large
-
-
 def test_other_rows_are_taken_where_some_are_not_to_be() -> None:
     batch = (torch.randn(40, 2),)
     first = [row for part in chosen(batch) for row in part]
     again = [row for part in chosen(batch, without=first) for row in part]
     assert len(again) == len(first)
     assert not {*first} & {*again}
-
-
-def test_rows_that_belong_together_stay_together() -> None:
-    small, large = chosen((torch.randn(40, 2),), multiple=4)
-    for part in (small, large):
-        assert [row // 4 * 4 for row in part[::4]] == part[::4]
-        assert part == [row + place for row in part[::4] for place in range(4)]
-
-
-def test_rows_of_lists_differ_in_size() -> None:
-    small, large = chosen(detection_batch())
-    boxes = torch.tensor([float(len(target["boxes"])) for target in detection_batch()[1]])
-    assert boxes[small + large].unique().numel() > 1
-
-
-@pytest.mark.parametrize("num_rows", [2, 3, 4, 7, 16, 64, 1000])
-def test_at_most_sixteen_rows_are_cut_unevenly_each_in_one_part(num_rows: int) -> None:
-    small, large = chosen((torch.randn(num_rows, 3), torch.randint(5, (num_rows,))))
-    assert len({*small, *large}) == len(small + large) == min(num_rows, 16)
-    assert 0 < len(small) <= len(large)
-    assert num_rows == 2 or len(small) < len(large)
-
-
-def test_a_batch_of_many_rows_is_probed_on_some_of_them() -> None:
-    targets = torch.zeros(1000, dtype=torch.long)
-    targets[400:700] = 4
-    weighted = lambda logits, targets: F.cross_entropy(logits, targets, CLASS_WEIGHT)  # noqa: E731
-    found = warnings_of(on(Mlp(), weighted, microbatch_size=500), (numbers(1000, 6), targets))
-    assert len(found) == 1
-    assert "splitting changes this batch" in found[0]

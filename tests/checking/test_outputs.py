@@ -86,14 +86,6 @@ def test_outputs_that_cannot_be_joined_are_named_once(name: str) -> None:
     assert told(microbatcher.predict, inputs(), inputs()) == []
 
 
-def test_outputs_that_an_evaluation_returns_are_named() -> None:
-    batch = inputs(), torch.randint(3, (ROWS,))
-    net = on(WRONG["centred"][0], loss_average="samples")
-    (message,) = told(net.evaluate, batch, batch, return_outputs=True)
-    assert "the output of a row depends" in message
-    assert told(on(WRONG["centred"][0]).evaluate, batch) == []  # nobody sees them
-
-
 def test_what_cannot_be_looked_at_is_predicted_all_the_same() -> None:
     def few_rows_fail(net: Any, x: Tensor) -> Tensor:
         if is_extra_pass():
@@ -117,16 +109,6 @@ def test_with_little_memory_fewer_rows_are_compared() -> None:
 
     (message,) = told(on(centred).predict, inputs())
     assert "for 4 rows it is off" in message
-
-
-@pytest.mark.parametrize("size", [None, "auto"])
-def test_a_batch_that_stays_whole_costs_no_pass(size: Any) -> None:
-    def noting(net: Any, x: Tensor) -> Tensor:
-        assert not is_extra_pass()
-        return net.linear(x)  # type: ignore[no-any-return]
-
-    on(noting, eval_microbatch_size=size).predict(inputs())
-    on(noting, probe=False).predict(inputs())
 
 
 def rounded(net: Any, x: Tensor) -> Tensor:

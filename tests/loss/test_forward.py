@@ -13,7 +13,6 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from automicro import BatchError, LossError, Microbatcher
 from automicro.features import with_features
-from automicro.loss.conventions import choose_convention, outputs_with_rows
 from tests.models import CLASSES, ROWS, ComposerStyle, Mlp, x, y
 
 
@@ -56,28 +55,6 @@ def test_a_mapping_is_called_by_keyword_and_its_loss_taken(model_class: type, ki
     assert train(model, {"inputs": x(), "labels": y()}) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    "result",
-    [
-        lambda loss, logits: loss,
-        lambda loss, logits: (loss, logits),
-        lambda loss, logits: {"loss": loss},
-        lambda loss, logits: {"loss": loss, "logits": logits},
-        lambda loss, logits: ({"loss": loss}, logits),
-        lambda loss, logits: {"half": loss / 2, "rest": loss / 2},
-        lambda loss, logits: SequenceClassifierOutput(loss=loss, logits=logits),
-    ],
-)
-def test_a_forward_may_return_the_loss_in_several_ways(result: Any) -> None:
-    def forward(model: nn.Module, batch: Any) -> Any:
-        logits = model(batch[0])
-        return result(F.cross_entropy(logits, batch[1]), logits)
-
-    model = Mlp()
-    expected = float(F.cross_entropy(model(x()), y()).detach())
-    assert train(model, (x(), y()), forward=forward) == pytest.approx(expected)
-
-
 def test_a_loss_function_may_return_losses_by_name() -> None:
     def loss_fn(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         return {"fit": F.cross_entropy(outputs, targets), "size": outputs.square().mean()}
@@ -85,15 +62,6 @@ def test_a_loss_function_may_return_losses_by_name() -> None:
     model = Mlp()
     expected = sum(float(loss.detach()) for loss in loss_fn(model(x()), y()).values())
     assert train(model, (x(), y()), loss_fn=loss_fn) == pytest.approx(expected)
-
-
-def test_composers_interface_wins_over_keywords_and_forward_over_it() -> None:
-    model = ComposerStyle()
-    assert choose_convention(model, forward=None, loss_fn=None).computes_loss_in_model is False
-    expected = float(F.cross_entropy(model.net(x()), y()).detach())
-    assert train(model, (x(), y())) == pytest.approx(expected)
-    twice = lambda model, batch: 2 * model.loss(model(batch), batch)  # noqa: E731
-    assert train(model, (x(), y()), forward=twice) == pytest.approx(2 * expected)
 
 
 @pytest.mark.parametrize(
@@ -252,27 +220,6 @@ def test_a_forward_that_takes_the_number_of_items_is_told_what_it_divides_by(cou
 def evaluate(model: nn.Module, batch: Any, metric: Any = None, **options: Any) -> Any:
     microbatcher = Microbatcher(model, eval_microbatch_size=3, **with_features(options))
     return microbatcher.evaluate(batch, metrics=metric, return_outputs=True)
-
-
-@pytest.mark.parametrize("kind", ["output", "dict"])
-def test_outputs_are_joined_without_the_loss_among_them(kind: str) -> None:
-    model = Keyword(kind)
-    result = evaluate(model, {"inputs": x(), "labels": y()})
-    with torch.no_grad():
-        assert torch.allclose(result.outputs["logits"], model.net(x()), rtol=0, atol=1e-12)
-    assert list(result.outputs) == ["logits"]
-    assert type(result.outputs) is type(model(x(), y()))
-
-
-def test_the_cache_of_a_language_model_is_no_output() -> None:
-    outputs = {"logits": x(), "past_key_values": object()}
-    assert list(outputs_with_rows(outputs)) == ["logits"]
-
-
-def test_outputs_that_are_the_loss_alone_leave_nothing_to_join() -> None:
-    assert outputs_with_rows({"loss": torch.tensor(1.0), "part": torch.tensor(1.0)}) == {}
-    forward = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])  # noqa: E731
-    assert evaluate(Mlp(), (x(), y()), forward=forward).outputs is None
 
 
 def test_a_model_without_labels_is_evaluated_without_a_loss() -> None:

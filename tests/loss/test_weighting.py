@@ -2,7 +2,6 @@
 
 import functools
 import math
-import operator
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from automicro import LossAverageWarning, LossError, MemoryBudget, Microbatcher
+from automicro import LossAverageWarning, LossError, Microbatcher
 from automicro.loss.averages import Counted, CutBatch, Divisors, Samples, Sum, Tokens, read_average
 from automicro.loss.weights import BatchWeights, LossMean
 from automicro.ranks.interface import OneRank
@@ -26,7 +25,6 @@ from tests.models import (
     Mlp,
     classes,
     numbers,
-    token_targets,
     tokens,
     with_ignored,
     x,
@@ -160,18 +158,6 @@ def test_a_claimed_loss_type_is_said_to_be_unchecked_where_nothing_can_be_looked
     assert all(each.startswith("could not check that the loss is a mean over the") for each in said)
 
 
-def test_a_model_of_unknown_loss_type_is_taken_for_a_mean_over_samples_and_probed() -> None:
-    average = read(None)
-    assert isinstance(average, Samples)
-    assert not average.is_known
-
-
-def test_declaring_tokens_keeps_what_the_loss_says_of_itself() -> None:
-    average = read(nn.CrossEntropyLoss(ignore_index=7), "tokens")
-    targets = torch.tensor([7, 1, IGNORED + 101])
-    assert average.divisors([cut([3], (None, targets), [(None, targets)])]).whole == 2
-
-
 @pytest.mark.parametrize("declared", ["token", "mean", ""])
 def test_an_unknown_word_is_an_error_with_the_words_that_are_known(declared: str) -> None:
     with pytest.raises(ValueError, match=r"is not known; pass loss_average='samples', 'tokens'"):
@@ -190,56 +176,6 @@ def test_a_number_is_no_average() -> None:
 
 
 # Weights
-
-
-def test_weights_are_shares_of_the_whole_batchs_denominator() -> None:
-    targets = torch.tensor([0, 1, IGNORED, 4, 4, IGNORED])
-    parts = [(None, targets[:4]), (None, targets[4:])]
-    assert microbatch_weights(Tokens(second), (None, targets), parts, [4, 2]) == [0.75, 0.25]
-    assert microbatch_weights(Sum(), (None, targets), parts, [4, 2]) == [None, None]
-    assert microbatch_weights(Samples(), (None, targets), parts, [4, 2]) == [4 / 6, 2 / 6]
-
-
-def test_class_weights_are_summed_as_the_loss_sums_them() -> None:
-    targets = torch.tensor([0, 1, IGNORED, 4])
-    parts = [(None, targets[:2]), (None, targets[2:])]
-    average = Tokens(second, class_weight=CLASS_WEIGHT)
-    one, other = microbatch_weights(average, (None, targets), parts, [2, 2])
-    assert one == pytest.approx(3.2 / 5.2)
-    assert other == pytest.approx(2.0 / 5.2)
-
-
-def test_counts_may_be_numbers_or_tensors_of_one_element() -> None:
-    for count in (
-        len,
-        lambda part: torch.tensor([float(len(part))]),
-        lambda part: float(len(part)),
-    ):
-        weights = microbatch_weights(Counted(count), "abcd", ["abc", "d"], [3, 1])
-        assert weights == [0.75, 0.25]
-
-
-@pytest.mark.parametrize("floor", [lambda count: max(1, count), lambda count: count + 0.5])
-def test_what_is_counted_of_the_whole_batch_is_what_the_loss_is_divided_by(
-    floor: Callable[[int], float],
-) -> None:
-    # As detectors divide by their objects, of which a microbatch may have none: S / max(1, n).
-    objects = [[2, 0, 1], [0, 0, 0], [3]]
-    sums = [5.0, 7.0, 2.0]
-    weights = microbatch_weights(
-        Counted(lambda part: floor(sum(part))),
-        [count for part in objects for count in part],
-        objects,
-        [3, 3, 1],
-    )
-    losses = [each / floor(sum(part)) for each, part in zip(sums, objects, strict=True)]
-    whole = sum(sums) / floor(6)
-    assert math.fsum(map(operator.mul, weights, losses)) == pytest.approx(whole, abs=1e-12)
-
-
-def test_counts_may_be_of_both_kinds() -> None:
-    counted = Counted(lambda part: torch.tensor(3) if len(part) == 3 else len(part))
-    assert microbatch_weights(counted, "abcd", ["abc", "d"], [3, 1]) == [0.75, 0.25]
 
 
 class OnDevice(Samples):
@@ -323,66 +259,6 @@ def test_a_whole_batch_without_targets_leaves_earlier_gradients_as_they_were(
     assert difference(gradients(model), before) == 0
 
 
-def test_a_microbatch_without_targets_gives_its_inputs_no_nan_gradient() -> None:
-    model, inputs = Mlp(), x().requires_grad_()
-    targets = with_ignored(y())
-    assert (targets == IGNORED).any()
-
-    def loss_fn(logits: Tensor, targets: Tensor) -> Any:
-        return masked_mean(logits[:, None], targets[:, None])
-
-    loss_fn(model(inputs), targets).backward()
-    expected, inputs.grad = inputs.grad, None
-    Microbatcher(model, loss_fn=loss_fn, loss_average="tokens", microbatch_size=1).backward(
-        (inputs, targets)
-    )
-    assert expected is not None
-    assert inputs.grad is not None
-    assert torch.allclose(inputs.grad, expected, atol=1e-12, rtol=0)
-
-
-@pytest.mark.parametrize("size", [1, 3, 20])
-def test_losses_by_name_where_one_has_no_target_in_some_microbatches(size: int) -> None:
-    def forward(model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        logits = model(batch[0])
-        return {"language": masked_mean(logits, batch[1]), "balance": logits.square().mean()}
-
-    torch.manual_seed(0)
-    model, batch = Encoder(), (tokens(), token_targets())
-    sum(forward(model, batch).values(), torch.zeros(())).backward()
-    expected = gradients(model)
-    model.zero_grad()
-    microbatcher = Microbatcher(
-        model,
-        forward=forward,
-        loss_average={"language": "tokens", "balance": "samples"},
-        microbatch_size=size,
-    )
-    result = microbatcher.backward(batch)
-    assert difference(gradients(model), expected) < 1e-9
-    with torch.no_grad():
-        for name, loss in forward(model, batch).items():
-            assert float(result.losses[name]) == pytest.approx(float(loss), abs=1e-9)
-    assert float(result.loss) == pytest.approx(sum(map(float, result.losses.values())))
-
-
-@pytest.mark.parametrize("size", [1, 3, 20])
-def test_parts_beside_a_total_are_reported_for_the_whole_batch(size: int) -> None:
-    def forward(model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        logits = model(batch[0])
-        parts = {"fit": F.cross_entropy(logits, batch[1]), "size": logits.square().mean()}
-        return {"loss": parts["fit"] + 0.1 * parts["size"], **parts}
-
-    model, batch = Mlp(), (x(), y())
-    expected = forward(model, batch)
-    result = Microbatcher(model, forward=forward, microbatch_size=size).backward(batch)
-    assert result.losses.keys() == {"fit", "size"}
-    assert float(result.loss) == pytest.approx(float(expected["loss"].detach()), abs=1e-9)
-    for name, loss in result.losses.items():
-        assert not loss.requires_grad
-        assert float(loss) == pytest.approx(float(expected[name].detach()), abs=1e-9)
-
-
 def test_a_total_beside_losses_with_averages_of_their_own_is_refused() -> None:
     def forward(model: nn.Module, batch: Any) -> dict[str, Tensor]:
         logits = model(batch[0])
@@ -407,25 +283,6 @@ def test_targets_in_numpy_are_an_error_with_the_remedy_and_no_warning(size: Any)
     microbatcher = Microbatcher(Mlp(), loss_fn=nn.CrossEntropyLoss(), microbatch_size=size)
     with pytest.raises(LossError, match=r"ndarray, not a tensor .*; give them as one"):
         microbatcher.backward((x(), y().numpy()))
-
-
-def test_batches_that_count_as_one_share_a_denominator() -> None:
-    weights = BatchWeights({"": Samples()}, [cut([3, 1]), cut([4])])
-    total, _ = weights.apply(2, torch.tensor(8.0), {})
-    assert total == 4.0
-    assert weights.totals == {"": 8}
-
-
-def test_sums_of_several_batches_add_up_without_weights() -> None:
-    weights = BatchWeights({"": Sum()}, [cut([3, 1]), cut([4])])
-    assert weights.apply(0, torch.tensor(8.0), {})[0] == 8.0
-    assert weights.totals == {"": None}
-
-
-def test_totals_of_targets_on_a_device_stay_there() -> None:
-    weights = BatchWeights({"": OnDevice()}, [cut([3, 1, 0])])
-    assert isinstance(weights.totals[""], Tensor)
-    assert weights.totals[""] == 4
 
 
 def test_the_loss_of_many_batches_does_not_depend_on_how_they_were_cut() -> None:
@@ -491,27 +348,6 @@ def test_backwards_that_begin_with_the_weight_have_the_bits_of_losses_times_it(
     begun, multiplied = trained(), trained(backward=lambda loss: loss.backward())
     for mine, theirs in zip(begun, multiplied, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_the_losses_of_microbatches_keep_nothing_alive_but_themselves(reduction: str) -> None:
-    """A mean of squares lies in the memory of the squares."""
-    model = nn.Linear(4, 512)
-    batch = torch.randn(64, 4), torch.zeros(64, 512)
-    microbatcher = Microbatcher(
-        model,
-        loss_fn=nn.MSELoss(reduction=reduction),
-        microbatch_size=4,
-        eval_microbatch_size=4,
-        probe=False,
-    )
-    for run in (microbatcher.backward, microbatcher.evaluate):
-        with MemoryBudget(None) as budget:
-            result = run(batch)
-        assert result.loss is not None
-        assert result.num_microbatches == 16
-        whole = batch[1].nbytes
-        assert budget.peak_bytes < whole  # 16 microbatches' losses would be as large as that
 
 
 # A loss that holds the last layer

@@ -1,9 +1,5 @@
 """Host against device, entering and leaving, compiled modules, and reading real devices."""
 
-import gc
-import threading
-import weakref
-
 import pytest
 import torch
 from torch import nn
@@ -26,54 +22,12 @@ KIB = 1024
 # Host and device
 
 
-def test_what_is_made_or_first_seen_on_the_host_is_not_counted() -> None:
-    loaded = torch.zeros(1024)
-    with MemoryBudget("1KiB") as budget:
-        with budget.host():
-            made = torch.zeros(1024)
-            loaded.split(100)
-        slices = loaded.split(100), made[:3]
-    assert slices
-    assert budget.allocated_bytes == 0
-
-
-def test_the_device_is_still_counted_on_the_host() -> None:
-    with MemoryBudget(None) as budget:
-        x = torch.zeros(1024)
-        with budget.host():
-            copied = x.clone()
-        del x
-        assert copied.sum() == 0
-    assert budget.allocated_bytes <= 512
-
-
 def test_after_the_host_part_tensors_are_counted_again() -> None:
     with MemoryBudget(None) as budget:
         with pytest.raises(KeyError), budget.host():
             raise KeyError
         x = torch.zeros(1024)
     assert budget.allocated_bytes == x.nbytes
-
-
-def test_a_transfer_counts_the_copy_and_not_the_batch() -> None:
-    batch = torch.randn(64, 16)
-    with MemoryBudget(None) as budget:
-        batch.add_(1)
-        assert budget.allocated_bytes == batch.nbytes
-        moved = budget.transfer(batch[:16])
-        assert budget.allocated_bytes == moved.nbytes == batch.nbytes // 4
-        assert torch.equal(moved, batch[:16])
-        batch[16:].sum()
-    assert budget.peak_bytes == batch.nbytes
-
-
-def test_a_transfer_counts_inside_the_host_part_and_outside_the_budget_too() -> None:
-    batch = torch.zeros(1024)
-    budget = MemoryBudget(None)
-    first = budget.transfer(batch)
-    with budget, budget.host():
-        second = budget.transfer(batch)
-    assert budget.allocated_bytes == first.nbytes + second.nbytes
 
 
 def test_a_transfer_that_does_not_fit_is_refused() -> None:
@@ -106,14 +60,6 @@ def test_a_transfer_keeps_the_layout(make) -> None:
         assert moved.stride() == tensor.stride()
 
 
-def test_gradients_flow_through_a_transfer() -> None:
-    x = torch.ones(8, requires_grad=True)
-    with MemoryBudget(None) as budget:
-        budget.transfer(x).sum().backward()
-    assert x.grad is not None
-    assert torch.equal(x.grad, torch.ones(8))
-
-
 def test_tracking_brings_a_host_tensor_onto_the_device() -> None:
     x = torch.zeros(1024)
     budget = MemoryBudget(None)
@@ -124,20 +70,6 @@ def test_tracking_brings_a_host_tensor_onto_the_device() -> None:
 
 
 # Entering and leaving
-
-
-def test_entering_again_changes_nothing() -> None:
-    budget = MemoryBudget(None)
-    with budget:
-        with budget as same:
-            assert same is budget
-            first = torch.zeros(128)
-        second = torch.zeros(128)
-        assert active_budget() is budget
-    third = torch.zeros(128)
-    assert first.nbytes == second.nbytes == third.nbytes
-    assert budget.allocated_bytes == first.nbytes + second.nbytes
-    assert active_budget() is None
 
 
 def test_a_second_budget_inside_the_first_is_refused() -> None:
@@ -152,40 +84,6 @@ def test_a_second_budget_inside_the_first_is_refused() -> None:
         ):
             pass
         assert active_budget() is outer
-
-
-def test_an_error_leaves_the_budget() -> None:
-    with pytest.raises(KeyError), MemoryBudget(None):
-        raise KeyError
-    assert active_budget() is None
-
-
-def test_other_threads_are_not_watched() -> None:
-    seen: list[MemoryBudget | None] = []
-
-    def work() -> None:
-        seen.append(active_budget())
-        torch.zeros(1024)
-
-    with MemoryBudget("1KiB") as budget:
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-    assert seen == [None]
-    assert budget.peak_bytes == 0
-
-
-def test_a_budget_is_freed_with_its_last_reference() -> None:
-    with MemoryBudget(None) as budget:
-        x = torch.zeros(128)
-    ledger = weakref.ref(budget._mode.ledger)
-    gc.disable()
-    try:
-        del budget
-        assert ledger() is None
-    finally:
-        gc.enable()
-    del x
 
 
 # Compiled modules
@@ -218,17 +116,7 @@ def test_compiled_modules_are_refused(make) -> None:
         MemoryBudget(None).track(make())
 
 
-def test_modules_that_are_not_compiled_pass() -> None:
-    refuse_compiled(nn.Sequential(nn.ReLU(), nn.Linear(2, 2)))
-
-
 # Reading and limiting devices
-
-
-def test_nobody_counts_on_a_plain_cpu() -> None:
-    reset_peak("cpu")
-    assert allocated_bytes("cpu") is None
-    assert peak_bytes("cpu") is None
 
 
 def test_on_a_cpu_the_active_budget_is_read() -> None:
@@ -327,13 +215,6 @@ def test_a_device_that_counts_no_peak_has_none(mocker) -> None:
     mocker.patch("torch.get_device_module", return_value=module)
     assert (allocated_bytes("mps"), peak_bytes("mps")) == (5, None)
     reset_peak("mps")
-
-
-def test_a_cpu_is_limited_by_a_budget() -> None:
-    with limit_memory("4KiB", "cpu") as budget:
-        assert active_budget() is budget
-        with pytest.raises(torch.OutOfMemoryError):
-            torch.zeros(2048)
 
 
 @pytest.mark.parametrize("device", ["cuda:1", "cuda"])

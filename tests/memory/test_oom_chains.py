@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from automicro import Microbatcher, SampleTooLargeError
-from automicro.errors import add_note, describe_error, text_of
-from automicro.memory.oom import Failure, classify, first_line, unquoted_shortage
+from automicro import Microbatcher
+from automicro.errors import describe_error, text_of
+from automicro.memory.oom import Failure, classify, first_line
 from tests.outside import Unreached
 
 NOTHING: dict[str, str] = {}
@@ -343,17 +343,6 @@ def test_what_came_before_is_named_with_the_remedy(fail) -> None:
     assert "raise it from that error" in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize("fail", [from_none, long_after])
-def test_nothing_is_said_where_nothing_is_shown_to_have_come_before(fail) -> None:
-    assert unquoted_shortage(raised_by(fail)) is None
-
-
-def test_it_is_given_up_by_name_where_even_one_row_is_wrapped() -> None:
-    model = FailsOnce(quoting_it, times=99)
-    with pytest.raises(SampleTooLargeError, match="layer 3 failed: CUDA out of memory"):
-        Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), probe=False).backward(batch())
-
-
 def test_a_group_that_refers_to_itself_ends() -> None:
     member = MemoryError()
     group = ExceptionGroup("round", [member])
@@ -386,28 +375,6 @@ def odd_errors() -> list[Exception]:
 
 
 @pytest.mark.parametrize("error", odd_errors(), ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("microbatch_size", ["auto", 2, None])
-def test_errors_with_odd_texts_pass_through_as_they_are(error, microbatch_size) -> None:
-    def fail() -> None:
-        raise error
-
-    model = FailsOnce(fail)
-    microbatcher = Microbatcher(
-        model, loss_fn=nn.CrossEntropyLoss(), microbatch_size=microbatch_size, probe=False
-    )
-    with pytest.raises(type(error)) as caught:
-        microbatcher.backward(batch())
-    assert caught.value is error
-    assert microbatcher.backward(batch()).ooms == 0
-
-
-def test_an_error_that_refuses_notes_passes_through() -> None:
-    error = FrozenError(3)
-    add_note(error, "automicro: seen")
-    assert not hasattr(error, "__notes__")
-
-
-@pytest.mark.parametrize("error", odd_errors(), ids=lambda error: type(error).__name__)
 def test_odd_texts_are_quoted_as_text_that_can_be_written(error) -> None:
     for text in (text_of(error), describe_error(error), first_line(error)):
         assert text
@@ -425,10 +392,3 @@ def test_a_mute_out_of_memory_error_is_retried() -> None:
         batch()
     )
     assert result.ooms == 1
-
-
-def test_an_error_without_text_says_where_it_was_raised() -> None:
-    def fail() -> None:
-        raise AssertionError
-
-    assert "in fail, " in describe_error(raised_by(fail))

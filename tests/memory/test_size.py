@@ -4,12 +4,10 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from automicro.memory.budget import MemoryBudget
 from automicro.memory.device import limit_bytes
-from automicro.units import format_bytes, parse_bytes, parse_share
+from automicro.units import parse_bytes, parse_share
 
 
 @pytest.mark.parametrize(
@@ -65,32 +63,6 @@ def test_a_budget_reads_its_limit_the_same_way() -> None:
     assert MemoryBudget(None).limit_bytes is None
     with pytest.raises(ValueError, match="parsecs"):
         MemoryBudget("24 parsecs")
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [
-        (0, "0 bytes"),
-        (1, "1 byte"),
-        (1023, "1023 bytes"),
-        (1536, "1.50 KiB"),
-        (24 * 2**20, "24.00 MiB"),
-        (3 * 2**40, "3.00 TiB"),
-    ],
-)
-def test_amounts_are_written(num_bytes: int, text: str) -> None:
-    assert format_bytes(num_bytes) == text
-
-
-@given(st.integers(min_value=1, max_value=2**50))
-def test_what_is_written_can_be_read_again(num_bytes: int) -> None:
-    assert abs(parse_bytes(format_bytes(num_bytes)) - num_bytes) <= 0.006 * num_bytes
-
-
-@given(st.integers(min_value=1, max_value=10**6), st.sampled_from(["KiB", "MiB", "GiB"]))
-def test_units_of_1024_are_exact(count: int, unit: str) -> None:
-    power = {"KiB": 10, "MiB": 20, "GiB": 30}[unit]
-    assert parse_bytes(f"{count}{unit}") == count << power
 
 
 def test_a_share_is_told_from_bytes() -> None:

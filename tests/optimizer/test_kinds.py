@@ -1,6 +1,5 @@
 """Optimizers that nobody foresaw: training is as in a plain loop, whatever they keep, and where."""
 
-import copy
 import itertools
 import random
 import re
@@ -610,32 +609,6 @@ def test_no_hook_hears_of_the_dry_run() -> None:
     finally:
         for handle in everyone:
             handle.remove()
-
-
-@pytest.mark.parametrize("kind", ["Adam", "SGD", "Adafactor"])
-def test_no_scheduler_hears_of_the_dry_run(kind: str) -> None:
-    model = TwoBranches().double()
-    optimizer: Any = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    before = copy.deepcopy({k: v for k, v in vars(scheduler).items() if k != "optimizer"})
-    called = getattr(optimizer, "_opt_called", None)
-    Microbatcher(model, loss_fn=nn.MSELoss(), optimizer=optimizer).backward(batch(0))
-    assert {k: v for k, v in vars(scheduler).items() if k != "optimizer"} == before
-    assert getattr(optimizer, "_opt_called", None) == called
-    optimizer.step()
-    scheduler.step()  # would warn, had it been told of no step
-
-
-def test_lightnings_wrapper_is_taken_for_what_is_inside() -> None:
-    model = TwoBranches().double()
-    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
-    outer = LightningOptimizer(inner)
-    assert check_optimizer(outer, [model]) is inner
-    microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), optimizer=outer)  # type: ignore[arg-type]
-    microbatcher.backward(batch(0))
-    assert reserved_by(microbatcher) > 0
-    inner.step()
-    assert reserved_by(microbatcher) == 0
 
 
 @pytest.mark.parametrize("wrap", [LightningOptimizer, None], ids=["lightning", "accelerate"])

@@ -7,10 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from automicro import MemoryBudget, Microbatcher
 from automicro.optimizer.reservation import OptimizerReservation, predict_step_memory
@@ -65,21 +61,6 @@ def test_prediction_equals_what_the_first_step_allocates(
     assert grown_bytes == (rounded(predicted.state_bytes) if predicted else 0)
 
 
-@pytest.mark.parametrize(("name", "options"), [("Adam", {"foreach": True}), ("Adafactor", {})])
-def test_the_dry_run_is_not_counted_as_memory_of_the_device(
-    name: str, options: dict[str, Any]
-) -> None:
-    model, optimizer = build(name, options)
-    budget = MemoryBudget(None).track(model)
-    reservation = OptimizerReservation(optimizer)
-    resident_bytes = budget.allocated_bytes
-    with budget:
-        reservation.begin()
-    held = [placeholder.nbytes for placeholder in reservation._placeholders]
-    assert sum(held) == reservation.reserved_bytes > 0
-    assert budget.peak_bytes - resident_bytes == rounded(held)
-
-
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(128, 128), nn.Dropout(0.1), nn.ReLU(), nn.Linear(128, 1))
@@ -122,20 +103,6 @@ def test_a_nearly_full_device_shrinks_at_the_first_batch_and_not_at_the_second()
     assert train(limit, True)[0] == [1, 0, 0]
 
 
-def test_placeholders_are_given_back_right_before_the_step() -> None:
-    model, optimizer = build("Adam", {})
-    reservation = OptimizerReservation(optimizer)
-    reservation.begin()
-    placeholders = [weakref.ref(each) for each in reservation._placeholders]
-    assert len(placeholders) == 3 * len(list(model.parameters()))
-    reservation.commit()
-    assert all(each() is not None for each in placeholders)
-    optimizer.step()
-    assert all(each() is None for each in placeholders)
-    reservation.begin()
-    assert reservation.reserved_bytes == 0
-
-
 def test_a_dropped_microbatcher_leaves_no_placeholder_alive() -> None:
     model = network()
     optimizer = torch.optim.Adam(model.parameters())
@@ -149,26 +116,6 @@ def test_a_dropped_microbatcher_leaves_no_placeholder_alive() -> None:
     gc.collect()
     assert all(each() is None for each in placeholders)
     optimizer.step()
-
-
-class Weird(torch.optim.SGD):
-    """Keeps something of its own beside what torch's optimizers have."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, lr=0.1)
-        self.scale = 2.0
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter].setdefault("sum", torch.zeros_like(parameter))
-                self.state[parameter]["sum"].add_(parameter.grad, alpha=self.scale)
-
-
-def test_an_optimizer_with_attributes_of_its_own_is_predicted() -> None:
-    model = nn.Linear(8, 4)
-    needed = predict_step_memory(Weird(model.parameters()), list(model.parameters()))
-    assert sorted(needed.state_bytes) == [16, 128]
 
 
 class Broken(torch.optim.SGD):
@@ -261,18 +208,6 @@ def test_a_parameter_that_gains_its_first_gradient_late_is_reserved_for_by_the_c
     assert run_batch(reservation, model.used, model.seldom) == 0
 
 
-def test_a_parameter_that_is_unfrozen_is_reserved_for_at_once() -> None:
-    model = TwoHeads()
-    model.seldom.requires_grad_(False)
-    optimizer = torch.optim.Adam(model.parameters())
-    reservation = OptimizerReservation(optimizer)
-    of_one = run_batch(reservation, model.used)
-    step(optimizer)
-    model.seldom.requires_grad_(True)
-    reservation.begin()
-    assert reservation.reserved_bytes == of_one
-
-
 def test_training_with_a_part_that_is_seldom_used_shrinks_no_batch_for_it() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -301,44 +236,3 @@ def test_training_with_a_part_that_is_seldom_used_shrinks_no_batch_for_it() -> N
         parameters_bytes,
         parameters_bytes,
     ]
-
-
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
-@pytest.mark.parametrize("is_global", [False, True], ids=["own", "global"])
-@pytest.mark.parametrize("limit", [None, "48KiB"])
-def test_hooks_of_a_step_see_the_steps_of_the_caller_alone(
-    kind: type[torch.optim.Optimizer], is_global: bool, limit: str | None
-) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 3))
-    optimizer = kind(model.parameters(), lr=0.01)  # type: ignore[call-arg]
-    seen: list[str] = []
-
-    def hook(when: str) -> Any:
-        def see(stepped: Any, *_: Any) -> None:
-            assert stepped is optimizer
-            assert all(type(each) is torch.nn.Parameter for each in model.parameters())
-            seen.append(when)
-
-        return see
-
-    if is_global:
-        handles = [
-            register_optimizer_step_pre_hook(hook("pre")),
-            register_optimizer_step_post_hook(hook("post")),
-        ]
-    else:
-        handles = [
-            optimizer.register_step_pre_hook(hook("pre")),
-            optimizer.register_step_post_hook(hook("post")),
-        ]
-    microbatcher = Microbatcher(model, loss_fn=torch.nn.CrossEntropyLoss(), optimizer=optimizer)
-    batch = torch.randn(64, 8), torch.randint(3, (64,))
-    with MemoryBudget(limit):
-        for _ in range(2):
-            result = microbatcher.backward(batch)
-            assert (result.num_microbatches > 1) == (limit is not None)
-            optimizer.step()
-            optimizer.zero_grad()
-    for handle in handles:
-        handle.remove()
-    assert seen == ["pre", "post"] * 2

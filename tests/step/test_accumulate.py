@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from automicro import LossAverageWarning, MemoryBudget, Microbatcher
+from automicro import MemoryBudget, Microbatcher
 from automicro.features import with_features
-from tests.cases import masked_mean
 from tests.models import Memory
 
 ROWS = (7, 4, 1)
@@ -55,15 +54,6 @@ def test_uneven_batches_have_the_gradient_of_all_their_rows_at_once(
     assert result.num_microbatches == sum(-(-rows // size) for rows in ROWS)
 
 
-def test_a_batch_in_which_nothing_counts_does_not_change_the_others() -> None:
-    batches = [batch(4), batch(3, ignored=3)]
-    one, other = model(), model()
-    Microbatcher(one, loss_fn=nn.CrossEntropyLoss()).accumulate(batches)
-    Microbatcher(other, loss_fn=nn.CrossEntropyLoss()).backward(batches[0])
-    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=0)
-
-
 @pytest.mark.parametrize("rows", [(8, 4, 4), (4, 8, 4), (4, 4, 8)])
 def test_running_out_of_memory_in_any_batch_rolls_back_all_of_them(rows: tuple[int, ...]) -> None:
     batches = [batch(each) for each in rows]
@@ -97,13 +87,6 @@ def test_memory_does_not_grow_with_the_number_of_batches() -> None:
             Microbatcher(network, loss_fn=nn.CrossEntropyLoss(), probe=False).accumulate(batches)
         peaks.append(budget.peak_bytes)
     assert peaks[1] <= 1.02 * peaks[0]
-
-
-def test_a_loss_that_is_no_mean_over_samples_is_found_even_where_no_batch_is_split() -> None:
-    torch.manual_seed(0)
-    batches = [batch(4, ignored=2), batch(4)]
-    with pytest.warns(LossAverageWarning, match="splitting changes this batch"):
-        Microbatcher(model(), loss_fn=masked_mean, microbatch_size=None).accumulate(batches)
 
 
 def test_no_batches_are_refused() -> None:

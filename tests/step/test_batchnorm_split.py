@@ -5,20 +5,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from automicro import (
     BatchNormWarning,
     BufferWarning,
     Halving,
-    LossAverageWarning,
     Microbatcher,
     SampleTooLargeError,
     UnsplittableModelError,
 )
 from tests.callbacks.runs import Scripted
-from tests.models import CLASSES, IMAGE, ROWS, ConvNet, Memory, Mlp, norm_model, numbers, pair, y
+from tests.models import CLASSES, IMAGE, ROWS, Memory, Mlp, norm_model, numbers, pair, y
 
 
 def images() -> tuple[Tensor, Tensor]:
@@ -38,27 +36,6 @@ def caught(microbatcher: Microbatcher, *batches: Any) -> list[warnings.WarningMe
 
 
 # The modes
-
-
-def test_warn_says_once_which_layers_see_how_many_rows() -> None:
-    found = caught(on(norm_model(), microbatch_size=4), pair(), pair())
-    assert [each.category for each in found] == [BatchNormWarning]
-    assert "1 layer averages over 4 rows at a time instead of 11: 0." in str(found[0].message)
-
-
-@pytest.mark.parametrize("size", [None, 20, "auto"])
-def test_a_batch_that_is_not_split_is_not_warned_about(size: Any) -> None:
-    assert caught(on(norm_model(), microbatch_size=size), pair()) == []
-
-
-def test_ignore_says_nothing() -> None:
-    assert caught(on(norm_model(), microbatch_size=4, batchnorm="ignore"), pair()) == []
-
-
-def test_layers_in_evaluation_mode_are_not_warned_about_and_are_exact() -> None:
-    model = norm_model()
-    model[0].eval()
-    assert caught(on(model, microbatch_size=4), pair()) == []
 
 
 def test_where_warnings_are_errors_the_state_is_as_before_the_step() -> None:
@@ -104,32 +81,10 @@ def floored(model: nn.Module) -> Microbatcher:
     return on(model, microbatch_size=Halving(initial=2), batchnorm="ignore", probe=False)
 
 
-@pytest.mark.parametrize(("rows", "sizes"), [(11, [3, 2, 2, 2, 2]), (8, [2, 2, 2, 2]), (3, [3])])
-def test_no_slice_has_one_row_where_batchnorm_refuses_it(rows: int, sizes: list[int]) -> None:
-    model = Memory(norm_model(), most=3)
-    result = floored(model).backward(pair(rows))
-    assert model.seen[-len(sizes) :] == sizes
-    assert result.microbatch_size == sizes[0]
-
-
 def test_two_rows_that_do_not_fit_are_the_end_where_one_is_refused() -> None:
     model = Memory(norm_model(), most=1)
     with pytest.raises(SampleTooLargeError, match="a microbatch of 2 of 8 rows does not fit"):
         on(model, batchnorm="ignore", probe=False).backward(pair(8))
-
-
-def test_a_convolutional_batchnorm_trains_on_one_row() -> None:
-    model = Memory(ConvNet(nn.BatchNorm2d(4)), most=1)
-    result = on(model, batchnorm="ignore", probe=False).backward(images())
-    assert result.microbatch_size == 1
-    assert model.seen[-ROWS:] == [1] * ROWS
-
-
-def test_refusing_one_row_leaves_no_trace_in_statistics() -> None:
-    model = Memory(norm_model(), most=3)
-    floored(model).backward(pair())
-    buffers = dict(model.named_buffers())
-    assert int(buffers["net.0.num_batches_tracked"]) == 5
 
 
 def test_the_floor_is_kept_in_the_state() -> None:
@@ -172,31 +127,6 @@ def spectral() -> nn.Module:
     return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), Mlp()).double()
 
 
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (lambda: Codebook(replaced=False), "codes"),
-        (lambda: Codebook(replaced=True), "codes"),
-        (spectral, "0.parametrizations.weight.0._u, 0.parametrizations.weight.0._v"),
-    ],
-)
-def test_buffers_that_count_microbatches_are_named_once(make: Any, name: str) -> None:
-    model = make()
-    every = caught(on(model, microbatch_size=4), pair(), pair())
-    found = [each for each in every if each.category is BufferWarning]
-    assert len(found) == 1
-    # What spectral norm has moved, the next microbatch computes with.
-    assert [each.category for each in every if each not in found] == (
-        [LossAverageWarning] if make is spectral else []
-    )
-    message = str(found[0].message)
-    assert f"changes buffers: {name}. It now does so 3 times" in message
-    assert "depend on the microbatch size unless each row writes to a place of its own" in message
-    assert caught(on(make(), microbatch_size=None), pair()) == []
-    accepting = on(make(), microbatch_size=4, batchnorm="ignore", probe=False)
-    assert caught(accepting, pair()) == []
-
-
 class Observed(nn.Module):
     """A moving average in evaluation, as observers have while they are calibrated."""
 
@@ -231,43 +161,6 @@ def test_buffers_that_count_microbatches_in_evaluation_are_named_once(run: str) 
     assert told(eval_microbatch_size=4, batchnorm="ignore") == []
 
 
-def test_buffers_that_change_from_a_later_evaluation_on_are_named() -> None:
-    model = Observed()
-    model.observes = False
-    microbatcher = on(model, eval_microbatch_size=4)
-    microbatcher.evaluate(pair())
-    model.observes = True
-    with pytest.warns(BufferWarning, match="changes buffers: largest"):
-        microbatcher.evaluate(pair())
-
-
-@pytest.mark.parametrize(("count", "more"), [(5, "It now"), (6, " and 1 more. It")])
-def test_of_many_buffers_five_are_named(count: int, more: str) -> None:
-    model = nn.Sequential(*(Codebook(replaced=False) for _ in range(count)))
-    for book in list(model)[:-1]:
-        book.net = nn.Identity()
-    (found,) = caught(on(model, microbatch_size=4), pair())
-    named = str(found.message).partition("changes buffers: ")[2]
-    assert named.startswith(", ".join(f"{number}.codes" for number in range(5)))
-    assert more in named
-
-
-def test_batchnorm_of_a_further_module_is_one_warning_and_not_two() -> None:
-    generator = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).double()
-    discriminator = nn.Sequential(nn.BatchNorm1d(6), Mlp()).double()
-
-    def forward(model: nn.Module, batch: Any) -> Tensor:
-        return F.cross_entropy(model(generator(batch[0])), batch[1])
-
-    microbatcher = Microbatcher(
-        discriminator, forward=forward, modules=[generator], microbatch_size=4
-    )
-    found = caught(microbatcher, pair())
-    assert [each.category for each in found] == [BatchNormWarning]
-    assert "2 layers average" in str(found[0].message)
-    assert "0, modules[0].1." in str(found[0].message)
-
-
 # Lazy modules
 
 
@@ -279,28 +172,6 @@ def test_lazy_modules_take_their_shapes_before_the_first_attempt() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert model.training
     assert int(dict(model.named_buffers())["net.1.num_batches_tracked"]) == 4
-
-
-def test_lazy_modules_draw_the_same_numbers_however_many_attempts_there_are() -> None:
-    def run(most: int, size: Any) -> tuple[list[Tensor], Tensor]:
-        torch.manual_seed(0)
-        lazy = nn.Sequential(nn.LazyLinear(8), nn.Dropout(), nn.LazyLinear(CLASSES)).double()
-        on(Memory(lazy, most=most), microbatch_size=size, probe=False).backward(pair())
-        return list(lazy.parameters()), torch.get_rng_state()
-
-    recovered, fixed = run(3, "auto"), run(ROWS, 3)
-    assert torch.equal(recovered[1], fixed[1])
-    for one, other in zip(recovered[0], fixed[0], strict=True):
-        assert torch.equal(one, other)
-        assert one.grad is not None
-        assert other.grad is not None
-        assert torch.equal(one.grad, other.grad)
-
-
-def test_evaluating_a_lazy_model_first_gives_it_its_shapes() -> None:
-    model = nn.Sequential(nn.LazyLinear(8), nn.LazyLinear(CLASSES)).double()
-    result = on(model, eval_microbatch_size=3).evaluate(pair(), return_outputs=True)
-    assert result.outputs.shape == (ROWS, CLASSES)
 
 
 def test_a_fixed_size_that_leaves_one_row_alone_says_what_to_do() -> None:

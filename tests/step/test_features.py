@@ -16,36 +16,6 @@ def batch(rows: int = 8) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, 3), torch.randn(rows, 2)
 
 
-class Norms(Feature):
-    """The size of what lies in ``.grad`` before each backward, and after it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.seen = model, list[float]()
-
-    def _look(self) -> None:
-        self.seen.append(
-            sum(float(p.grad.norm()) for p in self.model.parameters() if p.grad is not None)
-        )
-
-    def before_backward(self, run: MicrobatchRun) -> None:
-        self._look()
-
-    def computed(self, run: MicrobatchRun) -> None:
-        self._look()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_feature_sees_the_gradients_of_the_attempt_before_a_backward(dtype: torch.dtype) -> None:
-    model = nn.Linear(3, 2).to(dtype)
-    norms = Norms(model)
-    mb = Microbatcher(model, loss_fn=nn.MSELoss(), microbatch_size=4, features=[norms])
-    for _ in range(3):  # none of which is cleared
-        mb.backward([each.to(dtype) for each in batch()])
-    for first, one, second, _ in zip(*[iter(norms.seen)] * 4, strict=True):
-        assert first == 0
-        assert second == one
-
-
 class Fails(Feature):
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -116,24 +86,6 @@ def forward(model: nn.Module, microbatch: tuple[Tensor, Tensor]) -> Tensor:
     if bool((microbatch[0] == 100).any()):
         raise torch.OutOfMemoryError("CUDA out of memory.")
     return nn.functional.mse_loss(model(microbatch[0]), microbatch[1])
-
-
-def test_a_policy_of_ones_own_forgets_what_an_impossible_batch_taught() -> None:
-    policy, other = Quarters(), Quarters()
-    mb = Microbatcher(
-        nn.Linear(3, 2),
-        forward=forward,
-        loss_average="samples",
-        probe=False,
-        microbatch_size=policy,
-    )
-    mb.backward(batch())
-    with pytest.raises(SampleTooLargeError, match=r"(?s)gradients of earlier batches.*zero_grad"):
-        mb.backward((torch.full((8, 3), 100.0), torch.randn(8, 2)))
-    assert policy.parts == 1
-    policy.parts = 4
-    other.load_state_dict(policy.state_dict())
-    assert other.parts == 4
 
 
 class Sizes(Feature):

@@ -1,6 +1,5 @@
 """Outputs of training steps, and state that goes from batch to batch."""
 
-import copy
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,7 +19,6 @@ from automicro import (
 )
 from automicro.features import Carry, UpdateMetric
 from automicro.step.events import Microbatch, Subject
-from tests.ranks.steps import HalvingOnly
 
 ROWS, STEPS, FEATURES = 6, 5, 3
 SIZES = [6, 4, 3, 1]
@@ -56,31 +54,6 @@ def test_outputs_of_all_rows_come_in_order(size: int, where: Any) -> None:
     assert outputs["names"] == with_outputs(model, batch)["names"]
 
 
-def test_outputs_are_those_that_the_gradient_comes_from() -> None:
-    model = classifier()
-    batch = pair()
-    seen: list[Tensor] = []
-
-    def forward(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        outputs = model(batch[0])
-        if torch.is_grad_enabled():
-            seen.append(outputs.detach().clone())
-        return nn.functional.cross_entropy(outputs, batch[1]), outputs
-
-    microbatcher = Microbatcher(
-        model, forward=forward, loss_average="samples", microbatch_size=4, probe=False
-    )
-    outputs = microbatcher.backward(batch, return_outputs=True).outputs
-    torch.testing.assert_close(outputs, torch.cat(seen), rtol=0, atol=0)  # dropout included
-
-
-def test_outputs_are_not_given_unless_asked_for() -> None:
-    microbatcher = Microbatcher(classifier(), loss_fn=nn.CrossEntropyLoss())
-    result = microbatcher.backward(pair())
-    assert result.outputs is None
-    assert result.carry is None
-
-
 def test_outputs_of_a_failed_attempt_are_not_among_them() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10))
@@ -112,28 +85,6 @@ def test_outputs_that_no_size_leaves_room_for_are_named() -> None:
     named = r"the joining of outputs of all rows \(return_outputs='host'\), with every size"
     with MemoryBudget("1700KiB"), pytest.raises(SampleTooLargeError, match=named):
         microbatcher.backward(batch, return_outputs="device")
-
-
-def test_a_buffer_that_each_forward_writes_anew_is_copied() -> None:
-    class Writes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(FEATURES, 2).double()
-            self.last = torch.zeros(ROWS, 2).double()
-
-        def forward(self, inputs: Tensor) -> Tensor:
-            outputs: Tensor = self.linear(inputs)
-            self.last[: len(inputs)] = outputs.detach()
-            return outputs
-
-    def forward(model: Any, batch: Any) -> tuple[Tensor, Any]:
-        loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
-        return loss, model.last[: len(batch[0])]
-
-    model, batch = Writes(), pair()
-    microbatcher = Microbatcher(model, forward=forward, loss_average="samples", microbatch_size=2)
-    outputs = microbatcher.backward(batch, return_outputs=True).outputs
-    torch.testing.assert_close(outputs, model.linear(batch[0]).detach())
 
 
 def test_outputs_of_several_batches_follow_each_other() -> None:
@@ -215,21 +166,6 @@ def test_what_is_as_long_for_slices_that_are_alike_is_named(is_training: bool) -
         warnings.simplefilter("error", MetricWarning)
         run(pair(6), return_outputs=True)
         microbatcher.evaluate(pair(8), return_outputs=True)
-
-
-def test_what_a_look_has_found_right_is_not_named_for_its_length() -> None:
-    def with_found(model: nn.Module, batch: Any) -> dict[str, Any]:
-        """Three of every four rows, as a threshold may find them by chance."""
-        given = with_outputs(model, batch)
-        return given | {"found": given["a"][batch[0][:, 0] > 0]}
-
-    inputs, targets = pair(16)
-    inputs[:, 0] = torch.tensor([1.0, 1.0, 1.0, -1.0]).repeat(4)
-    microbatcher = Microbatcher(classifier(), forward=with_found, eval_microbatch_size=4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", MetricWarning)
-        outputs = microbatcher.evaluate((inputs, targets), return_outputs=True).outputs
-    assert len(outputs["found"]) == 12
 
 
 def test_a_place_that_there_is_not_is_refused() -> None:
@@ -316,34 +252,6 @@ def test_state_goes_from_batch_to_batch(kind: str, size: Any) -> None:
     torch.testing.assert_close(losses, expected, **tolerance)
     for own, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(own, other, **tolerance)
-
-
-def test_state_of_a_failed_attempt_is_forgotten() -> None:
-    def forward(model: nn.Module, batch: Any, carry: Any) -> dict[str, Any]:
-        result = step(model, batch, carry)
-        if len(batch["x"]) > 3:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return result
-
-    policy = HalvingOnly(6)
-    options: dict[str, Any] = {"forward": forward, "microbatch_size": policy}
-    model, losses = both("LSTM", lambda *given: carried(*given, **options))
-    assert len(policy.outcomes) == 5
-    same, expected = both("LSTM", lambda *given: carried(*given, microbatch_size=3))
-    assert losses == expected
-    assert all(map(torch.equal, model.parameters(), same.parameters()))
-
-
-def test_state_that_the_forward_writes_into_stays_as_given() -> None:
-    def forward(model: nn.Module, batch: Any, carry: Any) -> dict[str, Any]:
-        result = step(model, batch, None if carry is None else carry.clone())
-        if carry is not None:
-            carry.zero_()
-        return result
-
-    _, expected = both("GRU", by_hand)
-    _, losses = both("GRU", lambda *given: carried(*given, forward=forward, microbatch_size=2))
-    torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_evaluation_and_prediction_carry_too() -> None:
@@ -460,20 +368,3 @@ def test_state_needs_a_layout_a_forward_and_one_batch_at_a_time() -> None:
     microbatcher = Microbatcher(model, forward=step, features=[Carry(1)], loss_average="samples")
     with pytest.raises(ValueError, match="call backward for each of them"):
         microbatcher.accumulate(windows())
-
-
-def test_state_that_makes_a_graph_across_batches_is_cut_off() -> None:
-    model = Recurrent("GRU").double()
-    twin = copy.deepcopy(model)
-    microbatcher = Microbatcher(
-        model, forward=step, loss_average="samples", features=[Carry(1)], microbatch_size=2
-    )
-    first, second, *_ = windows()
-    carry = microbatcher.backward(first).carry
-    assert not carry.requires_grad
-    microbatcher.backward(second, carry=carry)
-    result = step(twin, first, None)
-    result["loss"].backward()
-    step(twin, second, result["carry"].detach())["loss"].backward()
-    for own, other in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(own.grad, other.grad)

@@ -1,6 +1,5 @@
 """Metrics: uncounted after a failed attempt, and alike however a batch is cut."""
 
-import contextlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +7,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-import torchmetrics
 from torch import Tensor, nn
 from torchmetrics import (
     CatMetric,
@@ -28,7 +26,7 @@ from torchmetrics.functional.classification import binary_accuracy
 
 from automicro import Evaluator, Halving, MetricWarning, Microbatcher, Trainer
 from automicro.features import UpdateMetric
-from automicro.step.metrics import Asking, Readings, flatten_metrics
+from automicro.step.metrics import Readings, flatten_metrics
 from tests.acceptance.torchmetrics_families import INPUTS, NAMED, N, numbers
 from tests.outside import Unreached
 
@@ -169,30 +167,6 @@ class Features(nn.Module):
         return out
 
 
-class Distance(torchmetrics.Metric):
-    total: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.network = Features()
-        self.add_state("total", torch.zeros(()))
-
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        self.total += self.network(outputs[:, None].expand(-1, 3)).sum().detach()
-
-    def compute(self) -> Tensor:
-        return self.total
-
-
-def test_a_network_in_a_metric_is_watched_and_not_copied() -> None:
-    metric, clean = Distance(), Distance()
-    clean.network.load_state_dict(metric.network.state_dict())
-    batch = torch.randn(ROWS), torch.zeros(ROWS)
-    evaluated(metric, batch, 2)
-    clean.update(*batch)
-    assert metric.compute().item() == pytest.approx(clean.compute().item(), rel=1e-5)
-
-
 # ---------------------------------------------------------------- compute groups
 
 
@@ -239,47 +213,6 @@ def test_groups_are_formed_by_a_whole_batch(wrap: Any, size: int, call: str) -> 
     found = [flatten_metrics(each) for each in (disturbed, clean)]
     for mine, theirs in zip(*found, strict=True):
         assert mine.compute() == theirs.compute()
-
-
-def test_alike_metrics_still_share_their_states_after_a_split_batch() -> None:
-    metrics = alike()
-    batch = torch.randn(ROWS, 3), torch.randint(3, (ROWS,))
-    evaluated(metrics, batch, 2)
-    assert len(metrics.compute_groups) == 1
-    plain = alike()
-    plain.update(*batch)
-    assert metrics.compute() == plain.compute()
-    metrics.reset()
-    evaluated(metrics, batch, size=5)
-    assert metrics.compute() == plain.compute()
-
-
-@pytest.mark.parametrize("groups", [True, False, [["low"], ["high"]]])
-def test_what_was_said_of_groups_is_kept(groups: Any) -> None:
-    x, y = first_row_tells_nothing()
-    metrics = MetricCollection(
-        {"low": of_classes.BinaryAccuracy(0.5), "high": of_classes.BinaryAccuracy(0.9)},
-        compute_groups=groups,
-    )
-    evaluated(metrics, (x, y), 2, size=4)
-    assert metrics._enable_compute_groups == groups
-    plain = thresholds()
-    plain.update(x, y)
-    assert metrics.compute() == plain.compute()
-
-
-def test_a_failed_first_batch_forms_no_group() -> None:
-    metrics = thresholds()
-    with pytest.raises(ValueError, match="mine"):
-        Microbatcher(Given(), loss_fn=_raises, eval_microbatch_size=4, probe=False).evaluate(
-            first_row_tells_nothing(), metrics
-        )
-    assert not metrics._groups_checked
-    assert metrics._enable_compute_groups is True
-
-
-def _raises(outputs: Tensor, targets: Tensor) -> Tensor:
-    raise ValueError("mine")
 
 
 def test_each_evaluator_of_a_trainer_forms_groups_by_whole_batches() -> None:
@@ -383,37 +316,6 @@ def test_what_is_read_on_a_device_is_told_with_the_next_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "given", "asks"),
-    [
-        (of_classes.BinaryAccuracy, "logits", True),
-        (lambda: of_classes.MulticlassAUROC(4), "logits of classes", True),
-        (lambda: of_classes.MulticlassAccuracy(4), "logits of classes", False),
-        (MeanSquaredError, "numbers", False),
-    ],
-)
-def test_only_metrics_that_ask_what_their_numbers_are_stay_watched(
-    make: Any, given: str, asks: bool
-) -> None:
-    asking, metric, batch = Asking(), make(), INPUTS[given]()
-    for _ in range(5):
-        watched = asking.may(metric)
-        with Readings() as readings:
-            metric.update(*batch)
-        asking.learn(metric, readings)
-    assert watched is asks
-
-
-def test_an_update_that_ended_early_has_read_nothing() -> None:
-    readings = Readings()
-    for ends_early in (False, True):
-        with contextlib.suppress(torch.OutOfMemoryError), readings:
-            if ends_early:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-            of_classes.BinaryAccuracy().update(*INPUTS["logits"]())
-    assert not readings.differ
-
-
-@pytest.mark.parametrize(
     "make",
     [
         lambda: wrappers.MinMaxMetric(MeanSquaredError()),
@@ -451,24 +353,6 @@ class MeanOfMeans:
         return self.total / max(self.updates, 1)
 
 
-class MeanOfRows(MeanOfMeans):
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        self.total += float((outputs - targets).abs().sum())
-        self.updates += len(targets)
-
-
-class Highest(MeanOfMeans):
-    """Says something only of enough rows."""
-
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        if len(outputs) < 5:
-            raise ValueError("too few")
-        self.total = max(self.total, float(outputs.max()))
-
-    def compute(self) -> float:
-        return self.total
-
-
 @pytest.mark.parametrize("size", [2, 3, 7])
 @pytest.mark.parametrize("wrap", [lambda m: m, lambda m: {"a": m, "b": MeanSquaredError()}])
 def test_an_own_metric_that_counts_updates_is_named(size: int, wrap: Any) -> None:
@@ -477,39 +361,6 @@ def test_an_own_metric_that_counts_updates_is_named(size: int, wrap: Any) -> Non
     with pytest.warns(MetricWarning, match=r"MeanOfMeans counts \d rows as .* in two"):
         mb.evaluate(batch, wrap(metric))
     assert metric.updates == -(-N // size)  # nothing of the checks stays
-
-
-@pytest.mark.parametrize("size", [2, 3, 7])
-def test_an_own_metric_that_counts_rows_is_not(size: int) -> None:
-    batch, plain = INPUTS["numbers"](), MeanOfRows()
-    plain.update(*batch)
-    value, named = split_value(MeanOfRows(), batch, size)
-    assert named == []
-    assert value == pytest.approx(plain.compute(), rel=1e-5)
-
-
-def test_a_metric_that_a_few_rows_are_too_few_for_is_left_alone() -> None:
-    assert split_value(Highest(), INPUTS["numbers"](), 15)[1] == []
-
-
-def test_a_look_draws_nothing() -> None:
-    class Draws(MeanOfRows):
-        def update(self, outputs: Tensor, targets: Tensor) -> None:
-            super().update(outputs, targets + 0 * torch.rand(()))
-
-    found = []
-    for metric in (Draws(), None):
-        torch.manual_seed(0)
-        Microbatcher(Given(), loss_fn=mean, eval_microbatch_size=10, probe=False).evaluate(
-            INPUTS["numbers"](), metric
-        )
-        if metric is None:
-            torch.rand(3)
-        found.append(torch.rand(()))
-    torch.manual_seed(0)
-    INPUTS["numbers"]()
-    torch.rand(3)
-    assert found[0] == found[1] == torch.rand(())
 
 
 OF_AN_UPDATE: dict[str, Callable[[Tensor], Any]] = {
@@ -544,23 +395,6 @@ def test_what_a_function_of_the_callers_counts_is_named_where_the_cut_changes_it
             values.append(float(metric.compute()))
     named = [each for each in caught if f"{kind.__name__} counts 8 rows as" in str(each.message)]
     assert bool(named) is (values[0] != pytest.approx(values[1], rel=1e-5))
-
-
-def test_a_mean_over_rows_is_not() -> None:
-    seen: list[int] = []
-
-    def update(metric: Any, outputs: Tensor, batch: Any) -> None:
-        seen.append(len(outputs))
-        metric.update(outputs)
-
-    metric = MeanMetric()
-    mb = Microbatcher(
-        Given(), loss_fn=mean, eval_microbatch_size=7, probe=False, features=[UpdateMetric(update)]
-    )
-    batch = INPUTS["numbers"]()
-    mb.evaluate(batch, metric)
-    assert sum(seen) == N  # nothing of the checks stays
-    assert metric.compute().item() == pytest.approx(batch[0].mean().item(), rel=1e-5)
 
 
 def test_a_function_that_asks_for_it_is_told_the_name_of_each_metric() -> None:
@@ -614,11 +448,3 @@ def test_a_metric_that_is_added_to_the_losses_is_named() -> None:
         results = [mb.backward(batch) for _ in range(2)]
     assert len(caught) == 1
     assert results[0].losses.keys() == {"error", "level"}
-
-
-@pytest.mark.parametrize(
-    "make", [lambda outputs: torch.zeros(()), lambda outputs: outputs.pow(2).mean()]
-)
-def test_losses_and_what_adds_nothing_are_not(make: Callable[[Tensor], Tensor]) -> None:
-    mb = Microbatcher(nn.Linear(3, 3), forward=parts(more=make))
-    mb.backward((torch.randn(4, 3), torch.randn(4, 3)))
