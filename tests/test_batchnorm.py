@@ -78,26 +78,6 @@ def test_layers_that_see_rows_only_are_not_found(kind: str) -> None:
     assert batchnorm_buffers(model) == set()
 
 
-@pytest.mark.parametrize(
-    ("make", "rows_matter"),
-    [
-        (SEES_THE_BATCH["BatchNorm1d"], True),
-        (SEES_THE_BATCH["parameters frozen, statistics not"], True),
-        (SEES_THE_BATCH["no running statistics, eval"], True),
-        (SEES_ROWS_ONLY["LayerNorm"], False),
-        (lambda: in_eval_mode(nn.BatchNorm1d(4)), False),
-    ],
-)
-def test_what_is_found_is_what_computes_across_rows(
-    make: Callable[[], nn.Module], rows_matter: bool
-) -> None:
-    layer, rows = make(), torch.randn(6, 4)
-    whole = layer(rows)
-    pieces = torch.cat([layer(rows[:3]), layer(rows[3:])])
-    assert torch.allclose(whole, pieces, atol=1e-6) is not rows_matter
-    assert bool(find_batchnorm(layer)) is rows_matter
-
-
 def test_a_shared_layer_is_named_once_and_its_buffers_wherever_they_stand() -> None:
     layer = nn.BatchNorm1d(4)
     model = nn.Sequential(layer, nn.ReLU(), layer)
@@ -109,12 +89,6 @@ def test_a_shared_layer_is_named_once_and_its_buffers_wherever_they_stand() -> N
 def test_a_model_that_is_itself_batchnorm_goes_by_its_class() -> None:
     assert find_batchnorm(nn.BatchNorm1d(4)) == ["BatchNorm1d"]
     assert "running_mean" in batchnorm_buffers(nn.BatchNorm1d(4))
-
-
-def test_freezing_single_layers_leaves_the_others() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
-    model[0].eval()
-    assert find_batchnorm(model) == ["1"]
 
 
 def test_buffers_are_those_of_the_layers_and_no_others() -> None:
@@ -129,16 +103,6 @@ def test_buffers_are_those_of_the_layers_and_no_others() -> None:
 
 
 # The message
-
-
-def test_the_message_names_layers_rows_and_remedies() -> None:
-    message = batchnorm_message(["stem.bn", "head.bn"], 64, 512)
-    assert message.startswith("2 layers average over 64 rows at a time instead of 512: ")
-    assert "stem.bn, head.bn." in message
-    for remedy in ("GroupNorm", "LayerNorm", ".eval()", "SyncBatchNorm"):
-        assert remedy in message
-    for setting in ('batchnorm="ignore"', '"error"', '"disable"'):
-        assert setting in message
 
 
 @pytest.mark.parametrize(("count", "more"), [(5, None), (6, "and 1 more"), (53, "and 48 more")])
@@ -158,10 +122,6 @@ def test_the_refusal_of_a_single_row_is_recognised(make: Callable[[], nn.Module]
     with pytest.raises(ValueError, match="more than 1 value") as raised:
         layer(torch.randn(1, 4))
     assert needs_two_rows(raised.value)
-
-
-def test_a_convolutional_batchnorm_trains_on_one_row() -> None:
-    assert nn.BatchNorm2d(4)(torch.randn(1, 4, 3, 3)).shape == (1, 4, 3, 3)
 
 
 def test_other_refusals_are_not_mistaken_for_it() -> None:

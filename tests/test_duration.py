@@ -1,6 +1,5 @@
 """How long to train, as users write it."""
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -41,17 +40,6 @@ def test_text_and_repr_lead_back_to_the_duration(value: int, unit: Unit) -> None
 def test_a_duration_stands_for_itself() -> None:
     duration = Duration.parse("3ep")
     assert Duration.parse(duration) is duration
-
-
-def test_durations_differ_by_value_and_by_unit() -> None:
-    assert Duration.parse("2ep") != Duration.parse("2ba")
-    assert Duration.parse("2ep") != Duration.parse("3ep")
-    assert len({Duration.parse("2ep"), Duration.parse("2 ep")}) == 1
-
-
-def test_a_duration_cannot_be_changed() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Duration.parse("2ep").value = 3  # type: ignore[misc]
 
 
 WRONG = "0.0001h 0h 0ep -1ba 1.5ep 1.5tok 1.23e1sp 1e2ba 1e999999999tok 5min. 5m 2h30min ten ep"

@@ -232,30 +232,6 @@ def test_the_page_has_what_was_found(
     assert "AssertionError: of a number" in shown
 
 
-def test_passes_under_several_allocators_stand_side_by_side() -> None:
-    def part(name: str, outcome: str, sizes: list[int]) -> dict[str, Any]:
-        test = {"name": "f.py::test_a", "outcome": outcome, "measured": {"sizes": sizes}}
-        return {"name": name, "state": "done", "asks": "", "tests": [test]}
-
-    parts = [part("oom", "passed", [8]), part("oom, async", "failed", [4]), part("x", "passed", [])]
-    assert gpu_page.passes(parts).splitlines()[2:] == [
-        "| test_a | passed: sizes 8 | failed: sizes 4 |"
-    ]
-
-
-def test_peers_have_a_row_each_and_the_absent_ones_are_named() -> None:
-    rows = [
-        {"kind": "overhead", "job": "j", "with": "automicro", "ms_per_batch": 2.0, "ratio": 1.01},
-        {"kind": "recovery", "job": "j", "with": "by hand", "ended": False, "error": "E: full"},
-    ]
-    found = {"name": "peers", "results": {"rows": rows, "absent": {"Composer": "no module"}}}
-    shown = gpu_page.peers([found])
-    assert "| j | automicro |  | 2 | 1.01 |  |" in shown
-    assert "| j | by hand | no |" in shown
-    assert "E: full" in shown
-    assert "Absent: Composer (no module)." in shown
-
-
 def test_every_file_of_tests_for_a_gpu_is_run_and_every_part_is_there() -> None:
     files = {path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
     assert {part.tests for part in PARTS if part.tests} == files
@@ -267,12 +243,6 @@ def test_every_file_of_tests_for_a_gpu_is_run_and_every_part_is_there() -> None:
         assert bool(part.tests) != bool(part.script)
         if part.script:
             assert part.rehearsed_with
-
-
-def test_a_part_that_nobody_knows_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        gpu_report.main(["--parts", "oom,nothing"])
-    assert "there is no part nothing; there are first, transfer," in capsys.readouterr().err
 
 
 def test_without_a_gpu_it_says_so(

@@ -200,17 +200,6 @@ def test_a_settled_batch_waits_as_often_as_is_said(
     assert tuple(found.values()) == expected
 
 
-def test_auto_waits_no_more_than_a_fixed_size() -> None:
-    net = Net().to(DEVICE)
-    step = step_of(net, "auto", {"batchnorm": "ignore"})  # type: ignore[arg-type]
-    batches = [there(rows(seed)) for seed in range(5)]
-    for batch in batches[:4]:
-        step.backward(batch)
-        net.zero_grad()
-    accelerator.synchronize(DEVICE)
-    assert waits(lambda: step.backward(batches[4])) == 0
-
-
 class Watch(Callback):
     """Counts what every batch waits."""
 
