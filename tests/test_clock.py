@@ -74,10 +74,3 @@ def test_a_limit_counts_from_its_construction() -> None:
     now += 0.2
     assert limit.is_over
     assert not TimeLimit(60.0, clock=lambda: now).is_over
-
-
-def test_no_limit_never_asks_for_the_time() -> None:
-    def fail() -> float:
-        raise AssertionError
-
-    assert not TimeLimit(None, clock=fail).is_over

@@ -52,14 +52,6 @@ def test_merging_changes_neither_side() -> None:
     assert later == {"optimizer": {"args": {"lr": 2}}}
 
 
-def test_interpolations_reach_across_files() -> None:
-    other = write("sizes.yaml", "global_batch_size: 8\n")
-    config = load_config(
-        ["base.yaml", other], ["train_dataloader.args.batch_size=${global_batch_size}"]
-    )
-    assert args_of(config, "train_dataloader")["batch_size"] == 8
-
-
 def test_now_is_one_instant() -> None:
     config = job("run_dir=runs/${now:%Y-%m-%d_%H-%M-%S-%f}")
     assert config.run_dir is not None
@@ -87,18 +79,6 @@ def test_the_global_batch_size_is_shared_out_in_the_data_alone() -> None:
     # Everything else means the optimization batch.
     assert args_of(three, "optimizer") == {"lr": 24}
     assert three.global_batch_size == 24
-
-
-def test_evaluation_may_have_a_global_batch_size_of_its_own() -> None:
-    write("job.yaml", JOB)
-    overrides = [
-        *BATCH_SIZES,
-        "eval_dataloader.args.batch_size=${eval_global_batch_size}",
-        "eval_global_batch_size=30",
-    ]
-    config = load_config("job.yaml", overrides, num_devices=3)
-    assert args_of(config, "eval_dataloader")["batch_size"] == 10
-    assert args_of(config, "train_dataloader")["batch_size"] == 8
 
 
 @pytest.mark.parametrize(
@@ -169,13 +149,6 @@ def test_what_is_written_reads_back_as_the_same_config() -> None:
     assert args_of(load_config(again), "train_dataloader")["batch_size"] == 8
     more = load_config(again, ["global_batch_size=48", "accumulate_batches=1"])
     assert args_of(more, "train_dataloader")["batch_size"] == 48
-
-
-def test_only_what_is_set_is_written_and_nodes_without_arguments_are_short() -> None:
-    write("job.yaml", JOB)
-    written = read_config(["job.yaml"], ["seed=3"]).written
-    assert list(written) == ["model", "loss_fn", "optimizer", "train_dataloader", "seed"]
-    assert written["loss_fn"] == {"call": "torch.nn.CrossEntropyLoss"}
 
 
 LEAVES: st.SearchStrategy[object] = st.none() | st.booleans() | st.integers() | st.text(max_size=8)

@@ -106,28 +106,6 @@ def test_a_file_that_is_no_config_says_where_and_why(text: str, message: str) ->
     assert complaint(text=text) == message
 
 
-def test_there_is_no_place_in_an_empty_list() -> None:
-    assert complaint("loggers=[]", "loggers.0.call=a.b") == (
-        "the override 'loggers.0.call=a.b' asks for '0' in loggers, a list of 0: replace the list "
-        "with 'loggers=[…]'"
-    )
-
-
-@pytest.mark.parametrize("word", ["yes", "true", "off"])
-def test_true_or_false_is_refused_where_a_number_is_meant(word: str) -> None:
-    said = complaint(f"optimizer.args.lr={word}")
-    assert f"optimizer.args.lr is {str(word != 'off').lower()}, and" in said
-    assert "takes a number there: write one; YAML reads yes, no, on and off as" in said
-    build_trainer(job("optimizer.args.lr=1", "optimizer.args.nesterov=no"))
-
-
-def test_arguments_that_a_callback_refuses_are_noted_with_its_key() -> None:
-    config = job(f"callbacks=[{{call: {STOPPING}, args: {{patience: -3}}}}]")
-    with pytest.raises(ValueError, match="patience=-3 must be at least 1") as caught:
-        build_trainer(config)
-    assert caught.value.__notes__ == [f"while making callbacks.0 ({STOPPING}) with patience=-3"]
-
-
 def test_weights_that_are_no_checkpoint_are_refused_with_what_lies_there() -> None:
     Path("runs/first/checkpoints").mkdir(parents=True)
     with pytest.raises(ConfigError) as caught:

@@ -6,22 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from automicro.callbacks import EarlyStopping
 from automicro.checkpoints.store import CheckpointConfig
 from automicro.cli.config.build import Recipe
 from automicro.cli.config.load import read_config, to_yaml
-from automicro.cli.config.nodes import CallConfig
-from automicro.cli.config.schema import EvaluatorConfig
 from automicro.cli.config.sources import merge
 from automicro.data import LengthBatchSampler
 from automicro.errors import ConfigError
-from automicro.trainer.evaluators import Evaluator
 from tests.config_jobs import JOB, build_trainer, job, load_config
 
 DATA = "{call: torch.utils.data.DataLoader, args: {dataset: [1, 2, 3], batch_size: 2}}"
 LOGGER = '{call: automicro.loggers.JSONLinesLogger, args: {path: "${run_dir}/log.jsonl"}}'
 STOPPING = "{call: automicro.callbacks.EarlyStopping, args: {patience: 2}}"
-METRIC = "{call: torchmetrics.MeanMetric}"
 
 
 @pytest.fixture(autouse=True)
@@ -29,23 +24,9 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_callbacks_are_made_in_their_order() -> None:
-    speed = "{call: automicro.callbacks.SpeedMonitor}"
-    made = Recipe(job(f"callbacks=[{STOPPING}, {speed}]")).make("callbacks")
-    assert isinstance(made[0], EarlyStopping)
-    assert [type(each).__name__ for each in made] == ["EarlyStopping", "SpeedMonitor"]
-
-
 def test_null_is_an_empty_list() -> None:
     config = job(f"callbacks=[{STOPPING}]", "callbacks=null", "loggers=null")
     assert (config.callbacks, config.loggers) == ([], [])
-
-
-def test_arguments_in_a_list_are_changed_by_their_place() -> None:
-    config = job(f"callbacks=[{STOPPING}]", "callbacks.0.args.patience=7")
-    assert config.callbacks == [
-        CallConfig(call="automicro.callbacks.EarlyStopping", args={"patience": 7})
-    ]
 
 
 def test_checkpoints_lie_in_the_folder_of_the_run_unless_another_is_given() -> None:
@@ -58,53 +39,9 @@ def test_checkpoints_lie_in_the_folder_of_the_run_unless_another_is_given() -> N
     assert Recipe(back).checkpoint == CheckpointConfig(folder="a/checkpoints")
 
 
-def test_without_a_key_there_are_no_checkpoints() -> None:
-    assert Recipe(job("run_dir=a")).checkpoint is None
-    assert Recipe(job("checkpoint={folder: a}", "checkpoint=null")).checkpoint is None
-
-
-def test_what_is_never_saved_needs_no_folder() -> None:
-    config = job("checkpoint={}")
-    assert Recipe(config, without={"checkpoint"}).checkpoint is None
-
-
 def test_keys_inside_are_read_in_their_types_and_may_be_interpolations() -> None:
     config = job("checkpoint={keep_last: '5', keep_best: '${seed}', folder: a}", "seed=2")
     assert Recipe(config).checkpoint == CheckpointConfig(folder="a", keep_last=5, keep_best=2)
-
-
-def test_one_evaluation_may_have_options_without_a_name() -> None:
-    config = job(f"eval_dataloader={{data: {DATA}, max_batches: 1, interval: null}}")
-    made = Recipe(config).make("eval_dataloader")
-    assert isinstance(made, Evaluator)
-    assert (made.max_batches, made.interval, made.metrics) == (1, None, "inherited")
-
-
-def test_evaluations_by_name_are_nodes_or_have_options() -> None:
-    new = f"{{data: {DATA}, metrics: {{mean: {METRIC}}}, microbatch_size: 1, interval: 2ep}}"
-    bare = f"{{data: {DATA}, metrics: null, microbatch_size: null}}"
-    config = job(f"eval_dataloader={{seen: {DATA}, new: {new}, bare: {bare}}}")
-    assert isinstance(config.eval_dataloader["seen"], CallConfig)
-    assert isinstance(config.eval_dataloader["new"], EvaluatorConfig)
-    made = Recipe(config).make("eval_dataloader")
-    assert list(made) == ["seen", "new", "bare"]
-    assert not isinstance(made["seen"], Evaluator)
-    assert list(made["new"].metrics) == ["mean"]
-    assert (made["new"].microbatch_size, made["new"].interval) == (1, "2ep")
-    assert (made["bare"].metrics, made["bare"].microbatch_size) == (None, None)
-
-
-def test_an_evaluation_is_dropped_changed_and_added_by_its_name() -> None:
-    both = f"eval_dataloader={{seen: {DATA}, new: {DATA}}}"
-    assert list(job(both, "eval_dataloader.new=null").eval_dataloader) == ["seen"]
-    assert (
-        job(both, "eval_dataloader.new=null", "eval_dataloader.seen=null").eval_dataloader is None
-    )
-    changed = job(
-        both, "eval_dataloader.new.args.batch_size=3", f"eval_dataloader.more={DATA}"
-    ).eval_dataloader
-    assert changed["new"].args["batch_size"] == 3
-    assert list(changed) == ["seen", "new", "more"]
 
 
 def test_one_evaluation_and_several_replace_each_other_in_later_files() -> None:
@@ -116,14 +53,6 @@ def test_one_evaluation_and_several_replace_each_other_in_later_files() -> None:
     assert merge(several, one) == one
     assert merge(one, options) == options
     assert merge(one, arguments) == {"eval_dataloader": {"call": "a.b", "args": {"x": 2}}}
-
-
-def test_batch_sizes_are_shared_out_in_every_evaluation() -> None:
-    Path("job.yaml").write_text(JOB, encoding="utf-8")
-    data = DATA.replace("batch_size: 2", "batch_size: '${eval_global_batch_size}'")
-    overrides = [f"eval_dataloader={{a: {{data: {data}}}}}", "eval_global_batch_size=30"]
-    evaluation = load_config("job.yaml", overrides, num_devices=3).eval_dataloader["a"]
-    assert evaluation.data.args["batch_size"] == 10
 
 
 def test_what_is_written_reads_back_as_the_same_config_in_any_folder() -> None:
@@ -218,20 +147,6 @@ def test_a_mode_has_options_with_nodes_inside() -> None:
     assert list(sampler_of(mode, "sampling_mode.batch_length=3.0")) == [[0, 1], [2, 3]]
     listed = "sampling_mode={mode: 1D-bucketing, lengths: [1, 9, 1, 9], bucket_edges: [5]}"
     assert list(sampler_of(listed, "sampling_mode.shuffle=false")) == [[0, 2], [1, 3]]
-
-
-def test_a_batch_size_of_a_mode_is_that_of_one_device() -> None:
-    Path("job.yaml").write_text(JOB, encoding="utf-8")
-    of_all = "sampling_mode={mode: fixed, batch_size: '${global_batch_size}'}"
-    config = load_config("job.yaml", [TRAINING, of_all, "global_batch_size=4"], num_devices=2)
-    assert config.sampling_mode.batch_size == 2
-
-
-def test_without_a_mode_batches_stay_as_they_are() -> None:
-    loader = Recipe(job(TRAINING, "sampling_mode=fixed", "sampling_mode=null")).make(
-        "train_dataloader"
-    )
-    assert not isinstance(loader.batch_sampler, LengthBatchSampler)
 
 
 @pytest.mark.parametrize(

@@ -147,20 +147,6 @@ def test_a_saved_schedule_goes_on_where_it_was() -> None:
     assert after == whole[3:]
 
 
-def test_the_total_is_the_configs_and_not_the_checkpoints() -> None:
-    optimizer = make_optimizer()
-    saved = linear_with_warmup(optimizer, warmup=0, total=2)
-    for _ in range(2):
-        optimizer.step()
-        saved.step()
-    assert optimizer.param_groups[0]["lr"] == 0
-    longer = linear_with_warmup(optimizer, warmup=0, total=6)
-    longer.load_state_dict(saved.state_dict())
-    optimizer.step()
-    longer.step()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.5)
-
-
 def test_the_trainer_steps_it_once_per_optimizer_step() -> None:
     schedule = functools.partial(cosine_with_warmup, warmup="2ba", total="8ba", final=0.1)
     ours, theirs = make_model(), make_model()

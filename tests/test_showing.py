@@ -18,7 +18,6 @@ from torch import nn
 import automicro
 from automicro import Callback, Fixed, Halving, Microbatcher, Trainer
 from automicro.callbacks import EarlyStopping, FreezeSchedule, LearningRateMonitor
-from automicro.cli.output import print_yaml
 from automicro.trainer.progress import (
     LiveProgress,
     NotebookProgress,
@@ -170,12 +169,6 @@ def test_a_notebook_has_one_line_that_is_written_over_above_those_that_stay(
     assert capsys.readouterr().out == "train: out of memory\n"
 
 
-def test_a_notebook_without_its_library_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "IPython.display", None)
-    console = Console(file=io.StringIO(), force_jupyter=True)
-    assert type(make_progress(True, console)) is PlainProgress
-
-
 # The bar
 
 
@@ -230,18 +223,6 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_lines(
     monkeypatch.setenv("TERM", terminal)
     console = Console(file=io.StringIO(), force_terminal=True)
     assert type(make_progress(True, console)) is PlainProgress
-
-
-def test_keys_of_a_config_are_bold_and_no_colour_hides_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    file = io.StringIO()
-    console = Console(file=file, force_terminal=True, color_system="standard", width=80)
-    monkeypatch.setattr("rich.console.Console", lambda: console)
-    print_yaml("model:\n  call: torch.nn.Linear  # a layer\n")
-    assert file.getvalue() == (
-        "\x1b[1mmodel:\x1b[0m\n\x1b[1m  call:\x1b[0m torch.nn.Linear  \x1b[2m# a layer\x1b[0m\n"
-    )
 
 
 def test_what_is_left_is_told_from_the_second_time_on_and_by_the_latest_start() -> None:

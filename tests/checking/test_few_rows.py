@@ -1,10 +1,12 @@
 """Checks of a few rows: what they find, how often they are made, what they leave behind."""
 
 import itertools
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -40,7 +42,43 @@ def rows(count: int = 12, width: int = 6) -> Tensor:
     return torch.randn(count, width, dtype=torch.float64)
 
 
+def test_padding_is_looked_at_between_looks_that_could_not_tell_yet() -> None:
+    def forward(m: Any, batch: Any) -> Any:
+        return F.cross_entropy(m(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    model = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20)).double()
+    microbatcher = Microbatcher(model, forward=forward, microbatch_size=2)
+    ids = torch.randint(1, 20, (8, 6))
+    whole, padded = (ids, ids), (ids, torch.where(torch.arange(6) < ids[:, :1] % 6 + 1, ids, -100))
+    equal = tuple(each[:1].expand(8, 6).clone() for each in whole)  # rows that cannot tell
+    assert warnings_of(microbatcher, whole, equal) == []
+    (message,) = warnings_of(microbatcher, padded)  # the third batch, when no look is due
+    assert "splitting changes this batch: the gradient of" in message
+
+
 # What cannot be seen is said
+
+
+@pytest.mark.parametrize("draw", [np.random.rand, random.random])
+def test_draws_that_nothing_can_silence_are_named_with_both_remedies(draw: Any) -> None:
+    def forward(m: Any, batch: Any) -> Any:
+        noise = torch.tensor([draw() for _ in batch[0]])
+        return ((m(batch[0]) - batch[1]).square().mean(1) * noise).mean()
+
+    microbatcher = Microbatcher(net(6, 6), forward=forward, microbatch_size=4)
+    (message,) = warnings_of(microbatcher, (rows(), rows()))
+    assert "could not check that the loss is a mean over samples" in message
+    assert "loss_average=" in message
+    assert "automicro.verify" in message
+    assert microbatcher.loss_average_is == "unchecked"
+
+
+def test_a_loss_without_any_gradient_is_said_after_some_looks() -> None:
+    model = net(6, 6)
+    microbatcher = Microbatcher(model, forward=lambda m, b: m(b[0]).sum() * 0.0, microbatch_size=4)
+    messages = warnings_of(microbatcher, *[(rows(), rows())] * 20)
+    assert len(messages) == 1
+    assert "no gradient reaches any parameter" in messages[0]
 
 
 class Spectrum(nn.Module):
@@ -50,6 +88,20 @@ class Spectrum(nn.Module):
 
     def forward(self, inputs: Tensor) -> Any:
         return (inputs.to(self.weight.dtype) @ self.weight).abs()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_rows_are_looked_at(layout: torch.layout) -> None:
+    def ignoring(model: Any, batch: Any) -> Tensor:
+        outputs = torch.sparse.mm(batch[0], model.weight.T) + model.bias
+        return F.cross_entropy(outputs, batch[1], ignore_index=0)
+
+    model = nn.Linear(6, 3).double()
+    batch = rows(6).relu().to_sparse(layout=layout), torch.tensor([0, 1, 2, 1, 0, 0])
+    microbatcher = Microbatcher(model, forward=ignoring, microbatch_size=2)
+    (message,) = warnings_of(microbatcher, batch)
+    assert "splitting changes this batch" in message
 
 
 class Hidden:
@@ -118,6 +170,17 @@ def test_a_forward_that_communicates_is_not_looked_at_alone() -> None:
         draws.run(operation, (), (torch.ones(2), "sum", ""), {})
 
 
+def test_a_loss_whose_first_cut_agrees_by_coincidence_is_found_by_the_second() -> None:
+    def hardest_half(m: Any, batch: Any) -> Any:
+        losses = (m(batch[0]) - batch[1]).square().mean(1)
+        return losses.topk(max(1, len(losses) // 2)).values.mean()
+
+    for seed in range(20):
+        torch.manual_seed(seed)
+        microbatcher = Microbatcher(net(6, 6), forward=hardest_half, microbatch_size=1)
+        assert warnings_of(microbatcher, *[(rows(6), rows(6)) for _ in range(2)]), seed
+
+
 def test_what_a_look_cannot_put_back_is_a_warning_and_stops_nothing() -> None:
     class Remembers(nn.Module):
         def __init__(self) -> None:
@@ -136,6 +199,20 @@ def test_what_a_look_cannot_put_back_is_a_warning_and_stops_nothing() -> None:
 
 
 # How sure it is
+
+
+def test_a_result_says_how_sure_the_average_is() -> None:
+    batch = (rows(), rows())
+    mean = lambda m, b: F.mse_loss(m(b[0]), b[1])  # noqa: E731
+    sure = {
+        "read": {"loss_fn": nn.MSELoss()},
+        "declared": {"forward": mean, "loss_average": "samples"},
+        "checked": {"forward": mean},
+        "unchecked": {"forward": mean, "probe": False},
+    }
+    for expected, options in sure.items():
+        microbatcher = Microbatcher(net(6, 6), microbatch_size=4, **options)  # type: ignore[arg-type]
+        assert microbatcher.backward(batch).loss_average_is == expected
 
 
 def test_the_summary_and_verify_say_it_too() -> None:
@@ -201,6 +278,26 @@ def test_a_check_is_three_passes_over_sixteen_rows_at_powers_of_two() -> None:
         del lengths[:3]
     assert len(few) == 6  # at batches 1, 2, 4, 8, 16 and 32, other rows each time
     assert all(each[0] == each[1] + each[2] == 16 for each in few)
+
+
+def test_while_it_learns_nothing_it_looks_at_batches_1_2_4_and_8() -> None:
+    seen, number = Outside(batches=[]), 0
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        if is_extra_pass():
+            seen.batches.append(number)
+
+    microbatcher = Microbatcher(
+        net(6, 6), forward=lambda m, b: m(b[0]).sum() * 0.0, loss_average="none", microbatch_size=4
+    )
+    handle = nn.modules.module.register_module_forward_hook(note)
+    try:
+        for number in range(1, 21):  # noqa: B007
+            microbatcher.backward((rows(), rows()))
+    finally:
+        handle.remove()
+    # At batch 10 the whole is compared with its microbatches once more.
+    assert sorted({*seen.batches}) == [1, 2, 4, 8, 10, 16]
 
 
 # What a look leaves behind: nothing
@@ -425,6 +522,55 @@ def test_rows_draw_the_same_whatever_rows_are_beside_them(name: str) -> None:
     assert not draws.unheld
 
 
+class OnAnEdge(nn.Module):
+    """A ReLU so near zero that rounding decides, which kernels do otherwise for other rows."""
+
+    def __init__(self, *, is_trained: bool) -> None:
+        super().__init__()
+        self.edge = nn.Parameter(torch.ones(()), requires_grad=is_trained)
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        rounding = 1e-7 if len(x) < 8 and bool((x[:, 0] > 5).any()) else -1e-7
+        is_over = (self.edge - 1 + rounding > 0).float()
+        return self.outer(self.inner(x) * (1 + 1e-3 * is_over))
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+@pytest.mark.parametrize("num_rows", [24, 48])
+def test_what_rounding_does_on_an_edge_is_no_wrong_weight(is_trained: bool, num_rows: int) -> None:
+    """Parameters that are off by rounding show it, and other rows do not."""
+    torch.manual_seed(0)
+    x, y = torch.randn(num_rows, 8), torch.randn(num_rows, 1)
+    x[0, 0] = 6.0  # at the end of what varies, so that it is looked at
+    microbatcher = Microbatcher(OnAnEdge(is_trained=is_trained), loss_fn=nn.MSELoss())
+    found = warnings_of(microbatcher, (x, y))
+    assert found == []
+
+
+class Choices(nn.Module):
+    """Scores of choices, of which the softmax cancels the bias, from features that are small."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 8, dtype=dtype), nn.Linear(8, 1, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(1e-4 * torch.tanh(self.body(x)))
+        return scores.squeeze(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_gradient_that_cancels_is_rounding_however_small_the_others_are(
+    dtype: torch.dtype,
+) -> None:
+    for seed in range(10):
+        torch.manual_seed(seed)
+        data = torch.randn(6, 4, 6, dtype=dtype), torch.randint(4, (6,))
+        step = Microbatcher(Choices(dtype), loss_fn=nn.CrossEntropyLoss(), microbatch_size=2)
+        assert warnings_of(step, data) == []
+
+
 def test_what_one_row_makes_torch_say_is_not_said() -> None:
     def forward(model: Any, batch: Any) -> Any:
         return F.mse_loss(model(batch[0]), batch[1]) + model[0].weight.sum() * batch[1].std()
@@ -443,6 +589,21 @@ def test_what_a_look_makes_others_say_is_said() -> None:
 
     with pytest.warns(UserWarning, match="few rows"):
         Microbatcher(net(6, 6), forward=forward).backward((rows(), rows()))
+
+
+def test_leaves_that_each_forward_makes_do_not_hide_a_wrong_average() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+
+    def forward(model: nn.Module, batch: Any) -> Tensor:
+        inputs = batch[0].clone().requires_grad_()  # as speech models do for checkpointing
+        return F.cross_entropy(model(inputs), batch[1], reduction="sum")
+
+    microbatcher = Microbatcher(model, forward=forward, microbatch_size=4)
+    with pytest.warns(LossAverageWarning, match="splitting changes this batch") as told:
+        microbatcher.backward((torch.randn(12, 4), torch.randint(3, (12,))))
+    assert not any("failed" in str(each.message) for each in told)
+    assert microbatcher.loss_average_is == "wrong"
 
 
 # Graphs of the caller's

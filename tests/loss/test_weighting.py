@@ -259,6 +259,23 @@ def test_a_whole_batch_without_targets_leaves_earlier_gradients_as_they_were(
     assert difference(gradients(model), before) == 0
 
 
+@pytest.mark.parametrize("size", [1, 3, 20])
+def test_parts_beside_a_total_are_reported_for_the_whole_batch(size: int) -> None:
+    def forward(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        logits = model(batch[0])
+        parts = {"fit": F.cross_entropy(logits, batch[1]), "size": logits.square().mean()}
+        return {"loss": parts["fit"] + 0.1 * parts["size"], **parts}
+
+    model, batch = Mlp(), (x(), y())
+    expected = forward(model, batch)
+    result = Microbatcher(model, forward=forward, microbatch_size=size).backward(batch)
+    assert result.losses.keys() == {"fit", "size"}
+    assert float(result.loss) == pytest.approx(float(expected["loss"].detach()), abs=1e-9)
+    for name, loss in result.losses.items():
+        assert not loss.requires_grad
+        assert float(loss) == pytest.approx(float(expected[name].detach()), abs=1e-9)
+
+
 def test_a_total_beside_losses_with_averages_of_their_own_is_refused() -> None:
     def forward(model: nn.Module, batch: Any) -> dict[str, Tensor]:
         logits = model(batch[0])
