@@ -23,7 +23,8 @@ from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 from automicro import Callback, CheckpointConfig, Microbatcher, Trainer
 from automicro.data import LengthBatchSampler
 from tests.loaders import WholeBatches, seeded_generator
-from tests.ranks.trainer_jobs import CLASSES, Net, make_data, whole
+from tests.ranks.steps import whole
+from tests.ranks.trainer_jobs import CLASSES, Net, make_data
 
 PER_BATCH = 12
 """Rows of a batch over all ranks; a multiple of 1, 2, 3 and 4."""

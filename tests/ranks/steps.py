@@ -130,3 +130,9 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Any) -> Tensor:
+    """Of all ranks, without its history. All of them have to ask for it."""
+    found: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return found.detach()

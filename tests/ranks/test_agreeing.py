@@ -22,6 +22,7 @@ from automicro.optimizer import step as clipping
 from automicro.optimizer.step import GradientScaler, clip_gradients, step_optimizer
 from automicro.ranks.warm_up import COMMUNICATION_SHARE
 from tests.ranks.jobs import connections
+from tests.ranks.steps import whole
 from tests.ranks.uneven import Sum
 from tests.ranks.world import World
 from tests.sweeps import mostly_in_sweeps
@@ -47,10 +48,6 @@ def batch(
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(num_rows, 16, generator=generator, dtype=dtype)
     return x, torch.randn(num_rows, 4, generator=generator, dtype=dtype)
-
-
-def full(parameter: Tensor) -> Tensor:
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
 
 
 def climb(kind: str, when_too_large: str) -> dict[str, Any]:
@@ -81,7 +78,7 @@ def climb(kind: str, when_too_large: str) -> dict[str, Any]:
         result = microbatcher.backward(x)
         levels.append(result.level)
         failed.append(len(result.failed_sizes))
-        gradients += [full(each.grad).sum().item() for each in model.parameters()]
+        gradients += [whole(each.grad).sum().item() for each in model.parameters()]
         model.zero_grad()
     # Rows are alike but for their lengths.
     assert torch.allclose(torch.tensor(gradients[:2]), torch.tensor(gradients[2:4]))
@@ -136,7 +133,7 @@ def train_within(kind: str, limits: list[str], rows: int = 256) -> dict[str, Any
         "told": told,
         "failed": sum(len(each[2]) for each in told[::3]),
         "state": repr(state),
-        "parameters": [full(p).tolist() for p in model.parameters()],
+        "parameters": [whole(p).tolist() for p in model.parameters()],
     }
 
 
@@ -219,7 +216,7 @@ def clip(kind: str | None, rows: list[int]) -> list[Tensor]:
     part = slice(start, start + rows[rank])
     microbatcher.backward((x[part], y[part]))
     norm = clip_gradients(optimizer, 0.1, CPU, ranks=microbatcher.ranks)
-    return [norm, *(full(p.grad) for p in model.parameters() if p.grad is not None)]
+    return [norm, *(whole(p.grad) for p in model.parameters() if p.grad is not None)]
 
 
 def scale(kind: str) -> dict[str, Any]:
@@ -252,7 +249,7 @@ def scale(kind: str) -> dict[str, Any]:
     return {
         "stepped": stepped,
         "scales": scales,
-        "parameters": [full(p).tolist() for p in model.parameters()],
+        "parameters": [whole(p).tolist() for p in model.parameters()],
     }
 
 

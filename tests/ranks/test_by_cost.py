@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from automicro import Microbatcher, PaddingWarning
 from automicro.features import MicrobatchUnit
+from tests.ranks.steps import whole
 from tests.ranks.world import World
 from tests.step.texts import IGNORED, Reader, texts
 from tests.sweeps import mostly_in_sweeps
@@ -153,7 +153,7 @@ def fail(kind: str) -> tuple[str, str]:
 
 def _gradients(model: nn.Module) -> list[Tensor]:
     found = [each.grad for each in model.parameters() if each.grad is not None]
-    return [each.full_tensor() if isinstance(each, DTensor) else each for each in found]
+    return [whole(each) for each in found]
 
 
 LONG, SHORT = [9, 3, 17, 5, 5, 12, 2, 8], [4, 2, 3, 6, 1]

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from automicro import LossAverageWarning, Microbatcher
+from tests.ranks.steps import whole
 from tests.ranks.world import World
 
 KINDS = ("a mean", "a sum", "gathered")
@@ -43,7 +44,6 @@ def train(wrapper: str, kind: str) -> dict[str, Any]:
             model.zero_grad()
             result = microbatcher.backward(batch)
     gradient = next(iter(model.parameters())).grad
-    whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
     gathered = [torch.empty_like(each) for each in batch for _ in range(dist.get_world_size())]
     half = len(gathered) // 2
     dist.all_gather(gathered[:half], batch[0])
@@ -51,11 +51,11 @@ def train(wrapper: str, kind: str) -> dict[str, Any]:
     alone = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
     alone.load_state_dict(plain)
     F.mse_loss(alone(torch.cat(gathered[:half])), torch.cat(gathered[half:])).backward()
-    expected = alone[0].weight.grad
+    expected: Any = alone[0].weight.grad
     return {
         "messages": [str(w.message) for w in caught if w.category is LossAverageWarning],
         "is": result.loss_average_is,
-        "error": (whole - expected).abs().max().item(),
+        "error": (whole(gradient) - expected).abs().max().item(),
     }
 
 

@@ -12,9 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from automicro import Microbatcher, split
-from automicro.errors import UnsplittableModelError
 from automicro.features import Nested
-from automicro.sharding import is_sharded
+from tests.ranks.steps import whole
 from tests.ranks.world import World
 from tests.sweeps import mostly_in_sweeps
 
@@ -66,8 +65,7 @@ def _gradients(model: nn.Module) -> list[Tensor]:
     found = []
     for each in model.parameters():
         assert each.grad is not None
-        gradient: Any = each.grad
-        found.append((gradient.full_tensor() if is_sharded(gradient) else gradient).clone())
+        found.append(whole(each.grad).clone())
     return found
 
 
@@ -115,15 +113,10 @@ def _forward(model: nn.Module, batch: dict[str, Tensor]) -> Any:
     return model(batch["x"], batch["targets"])["loss"]
 
 
-def refusal() -> str:
-    """What is said of a part with sharded modules inside."""
+def cut_a_part_with_shards_inside() -> None:
     model = _wrapped(Model(gives_loss=False), "inside the part")
     split(model.part, microbatch_size=2)
-    try:
-        model(torch.randn(4, 6), torch.randint(5, (4,)))
-    except UnsplittableModelError as error:
-        return str(error)
-    return ""
+    model(torch.randn(4, 6), torch.randint(5, (4,)))
 
 
 def shortage_in_backward(how: str) -> dict[str, Any]:
@@ -188,7 +181,9 @@ def test_gradients_are_exact_where_one_rank_alone_has_smaller_slices(
 
 
 def test_a_part_with_sharded_modules_inside_is_refused_by_name(world2: World) -> None:
-    assert all("apply fully_shard to the part itself" in said for said in world2.run(refusal))
+    for kind, said in world2.ends(cut_a_part_with_shards_inside):
+        assert kind == "UnsplittableModelError"
+        assert "apply fully_shard to the part itself" in said
 
 
 @pytest.mark.parametrize("how", ["ddp", "root", "part of its own"])

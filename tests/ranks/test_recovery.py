@@ -13,7 +13,7 @@ from tests.ranks.jobs import (
     compare_without,
     expected_gradients,
     gradients,
-    refusal,
+    guard_model,
     sums_over_replicas,
 )
 from tests.ranks.plans import allocations, points, rarely
@@ -61,19 +61,41 @@ def test_fsdp_recovers_where_a_collective_allocates(world2: World, point: str) -
     require_recovered(world2, "fsdp", allocations(2)[point])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("point", POINTS)
-def test_ddp_recovers_on_three_ranks(world3: World, point: str) -> None:
-    require_recovered(world3, "ddp", points(3)[point])
+WORLDS: list[tuple[int, str, dict[str, Any]]] = [
+    (1, "ddp", {}),
+    (1, "fsdp", {}),
+    (2, "ddp", {"ddp": {"gradient_as_bucket_view": True}}),
+    (2, "ddp", {"ddp": {"find_unused_parameters": True}}),
+    (2, "ddp", {"rare": True}),
+    (2, "fsdp", {"fsdp": {"reshard_after_forward": False}}),
+    (2, "fsdp", {"bf16": True, "norm": False}),
+    (2, "fsdp", {"recompute": True}),
+    (2, "fsdp", {"prefetch": True}),
+    (2, "fsdp", {"rare": True}),
+    (2, "tensor", {}),
+    (3, "ddp", {}),
+    (3, "fsdp", {}),
+    (4, "hsdp", {}),
+]
+
+
+def points_of(size: int, kind: str) -> list[str]:
+    if size == 1:
+        return ["last backward"]
+    return POINTS + ALLOCATIONS * (kind in ("fsdp", "hsdp"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", POINTS + ALLOCATIONS)
-@pytest.mark.parametrize(("size", "kind"), [(3, "fsdp"), (4, "hsdp")])
-def test_sharding_recovers_on_more_ranks(
-    worlds: Callable[[int], World], size: int, kind: str, point: str
+@pytest.mark.parametrize(
+    ("size", "kind", "options", "point"),
+    [(*case, point) for case in WORLDS for point in points_of(*case[:2])],
+    ids=str,
+)
+def test_every_wrapper_recovers_in_every_world(
+    worlds: Callable[[int], World], size: int, kind: str, options: dict[str, Any], point: str
 ) -> None:
-    require_recovered(worlds(size), kind, {**points(size), **allocations(size)}[point])
+    plan = {**points(size), **allocations(size)}[point]
+    require_recovered(worlds(size), kind, plan, **options)
 
 
 @pytest.mark.slow
@@ -93,27 +115,6 @@ def test_a_rank_that_failed_plays_the_rest_by_the_collectives_that_its_peers_use
     assert min(one.values()) > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("ddp", {"ddp": {"gradient_as_bucket_view": True}}),
-        ("ddp", {"ddp": {"find_unused_parameters": True}}),
-        ("fsdp", {"fsdp": {"reshard_after_forward": False}}),
-        ("fsdp", {"bf16": True, "norm": False}),
-        ("fsdp", {"recompute": True}),
-        ("fsdp", {"prefetch": True}),
-        ("tensor", {}),
-    ],
-    ids=str,
-)
-def test_a_wrapper_recovers_with_options(
-    world2: World, kind: str, point: str, options: dict[str, Any]
-) -> None:
-    require_recovered(world2, kind, points(2)[point], **options)
-
-
 def test_tensor_parallel_modules_recover(world2: World) -> None:
     require_recovered(world2, "tensor", points(2)["last backward"])
 
@@ -124,12 +125,6 @@ def test_settled_steps_vote_as_rarely_as_promised(world2: World) -> None:
     assert ddp["votes"][2:5] == [2, 2, 2], "an agreement and the commit"
     # Two microbatches: an agreement, the end of the first, the commit.
     assert fsdp["votes"][1:5] == [3, 3, 3, 3]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_wrapper_around_one_rank_recovers(world1: World, kind: str) -> None:
-    require_recovered(world1, kind, points(1)["last backward"])
 
 
 @pytest.mark.slow
@@ -191,7 +186,8 @@ def test_gradients_are_those_of_all_rows_in_one_process(
 
 @pytest.mark.slow
 def test_compiled_code_with_collectives_of_its_own_is_refused(world2: World) -> None:
-    for text in world2.run(refusal, "tensor", {"compiled": True}):
+    for kind, text in world2.ends(guard_model, "tensor", {"compiled": True}):
+        assert kind == "ValueError"
         assert "leave torch.compile out" in text
 
 
@@ -207,5 +203,6 @@ def test_compiled_code_with_collectives_of_its_own_is_refused(world2: World) -> 
 def test_what_cannot_be_guarded_is_refused_with_a_remedy(
     world2: World, kind: str, options: dict[str, Any], remedy: str
 ) -> None:
-    for text in world2.run(refusal, kind, options):
+    for error, text in world2.ends(guard_model, kind, options):
+        assert error == "ValueError"
         assert remedy in text

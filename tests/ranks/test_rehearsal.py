@@ -10,7 +10,7 @@ from torch import nn
 
 from automicro import SampleTooLargeError
 from automicro.values import same_values
-from tests.ranks.trainer_jobs import whole
+from tests.ranks.steps import whole
 from tests.ranks.world import World
 from tests.trainer.rehearsals import Model, loader_of, log_normal, make_trainer
 

@@ -80,7 +80,7 @@ def test_a_callback_that_stops_on_one_rank_stops_all_after_the_same_batch(world2
 
 @pytest.mark.parametrize("job", [jobs.fail, jobs.fail_in_evaluation])
 def test_an_error_of_one_rank_is_told_to_all_by_its_number(world2: World, job: Any) -> None:
-    (kind, text), (own_kind, own_text) = world2.run(job, parallel="ddp")
+    (kind, text), (own_kind, own_text) = world2.ends(job, parallel="ddp")
     assert kind == "PeerFailedError"
     assert "rank 1: KeyError: 'row 10 is broken'" in text
     assert own_kind == "KeyError"
@@ -102,13 +102,15 @@ def test_ranks_begin_with_the_same_weights_and_draw_other_numbers(world2: World)
 
 
 def test_several_processes_with_a_bare_model_are_refused(world2: World) -> None:
-    for text in world2.run(jobs.refuse_unwrapped):
+    for kind, text in world2.ends(jobs.draw, parallel=None):
+        assert kind == "ValueError"
         assert "there are 2 processes" in text
         assert "pass parallel='ddp'" in text
 
 
 def test_freezing_in_the_course_of_training_is_refused(world2: World) -> None:
-    for text in world2.run(jobs.refuse_freezing, parallel="ddp"):
+    for kind, text in world2.ends(jobs.freeze_in_the_course, parallel="ddp"):
+        assert kind == "ValueError"
         assert "2 ranks have agreed on them when the model was wrapped" in text
 
 

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -19,7 +18,7 @@ from automicro.ranks.simulated import SimulatedWorld
 from automicro.ranks.votes import Votes
 from automicro.trainer.parallel import find_blocks
 from tests.ranks.plans import points
-from tests.ranks.steps import squared_error
+from tests.ranks.steps import squared_error, whole
 from tests.ranks.test_recovery import require_recovered
 from tests.ranks.world import World, world_of
 from tests.sweeps import mostly_in_sweeps
@@ -127,12 +126,6 @@ def train_where_a_layer_is_left_out(
             worst = max(worst, float((found - (0 if want is None else want)).abs().max()))
         model.zero_grad()
     return {"worst": worst, "nones": sorted(nones), "votes": votes, "attempts": attempts}
-
-
-def whole(tensor: Tensor) -> Tensor:
-    found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    assert isinstance(found, Tensor)
-    return found
 
 
 def choosing_microbatcher(
@@ -314,15 +307,6 @@ def test_a_sharded_layer_is_trained_exactly_where_torch_reduces_unused_ones(worl
 @pytest.mark.parametrize("kind", mostly_in_sweeps(["ddp", "fsdp"], quick=["ddp"]))
 def test_a_model_that_leaves_layers_out_recovers(world2: World, kind: str) -> None:
     require_recovered(world2, kind, points(2)["two ranks"], rare=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("point", points(2))
-def test_a_model_that_leaves_layers_out_recovers_anywhere(
-    world2: World, kind: str, point: str
-) -> None:
-    require_recovered(world2, kind, points(2)[point], rare=True)
 
 
 def test_only_a_parameter_that_no_rank_uses_costs_a_further_vote(world2: World) -> None:

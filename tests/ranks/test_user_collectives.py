@@ -24,6 +24,7 @@ from torchmetrics import Metric
 from automicro import Callback, Policy, Trainer
 from automicro.ranks.guards import guard
 from tests.outside import Outside
+from tests.ranks.steps import whole
 from tests.ranks.world import World, WorldStuckError, world_of
 from tests.sweeps import SEED, mostly_in_sweeps
 
@@ -307,9 +308,7 @@ def train(
         progress=False,
     )
     trainer.fit()
-    found = [each.detach() for each in net.parameters()]
-    whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in found]
-    return [each.clone() for each in whole], tuple(sizes)
+    return [whole(each).clone() for each in net.parameters()], tuple(sizes)
 
 
 def end_of(name: str, place: str, ranks: Sequence[int], options: dict[str, Any]) -> dict[str, Any]:
@@ -332,7 +331,6 @@ def end_of(name: str, place: str, ranks: Sequence[int], options: dict[str, Any])
 
 
 CASES_OF_A_WORLD = 60
-IN_AN_ATTEMPT = ("forward", "loss", "metric")
 Case = tuple[str, str, bool, dict[str, Any]]
 
 

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from automicro import Microbatcher, Observing
 from automicro.features import with_features
 from automicro.options import SYNCS
+from tests.ranks.steps import whole
 from tests.ranks.world import World
 from tests.sweeps import SEED
 
@@ -294,12 +295,7 @@ def train(
             used.append(found.backward(batch).microbatch_size)
         optimizer.step()
         optimizer.zero_grad()
-    return [_whole(each).clone() for each in model.parameters()], used, failing.has_fired
-
-
-def _whole(parameter: Any) -> Tensor:
-    whole: Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-    return whole.detach()
+    return [whole(each).clone() for each in model.parameters()], used, failing.has_fired
 
 
 def compare(name: str, faults: Sequence[tuple[int, int, int]]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Jobs on uneven batches: gradients, losses and metrics of all rows, whoever has them."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from automicro import Microbatcher
 from automicro.errors import BufferWarning
 from automicro.features import RankReduction
+from tests.ranks.steps import whole
 
 WORDS, LENGTH = 7, 5
 
@@ -116,9 +116,8 @@ def train_on_words(
     result = microbatcher.accumulate(batches)
     assert result.num_samples == rows[rank]
     assert result.num_global_samples == sum(rows)
-    gradients = [p.grad for p in model.parameters()]
-    whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients if g is not None]
-    return [result.loss, *result.losses.values(), *whole]
+    gradients = [whole(p.grad) for p in model.parameters() if p.grad is not None]
+    return [result.loss, *result.losses.values(), *gradients]
 
 
 class Sum:
@@ -216,12 +215,3 @@ def run_until_all_have_ended(rows: int) -> list[tuple[int, int, bool]]:
     evaluated = microbatcher.evaluate(words(4) if dist.get_rank() == 0 else None)
     told.append((evaluated.num_samples, evaluated.num_global_samples, evaluated.loss is None))
     return told
-
-
-def attempt(what: Callable[..., Any], *args: Any) -> tuple[str, str]:
-    """How something ends on this rank."""
-    try:
-        what(*args)
-    except BaseException as error:
-        return type(error).__name__, "\n".join([str(error), *getattr(error, "__notes__", [])])
-    return "", ""

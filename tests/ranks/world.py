@@ -90,8 +90,18 @@ class World:
         failures = [result for result in results if isinstance(result, BaseException)]
         if failures:
             self.kill()
-            raise AssertionError("\n".join(str(failure.args[-1]) for failure in failures))
+            raise AssertionError(
+                "\n".join(getattr(failure, "text", str(failure)) for failure in failures)
+            )
         return results
+
+    def ends(self, job: Callable[..., Any], *args: Any, **kwargs: Any) -> list[tuple[str, str]]:
+        """How a job ended on every rank: the class of its error and what that says, or nothing."""
+        self.start(job, *args, **kwargs)
+        return [
+            (each.kind, each.said) if isinstance(each, RaisedError) else ("", "")
+            for each in self.results()
+        ]
 
     def signal(self, rank: int, number: int) -> None:
         pid = self.processes[rank].pid
@@ -147,14 +157,15 @@ def work(rank: int, size: int, folder: str, pipe: Connection) -> None:
                 os._exit(1)  # as a program ends by it; so those notice who wait for this one
         except BaseException as error:
             text = "".join(traceback.format_exception(error))
-            pipe.send(RaisedError(error, text))
+            said = "\n".join([str(error), *getattr(error, "__notes__", [])])
+            pipe.send(RaisedError(error, text, said))
 
 
 class RaisedError(AssertionError):
     """An exception of a rank, as text."""
 
-    def __init__(self, error: BaseException | str, text: str) -> None:
-        super().__init__(error, text)
+    def __init__(self, error: BaseException | str, text: str, said: str) -> None:
+        super().__init__(error, text, said)
         self.kind = type(error).__name__ if isinstance(error, BaseException) else error
-        self.text = text
-        self.args = (self.kind, text)
+        self.text, self.said = text, said
+        self.args = (self.kind, text, said)
