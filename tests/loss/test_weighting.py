@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from automicro import LossAverageWarning, LossError, Microbatcher
+from automicro import LossAverageWarning, LossError, MemoryBudget, Microbatcher
 from automicro.loss.averages import Counted, CutBatch, Divisors, Samples, Sum, Tokens, read_average
 from automicro.loss.weights import BatchWeights, LossMean
 from automicro.ranks.interface import OneRank
@@ -365,6 +365,27 @@ def test_backwards_that_begin_with_the_weight_have_the_bits_of_losses_times_it(
     begun, multiplied = trained(), trained(backward=lambda loss: loss.backward())
     for mine, theirs in zip(begun, multiplied, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_losses_of_microbatches_keep_nothing_alive_but_themselves(reduction: str) -> None:
+    """A mean of squares lies in the memory of the squares."""
+    model = nn.Linear(4, 512)
+    batch = torch.randn(64, 4), torch.zeros(64, 512)
+    microbatcher = Microbatcher(
+        model,
+        loss_fn=nn.MSELoss(reduction=reduction),
+        microbatch_size=4,
+        eval_microbatch_size=4,
+        probe=False,
+    )
+    for run in (microbatcher.backward, microbatcher.evaluate):
+        with MemoryBudget(None) as budget:
+            result = run(batch)
+        assert result.loss is not None
+        assert result.num_microbatches == 16
+        whole = batch[1].nbytes
+        assert budget.peak_bytes < whole  # 16 microbatches' losses would be as large as that
 
 
 # A loss that holds the last layer
