@@ -26,7 +26,7 @@ from torchmetrics.functional.classification import binary_accuracy
 
 from automicro import Evaluator, Halving, MetricWarning, Microbatcher, Trainer
 from automicro.features import UpdateMetric
-from automicro.step.metrics import Readings, flatten_metrics
+from automicro.step.metrics import Asking, Readings, flatten_metrics
 from tests.acceptance.torchmetrics_families import INPUTS, NAMED, N, numbers
 from tests.outside import Unreached
 
@@ -313,6 +313,27 @@ def test_what_is_read_on_a_device_is_told_with_the_next_batch() -> None:
         with readings:
             read(torch.tensor([number]))
     assert readings.differ
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "asks"),
+    [
+        (of_classes.BinaryAccuracy, "logits", True),
+        (lambda: of_classes.MulticlassAUROC(4), "logits of classes", True),
+        (lambda: of_classes.MulticlassAccuracy(4), "logits of classes", False),
+        (MeanSquaredError, "numbers", False),
+    ],
+)
+def test_only_metrics_that_ask_what_their_numbers_are_stay_watched(
+    make: Any, given: str, asks: bool
+) -> None:
+    asking, metric, batch = Asking(), make(), INPUTS[given]()
+    for _ in range(5):
+        watched = asking.may(metric)
+        with Readings() as readings:
+            metric.update(*batch)
+        asking.learn(metric, readings)
+    assert watched is asks
 
 
 @pytest.mark.parametrize(
