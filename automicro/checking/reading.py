@@ -172,7 +172,8 @@ def is_blind(whole: Reading, control: Reading) -> bool:
     """Whether chance alone moves so much that a gradient twice as large would not be seen."""
     names = whole.gradients or whole.numbers
     chance = whole.distances(control)
-    return CLEARLY * math.hypot(*(chance[name] for name in names)) > whole.size > 0
+    # A number that a host is told of may have turned out to be no mean since the whole was read.
+    return CLEARLY * math.hypot(*(chance.get(name, 0.0) for name in names)) > whole.size > 0
 
 
 # Gradients that are zero but for rounding (a bias before a normalisation, keys in attention) are

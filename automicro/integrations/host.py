@@ -13,7 +13,7 @@ import re
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -263,18 +263,18 @@ _Heard = dict[_Key, tuple[float, float]]
 _Tell = Callable[[Any, Any], Any]
 
 
-class Growing(NamedTuple):
-    """A list that steps may append to.
+class Held(NamedTuple):
+    """A value that steps may change.
 
     Attributes:
         what: it is, in words.
         key: the last name in there.
-        values: the list.
+        value: that.
     """
 
     what: str
     key: str
-    values: list[Any]
+    value: Any
 
 
 @dataclass(kw_only=True)
@@ -292,6 +292,7 @@ class _Note:
         weights: likewise; None where rows weigh.
         is_count: whether each was a plain number, that of its rows.
         is_kept: whether it is asked for as it is.
+        is_single: whether it has nothing of rows, though a microbatch may have one row.
         joined: the batch's.
     """
 
@@ -305,14 +306,13 @@ class _Note:
     weights: list[Any] = field(default_factory=list)
     is_count: bool = True
     is_kept: bool = False
+    is_single: bool = False
     joined: Any = None
 
     def part(self, key: Any, values: Sequence[Any]) -> "_Note":
         """A part of what was given, by its key."""
         what = f"{self.what}[{key!r}]"
-        return _Note(
-            what=what, nth=self.nth, indices=self.indices, values=list(values), is_count=False
-        )
+        return replace(self, what=what, values=list(values), weights=[], is_count=False)
 
 
 @dataclass(kw_only=True)
@@ -384,6 +384,7 @@ class Recorded:
         self._dims, self._sorted_by, self._concat = dims, sorted_by, concat
         self._verdicts: dict[_Key, str] = {}
         self._named: set[str] = set()
+        self._single: set[str] = set()
         self._heard: _Heard | None = None
         self._heard_rows = 0
         self._told, self._added = _Compared(), _Compared()
@@ -524,9 +525,24 @@ class Recorded:
         # With its graph, it would hold a microbatch's activations to the end of the batch.
         note.values.append(detached(value))
         note.weights.append(weight)
-        note.is_kept = is_kept
+        note.is_kept, note.is_single = is_kept, what in self._single
         # A number of rows is a sum by nature, whatever its author says of means.
         note.is_count &= type(raw) in (int, float) and raw == self.rows[-1]
+
+    @property
+    def has_told(self) -> bool:
+        """Whether the step that runs has told something."""
+        return bool(self._times)
+
+    def is_single(self, what: str, value: Any) -> bool:
+        """Whether what a step tells has nothing of rows, as far as it can be told from one."""
+        leaves, sizes = _opened(value)
+        if not all(isinstance(each, str | bool | None) or _is_one(each) for each in leaves):
+            return False
+        # Of one row, or as many as a list has entries, it might be either.
+        if (self._heard_rows if self._heard is not None else self.rows[-1]) not in sizes:
+            self._single.add(what)
+        return what in self._single and any(map(_is_one, leaves))
 
     def later(self, tell: Callable[[], None]) -> None:
         """Something is told once for the batch, when that is certain."""
@@ -556,7 +572,7 @@ class Recorded:
         self._named.update(new)
         if new:
             warn(
-                f"{', '.join(new[:3])}{', …' * (len(new) > 3)} changed in each microbatch of one "
+                f"{', '.join(new)} changed in each microbatch of one "
                 "batch, and would have changed once; change it where something runs once a batch "
                 "(a callback), or let it add up by rows; said once",
                 MetricWarning,
@@ -567,43 +583,41 @@ class Recorded:
         roots, captured = self._roots(), state.captured
         with on_host():  # what is compared takes no memory of a batch
             found = set() if captured is None else set(captured.changed())
-        joined = [f"{each.what}[" for each in self._lists()]
-        # Modules there, such as metrics, count rows.
-        joined += [
-            f"{name}.{key}."
-            for name, root in roots.items()
-            for key, each in getattr(root, "__dict__", {}).items()
-            if isinstance(each, nn.Module)
+        # Of a list that grows, what is new is joined; modules there, such as metrics, count rows.
+        starts = self._lengths[0]
+        apart = [
+            f"{what}[{n}]"
+            for what, _, values in self._lists()
+            for n in range(starts.get(what, 0), len(values))
         ]
-        return {
-            each
-            for each in found
-            if not each.startswith(tuple(joined)) and not each.endswith(self._apart)
-        }
+        apart += [f"{each.what}." for each in self.held() if _counts_rows(each)]
+        kept = (each for each in found if not each.startswith(tuple(apart)))
+        return {_with_ends(roots, each) for each in kept if not each.endswith(self._apart)}
 
     def _note_lengths(self) -> None:
-        self._lengths.append({each.what: len(each.values) for each in self._lists()})
+        self._lengths.append({each.what: len(each.value) for each in self._lists()})
 
     def _of(self, owner: Any, is_own: bool) -> dict[str, Any]:
         """Attributes that are the user's, or those that are not."""
         table = getattr(owner, "__dict__", {})
         return {k: v for k, v in table.items() if self._is_own(owner, k, v) == is_own}
 
-    def _lists(self) -> list[Growing]:
-        """Lists in attributes, in dictionaries there, and in objects that are not a host's."""
+    def held(self) -> Iterator[Held]:
+        """All in attributes, in dictionaries there, and in objects that are not a host's."""
         name, owner = next(iter(self._roots().items()), ("", None))
-        found: list[Growing] = []
-        waiting = [(f"{name}.{key}", key, value) for key, value in self._of(owner, True).items()]
-        for path, key, value in waiting:  # which grows
-            if isinstance(value, list):
-                found.append(Growing(path, key, value))
-            elif isinstance(value, dict) and path.count("[") < _DEEPEST:
-                waiting += [(f"{path}[{key!r}]", str(key), each) for key, each in value.items()]
+        waiting = [Held(f"{name}.{key}", key, each) for key, each in self._of(owner, True).items()]
+        for held in waiting:  # which grows
+            yield held
+            path, _, value = held
+            if isinstance(value, dict) and path.count("[") < _DEEPEST:
+                waiting += [Held(f"{path}[{key!r}]", str(key), e) for key, e in value.items()]
             elif path.count(".") == 1 and OBJECT in kinds_of(type(value)):
                 is_users = not isinstance(value, nn.Module)
                 if is_users and not is_written_by(self._hosts, type(value)):
-                    waiting += [(f"{path}.{key}", key, each) for key, each in vars(value).items()]
-        return found
+                    waiting += [Held(f"{path}.{key}", key, e) for key, e in vars(value).items()]
+
+    def _lists(self) -> list[Held]:
+        return [each for each in self.held() if isinstance(each.value, list)]
 
     # In a check of some rows together and in parts
 
@@ -803,8 +817,8 @@ class Recorded:
                 self._may_be_loss.append((joined, is_loss))
             return joined
         if isinstance(first, Tensor):
-            return self._join_tensors(what, values)
-        if isinstance(first, list) and self._are_rows(values):
+            return self._join_tensors(note)
+        if isinstance(first, list) and not note.is_single and self._are_rows(values):
             self._refuse_rows(what)
             return [each for value in values for each in value]
         if kind_of(type(first)) in STRUCTURES or isinstance(first, list | tuple):
@@ -885,12 +899,16 @@ class Recorded:
         is_same = bool((several == several[0]).all())
         return is_same or (is_loss is not None and bool(is_loss))
 
-    def _join_tensors(self, what: str, values: Sequence[Tensor]) -> Any:
-        for dim in self._dims:
+    def _join_tensors(self, note: _Note) -> Any:
+        what, values = note.what, note.values
+        for dim in () if note.is_single else self._dims:
             if [each.shape[dim : dim + 1] for each in values] == [(n,) for n in self.rows]:
                 self._refuse_rows(what)
                 with contextlib.suppress(RuntimeError):
                     return self._concat(list(values), dim)
+        if note.is_single:
+            joined = self._join(replace(note, values=[each.reshape(()) for each in values]))
+            return joined.reshape(values[0].shape)
         return self._as_they_are(what, values)
 
     def _are_rows(self, pieces: Sequence[Sequence[Any]]) -> bool:
@@ -912,7 +930,7 @@ class Recorded:
             )
         )
 
-    def _join_list(self, growing: Growing) -> None:
+    def _join_list(self, growing: Held) -> None:
         """Let a list have the entries of the batch, where each microbatch has appended its own."""
         what, name, values = growing
         ends = [each.get(what, 0) for each in self._lengths]
@@ -1004,6 +1022,32 @@ def _at(roots: Mapping[str, Any], path: str) -> Any:
         except (AttributeError, LookupError, TypeError, ValueError, SyntaxError):
             return None
     return found
+
+
+def _opened(value: Any) -> tuple[list[Any], set[int]]:
+    """All that containers hold, and how many entries lists and tensors have."""
+    if not isinstance(value, Mapping | list | tuple):
+        return [value], set(value.shape[:1] if isinstance(value, Tensor) else ())
+    parts = [_opened(each) for each in open_container(value)[1]]
+    sizes = {len(value)} if isinstance(value, list) else set()
+    return [e for leaves, _ in parts for e in leaves], sizes.union(*(s for _, s in parts))
+
+
+def _is_one(value: Any) -> bool:
+    is_one = isinstance(value, Tensor) and value.numel() == 1
+    return is_number(value.reshape(()) if is_one else value)
+
+
+def _with_ends(roots: Mapping[str, Any], path: str) -> str:
+    """A place that has changed; of a queue all, as places in it mean nothing where it moves."""
+    owner = path.rpartition("[")[0]
+    return owner if owner and isinstance(_at(roots, owner), collections.deque) else path
+
+
+def _counts_rows(held: Held) -> bool:
+    """Whether it is a module of the step's, or a metric in a table: others there are only held."""
+    is_metric = callable(getattr(held.value, "compute", None))
+    return isinstance(held.value, nn.Module) and (is_metric or held.what.count(".") == 1)
 
 
 def _tensor(number: Any) -> Tensor:

@@ -11,7 +11,7 @@ divides by is read off its ``reduction``.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -219,7 +219,7 @@ class Enabled(Results):
             return self._own_train_step(data)  # which warns
         made = self._ready(data, "train")
         model.zero_grad()
-        result = self.last = made.microbatcher.backward(made.flat, _Counted())
+        result = self.last = made.microbatcher.backward(made.flat)
         if result.num_microbatches > 1:
             self._warn_of_batchnorm(result)
         # A copy, as Keras builds the list anew at each access, and both places must agree.
@@ -230,7 +230,7 @@ class Enabled(Results):
 
     def _test_step(self, data: Any) -> Any:
         made = self._ready(data, "test")
-        result = self.last_evaluation = made.microbatcher.evaluate(made.flat, _Counted())
+        result = self.last_evaluation = made.microbatcher.evaluate(made.flat)
         return self._told(result)
 
     def _predict_step(self, data: Any) -> Any:
@@ -286,12 +286,6 @@ class Enabled(Results):
         average = read_average(self._model, self._average)
         counts = average if callable(average) else None
         new = _Made(key=key, is_sum=average == "none")
-        beside: dict[str, Any] = {
-            "update_metric": lambda metric, outputs, flat: metric.update(
-                lambda: self._count(new, outputs, new.pack(flat))
-            ),
-            "state": [self._recorded, *filter(_is_own, metrics_of(self._model))],
-        }
         new.microbatcher = microbatcher_of(
             Variables(self._model, variables),
             self._allowed(),
@@ -300,7 +294,7 @@ class Enabled(Results):
             loss_average=average if counts is None else lambda flat: counts(new.pack(flat)),
             modules=list(_of_torch(self._model).values()),
             batchnorm="ignore",  # Keras' layers are none of torch's, and warned of here
-            **beside,
+            state=[self._recorded, *filter(_is_own, metrics_of(self._model))],
         )
         return new
 
@@ -310,11 +304,10 @@ class Enabled(Results):
         if made.phase == "predict":
             return None, self._own_predict_step(data)
         with recorded.step(rows), self._listening(is_extra_pass() or rows < _rows_of(made.flat)):
-            loss, outputs = self._forward(made, data)
-            if not is_extra_pass():
-                return loss, outputs
-            self._update(made, outputs, data)
-            return recorded.came_to(loss, outputs)
+            loss, outputs, masks = self._forward(made, data)
+            with torch.no_grad():
+                self._update(outputs, masks, data)
+            return recorded.came_to(loss, outputs if is_extra_pass() else None) or (loss, outputs)
 
     @contextlib.contextmanager
     def _listening(self, listens: bool) -> Iterator[None]:
@@ -346,7 +339,7 @@ class Enabled(Results):
         what = f"{type(metric).__name__} ({metric.name})"
         return self._recorded.note(what, given[0], weight=weight, reduce=reduce, tell=tell)
 
-    def _forward(self, made: "_Made", data: Any) -> tuple[Tensor, Any]:
+    def _forward(self, made: "_Made", data: Any) -> tuple[Tensor, Any, list[Any]]:
         model = self._model
         # In a look at a few rows nothing is drawn, and each is normalised by itself.
         trains = made.phase == "train" and not is_extra_pass()
@@ -354,8 +347,8 @@ class Enabled(Results):
         # As Keras calls it: a call that knows of no training is asked for none.
         outputs = model(x, training=trains) if model._call_has_training_arg else model(x)
         # Before the loss, which removes them.
-        made.masks = [getattr(each, "_keras_mask", None) for each in keras.tree.flatten(outputs)]
-        if self._average == "auto" and any(each is not None for each in made.masks):
+        masks = [getattr(each, "_keras_mask", None) for each in keras.tree.flatten(outputs)]
+        if self._average == "auto" and any(each is not None for each in masks):
             raise LossError(
                 "the outputs have a mask (mask_zero=True or a Masking layer), so the loss is "
                 "divided by how many steps are not masked, which is not known before the forward; "
@@ -372,8 +365,7 @@ class Enabled(Results):
                 "add_loss) that would count once for each microbatch; compile with "
                 "reduction='sum_over_batch_size'"
             )
-        made.loss = loss.detach()
-        return loss, outputs
+        return loss, outputs, masks
 
     def _backward(self, loss: Tensor) -> None:
         # Also without a loss scale, where it returns the loss: a LossScaleOptimizer may be given
@@ -394,16 +386,13 @@ class Enabled(Results):
             found |= {each.name: each, f"{each.name}_variables": variables}
         return found
 
-    def _count(self, made: "_Made", outputs: Any, data: Any) -> None:
-        with self._listening(_rows_of(made.flat) > self._recorded.rows[-1]):
-            self._update(made, outputs, data)
-        self._recorded.came_to(made.loss)
-
-    def _update(self, made: "_Made", outputs: Any, data: Any) -> None:
+    def _update(self, outputs: Any, masks: Sequence[Any], data: Any) -> None:
+        """Let metrics count a microbatch."""
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
-        for each, mask in zip(keras.tree.flatten(outputs), made.masks, strict=True):
+        outputs = keras.tree.map_structure(Tensor.detach, outputs)
+        for each, mask in zip(keras.tree.flatten(outputs), masks, strict=True):
             if mask is not None:
-                each._keras_mask = mask  # detached, it has lost it
+                each._keras_mask = mask  # the loss has removed it
         if self._has_own_metrics():
             told = self._model.compute_metrics(x, y, outputs, sample_weight=weight)
             metrics = self._model.get_metrics_result()
@@ -476,14 +465,6 @@ class Variables(nn.Module):
                 self.register_buffer(name, variable.value)
 
 
-class _Counted:
-    """Stands for all metrics of a model, which keep their numbers in variables."""
-
-    def update(self, count: Callable[[], None]) -> None:
-        """Let them count a microbatch."""
-        count()
-
-
 @dataclass(kw_only=True, eq=False)
 class _Made:
     """A microbatcher for a model as it is now, and the batch that it runs.
@@ -494,8 +475,6 @@ class _Made:
         flat: the batch as tensors by number.
         pack: from some rows of them to what Keras gave.
         phase: ``"train"``, ``"test"`` or ``"predict"``.
-        masks: of the outputs of the last forward.
-        loss: of that.
     """
 
     key: tuple[Any, ...]
@@ -504,8 +483,6 @@ class _Made:
     flat: dict[str, Any] = field(default_factory=dict)
     pack: Callable[[Any], Any] = field(default=lambda flat: flat)
     phase: str = "train"
-    masks: list[Any] = field(default_factory=list)
-    loss: Tensor | None = None
 
 
 def read_average(model: Any, given: Any) -> Any:

@@ -37,7 +37,6 @@ from automicro.integrations.host import (
     compare_accumulation,
     detached,
     import_host,
-    is_number,
     is_written_by,
     microbatcher_of,
     require_seam,
@@ -48,8 +47,10 @@ from automicro.reach import OF_EVERY_MODULE
 from automicro.state.part import State
 from automicro.state.tensors import seen_version
 from automicro.step.feature import Feature, MicrobatchRun
-from automicro.step.metrics import TAKES_EITHER, Asking, Metrics, Readings, warn_of_metric
+from automicro.step.metrics import MetricGuard, Metrics
 from automicro.step.results import EvalResult, StepResult
+from automicro.transaction.rng import RandomState, devices_of
+from automicro.transaction.transaction import Part
 
 _PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 _SUPPORTED = "2.5 or 2.6"
@@ -227,7 +228,6 @@ class _Run:
         layout = owner.options.get("batch_layout", 0)
         unit = owner.options.get("microbatch_unit", "rows")
         self._layout = BatchLayout(layout)
-        self._metrics = _StepMetrics(module)
         self._recorded = Recorded(
             lambda: {"self": module, "trainer": trainer},
             _is_of_a_user,
@@ -235,6 +235,8 @@ class _Run:
             dims=list(dict.fromkeys((0, layout) if isinstance(layout, int) else (0,))),
             sorted_by=None if unit == "rows" else unit,
         )
+        random = functools.partial(RandomState, devices_of([module], trainer.strategy.root_device))
+        self._metrics = _StepMetrics(module, self._recorded, random)
         self._step: Callable[[Any], Any] = lambda batch: None
         self._log: Callable[..., None] = lambda *_, **__: None  # the host's own
         self._loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
@@ -521,7 +523,7 @@ class _Run:
                 found, self._returned = self._step(microbatch), (None, None)
                 return found
             self._is_filler = self._trainer.world_size > 1
-        with recorded.step(rows), self._metrics.heard(recorded, rows < self._num_rows):
+        with recorded.step(rows), self._metrics.heard(rows < self._num_rows):
             found = self._step(microbatch)
             (own, output), self._returned = self._returned, (None, None)
             loss = found[0] if isinstance(found, tuple) else found
@@ -539,6 +541,8 @@ class _Run:
                 # and whose value it was is lost.
                 own = self._module.log
                 replacements.put(self._module, "log", functools.partial(self._note_given, own))
+                read = functools.partial(self._note_reading, results.metrics)
+                replacements.put(results, "metrics", read)
             for each in self._trainer.loggers:
                 send = functools.partial(self._send, each.log_metrics)
                 replacements.put(each, "log_metrics", send)
@@ -551,6 +555,17 @@ class _Run:
             own(*given, **named)
         finally:
             self._given = None
+
+    def _note_reading(self, own: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        """In place of the host's, which the trainer's ``callback_metrics`` asks."""
+        if self._recorded.has_told and not self._is_in_hooks:
+            self._recorded.name_once(
+                "trainer.callback_metrics",
+                "the step reads callback_metrics or logged_metrics of the trainer, and what it has "
+                "logged is in there only once the batch is certain, so it reads those of the batch "
+                "before; read them in on_train_batch_end",
+            )
+        return own(*given, **named)
 
     def _note(self, fx: str, name: str, value: Any, **options: Any) -> None:
         """In place of the host's ``log``, which is told once the batch is certain."""
@@ -618,97 +633,121 @@ class _Announcing(Feature):
         self._run._is_filler = False
 
 
-class _StepMetrics:
+class _StepMetrics(Metrics):
     """Metrics of torchmetrics that a step calls: a part of its transaction.
 
-    Rows are counted by each microbatch. A number, as a mean is told the loss, is told once, as of
-    the batch; and what a call returns is that of the batch where it is logged.
+    Rows are counted by each microbatch. What has none, as a mean is told the loss, is told once, as
+    of the batch; and what a call returns is that of the batch where it is logged.
 
     Args:
         module: whose step it is.
+        recorded: takes note of what metrics are told.
+        random_state: gives what undoes what an update may draw.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._asking = Asking()
-        self._warned: set[str] = set()
-        self._counted: Metrics | None = None
+    def __init__(
+        self, module: nn.Module, recorded: Recorded, random_state: Callable[[], Part]
+    ) -> None:
+        super().__init__(())
+        self._module, self._recorded = module, recorded
+        self._guard = MetricGuard(self._check, _OF_A_CALL, random_state, is_callers=False)
+        self._own: Callable[..., Any] | None = None  # that a check calls
         self._forget()
 
     def _forget(self) -> None:
         self._shadows: list[tuple[Any, Any]] = []
         # By id of what a metric returned: that, as ids are used again, and whose it is.
         self._returned: dict[int, tuple[Any, Any, Any]] = {}
-        self._readings: list[tuple[Any, Readings]] = []
+        self._of_batch: dict[int, Any] = {}  # by the metric's id
         self._places = Replacements()
 
     def _found(self) -> dict[str, Any]:
-        return {name: each for name, each in self._module.named_modules() if _is_metric(each)}
+        found = {name: each for name, each in self._module.named_modules() if _is_metric(each)}
+        known = set(map(id, found.values()))
+        # Those in dictionaries and objects are no modules of the module's.
+        held = (each for each in self._recorded.held() if _is_metric(each.value))
+        return found | {each.what: each.value for each in held if id(each.value) not in known}
 
     def begin(self) -> None:
         self._forget()
-        self._counted = Metrics(self._found().values())
-        self._counted.begin()
+        self._metrics = list(self._found().values())
+        super().begin()
 
-    def _listen_to_all(self, recorded: Recorded, *, counts: bool) -> None:
-        """Listen to what metrics are given, and return, from here on.
+    def _check(self, metric: Any, call: Any, same: Any, name: str) -> None:
+        assert self._own is not None
+        self._own(*call[0], **call[1])
+
+    def _listen(self, metric: Any, what: str, *, counts: bool) -> None:
+        """Listen to what a metric is given, and returns, from here on.
 
         Args:
-            recorded: takes note of it.
+            metric: that.
+            what: it is, in words.
             counts: True for a batch of several microbatches. In a check metrics get their values
                 as they come.
         """
-        for name, metric in self._found().items():
-            if hasattr(metric, "_forward_cache"):
-                self._listen(metric, f"{type(metric).__name__} ({name})", recorded, counts)
-
-    def _listen(self, metric: Any, what: str, recorded: Recorded, counts: bool) -> None:
-        asks, readings = counts and self._asking.may(metric), Readings()
-        own_update, own_forward = metric.update, metric.forward
         shadow: Any = None
+        of_batch = self._of_batch  # of this one, as it is told of once another may begin
 
-        def waits(given: Any, named: Any, own: Callable[..., Any]) -> bool:
-            """Whether it is given one number: it then gets the batch's, once."""
-            if len(given) != 1 or named or not is_number(given[0]):
+        def waits(call: Any, own: Callable[..., Any]) -> bool:
+            """Whether it is given nothing of rows: it then gets the batch's, once."""
+            is_one = len(call[0]) == 1 and not call[1]
+            value = call[0][0] if is_one else call
+            if not self._recorded.is_single(what, value):
                 return False
+
+            def tell(joined: Any, _: Any) -> None:
+                given, named = ([joined], {}) if is_one else joined
+                of_batch[id(metric)] = own(*given, **named)
+
             reduce = _REDUCED.get(type(metric).__name__, "mean")
-            recorded.note(what, given[0], reduce=reduce, tell=lambda joined, _: own(joined))
+            self._recorded.note(what, value, reduce=reduce, tell=tell)
             return counts
 
-        def update(*given: Any, **named: Any) -> None:
-            if not waits(given, named, own_update):
-                with readings if asks else contextlib.nullcontext():
-                    own_update(*given, **named)
-
-        def forward(*given: Any, **named: Any) -> Any:
+        def called(own: Callable[..., Any], is_forward: bool, /, *given: Any, **named: Any) -> Any:
             nonlocal shadow
-            is_new = counts and shadow is None
-            if is_new:
-                shadow = _emptied(metric)
-            if counts and waits(given, named, own_forward):
-                value = copy.deepcopy(shadow)(*given, **named)
-            else:
-                value = own_forward(*given, **named)
-                if counts:
-                    own = {k: detached(v) for k, v in named.items()}
-                    shadow.update(*map(detached, given), **own)
-                if is_new:
+            # In a check of this one, or of another that holds it, it counts as it always does.
+            if self._own is not None:
+                return own(*given, **named)
+            value, call = None, (given, named)
+            if not waits(call, own):
+                if is_forward and counts and shadow is None:
+                    shadow = _emptied(metric)
                     self._shadows.append((metric, shadow))
+                self._look(metric, call, own, what)
+                # A forward updates, too.
+                with contextlib.nullcontext() if is_forward else self._guard.reading(metric, what):
+                    value = own(*given, **named)
+                if shadow is not None and is_forward:
+                    named = {key: detached(each) for key, each in named.items()}
+                    shadow.update(*map(detached, given), **named)
+            elif is_forward:  # of the microbatch, by one that has counted nothing
+                value = _emptied(metric)(*given, **named)
             for key, part in value.items() if isinstance(value, Mapping) else [(None, value)]:
                 self._returned[id(part)] = part, metric, key
             return value
 
-        self._places.put(metric, "update", update)
-        self._places.put(metric, "forward", forward)
-        if asks:
-            self._readings.append((metric, readings))
+        for name in ("update", "forward"):
+            own = getattr(metric, name)
+            self._places.put(metric, name, functools.partial(called, own, name == "forward"))
+
+    def _look(self, metric: Any, call: Any, own: Callable[..., Any], what: str) -> None:
+        self._own = own
+        try:
+            self._guard.look(metric, call, call, what)
+        finally:
+            self._own = None
 
     @contextlib.contextmanager
-    def heard(self, recorded: Recorded, is_split: bool) -> Iterator[None]:
+    def heard(self, is_split: bool) -> Iterator[None]:
         """Around a step: what metrics are told, and return; for a batch, until all have run."""
         is_extra = is_extra_pass()
-        if is_extra or (is_split and len(recorded.rows) == 1):
-            self._listen_to_all(recorded, counts=not is_extra)
+        if is_extra or (is_split and len(self._recorded.rows) == 1):
+            self._guard.expect(is_split=not is_extra)
+            for name, metric in self._found().items():
+                if hasattr(metric, "_forward_cache"):
+                    what = f"{type(metric).__name__} ({name})"
+                    self._listen(metric, what, counts=not is_extra)
         try:
             yield
         finally:
@@ -721,37 +760,26 @@ class _StepMetrics:
         found = self._returned.get(id(value))
         if found is None or found[0] is not value:
             return None
-        _, metric, key = found
-
-        def whole() -> Any:
-            return metric._forward_cache if key is None else metric._forward_cache[key]
-
-        return whole
+        (_, metric, key), of_batch = found, self._of_batch
+        return lambda: of_batch[id(metric)] if key is None else of_batch[id(metric)][key]
 
     def prepare(self) -> None:
         self._places.undo()
         self._returned.clear()
         for metric, shadow in self._shadows:
-            metric._forward_cache = shadow.compute()
-        for metric, readings in self._readings:
-            self._asking.learn(metric, readings)
-            if readings.differ:
-                warn_of_metric(metric, TAKES_EITHER, self._warned)
-        if self._counted is not None:
-            self._counted.prepare()
+            metric._forward_cache = self._of_batch[id(metric)] = shadow.compute()
+        super().prepare()
 
     def commit(self) -> None:
-        if self._counted is not None:
-            self._counted.commit()
         self._forget()
 
     def roll_back(self) -> None:
         self._places.undo()
-        if self._counted is not None:
-            self._counted.roll_back()
+        super().roll_back()
         self._forget()
 
 
+_OF_A_CALL = BatchLayout({"0": "fields"})  # what is given by place, each with all rows
 _REDUCED = {"SumMetric": "sum", "MaxMetric": "max", "MinMetric": "min"}
 
 
@@ -769,7 +797,8 @@ def _emptied(metric: Any) -> Any:
     states = [getattr(metric, name) for name in metric._defaults]
     memo = {id(each): [] if isinstance(each, list) else each for each in states}
     shadow = copy.deepcopy(metric, memo)
-    vars(shadow).pop("forward", None)
+    for each in shadow.modules():  # those in a wrapper, too, which lead to the metric's own
+        vars(each).pop("forward", None)
     shadow.reset()
     shadow._to_sync = metric.dist_sync_on_step  # as a forward's own value is computed
     return shadow

@@ -4,7 +4,7 @@ import contextlib
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,7 +19,7 @@ from automicro.checking.reading import Reading, gaps
 from automicro.errors import BatchError, Bystander, MetricWarning, blame, warn
 from automicro.state.part import State
 from automicro.step.feature import Attempt, Feature, MicrobatchRun
-from automicro.step.plan import Cut, order_of
+from automicro.step.plan import order_of
 from automicro.torch_private import children_of
 from automicro.transaction.transaction import Part, Transaction
 
@@ -262,27 +262,22 @@ class MetricGuard:
         self._is_split = False
         self._checks = _Counts()
         self._readings: dict[str, tuple[Any, Readings]] = {}  # of one batch, by the metric's name
-        self._asking = Asking()
+        # Batches in a row in which a metric asked nothing of its numbers: watching costs something.
+        self._silent = _Counts()
         self._warned: set[str] = set()
 
-    def expect(self, metrics: Any, cuts: Sequence[Cut]) -> None:
-        """Say how the next batches are cut. Called inside the attempt.
+    def expect(self, *, is_split: bool) -> None:
+        """Say whether the next batches are cut. Called inside the attempt.
 
         Warns:
             MetricWarning
         """
         for metric, readings in self._readings.values():
             self._warn_of(metric, readings)
-            self._asking.learn(metric, readings)
+            self._silent.put(metric, 0 if readings.asks else self._silent.of(metric) + 1)
         # Of the batch before, whose answers have arrived on the host meanwhile.
         self._readings.clear()
-        self._is_split = metrics is not None and any(cut.is_split for cut in cuts)
-        if not self._is_split:
-            return
-        for metric in flatten_metrics(metrics):
-            reason = _known_reason(metric)
-            if reason:
-                self._warn(metric, reason)
+        self._is_split = is_split
 
     def update(self, metric: Any, outputs: Any, microbatch: Any, name: str) -> None:
         """Update a metric with a microbatch.
@@ -296,22 +291,45 @@ class MetricGuard:
         Warns:
             MetricWarning
         """
-        for each in _members(metric):
-            if self._is_split and self._may_check(each):
-                self._check(each, outputs, microbatch, name)
-        if not (self._is_split and self._asking.may(metric)):
+        self.look(metric, outputs, microbatch, name)
+        with self.reading(metric, name):
             self._update(metric, outputs, microbatch, name)
+
+    def look(self, metric: Any, outputs: Any, microbatch: Any, name: str) -> None:
+        """Check a metric with some rows of what it is updated with.
+
+        Warns:
+            MetricWarning
+        """
+        if not self._is_split:
+            return
+        for each in flatten_metrics(metric):
+            if reason := _known_reason(each):
+                self._warn(each, reason)
+        for each in _members(metric):
+            if self._may_check(each):
+                self._check(each, outputs, microbatch, name)
+
+    @contextlib.contextmanager
+    def reading(self, metric: Any, name: str) -> Iterator[None]:
+        """Around an update of a metric.
+
+        Warns:
+            MetricWarning
+        """
+        if not (self._is_split and self._silent.of(metric) < _MOST_CHECKS):
+            yield
             return
         _, readings = self._readings.setdefault(name, (metric, Readings()))
         with readings:
-            self._update(metric, outputs, microbatch, name)
+            yield
         # On a device the answer is read when the next batch begins, which then waits for nothing.
         if not readings.on_device:
             self._warn_of(metric, readings)
 
     def _warn_of(self, metric: Any, readings: "Readings") -> None:
         if readings.differ:
-            self._warn(metric, TAKES_EITHER)
+            self._warn(metric, _TAKES_EITHER)
 
     def _may_check(self, metric: Any) -> bool:
         checks = self._checks.of(metric)
@@ -324,7 +342,9 @@ class MetricGuard:
         return not _has_peers() and (self._is_callers or _is_unknown(metric))
 
     def _check(self, metric: Any, outputs: Any, microbatch: Any, name: str) -> None:
-        rows = self._layout.num_rows(microbatch)
+        rows = tried(lambda: self._layout.num_rows(microbatch))
+        if not isinstance(rows, int):  # there are none to cut by
+            return
         # At least three, some of them twice: two pieces of unlike size need as many.
         indices = [index % rows for index in range(max(3, min(rows, _MOST_ROWS)))]
         cut = len(indices) - len(indices) // 3  # unevenly: alike pieces hide a mean of means
@@ -363,7 +383,17 @@ class MetricGuard:
             self._warn(metric, reason)
 
     def _warn(self, metric: Any, reason: str) -> None:
-        warn_of_metric(metric, reason, self._warned)
+        name = metric.__name__ if isinstance(metric, type) else type(metric).__name__
+        if name in self._warned:
+            return
+        self._warned.add(name)
+        warn(
+            f"the metric {name} {reason}, and a batch that is split updates it once for each "
+            "microbatch, so its value depends on the microbatch size. Let it count rows, update it "
+            "yourself with the outputs of whole batches (evaluate(batch, return_outputs=True)), or "
+            "keep batches whole with microbatch_size=None",
+            MetricWarning,
+        )
 
 
 class MetricUpdates(Feature):
@@ -394,7 +424,8 @@ class MetricUpdates(Feature):
         return [self._counted]
 
     def begin(self, attempt: Attempt) -> None:
-        self._guard.expect(self._metrics, attempt.cuts)
+        is_split = self._metrics is not None and any(cut.is_split for cut in attempt.cuts)
+        self._guard.expect(is_split=is_split)
 
     def computed(self, run: MicrobatchRun) -> None:
         outputs = self._sees(run)
@@ -409,30 +440,6 @@ class MetricUpdates(Feature):
     def end(self, attempt: Attempt) -> None:
         if self._sorts:
             self._counted.sort([(cut.sizes, order_of([cut]) or ()) for cut in attempt.cuts])
-
-
-def warn_of_metric(metric: Any, reason: str, warned: set[str]) -> None:
-    """Warn of a metric whose value depends on the microbatch size.
-
-    Args:
-        metric: that.
-        reason: why, in words that follow its name.
-        warned: names of those that were told of already, which gains this one's.
-
-    Warns:
-        MetricWarning
-    """
-    name = metric.__name__ if isinstance(metric, type) else type(metric).__name__
-    if name in warned:
-        return
-    warned.add(name)
-    warn(
-        f"the metric {name} {reason}, and a batch that is split updates it once for each "
-        "microbatch, so its value depends on the microbatch size. Let it count rows, update it "
-        "yourself with the outputs of whole batches (evaluate(batch, return_outputs=True)), or "
-        "keep batches whole with microbatch_size=None",
-        MetricWarning,
-    )
 
 
 def _known_reason(metric: Any) -> str:
@@ -462,11 +469,12 @@ def _members(metric: Any) -> Sequence[Any]:
 
 def _is_unknown(metric: Any) -> bool:
     package, _, module = type(metric).__module__.partition(".")
-    # Those that aggregate count whatever they are given, which may be a mean over a microbatch.
-    return package != "torchmetrics" or module == "aggregation"
+    # Those that aggregate count whatever they are given, which may be a mean over a microbatch, and
+    # wrappers may look at each call.
+    return package != "torchmetrics" or module.partition(".")[0] in ("aggregation", "wrappers")
 
 
-TAKES_EITHER = (
+_TAKES_EITHER = (
     "takes its numbers for probabilities where all of an update lie between 0 and 1, and for "
     "logits elsewhere (give it probabilities: sigmoid or softmax)"
 )
@@ -532,24 +540,6 @@ class Readings(TorchFunctionMode):
             self.on_device = self.on_device or args[0].device.type != "cpu"
             self._waiting[-1].append(args[0])
         return result
-
-
-class Asking:
-    """Which metrics to watch with `Readings`, where every operation costs something.
-
-    All of them, until several batches in a row have shown that one asks nothing of its numbers.
-    """
-
-    def __init__(self) -> None:
-        self._silent = _Counts()  # batches in a row
-
-    def may(self, metric: Any) -> bool:
-        """Whether a metric may ask."""
-        return self._silent.of(metric) < _MOST_CHECKS
-
-    def learn(self, metric: Any, readings: Readings) -> None:
-        """Take note of what a metric did in a batch."""
-        self._silent.put(metric, 0 if readings.asks else self._silent.of(metric) + 1)
 
 
 class _Counts:

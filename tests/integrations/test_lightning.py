@@ -25,7 +25,7 @@ import lightning.pytorch as pl
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from lightning.pytorch.utilities import CombinedLoader
-from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection
+from torchmetrics import MetricCollection
 from torchmetrics.classification import (
     BinaryAccuracy,
     MulticlassAccuracy,
@@ -771,31 +771,6 @@ def test_two_loaders_at_once_are_cut_together_or_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.filterwarnings("ignore:You called `self.log.*needs to be floating")
-def test_numbers_come_together_as_checks_have_shown_and_means_are_told_once(tmp_path: Path) -> None:
-    class Counts(Small):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mean, self.error = MeanMetric(), MeanSquaredError()
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss, outputs = super().training_step(batch, batch_idx), self.net(batch[0])
-            self.log("right", (batch[1] == 1).sum(), on_step=True)
-            self.log("most", outputs.max(), on_step=True)
-            for fold in ("sum", "max", "min"):
-                self.log(f"loss_{fold}", loss, reduce_fx=fold, on_epoch=True)
-                self.log(f"first_{fold}", outputs[:, 0].mean(), reduce_fx=fold, on_epoch=True)
-            self.mean(loss)
-            self.error(outputs[:, 0], batch[0][:, 0])  # with their graph
-            self.log_dict({"mean": self.mean, "error": self.error}, on_step=True, on_epoch=True)
-            return loss
-
-    case: dict[str, Any] = {"make": Counts, "max_epochs": 1}
-    plain = fit(tmp_path / "plain", **case)
-    ours = fit(tmp_path / "ours", [AutoMicrobatch(microbatch_size=5)], **case)
-    gap, where = furthest_row(ours.rows, plain.rows)
-    assert gap < 1e-6, where
-
-
 class Moving(Small):
     """Moves what its step uses in a hook before the backward."""
 

@@ -20,6 +20,17 @@ def test_what_a_step_tells_is_the_hosts_own_or_named(name: str, seed: int) -> No
     assert verdict.kind != "silent", verdict.about
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("cut", ["size", "oom"])
+@pytest.mark.parametrize("name", ["lightning", "transformers"])
+def test_each_way_to_tell_something_is_the_hosts_own_or_named(name: str, cut: str) -> None:
+    host = host_of(name)
+    for program in Program.of_every_way(host, cut):
+        with quietly():
+            verdict = with_and_without(host, program)
+        assert verdict.kind != "silent", verdict.about
+
+
 def test_parts_of_one_check_are_not_those_of_another() -> None:
     recorded, told = Recorded(), list[float]()
 

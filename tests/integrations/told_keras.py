@@ -103,6 +103,9 @@ class Host:
         "rows to a mean metric", "rows to an own metric", "rows appended", "rows extended",
     )  # fmt: skip
 
+    def names(self, program: Program, nth: int) -> list[str]:
+        return [f"n{nth}"]
+
     def run(self, program: Program, *, ours: bool) -> dict[str, Any]:
         keras.utils.set_random_seed(3)
         model = Telling(program)

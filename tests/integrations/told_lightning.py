@@ -9,11 +9,40 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MaxMetric, MeanMetric, Metric, MinMetric, SumMetric
+from torchmetrics.wrappers import Running
 
 from automicro.integrations.lightning import AutoMicrobatch
 from tests.integrations.told import BATCH, KEEPING, Kept, Net, Program, add, data, values_of
 
+
+class Each(Metric):
+    """A metric of one's own: a mean over its updates, each of which is one number of some rows."""
+
+    total: Tensor
+    times: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), "sum")
+        self.add_state("times", torch.zeros(()), "sum")
+
+    def update(self, rows: Tensor) -> None:
+        self.total += rows.double().square().mean().sqrt()
+        self.times += 1
+
+    def compute(self) -> Tensor:
+        return self.total / self.times
+
+
 METRICS = {"mean": MeanMetric, "sum": SumMetric, "max": MaxMetric, "min": MinMetric}
+MAKES: dict[str, Any] = {
+    **{f"{kind} metric": make for kind, make in METRICS.items()},
+    "rows to a mean": MeanMetric,
+    "running metric": lambda: Running(MeanMetric(), window=2),
+    "rows to one of its own": Each,
+}
+# What a warning calls some by.
+CALLED = {"rows to one of its own": "Each", "read again": "callback_metrics"}
 
 
 class Told(pl.loggers.logger.DummyLogger):
@@ -43,6 +72,16 @@ WAYS: dict[str, Any] = {
     "rows to a mean": lambda m, n, v: getattr(m, n).update(v),
     **{f"{k} metric": lambda m, n, v: getattr(m, n).update(v) for k in METRICS},
     **{f"{k} metric called": lambda m, n, v: m.log(f"{n}", getattr(m, n)(v)) for k in METRICS},
+    "running metric called": lambda m, n, v: m.log(n, getattr(m, n)(v)),
+    "mean metric by name": lambda m, n, v: getattr(m, n).update(value=v),
+    "mean metric with a weight": lambda m, n, v: getattr(m, n).update(v, weight=m.rows),
+    "mean metric of one entry": lambda m, n, v: getattr(m, n).update(torch.as_tensor(v)[None]),
+    "mean metric in a dict": lambda m, n, v: m.metrics[n].update(v),
+    "rows to one of its own": lambda m, n, v: getattr(m, n).update(v),
+    "read again": lambda m, n, v: (
+        m.log(n, v),
+        getattr(m, n).append(float(m.trainer.callback_metrics.get(n, 0.0))),
+    ),
     "mean metric called, logged": lambda m, n, v: (
         getattr(m, n)(v),
         m.log(n, getattr(m, n), on_step=True, on_epoch=True),
@@ -60,8 +99,12 @@ class Module(pl.LightningModule):
         self.seen: dict[str, list[Any]] = {}
         for nth, each in enumerate(program.tellings):
             name, way = f"n{nth}", each.way
-            if "metric" in way or way == "rows to a mean":
-                setattr(self, name, METRICS.get(way.split()[0], MeanMetric)())
+            for start, make in MAKES.items():
+                if way.startswith(start):
+                    setattr(self, name, make())
+            if way == "mean metric in a dict":  # which makes it no module of this one
+                self.metrics = {**getattr(self, "metrics", {}), name: getattr(self, name)}
+                delattr(self, name)
 
     def step(self, batch: Any, where: str) -> Any:
         values = values_of(batch[0], batch[1], self.net(batch[0]))
@@ -98,7 +141,11 @@ class Host:
 
     WAYS, WHERE = WAYS, ("fit", "validate")
     CLOSE = 1e-6  # also of float64, which Lightning keeps in fp32
-    OF_ROWS = ("rows appended", "rows extended", "rows returned", "rows to a mean")
+    OF_ROWS = ("rows appended", "rows extended", "rows returned", "rows to a mean",
+        "rows to one of its own")  # fmt: skip
+
+    def names(self, program: Program, nth: int) -> list[str]:
+        return [f"n{nth}", CALLED.get(program.tellings[nth].way, f"n{nth}")]
 
     def run(self, program: Program, *, ours: bool) -> dict[str, Any]:
         module, told = Module(program), Told()
@@ -119,7 +166,7 @@ class Host:
         found: dict[str, Any] = kept.found()
         for nth in range(len(program.tellings)):
             name = f"n{nth}"
-            metric = getattr(module, name, None)
+            metric = getattr(module, name, getattr(module, "metrics", {}).get(name))
             if isinstance(metric, Metric):
                 found[name] += [v for v in metric.metric_state.values() if isinstance(v, Tensor)]
             found[name] += [v for row in told.rows for k, v in row.items() if name in k]

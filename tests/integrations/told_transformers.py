@@ -54,6 +54,11 @@ class Host:
     WAYS, WHERE, CLOSE = WAYS, ("train", "evaluate"), 1e-6
     OF_ROWS = ("rows appended", "rows extended", "rows returned")
 
+    def names(self, program: Program, nth: int) -> list[str]:
+        # What an evaluation returns has lost its name: all of it lies behind the logits.
+        is_returned = "returned" in program.tellings[nth].way
+        return [f"n{nth}", "['logits'][" if is_returned else f"n{nth}"]
+
     def run(self, program: Program, *, ours: bool) -> dict[str, Any]:
         logging.set_verbosity_error()
         rows = [{"x": x, "labels": y} for x, y in zip(*data(), strict=True)]

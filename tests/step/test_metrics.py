@@ -25,8 +25,11 @@ from torchmetrics import regression as of_numbers
 from torchmetrics.functional.classification import binary_accuracy
 
 from automicro import Evaluator, Halving, MetricWarning, Microbatcher, Trainer
+from automicro.batch.layout import BatchLayout
 from automicro.features import UpdateMetric
-from automicro.step.metrics import Asking, Readings, flatten_metrics
+from automicro.step.metrics import MetricGuard, Readings, flatten_metrics
+from automicro.torch_private import function_modes
+from automicro.transaction.rng import RandomState
 from tests.acceptance.torchmetrics_families import INPUTS, NAMED, N, numbers
 from tests.outside import Unreached
 
@@ -327,12 +330,14 @@ def test_what_is_read_on_a_device_is_told_with_the_next_batch() -> None:
 def test_only_metrics_that_ask_what_their_numbers_are_stay_watched(
     make: Any, given: str, asks: bool
 ) -> None:
-    asking, metric, batch = Asking(), make(), INPUTS[given]()
+    guard = MetricGuard(lambda *_: None, BatchLayout(), lambda: RandomState([]), is_callers=False)
+    metric, batch = make(), INPUTS[given]()
     for _ in range(5):
-        watched = asking.may(metric)
-        with Readings() as readings:
+        guard.expect(is_split=True)
+        before = function_modes()
+        with guard.reading(metric, "it"):
+            watched = function_modes() > before
             metric.update(*batch)
-        asking.learn(metric, readings)
     assert watched is asks
 
 
