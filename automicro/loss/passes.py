@@ -1,8 +1,7 @@
 """The computation from a batch, and extra passes, which leave no trace."""
 
 import contextlib
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -15,10 +14,8 @@ from automicro.loss.averages import Average
 from automicro.loss.conventions import Convention
 from automicro.options import ONE_GRAPH_EACH
 from automicro.reach import Reach
-from automicro.state.part import Replay
-from automicro.torch_private import is_older, is_uninitialized
+from automicro.torch_private import is_older
 from automicro.transaction.leaves import nodes_of
-from automicro.transaction.rng import RandomState
 
 Mode: TypeAlias = Literal["train", "eval", "predict"]
 """Which forward: "train" has a loss, "eval" may have one, "predict" has none."""
@@ -52,60 +49,6 @@ def extra_pass() -> Iterator[None]:
         yield
     finally:
         _running[0] -= 1
-
-
-class _HaveShapes(BaseException):
-    """Ends a forward that is run for the shapes of lazy modules alone."""
-
-
-@contextlib.contextmanager
-def taking_shapes(
-    roots: Mapping[str, Any], modules: Iterable[nn.Module], random: RandomState
-) -> Iterator[None]:
-    """Let lazy modules take their shapes in a forward, and nothing else change.
-
-    The forward ends where the last of them has its shape. Torch's random numbers go on from there,
-    for weights were drawn.
-
-    Args:
-        roots: everything that the forward reaches.
-        modules: of which some are lazy.
-        random: the generators that it may draw from.
-    """
-    found = {f"{index}": each for index, each in enumerate(modules)}
-    waiting = {each: own for each in found.values() if (own := _without_shape(each))}
-    lazy = [*waiting, *itertools.chain.from_iterable(waiting.values())]
-    gradients = [(each, each.grad) for module in found.values() for each in module.parameters()]
-
-    def take_note(module: nn.Module, *_: Any) -> None:
-        if module in waiting and not _without_shape(module):
-            del waiting[module]
-            random.advance()
-            if not waiting:
-                raise _HaveShapes
-
-    random.begin()
-    undone = Replay({**roots, **found}, skip=lazy).leaving_no_trace()
-    with extra_pass(), undone, contextlib.ExitStack() as stack:
-        for module in list(waiting):
-            # Torch's own hook of a lazy module comes before this one. Others take shapes within.
-            for register in (module.register_forward_pre_hook, module.register_forward_hook):
-                stack.callback(register(take_note).remove)
-        for each, _ in gradients:
-            each.grad = None
-        try:
-            yield
-        except _HaveShapes:
-            pass
-        finally:
-            random.roll_back()
-            for each, earlier in gradients:
-                each.grad = earlier
-
-
-def _without_shape(module: nn.Module) -> list[Any]:
-    own = itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False))
-    return [each for each in own if is_uninitialized(each)]
 
 
 @dataclass(frozen=True, kw_only=True)

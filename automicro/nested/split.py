@@ -28,7 +28,7 @@ from automicro.errors import (
     warn,
 )
 from automicro.loss.averages import LossAverage
-from automicro.loss.passes import is_extra_pass, taking_shapes
+from automicro.loss.passes import is_extra_pass
 from automicro.modules import ModuleIndex
 from automicro.nested.batchnorm import Stages, refuse_exact, split_at_norms
 from automicro.nested.check import Check, Checked, check_positions, is_counted, is_loss
@@ -40,6 +40,7 @@ from automicro.reach import OF_EVERY_MODULE, Reach, captured_modules
 from automicro.sharding import is_sharded
 from automicro.state.part import Replay
 from automicro.step.parts import attached_to, count_attachment, num_attachments
+from automicro.step.passes import taking_shapes
 from automicro.torch_private import (
     FakeTensor,
     forward_of_class,

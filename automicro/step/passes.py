@@ -3,12 +3,13 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from automicro.batch.device import on_device, on_host
 from automicro.batch.tensors import map_tensors
@@ -22,16 +23,18 @@ from automicro.errors import (
 )
 from automicro.loss.averages import CutBatch
 from automicro.loss.conventions import Output, whole_numbers
-from automicro.loss.passes import Computation
+from automicro.loss.passes import Computation, extra_pass
 from automicro.loss.weights import BatchWeights
 from automicro.memory.oom import once_more
 from automicro.modules import evaluation_mode
 from automicro.options import check_loss
 from automicro.ranks.interface import OneRank, Ranks
+from automicro.state.part import Replay
 from automicro.step.feature import NO_FEATURES, Features, MicrobatchRun
 from automicro.step.plan import Cut
-from automicro.torch_private import compiler_is_used
+from automicro.torch_private import compiler_is_used, is_uninitialized
 from automicro.transaction.gradients import Gradients
+from automicro.transaction.rng import RandomState
 
 T = TypeVar("T")
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -429,3 +432,57 @@ def _call(hooks: Sequence[Callable[[MicrobatchRun], None]], run: MicrobatchRun) 
 def _cut_off(tensor: Tensor) -> Tensor:
     """An input that keeps its gradient, which may be NaN, to itself."""
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
+
+
+class _HaveShapes(BaseException):
+    """Ends a forward that is run for the shapes of lazy modules alone."""
+
+
+@contextlib.contextmanager
+def taking_shapes(
+    roots: Mapping[str, Any], modules: Iterable[nn.Module], random: RandomState
+) -> Iterator[None]:
+    """Let lazy modules take their shapes in a forward, and nothing else change.
+
+    The forward ends where the last of them has its shape. Torch's random numbers go on from there,
+    for weights were drawn.
+
+    Args:
+        roots: everything that the forward reaches.
+        modules: of which some are lazy.
+        random: the generators that it may draw from.
+    """
+    found = {f"{index}": each for index, each in enumerate(modules)}
+    waiting = {each: own for each in found.values() if (own := _without_shape(each))}
+    lazy = [*waiting, *itertools.chain.from_iterable(waiting.values())]
+    gradients = [(each, each.grad) for module in found.values() for each in module.parameters()]
+
+    def take_note(module: nn.Module, *_: Any) -> None:
+        if module in waiting and not _without_shape(module):
+            del waiting[module]
+            random.advance()
+            if not waiting:
+                raise _HaveShapes
+
+    random.begin()
+    undone = Replay({**roots, **found}, skip=lazy).leaving_no_trace()
+    with extra_pass(), undone, contextlib.ExitStack() as stack:
+        for module in list(waiting):
+            # Torch's own hook of a lazy module comes before this one. Others take shapes within.
+            for register in (module.register_forward_pre_hook, module.register_forward_hook):
+                stack.callback(register(take_note).remove)
+        for each, _ in gradients:
+            each.grad = None
+        try:
+            yield
+        except _HaveShapes:
+            pass
+        finally:
+            random.roll_back()
+            for each, earlier in gradients:
+                each.grad = earlier
+
+
+def _without_shape(module: nn.Module) -> list[Any]:
+    own = itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False))
+    return [each for each in own if is_uninitialized(each)]

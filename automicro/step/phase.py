@@ -6,7 +6,6 @@ from typing import Any
 
 from automicro.batch.device import InputGuard, InputWatch
 from automicro.batch.tensors import Contents
-from automicro.loss.passes import taking_shapes
 from automicro.memory.device import use_libraries
 from automicro.memory.meter import Meter
 from automicro.modules import comparing_rows
@@ -15,6 +14,7 @@ from automicro.policy.policy import Policy
 from automicro.ranks.interface import Ranks, Sync
 from automicro.state.part import State
 from automicro.step.parts import SizedPart
+from automicro.step.passes import taking_shapes
 from automicro.step.plan import CutRule, Finished, Step
 from automicro.step.setup import Level, Recollection, Setup
 from automicro.transaction.rng import RandomState

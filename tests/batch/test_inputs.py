@@ -68,6 +68,14 @@ def test_a_model_that_writes_into_its_input_leaves_the_batch_alone(
     assert result.num_microbatches == {None: 1, 3: 4, "auto": 4}[size]
 
 
+def test_evaluating_leaves_the_batch_alone() -> None:
+    model, inputs = Writer(), x()
+    microbatcher = on(model, eval_microbatch_size=3)
+    for _ in range(2):
+        microbatcher.evaluate((inputs, y()))
+        assert torch.equal(inputs, x())
+
+
 def test_writing_that_begins_late_is_noticed_and_the_next_batch_is_kept() -> None:
     model, microbatcher, inputs = (model := LateWriter()), on(model, microbatch_size=3), x()
     microbatcher.backward((inputs, y()))

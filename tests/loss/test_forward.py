@@ -222,6 +222,16 @@ def evaluate(model: nn.Module, batch: Any, metric: Any = None, **options: Any) -
     return microbatcher.evaluate(batch, metrics=metric, return_outputs=True)
 
 
+@pytest.mark.parametrize("kind", ["output", "dict"])
+def test_outputs_are_joined_without_the_loss_among_them(kind: str) -> None:
+    model = Keyword(kind)
+    result = evaluate(model, {"inputs": x(), "labels": y()})
+    with torch.no_grad():
+        assert torch.allclose(result.outputs["logits"], model.net(x()), rtol=0, atol=1e-12)
+    assert list(result.outputs) == ["logits"]
+    assert type(result.outputs) is type(model(x(), y()))
+
+
 def test_a_model_without_labels_is_evaluated_without_a_loss() -> None:
     result = evaluate(Keyword(), {"inputs": x()})
     assert result.loss is None

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from automicro import LossAverageWarning, LossError, Microbatcher
+from automicro import LossAverageWarning, LossError, MemoryBudget, Microbatcher
 from automicro.loss.averages import Counted, CutBatch, Divisors, Samples, Sum, Tokens, read_average
 from automicro.loss.weights import BatchWeights, LossMean
 from automicro.ranks.interface import OneRank
@@ -158,6 +158,12 @@ def test_a_claimed_loss_type_is_said_to_be_unchecked_where_nothing_can_be_looked
     assert all(each.startswith("could not check that the loss is a mean over the") for each in said)
 
 
+def test_declaring_tokens_keeps_what_the_loss_says_of_itself() -> None:
+    average = read(nn.CrossEntropyLoss(ignore_index=7), "tokens")
+    targets = torch.tensor([7, 1, IGNORED + 101])
+    assert average.divisors([cut([3], (None, targets), [(None, targets)])]).whole == 2
+
+
 @pytest.mark.parametrize("declared", ["token", "mean", ""])
 def test_an_unknown_word_is_an_error_with_the_words_that_are_known(declared: str) -> None:
     with pytest.raises(ValueError, match=r"is not known; pass loss_average='samples', 'tokens'"):
@@ -173,6 +179,14 @@ def test_a_mapping_must_name_losses(declared: Any) -> None:
 def test_a_number_is_no_average() -> None:
     with pytest.raises(TypeError, match="loss_average=3 is of type int; pass"):
         read(None, 3)
+
+
+def test_weights_are_shares_of_the_whole_batchs_denominator() -> None:
+    targets = torch.tensor([0, 1, IGNORED, 4, 4, IGNORED])
+    parts = [(None, targets[:4]), (None, targets[4:])]
+    assert microbatch_weights(Tokens(second), (None, targets), parts, [4, 2]) == [0.75, 0.25]
+    assert microbatch_weights(Sum(), (None, targets), parts, [4, 2]) == [None, None]
+    assert microbatch_weights(Samples(), (None, targets), parts, [4, 2]) == [4 / 6, 2 / 6]
 
 
 # Weights
@@ -365,6 +379,27 @@ def test_backwards_that_begin_with_the_weight_have_the_bits_of_losses_times_it(
     begun, multiplied = trained(), trained(backward=lambda loss: loss.backward())
     for mine, theirs in zip(begun, multiplied, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_losses_of_microbatches_keep_nothing_alive_but_themselves(reduction: str) -> None:
+    """A mean of squares lies in the memory of the squares."""
+    model = nn.Linear(4, 512)
+    batch = torch.randn(64, 4), torch.zeros(64, 512)
+    microbatcher = Microbatcher(
+        model,
+        loss_fn=nn.MSELoss(reduction=reduction),
+        microbatch_size=4,
+        eval_microbatch_size=4,
+        probe=False,
+    )
+    for run in (microbatcher.backward, microbatcher.evaluate):
+        with MemoryBudget(None) as budget:
+            result = run(batch)
+        assert result.loss is not None
+        assert result.num_microbatches == 16
+        whole = batch[1].nbytes
+        assert budget.peak_bytes < whole  # 16 microbatches' losses would be as large as that
 
 
 # A loss that holds the last layer

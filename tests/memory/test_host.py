@@ -1,5 +1,7 @@
 """Host against device, entering and leaving, compiled modules, and reading real devices."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -84,6 +86,21 @@ def test_a_second_budget_inside_the_first_is_refused() -> None:
         ):
             pass
         assert active_budget() is outer
+
+
+def test_other_threads_are_not_watched() -> None:
+    seen: list[MemoryBudget | None] = []
+
+    def work() -> None:
+        seen.append(active_budget())
+        torch.zeros(1024)
+
+    with MemoryBudget("1KiB") as budget:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert seen == [None]
+    assert budget.peak_bytes == 0
 
 
 # Compiled modules

@@ -4,10 +4,12 @@ import math
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from automicro.memory.budget import MemoryBudget
 from automicro.memory.device import limit_bytes
-from automicro.units import parse_bytes, parse_share
+from automicro.units import format_bytes, parse_bytes, parse_share
 
 
 @pytest.mark.parametrize(
@@ -68,6 +70,11 @@ def test_a_budget_reads_its_limit_the_same_way() -> None:
     assert MemoryBudget(None).limit_bytes is None
     with pytest.raises(ValueError, match="parsecs"):
         MemoryBudget("24 parsecs")
+
+
+@given(st.integers(min_value=1, max_value=2**50))
+def test_what_is_written_can_be_read_again(num_bytes: int) -> None:
+    assert abs(parse_bytes(format_bytes(num_bytes)) - num_bytes) <= 0.006 * num_bytes
 
 
 def test_a_share_is_told_from_bytes() -> None:

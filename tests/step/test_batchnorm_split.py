@@ -35,6 +35,11 @@ def caught(microbatcher: Microbatcher, *batches: Any) -> list[warnings.WarningMe
     return found
 
 
+@pytest.mark.parametrize("size", [None, 20, "auto"])
+def test_a_batch_that_is_not_split_is_not_warned_about(size: Any) -> None:
+    assert caught(on(norm_model(), microbatch_size=size), pair()) == []
+
+
 # The modes
 
 
@@ -159,6 +164,16 @@ def test_buffers_that_count_microbatches_in_evaluation_are_named_once(run: str) 
     assert "eval_microbatch_size=None" in message
     assert told(eval_microbatch_size=None) == []
     assert told(eval_microbatch_size=4, batchnorm="ignore") == []
+
+
+def test_buffers_that_change_from_a_later_evaluation_on_are_named() -> None:
+    model = Observed()
+    model.observes = False
+    microbatcher = on(model, eval_microbatch_size=4)
+    microbatcher.evaluate(pair())
+    model.observes = True
+    with pytest.warns(BufferWarning, match="changes buffers: largest"):
+        microbatcher.evaluate(pair())
 
 
 # Lazy modules

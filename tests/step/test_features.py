@@ -101,6 +101,24 @@ def forward(model: nn.Module, microbatch: tuple[Tensor, Tensor]) -> Tensor:
     return nn.functional.mse_loss(model(microbatch[0]), microbatch[1])
 
 
+def test_a_policy_of_ones_own_forgets_what_an_impossible_batch_taught() -> None:
+    policy, other = Quarters(), Quarters()
+    mb = Microbatcher(
+        nn.Linear(3, 2),
+        forward=forward,
+        loss_average="samples",
+        probe=False,
+        microbatch_size=policy,
+    )
+    mb.backward(batch())
+    with pytest.raises(SampleTooLargeError, match=r"(?s)gradients of earlier batches.*zero_grad"):
+        mb.backward((torch.full((8, 3), 100.0), torch.randn(8, 2)))
+    assert policy.parts == 1
+    policy.parts = 4
+    other.load_state_dict(policy.state_dict())
+    assert other.parts == 4
+
+
 class Sizes(Feature):
     def __init__(self) -> None:
         self.seen = list[int]()

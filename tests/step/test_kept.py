@@ -1,5 +1,6 @@
 """Outputs of training steps, and state that goes from batch to batch."""
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -166,6 +167,21 @@ def test_what_is_as_long_for_slices_that_are_alike_is_named(is_training: bool) -
         warnings.simplefilter("error", MetricWarning)
         run(pair(6), return_outputs=True)
         microbatcher.evaluate(pair(8), return_outputs=True)
+
+
+def test_what_a_look_has_found_right_is_not_named_for_its_length() -> None:
+    def with_found(model: nn.Module, batch: Any) -> dict[str, Any]:
+        """Three of every four rows, as a threshold may find them by chance."""
+        given = with_outputs(model, batch)
+        return given | {"found": given["a"][batch[0][:, 0] > 0]}
+
+    inputs, targets = pair(16)
+    inputs[:, 0] = torch.tensor([1.0, 1.0, 1.0, -1.0]).repeat(4)
+    microbatcher = Microbatcher(classifier(), forward=with_found, eval_microbatch_size=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MetricWarning)
+        outputs = microbatcher.evaluate((inputs, targets), return_outputs=True).outputs
+    assert len(outputs["found"]) == 12
 
 
 def test_a_place_that_there_is_not_is_refused() -> None:
@@ -368,3 +384,20 @@ def test_state_needs_a_layout_a_forward_and_one_batch_at_a_time() -> None:
     microbatcher = Microbatcher(model, forward=step, features=[Carry(1)], loss_average="samples")
     with pytest.raises(ValueError, match="call backward for each of them"):
         microbatcher.accumulate(windows())
+
+
+def test_state_that_makes_a_graph_across_batches_is_cut_off() -> None:
+    model = Recurrent("GRU").double()
+    twin = copy.deepcopy(model)
+    microbatcher = Microbatcher(
+        model, forward=step, loss_average="samples", features=[Carry(1)], microbatch_size=2
+    )
+    first, second, *_ = windows()
+    carry = microbatcher.backward(first).carry
+    assert not carry.requires_grad
+    microbatcher.backward(second, carry=carry)
+    result = step(twin, first, None)
+    result["loss"].backward()
+    step(twin, second, result["carry"].detach())["loss"].backward()
+    for own, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)

@@ -5,7 +5,7 @@ import random
 import torch
 from torch import nn
 
-from automicro.loss.passes import taking_shapes
+from automicro.step.passes import taking_shapes
 from automicro.transaction.rng import RandomState
 
 
