@@ -162,7 +162,7 @@ def misspelt_hook(kind: type, base: type, hooks: Collection[str]) -> str | None:
     """The method of a class that is named nearly as a hook of its base, and would not be called."""
     own = (name for name in dir(kind) if name not in dir(base) and not name.startswith("_"))
     called = (name for name in own if callable(getattr(kind, name)))
-    return next((n for n in called if difflib.get_close_matches(n, hooks, 1, 0.8)), None)
+    return next((n for n in called if difflib.get_close_matches(n, hooks, 1, 0.85)), None)
 
 
 def takes_part(feature: Feature) -> bool:

@@ -148,7 +148,7 @@ def test_one_process_that_draws_an_order_of_its_own_is_refused(
     for error in world2.run(
         runs.error_of, runs.train_on, tmp_path / "one", "2ep", ROWS, "shuffled"
     ):
-        assert "begin such a run with parallel='ddp'" in error
+        assert "pass parallel='ddp' in one process, too" in error
 
 
 def test_whole_batches_of_the_caller_are_refused(
@@ -156,7 +156,7 @@ def test_whole_batches_of_the_caller_are_refused(
 ) -> None:
     world2.run(runs.train_batch_sampled, tmp_path, "1ba")
     for error in world3.run(runs.error_of, runs.train_batch_sampled, tmp_path, "2ep"):
-        assert "2 batches at a time, one for each rank" in error
+        assert "let the DataLoader cut the batches (batch_size=…)" in error
 
 
 # Fewer rows than ranks before a rank has had any
