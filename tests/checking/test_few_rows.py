@@ -228,7 +228,7 @@ def test_the_summary_and_verify_say_it_too() -> None:
     summary = trainer.fit()
     assert isinstance(summary, FitSummary)
     assert summary.loss_average_is == "read"
-    assert "read off the loss or the model" in str(summary)
+    assert "known from the loss or the model" in str(summary)
     report = verify(model, (rows(), rows()), forward=lambda m, b: F.mse_loss(m(b[0]), b[1]))
     assert report.loss_average_is == "checked"
     assert "The average of the loss: checked" in str(report)
