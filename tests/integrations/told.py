@@ -227,7 +227,8 @@ def with_and_without(host: Any, program: Program) -> Verdict:
             continue
         names = host.names(program, nth)
         # Of ten and more, the first is no other's beginning.
-        if not any(re.search(rf"{re.escape(n)}(?!\d)", text) for n in names for text in told):
+        ends = [re.escape(n) + r"(?!\d)" * n[-1].isdigit() for n in names]
+        if not any(re.search(end, text) for end in ends for text in told):
             return Verdict("silent", f"{telling}: {one[:4]} became {other[:4]}; said {told}")
         named = True
     return Verdict("named" if named else "right")
