@@ -225,9 +225,8 @@ def with_and_without(host: Any, program: Program) -> Verdict:
         )
         if is_close:
             continue
-        names = host.names(program, nth)
         # Of ten and more, the first is no other's beginning.
-        ends = [re.escape(n) + r"(?!\d)" * n[-1].isdigit() for n in names]
+        ends = [re.escape(n) + r"(?!\d)" * n[-1].isdigit() for n in host.names(program, nth)]
         if not any(re.search(end, text) for end in ends for text in told):
             return Verdict("silent", f"{telling}: {one[:4]} became {other[:4]}; said {told}")
         named = True
