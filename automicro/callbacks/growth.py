@@ -136,14 +136,20 @@ class ImageSizeSchedule(GrowthSchedule):
         start: int,
         end: int,
         *,
-        resize: Resize | None = None,
+        over: str | Duration,
+        steps: int | None = None,
         multiple_of: int = 1,
-        logged_as: str = "train/image_size",
-        **options: Any,
+        resize: Resize | None = None,
     ) -> None:
-        own = resize or functools.partial(resize_images, multiple_of=multiple_of)
-        options |= {"multiple_of": multiple_of, "logged_as": logged_as}
-        super().__init__(start, end, resize=own, **options)
+        super().__init__(
+            start,
+            end,
+            over=over,
+            resize=resize or functools.partial(resize_images, multiple_of=multiple_of),
+            steps=steps,
+            multiple_of=multiple_of,
+            logged_as="train/image_size",
+        )
 
 
 def resize_images(batch: Any, size: int, *, multiple_of: int = 1) -> Any:
@@ -264,15 +270,23 @@ class SequenceLengthSchedule(GrowthSchedule):
         start: int,
         end: int,
         *,
-        resize: Resize | None = None,
+        over: str | Duration,
+        steps: int | None = None,
+        multiple_of: int = 1,
         keys: Sequence[str] | None = None,
-        logged_as: str = "train/sequence_length",
-        **options: Any,
+        resize: Resize | None = None,
     ) -> None:
         if isinstance(keys, str):
             raise TypeError(f"keys={keys!r} is one string; pass a list: keys=[{keys!r}]")
-        own = resize or functools.partial(cut_tokens, keys=keys)
-        super().__init__(start, end, resize=own, logged_as=logged_as, **options)
+        super().__init__(
+            start,
+            end,
+            over=over,
+            resize=resize or functools.partial(cut_tokens, keys=keys),
+            steps=steps,
+            multiple_of=multiple_of,
+            logged_as="train/sequence_length",
+        )
 
 
 def cut_tokens(batch: Any, size: int, *, keys: Sequence[str] | None = None) -> Any:

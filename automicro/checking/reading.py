@@ -172,7 +172,7 @@ def is_blind(whole: Reading, control: Reading) -> bool:
     """Whether chance alone moves so much that a gradient twice as large would not be seen."""
     names = whole.gradients or whole.numbers
     chance = whole.distances(control)
-    # A number that a host is told of may have turned out to be no mean since the whole was read.
+    # Since the whole was read, a check may have found that a number is not a mean.
     return CLEARLY * math.hypot(*(chance.get(name, 0.0) for name in names)) > whole.size > 0
 
 

@@ -636,12 +636,12 @@ class _Announcing(Feature):
 class _StepMetrics(Metrics):
     """Metrics of torchmetrics that a step calls: a part of its transaction.
 
-    Rows are counted by each microbatch. What has none, as a mean is told the loss, is told once, as
-    of the batch; and what a call returns is that of the batch where it is logged.
+    Each microbatch updates them with its rows. A value without rows, such as the loss, updates them
+    once, with that of the batch; and what a call returns is the batch's where it is logged.
 
     Args:
         module: whose step it is.
-        recorded: takes note of what metrics are told.
+        recorded: notes what metrics are given.
         random_state: gives what undoes what an update may draw.
     """
 
@@ -687,7 +687,7 @@ class _StepMetrics(Metrics):
                 as they come.
         """
         shadow: Any = None
-        of_batch = self._of_batch  # of this one, as it is told of once another may begin
+        of_batch = self._of_batch  # the next batch may have begun with another when it is used
 
         def waits(call: Any, own: Callable[..., Any]) -> bool:
             """Whether it is given nothing of rows: it then gets the batch's, once."""

@@ -455,7 +455,7 @@ def taking_shapes(
     found = {f"{index}": each for index, each in enumerate(modules)}
     waiting = {each: own for each in found.values() if (own := _without_shape(each))}
     lazy = [*waiting, *itertools.chain.from_iterable(waiting.values())]
-    gradients = [(each, each.grad) for module in found.values() for each in module.parameters()]
+    gradients = [(p, p.grad) for each in found.values() for p in each.parameters(recurse=False)]
 
     def take_note(module: nn.Module, *_: Any) -> None:
         if module in waiting and not _without_shape(module):

@@ -89,13 +89,7 @@ def differences(how: str, gives_loss: bool, in_own_loop: bool) -> dict[str, Any]
             model.zero_grad()
             model(x[rows], targets[rows])["loss"].backward()
     else:
-        microbatcher = Microbatcher(
-            model,
-            forward=_forward,
-            microbatch_size="auto",
-            loss_average="samples",
-            features=[Nested([nested])],
-        )
+        microbatcher = _microbatcher(model, nested)
         for _ in range(2):
             model.zero_grad()
             result = microbatcher.backward({"x": x[rows], "targets": targets[rows]})
@@ -107,6 +101,16 @@ def differences(how: str, gives_loss: bool, in_own_loop: bool) -> dict[str, Any]
         "sizes": nested.sizes,
         "outer": None if result is None else (result.microbatch_size, result.attempts),
     }
+
+
+def _microbatcher(model: nn.Module, nested: Any) -> Microbatcher:
+    return Microbatcher(
+        model,
+        forward=_forward,
+        microbatch_size="auto",
+        loss_average="samples",
+        features=[Nested([nested])],
+    )
 
 
 def _forward(model: nn.Module, batch: dict[str, Tensor]) -> Any:
@@ -127,13 +131,7 @@ def shortage_in_backward(how: str) -> dict[str, Any]:
     part: Any = next(each for each in model.modules() if isinstance(each, Part))
     nested = split(part, microbatch_size="auto")
     part.most = (3, 100)[rank]
-    microbatcher = Microbatcher(
-        model,
-        forward=_forward,
-        microbatch_size="auto",
-        loss_average="samples",
-        features=[Nested([nested])],
-    )
+    microbatcher = _microbatcher(model, nested)
     batch = {"x": torch.randn(8, 6), "targets": torch.randint(5, (8,))}
     result = microbatcher.backward(batch)
     return {
