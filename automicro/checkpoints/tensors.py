@@ -193,16 +193,18 @@ class _Writer(FileSystemWriter):
     def finish(self, metadata: Metadata, results: Any) -> None:
         super().finish(metadata, results)
         with self._new.create(INDEX) as stream:
-            stream.write(json.dumps(_index_of(metadata), indent=1).encode())
+            stream.write(json.dumps(_index_of(metadata, results), indent=1).encode())
 
 
-def _index_of(metadata: Metadata) -> dict[str, Any]:
+def _index_of(metadata: Metadata, results: list[list[WriteResult]]) -> dict[str, Any]:
+    # Not from `storage_data` of the metadata: older versions of torch set it in a copy.
+    places = {each.index: each.storage_data for of_rank in results for each in of_rank}
     index = {}
     for name, tensor in metadata.state_dict_metadata.items():
         assert isinstance(tensor, TensorStorageMetadata), name
         chunks = []
         for chunk in tensor.chunks:
-            place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            place = places[MetadataIndex(name, chunk.offsets)]
             chunks.append(
                 {
                     "offsets": list(chunk.offsets),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import SymmMemReduceScatter
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -222,7 +222,8 @@ def build(kind: str, faults: list[Faults], options: dict[str, Any]) -> nn.Module
         fully_shard(net.tail, **keywords)
     root: Any = fully_shard(net, **keywords)
     if options.get("symmetric"):  # without its beginning, which is NCCL's alone
-        root.set_custom_reduce_scatter(SymmMemReduceScatter.__new__(SymmMemReduceScatter))
+        symmetric = _fsdp_collectives.SymmMemReduceScatter
+        root.set_custom_reduce_scatter(symmetric.__new__(symmetric))
     if options.get("rare"):
         root.set_reduce_scatter_unused_params(True)
     if options.get("prefetch"):

@@ -52,7 +52,7 @@ class Snapshot:
     """The blocks of one device's allocator, and its history.
 
     Attributes:
-        blocks: that tensors hold.
+        blocks: that tensors held at the last request that failed; without one, in the snapshot.
         events: in order; empty where no history was recorded.
         reserved: bytes that the allocator has of the device.
         largest_free: the largest free piece of them.
@@ -104,13 +104,31 @@ def _take_apart(content: Sequence[Mapping[str, Any]], traces: Sequence[Any]) -> 
     blocks = [block for segment in segments for block in segment["blocks"]]
     free = [int(block["size"]) for block in blocks if block["state"] == "inactive"]
     trace = [each for each in [*traces, []][min(device, len(traces))] if each["action"] in _ACTIONS]
+    held = [_event(each, "held", stacks) for each in blocks if each["state"] != "inactive"]
+    events = [_event(each, _ACTIONS[each["action"]], stacks) for each in trace]
     return Snapshot(
-        blocks=[_event(each, "held", stacks) for each in blocks if each["state"] != "inactive"],
-        events=[_event(each, _ACTIONS[each["action"]], stacks) for each in trace],
+        blocks=_held_at_failure(held, events),
+        events=events,
         reserved=reserved.get(device, 0),
         largest_free=max(free, default=0),
         is_expandable=any(bool(segment.get("is_expandable")) for segment in segments),
     )
+
+
+def _held_at_failure(blocks: Sequence[Event], events: Sequence[Event]) -> list[Event]:
+    # Often the snapshot is taken where the error is caught, after frames have let go of tensors:
+    # what came after the failure is undone, the last first.
+    failed = max((at for at, event in enumerate(events) if event.action == "oom"), default=None)
+    if failed is None:
+        return list(blocks)
+    held = {block.address: block for block in blocks}
+    made = {event.address: event for event in events[:failed] if event.action == "alloc"}
+    for event in reversed(events[failed:]):
+        if event.action == "alloc":
+            held.pop(event.address, None)
+        elif event.action == "free":  # its stack says who let go
+            held[event.address] = made.get(event.address, event._replace(action="held", stack=()))
+    return list(held.values())
 
 
 def _event(entry: Mapping[str, Any], action: str, stacks: dict[Any, Stack]) -> Event:
