@@ -139,7 +139,7 @@ PARTS = [
     Part(
         name="settled",
         asks="traces of settled steps: what waits, what is taken of the device, how long it idles",
-        seconds=60,
+        seconds=90,
         tests="test_settled_gpu.py",
     ),
     Part(
