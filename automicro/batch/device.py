@@ -41,12 +41,6 @@ def on_device(microbatches: Sequence[Any], device: torch.device, *, isolate: boo
 
     From pinned host memory, the next microbatch's copy overlaps with the work on this one, on a
     side stream. A `MemoryBudget` on the CPU is a device of its own: there the copy is modelled.
-
-    Args:
-        microbatches: views of one batch, wherever it lies.
-        device: where the model computes.
-        isolate: copy also what is on the device already, so that a model that writes into its
-            input does not write into the batch.
     """
     budget = active_budget() if device.type == "cpu" else None
     late = _LateCopies(device) if _is_pinned(microbatches, device) else None
@@ -190,11 +184,6 @@ class InputGuard:
 
 class InputWatch:
     """The batches of one step, guarded. A part of the transaction.
-
-    Args:
-        guard: of the model.
-        batches: of the step.
-        device: that the model computes on.
 
     Attributes:
         isolate: whether microbatches must be copies of the batch.

@@ -34,12 +34,6 @@ def concat_rows(
     lists end to end; None and equal texts stay. A number or a 0-d tensor (a mean, say) cannot be
     joined without knowing what it is, so it is an error.
 
-    Args:
-        parts: of each microbatch, in order.
-        row_dims: where tensors have their rows, by path, if it is not dimension 0.
-        order: of each row of the result, its place among the rows of all parts; None where they
-            are in order.
-
     Raises:
         BatchError: the outputs differ in structure, or hold something that has no rows.
 

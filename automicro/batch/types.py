@@ -31,9 +31,6 @@ TensorFunction = Callable[[torch.Tensor], torch.Tensor]
 class Pieces:
     """Which rows each piece of a batch has: a ``range`` of neighbours, or a list of indices.
 
-    Args:
-        selections: the rows of each piece.
-
     Attributes:
         sizes: of pieces that have all rows in order, one behind the other; else None.
         offsets: of jagged pieces, by the identity of the offsets of the whole.
@@ -69,11 +66,6 @@ class RowType:
 
     def count(self, value: Any, dim: int, path: str) -> int | None:
         """Its rows; None where all rows share it.
-
-        Args:
-            value: of the class.
-            dim: of tensors and arrays, that holds the rows.
-            path: of the value, for messages.
 
         Raises:
             BatchError: they cannot be counted.

@@ -155,11 +155,6 @@ class ImageSizeSchedule(GrowthSchedule):
 def resize_images(batch: Any, size: int, *, multiple_of: int = 1) -> Any:
     """A batch with its images at another size; see `ImageSizeSchedule`.
 
-    Args:
-        batch: images, a pair that begins with them, or a mapping that has them.
-        size: of their shorter side.
-        multiple_of: what the longer side is rounded to.
-
     Raises:
         ValueError: there are no images, or something else has their height and width.
 
@@ -291,11 +286,6 @@ class SequenceLengthSchedule(GrowthSchedule):
 
 def cut_tokens(batch: Any, size: int, *, keys: Sequence[str] | None = None) -> Any:
     """A batch with its sequences cut to a length; see `SequenceLengthSchedule`.
-
-    Args:
-        batch: token ids, a pair that begins with them or with a mapping, or a mapping.
-        size: the most tokens of a sequence.
-        keys: what to cut in a mapping.
 
     Raises:
         ValueError: there are no tokens, or it cannot be told what else is to be cut.

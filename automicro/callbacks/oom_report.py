@@ -232,13 +232,7 @@ def _write(path: Path, report: Mapping[str, Any]) -> None:
 
 
 def describe_failure(run: Run, failure: OutOfMemory, batch: Any) -> dict[str, Any]:
-    """Describe an out-of-memory failure as plain values for JSON.
-
-    Args:
-        run: in which it happened.
-        failure: what failed.
-        batch: of the attempt; None where it is not known.
-    """
+    """Describe an out-of-memory failure as plain values for JSON."""
     attempt, state = failure.attempt, run.state
     is_training = attempt.phase == "train"
     device = OccupiedDevice(run.device, run.modules, run.optimizer)

@@ -119,10 +119,6 @@ _LOW = (torch.float16, torch.bfloat16)
 class Bench:
     """Passes over rows that leave no trace. A context: left, everything is as it was.
 
-    Args:
-        computation: model and loss.
-        conditions: under which passes run.
-
     Attributes:
         draws: what was noted while they ran.
 
@@ -197,10 +193,6 @@ class Bench:
 
     def read(self, cut: CutBatch, *, shake: int = 0) -> Reading:
         """Run the microbatches of a cut, one after the other, from the state as it is.
-
-        Args:
-            cut: rows, and how they are cut.
-            shake: which last bits of the parameters are off; 0 for none.
 
         Raises:
             CollectiveError: the forward was about to communicate with other ranks.

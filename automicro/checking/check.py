@@ -125,13 +125,6 @@ class Finding:
 class Checks:
     """Compares rows together and apart at the batches of a Microbatcher, and warns.
 
-    Args:
-        computation: model and loss.
-        declared: whether the caller said what the loss averages over.
-        off: whether nothing is checked.
-        refuses: whether a difference is an error, not a warning.
-        is_alone: whether a forward needs no other rank. Where it does, nothing can be checked.
-
     Attributes:
         counting: names of attributes and variables that depend on how many forwards there are for
             a batch.
@@ -200,13 +193,6 @@ class Checks:
 
         What it changes is put back. Out of memory, it is tried with fewer rows, and then at a
         later batch.
-
-        Args:
-            batch: that could be split.
-            num_rows: of it.
-            mode: which forward. Modules are in its mode.
-            multiple: how many rows belong together, as a policy was told.
-            sizes: of microbatches, where these are fixed.
 
         Raises:
             LossAverageError: parts do not add up, and that is refused.
@@ -420,13 +406,6 @@ class Checks:
         for the whole batch, half, a quarter or two of its microbatches are taken; of the halves of
         one only numbers beside the loss are compared, since a few rows show its loss.
 
-        Args:
-            batch: that is split.
-            sizes: rows of its microbatches.
-            mode: which forward.
-            gives_outputs: whether outputs are asked for. These batches are counted apart, since
-                numbers among the outputs are not seen in others.
-
         Raises:
             LossAverageError: they are not the same, and that is refused.
 
@@ -498,14 +477,6 @@ class Checks:
         """Compare outputs of a few rows together and apart, where that is due: what is known now.
 
         Called in evaluation mode. What it changes is put back; where it fails, nothing is known.
-
-        Args:
-            batch: that is split.
-            num_rows: of it.
-            mode: which forward.
-
-        Returns:
-            Paths of outputs of which it is known whether they can be joined.
 
         Warns:
             MetricWarning: one of them cannot.

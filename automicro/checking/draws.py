@@ -31,10 +31,6 @@ class HeldDraws(ParameterWrites):
     It sees operations, not functions: draws inside fused modules, scripted code and checkpoints
     that recompute too. As in its base class, writes to parameters are put back.
 
-    Args:
-        parameters: of the modules that take part.
-        is_alone: whether to raise before a collective operation, which other ranks would not meet.
-
     Attributes:
         number: of the pass, which the caller counts.
         drawn: names of the operations whose draws were replaced.

@@ -142,13 +142,7 @@ def norm_of(value: Tensor | None) -> float:
 
 
 def gaps(whole: Reading, parts: Reading, controls: Iterable[Reading]) -> dict[str, float]:
-    """Differences between two readings beyond chance, relative to their size.
-
-    Args:
-        whole: of the rows together.
-        parts: of the same rows in parts. Lets its tensors go, for controls need room.
-        controls: the same as the whole but for chance; asked for while something differs.
-    """
+    """Differences between two readings beyond chance, relative to their size."""
     beyond = {
         name: gap
         for name, gap in whole.distances(parts).items()

@@ -38,17 +38,7 @@ def telling_rows(
     multiple: int = 1,
     without: Collection[int] = (),
 ) -> list[list[int]]:
-    """Two uneven parts of a few rows, as unlike as can be in all that rows differ in.
-
-    Args:
-        layout: of the batch.
-        batch: as a whole.
-        num_rows: of it, at least two.
-        most: rows to choose.
-        seed: of the choice; another one leads to parts of other sizes, too.
-        multiple: how many rows, one behind the other, belong together.
-        without: rows that are not to be chosen.
-    """
+    """Two uneven parts of a few rows, as unlike as can be in all that rows differ in."""
     groups = num_rows // multiple
     # A memory budget must not count what is read here.
     with on_host():
@@ -138,9 +128,6 @@ def varying(layout: BatchLayout, batch: Any, num_rows: int) -> list[Tensor]:
 
 class Forms:
     """Forms of batches seen so far: tensors, words, classes, and sizes of numbers.
-
-    Args:
-        layout: of batches.
 
     Example:
         >>> forms = Forms(BatchLayout(0))

@@ -61,12 +61,7 @@ class Place:
 
 
 def changed_places(roots: Mapping[str, Any], captured: Captured) -> list[Place]:
-    """The attributes and variables in which something is not as it was captured.
-
-    Args:
-        roots: that were captured.
-        captured: what they held.
-    """
+    """The attributes and variables in which something is not as it was captured."""
     paths = list(captured.changed())
     if not paths:
         return []

@@ -99,15 +99,7 @@ class _Compared:
 
 
 class _Examination:
-    """One model and batch.
-
-    Args:
-        subject: the caller's, or a copy of it.
-        batch: in its precision.
-        layout: of the batch.
-        device: where the model computes.
-        loss_average: as the caller gave it.
-    """
+    """One model and batch."""
 
     def __init__(
         self,
@@ -393,12 +385,7 @@ class _Examination:
         return None
 
     def report(self, sizes: Sequence[int] | None, why: str) -> VerifyReport:
-        """Compare at each size, and explain the largest difference.
-
-        Args:
-            sizes: of microbatches, as the caller gave them.
-            why: it is not in float64, if it is not.
-        """
+        """Compare at each size, and explain the largest difference."""
         cause = self.why_incomparable()
         if cause is not None:
             return _unverifiable(cause, self.num_rows)

@@ -81,9 +81,6 @@ class _SummedFile(io.FileIO):
 class NewFolder:
     """A folder that is being filled with files.
 
-    Args:
-        path: of the folder, which exists.
-
     Attributes:
         path: of the folder.
         sums: of the files written into it so far, by name.
@@ -96,9 +93,6 @@ class NewFolder:
     @contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:
         """Open a new file. At the end of the block it is on the disk and its sum is known.
-
-        Args:
-            name: of the file.
 
         Raises:
             OSError: it could not be written.
@@ -159,12 +153,6 @@ def write_manifest(
     new: NewFolder, *, step: int, metrics: Mapping[str, float], world_size: int = 1
 ) -> None:
     """Write the manifest of all files in a new folder.
-
-    Args:
-        new: the folder, with all its other files in it.
-        step: optimization batches done.
-        metrics: values by name.
-        world_size: how many ranks have written into it.
 
     Raises:
         OSError: it could not be written.

@@ -47,10 +47,6 @@ ALONE = Peers()
 def together(peers: Peers, work: Callable[[], T]) -> T:
     """Do some work on every rank; what it gave here, once it succeeded everywhere.
 
-    Args:
-        peers: all ranks, each of which calls this.
-        work: what to do.
-
     Raises:
         Exception: see `exchange`.
 
@@ -64,10 +60,6 @@ def together(peers: Peers, work: Callable[[], T]) -> T:
 
 def exchange(peers: Peers, work: Callable[[], T]) -> list[T]:
     """Do some work on every rank; what it gave on each, once it succeeded everywhere.
-
-    Args:
-        peers: all ranks, each of which calls this.
-        work: the part of this rank.
 
     Raises:
         Exception: what went wrong on this rank.
@@ -105,10 +97,6 @@ def exchange(peers: Peers, work: Callable[[], T]) -> list[T]:
 
 def from_first(peers: Peers, work: Callable[[], T]) -> T:
     """The result of some work that rank 0 alone does.
-
-    Args:
-        peers: all ranks, each of which calls this.
-        work: what rank 0 does.
 
     Raises:
         Exception: see `exchange`.

@@ -29,10 +29,6 @@ _MOST_NAMED = 3
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
     """Where the tensors of two states do not fit, by their places and in words; empty if they do.
 
-    Args:
-        saved: nested dicts, lists and tuples with tensors in them.
-        current: the same.
-
     Example:
         >>> import torch
         >>> saved = {"model": {"w": torch.empty(2, 3), "old": torch.empty(1)}}
@@ -86,10 +82,6 @@ class FoundCheckpoint:
     def at(cls, path: Path, *, peers: Peers = ALONE) -> "FoundCheckpoint":
         """The checkpoint in a folder, once it was verified.
 
-        Args:
-            path: of the folder.
-            peers: all ranks, each of which calls this and reads some of the files.
-
         Raises:
             CheckpointError: it is damaged, or has another format.
         """
@@ -116,11 +108,6 @@ class FoundCheckpoint:
         self, into: Mapping[str, torch.Tensor], *, keys: Collection[str] | None = None
     ) -> dict[str, Any]:
         """Read the state with the data of its tensors.
-
-        Args:
-            into: by place, tensors of the same shape that are overwritten. All others are new
-                ones on the CPU.
-            keys: of the state, to read only what they hold; None for all.
 
         Raises:
             CheckpointError: it cannot be read.
@@ -158,10 +145,6 @@ def open_checkpoint(
 ) -> FoundCheckpoint:
     """Find a checkpoint and read its structure, without its data, to see whether it fits.
 
-    Args:
-        checkpoint: see `load_checkpoint`.
-        peers: all ranks, each of which calls this.
-
     Raises:
         CheckpointError: there is none, it is damaged, or it holds something else than data.
     """
@@ -175,10 +158,6 @@ def find_newest(folder: Path | str, *, peers: Peers = ALONE) -> FoundCheckpoint 
 
     Of several ranks the first chooses, and each reads some of the files: what one of them finds
     damaged is passed over by all.
-
-    Args:
-        folder: in which they lie; it may not exist.
-        peers: all ranks, each of which calls this.
 
     Raises:
         CheckpointError: all are damaged, or the newest has another format.
@@ -242,11 +221,6 @@ def refuse_differences(
 ) -> None:
     """Refuse a checkpoint whose tensors do not fit.
 
-    Args:
-        found: the checkpoint.
-        saved: the part of its structure to compare.
-        current: what is here in its place.
-
     Raises:
         CheckpointError: names, shapes or dtypes differ.
     """
@@ -290,14 +264,7 @@ def _filled(
     into: Mapping[str, torch.Tensor],
     name: Callable[[str], str] = str,
 ) -> dict[str, Any]:
-    """A state with its tensors read, each into the one that is given for its place.
-
-    Args:
-        path: of the checkpoint.
-        structure: without the data of tensors.
-        into: by place; for all others new ones on the CPU.
-        name: from the place of a tensor to the name that its data was written under.
-    """
+    """A state with its tensors read, each into the one that is given for its place."""
     # Importing it takes half a second, which who never loads does not pay.
     from automicro.checkpoints.tensors import read_tensors
 

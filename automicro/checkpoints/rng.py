@@ -40,11 +40,6 @@ def derived_rng_state(state: Mapping[str, Any], *, rank: int, world_size: int) -
 
     The same every time, and others on each rank.
 
-    Args:
-        state: what `rng_state` gave on rank 0 of the world that saved.
-        rank: of the world that goes on.
-        world_size: of that world.
-
     Example:
         >>> one, two = (derived_rng_state(rng_state(), rank=r, world_size=2) for r in (0, 1))
         >>> torch.equal(one["torch"], two["torch"])

@@ -41,9 +41,6 @@ _ARRAY = "array of numpy"  # the key under which its dtype stands, beside its sh
 def take_apart(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The structure of a state, and its tensors by their place, like ``model.0.weight``.
 
-    Args:
-        state: nested dicts, lists and tuples of tensors, arrays of NumPy and plain values.
-
     Raises:
         CheckpointError: something in it is neither, so that loading it would run code.
 
@@ -223,11 +220,6 @@ class Share:
         cls, state: Mapping[str, Any], *, own: Mapping[str, Any] | None = None, rank: int = 0
     ) -> "Share":
         """The share of a rank.
-
-        Args:
-            state: of the whole run, with all sharded tensors.
-            own: what is this rank's alone; rank 0 has it in its state.
-            rank: whose share.
 
         Raises:
             CheckpointError: no checkpoint can hold it.

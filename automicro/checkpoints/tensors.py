@@ -44,12 +44,7 @@ INDEX = "tensors.json"
 
 
 class TensorsToWrite:
-    """Tensors of this rank on their way into a new folder, together with those of other ranks.
-
-    Args:
-        share: of this rank.
-        is_first: whether this is rank 0, which writes what several ranks have.
-    """
+    """Tensors of this rank on their way into a new folder, together with those of other ranks."""
 
     # What `torch.distributed.checkpoint.save` does, without what cannot run in a thread: it warns
     # each time that a process is alone, and a filter for that would hold everywhere.
@@ -64,21 +59,13 @@ class TensorsToWrite:
         return self._planner.create_local_plan()
 
     def plan_all(self, plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """The parts that each rank writes, and the table of contents. On rank 0.
-
-        Args:
-            plans: of all ranks.
-        """
+        """The parts that each rank writes, and the table of contents. On rank 0."""
         plans, metadata = self._planner.create_global_plan(plans)
         # The name of a file begins with the number of the rank that writes it.
         return _Writer.numbered(plans), metadata
 
     def write(self, new: NewFolder, plan: SavePlan) -> list[WriteResult]:
         """Write what this rank is to write; where it lies.
-
-        Args:
-            new: the folder.
-            plan: this rank's of `plan_all`.
 
         Raises:
             OSError: it could not be written.
@@ -92,11 +79,6 @@ class TensorsToWrite:
 def write_contents(new: NewFolder, metadata: Metadata, results: list[list[WriteResult]]) -> None:
     """Write the table of contents, once all ranks have written. On rank 0.
 
-    Args:
-        new: the folder.
-        metadata: of `TensorsToWrite.plan_all`.
-        results: of all ranks.
-
     Raises:
         OSError: it could not be written.
     """
@@ -105,10 +87,6 @@ def write_contents(new: NewFolder, metadata: Metadata, results: list[list[WriteR
 
 def read_tensors(folder: Path, into: Mapping[str, Tensor]) -> None:
     """Read tensors from a folder into tensors that exist, on whatever device they lie.
-
-    Args:
-        folder: where `write_tensors` wrote them.
-        into: by name; of the same shapes. Tensors in the folder that have no name here are left.
 
     Raises:
         DamagedCheckpointError: the table of contents is not one.

@@ -37,9 +37,6 @@ _in_flight: set[str] = set()
 def temporary_folder(parent: Path) -> Iterator[Path]:
     """Make a folder that is gone after the block, unless it was renamed.
 
-    Args:
-        parent: in which it is made.
-
     Raises:
         OSError: it could not be made.
     """
@@ -57,9 +54,6 @@ def temporary_folder(parent: Path) -> Iterator[Path]:
 def remove(path: Path) -> None:
     """Remove a folder so that at no moment it can be taken for a complete one.
 
-    Args:
-        path: of the folder.
-
     Raises:
         OSError: it could not be renamed, or not removed.
     """
@@ -72,9 +66,6 @@ def remove(path: Path) -> None:
 
 def clear(parent: Path) -> None:
     """Remove the temporary folders of processes that are gone.
-
-    Args:
-        parent: of the folders.
 
     Raises:
         OSError: one could not be removed.
@@ -136,9 +127,6 @@ _NAME = re.compile(r"(\d{5,})-step-(\d+)")
 def list_checkpoints(folder: Path) -> list[Path]:
     """Folders named like checkpoints, the latest first.
 
-    Args:
-        folder: in which they lie; it may not exist.
-
     Raises:
         OSError: the folder cannot be read.
     """
@@ -172,13 +160,6 @@ def write_checkpoint(
 
     Of several ranks each writes its share. Rank 0 makes the folder, and gives it its name after
     all have written and told the sums of their files.
-
-    Args:
-        folder: in which they lie; it is made where it does not exist. All ranks see it.
-        share: of this rank.
-        step: optimization batches done.
-        metrics: values by name.
-        peers: all ranks, each of which calls this.
 
     Raises:
         OSError: it could not be written, here or on another rank. Nothing of it is left, as far

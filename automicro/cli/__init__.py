@@ -27,9 +27,6 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
-    Args:
-        argv: the arguments, those of the process unless given.
-
     >>> main(["--version"])
     automicro ...
     0

@@ -91,10 +91,6 @@ def split_inputs(inputs: Sequence[str], *, command: str) -> tuple[tuple[str, ...
     What has ``=`` in it is a path only where a separator comes first, or where there is such a
     file.
 
-    Args:
-        inputs: both, in any order.
-        command: for whom, for messages.
-
     >>> split_inputs(["base.yaml", "seed=1", "runs/lr=0.1/config.yaml"], command="train")
     (('base.yaml', 'runs/lr=0.1/config.yaml'), ('seed=1',))
     """
@@ -116,18 +112,7 @@ def reading(
     for_ranks: bool = False,
     results_only: bool = True,
 ) -> "Iterator[tuple[Job, Recipe, TextIO]]":
-    """Read the config of a command, and check all that the command takes of it.
-
-    Args:
-        arguments: of the command line.
-        needs: keys that the command cannot do without.
-        unused: keys that it leaves alone.
-        for_ranks: whether several processes can do it together.
-        results_only: whether stdout is for results alone.
-
-    Returns:
-        The job, the recipe of what to make, and where results go.
-    """
+    """Read the config of a command, and check all that the command takes of it."""
     files, overrides = split_inputs(arguments.inputs, command=arguments.command)
     # First of all: a mistyped path is told at once, and not after the seconds that torch's import
     # takes.

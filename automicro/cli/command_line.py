@@ -22,9 +22,6 @@ microbatches that fit, with the gradient of the whole batch.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
-    Args:
-        argv: the arguments, those of the process unless given.
-
     >>> main(["--version"])
     automicro ...
     0

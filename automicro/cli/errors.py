@@ -51,10 +51,6 @@ IN_WORKER = "Original Traceback (most recent call last):"
 def show_failure(error: BaseException, *, debug: bool) -> int:
     """Say what went wrong, and return the exit code.
 
-    Args:
-        error: what a command raised.
-        debug: whether to show the traceback of any error.
-
     >>> show_failure(ConfigError("no model"), debug=False)  # says it on stderr
     2
     """

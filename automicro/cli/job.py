@@ -19,13 +19,7 @@ from automicro.trainer.surroundings import noting
 
 
 class Job:
-    """The job that a command line names, to be read and made.
-
-    Args:
-        files: YAML files.
-        overrides: ``key=value`` each.
-        alone: the command, where it is for one process; None where several can do it together.
-    """
+    """The job that a command line names, to be read and made."""
 
     loaded: LoadedConfig  # once the config was read
 
@@ -36,15 +30,7 @@ class Job:
 
     @contextlib.contextmanager
     def reading(self, required: Sequence[str], unused: Collection[str]) -> Iterator[Recipe]:
-        """Read the config; meanwhile modules are found beside its files, and where we are.
-
-        Args:
-            required: the keys that the command cannot do without.
-            unused: those that it leaves alone.
-
-        Returns:
-            What the config names, looked at and not made.
-        """
+        """Read the config; meanwhile modules are found beside its files, and where we are."""
         num_processes = self._count_processes()
         # Around the yield, too: what is made there may import more.
         with _importing_beside(*self._files):

@@ -34,9 +34,6 @@ def to_json(values: Any, *, indent: int | None = None) -> str:
 def results_alone(wanted: bool) -> Iterator[TextIO]:
     """Keep stdout for the results: meanwhile everything else goes to stderr.
 
-    Args:
-        wanted: whether to; where not, nothing changes.
-
     >>> with results_alone(True) as results:
     ...     print("progress")  # on stderr
     ...     print("{}", file=results)
@@ -92,11 +89,6 @@ def saying(doing: str, *, in_logs: bool = False, is_silent: bool = False) -> Ite
     """Say on stderr what is being done, at once: imports let no other thread speak meanwhile.
 
     In a terminal the line goes when it is done. Of several processes one speaks.
-
-    Args:
-        doing: what takes long.
-        in_logs: whether to say it in a line where stderr is no terminal, too.
-        is_silent: whether to say nothing.
 
     >>> with saying("importing torch"):  # of a test, stderr is no terminal
     ...     pass

@@ -38,11 +38,6 @@ UNSET = object()
 class RunDir:
     """The folder of a run; nothing is kept where there is none. Each file appears whole or not.
 
-    Args:
-        path: of the folder, made where there is none; None to keep nothing.
-        config: every key of the run.
-        goes_on: whether the run goes on from its checkpoints, where it has any.
-
     >>> RunDir(None, {}).finished() is None
     True
     """
@@ -86,11 +81,7 @@ class RunDir:
             ) from error
 
     def end(self, weights: Mapping[str, Any], summary: FitSummary) -> str:
-        """Write the weights, then the summary, whose presence says that the run is complete.
-
-        Returns:
-            A line that says where; empty where nothing is kept.
-        """
+        """Write the weights, then the summary, whose presence says that the run is complete."""
         if self._path is None:
             return ""
         write_whole(self._path / WEIGHTS, lambda file: torch.save(weights, file), lasts=True)
@@ -183,13 +174,7 @@ def goes_on_from(checkpoint: CheckpointConfig | None) -> Path | None:
 def telling_how_to_go_on(
     checkpoint: CheckpointConfig | None, *, run_dir: str | None, inputs: Sequence[str]
 ) -> Iterator[None]:
-    """Say of a run that was stopped in order, or lost a rank, what to do to go on.
-
-    Args:
-        checkpoint: what the run was told.
-        run_dir: where it lies, interpolations resolved.
-        inputs: of the command line.
-    """
+    """Say of a run that was stopped in order, or lost a rank, what to do to go on."""
     try:
         with end_told_here():
             yield

@@ -176,9 +176,6 @@ class Callbacks:
 
     Only methods that are overridden are called, so that an event without a listener costs nothing.
 
-    Args:
-        callbacks: each a `Callback`.
-
     Raises:
         TypeError: something else.
 

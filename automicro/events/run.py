@@ -138,10 +138,6 @@ class LoopState:
     def count_rows(self, rows: int, *, loaded: int) -> None:
         """Take note of an optimization batch that was counted.
 
-        Args:
-            rows: of it, over all devices.
-            loaded: what the data loader gave for it.
-
         >>> state = LoopState()
         >>> for state.batch, rows in enumerate((32, 32, 8), start=1):
         ...     state.count_rows(rows, loaded=1)
@@ -204,10 +200,6 @@ def describe_hours(seconds: float) -> str:
 
 class Window:
     """How much amounts have grown over the latest stretch of a run.
-
-    Args:
-        width: of the stretch, in the unit of the places that are handed over.
-        amounts: at the beginning, by name.
 
     >>> window = Window(10, {"rows": 0})
     >>> [window.gained(place, {"rows": 4 * place}) for place in (5, 10, 15)]
@@ -392,11 +384,7 @@ class ExpectedValues:
         return found
 
     def gives(self, name: str) -> bool | None:
-        """Whether there will be a value of a name: None while unknown.
-
-        Args:
-            name: under which it would be logged. What callbacks log is not known.
-        """
+        """Whether there will be a value of a name: None while unknown."""
         if name.startswith(IN_TRAINING):
             # Callbacks log there, too.
             return self._is_of(name.removeprefix(IN_TRAINING), self.training) or None

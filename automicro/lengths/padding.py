@@ -76,12 +76,6 @@ class Group:
 class Padding:
     """Reads how long the rows of a batch are.
 
-    Args:
-        declared: by the path of a tensor, where its lengths are: the path of a tensor of one
-            number per row or of a mask, or a pair of that path and the dimension that is padded (1
-            unless given); None for a tensor that is never cut.
-        ignore_index: the label that counts for nothing.
-
     Raises:
         TypeError: what was declared is no such mapping.
 
@@ -115,11 +109,6 @@ class Padding:
         """The groups of a batch; none where nothing tells lengths.
 
         Reading lengths that lie on a device waits for it.
-
-        Args:
-            batch: with its rows in dimension 0; what has them elsewhere stays whole.
-            num_rows: of it.
-            row_dims: where tensors have their rows, by path; None for dimension 0.
 
         Raises:
             BatchError: a declared path is not there, or a tensor may or may not be padded.
@@ -296,13 +285,7 @@ class Padding:
 
 
 def cut_padding(microbatch: Any, groups: Sequence[Group], rows: slice) -> Any:
-    """A microbatch without the padding that all of its rows have.
-
-    Args:
-        microbatch: its rows.
-        groups: of the batch that the rows were taken from.
-        rows: which of that batch they are.
-    """
+    """A microbatch without the padding that all of its rows have."""
     leaves = dict(tensor_leaves(microbatch))
     shorter: dict[int, Tensor] = {}
     for group in groups:
@@ -322,11 +305,6 @@ def restore_padding(
     tensor: Tensor, dims: Mapping[int, tuple[int, int]], *, fill: float = 0
 ) -> Tensor:
     """A tensor with zeros, or another number, where padding was cut.
-
-    Args:
-        tensor: of the rows of a microbatch.
-        dims: by dimension, where what is there begins, and the length with padding.
-        fill: the number; flags are False.
 
     >>> restore_padding(torch.ones(1, 2), {1: (1, 4)})
     tensor([[0., 1., 1., 0.]])

@@ -43,12 +43,6 @@ def pack(lengths: Array, combine: Combine, budget: float, *, overhead: float = 0
     A row that costs more than the budget is alone in its slice. The order of the rows is kept: of
     one length, sorted, no other grouping is better; of several lengths another order may be.
 
-    Args:
-        lengths: of each row, as (rows, lengths), each of which a slice pads to its longest.
-        combine: the cost of a row from its lengths; longer rows must not cost less.
-        budget: the most that a slice may cost.
-        overhead: what a slice costs whatever it holds, in the unit of the costs.
-
     >>> costs = np.array([[8], [8], [3], [2], [2]])
     >>> pack(costs, _sum, 16), pack(costs, _sum, 16, overhead=10)
     ([2, 1, 2], [2, 3])
@@ -131,21 +125,11 @@ class Overhead:
         return self.steps < _MOST
 
     def of(self, average: float) -> float:
-        """In the unit of costs.
-
-        Args:
-            average: cost of a row of the batch.
-        """
+        """In the unit of costs."""
         return average if self.fitted is None else self.fitted
 
     def record(self, *, seconds: float, slices: int, padded: float) -> None:
-        """Learn from a step.
-
-        Args:
-            seconds: that it took.
-            slices: that it ran.
-            padded: cost of them all.
-        """
+        """Learn from a step."""
         self.steps += 1
         if self.steps <= _COLD or self.steps > _MOST:
             return
@@ -289,13 +273,7 @@ def length_dims(
     windows: Mapping[str, Sequence[tuple[int, int]]],
     shown: Mapping[int, str] = MappingProxyType({}),
 ) -> dict[int, str]:
-    """The dimensions of outputs that are as long as their slices, each with the group's name.
-
-    Args:
-        tensors: one output, as each slice gave it.
-        windows: by group, what each slice has of its padded length.
-        shown: what the check of padding has found.
-    """
+    """The dimensions of outputs that are as long as their slices, each with the group's name."""
     found: dict[int, str] = {}
     for dim in range(1, min(tensor.dim() for tensor in tensors)):
         own = [tensor.shape[dim] for tensor in tensors]
@@ -389,11 +367,6 @@ class _PackingRule(CutRule):
 class CostUnit(Unit):
     """A unit in which rows have costs, by which they are sorted.
 
-    Args:
-        unit: ``"tokens"``, ``"seconds"``, or the cost of a row.
-        padding: reads the lengths of rows.
-        layout: where batches have their rows.
-
     Attributes:
         padding: as given.
         output_dims: see `_SortedRows`; filled by the check of padding.
@@ -464,12 +437,6 @@ class CostUnit(Unit):
         self, batch: Any, groups: Sequence[Group], num_rows: int, *, cuts: bool
     ) -> _SortedRows:
         """The rows of a batch, sorted.
-
-        Args:
-            batch: of the caller.
-            groups: what is padded in it.
-            num_rows: of it.
-            cuts: whether padding is cut.
 
         Raises:
             BatchError: the cost of a row is no positive number.

@@ -95,10 +95,6 @@ class AppendFile:
     of power: nothing is synced to the disk). A write that fails in the middle, because the disk
     is full or Ctrl-C came, is taken back, so that later records do not hang on half of one.
 
-    Args:
-        path: of the file; folders that are missing are made.
-        is_new: refuse a file that exists.
-
     Raises:
         OSError: the file cannot be opened.
 
@@ -116,9 +112,6 @@ class AppendFile:
 
     def write(self, record: bytes) -> int:
         """Append a record.
-
-        Returns:
-            Its length in bytes.
 
         Raises:
             OSError: it could not be written; the file is as it was.
@@ -217,11 +210,7 @@ def _kept_bytes(
 
 
 class FileLogger:
-    """Writes into a file that is open from `start` to `close`.
-
-    Args:
-        path: of the file, or of its folder.
-    """
+    """Writes into a file that is open from `start` to `close`."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)

@@ -143,11 +143,6 @@ class GivenOnce:
     the steps that come again are left out up to where the earlier process died, and the run there
     has each value once.
 
-    Args:
-        path: of the file; its folder is made where there is none.
-        is_slow: whether what was given may die with the process, because the place writes it
-            later: after a kill it is given again.
-
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "run.json"
@@ -174,12 +169,6 @@ class GivenOnce:
 
     def begin(self, *, resume_step: int | None) -> str | None:
         """Begin another run, or go on with the one in the file.
-
-        Args:
-            resume_step: the optimization batches done by the run that is resumed, or None.
-
-        Returns:
-            The name of the run to go on with; None for another run, or one without a name.
 
         Raises:
             OSError: the file cannot be read.
@@ -272,11 +261,7 @@ def flat(run: Mapping[str, object], before: str = "") -> dict[str, object]:
 
 
 class _ServerLogger(abc.ABC):
-    """Goes on in the same run there: the folder says which it is, and how far it has come.
-
-    Args:
-        folder: of the run; made where there is none.
-    """
+    """Goes on in the same run there: the folder says which it is, and how far it has come."""
 
     _note: ClassVar[str]
     """The file in the folder that says it."""

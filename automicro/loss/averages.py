@@ -265,15 +265,6 @@ def read_average(
 
     The result has one entry named ``""`` where one average holds for all.
 
-    Args:
-        loss_average: ``"auto"``, ``"model"``, ``"samples"``, ``"tokens"``, ``"none"``, a callable
-            from a microbatch to its denominator, or a mapping of these by the loss's name.
-        loss_fn: the loss function or module, where there is one.
-        model: asked for its declared loss type where there is no ``loss_fn``.
-        targets: finds the targets in a batch.
-        reads_model: whether the model computes its own loss (Hugging Face's convention).
-        counts_items: whether the forward is told the number of targets that it divides by.
-
     Raises:
         TypeError, ValueError: a ``loss_average`` that is none of these, or that is another than
             the number that the forward is told.

@@ -145,15 +145,6 @@ def choose_convention(
 ) -> Convention:
     """Pick the way to the loss; see the module's text for the order.
 
-    Args:
-        model: that is trained.
-        forward: the caller's.
-        loss_fn: the caller's.
-        carries: whether ``forward`` takes and gives state that goes from batch to batch. Batches
-            are then `Carried`.
-        count: gives the number that a ``forward`` with ``num_items_in_batch`` is told of a
-            microbatch; unless it can be called, the targets that are not ignored are counted.
-
     Raises:
         TypeError: ``forward`` or ``loss_fn`` cannot be called.
         ValueError: both are given, or state is carried without ``forward``.

@@ -39,12 +39,6 @@ def _shares(
 class BatchWeights:
     """The weights of every microbatch, for one loss or for several by name.
 
-    Args:
-        averages: what each loss averages over.
-        cuts: the batch, or several that count as one: their losses have one denominator.
-        totals: what the losses of all ranks together are divided by, by name; None for one rank.
-        copies: how many ranks have the same rows.
-
     Attributes:
         of_all: what each microbatch weighs, where all its losses weigh the same; else None, for
             one.
@@ -98,12 +92,6 @@ class BatchWeights:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """A microbatch's loss and its parts, weighted so that those of a batch add up.
 
-        Args:
-            index: of the microbatch.
-            loss: the total.
-            losses: its parts by name.
-            has_total: whether the total was given and not summed from the parts.
-
         Raises:
             LossError: ``loss_average`` names other losses than the forward gives, or the forward
                 gives a total beside them, which no weights of its parts can replace.
@@ -133,12 +121,7 @@ def add_up(
     losses: Sequence[tuple[Tensor, dict[str, Tensor]]],
     weights: Sequence[Weight | None] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The whole batch's loss and its parts, from those of its microbatches.
-
-    Args:
-        losses: of each microbatch, with the parts.
-        weights: of the microbatches, where the losses are not weighted yet.
-    """
+    """The whole batch's loss and its parts, from those of its microbatches."""
     if len(losses) == 1 and weights is None:
         return losses[0]
     parts = {name: _sum([each[name] for _, each in losses], weights) for name in losses[0][1]}
@@ -203,13 +186,7 @@ class LossMean:
         losses: Mapping[str, Tensor],
         denominators: Mapping[str, Weight | None],
     ) -> None:
-        """Take one batch's loss, its parts by name, and what they were divided by.
-
-        Args:
-            loss: the total.
-            losses: its parts.
-            denominators: by the name of the loss, or one for all under ``""``; None for a sum.
-        """
+        """Take one batch's loss, its parts by name, and what they were divided by."""
         is_one = "" in denominators
         if is_one:
             self._unread.append(("loss", loss, denominators[""]))

@@ -172,9 +172,6 @@ def begin_lap(device: torch.device | str) -> AllocatorCounts:
 
     On an accelerator this resets torch's own peak statistics.
 
-    Returns:
-        What is counted now.
-
     >>> with MemoryBudget(None):
     ...     x = torch.zeros(1024)
     ...     del x
@@ -278,10 +275,6 @@ def limit_memory(
     device that torch's allocator may take, cached memory included, and the share from before comes
     back at the end. That is also the answer to a driver that lends host memory instead of failing.
 
-    Args:
-        limit: what `limit_bytes` reads.
-        device: to be limited.
-
     Raises:
         TypeError: ``limit`` is neither text nor a number.
         ValueError: the limit cannot be read or exceeds the device, or the device cannot be limited.
@@ -317,11 +310,6 @@ def limit_memory(
 
 def limit_bytes(limit: str | int | float, device: torch.device | str) -> int:
     """Return a memory limit in bytes.
-
-    Args:
-        limit: what `parse_bytes` reads, or a share of the device: ``"80%"``, or a float of at
-            most 1.
-        device: of which it is a share.
 
     Raises:
         TypeError: ``limit`` is neither text nor a number.
@@ -391,10 +379,6 @@ def use_libraries(devices: Iterable[torch.device], modules: Sequence[nn.Module])
     """Use the libraries that modules will need, forward and backward, once on each accelerator.
 
     What fails here is left to the step, which says more.
-
-    Args:
-        devices: that modules lie on.
-        modules: everything that takes part.
 
     >>> use_libraries([torch.device("cpu")], [nn.Linear(2, 2)])  # there is nothing to do
     """

@@ -94,12 +94,6 @@ class Meter:
     Of several devices the fullest decides what fits. What is told is then of the first one: its
     peak is as high a share of what it had left as the fullest one's is.
 
-    Args:
-        devices: that it measures.
-        left_free: the share of each device that something else may need.
-        repeatable: whether what it reads may not depend on the clock: the capacity is asked for
-            at every attempt then, and not once a second.
-
     Attributes:
         is_repeatable: as given; seconds then decide nothing.
 
@@ -132,11 +126,7 @@ class Meter:
         self._waits = True
 
     def begin(self, *, waits: bool = False) -> None:
-        """An attempt begins.
-
-        Args:
-            waits: for the device, now and at the end, so that the seconds are the device's.
-        """
+        """An attempt begins."""
         self._waits = waits or self._is_cpu
         if waits and not self._is_cpu:
             self._synchronize()

@@ -335,9 +335,6 @@ def caught(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
 def surely(work: Callable[[], object]) -> None:
     """Do what must not be left half-done: where it fails, or Ctrl-C comes, do it once more.
 
-    Args:
-        work: can be done again, also where it was interrupted.
-
     Raises:
         BaseException: of the second time; or what interrupted the first, unless memory ran out.
 
@@ -364,11 +361,6 @@ def surely(work: Callable[[], object]) -> None:
 
 def once_more(work: Callable[[], T], device: torch.device | str | None = None, *, doing: str) -> T:
     """Do what lies outside of attempts; where memory runs out, give some back and try once more.
-
-    Args:
-        work: can be done again.
-        device: to give memory back on.
-        doing: what it is, for the log and for the note on an error: "while …".
 
     Raises:
         BaseException: what the work raised; where memory ran out, the second time.

@@ -73,10 +73,6 @@ class ResidentMemory:
 def track_residents(budget: MemoryBudget, residents: Iterable[object]) -> None:
     """Count residents in a budget, and say it where they do not even fit by themselves.
 
-    Args:
-        budget: the simulated device.
-        residents: what `MemoryBudget.track` takes; None is passed over.
-
     Raises:
         torch.OutOfMemoryError: they exceed the limit; a note says that no batch is to blame.
     """
@@ -104,13 +100,6 @@ def _count(tensors: Iterable[Tensor], *, least_itemsize: int = 0) -> int:
 
 class OccupiedDevice:
     """A device on which modules and an optimizer's state lie.
-
-    Args:
-        device: where they lie.
-        modules: everything that takes part.
-        optimizer: whose state lies there; None for none.
-        memory_limit: what `limit_memory` takes; None for all that there is.
-        sums_in_float32: whether gradients of parameters in bf16 or fp16 add up in float32.
 
     Raises:
         TypeError, ValueError: what cannot be a limit.
@@ -173,13 +162,7 @@ class OccupiedDevice:
         upcoming_bytes: Sequence[int] = (),
         shared_inputs: Sequence[Tensor] = (),
     ) -> ResidentMemory:
-        """Add up what is there at any microbatch size.
-
-        Args:
-            training: whether all gradients are to come.
-            upcoming_bytes: of each tensor of state that the optimizer has yet to build.
-            shared_inputs: parts of the batch that every microbatch gets whole.
-        """
+        """Add up what is there at any microbatch size."""
         parameters = _distinct(p for module in self._modules for p in module.parameters())
         buffers = _distinct(b for module in self._modules for b in module.buffers())
         there = gradients = _count([each.grad for each in parameters if each.grad is not None])

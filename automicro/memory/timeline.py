@@ -267,12 +267,7 @@ class Recorder(CountingMode):
     def watching(
         self, modules: Iterable[nn.Module], *, root: Callable[[nn.Module], str] = lambda _: ""
     ) -> Iterator[None]:
-        """Tell inside which module each storage comes, and which ones are gradients.
-
-        Args:
-            modules: whose parts are called as each of these calls them.
-            root: what the modules themselves are called.
-        """
+        """Tell inside which module each storage comes, and which ones are gradients."""
         names: dict[int, str] = {}
         parameters: dict[int, nn.Parameter] = {}
         for each in modules:

@@ -95,11 +95,6 @@ class Stage(NamedTuple):
 class Stages:
     """The stages of a module, as it is called with arguments like these.
 
-    Args:
-        module: in the mode in which it is called.
-        arguments: by name. Tensors may be others later; anything else has to be the same.
-        is_part: whether a module inside has a size of its own, so that it is called as it is.
-
     Raises:
         UnsplittableModelError: they cannot be told, or would compute something else.
 
@@ -278,11 +273,6 @@ class Stages:
     ) -> dict[fx.Node, Any]:
         """Compute a stage, and return the values that are left.
 
-        Args:
-            number: of the stage.
-            given: values of its inputs.
-            normalise: computes its BatchNorms.
-
         Raises:
             UnsplittableModelError: an operation wrote into what others read.
         """
@@ -390,14 +380,7 @@ class _Moments(torch.autograd.Function):
 
 
 class _Norm:
-    """One use of a BatchNorm, with the statistics of all rows.
-
-    Args:
-        layer: itself.
-        count: values of each channel.
-        mean: of all rows.
-        variance: likewise.
-    """
+    """One use of a BatchNorm, with the statistics of all rows."""
 
     def __init__(self, layer: Any, count: int, mean: Tensor, variance: Tensor) -> None:
         # Nothing with a graph, which holds the stages, which hold this.
@@ -487,12 +470,7 @@ def _require_usual(name: str, layer: Any, x: Tensor) -> None:
 
 
 def to_host(value: Tensor, *, waits: bool = False) -> Tensor:
-    """A copy that waits on the host, in pinned memory where the device is another.
-
-    Args:
-        value: on the device.
-        waits: whether it is there before this returns, for autograd to add it up.
-    """
+    """A copy that waits on the host, in pinned memory where the device is another."""
     with on_host():
         pinned = value.device.type == "cuda"
         held = torch.empty_like(value, device="cpu", requires_grad=False, pin_memory=pinned)
@@ -610,15 +588,7 @@ def _combined(
 
 
 class _Stage:
-    """A stage of one slice: in the forward, and again in the backward.
-
-    Args:
-        stages: of the part.
-        number: of the stage.
-        holding: other tensors in place of parameters meanwhile.
-        devices: of what waits on the host.
-        known: the BatchNorms whose rows have all been seen.
-    """
+    """A stage of one slice: in the forward, and again in the backward."""
 
     def __init__(
         self,

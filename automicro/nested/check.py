@@ -83,12 +83,7 @@ class Checked:
     is_over: bool = True
 
     def watch(self, call: Call, counts: list[Any] | None = None) -> Call:
-        """The same call, in which each slice's loss is reduced as that of the check.
-
-        Args:
-            call: of the part.
-            counts: takes what each slice counted, where it gives that, too.
-        """
+        """The same call, in which each slice's loss is reduced as that of the check."""
         if self.averages is None or not (self.is_told or self.gives_count):
             return call
         compute, average = call.compute, self.averages[""]
@@ -112,11 +107,7 @@ class Checked:
 
 
 class Check:
-    """Compares a few rows of a part: at calls 1, 2, 4, 8 …, and where arguments are of a new form.
-
-    Args:
-        declared: what its loss is said to be a mean over, or ``"auto"``.
-    """
+    """Compares rows of a part: at calls 1, 2, 4, 8 …, and where arguments have a new form."""
 
     def __init__(self, declared: LossAverage) -> None:
         self._declared = declared
@@ -372,11 +363,6 @@ class _Comparison:
 
 def check_positions(call: Call, batch: Any, flatten: Callable[[Any], Any]) -> None:
     """Refuse a part to which rows and positions are not one.
-
-    Args:
-        call: of tokens.
-        batch: of rows and positions.
-        flatten: makes tokens of these.
 
     Raises:
         UnsplittableModelError: it computes something else with tokens.

@@ -87,11 +87,7 @@ class Nested(Feature):
 
 
 class ExactBatchNorm(Feature):
-    """Cuts the model as a whole, so that BatchNorm sees all rows; unless it has a size already.
-
-    Args:
-        microbatch_size: of its slices.
-    """
+    """Cuts the model as a whole, so that BatchNorm sees all rows; unless it has a size already."""
 
     def __init__(self, microbatch_size: Any) -> None:
         self._size = microbatch_size
@@ -190,10 +186,6 @@ class LanguageTail:
     In training, where labels are given, the head hands the hidden states on to the loss function,
     which applies the head to one slice after the other. Logits of the whole microbatch are never
     there: in outputs stands a `MissingLogits` for them. Evaluation goes as ever.
-
-    Args:
-        model: of transformers'.
-        options: arguments of a `NestedSplit`.
 
     Raises:
         ValueError: the model's forward does not use its loss function.

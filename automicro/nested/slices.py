@@ -38,10 +38,6 @@ T = TypeVar("T")
 class AsItStood(contextlib.AbstractContextManager[None]):
     """The surroundings of a computation as they are now. Entered, they are restored.
 
-    Args:
-        replays: of what the computation reaches.
-        random: of every generator that it may draw from.
-
     Example:
         >>> import torch
         >>> x, scale = torch.ones(2, requires_grad=True), [3.0]
@@ -300,13 +296,7 @@ def naming(sizer: _Sizer, size: int) -> Iterator[None]:
 
 
 class Standing(AsItStood):
-    """A slice that is computed again in the backward.
-
-    Args:
-        call: of the part.
-        size: rows of the slice.
-        replay: of what it reaches, unless that is all that the part does.
-    """
+    """A slice that is computed again in the backward."""
 
     def __init__(self, call: Call, size: int, replay: Replay | None = None) -> None:
         self._naming = functools.partial(naming, call.sizer, size)  # the call holds the batch
@@ -418,11 +408,7 @@ def rows_of(output: Any, num_rows: int) -> list[Tensor]:
 
 
 class Joined:
-    """The outputs of slices as those of all rows: else each of them would lie there twice.
-
-    Args:
-        num_rows: of all slices together.
-    """
+    """The outputs of slices as those of all rows: else each of them would lie there twice."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows, self._start, self._shown = num_rows, 0, None
@@ -511,11 +497,6 @@ class Gradients:
     """Sums of gradients: of inputs row by row, of parameters and shared inputs over slices.
 
     They lie there before the first slice: else that one would have more room than all others.
-
-    Args:
-        inputs: by their paths.
-        parameters: of the part.
-        row_dims: where inputs have the rows, by their paths; others are shared by all rows.
     """
 
     def __init__(
@@ -660,12 +641,7 @@ def _apply(operation: Any, *given: Any) -> Any:
 
 
 def split_loss(call: Call, *, recompute: bool) -> Tensor:
-    """The loss of a tail, slice by slice.
-
-    Args:
-        call: of the part.
-        recompute: whether gradients are taken in the backward, where a loss scale is known.
-    """
+    """The loss of a tail, slice by slice."""
     cut = call.cut(call.batch, call.sizes())
     assert call.averages is not None
     weights = BatchWeights(call.averages, [cut])

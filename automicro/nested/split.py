@@ -661,9 +661,6 @@ def _constants_in(part: nn.Module) -> Iterator[tuple[str, Any]]:
 class Places:
     """Where the parameters of modules stand that need a gradient.
 
-    Args:
-        index: of the modules.
-
     Raises:
         UnsplittableModelError: one lies on several ranks.
 

@@ -74,12 +74,6 @@ def predict_step_memory(
 ) -> StepMemory:
     """Predict the memory of an optimizer's first step of some parameters, on their device.
 
-    Args:
-        optimizer: that is to step; nothing of it moves.
-        parameters: that have a gradient in the step.
-        on_accelerator: whether they will lie on one, where torch steps all of them at once; None
-            to read it off them.
-
     A real copy of the optimizer steps, on fake tensors, which have shapes but no data. Optimizers
     that read values back (Adafactor, ASGD) are run on zeros on the host instead, one parameter at
     a time. Nothing of the original moves, and no hook or scheduler hears of it: where that cannot
@@ -150,13 +144,7 @@ def _copied(
     stand_ins: Mapping[int, Tensor],
     keeps: Callable[[Tensor], Tensor],
 ) -> torch.optim.Optimizer:
-    """A copy without state, without hooks, with the ``step`` of its class.
-
-    Args:
-        optimizer: stays as it is.
-        stand_ins: of parameters, by their id.
-        keeps: makes one of any other tensor that it keeps beside its state.
-    """
+    """A copy without state, without hooks, with the ``step`` of its class."""
     # `deepcopy` takes what `memo` has, and so puts stand-ins in the place of all tensors.
     optimizers, memo = _optimizers_in(optimizer), dict[int, Any](stand_ins)
     parts = {
@@ -212,15 +200,7 @@ def _dry_run(
     keeps: Callable[[Tensor], Tensor],
     on_accelerator: bool | None,
 ) -> StepMemory:
-    """Let a copy of the optimizer step stand-ins of the parameters, and count.
-
-    Args:
-        optimizer: stays as it is.
-        parameters: that have a gradient in the step.
-        others: stand-ins for the other parameters; None where the copy goes without those.
-        keeps: stand-ins for tensors in attributes and options of the optimizer.
-        on_accelerator: as `predict_step_memory`.
-    """
+    """Let a copy of the optimizer step stand-ins of the parameters, and count."""
     wanted = {id(parameter) for parameter in parameters}
     everything = [p for group in optimizer.param_groups for p in group["params"]]
     counter = CountingMode(None)
@@ -346,9 +326,6 @@ class OptimizerReservation:
 
     Parameters that had no gradient at the last step get no state from it. Nothing is held for them
     until an attempt has given them a gradient.
-
-    Args:
-        optimizer: the one that builds the state, inside of any wrapper.
 
     Attributes:
         unknown: why nothing could be reserved; None where it was, or nothing is needed.

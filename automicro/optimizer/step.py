@@ -25,11 +25,6 @@ T = TypeVar("T")
 def write_in_place(action: Callable[[], T], device: torch.device, half_applied: str) -> T:
     """Run something that writes in place, once.
 
-    Args:
-        action: writes to gradients, parameters or state.
-        device: whose memory is given back where it runs out.
-        half_applied: the error's text then.
-
     Raises:
         OptimizerStepError: memory ran out. Other exceptions pass through.
 

@@ -79,13 +79,6 @@ logger = logging.getLogger(__name__)
 class CoordinatedRanks:
     """Implements `automicro.ranks.interface.Ranks` for several processes.
 
-    Args:
-        votes: among all ranks.
-        guards: of the wrappers that the model is made of.
-        warm_up: connects what they use, before the first attempt.
-        copies: how many ranks have the same rows, as tensor parallel ones do.
-        name: tells it from others with the same votes.
-
     Attributes:
         sync: how late gradients are to be reduced; all ranks may set it between steps.
         synced: how late those of the last attempt were.
@@ -488,9 +481,6 @@ def _meeting() -> Store:
 def coordinate(modules: Sequence[nn.Module]) -> Ranks:
     """The coordination that a step of these modules needs. All ranks call it.
 
-    Args:
-        modules: the model, then further modules that take part, wrapped already.
-
     Raises:
         ValueError: a wrapper, or an option of one, under which no attempt can be undone, or an
             ``AUTOMICRO_PEER_TIMEOUT`` that is no number of seconds.
@@ -517,11 +507,7 @@ def coordinate(modules: Sequence[nn.Module]) -> Ranks:
 
 
 def announce_absence(error: Exception) -> None:
-    """Tell the other ranks that this one does not come to what they wait for, once.
-
-    Args:
-        error: why.
-    """
+    """Tell the other ranks that this one does not come to what they wait for, once."""
     if isinstance(error, RankError) or facts_of(error).is_told:
         return
     group = opened_state()
@@ -534,9 +520,6 @@ def announce_absence(error: Exception) -> None:
 
 def wait_for_all(point: str) -> None:
     """Go on where all ranks have come, or where one says that it will not. All ranks call it.
-
-    Args:
-        point: in the program, by a name.
 
     Raises:
         RankError: some rank does not come.

@@ -179,11 +179,6 @@ def arrange(rank: int, world_size: int, local_world_size: int) -> Topology:
     messages as there are ranks, so nodes agree within themselves first, then their leaders in
     groups of eight, and so on.
 
-    Args:
-        rank: whose place.
-        world_size: how many ranks there are.
-        local_world_size: how many of them are on one node, with successive numbers.
-
     >>> arrange(1, 4, 4)
     Topology(groups=[[0, 1, 2, 3]], height=1)
     >>> arrange(2, 4, 2)
@@ -200,9 +195,6 @@ def arrange(rank: int, world_size: int, local_world_size: int) -> Topology:
 
 def ranks_by_node(local_world_sizes: Sequence[int]) -> list[list[int]]:
     """The ranks of each node; all in one where what they say does not fit together.
-
-    Args:
-        local_world_sizes: what each rank says of its own node, in order.
 
     >>> ranks_by_node([2, 2, 1])
     [[0, 1], [2]]
@@ -261,13 +253,7 @@ TEXT_BYTES = 2048
 
 
 class GlooGroup:
-    """A process group of its own on the host, apart from those of the training.
-
-    Args:
-        ranks: the members, in order. All ranks of the world make the group, members or not, so
-            that torch numbers its groups alike everywhere.
-        timeout_seconds: how long one exchange may take, the slowest member's delay included.
-    """
+    """A process group of its own on the host, apart from those of the training."""
 
     def __init__(self, ranks: list[int], *, timeout_seconds: float) -> None:
         self._ranks = ranks
@@ -339,14 +325,7 @@ class Exchange(Protocol):
 
 
 class TreeExchange:
-    """An exchange within a node, then among the leaders of nodes, then of their groups.
-
-    Args:
-        groups: those that this rank belongs to, from its node upwards.
-        height: how many levels the tree has, also above this rank.
-        rank: this process's number.
-        world_size: how many there are.
-    """
+    """An exchange within a node, then among the leaders of nodes, then of their groups."""
 
     def __init__(self, groups: Sequence[Group], *, height: int, rank: int, world_size: int) -> None:
         self._groups = groups

@@ -47,13 +47,6 @@ class Liveness:
     the store within `timeout_seconds` of each other, however the watching rank is held up; and one
     that gives none any more is found two intervals after that, by a rank that is not held up.
 
-    Args:
-        rank: that watches.
-        world_size: how many ranks there are.
-        timeout_seconds: without a beat, after which a rank is lost.
-        interval_seconds: between two looks.
-        now: the time by any clock that does not go back.
-
     Example:
         >>> liveness = Liveness(
         ...     rank=0, world_size=3, timeout_seconds=6.0, interval_seconds=1.0, now=0.0
@@ -93,12 +86,7 @@ class Liveness:
         return there if any(self._is_silent(rank, self._late_seconds) for rank in near) else near
 
     def note(self, now: float, beats: Mapping[int, str]) -> None:
-        """Take down an answer of the store.
-
-        Args:
-            now: the time.
-            beats: by rank.
-        """
+        """Take down an answer of the store."""
         # A longer gap is one in which this process stood still or the store was away. That says
         # nothing of the others.
         self._answered_seconds += min(now - self._last_answer, self._longest_gap)
@@ -197,14 +185,7 @@ _ANSWER_SECONDS = 2.0
 
 
 class MissingRanks:
-    """Names the ranks that do not answer.
-
-    Args:
-        store: where the processes met.
-        rank: this process's number.
-        world_size: how many there are.
-        wait_seconds: for the others to notice too.
-    """
+    """Names the ranks that do not answer."""
 
     def __init__(
         self, store: Store, *, rank: int, world_size: int, wait_seconds: float = 3.0
@@ -260,11 +241,7 @@ class Watch(Protocol):
     """The interface by which a vote asks about the peers' hosts."""
 
     def loss(self, *, fresh: bool = False) -> str | None:
-        """Why no rank can go on, in words that begin a sentence; None where all is well.
-
-        Args:
-            fresh: whether to ask now, and not only at the next beat.
-        """
+        """Why no rank can go on, in words that begin a sentence; None where all is well."""
 
 
 class NoWatch:
@@ -505,9 +482,6 @@ def watch_peers(exchange: Exchange) -> Watch:
 
     Rank 0's ``AUTOMICRO_PEER_TIMEOUT`` counts for all. A single process is not watched, nor
     are processes that met in something else than a TCPStore.
-
-    Args:
-        exchange: reaches all ranks.
 
     Raises:
         ValueError: the variable is no number of seconds.

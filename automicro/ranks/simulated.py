@@ -60,11 +60,6 @@ class _SimulatedGroup:
 class SimulatedWorld:
     """So many ranks as threads of this process.
 
-    Args:
-        world_size: how many.
-        local_world_size: how many of them share a node; all of them unless given.
-        timeout_seconds: how long one waits for the others.
-
     Example:
         >>> from automicro.ranks.exchange import healthy
         >>> world = SimulatedWorld(3)

@@ -108,11 +108,6 @@ class _RollCall(Protocol):
 class Votes:
     """All votes of one rank.
 
-    Args:
-        exchange: reaches all ranks.
-        roll_call: finds out who is missing when it does not.
-        watch: knows of hosts that are gone.
-
     Attributes:
         count: how many exchanges there were.
         told: the highs of the exchange that ended the last attempt.
@@ -155,10 +150,6 @@ class Votes:
     def cast(self, point: str, *, remedy: str = "") -> None:
         """Say at a point of the program that this rank is well.
 
-        Args:
-            point: where this rank is.
-            remedy: where a peer is at another point, if it is not the usual one.
-
         Raises:
             PeerStoppedError: a peer is not. Raised again at every further vote of the attempt.
             PeerLostError: a peer is gone.
@@ -169,10 +160,6 @@ class Votes:
 
     def collective(self, call: Call, *, where: str) -> None:
         """Say before a collective of other code that this rank comes to it.
-
-        Args:
-            call: the collective.
-            where: it runs, for errors.
 
         Raises:
             RankError: as `cast`; `DesyncError` also where not all of its group come.
@@ -192,10 +179,6 @@ class Votes:
 
     def agree(self, proposal: Proposal, *, asker: str = "") -> Agreement:
         """Put together what all ranks bring to an attempt.
-
-        Args:
-            proposal: of this rank.
-            asker: which of the Microbatchers of this process it is.
 
         Raises:
             RankError: as `cast`.
@@ -238,12 +221,6 @@ class Votes:
         self, report: Report, *, flag: bool, unused: Sequence[bool] = ()
     ) -> tuple[bool, Report, Sequence[bool]]:
         """Say that this rank is ready to commit; whether any flag was raised, what all told.
-
-        Args:
-            report: of this rank.
-            flag: whether its collectives were others than were known.
-            unused: of each parameter, whether this rank did not use it. Returned is whether none
-                did, which takes a further vote only where every rank left some out.
 
         Raises:
             RankError: as `cast`.
@@ -336,11 +313,7 @@ class Votes:
         return self._stopped
 
     def state_here(self, *, rolls_back: bool) -> str:
-        """The state of this rank after another one failed, in words.
-
-        Args:
-            rolls_back: whether this rank was in an attempt, which leaves no trace.
-        """
+        """The state of this rank after another one failed, in words."""
         if rolls_back:
             return "The batch at hand was rolled back here: the state is as before it."
         return (

@@ -54,12 +54,7 @@ class Use(NamedTuple):
 
 
 class WarmUp:
-    """Connects all that steps will use, before the first one.
-
-    Args:
-        uses: in an order that is the same on all ranks.
-        done: of this process group already; added to.
-    """
+    """Connects all that steps will use, before the first one."""
 
     def __init__(self, uses: Iterable[Use], done: set[Use]) -> None:
         self._uses = [each for each in dict.fromkeys(uses) if each.takes_device_memory]

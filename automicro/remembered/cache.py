@@ -135,10 +135,6 @@ class SizeCache:
     """Sizes that runs have found. Files are data: reading one runs nothing.
 
     What fails or is damaged is left out, with one `SizeCacheWarning` for each cache.
-
-    Args:
-        folder: of the files, or its URL; made when the first is written; that of the environment
-            unless given.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
@@ -169,11 +165,7 @@ class SizeCache:
         return sorted(found, key=lambda each: _order(each.key))
 
     def clear(self, which: Callable[[RememberedSize], bool] | None = None) -> int:
-        """Remove sizes, and return how many are gone.
-
-        Args:
-            which: whether one is to go; all unless given, damaged files too.
-        """
+        """Remove sizes, and return how many are gone."""
         names = self._ask("listed", "", _names) or []
         if which is not None:
             names = [each.key.file for each in self.entries() if which(each)]

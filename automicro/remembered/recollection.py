@@ -50,10 +50,6 @@ class Recollection:
 
     Nothing in it can stop a run: whatever goes wrong is one `SizeCacheWarning`, and the run goes
     on without remembering.
-
-    Args:
-        setup: of the run.
-        phase: its name.
     """
 
     def __init__(self, setup: Setup, phase: str) -> None:
@@ -77,12 +73,6 @@ class Recollection:
         """Let a policy start from what is remembered, at the first batch of a new run.
 
         Returns the rows that it starts from, None where nothing was recalled.
-
-        Args:
-            batch: that comes next; None where this rank has none.
-            policy: of the sizes; told where it can be.
-            is_new: whether nothing was found yet, here or in a checkpoint.
-            ranks: that all start from what the first of them remembers.
         """
         if self._has_asked:
             if batch is not None:
@@ -223,16 +213,6 @@ def describe_run(
 ) -> RunKey:
     """Return the key of a run. Call it inside the memory limit: that is part of the key.
 
-    Args:
-        modules: all that take part, the model first; lazy ones materialized.
-        shapes: of the batch that a size is found for; see `describe_shapes`.
-        rows: of that batch.
-        device: where the modules compute.
-        optimizer: of the training.
-        precision: as the `Microbatcher` has it.
-        phase: ``"train"`` or ``"eval"``.
-        world_size: processes that train together.
-
     >>> model, batch = nn.Linear(8, 2), (torch.zeros(64, 8), torch.zeros(64))
     >>> cpu = torch.device("cpu")
     >>> key = describe_run([model], describe_shapes(batch), rows=64, device=cpu)
@@ -263,10 +243,6 @@ def describe_shapes(batch: Any, *, layout: BatchLayout | None = None) -> dict[st
     """Return dtype and shape of each tensor in a batch by its path, without the rows.
 
     Rows that are not collated, each with tensors of its own, are described together.
-
-    Args:
-        batch: the batch.
-        layout: where it has its rows; dimension 0 unless given.
 
     Raises:
         BatchError: the batch cannot be read.

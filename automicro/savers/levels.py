@@ -117,11 +117,7 @@ class Level:
 
 @dataclass
 class NestedTail:
-    """Head and loss of a language model run in slices, so that its logits are never there whole.
-
-    Args:
-        tail: of the model.
-    """
+    """Head and loss of a language model run in slices, so that its logits are never there whole."""
 
     tail: LanguageTail
     name: str = field(default=NESTED, init=False)
@@ -186,18 +182,6 @@ def make_levels(
     generators: Iterable[Any] | Callable[[], Iterable[Any]] = (),
 ) -> list[Level]:
     """The levels that an option stands for, the plain one first.
-
-    Args:
-        when_too_large: ``"error"`` for the plain level alone; ``"recompute"``, ``"offload"`` or a
-            list of these for levels that switch on one after the other; ``"auto"`` for recompute,
-            offload, and both. In a mapping the value of ``"recompute"`` names the blocks, with
-            ``*`` for one part of a name, and that of ``"offload"`` is True:
-            ``{"recompute": ["encoder.layers.*"], "offload": True}``; ``{"auto": […]}`` names the
-            blocks of ``"auto"``.
-        modules: the model first, then further ones.
-        device: where they compute.
-        generators: of the caller's, or what gives them; those of torch, NumPy, Python and the
-            devices are known.
 
     Raises:
         TypeError, ValueError: it is none of these, or no block is found. The message has the

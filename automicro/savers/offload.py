@@ -88,10 +88,6 @@ class OffloadHooks:
     not count. Tensors stay that are parameters, buffers, small, or of a class of their own.
 
     As without hooks, a tensor that was written to after it was saved is refused in the backward.
-
-    Args:
-        staying: tensors whose storages stay on the device.
-        host: around what allocates on the host.
     """
 
     def __init__(
@@ -223,10 +219,6 @@ def _is_plain(tensor: Tensor) -> bool:
 @dataclass
 class Offload:
     """Tensors saved for the backward wait in host memory; see `OffloadHooks`.
-
-    Args:
-        modules: whose parameters and buffers stay on the device.
-        host: around what allocates on the host.
 
     >>> model = nn.Sequential(nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 1))
     >>> with Offload([model]).applied():

@@ -456,10 +456,6 @@ class Recompute:
 
     Hooks of a block itself run once; those of modules inside of it run again with it.
 
-    Args:
-        blocks: by what they are called with; those that are left out compute as ever.
-        random: gives what remembers every generator that a forward may draw from.
-
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
     >>> with Recompute([Block("all", model)], lambda: RandomState([])).applied():
     ...     model(torch.ones(3, 2)).sum().backward()

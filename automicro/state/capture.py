@@ -74,13 +74,6 @@ def capture(
 ) -> "Captured":
     """Hold all that is reached from some values, as it is now.
 
-    Args:
-        roots: modules, functions and other values that a forward may get at, by name. These are
-            meant: a long list, or a large array or tensor, that is one comes back whole.
-        skip: objects, or classes of objects, that stay as they become.
-        large: where a computation waits to be run again: the only large tensors that are copied,
-            by their ids. Tensors with a graph are kept meanwhile, as they are part of its input.
-
     Example:
         >>> model = nn.Linear(2, 2)
         >>> model.seen = seen = [1]
@@ -637,12 +630,6 @@ class Captured:
         """Hold no content between attempts, and keep no tensor alive; `again` takes what is there.
 
         What was captured can then no longer be put back.
-
-        Args:
-            is_committed: whether an attempt has gone through, which shows what attempts replace.
-
-        Returns:
-            Whether this can be used for the next capture.
         """
         if is_committed and self._is_new:
             self._is_new = False

@@ -61,12 +61,6 @@ class Copies:
 
     A large tensor's copy is kept, and not taken again, while its version stays, once a commit has
     shown by content that it is not written to past its version.
-
-    Args:
-        tensors: to copy, none of them trained.
-        buffers: ids of those that are buffers of modules, which kernels write past their versions.
-        watches_others: whether large ones that are no such buffers are only watched, and stay as
-            they become; `written` has those that were written to.
     """
 
     def __init__(
@@ -247,9 +241,6 @@ class Leaves:
     """Parameters: their flags, hooks, memory and, of lazy ones, class; not what they hold.
 
     Frozen ones are watched: a teacher that a forward moves is no parameter of the optimizer's.
-
-    Args:
-        leaves: the parameters, and other tensors that are trained.
 
     Attributes:
         small: frozen ones that are copied with other tensors, and not watched.

@@ -37,9 +37,6 @@ _MOST_TICKS = 12
 def new_figure(*, height: float = 5.0) -> "Figure":
     """An empty figure.
 
-    Args:
-        height: in inches.
-
     Raises:
         ImportError: matplotlib is not installed.
     """
@@ -71,9 +68,6 @@ def save(figure: "Figure", path: str | os.PathLike[str]) -> Path:
 
 def check_name(path: str | os.PathLike[str]) -> None:
     """Refuse what `save` would refuse, before a long measurement.
-
-    Args:
-        path: as for `save`.
 
     Raises:
         ImportError: matplotlib is not installed.

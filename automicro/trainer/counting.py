@@ -37,13 +37,6 @@ class Counter:
 
     A batch that lies on a device is counted there, and the host waits for the sum once per batch.
 
-    Args:
-        unit: tokens, or seconds.
-        count: from a batch to its amount; None to take what is known without.
-        is_known: whether the loader knows the amounts of its batches.
-        durations: by the names of arguments: every batch must tell its amount for those that
-            count it.
-
     Raises:
         TypeError: ``count`` cannot be called.
         ValueError: a duration counts seconds, and nothing says what a batch's are.
@@ -79,10 +72,6 @@ class Counter:
     def require_for(self, name: str, duration: Duration) -> None:
         """Let every batch tell its amount from now on, where a duration counts it.
 
-        Args:
-            name: of the argument that it came in.
-            duration: any.
-
         Raises:
             ValueError: it counts seconds, and nothing says what a batch's are.
         """
@@ -93,10 +82,6 @@ class Counter:
 
     def count_all(self, batches: Sequence[Any], *, known: float | None = None) -> Any:
         """The amount of several batches; None where nothing says what it is.
-
-        Args:
-            batches: what the loader gave.
-            known: what it knows of them.
 
         Raises:
             TypeError: the callable gave no number.

@@ -69,12 +69,7 @@ class Interval:
         return self.every is not None and self.every.unit is Unit.EPOCHS
 
     def catch_up(self, state: LoopState, *, is_pending: bool = False) -> None:
-        """Take all that is done for handled, as in a run that is taken up again.
-
-        Args:
-            state: where training stands.
-            is_pending: whether the latest is not, and is to be due.
-        """
+        """Take all that is done for handled, as in a run that is taken up again."""
         self._passed = self._count(state) - is_pending
 
     def is_pending(self, state: LoopState) -> bool:
@@ -176,16 +171,6 @@ class Evaluation:
 
         A pass that is broken off, by an error or by ``is_stopped``, leaves the phase as it was.
         Like after an error, callbacks are not told of an end then.
-
-        Args:
-            phase: takes note of what happens.
-            context: of the run.
-            where: where training stands, to say so.
-            is_stopped: asked before each batch; None for never.
-            max_batches: of this pass, where they are fewer than always.
-
-        Returns:
-            The values, or None for a pass that was broken off.
         """
         with context.mode.evaluating():
             start = time.perf_counter()
@@ -321,9 +306,6 @@ class EvaluationFactory:
     def make_given(self, dataloader: Any) -> list[Evaluation]:
         """The evaluations that `Trainer.eval` was asked for. All ranks call it.
 
-        Args:
-            dataloader: as the trainer takes it.
-
         Raises:
             DesyncError: ranks were given different things, or some do not evaluate now.
         """
@@ -335,12 +317,7 @@ class EvaluationFactory:
     def make_all(
         self, evaluators: Mapping[str, Evaluator], *, loader_name: str = "eval_dataloader"
     ) -> list[Evaluation]:
-        """The evaluations of these evaluators.
-
-        Args:
-            evaluators: by name.
-            loader_name: of the argument that they came in, for errors.
-        """
+        """The evaluations of these evaluators."""
         return [
             self._make(name, evaluator, f"{loader_name}[{name!r}]" if name else loader_name)
             for name, evaluator in evaluators.items()
@@ -370,13 +347,7 @@ class EvaluationFactory:
 def expected_values(
     training: MetricSet, evaluations: Sequence[Evaluation], *, loss_fn: object
 ) -> ExpectedValues:
-    """Which values a run will log, as far as that is known.
-
-    Args:
-        training: the metrics of training.
-        evaluations: those that there are; some never happen in training.
-        loss_fn: as the Trainer was given it.
-    """
+    """Which values a run will log, as far as that is known."""
     return ExpectedValues(
         evaluations={each.name: each.metrics.names for each in evaluations if each.happens_at_end},
         training=training.names,
@@ -393,10 +364,6 @@ class EvaluationPlan:
 
     An evaluation that is broken off, by a signal or an error, counts for nothing and stays due:
     it comes first when training goes on, in a run that is taken up again, too.
-
-    Args:
-        evaluations: what to evaluate on.
-        context: of the run; its state takes the evaluations down.
 
     Raises:
         ValueError: data that can be passed over only once, for several evaluations.
@@ -434,11 +401,7 @@ class EvaluationPlan:
         return any(each.gives(name) and not self._is_done(each) for each in self._evaluations)
 
     def run_due(self, is_stopped: Callable[[Ranks], bool]) -> None:
-        """Evaluate where an interval was reached.
-
-        Args:
-            is_stopped: asked before each evaluation and each of its batches.
-        """
+        """Evaluate where an interval was reached."""
         # At the end of an epoch, those of its last batch come before those of the epoch.
         for evaluation in sorted(self._evaluations, key=lambda each: each.interval.is_of_epochs):
             if evaluation.interval.is_pending(self._state):

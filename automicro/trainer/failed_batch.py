@@ -109,10 +109,6 @@ def save_batch(path: str | os.PathLike[str], failed: FailedBatch) -> None:
 def load_batch(path: str | os.PathLike[str], *, like: Any = None) -> FailedBatch:
     """Read a batch that `save_batch` kept. Nothing in the file is run.
 
-    Args:
-        path: of the file.
-        like: a batch of the same kind, for classes of your own, which the file only names.
-
     Raises:
         UnreadableBatchError: the file is none of these, is damaged, or its batch is of a class that
             only ``like`` can tell.
@@ -224,11 +220,6 @@ class Failures:
 
         The error gets a note that says where they are. Of several ranks those keep theirs on
         which memory ran out.
-
-        Args:
-            batches: that make up the optimization batch.
-            phase: ``"train"`` or ``"eval"``.
-            where: it is, in words, or what says so.
         """
         try:
             yield

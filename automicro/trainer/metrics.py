@@ -69,13 +69,6 @@ def _take_on(metric: "Metric", forms: dict[str, _Form | None]) -> None:
 def model_metrics(model: Any, *, is_train: bool) -> dict[str, Any] | None:
     """The metrics by name that a model with Composer's interface has.
 
-    Args:
-        model: any; one with ``loss``, ``eval_forward`` and ``get_metrics`` is asked.
-        is_train: whether those of training are wanted, or those of evaluation.
-
-    Returns:
-        None where it is another model, or has no metrics.
-
     Raises:
         TypeError: ``get_metrics`` gave something else than metrics.
 
@@ -103,11 +96,6 @@ def model_metrics(model: Any, *, is_train: bool) -> dict[str, Any] | None:
 
 class MetricSet:
     """Clones of metrics, on the device.
-
-    Args:
-        metrics: a torchmetrics Metric (named after its class), a MetricCollection, or a mapping
-            from names to these; None for no metrics.
-        device: where the model's outputs are.
 
     Raises:
         TypeError: something in it is no metric.
@@ -173,11 +161,7 @@ class MetricSet:
         }
 
     def differences(self, state: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-        """Metrics that a state lacks, and those that only it has, in words.
-
-        Args:
-            state: what `state_dict` gave, of whatever metrics.
-        """
+        """Metrics that a state lacks, and those that only it has, in words."""
         lacks, extra = [], []
         for name, each in self._states.items():
             if name not in state:
@@ -205,10 +189,6 @@ class MetricSet:
         """The state for a rank, where another number of ranks has counted.
 
         The first goes on with what all have counted, the others with nothing.
-
-        Args:
-            states: what `state_dict` gave on each of them.
-            rank: the one that goes on.
 
         Raises:
             CheckpointError: the counts of a metric cannot be put together.
@@ -480,10 +460,6 @@ class _MetricState:
 
     def reshard(self, states: Sequence[Mapping[str, Any]], *, rank: int) -> dict[str, Any]:
         """The counts of a rank where another number of ranks saved; see `_merge_counts`.
-
-        Args:
-            states: what `state_dict` gave on each of them.
-            rank: the one that goes on.
 
         Raises:
             CheckpointError: its counts cannot be put together.

@@ -34,12 +34,6 @@ def group_parameters(model: nn.Module, groups: ParameterGroups) -> list[dict[str
     their own, without options, in front of the others. A parameter that a model has under several
     names (tied weights) goes by any of them.
 
-    Args:
-        model: whose parameters.
-        groups: mappings from ``"params"`` to a name or a list of names, in which ``*``, ``?`` and
-            ``[…]`` match as in `fnmatch.fnmatchcase`, and from options of the optimizer to their
-            values for these parameters.
-
     Raises:
         TypeError: groups that are not such mappings.
         ValueError: a name that no parameter has, or a group whose parameters are all in earlier
@@ -76,10 +70,6 @@ def group_parameters(model: nn.Module, groups: ParameterGroups) -> list[dict[str
 
 def check_group_options(optimizer: Optimizer, groups: ParameterGroups) -> None:
     """Refuse options that the optimizer does not have: torch keeps them and never looks at them.
-
-    Args:
-        optimizer: made of groups with these options.
-        groups: as for `group_parameters`.
 
     Raises:
         ValueError: an option that the optimizer does not have.
@@ -179,13 +169,6 @@ def build_optimizer(
     loss_fn: object = None,
 ) -> Optimizer | None:
     """The optimizer, built from the model's parameters where a callable was given.
-
-    Args:
-        optimizer: an optimizer, or what makes one of a list of parameters or parameter groups.
-        model: whose parameters they are.
-        modules: the model, then further modules that an optimizer may have parameters of.
-        groups: see `group_parameters`; none hands over a plain list of parameters.
-        loss_fn: may have parameters of its own, which an optimizer of the model leaves out.
 
     Raises:
         TypeError: neither an optimizer nor something that makes one.
@@ -307,10 +290,6 @@ SCHEDULER_INTERVALS = ("batch", "epoch")
 def read_scheduler_interval(scheduler: object, given: str | None) -> str:
     """After what the scheduler is stepped.
 
-    Args:
-        scheduler: one with an attribute ``scheduler_interval`` says so itself.
-        given: one of `SCHEDULER_INTERVALS`; None where nothing was said.
-
     Raises:
         ValueError: it is not known, missing, or other than what the scheduler says.
 
@@ -339,9 +318,6 @@ class OptimizerMode:
 
     Such an optimizer has the model train at other weights than it is to be used with. Between two
     fits the model has those that it is used with.
-
-    Args:
-        optimizer: any, or None.
 
     >>> OptimizerMode(torch.optim.SGD([torch.zeros(1, requires_grad=True)])).train()
     """

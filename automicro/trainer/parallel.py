@@ -41,15 +41,6 @@ def check_parallel(
 ) -> None:
     """Refuse what several processes cannot train together.
 
-    Args:
-        parallel: how the model is to be wrapped.
-        modules: the model, then further modules that take part.
-        place: of this process.
-        compiles: whether the model is to be compiled.
-        channels_last: whether its convolutions are to have the channels last in memory.
-        loss_fn: of the run.
-        optimizer: of the run, or what makes it.
-
     Raises:
         ValueError: each with its remedy.
 
@@ -109,12 +100,6 @@ def wrap(
     """The module that steps call: DDP around the model, or the model with its shards.
 
     All ranks go on from rank 0's values. Do it before the optimizer is made. All ranks call it.
-
-    Args:
-        parallel: how.
-        modules: the model, then further modules that take part, on the device.
-        device: of this process.
-        place: of this process.
     """
     model = modules[0]
     # DDP does it for the model.

@@ -104,10 +104,6 @@ def own_device(device: torch.device | str, place: Process) -> torch.device | str
     Where a process sees one accelerator alone, it takes that: many clusters show each process its
     own. Whether it is another's as well, `meet` finds out.
 
-    Args:
-        device: as the Trainer has it.
-        place: of the process.
-
     Raises:
         ValueError: more processes on this machine than accelerators.
 
@@ -135,10 +131,6 @@ def meet(device: torch.device, place: Process) -> None:
 
     It meets in a part of the store that is this start's alone: what processes of an earlier one
     left in the store would mislead those of this one.
-
-    Args:
-        device: of this process: what torch takes for it (NCCL for CUDA), and gloo for the host.
-        place: of this process.
 
     Raises:
         ValueError: several processes, and nothing says where they meet, or two of them are on one
@@ -175,12 +167,6 @@ def require_own_device(store: Store, place: Process, identity: str | None, devic
 
     NCCL refuses it too, but as an invalid usage, and after it has connected.
 
-    Args:
-        store: of this start alone.
-        place: of this process.
-        identity: of its device, the same in all processes; None where it has none.
-        device: as this process calls it.
-
     Raises:
         ValueError: two processes are on one device.
 
@@ -208,9 +194,6 @@ def leave() -> None:
 def agreed_time(now: str) -> str:
     """One time for all processes of a run, also after torchrun has started them again.
 
-    Args:
-        now: what this process would say.
-
     >>> agreed_time("12:00")
     '12:00'
     """
@@ -228,9 +211,6 @@ def is_said_by_first(text: str) -> bool | None:
     """Whether rank 0 says the very same as its last words; None where that cannot be known.
 
     Rank 0 leaves what it says in the store of torchrun, and the others wait a little for it.
-
-    Args:
-        text: what this process would say.
 
     >>> is_said_by_first("no such file") is None
     True
@@ -275,12 +255,7 @@ def copy_from_first(tensors: Iterable[Tensor]) -> None:
 
 
 def said_by_first(value: int, device: torch.device) -> int:
-    """Rank 0's number on every rank. All ranks call it.
-
-    Args:
-        value: this rank's.
-        device: where the ranks can exchange it.
-    """
+    """Rank 0's number on every rank. All ranks call it."""
     if num_ranks() == 1:
         return value
     tensor = torch.tensor([value], dtype=torch.int64, device=device)
@@ -302,10 +277,6 @@ def name_of_start(store: Store, place: Process) -> str:
 
     torchrun's restart count is no such name: each agent counts the failures of its own host. So
     each process says hello with a word of its own, and rank 0 answers to that word.
-
-    Args:
-        store: of this start and of earlier ones.
-        place: of this process.
 
     Raises:
         PeerLostError: some did not come.

@@ -112,12 +112,7 @@ class StatusLine:
         return self.line
 
     def in_window(self, columns: int, *, ascii_only: bool = False) -> Text:
-        """In one line of a window, trimmed from the right.
-
-        Args:
-            columns: of the window.
-            ascii_only: whether it can show nothing else.
-        """
+        """In one line of a window, trimmed from the right."""
         text, words = Text(no_wrap=True, overflow="ellipsis"), list(self.parts)
         if self.seconds_left is not None:
             words.insert(0, f"{_describe_seconds(self.seconds_left)} left")
@@ -162,9 +157,6 @@ class TimeLeft:
 
     The first answer is None: what came before, such as finding a size, tells nothing of the rest.
 
-    Args:
-        clock: what time it is, in seconds.
-
     >>> left = TimeLeft(clock=iter([0.0, 10.0]).__next__)
     >>> left.at(0.2), left.at(0.4)
     (None, 30.0)
@@ -175,11 +167,7 @@ class TimeLeft:
         self._start: tuple[float, float] | None = None
 
     def at(self, share: float | None) -> float | None:
-        """Seconds until all is done.
-
-        Args:
-            share: that is done.
-        """
+        """Seconds until all is done."""
         if share is None:
             return None
         now = self._clock()
@@ -299,11 +287,6 @@ class RunSettings:
 def position(state: LoopState, max_duration: Duration, num_batches: int | None = None) -> str:
     """How far training has come, in the unit that it is measured in.
 
-    Args:
-        state: where training stands.
-        max_duration: how far it goes.
-        num_batches: of an epoch, to say how far into it.
-
     >>> position(LoopState(batch=7, samples=448), Duration.parse("1000sp"))
     'sample 448/1,000, batch 7'
     """
@@ -358,17 +341,7 @@ def batch_status(
     learning_rate: float | None,
     time_left: TimeLeft,
 ) -> StatusLine:
-    """Where training stands after a batch.
-
-    Args:
-        run: whose state, duration and device it is.
-        result: of the batch.
-        num_batches: of an epoch, where that is known.
-        num_devices: that train the model.
-        speed: of late.
-        learning_rate: of all parameters; None where they have several.
-        time_left: estimates it.
-    """
+    """Where training stands after a batch."""
     state, max_duration, cut = run.state, run.max_duration, Sizes.of(result)
     if max_duration.unit is Unit.EPOCHS and num_batches is None:
         where = f"epoch {state.epoch + 1}/{max_duration.value}, batch {state.epoch_batch}"
@@ -410,12 +383,6 @@ def describe_number(value: float) -> str:
 
 def size_lines(phase: str, result: StepResult | EvalResult, settled: Sizes | None) -> list[str]:
     """All that is out of the ordinary about the microbatch size of a batch.
-
-    Args:
-        phase: ``"train"`` or ``"eval"``.
-        result: of the batch.
-        settled: the cut of earlier ones; where rows differ in length, more of shorter ones fit
-            into as many microbatches, which is no growth.
 
     >>> result = EvalResult(loss=None, num_samples=512, num_global_samples=512,
     ...     microbatch_size=128, num_microbatches=4, attempts=3, failed_sizes=(512, 256))
@@ -500,9 +467,6 @@ _ATTEMPTS = logging.getLogger("automicro.attempts")
 class Progress:
     """Where the trainer says how it goes, entered while it runs. This one shows nothing.
 
-    Args:
-        clock: what time it is, in seconds.
-
     >>> with Progress() as progress:
     ...     progress.line("unread")
     """
@@ -566,12 +530,7 @@ def make_progress(enabled: bool, console: Console | None = None) -> Progress:
 
 
 class PlainProgress(Progress):
-    """Lines, with the status at most every few seconds.
-
-    Args:
-        console: where to write.
-        options: of `Progress`.
-    """
+    """Lines, with the status at most every few seconds."""
 
     _seconds = PLAIN_SECONDS
 
@@ -592,12 +551,7 @@ class PlainProgress(Progress):
 
 
 class LiveProgress(Progress):
-    """Lines, and below them one that is written over.
-
-    Args:
-        console: a terminal.
-        options: of `Progress`.
-    """
+    """Lines, and below them one that is written over."""
 
     _seconds = LIVE_SECONDS
 
@@ -629,12 +583,7 @@ class LiveProgress(Progress):
 
 
 class NotebookProgress(Progress):
-    """Lines, and above them one that is written over, in the output of a notebook's cell.
-
-    Args:
-        display: ``display(html)`` puts something on display and gives what replaces it.
-        options: of `Progress`.
-    """
+    """Lines, and above them one that is written over, in the output of a notebook's cell."""
 
     _seconds = NOTEBOOK_SECONDS
 

@@ -128,14 +128,6 @@ def find_costliest(
     A sampler with ``batch_costs`` is asked. Of a data set with indices the batches are made in
     this process from what the sampler gives; anything else is passed over. Both are bounded.
 
-    Args:
-        loader: gives batches.
-        name: of its argument, for errors.
-        epoch: that the pass is of.
-        rows_of: counts the rows of a batch; None where only whole batches count.
-        most_batches: of the pass; None for all.
-        most_seconds: after which no further batch is made to look at it.
-
     Raises:
         ValueError: it can be passed over only once.
 
@@ -310,11 +302,6 @@ def undisturbed(loader: Any, *others: object) -> Iterator[None]:
 
     That are generators of the process and of the loader, its data set and samplers, and the
     attributes of these; of samplers also what lists, arrays and tables there hold.
-
-    Args:
-        loader: that is looked at meanwhile.
-        others: further objects whose attributes are put back, with their generators and what their
-            lists hold.
 
     >>> import random
     >>> order = torch.utils.data.SequentialSampler(range(3))

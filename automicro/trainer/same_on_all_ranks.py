@@ -29,9 +29,6 @@ Outline: TypeAlias = Mapping[str, str]
 def outline_options(given: Mapping[str, Any]) -> dict[str, str]:
     """Arguments of a `Trainer` that must be the same on all ranks.
 
-    Args:
-        given: the arguments by name.
-
     >>> outline_options({"max_duration": "2ep", "optimizer": nn.Linear, "device": "cpu"})
     {'max_duration': "'2ep'", 'optimizer': 'Linear'}
     """
@@ -57,10 +54,6 @@ def outline_given(optimizer: torch.optim.Optimizer | None, scheduler: object) ->
 
 def outline_evaluations(name: str, given: Any) -> dict[str, str]:
     """Each data set that is evaluated on, and how.
-
-    Args:
-        name: of the argument.
-        given: a loader, an `Evaluator`, a mapping from names to these, or None.
 
     >>> outline_evaluations("eval_dataloader", {"seen": [1, 2]})
     {'eval_dataloader': "named 'seen'", "eval_dataloader['seen']": 'loader=list'}
@@ -172,11 +165,6 @@ def announcing_once(ranks: Ranks) -> Iterator[None]:
 def of_all_ranks(ranks: Ranks, value: Any, point: str) -> list[Any]:
     """The values of all ranks, in order, on all of them. All ranks call it.
 
-    Args:
-        ranks: of the run.
-        value: can be pickled.
-        point: in the program, by a name.
-
     >>> from automicro.ranks.interface import OneRank
     >>> of_all_ranks(OneRank(), "mine", "example")
     ['mine']
@@ -197,10 +185,6 @@ _MISSING = "there is none"
 
 def require_same(outline: Callable[[], Outline], *, what: str = "options") -> None:
     """Compare what ranks were given. All ranks call it; for one process it is free.
-
-    Args:
-        outline: says what this rank was given.
-        what: is compared, for the message.
 
     Raises:
         DesyncError: on all ranks, with each thing that differs and every rank's value.
@@ -268,11 +252,6 @@ def _by_rank(values: Sequence[str]) -> str:
 def require_same_order(ranks: Ranks, checksum: int | None, name: str) -> None:
     """Compare the order of rows that ranks share. All ranks call it, once in a pass.
 
-    Args:
-        ranks: of the run.
-        checksum: of this rank's order; None where it shares none, or has drawn none.
-        name: of the loader's argument.
-
     Raises:
         DesyncError: on all ranks, where orders differ.
 
@@ -284,10 +263,6 @@ def require_same_order(ranks: Ranks, checksum: int | None, name: str) -> None:
 
 def compare_orders(checksums: Sequence[int | None], name: str) -> None:
     """Refuse orders of rows that differ.
-
-    Args:
-        checksums: of all ranks, in order; None where there is none.
-        name: of the loader's argument.
 
     Raises:
         DesyncError: with the remedy.

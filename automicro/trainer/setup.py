@@ -70,9 +70,6 @@ from automicro.units import Duration, Unit
 class PlacedModel:
     """Where a model is, who else has it, and what of the data is for this rank.
 
-    Args:
-        options: the arguments of the `Trainer`, by name.
-
     Raises:
         ValueError: what cannot be trained like this, each with its remedy.
 
@@ -174,10 +171,6 @@ _OF_STEPS = (
 class MicrobatcherFactory:
     """Makes microbatchers of one model, compiled where that is asked for.
 
-    Args:
-        placed: the model.
-        options: the arguments of the `Trainer`, by name, and whether sizes are ``repeatable``.
-
     Raises:
         TypeError, ValueError: options that make no sense, each with its remedy.
     """
@@ -206,19 +199,11 @@ class MicrobatcherFactory:
         }
 
     def make_for_callback(self, **options: Any) -> Microbatcher:
-        """A microbatcher for passes of a callback's own: unscaled, its sizes not remembered.
-
-        Args:
-            options: of `Microbatcher`, in place of the trainer's.
-        """
+        """A microbatcher for passes of a callback's own: unscaled, its sizes not remembered."""
         return self.make(**{"backward": Tensor.backward, "remember_sizes": False, **options})
 
     def make(self, **options: Any) -> Microbatcher:
-        """A microbatcher of the model.
-
-        Args:
-            options: of `Microbatcher`, in place of the trainer's.
-        """
+        """A microbatcher of the model."""
         microbatcher = Microbatcher(self._model, **with_features({**self._options, **options}))
         if self._is_scaled and self.scaler is None:
             self.scaler = GradientScaler(self._device, ranks=microbatcher.ranks)
@@ -261,16 +246,6 @@ def assemble_fit(
     metrics: MetricSet,
 ) -> Fit | None:
     """Put together what trains. All options are looked at, whether there are data or not.
-
-    Args:
-        loader: of the data to train on; None for none.
-        context: of the run.
-        options: the arguments of the `Trainer`, by name.
-        placed: the model.
-        factory: what made the microbatcher.
-        microbatcher: gives the gradient.
-        evaluations: what to evaluate on.
-        metrics: of training.
 
     Raises:
         TypeError, ValueError: options that make no sense, or data and no optimizer.

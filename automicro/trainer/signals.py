@@ -54,11 +54,7 @@ class Interruption:
             self._first = signal.Signals(number)
 
     def take_note_of_peers(self, ranks: Ranks) -> None:
-        """Take what another rank was asked for as one's own. All ranks call it.
-
-        Args:
-            ranks: all that train the model.
-        """
+        """Take what another rank was asked for as one's own. All ranks call it."""
         asked = ranks.add_up([float(self._first is number) for number in _NAMES])
         for number, count in zip(_NAMES, asked, strict=True):
             if count > 0:
@@ -72,11 +68,6 @@ class Interruption:
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         """End the program as the signal would have, now that all is in order.
-
-        Args:
-            where: training stands, in words such as ``"after batch 12 (epoch 2)"``.
-            checkpoint: that was saved there; None for none.
-            say: is given a line on how the run ended, unless a caller tells it.
 
         Raises:
             KeyboardInterrupt: it was Ctrl-C.
@@ -147,15 +138,6 @@ def catching_signals(
     well, after taking note; a signal that is ignored, or handled outside of Python, is left
     alone. Only the main thread can have handlers: in another one nothing is caught. Worker
     processes that are forked meanwhile do not end with Ctrl-C, so that the batch can be finished.
-
-    Args:
-        saves: whether a checkpoint is saved before the run ends, to say so.
-        has_peers: whether torchrun may have started this process: it hands on a Ctrl-C that a
-            terminal has sent to all processes already, so what comes within a second is one.
-        say: is called from the signal handler, with one line.
-
-    Yields:
-        What to look at after each batch.
 
     Example:
         >>> with catching_signals(say=lambda line: None) as interruption:

@@ -24,11 +24,7 @@ MOST_IN_A_ROW = 50  # a model whose weights are NaN never recovers
 
 
 class FinitenessGuard:
-    """Stops at a batch that is not finite, skips it, or lets it pass.
-
-    Args:
-        mode: one of `NON_FINITE_MODES`.
-    """
+    """Stops at a batch that is not finite, skips it, or lets it pass."""
 
     def __init__(self, mode: str) -> None:
         self._mode = mode
@@ -49,11 +45,6 @@ class FinitenessGuard:
 
     def object_to(self, loss: float, norm: float | None, state: LoopState) -> str | None:
         """None where the optimizer may step, else what is not finite, in words.
-
-        Args:
-            loss: of the batch.
-            norm: of its gradient, where that was computed and has to be finite.
-            state: where training stands, with the batch still to be counted.
 
         Raises:
             NonFiniteLossError: the mode is "stop", or too many batches were skipped in a row.
@@ -141,10 +132,6 @@ class TrainingStep:
 
         Returns None where no rank has rows, and nothing was done.
 
-        Args:
-            batches: what the data loader gave for it; none where other ranks may have more rows.
-            known_seconds: of data, in these batches, as the loader has it.
-
         Raises:
             NonFiniteLossError: before the optimizer steps.
         """
@@ -213,11 +200,7 @@ class TrainingStep:
         return TrainedBatch(result=result, losses=losses, grad_norm=length, learning_rates=rates)
 
     def warn_of_unsaved_state(self, batch: Any) -> None:
-        """Name what forwards change and no checkpoint holds. What that takes leaves no trace.
-
-        Args:
-            batch: that was trained on.
-        """
+        """Name what forwards change and no checkpoint holds. What that takes leaves no trace."""
         names = self.microbatcher.unsaved_state(batch)
         if names:
             shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")

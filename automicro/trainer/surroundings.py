@@ -38,9 +38,6 @@ def prepare_cublas(device: torch.device | str) -> None:
     read it once in the life of a process. Call it before anything computes on the device, best
     before anything lies there. Nothing happens where the device has no cuBLAS.
 
-    Args:
-        device: where the model will compute; ``"auto"`` is CUDA where there is a GPU.
-
     Raises:
         ValueError: the variable has a value that is not deterministic.
 
@@ -86,9 +83,6 @@ def deterministic_algorithms(device: torch.device) -> Iterator[None]:
     ``torch.utils.deterministic.fill_uninitialized_memory`` says otherwise): without, a model that
     reads what it never wrote would differ from run to run, unnoticed.
 
-    Args:
-        device: where the model computes. See `prepare_cublas`, which is called here, too.
-
     Raises:
         RuntimeError: an operation has no deterministic implementation. That is torch's own error,
             with a note that says what helps.
@@ -127,10 +121,6 @@ def deterministic_algorithms(device: torch.device) -> Iterator[None]:
 def refuse_lazy(option: str, modules: Iterable[nn.Module]) -> None:
     """Refuse modules that have no shape yet, for an option that needs it before the first batch.
 
-    Args:
-        option: as it was given, such as ``"parallel='ddp'"``.
-        modules: all that take part.
-
     Raises:
         ValueError: names the first parameter or buffer.
 
@@ -156,9 +146,6 @@ def to_channels_last(*modules: nn.Module) -> None:
     Inputs need not be converted: a convolution takes the format from its weight, and hands it on
     to the layers behind it; the gradients and the optimizer's state have it, too. Do it after the
     model was moved and before it is compiled.
-
-    Args:
-        modules: the model, then further modules that take part.
 
     Raises:
         ValueError: nothing in them has four or five dimensions, or a lazy layer has no shape yet.

@@ -54,11 +54,6 @@ WRAPPERS = {"module.": "DistributedDataParallel", "_orig_mod.": "torch.compile"}
 class Recipe:
     """The objects that a config names, checked, and not made yet.
 
-    Args:
-        config: the config.
-        without: keys that are left alone.
-        at: entered around each key; others than `about` may collect mistakes.
-
     >>> from automicro.cli.config.load import read_config
     >>> recipe = Recipe(read_config(["configs/digits.yaml"], ["progress=false"]).config)
     >>> recipe.make_trainer(recipe.make_model()).state.batch
@@ -86,11 +81,7 @@ class Recipe:
                 _check_weights_file(config.weights)
 
     def make_model(self, *, with_weights: bool = True) -> Any:
-        """The model, after the seed: its weights depend on the config alone.
-
-        Args:
-            with_weights: whether to load the weights that the config names.
-        """
+        """The model, after the seed: its weights depend on the config alone."""
         if self.config.seed is not None:
             seed_everything(self.config.seed)
         model = self.make("model")
@@ -123,12 +114,7 @@ class Recipe:
         return None if getattr(self.config, key) is None else self._makers.get(key)
 
     def make_trainer(self, model: nn.Module, **instead: Any) -> Trainer:
-        """The Trainer of a model, without what was left out of the recipe.
-
-        Args:
-            model: the model.
-            instead: options in place of the config's.
-        """
+        """The Trainer of a model, without what was left out of the recipe."""
         later: dict[str, Any] = {key: self._later(key) for key in FIRST_ARGUMENTS}
         options: dict[str, Any] = {
             key: self.make(key)
@@ -291,11 +277,6 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Load weights from a file or a checkpoint into a model. Every name and shape has to fit.
 
     Code in the file is never run.
-
-    Args:
-        model: takes the weights.
-        path: what ``torch.save(model.state_dict(), path)`` wrote, or the folder of a checkpoint,
-            or a folder of several, of which the newest good one is taken.
 
     >>> import tempfile
     >>> with tempfile.NamedTemporaryFile(suffix=".pt") as file:

@@ -176,10 +176,6 @@ def mistake(text: str, *keys: object) -> ConfigError:
 def as_override(key: str, value: object) -> str:
     """Write a value as the command line takes it, to be copied.
 
-    Args:
-        key: dotted.
-        value: of plain values; ``???`` and what is no plain value becomes ``VALUE``.
-
     >>> as_override("optimizer.args.lr", 0.1), as_override("seed", None)
     ('optimizer.args.lr=0.1', 'seed=null')
     >>> print(as_override("model.args.sizes", [1, "two"]))

@@ -131,12 +131,6 @@ def rows_to_load(
 ) -> int:
     """Return how many rows each device loads at a time.
 
-    Args:
-        rows: of the whole batch.
-        num_devices: by how many devices it is shared.
-        accumulate_batches: how many loaded batches make one optimization batch.
-        key: where the rows stand in the config.
-
     >>> rows_to_load(512, num_devices=4, accumulate_batches=2)
     64
     """
@@ -200,14 +194,6 @@ def read_config(
 
     Nothing is made, and nothing imported but by ``check``. In the arguments of the data, the batch
     sizes are what one device loads at a time. All mistakes are reported at once.
-
-    Args:
-        paths: YAML files; later ones win.
-        overrides: ``key=value`` each, applied in order after all files.
-        required: the keys without which it is no config.
-        num_devices: by how many devices an optimization batch is shared.
-        check: what else to ask of the config, such as whether what it names exists; it is handed
-            what to enter around each key.
 
     >>> sorted(read_config(["configs/digits.yaml"]).written)[:3]
     ['eval_dataloader', 'eval_interval', 'eval_microbatch_size']

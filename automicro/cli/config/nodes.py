@@ -117,11 +117,6 @@ def prepare(
     Imports and signatures are checked now, those of nested nodes too, so that a mistake is found
     before anything is made.
 
-    Args:
-        node: a well-formed one, interpolations resolved.
-        key: where in the config it stands.
-        first: what the caller will hand over first, in words: ``["the model's parameters"]``.
-
     >>> node = {"call": "torch.nn.Linear", "args": {"in_features": 4, "out_features": 2}}
     >>> prepare(node, "model")()
     Linear(in_features=4, out_features=2, bias=True)
@@ -175,11 +170,6 @@ def _read_inside(value: Any, key: str) -> None:
 
 def prepare_value(value: Any, key: str, *, first: Sequence[str] = ()) -> Callable[..., Any]:
     """Return what makes a value in which nodes may stand anywhere, or nowhere.
-
-    Args:
-        value: a node, a list or a mapping with nodes inside, or anything else.
-        key: where in the config it stands.
-        first: of a node, as for `prepare`.
 
     >>> prepare_value([{"call": "fractions.Fraction"}, 1], "values")()
     [Fraction(0, 1), 1]

@@ -27,10 +27,6 @@ Tree = dict[str, Any]
 class Sources:
     """The sources of a config: files, of which later ones win, then ``key=value`` in order.
 
-    Args:
-        paths: of the files.
-        overrides: ``key=value`` each.
-
     Attributes:
         tree: the values of all together.
 
@@ -97,11 +93,7 @@ class Sources:
         raise ConfigError(text) from (causes or errors)[0]
 
     def origin(self, keys: Collection[str]) -> str:
-        """The files with their lines, and the overrides, that some keys have their values from.
-
-        Args:
-            keys: dotted; where none is known, all files are named.
-        """
+        """The files with their lines, and the overrides, that some keys have their values from."""
         found: dict[str, set[int]] = {}
         for key in keys:
             for name in self._names(key):

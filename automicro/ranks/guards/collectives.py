@@ -208,9 +208,6 @@ class CollectivesGuard:
 
     All ranks must run the same collectives in the same order, as they have to anyway.
 
-    Args:
-        modules: the model, and others that take part.
-
     Raises:
         ValueError: a module is compiled, and its collectives are out of sight.
     """

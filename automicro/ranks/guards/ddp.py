@@ -40,12 +40,7 @@ Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
 
 class VotingHook:
-    """A communication hook of DDP that lets a guard have its say before each bucket.
-
-    Args:
-        hook: reduces a bucket; torch's own averaging unless given. It must not keep anything from
-            one bucket to the next, because an attempt that is rolled back has fed it too.
-    """
+    """A communication hook of DDP that lets a guard have its say before each bucket."""
 
     def __init__(self, hook: Hook | None = None) -> None:
         self.hook = hook
@@ -114,10 +109,6 @@ class DdpGuard:
 
     A parameter may be used in some microbatches and not in the last, where DDP would wait for its
     gradient for ever. So what is not reduced after the last backward is reduced then.
-
-    Args:
-        model: the wrapped model.
-        votes: among all ranks of the model.
 
     Raises:
         ValueError: the wrapper has options under which an attempt cannot be undone, or parameters
@@ -318,9 +309,6 @@ class DdpGuard:
 
     def _reduce_rest(self, *, is_expected: bool) -> None:
         """Reduce what the last microbatch did not use, or all where it did without the wrapper.
-
-        Args:
-            is_expected: whether a forward of the wrapper has prepared the reducer.
 
         Raises:
             StrayedError: this rank has nothing to reduce, and its peers may have.

@@ -143,10 +143,6 @@ class FsdpGuard:
     Afterwards a microbatch has one vote, at its end (the last one's is that of the attempt), and a
     rank that ran out of memory plays the rest: it gathers its real shards and scatters zeros.
 
-    Args:
-        modules: the model, and others that take part.
-        votes: among all ranks.
-
     Raises:
         ValueError: the model is sharded in a way that an attempt cannot be undone.
     """
@@ -383,11 +379,6 @@ class FsdpGuard:
         reduction: _Reduction | None = None,
     ) -> None:
         """A collective is about to be enqueued, with all that it needs allocated.
-
-        Args:
-            step: the collective.
-            group: of ranks that come to it.
-            reduction: what is played in place of a reduce-scatter; None for an all-gather.
 
         Raises:
             PeerStoppedError: a peer will not come to it.

@@ -65,20 +65,10 @@ class Guard(Protocol):
         """
 
     def open(self, num_microbatches: int, *, training: bool, sync: Sync) -> None:
-        """All ranks begin an attempt.
-
-        Args:
-            num_microbatches: of every rank.
-            training: whether gradients are computed.
-            sync: how late they are reduced, where the wrapper has a choice.
-        """
+        """All ranks begin an attempt."""
 
     def microbatch(self, index: int, *, weightless: bool = False) -> AbstractContextManager[None]:
         """Around forward and backward of a microbatch. At its end it may vote.
-
-        Args:
-            index: of the microbatch.
-            weightless: whether its gradient counts as zero.
 
         Raises:
             StrayedError: collectives are others than were known, and it did not run them.
@@ -102,12 +92,7 @@ class Guard(Protocol):
         """Of each parameter that it reduces, whether no microbatch of this rank used it."""
 
     def commit(self, *, any_strayed: bool, unused: Sequence[bool]) -> None:
-        """All ranks ended the attempt well: learn from it.
-
-        Args:
-            any_strayed: whether a rank's collectives were others than were known.
-            unused: of each parameter, whether no microbatch of any rank used it.
-        """
+        """All ranks ended the attempt well: learn from it."""
 
     def play_rest(self) -> None:
         """After a failure here: run the collectives up to the peers' next vote."""
@@ -140,9 +125,6 @@ def refuse_stranger(model: nn.Module) -> NoReturn:
 
 def watch_for_strangers(votes: Votes) -> None:
     """Let every wrapped model without a guard refuse to communicate in an attempt.
-
-    Args:
-        votes: that know of an attempt.
 
     >>> from automicro.ranks.simulated import SimulatedWorld
     >>> watch_for_strangers(Votes(SimulatedWorld(1).exchange(0)))
@@ -182,9 +164,6 @@ def _communicates(model: nn.Module) -> bool:
 class GroupState:
     """The votes of one process group and the guards that vote with them.
 
-    Args:
-        votes: among all ranks of the group.
-
     Attributes:
         connected: what communicators were warmed up for.
     """
@@ -205,10 +184,6 @@ class GroupState:
 
     def guard_of(self, wrappers: Iterable[nn.Module], make: Callable[[], Guard]) -> Guard:
         """The one guard of these wrappers.
-
-        Args:
-            wrappers: that it guards together.
-            make: called where there is none yet.
 
         Raises:
             ValueError: some of them have a guard together with others.
@@ -237,11 +212,7 @@ _opened: _Opened | None = None
 
 
 def state_of_group(open_votes: Callable[[], Votes]) -> GroupState:
-    """The shared state of the present process group. All ranks call it.
-
-    Args:
-        open_votes: called once for each process group.
-    """
+    """The shared state of the present process group. All ranks call it."""
     global _opened
     group = dist.group.WORLD
     if _opened is None or _opened.group is not group:

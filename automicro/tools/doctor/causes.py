@@ -87,12 +87,7 @@ class Cause:
 
 
 def find_causes(holders: Sequence[Holder], device: Device) -> list[Cause]:
-    """All that may be a cause, the likeliest first.
-
-    Args:
-        holders: of memory.
-        device: that ran out of it.
-    """
+    """All that may be a cause, the likeliest first."""
     # A log names no holders, and a history may begin late: what was allocated counts as held.
     held = max(sum(holder.num_bytes for holder in holders), device.allocated_bytes or 0, 1)
     causes = [*_of_growth(holders), *_of_models(holders)]
@@ -106,11 +101,6 @@ def choose_remedies(
     causes: Sequence[Cause], holders: Sequence[Holder], *, can_halve: bool = True
 ) -> list[Remedy]:
     """The remedies of the likeliest cause, then those that give most back.
-
-    Args:
-        causes: the likeliest first.
-        holders: of memory.
-        can_halve: whether microbatches have more than one row.
 
     >>> mlp = Holder(kind="activations", owner="Mlp", num_bytes=4096, count=2)
     >>> [(remedy.text, remedy.saved_bytes) for remedy in choose_remedies([], [mlp])]

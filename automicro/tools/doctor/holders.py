@@ -81,9 +81,6 @@ class _PlainUnpickler(pickle.Unpickler):
 def read_snapshot(path: Path) -> Snapshot:
     """Read the snapshot of the device that ran out of memory, or else of the fullest one.
 
-    Args:
-        path: written by ``torch.cuda.memory._dump_snapshot``.
-
     Raises:
         Exception: the file names code, is damaged, or is no snapshot.
     """
@@ -231,11 +228,7 @@ class Holder:
 
 
 def find_holders(snapshot: Snapshot) -> list[Holder]:
-    """Who holds what, the largest first.
-
-    Args:
-        snapshot: at the failure.
-    """
+    """Who holds what, the largest first."""
     # A history may be recorded without stacks.
     has_stacks = any(event.stack for event in snapshot.events[:64])
 

@@ -90,10 +90,6 @@ def find_device(name: str) -> Device:
 def read_memory(memory: str | int | float | None, device: str) -> tuple[int | None, bool]:
     """The bytes that tensors can take, and whether it is an accelerator.
 
-    Args:
-        memory: what `parse_bytes` reads; None for all that the device has.
-        device: a name of the table, or ``"cpu"`` or ``"cuda"``, of which no memory is known.
-
     Raises:
         TypeError, ValueError: one of them cannot be read.
 

@@ -111,10 +111,6 @@ class DryRun:
         >>> dry_run = DryRun(job)
         >>> dry_run.step(8, splits=False).peak_bytes
         20480
-
-    Args:
-        job: what is to be trained.
-        is_fake: whether tensors are without data; else a copy on the host computes.
     """
 
     job: Job
@@ -289,11 +285,6 @@ class DryRun:
         """The memory of a step whose largest microbatch has this many rows. Each is run once.
 
         Of steps that compute, large ones do not run: they lie on a line through two small ones.
-
-        Args:
-            rows: of the microbatch; more than the batch has are had by repeating its rows.
-            splits: whether other microbatches came before, so that gradients are there.
-            conditions: how it is run.
 
         Raises:
             UntraceableModelError: it needs data. The message has the model's own line.

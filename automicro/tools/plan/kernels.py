@@ -49,10 +49,6 @@ STAYING = frozenset((PARAMETERS, CASTS, GRADIENTS, OPTIMIZER, GATHERED, BUFFERS)
 class StepRecorder(Recorder):
     """Writes down a step of a plan.
 
-    Args:
-        on_accelerator: whether kernels are to be taken for those of an accelerator.
-        before_ampere: whether for those of an older one.
-
     Attributes:
         parameters: their ids; what they are cast to is told apart.
         assumptions: about kernels, in sentences.

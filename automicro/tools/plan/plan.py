@@ -61,15 +61,7 @@ _SHARDED = frozenset((PARAMETERS, GRADIENTS, OPTIMIZER, STEP))
 
 @dataclass
 class Planner:
-    """Peaks by size, each found once.
-
-    Args:
-        steps: runs them.
-        conditions: of all steps.
-        num_ranks: on which the model is sharded, as ``fully_shard`` has it.
-        rows: of the optimization batch.
-        tail_slices: in which the outputs and their loss are computed.
-    """
+    """Peaks by size, each found once."""
 
     steps: DryRun
     conditions: Conditions
@@ -103,12 +95,7 @@ class Planner:
         return int(gathered * min(dtype.itemsize / widest, 1.0))
 
     def trace(self, size: int, *, defers: bool = False) -> Trace:
-        """A step whose microbatches have this many rows, as one rank holds it.
-
-        Args:
-            size: in rows.
-            defers: whether gradients of whole parameters wait for the last microbatch.
-        """
+        """A step whose microbatches have this many rows, as one rank holds it."""
         trace = self.steps.step(size, splits=size < self.rows, conditions=self.conditions)
 
         def share(owner: Owner) -> float:
@@ -197,14 +184,7 @@ class Planner:
     def level(
         self, level: Level, size: int, limit_bytes: int | None, *, may_defer: bool
     ) -> LevelPlan:
-        """The plan of a level, in bytes and words.
-
-        Args:
-            level: itself.
-            size: the most rows that fit; 0 where one does not.
-            limit_bytes: what tensors may take.
-            may_defer: whether gradients may be reduced with the last microbatch alone.
-        """
+        """The plan of a level, in bytes and words."""
         told = balanced_sizes(self.rows, size or 1)[0]
         needed_bytes = self.need(told)
         peak_bytes, margin = self.points[told]

@@ -150,12 +150,6 @@ class Feed:
     others, because training draws in between. And torchdata's state has the order of the rows, but
     not the random numbers of its workers.
 
-    Args:
-        loader: gives batches.
-        name: of its argument, for errors.
-        has_peers: whether other ranks may have batches in a pass where this one has none.
-        accumulate_batches: how many of them make up an optimization batch.
-
     Example:
         >>> feed = Feed([1, 2, 3], "train_dataloader")
         >>> batches = feed.batches(epoch=0)
@@ -184,11 +178,7 @@ class Feed:
         self._seconds = 0.0  # of batches that were given, and not yet asked for
 
     def num_batches(self, epoch: int) -> int | None:
-        """How many batches a pass has, where the loader knows.
-
-        Args:
-            epoch: which pass; each may have another number of them.
-        """
+        """How many batches a pass has, where the loader knows."""
         if self._plans is None:
             return num_batches(self._loader)
         self._plans.set_epoch(epoch)
@@ -218,9 +208,6 @@ class Feed:
 
         A pass that was loaded is taken up if it is of this epoch and has not ended; the rest may
         be no batch at all. Nothing happens before the first batch is asked for.
-
-        Args:
-            epoch: which is announced to whatever shuffles by it.
 
         Raises:
             DataLoaderError: a new pass gave no batch, or the loader is not the one that was saved.
@@ -277,10 +264,6 @@ class Feed:
     def reshard(self, states: Sequence[Mapping[str, Any]], *, rank: int) -> dict[str, Any]:
         """The state for a rank in the middle of a pass, where another number of ranks saved it.
 
-        Args:
-            states: what `state_dict` gave on each of them.
-            rank: the one that goes on.
-
         Raises:
             CheckpointError: the batches to come would hold other rows than they would have.
         """
@@ -321,9 +304,6 @@ class Feed:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there with the next `batches`.
-
-        Args:
-            state: what `state_dict` gave.
 
         Raises:
             DataLoaderError: the loader is not the one that was saved.

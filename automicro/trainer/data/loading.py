@@ -31,9 +31,6 @@ def find_generators(loader: object) -> dict[str, Generator]:
     They are its own and those of its dataset and samplers, and whatever else these get at:
     transforms, a ``collate_fn``, a loader inside of it, samplers inside of samplers.
 
-    Args:
-        loader: anything that gives batches.
-
     Example:
         >>> rows = torch.utils.data.TensorDataset(torch.zeros(4))
         >>> mine, noise = torch.Generator(), random.Random(0)
@@ -47,9 +44,6 @@ def find_generators(loader: object) -> dict[str, Generator]:
 
 def attached_generators(loader: object) -> dict[str, Generator]:
     """Those that are attributes of a loader and of its dataset and samplers, by their place.
-
-    Args:
-        loader: anything that gives batches.
 
     Example:
         >>> rows = torch.utils.data.TensorDataset(torch.zeros(4))
@@ -85,9 +79,6 @@ def read_attributes(loader: object) -> dict[str, Any]:
 
     Of a dataset, numbers and text only. Not of torch's classes and ours, which are told the epoch.
 
-    Args:
-        loader: anything that gives batches.
-
     Example:
         >>> import types
         >>> sampler = types.SimpleNamespace(epoch=0, order=[1, 0])
@@ -106,12 +97,7 @@ def read_attributes(loader: object) -> dict[str, Any]:
 
 
 def write_attributes(loader: object, values: Mapping[str, Any]) -> None:
-    """Put back what is no longer as `read_attributes` found it; lists in place.
-
-    Args:
-        loader: the same, or one that was made in the same way.
-        values: what it gave, or some of it.
-    """
+    """Put back what is no longer as `read_attributes` found it; lists in place."""
     owners = _owners(loader)
     for place, value in values.items():
         owner, dot, name = place.rpartition(".")
@@ -149,9 +135,6 @@ def _copied(value: Any) -> Any:
 def read_generators(generators: Mapping[str, Generator]) -> dict[str, Any]:
     """Where they stand, as tensors and plain values.
 
-    Args:
-        generators: what `find_generators` gave.
-
     Example:
         >>> generators = {"order": random.Random(3)}
         >>> states = read_generators(generators)
@@ -167,10 +150,6 @@ def write_generators(generators: Mapping[str, Generator], states: Mapping[str, A
     """Put them back where `read_generators` found them.
 
     One that is not there, because a loader makes it when a pass begins, is left out.
-
-    Args:
-        generators: the same, or those of something that was made in the same way.
-        states: what `read_generators` gave.
     """
     for place, each in generators.items():
         if place in states:
@@ -180,9 +159,6 @@ def write_generators(generators: Mapping[str, Generator], states: Mapping[str, A
 
 def generator_states(loader: object) -> dict[str, Any]:
     """Where a loader's own stand, as tensors and plain values.
-
-    Args:
-        loader: anything that gives batches.
 
     Example:
         >>> class Loader:
@@ -194,12 +170,7 @@ def generator_states(loader: object) -> dict[str, Any]:
 
 
 def restore_generators(loader: object, states: Mapping[str, Any]) -> None:
-    """Put a loader's own back where `generator_states` found them.
-
-    Args:
-        loader: the same, or one that was made in the same way.
-        states: what `generator_states` gave.
-    """
+    """Put a loader's own back where `generator_states` found them."""
     write_generators(find_generators(loader), states)
 
 
@@ -258,11 +229,6 @@ def fetch(loader: Any, name: str, *, may_be_empty: bool = False) -> Iterator[Any
     Persistent workers draw a seed when they start and not with every pass, so that a run that is
     taken up would draw one more than the undisturbed one: random numbers are put back after it.
 
-    Args:
-        loader: gives batches.
-        name: of its argument, for errors.
-        may_be_empty: whether other ranks may have batches where this one has none.
-
     Raises:
         DataLoaderError: there is not one batch.
 
@@ -310,12 +276,7 @@ def rest(iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 def empty(loader: object, name: str) -> DataLoaderError:
-    """The error that a pass gave no batch, with what may be the reason.
-
-    Args:
-        loader: that gave none.
-        name: of the loader's argument.
-    """
+    """The error that a pass gave no batch, with what may be the reason."""
     return DataLoaderError(_why_empty(loader, name))
 
 
@@ -367,11 +328,6 @@ def average_batch(loader: object) -> AverageBatch | None:
 
 def choose_accumulation(size: Duration, loader: object, num_devices: int) -> int:
     """How many batches of each device make up an optimization batch that reaches a size.
-
-    Args:
-        size: in samples, tokens or seconds of data.
-        loader: of one device.
-        num_devices: that share an optimization batch.
 
     Raises:
         ValueError: the size of a batch is unknown.

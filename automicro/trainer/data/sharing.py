@@ -59,13 +59,6 @@ def _num_sharing(rows: int, places: int, batch_size: int) -> int:
 class _OneOrder(Sampler[Any]):
     """An order that is the same on all ranks, whatever each has drawn before; each has a part.
 
-    Args:
-        sampler: draws indices, or lists of them.
-        rank: this one.
-        world_size: how many ranks there are.
-        seed: of the order, the same on all ranks. A generator of the sampler's own counts instead,
-            and stands at the same place on all ranks.
-
     Attributes:
         sampler: as given.
         rank: as given.
@@ -107,14 +100,6 @@ class SharedBatchSampler(_OneOrder):
     A batch over all ranks holds the very rows that a single process with the same order and a
     batch size times the world size would train on, at any number of ranks. Only the last batch of
     a pass has fewer; where it has fewer than two for each rank, some have one batch less.
-
-    Args:
-        sampler: gives the order of all rows.
-        batch_size: of one rank.
-        drop_last: whether to leave out a last batch that is not full, over all ranks.
-        rank: this one.
-        world_size: how many ranks there are.
-        seed: of the order, the same on all ranks.
 
     Example:
         >>> parts = [
@@ -164,12 +149,6 @@ class SharedBatchSampler(_OneOrder):
 class SharedSampler(_OneOrder):
     """Gives each rank every n-th entry of a sampler: of a batch sampler, whole batches.
 
-    Args:
-        sampler: gives indices, or lists of them.
-        rank: this one.
-        world_size: how many ranks there are.
-        seed: of the order, the same on all ranks.
-
     Example:
         >>> list(SharedSampler([[0, 1], [2], [3, 4]], rank=0, world_size=2, seed=0))
         [[0, 1], [3, 4]]
@@ -193,9 +172,6 @@ Shared: TypeAlias = SharedBatchSampler | SharedSampler | LengthBatchSampler
 
 def shared_sampler(loader: object) -> Shared | None:
     """The sampler that shares a loader's rows among ranks; None where it is none of ours.
-
-    Args:
-        loader: anything that gives batches.
 
     >>> shared_sampler([1, 2]) is None
     True
@@ -250,11 +226,6 @@ class LoaderSharing:
 
         A ``DataLoader`` over a data set with a length gets a sampler that shares the rows out; all
         else about it stays. A `LengthBatchSampler` shares them out itself. All ranks call it.
-
-        Args:
-            loader: gives batches.
-            name: of its argument, for errors.
-            is_evaluated: whether metrics count its rows, so that none may come twice.
 
         Raises:
             ValueError: data of which every rank would get all, or some twice in an evaluation.

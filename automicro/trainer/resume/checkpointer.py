@@ -80,12 +80,6 @@ class Checkpointer:
 
     A save that fails (a full disk) is a warning, and the next one is tried: the older checkpoints
     are as they were.
-
-    Args:
-        config: where, how often, and which stay.
-        snapshot: gathers and puts back the run; each rank has one, and a checkpointer of its own
-            whose methods are called at the same points.
-        context: of the run, whose callbacks are told, and may ask for a checkpoint.
     """
 
     def __init__(self, config: CheckpointConfig, snapshot: Snapshot, context: RunContext) -> None:
@@ -176,11 +170,7 @@ class Checkpointer:
             self._snapshot.rehearse()
 
     def save(self, metrics: Mapping[str, float] = _NO_METRICS) -> None:
-        """Save the run as it is, unless that was done.
-
-        Args:
-            metrics: what was measured of these very weights, by name.
-        """
+        """Save the run as it is, unless that was done."""
         if self._saved_at == self._now:
             return
         with self._context.mode.evaluating():  # a checkpoint has the weights to be used with

@@ -37,10 +37,6 @@ _EXTRA_STATE = "_extra_state"  # what `Module.get_extra_state` gave, in torch's 
 class ModuleState:
     """The state of some models, gathered and put back.
 
-    Args:
-        modules: the model, then further modules.
-        reach: of a step with them, for the generators that it gets at.
-
     Example:
         >>> state = ModuleState([nn.Linear(2, 1)]).gather()
         >>> list(state), list(state["modules"][0])
@@ -126,9 +122,6 @@ class ModuleState:
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Put back what was not read in place.
-
-        Args:
-            saved: what `gather` gave, its tensors those of `targets` where there is one.
 
         Raises:
             CheckpointError: a model's own ``load_state_dict`` refuses it.

@@ -23,10 +23,6 @@ def optimizer_state(
 ) -> dict[str, Any]:
     """The state of each parameter by its name, and the options of each group.
 
-    Args:
-        optimizer: of parameters of these modules.
-        modules: the model, then further modules.
-
     Example:
         >>> model = nn.Linear(2, 1)
         >>> sgd = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -62,9 +58,6 @@ def optimizer_state(
 
 def named_parameters(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters of a run by the names under which their state is saved.
-
-    Args:
-        modules: the model, then further modules.
 
     >>> [name for name, _ in named_parameters([nn.Linear(2, 1), nn.Linear(1, 1)])]
     ['weight', 'bias', 'modules[0].weight', 'modules[0].bias']
@@ -105,11 +98,6 @@ def compare_groups(
     optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module], state: Mapping[str, Any]
 ) -> None:
     """Refuse the state of an optimizer of other parameters.
-
-    Args:
-        optimizer: as it is here.
-        modules: the model, then further modules.
-        state: what `optimizer_state` gave, with or without the data of its tensors.
 
     Raises:
         CheckpointError: the groups hold other parameters.
@@ -190,11 +178,6 @@ def given_options(
     optimizer: torch.optim.Optimizer, scheduler: object, interval: str = "batch"
 ) -> dict[str, dict[str, Any]]:
     """The classes and plain options of an optimizer and a scheduler that have not stepped yet.
-
-    Args:
-        optimizer: the one.
-        scheduler: the other; None for none.
-        interval: after what the scheduler is stepped.
 
     >>> sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
     >>> given = given_options(sgd, torch.optim.lr_scheduler.StepLR(sgd, 3))

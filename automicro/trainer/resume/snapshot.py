@@ -69,15 +69,7 @@ class Part:
 
 
 class Snapshot:
-    """The parts of a run, as one state.
-
-    Args:
-        context: of the run: its models, its optimizer, its callbacks, where it stands.
-        parts: whatever else has a state, by name: scheduler, scaler, sizes, metrics, data. Those of
-            evaluators come and go from run to run.
-        scheduler_interval: after what the scheduler is stepped.
-        peers: all ranks that save together.
-    """
+    """The parts of a run, as one state."""
 
     def __init__(
         self,
@@ -122,11 +114,7 @@ class Snapshot:
         }
 
     def own(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """State that may differ between ranks. Rank 0's stands in the state of all.
-
-        Args:
-            state: what `gather` gave.
-        """
+        """State that may differ between ranks. Rank 0's stands in the state of all."""
         if self.peers.rank == 0:
             return {}
         return {
@@ -184,9 +172,6 @@ class Snapshot:
         """Put everything back but random numbers; what was put back, but the models.
 
         The models come last, so that they are untouched where anything refuses its own state.
-
-        Args:
-            opened: a checkpoint that `compare` let pass.
 
         Raises:
             CheckpointError: something refuses its own state, or the disk fails.
@@ -381,13 +366,7 @@ def _compare_metrics(
 
 
 def _sizes_for(name: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, Any]:
-    """Found sizes to load: of a policy of another kind none are. They change no result.
-
-    Args:
-        name: of the part, for the warning.
-        saved: what `Microbatcher.state_dict` gave.
-        here: what it gives now.
-    """
+    """Found sizes to load: of a policy of another kind none are. They change no result."""
     others: list[str] = []
     taken = _of_same_policies(saved, here, others)
     if others:
@@ -419,10 +398,6 @@ def _of_same_policies(
 def _like_parameters(tree: Any, parameters: Mapping[str, Tensor]) -> Any:
     """A state in which tensors of the shape of the sharded parameter that they are for are such.
 
-    Args:
-        tree: the structure of a state in which keys are names of parameters.
-        parameters: the sharded ones, by name.
-
     >>> _like_parameters({"w": {"exp_avg": torch.ones(2)}}, {"w": torch.ones(2)})["w"].keys()
     dict_keys(['exp_avg'])
     """
@@ -446,10 +421,6 @@ def _without_parameters(tree: Mapping[Any, Any], names: Collection[str]) -> dict
 
     Parameters are equal on all ranks, or sharded; what is kept of them is, too.
 
-    Args:
-        tree: a state.
-        names: of parameters.
-
     >>> _without_parameters({"average": {"w": 1.0, "mean": 2.0}, "at": 3}, {"w"})
     {'average': {'mean': 2.0}, 'at': 3}
     """
@@ -462,10 +433,6 @@ def _without_parameters(tree: Mapping[Any, Any], names: Collection[str]) -> dict
 
 def _overlay(saved: dict[Any, Any], own: Mapping[Any, Any]) -> None:
     """Put a rank's own over what was saved for all.
-
-    Args:
-        saved: is changed.
-        own: nested dicts, of which each other value replaces the one that is there.
 
     >>> saved = {"average": {"w": 1.0, "mean": 2.0}}
     >>> _overlay(saved, {"average": {"mean": 5.0}})
