@@ -7,7 +7,7 @@ INSTALLED := .venv/.installed
 SCRIPTS := $(wildcard benchmarks/*.py configs/*.py docs/*.py) hatch_build.py
 
 .DEFAULT_GOAL := help
-.PHONY: job acceptance help train test test-quick sweeps hosts hosts-oldest test-published dist check nightly format-check lint types format bench docs shape torture torture-resume torture-ranks search standin gpu gpu-rehearsal mutants clean
+.PHONY: job acceptance help train test test-quick sweeps hosts hosts-oldest libraries-oldest test-published dist check nightly format-check lint types format bench docs shape torture torture-resume torture-ranks search standin gpu gpu-rehearsal mutants clean
 # One pip at a time, and pytest's closing line stays the last one of `make check`.
 .NOTPARALLEL:
 
@@ -51,7 +51,11 @@ hosts: $(INSTALLED)  ## run the integrations inside the trainers of others, the 
 
 hosts-oldest: $(INSTALLED)  ## the same with the oldest, in an environment of its own
 	@echo "downloads the oldest supported hosts: four minutes on two idle cores"
-	$(BIN)/python -m tests.integrations.oldest -n auto --maxprocesses 8 --dist loadfile
+	$(BIN)/python -m tests.oldest hosts -n auto --maxprocesses 8 --dist loadfile
+
+libraries-oldest: $(INSTALLED)  ## test what stands on torch and torchmetrics with the oldest of them
+	@echo "downloads the oldest supported torch: eight minutes on two idle cores"
+	$(BIN)/python -m tests.oldest libraries -n auto --maxprocesses 8 --dist loadfile
 
 # Some gigabytes are downloaded and go again: no cache may stand in for the index.
 test-published: $(INSTALLED)  ## build sdist and wheel, install the newest torch with it, and run both

@@ -23,6 +23,7 @@ STAGES = (
     "check",
     "gpu-rehearsal",
     "hosts-oldest",
+    "libraries-oldest",
     "test-published",
     "job",
     "acceptance",

@@ -2,6 +2,7 @@
 
 import datetime
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -116,10 +117,10 @@ def _started_at() -> datetime.datetime:
 
 def _register_now() -> None:
     if not OmegaConf.has_resolver("now"):
-        # OmegaConf 2.4 renamed it, and warns of the old name.
-        name = "register_resolver"
-        register = getattr(OmegaConf, name, None) or OmegaConf.register_new_resolver
-        register("now", lambda form: _started_at().strftime(form))
+        with warnings.catch_warnings():
+            # OmegaConf 2.4 renamed it. Under the new name 2.3 has another function, of old.
+            warnings.simplefilter("ignore", UserWarning)
+            OmegaConf.register_new_resolver("now", lambda form: _started_at().strftime(form))
 
 
 def rows_to_load(
