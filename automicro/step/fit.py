@@ -6,13 +6,12 @@ The whole of it is `fit` and `attempt`. `Sizes` (sizes.py) says what is tried ne
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Generic, NamedTuple, Protocol, TypeVar, cast
 
 from automicro.batchnorm import needs_two_rows
 from automicro.errors import RollbackError, add_note, describe_error, remember, text_of
 from automicro.memory.device import peak_bytes
-from automicro.memory.meter import Measured, highs_of, measured_by_all
+from automicro.memory.meter import Measured, Meter, highs_of, measured_by_all
 from automicro.memory.oom import Failure, caught, classify, empty_cache, first_line, release
 from automicro.memory.residents import ResidentMemory
 from automicro.ranks.interface import Ranks, Report, Status, StrayedError, announcing_failure
@@ -56,8 +55,7 @@ class Work(Protocol[T]):
         """The memory held at any size, for saying why none fits."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tried(Generic[T]):
+class Tried(NamedTuple, Generic[T]):
     """An attempt that is over. Unless it was committed, the state is as it was before.
 
     Attributes:
@@ -94,7 +92,7 @@ def fit(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
     while True:
         plan = sizes.plan(work.residents)
         if plan.num_microbatches == 0:
-            return Finished(result=None, plan=plan)
+            return Finished(result=None, plan=plan, nested_sizes={})
         if plan.num_microbatches > len(plan.cuts):
             # The check runs on this rank alone: others would wait for one whose check fails.
             with announcing_failure(phase.ranks):
@@ -123,7 +121,8 @@ def attempt(work: Work[T], plan: Plan, phase: Phase, sizes: Sizes) -> Tried[T]:
     # ranks (`stop`), roll back, and empty the cache for the next attempt.
     ranks, meter, device = phase.ranks, phase.meter, phase.device
     transaction = Transaction(work.parts())
-    tried, failure = caught(functools.partial(_go_through, transaction, work, plan, phase, sizes))
+    go_through = functools.partial(_go_through, transaction, work, plan, phase, sizes, meter)
+    tried, failure = caught(go_through)
     if tried is not None:
         return tried
     # Outside "except": inside it the traceback keeps the failed attempt's tensors alive, and
@@ -161,10 +160,15 @@ def attempt(work: Work[T], plan: Plan, phase: Phase, sizes: Sizes) -> Tried[T]:
 
 
 def _go_through(
-    transaction: Transaction, work: Work[T], plan: Plan, phase: Phase, sizes: Sizes
+    transaction: Transaction,
+    work: Work[T],
+    plan: Plan,
+    phase: Phase,
+    sizes: Sizes,
+    meter: Meter | None,
 ) -> Tried[T]:
     """The attempt up to its commit; an error leaves the transaction open."""
-    ranks, meter = phase.ranks, phase.meter
+    ranks = phase.ranks
     transaction.begin()
     # Behind the copies of the transaction, which are there at any size and count as resident.
     if meter is not None:

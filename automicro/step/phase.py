@@ -102,6 +102,7 @@ class Phase:
         ranks: that run steps together.
         reach: modules and generators that the caller's functions get at by themselves.
         spare: rows for the fillers of a rank that has none.
+        random: the generators of the process and of its devices, in attempts.
         is_training: whether gradients are computed.
         is_rehearsing: whether steps leave no trace but what is learned of sizes; see `rehearsing`.
     """
@@ -128,6 +129,8 @@ class Phase:
             repeatable=setup.repeatable,
             left_free=setup.ranks.communication_share,
         )
+        # One for all attempts; between them it holds nothing.
+        self.random = RandomState(setup.devices)
         self._is_new = True
         self._has_run = False
         self._nested_ooms = 0  # inside of parts, before the step that runs
@@ -210,7 +213,7 @@ class Phase:
         return taking_shapes(self._setup.roots, modules, random)
 
     def random_state(self) -> RandomState:
-        """The generators of the process and of its devices."""
+        """The same once more, for what is undone inside of an attempt."""
         return RandomState(self._setup.devices)
 
     def arrange(self, settings: Mapping[str, float | str]) -> None:

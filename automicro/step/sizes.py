@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 from automicro.batch.layout import describe_cut
@@ -68,7 +67,7 @@ class Sizes:
                 break
             if plan.proposed < failed.proposed and plan.size > self._phase.rule.min_rows:
                 # It is the same cut: the slices that would be smaller have less than this.
-                self._policy.record(_failing(plan))
+                self._policy.record(_outcome(plan, fits=False))
                 self._failed = plan
             elif self._failure is None:
                 # Nothing has failed since the last plan, which is cut anew: without lone rows, say.
@@ -169,20 +168,19 @@ class Sizes:
             return
         if plan.size > plan.most and plan.size >= self._phase.rule.failed:
             # A row fits, or not, that is larger than slices of others that did not.
-            self._policy.record(replace(_failing(plan), fits=fits))
+            self._policy.record(_outcome(plan, fits=fits))
             return
-        outcome = replace(_failing(plan), microbatch_size=plan.size, fits=fits)
+        told: dict[str, Any] = {"microbatch_size": plan.size}
         if took is not None:
-            outcome = replace(
-                outcome,
-                peak_bytes=took.peak_bytes,
-                resident_bytes=took.resident_bytes,
-                capacity_bytes=took.capacity_bytes,
+            told |= {
+                "peak_bytes": took.peak_bytes,
+                "resident_bytes": took.resident_bytes,
+                "capacity_bytes": took.capacity_bytes,
                 # Seconds differ from run to run, and then sizes would.
-                seconds=None if self._phase.is_repeatable else took.seconds,
-                alloc_retries=took.alloc_retries,
-            )
-        self._policy.record(outcome)
+                "seconds": None if self._phase.is_repeatable else took.seconds,
+                "alloc_retries": took.alloc_retries,
+            }
+        self._policy.record(_outcome(plan, fits=fits, **told))
 
     @property
     def _loudness(self) -> int:
@@ -236,13 +234,14 @@ def _plan(step: Step, phase: Phase) -> Plan:
         return plan_together(step, rule, agreement, ranks)
 
 
-def _failing(plan: Plan) -> Outcome:
-    """That slices of what was proposed do not fit."""
+def _outcome(plan: Plan, *, fits: bool, **told: Any) -> Outcome:
+    """That slices of what was proposed fit, or not, unless another size is told."""
+    told.setdefault("microbatch_size", plan.most)
     return Outcome(
         num_rows=plan.extent,
-        microbatch_size=plan.most,
-        fits=False,
+        fits=fits,
         cost=plan.cost,
         level=plan.level,
         settings=plan.settings,
+        **told,
     )

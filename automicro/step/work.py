@@ -290,8 +290,10 @@ class _Work(Generic[T]):
         features, ranks = self._features, self._ranks
         microbatches = [each for cut in cuts for each in cut.microbatches]
         sizes = [size for cut in cuts for size in cut.sizes]
-        min_rows = self._phase.rule.min_rows
-        every = [*microbatches, *self._engine.spare.fillers(plan, self._spares(cuts), min_rows)]
+        every = microbatches
+        if num_fillers := plan.num_microbatches - len(sizes):
+            spare, min_rows = self._engine.spare, self._phase.rule.min_rows
+            every = [*every, *[spare.filler(self._spares(cuts), min_rows)] * num_fillers]
         moved = on_device(every, self._passes.device, isolate=self._watch.isolate)
         # This rank's own microbatches come first and its fillers last, so that ranks run as many.
         for index, inputs in enumerate(moved):
@@ -399,7 +401,7 @@ class TrainingWork(_Work[Losses]):
             self._watch,
             # Early, so that what an attempt finds free is what it has beside the optimizer's state.
             *([] if reservation is None else [reservation]),
-            self._phase.random_state(),
+            self._phase.random,
             self._state,
             self._gradients,  # behind what the caller's hooks may change when it prepares
             *self._features.parts(),
@@ -528,7 +530,7 @@ class EvaluationWork(_Work[Evaluated]):
     def parts(self) -> list[Part]:
         return [
             self._watch,
-            self._phase.random_state(),
+            self._phase.random,
             self._state,
             *self._features.parts(),
             *self._phase.own_parts(),
