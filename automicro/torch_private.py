@@ -7,6 +7,7 @@ file beside this one.
 
 import contextlib
 import functools
+import itertools
 import operator
 import sys
 import threading
@@ -34,6 +35,7 @@ __all__ = [
     "FLASH_ATTENTION_BACKWARD",
     "GAMMA_DRAW",
     "GLOBAL_HOOKS",
+    "KERNELS",
     "PRECISIONS",
     "REGISTERED",
     "STEP_HOOKS",
@@ -201,7 +203,7 @@ _HOOKS_AFTER = operator.attrgetter("_post_accumulate_grad_hooks")
 BUFFERS = "_buffers"
 REGISTERED = ("_parameters", BUFFERS, "_modules")
 """Names of the tables in which a module has its parameters, buffers and children."""
-_EACH_TABLE = tuple(map(operator.itemgetter, REGISTERED))
+_EACH_TABLE = operator.itemgetter(*REGISTERED)
 _WALKS = ("named_modules", "modules", "named_parameters", "parameters", "_named_members")
 
 
@@ -219,24 +221,20 @@ def module_tables(module: nn.Module) -> tuple[dict[str, Any], ...] | None:
     return tables if len(tables) == len(REGISTERED) else None
 
 
-def are_tables_of(
-    spaces: Sequence[dict[str, Any]], tables: Sequence[Sequence[dict[str, Any]]]
-) -> bool:
+def are_tables_of(spaces: Sequence[dict[str, Any]], tables: Sequence[dict[str, Any]]) -> bool:
     """Whether modules still have these tables, given what ``vars`` says of each module.
 
     Args:
         spaces: of each module.
-        tables: those of parameters of each module, those of buffers, and those of children.
+        tables: those of the parameters, buffers and children of each module, one after the other.
 
     >>> linear, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    >>> tables = list(zip(module_tables(linear), module_tables(other)))
+    >>> tables = [*module_tables(linear), *module_tables(other)]
     >>> are_tables_of([vars(linear), vars(other)], tables)
     True
     """
-    for read, of_each in zip(_EACH_TABLE, tables, strict=False):
-        if not all(map(operator.is_, map(read, spaces), of_each)):
-            return False
-    return True
+    now = itertools.chain.from_iterable(map(_EACH_TABLE, spaces))
+    return all(map(operator.is_, now, tables))
 
 
 def is_uninitialized(tensor: Tensor) -> bool:
@@ -909,6 +907,11 @@ PRECISIONS = [(functools.partial(_unless_mixed, read), write) for read, write in
 PRECISIONS += [
     (functools.partial(_GET, *each), functools.partial(_SET, *each))
     for each in [("generic", "all"), *_BACKENDS]
+]
+# Which kernels are chosen: the modules of `torch.backends` read the same, in Python.
+KERNELS = [
+    (getattr(torch._C, f"_get_{each}"), getattr(torch._C, f"_set_{each}"))
+    for each in ("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "mkldnn_enabled")
 ]
 
 

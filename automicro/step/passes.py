@@ -266,7 +266,8 @@ class Passes:
             self._warn_of_whole_numbers(output.given)
         loss = check_loss(output.loss, may_be_zero=True)
         weight: Any = weights.of_all[index]
-        parts, start = output.losses, tuple[Tensor, ...]()
+        parts = output.losses
+        start: tuple[Tensor, ...] = ()
         if self.begins_with(weights):
             # One of its own for each: where a leaf is a view of the loss, autograd makes it the
             # leaf's gradient, to which the next backwards add.

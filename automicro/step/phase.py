@@ -296,7 +296,7 @@ class Phase:
         self.size = finished.microbatch_size
         if self.is_rehearsing:
             return
-        if self.fits_overhead:
+        if finished.measured is not None and self.fits_overhead:
             self.rule.learn(finished)
         if self._recollection is not None and self.adapts:
             self._recollection.take_down(finished)

@@ -68,7 +68,7 @@ class ReadBatch(NamedTuple):
         return self.cost if self.packing is None else self.packing.largest([1])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Step:
     """One optimization batch, as every attempt gets it. It never changes.
 
@@ -92,8 +92,8 @@ class Step:
     def __post_init__(self) -> None:
         batches = self.batches
         # Once and not at each attempt: a step may have many batches.
-        object.__setattr__(self, "raw", [each.batch for each in batches])
-        object.__setattr__(self, "rows", [each.num_rows for each in batches])
+        self.raw = [each.batch for each in batches]
+        self.rows = [each.num_rows for each in batches]
 
     @property
     def extents(self) -> list[int]:
@@ -425,7 +425,8 @@ def plan_alone(step: Step, rule: CutRule) -> Plan:
     policy.level = _level_for(step)
     sizes = [_propose(each, policy, rule) for each in step.batches]
     unit = policy.multiple_of  # which a policy may choose with the size
-    cuts, is_measuring = list[Cut](), False
+    cuts: list[Cut] = []
+    is_measuring = False
     for each, size in zip(step.batches, sizes, strict=True):
         cuts.append(rule.cut_batch(each, size, multiple_of=unit))
         is_measuring = is_measuring or policy.is_measuring(each.extent, each.cost)
