@@ -717,13 +717,12 @@ class Microbatcher:
         """Batches as a step, each read once. Lazy modules take their shapes from the first."""
         reading = functools.partial(self._read_once, batches)
         read = once_more(reading, self._device, doing="reading the structure of the batch")
-        rows = [each.num_rows for each in read]
         # A batch to predict may lack its targets, which the loss would be asked for.
         if mode != "predict":
-            self._passes.check_form(batches, rows)
+            self._passes.check_form(read)
         denominators: Mapping[str, float] = {}
         if not self._ranks.is_alone:
-            denominators = self._passes.denominators(batches, rows)
+            denominators = self._passes.denominators(read)
         # Parameters must be there before gradients are set aside for them.
         elif self._index.is_lazy:
             with self._train.initializing():

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
 __all__ = [
+    "BACKENDS",
     "BUFFERS",
     "DIRICHLET_DRAW",
     "EFFICIENT_ATTENTION",
@@ -35,8 +36,6 @@ __all__ = [
     "FLASH_ATTENTION_BACKWARD",
     "GAMMA_DRAW",
     "GLOBAL_HOOKS",
-    "KERNELS",
-    "PRECISIONS",
     "REGISTERED",
     "STEP_HOOKS",
     "WHOLE_ATTENTION",
@@ -901,18 +900,16 @@ _OLDER: list[tuple[Any, Any]] = [
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
 ]
-# How exactly backends multiply in float32: how each choice is read, and set. The older functions
-# come first, because they set some of the others.
-PRECISIONS = [(functools.partial(_unless_mixed, read), write) for read, write in _OLDER]
-PRECISIONS += [
+# How exactly backends multiply in float32, and which kernels they use: how each choice is read, and
+# set. The older functions come first, because they set some of the others.
+BACKENDS = [(functools.partial(_unless_mixed, read), write) for read, write in _OLDER]
+BACKENDS += [
     (functools.partial(_GET, *each), functools.partial(_SET, *each))
     for each in [("generic", "all"), *_BACKENDS]
 ]
-# Which kernels are chosen: the modules of `torch.backends` read the same, in Python.
-KERNELS = [
-    (getattr(torch._C, f"_get_{each}"), getattr(torch._C, f"_set_{each}"))
-    for each in ("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "mkldnn_enabled")
-]
+# The modules of `torch.backends` read the same, in Python.
+for _name in ("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "mkldnn_enabled"):
+    BACKENDS.append((getattr(torch._C, f"_get_{_name}"), getattr(torch._C, f"_set_{_name}")))
 
 
 # The tables of hooks that hold for all modules, by name.

@@ -26,10 +26,9 @@ from automicro.errors import RollbackError
 from automicro.memory.oom import surely
 from automicro.state.tensors import SMALL_BYTES, Copies, Leaves, is_freed
 from automicro.torch_private import (
+    BACKENDS,
     BUFFERS,
     GLOBAL_HOOKS,
-    KERNELS,
-    PRECISIONS,
     REGISTERED,
     function_modes,
     gradient_hooks,
@@ -68,7 +67,6 @@ MOST_ARRAY_BYTES = 2**20  # arrays have no versions: each is copied each time
 LONG = 10_000  # elements of a list or dict that are not looked into
 MANY = 128  # the same where they are tensors, as metrics keep them
 _GONE = object()
-_NO_COPIES = Copies([], {})
 
 
 def capture(
@@ -325,8 +323,7 @@ _SETTINGS: list[tuple[Any, Any]] = [
     (_nesting, _set_nesting),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (torch.get_num_threads, torch.set_num_threads),
-    *PRECISIONS,
-    *KERNELS,
+    *BACKENDS,
     *((getattr(_CUDA, f"{e}_sdp_enabled"), getattr(_CUDA, f"enable_{e}_sdp")) for e in _ATTENTION),
 ]
 
@@ -574,8 +571,8 @@ class Captured:
         self._copied = found.buffers if large is None else large  # however large
         self._empty, self._flags = found.empty, found.flags
         self._objects, self._classes = found.objects, list(map(type, found.objects))
-        self._tables, self._containers = _Tables(found.holders.values()), found.containers
-        self._held: list[_Tables | _Containers] = [self._tables, self._containers]
+        tables, self._containers = _Tables(found.holders.values()), found.containers
+        self._held: list[_Tables | _Containers] = [tables, self._containers]
         self._sized = [each.table for each in found.holders.values()]
         self._sizes = list(map(len, self._sized))
         self._in_order = [each.table for each in found.holders.values() if each.is_ordered]
@@ -601,9 +598,7 @@ class Captured:
         if stands and self._large is None:
             self._change_content(lambda value: stands.get(id(value), value))
         tensors = [*(e for key, e in content.items() if key not in stands), *self._leaves.small]
-        self._copies = _NO_COPIES
-        if tensors:
-            self._copies = Copies(tensors, self._copied, watches_others=self._large is not None)
+        self._copies = Copies(tensors, self._copied, watches_others=self._large is not None)
         self._global = _read_modes()
 
     def _change_content(self, change: Callable[[Any], Any]) -> None:
@@ -631,8 +626,7 @@ class Captured:
             and self._has_same_keys()
             and list(map(type, self._objects)) == self._classes
             and self._leaves.refresh()
-            and self._tables.refresh()
-            and self._containers.refresh()
+            and all(each.refresh() for each in self._held)
         )
 
     def _has_same_keys(self) -> bool:
@@ -654,8 +648,9 @@ class Captured:
             self._is_new = False
             if not self._is_refreshed():
                 return False  # what the attempt has replaced is not kept alive
-        self._copies.settle()
-        self._copies = _NO_COPIES
+        if self._copies.tensors:
+            self._copies.settle()
+            self._copies = Copies([], {})
         self._change_content(lambda value: None if _is_content(value) else value)
         self._containers.let_go()
         self._leaves.let_go()

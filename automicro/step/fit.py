@@ -11,7 +11,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar, cast
 from automicro.batchnorm import needs_two_rows
 from automicro.errors import RollbackError, add_note, describe_error, remember, text_of
 from automicro.memory.device import peak_bytes
-from automicro.memory.meter import Measured, Meter, highs_of, measured_by_all
+from automicro.memory.meter import Measured, highs_of, measured_by_all
 from automicro.memory.oom import Failure, caught, classify, empty_cache, first_line, release
 from automicro.memory.residents import ResidentMemory
 from automicro.ranks.interface import Ranks, Report, Status, StrayedError, announcing_failure
@@ -119,10 +119,9 @@ def attempt(work: Work[T], plan: Plan, phase: Phase, sizes: Sizes) -> Tried[T]:
     """
     # Begin, run, prepare, vote, commit. Where anything fails: give memory back, tell the other
     # ranks (`stop`), roll back, and empty the cache for the next attempt.
-    ranks, meter, device = phase.ranks, phase.meter, phase.device
+    ranks, meter, device = phase.ranks, sizes.meter, phase.device
     transaction = Transaction(work.parts())
-    go_through = functools.partial(_go_through, transaction, work, plan, phase, sizes, meter)
-    tried, failure = caught(go_through)
+    tried, failure = caught(functools.partial(_go_through, transaction, work, plan, phase, sizes))
     if tried is not None:
         return tried
     # Outside "except": inside it the traceback keeps the failed attempt's tensors alive, and
@@ -160,15 +159,10 @@ def attempt(work: Work[T], plan: Plan, phase: Phase, sizes: Sizes) -> Tried[T]:
 
 
 def _go_through(
-    transaction: Transaction,
-    work: Work[T],
-    plan: Plan,
-    phase: Phase,
-    sizes: Sizes,
-    meter: Meter | None,
+    transaction: Transaction, work: Work[T], plan: Plan, phase: Phase, sizes: Sizes
 ) -> Tried[T]:
     """The attempt up to its commit; an error leaves the transaction open."""
-    ranks = phase.ranks
+    ranks, meter = phase.ranks, sizes.meter
     transaction.begin()
     # Behind the copies of the transaction, which are there at any size and count as resident.
     if meter is not None:

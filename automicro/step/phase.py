@@ -102,6 +102,7 @@ class Phase:
         ranks: that run steps together.
         reach: modules and generators that the caller's functions get at by themselves.
         spare: rows for the fillers of a rank that has none.
+        own_parts: further state that the caller puts back.
         random: the generators of the process and of its devices, in attempts.
         is_training: whether gradients are computed.
         is_rehearsing: whether steps leave no trace but what is learned of sizes; see `rehearsing`.
@@ -122,6 +123,7 @@ class Phase:
         self.size: int | None = None
         self.device, self.ranks = setup.device, setup.ranks
         self.reach, self.spare = setup.reach, setup.spare
+        self.own_parts: Sequence[Part] = setup.own_parts
         self.is_training = name == "train"
         self.is_repeatable = setup.repeatable
         self._meter = Meter(
@@ -264,10 +266,6 @@ class Phase:
         self._updated.clear()
         self._updated |= {f"metrics[{index}]": each for index, each in enumerate(metrics)}
         return self._state
-
-    def own_parts(self) -> list[Part]:
-        """Further state that the caller puts back."""
-        return list(self._setup.own_parts)
 
     def begin(self, step: Step) -> int | None:
         """A step is about to be attempted; the rows that it starts from, if an earlier run says."""

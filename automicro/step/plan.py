@@ -95,16 +95,6 @@ class Step:
         self.raw = [each.batch for each in batches]
         self.rows = [each.num_rows for each in batches]
 
-    @property
-    def extents(self) -> list[int]:
-        """The size of each batch for a policy."""
-        return [each.extent for each in self.batches]
-
-    @property
-    def costs(self) -> list[float | None]:
-        """Of one row of each batch."""
-        return [each.cost for each in self.batches]
-
 
 @dataclass
 class CutRule:
@@ -328,12 +318,8 @@ class Plan(NamedTuple):
     def leaves_one_alone(self) -> bool:
         """Whether a slice of several, or a filler, has a single row."""
         # Fillers have one row as well.
-        return self.num_fillers > 0 or any(cut.leaves_one_alone for cut in self.cuts)
-
-    @property
-    def num_fillers(self) -> int:
-        """Microbatches without any weight, which this rank runs because others have more."""
-        return self.num_microbatches - sum(map(len, map(_SIZES, self.cuts)))
+        has_fillers = self.num_microbatches > sum(map(len, map(_SIZES, self.cuts)))
+        return has_fillers or any(cut.leaves_one_alone for cut in self.cuts)
 
     @property
     def totals(self) -> Mapping[str, float] | None:
@@ -431,7 +417,7 @@ def plan_alone(step: Step, rule: CutRule) -> Plan:
         cuts.append(rule.cut_batch(each, size, multiple_of=unit))
         is_measuring = is_measuring or policy.is_measuring(each.extent, each.cost)
     # The batch with the largest slice, in elements, speaks for the step.
-    widest = max(cuts, key=_width) if len(cuts) > 1 else cuts[0]
+    widest = max(cuts, key=lambda cut: (cut.largest * (cut.row_cost or 1), cut.num_rows))
     return Plan(
         cuts=cuts,
         # What failed or fitted is the largest of all slices, of whichever batch.
@@ -461,16 +447,16 @@ def propose_to(step: Step, rule: CutRule, *, training: bool, lacks_rows: bool = 
     step.policy.level = _level_for(step)
     sizes = [_propose(each, step.policy, rule) for each in step.batches]
     # A rank whose data have run out takes part all the same, without rows.
-    largest = max(step.extents, default=0)
+    largest = max([each.extent for each in step.batches], default=0)
     # A batch that goes whole says nothing of the size of others.
-    cut = [size for size, extent in zip(sizes, step.extents, strict=True) if size < extent]
+    cut = [size for size, each in zip(sizes, step.batches, strict=True) if size < each.extent]
     return Proposal(
         num_rows=sum(step.rows),
         microbatch_size=min(cut, default=max(largest, 1)),
         denominators=step.denominators,
         num_batches=len(step.batches),
         max_extent=largest,
-        cost=max((cost for cost in step.costs if cost is not None), default=None),
+        cost=max((each.cost for each in step.batches if each.cost is not None), default=None),
         wants_to_stop=step.wants_to_stop,
         training=training,
         lacks_rows=lacks_rows,
@@ -503,7 +489,7 @@ def plan_together(step: Step, rule: CutRule, agreement: Agreement, ranks: Ranks)
             slices = [rule.cut(rows, size, multiple_of=unit) for rows in step.rows]
         else:
             slices = [_balanced(rows, count, rule.min_rows) for rows in step.rows]
-        cuts = list(map(Cut, slices, step.costs))
+        cuts = list(map(Cut, slices, [each.cost for each in step.batches]))
     else:
         # How many slices others make of several batches, or of costs, only they can tell.
         cuts = [rule.cut_batch(each, size, multiple_of=unit) for each in step.batches]
@@ -537,10 +523,6 @@ def nothing_to_run(*, stops: bool) -> Plan:
     return Plan(
         cuts=[], size=0, num_microbatches=0, extent=0, cost=None, num_global_rows=0, stops=stops
     )
-
-
-def _width(cut: Cut) -> tuple[float, int]:
-    return cut.largest * (cut.row_cost or 1), cut.num_rows
 
 
 def _balanced(num_rows: int, count: int, min_rows: int) -> list[int]:
