@@ -172,8 +172,10 @@ def _go_through(
     measured = None if meter is None else meter.end()
     transaction.prepare()  # it needs memory as well
     # The vote says that every rank has prepared: after it none has a reason to fail.
-    told = ranks.vote(Report(sums=work.numbers(result), highs=highs_of(measured)))
-    measured = measured_by_all(told.highs, measured)
+    report = Report(sums=work.numbers(result), highs=highs_of(measured))
+    told = ranks.vote(report)
+    if told is not report:
+        measured = measured_by_all(told.highs, measured)
     result = work.combined(result, told.sums)
     # On several ranks this is the loss of all, so that all of them accept it, or none does.
     is_committed = work.accepts(result)
