@@ -6,7 +6,7 @@ The whole of it is `fit` and `attempt`. `Sizes` (sizes.py) says what is tried ne
 
 import functools
 from collections.abc import Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from automicro.batchnorm import needs_two_rows
 from automicro.errors import RollbackError, add_note, describe_error, remember, text_of
@@ -100,8 +100,8 @@ def fit(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
         phase.ranks.begin(plan.num_microbatches, training=phase.is_training)
         tried = attempt(work, plan, phase, sizes)
         if tried.status is Status.OK:
-            result = cast(T, tried.result)
-            return sizes.succeed(plan, result, tried.measured, is_committed=tried.is_committed)
+            took, is_committed = tried.measured, tried.is_committed
+            return sizes.succeed(plan, tried.result, took, is_committed=is_committed)
         if tried.status is Status.OUT_OF_MEMORY:
             sizes.fail(plan, tried.failure, tried.measured)
         else:

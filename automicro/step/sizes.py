@@ -140,7 +140,7 @@ class Sizes:
             self._attempts += 1
 
     def succeed(
-        self, plan: Plan, result: T, measured: Measured | None, *, is_committed: bool
+        self, plan: Plan, result: T | None, measured: Measured | None, *, is_committed: bool
     ) -> Finished[T]:
         """An attempt went through."""
         self._record(plan, measured, fits=True)
