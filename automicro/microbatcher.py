@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from automicro.batch.device import cost_of_row
 from automicro.batch.layout import balanced_sizes
-from automicro.batch.reading import refusing_cycles
+from automicro.batch.reading import holds_itself
 from automicro.batch.tensors import Contents
 from automicro.compilation import refuse_cuda_graphs
 from automicro.features import answering_unknown, exact_batchnorm
@@ -439,7 +439,7 @@ class Microbatcher:
             loss=loss,
             losses=losses,
             is_committed=finished.is_committed,
-            loss_average_is=self.loss_average_is,
+            loss_average_is=self._engine.checks.loss_average_is,
             outputs=work.outputs,
             carry=work.carry,
             rank_loss=loss if work.rank_loss is None else work.rank_loss,
@@ -659,7 +659,7 @@ class Microbatcher:
         """Compare a few rows of the first batch with parts of them, where it could be split."""
         policy, by_cost, checks = step.policy, self._sort is not None, self._engine.checks
         could_split = self._split_guard.could_split(policy, step.rows, by_cost=by_cost)
-        if checks.is_over(mode) or not (step.batches and could_split):
+        if not could_split or checks.is_over(mode):
             return
         batch, rows, multiple = step.raw[0], step.rows[0], int(getattr(policy, "multiple_of", 1))
         sizes = [] if by_cost or policy.adapts else balanced_sizes(rows, policy.propose(rows))
@@ -717,13 +717,12 @@ class Microbatcher:
         """Batches as a step, each read once. Lazy modules take their shapes from the first."""
         reading = functools.partial(self._read_once, batches)
         read = once_more(reading, self._device, doing="reading the structure of the batch")
-        rows = [each.num_rows for each in read]
         # A batch to predict may lack its targets, which the loss would be asked for.
         if mode != "predict":
-            self._passes.check_form(batches, rows)
+            self._passes.check_form(read)
         denominators: Mapping[str, float] = {}
         if not self._ranks.is_alone:
-            denominators = self._passes.denominators(batches, rows)
+            denominators = self._passes.denominators(read)
         # Parameters must be there before gradients are set aside for them.
         elif self._index.is_lazy:
             with self._train.initializing():
@@ -738,11 +737,13 @@ class Microbatcher:
 
     def _read_once(self, batches: Sequence[Any]) -> list[ReadBatch]:
         found = []
-        with refusing_cycles():
+        try:
             for batch, num_rows in zip(batches, self._setup.spare.rows_of(batches), strict=True):
                 each = Contents(batch)
                 cost = cost_of_row(each, num_rows)
                 found.append(ReadBatch(batch=batch, num_rows=num_rows, cost=cost, contents=each))
+        except RecursionError as error:
+            raise holds_itself() from error
         return found
 
 

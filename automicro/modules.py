@@ -139,12 +139,11 @@ class ModuleIndex:
         found = [module_tables(module) for _, module in self.owners]
         usual = [tables for tables in found if tables is not None]
         self._is_usual = len(usual) == len(found)
-        self._tables = list(zip(*usual, strict=True))
+        self._tables = list(chain.from_iterable(usual))
         self._spaces = [vars(module) for _, module in self.owners]
-        every = list(chain.from_iterable(usual))
-        self._full = [table for table in every if table]
+        self._full = [table for table in self._tables if table]
         # These have no keys to compare, and may be filled where they are.
-        self._empty = [table for table in every if not table]
+        self._empty = [table for table in self._tables if not table]
         self._keys = list(chain.from_iterable(self._full))
         self._values = list(chain.from_iterable(map(dict.values, self._full)))
 

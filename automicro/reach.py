@@ -69,10 +69,11 @@ class Reach:
     def modules(self) -> dict[str, nn.Module]:
         """The modules by where they were found, each once, without the roots and their parts."""
         found: dict[str, nn.Module] = {}
-        known = set(self._known)
+        further: set[int] = set()  # mostly none, and to copy what is known costs
         for path, module in self._read():
-            if isinstance(module, nn.Module) and id(module) not in known:
-                known |= set(map(id, module.modules()))
+            is_known = id(module) in self._known or id(module) in further
+            if isinstance(module, nn.Module) and not is_known:
+                further |= set(map(id, module.modules()))
                 found[_unused(path, found)] = module
         return found
 

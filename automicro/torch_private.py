@@ -7,6 +7,7 @@ file beside this one.
 
 import contextlib
 import functools
+import itertools
 import operator
 import sys
 import threading
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
 __all__ = [
+    "BACKENDS",
     "BUFFERS",
     "DIRICHLET_DRAW",
     "EFFICIENT_ATTENTION",
@@ -34,7 +36,6 @@ __all__ = [
     "FLASH_ATTENTION_BACKWARD",
     "GAMMA_DRAW",
     "GLOBAL_HOOKS",
-    "PRECISIONS",
     "REGISTERED",
     "STEP_HOOKS",
     "WHOLE_ATTENTION",
@@ -201,7 +202,7 @@ _HOOKS_AFTER = operator.attrgetter("_post_accumulate_grad_hooks")
 BUFFERS = "_buffers"
 REGISTERED = ("_parameters", BUFFERS, "_modules")
 """Names of the tables in which a module has its parameters, buffers and children."""
-_EACH_TABLE = tuple(map(operator.itemgetter, REGISTERED))
+_EACH_TABLE = operator.itemgetter(*REGISTERED)
 _WALKS = ("named_modules", "modules", "named_parameters", "parameters", "_named_members")
 
 
@@ -219,24 +220,20 @@ def module_tables(module: nn.Module) -> tuple[dict[str, Any], ...] | None:
     return tables if len(tables) == len(REGISTERED) else None
 
 
-def are_tables_of(
-    spaces: Sequence[dict[str, Any]], tables: Sequence[Sequence[dict[str, Any]]]
-) -> bool:
+def are_tables_of(spaces: Sequence[dict[str, Any]], tables: Sequence[dict[str, Any]]) -> bool:
     """Whether modules still have these tables, given what ``vars`` says of each module.
 
     Args:
         spaces: of each module.
-        tables: those of parameters of each module, those of buffers, and those of children.
+        tables: those of the parameters, buffers and children of each module, one after the other.
 
     >>> linear, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    >>> tables = list(zip(module_tables(linear), module_tables(other)))
+    >>> tables = [*module_tables(linear), *module_tables(other)]
     >>> are_tables_of([vars(linear), vars(other)], tables)
     True
     """
-    for read, of_each in zip(_EACH_TABLE, tables, strict=False):
-        if not all(map(operator.is_, map(read, spaces), of_each)):
-            return False
-    return True
+    now = itertools.chain.from_iterable(map(_EACH_TABLE, spaces))
+    return all(map(operator.is_, now, tables))
 
 
 def is_uninitialized(tensor: Tensor) -> bool:
@@ -903,13 +900,16 @@ _OLDER: list[tuple[Any, Any]] = [
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
 ]
-# How exactly backends multiply in float32: how each choice is read, and set. The older functions
-# come first, because they set some of the others.
-PRECISIONS = [(functools.partial(_unless_mixed, read), write) for read, write in _OLDER]
-PRECISIONS += [
+# How exactly backends multiply in float32, and which kernels they use: how each choice is read, and
+# set. The older functions come first, because they set some of the others.
+BACKENDS = [(functools.partial(_unless_mixed, read), write) for read, write in _OLDER]
+BACKENDS += [
     (functools.partial(_GET, *each), functools.partial(_SET, *each))
     for each in [("generic", "all"), *_BACKENDS]
 ]
+# The modules of `torch.backends` read the same, in Python.
+for _name in ("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "mkldnn_enabled"):
+    BACKENDS.append((getattr(torch._C, f"_get_{_name}"), getattr(torch._C, f"_set_{_name}")))
 
 
 # The tables of hooks that hold for all modules, by name.

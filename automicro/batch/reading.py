@@ -5,9 +5,8 @@ looking at it alone often cannot tell. So every part of a batch becomes a `Node`
 counts it allows, the counts of neighbours are intersected, and what remains decides.
 """
 
-import contextlib
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,20 +96,12 @@ def agreement(nodes: Iterable[Node]) -> Counts:
     return counts
 
 
-@contextlib.contextmanager
-def refusing_cycles() -> Iterator[None]:
-    """Refuse a batch that holds itself.
-
-    Raises:
-        BatchError: reading it has no end.
-    """
-    try:
-        yield
-    except RecursionError as error:
-        raise BatchError(
-            "a container in the batch holds itself, so that reading the batch has no end; leave it "
-            "out, or put it into an object of a class of your own, which is not opened"
-        ) from error
+def holds_itself() -> BatchError:
+    """The error of a batch whose reading has no end."""
+    return BatchError(
+        "a container in the batch holds itself, so that reading the batch has no end; leave it "
+        "out, or put it into an object of a class of your own, which is not opened"
+    )
 
 
 _ONCE = (types.GeneratorType, map, zip, filter, enumerate)

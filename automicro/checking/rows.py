@@ -12,7 +12,7 @@ from torch import Tensor
 
 from automicro.batch.device import on_host
 from automicro.batch.layout import BatchLayout
-from automicro.batch.tensors import tensor_leaves
+from automicro.batch.tensors import Contents, tensor_leaves
 from automicro.errors import BatchError
 
 MOST_ROWS = 16
@@ -152,17 +152,15 @@ class Forms:
         self._num += 1
         if self._num > LAST_GLANCE or self._num < self._next:
             return False
-        is_new = False
         form = _form_of(batch)
-        if form not in self._seen and len(self._seen) < _MOST_FORMS:
+        is_new = form not in self._seen and len(self._seen) < _MOST_FORMS
+        if is_new:
             self._seen.add(form)
-            is_new = True
         with on_host():
-            for path, leaf in self._layout.leaves(batch):
-                is_whole = not (leaf.is_floating_point() or leaf.is_complex())
-                is_here = leaf.device.type == "cpu" and leaf.layout is torch.strided
-                if is_whole and is_here and not leaf.is_nested and leaf.numel():
-                    is_new |= self._is_record(path, leaf.detach())
+            # To name where tensors lie costs more than to find that none is to be read.
+            if any(map(_is_readable, Contents(batch).tensors)):
+                for path, leaf in self._layout.leaves(batch):
+                    is_new |= _is_readable(leaf) and self._is_record(path, leaf.detach())
         self._news += is_new
         if is_new and self._news > _MOST_NEWS:  # it may count up, as the number of the batch
             self._next = self._num * _REST
@@ -183,6 +181,13 @@ class Forms:
         return is_new
 
 
+def _is_readable(leaf: Tensor) -> bool:
+    """Whether a tensor holds whole numbers, on the host."""
+    if leaf.is_floating_point() or leaf.is_complex() or leaf.device.type != "cpu":
+        return False
+    return leaf.layout is torch.strided and not leaf.is_nested and leaf.numel() > 0
+
+
 def _form_of(value: Any) -> Any:
     """Keys, types, dimensions, words and switches; of sequences of such only the type."""
     if isinstance(value, Tensor):
@@ -190,9 +195,8 @@ def _form_of(value: Any) -> Any:
     if isinstance(value, Mapping):
         return tuple((repr(key), _form_of(each)) for key, each in value.items())
     if isinstance(value, list | tuple):
-        parts = [_form_of(each) for each in itertools.islice(value, 8)]
-        is_long = len(value) > 8 or any(isinstance(each, str) for each in value)
-        return type(value), tuple(map(type, value[:1])) if is_long else tuple(parts)
+        is_long = len(value) > 8 or any(map(isinstance, value, itertools.repeat(str)))
+        return type(value), tuple(map(type, value[:1]) if is_long else map(_form_of, value))
     return value if isinstance(value, str | bool | None) else type(value)
 
 

@@ -27,8 +27,7 @@ REMEDY = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class CutBatch:
+class CutBatch(NamedTuple):
     """One batch and how it was cut.
 
     Attributes:

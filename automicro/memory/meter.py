@@ -4,7 +4,7 @@ import math
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -23,8 +23,7 @@ _REQUEST = re.compile(r"(?:Tried to allocate|^Requested +:) ([\d.]+ ?\w+)", re.M
 _SECONDS_BETWEEN_READINGS = 1.0  # of the capacity, for which the driver is asked
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measured:
+class Measured(NamedTuple):
     """The measurements of one attempt.
 
     Attributes:
@@ -77,9 +76,8 @@ def measured_by_all(highs: Sequence[float], own: Measured | None) -> Measured | 
     """
     if own is None or not highs or highs[4] == _UNKNOWN:
         return None
-    peak, resident, capacity, retries = (None if v == _UNKNOWN else int(v) for v in highs[:4])
-    return replace(
-        own,
+    peak, resident, capacity, retries = [None if v == _UNKNOWN else int(v) for v in highs[:4]]
+    return own._replace(
         peak_bytes=peak,
         resident_bytes=resident,
         capacity_bytes=None if capacity is None else -capacity,

@@ -15,7 +15,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import chain, compress, zip_longest
+from itertools import chain, compress, starmap, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,9 +26,9 @@ from automicro.errors import RollbackError
 from automicro.memory.oom import surely
 from automicro.state.tensors import SMALL_BYTES, Copies, Leaves, is_freed
 from automicro.torch_private import (
+    BACKENDS,
     BUFFERS,
     GLOBAL_HOOKS,
-    PRECISIONS,
     REGISTERED,
     function_modes,
     gradient_hooks,
@@ -152,24 +152,32 @@ _Name = tuple[str, str]  # a path, and the format of what lies behind it
 
 
 class _Tables:
-    """Tables with the same keys.
+    """Tables, and what they hold.
 
     Attributes:
         held: their values, one table's after the other's; `refresh` may put others there.
         places: where among these tensors lie that are not trained.
     """
 
-    def __init__(self, keys: tuple[Any, ...], holders: list[_Holder]) -> None:
-        self._holders, self._num_keys = holders, len(keys)
-        self._get = operator.itemgetter(*keys) if keys else lambda table: ()
-        self._tables = [each.table for each in holders]
+    def __init__(self, holders: Iterable[_Holder]) -> None:
+        # One itemgetter reads all tables of the same keys: layers are many, their classes few.
+        groups: dict[tuple[Any, ...], list[_Holder]] = {}
+        for each in holders:
+            # Of one key alone, itemgetter gives no tuple.
+            keys = each.keys * 2 if len(each.keys) == 1 else each.keys
+            groups.setdefault(keys, []).append(each._replace(keys=keys))
+        self._holders = list(chain.from_iterable(groups.values()))
+        self._groups = [
+            (operator.itemgetter(*keys), [each.table for each in group])
+            for keys, group in groups.items()
+            if keys
+        ]
         self.held = list(self._now())
         self.places = {place for place, each in enumerate(self.held) if _is_content(each)}
 
     def _now(self) -> Iterator[Any]:
-        each = map(self._get, self._tables)
-        # Of one key alone, itemgetter gives no tuple.
-        return each if self._num_keys == 1 else chain.from_iterable(each)
+        # Nothing of it runs in Python, however many groups and tables there are.
+        return chain.from_iterable(chain.from_iterable(starmap(map, self._groups)))
 
     def refresh(self) -> bool:
         """Hold what is there now; not done where containers or objects have come or gone."""
@@ -296,8 +304,6 @@ def _set_nesting(nesting: int) -> None:
 
 
 _CUDA, _ATTENTION = torch.backends.cuda, ("flash", "mem_efficient", "math", "cudnn")
-_CHOICES = [(torch.backends.cudnn, e) for e in ("enabled", "benchmark", "deterministic")]
-_CHOICES += [(torch.backends.mkldnn, "enabled")]
 _OWN: list[tuple[Any, Any]] = [  # of each type of device
     (torch.is_autocast_enabled, torch.set_autocast_enabled),
     (torch.get_autocast_dtype, torch.set_autocast_dtype),
@@ -310,8 +316,7 @@ _SETTINGS: list[tuple[Any, Any]] = [
     (_nesting, _set_nesting),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (torch.get_num_threads, torch.set_num_threads),
-    *PRECISIONS,
-    *((partial(getattr, *each), partial(setattr, *each)) for each in _CHOICES),
+    *BACKENDS,
     *((getattr(_CUDA, f"{e}_sdp_enabled"), getattr(_CUDA, f"enable_{e}_sdp")) for e in _ATTENTION),
 ]
 
@@ -559,13 +564,8 @@ class Captured:
         self._copied = found.buffers if large is None else large  # however large
         self._empty, self._flags = found.empty, found.flags
         self._objects, self._classes = found.objects, list(map(type, found.objects))
-        # One itemgetter reads all tables of the same keys: layers are many, their classes few.
-        groups: dict[tuple[Any, ...], list[_Holder]] = {}
-        for each in found.holders.values():
-            groups.setdefault(each.keys, []).append(each)
-        tables = [_Tables(keys, group) for keys, group in groups.items()]
-        self._containers = found.containers
-        self._held: list[_Tables | _Containers] = [*tables, self._containers]
+        tables, self._containers = _Tables(found.holders.values()), found.containers
+        self._held: list[_Tables | _Containers] = [tables, self._containers]
         self._sized = [each.table for each in found.holders.values()]
         self._sizes = list(map(len, self._sized))
         self._in_order = [each.table for each in found.holders.values() if each.is_ordered]
@@ -635,8 +635,9 @@ class Captured:
             self._is_new = False
             if not self._is_refreshed():
                 return False  # what the attempt has replaced is not kept alive
-        self._copies.settle()
-        self._copies = Copies([], {})
+        if self._copies.tensors:
+            self._copies.settle()
+            self._copies = Copies([], {})
         self._change_content(lambda value: None if _is_content(value) else value)
         self._containers.let_go()
         self._leaves.let_go()

@@ -190,6 +190,8 @@ class Features:
         self._all, self._given = list(features), given
         self._attempt: Attempt | None = None
         self.has_metrics = has_metrics
+        self._parts, self._begin = self._having("parts"), self._having("begin")
+        self._end, self._failed = self._having("end"), self._having("failed")
         self.before = self._having("before")
         self.forwarded = self._having("forwarded")
         self.before_backward = self._having("before_backward")
@@ -204,7 +206,9 @@ class Features:
 
     def parts(self) -> list[Part]:
         self._attempt = None  # the next one begins
-        found = [part for parts in self._having("parts") for part in parts()]
+        found: list[Part] = []
+        for parts in self._parts:
+            found += parts()
         for each in found:
             if missing := [name for name in PART if not hasattr(each, name)]:
                 raise TypeError(
@@ -226,19 +230,19 @@ class Features:
             unit=plan.unit,
             cuts=plan.cuts,
         )
-        for begin in self._having("begin"):
+        for begin in self._begin:
             begin(attempt)
 
     def end(self) -> None:
         if self._attempt is not None:
-            for end in reversed(self._having("end")):
+            for end in reversed(self._end):
                 end(self._attempt)
 
     def failed(self, message: str, peak_bytes: int | None) -> list[str]:
         attempt = self._attempt
         if attempt is None:  # memory ran out before it could begin
             return []
-        told = [failed(attempt, message, peak_bytes) for failed in self._having("failed")]
+        told = [failed(attempt, message, peak_bytes) for failed in self._failed]
         # A hook of the caller's that ends without a return gives None.
         return [file for files in told for file in files or ()]
 

@@ -10,7 +10,6 @@ from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import map_tensors
 from automicro.errors import BatchError, describe_error
 from automicro.ranks.interface import Ranks, announcing_failure
-from automicro.step.plan import Plan
 
 
 class SpareRows:
@@ -87,11 +86,8 @@ class SpareRows:
                 "first batch"
             ) from error
 
-    def fillers(self, plan: Plan, batches: Sequence[Any], min_rows: int) -> list[Any]:
-        """The rows of each microbatch of a plan that counts for nothing, where the batch lies."""
-        return [self._take(batches, min_rows)] * plan.num_fillers if plan.num_fillers else []
-
-    def _take(self, batches: Sequence[Any], num_rows: int) -> Any:
+    def filler(self, batches: Sequence[Any], num_rows: int) -> Any:
+        """The rows of a microbatch that counts for nothing, where the batch lies."""
         source = batches[0] if batches else self._kept
         assert source is not None, "a rank that never had rows was lent some"
         with on_host():

@@ -6,8 +6,7 @@ The whole of it is `fit` and `attempt`. `Sizes` (sizes.py) says what is tried ne
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from automicro.batchnorm import needs_two_rows
 from automicro.errors import RollbackError, add_note, describe_error, remember, text_of
@@ -56,8 +55,7 @@ class Work(Protocol[T]):
         """The memory held at any size, for saying why none fits."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tried(Generic[T]):
+class Tried(NamedTuple, Generic[T]):
     """An attempt that is over. Unless it was committed, the state is as it was before.
 
     Attributes:
@@ -94,7 +92,7 @@ def fit(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
     while True:
         plan = sizes.plan(work.residents)
         if plan.num_microbatches == 0:
-            return Finished(result=None, plan=plan)
+            return Finished(result=None, plan=plan, nested_sizes={})
         if plan.num_microbatches > len(plan.cuts):
             # The check runs on this rank alone: others would wait for one whose check fails.
             with announcing_failure(phase.ranks):
@@ -102,8 +100,8 @@ def fit(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
         phase.ranks.begin(plan.num_microbatches, training=phase.is_training)
         tried = attempt(work, plan, phase, sizes)
         if tried.status is Status.OK:
-            result = cast(T, tried.result)
-            return sizes.succeed(plan, result, tried.measured, is_committed=tried.is_committed)
+            took, is_committed = tried.measured, tried.is_committed
+            return sizes.succeed(plan, tried.result, took, is_committed=is_committed)
         if tried.status is Status.OUT_OF_MEMORY:
             sizes.fail(plan, tried.failure, tried.measured)
         else:
@@ -121,7 +119,7 @@ def attempt(work: Work[T], plan: Plan, phase: Phase, sizes: Sizes) -> Tried[T]:
     """
     # Begin, run, prepare, vote, commit. Where anything fails: give memory back, tell the other
     # ranks (`stop`), roll back, and empty the cache for the next attempt.
-    ranks, meter, device = phase.ranks, phase.meter, phase.device
+    ranks, meter, device = phase.ranks, sizes.meter, phase.device
     transaction = Transaction(work.parts())
     tried, failure = caught(functools.partial(_go_through, transaction, work, plan, phase, sizes))
     if tried is not None:
@@ -164,7 +162,7 @@ def _go_through(
     transaction: Transaction, work: Work[T], plan: Plan, phase: Phase, sizes: Sizes
 ) -> Tried[T]:
     """The attempt up to its commit; an error leaves the transaction open."""
-    ranks, meter = phase.ranks, phase.meter
+    ranks, meter = phase.ranks, sizes.meter
     transaction.begin()
     # Behind the copies of the transaction, which are there at any size and count as resident.
     if meter is not None:
@@ -174,8 +172,10 @@ def _go_through(
     measured = None if meter is None else meter.end()
     transaction.prepare()  # it needs memory as well
     # The vote says that every rank has prepared: after it none has a reason to fail.
-    told = ranks.vote(Report(sums=work.numbers(result), highs=highs_of(measured)))
-    measured = measured_by_all(told.highs, measured)
+    report = Report(sums=work.numbers(result), highs=highs_of(measured))
+    told = ranks.vote(report)
+    if told is not report:
+        measured = measured_by_all(told.highs, measured)
     result = work.combined(result, told.sums)
     # On several ranks this is the loss of all, so that all of them accept it, or none does.
     is_committed = work.accepts(result)

@@ -137,14 +137,14 @@ class SizedParts:
     def by_name(self) -> Mapping[str, SizedPart]:
         """All of them, by the names of their modules."""
         # A walk through all modules at each step would cost; the count tells when one is due.
-        if self._attached is None or self._attached[0] != num_attachments():
+        if self._attached is None or self._attached[0] != _attachments:
             attached = {
                 name: part
                 for root in self._modules
                 for name, module in root.named_modules()
                 if (part := attached_to(module)) is not None
             }
-            self._attached = num_attachments(), self._given | attached
+            self._attached = _attachments, self._given | attached
         if not self._sources:
             return self._attached[1]
         further = {name: part for each in self._sources for name, part in each.splits.items()}

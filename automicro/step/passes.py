@@ -31,7 +31,7 @@ from automicro.options import check_loss
 from automicro.ranks.interface import OneRank, Ranks
 from automicro.state.part import Replay
 from automicro.step.feature import NO_FEATURES, Features, MicrobatchRun
-from automicro.step.plan import Cut
+from automicro.step.plan import Cut, ReadBatch
 from automicro.torch_private import compiler_is_used, is_uninitialized
 from automicro.transaction.gradients import Gradients
 from automicro.transaction.rng import RandomState
@@ -56,6 +56,8 @@ class Passes:
         layout: of batches.
         device: where the model computes.
         scales_for_ranks: as given.
+        can_begin: whether backwards start from their weights in place of 1, where these are plain,
+            so that losses have none.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class Passes:
         self._ranks = ranks or OneRank()
         self._is_alone = self._ranks.is_alone
         # A backward of the caller's takes a loss alone, and not what it begins with.
-        self._can_begin = self._is_alone and run_backward is Tensor.backward
+        self.can_begin = self._is_alone and run_backward is Tensor.backward
         self.scales_for_ranks = scales_for_ranks
         self._scale = self._ranks.world_size if scales_for_ranks else 1
         self._has_warned_of_nothing = False
@@ -91,7 +93,7 @@ class Passes:
         self._counts_rows = all(each.counts_rows for each in self._averages.values())
         self._last_weights: tuple[list[Sequence[int]], BatchWeights] | None = None
 
-    def check_form(self, batches: Sequence[Any], rows: Sequence[int]) -> None:
+    def check_form(self, batches: Sequence[ReadBatch]) -> None:
         """Refuse a list of rows where inputs and targets are looked for in a pair.
 
         Of two rows each would be taken for one of them. Call it after the batches were read.
@@ -102,9 +104,9 @@ class Passes:
         if self._convention.needs_pairs and self.layout.holds_rows:
             raise BatchError(
                 f"with loss_fn a batch is a pair (inputs, targets), and this "
-                f"{type(batches[-1]).__name__} is read as {rows[-1]} rows, one in each element; "
-                "collate the rows into such a pair, declare batch_layout={'': 'fields'} if it is "
-                "one, or pass forward=… that takes (model, microbatch)"
+                f"{type(batches[-1].batch).__name__} is read as {batches[-1].num_rows} rows, one "
+                "in each element; collate the rows into such a pair, declare batch_layout={'': "
+                "'fields'} if it is one, or pass forward=… that takes (model, microbatch)"
             )
 
     def cut(
@@ -173,7 +175,7 @@ class Passes:
         with on_host():
             return BatchWeights(self._eval_averages, cuts)
 
-    def denominators(self, batches: Sequence[Any], rows: Sequence[int]) -> dict[str, float]:
+    def denominators(self, batches: Sequence[ReadBatch]) -> dict[str, float]:
         """The divisors of the losses of whole batches, by name; without those that are sums.
 
         Reading a count of targets that lie on a device waits for the device. Nothing where each
@@ -181,9 +183,7 @@ class Passes:
         """
         if not self.scales_for_ranks:
             return {}
-        cuts = [
-            CutBatch.whole(batch, num_rows) for batch, num_rows in zip(batches, rows, strict=True)
-        ]
+        cuts = [CutBatch.whole(each.batch, each.num_rows) for each in batches]
         totals = self.weights(cuts).totals
         return {name: float(total) for name, total in totals.items() if total is not None}
 
@@ -222,10 +222,6 @@ class Passes:
             )
             self._has_warned_of_nothing = True
 
-    def begins_with(self, weights: BatchWeights) -> bool:
-        """Whether backwards start from their weights in place of 1, so that losses have none."""
-        return self._can_begin and weights.are_plain
-
     def tensors(self, batch: Any) -> list[Tensor]:
         """All tensors of a batch."""
         return [tensor for _, tensor in self.layout.leaves(batch)]
@@ -240,7 +236,7 @@ class Passes:
         """Forward and backward of one microbatch; its losses, detached.
 
         The model's outputs die here, before the next forward begins, but for what features keep.
-        Losses are weighted, but where the backward `begins_with` the weight.
+        Losses are weighted, but where the backward begins with the weight.
 
         Raises:
             LossError: there is no loss, or it cannot be differentiated.
@@ -266,8 +262,9 @@ class Passes:
             self._warn_of_whole_numbers(output.given)
         loss = check_loss(output.loss, may_be_zero=True)
         weight: Any = weights.of_all[index]
-        parts, start = output.losses, tuple[Tensor, ...]()
-        if self.begins_with(weights):
+        parts = output.losses
+        start: tuple[Tensor, ...] = ()
+        if self.can_begin and weights.are_plain:
             # One of its own for each: where a leaf is a view of the loss, autograd makes it the
             # leaf's gradient, to which the next backwards add.
             start = (torch.full_like(loss, weight),)

@@ -102,6 +102,8 @@ class Phase:
         ranks: that run steps together.
         reach: modules and generators that the caller's functions get at by themselves.
         spare: rows for the fillers of a rank that has none.
+        own_parts: further state that the caller puts back.
+        random: the generators of the process and of its devices, in attempts.
         is_training: whether gradients are computed.
         is_rehearsing: whether steps leave no trace but what is learned of sizes; see `rehearsing`.
     """
@@ -121,6 +123,7 @@ class Phase:
         self.size: int | None = None
         self.device, self.ranks = setup.device, setup.ranks
         self.reach, self.spare = setup.reach, setup.spare
+        self.own_parts: Sequence[Part] = setup.own_parts
         self.is_training = name == "train"
         self.is_repeatable = setup.repeatable
         self._meter = Meter(
@@ -128,6 +131,8 @@ class Phase:
             repeatable=setup.repeatable,
             left_free=setup.ranks.communication_share,
         )
+        # One for all attempts; between them it holds nothing.
+        self.random = RandomState(setup.devices)
         self._is_new = True
         self._has_run = False
         self._nested_ooms = 0  # inside of parts, before the step that runs
@@ -210,7 +215,7 @@ class Phase:
         return taking_shapes(self._setup.roots, modules, random)
 
     def random_state(self) -> RandomState:
-        """The generators of the process and of its devices."""
+        """The same once more, for what is undone inside of an attempt."""
         return RandomState(self._setup.devices)
 
     def arrange(self, settings: Mapping[str, float | str]) -> None:
@@ -262,10 +267,6 @@ class Phase:
         self._updated |= {f"metrics[{index}]": each for index, each in enumerate(metrics)}
         return self._state
 
-    def own_parts(self) -> list[Part]:
-        """Further state that the caller puts back."""
-        return list(self._setup.own_parts)
-
     def begin(self, step: Step) -> int | None:
         """A step is about to be attempted; the rows that it starts from, if an earlier run says."""
         recalled: int | None = None
@@ -293,7 +294,7 @@ class Phase:
         self.size = finished.microbatch_size
         if self.is_rehearsing:
             return
-        if self.fits_overhead:
+        if finished.measured is not None and self.fits_overhead:
             self.rule.learn(finished)
         if self._recollection is not None and self.adapts:
             self._recollection.take_down(finished)

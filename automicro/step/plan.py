@@ -1,9 +1,11 @@
 """A step, the plan of an attempt, and its outcome."""
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from types import MappingProxyType
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from automicro.batch.layout import balanced_sizes
 from automicro.batch.tensors import Contents
@@ -38,8 +40,7 @@ class _Packing(Protocol):
         """Of each row of the batch as it came, its place here."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReadBatch:
+class ReadBatch(NamedTuple):
     """One batch, read once.
 
     Attributes:
@@ -53,7 +54,7 @@ class ReadBatch:
     batch: Any
     num_rows: int
     cost: float | None = None
-    contents: Contents = field(default_factory=lambda: Contents(()))
+    contents: Contents = Contents(())
     packing: _Packing | None = None
 
     @property
@@ -67,7 +68,7 @@ class ReadBatch:
         return self.cost if self.packing is None else self.packing.largest([1])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Step:
     """One optimization batch, as every attempt gets it. It never changes.
 
@@ -91,18 +92,8 @@ class Step:
     def __post_init__(self) -> None:
         batches = self.batches
         # Once and not at each attempt: a step may have many batches.
-        object.__setattr__(self, "raw", [each.batch for each in batches])
-        object.__setattr__(self, "rows", [each.num_rows for each in batches])
-
-    @property
-    def extents(self) -> list[int]:
-        """The size of each batch for a policy."""
-        return [each.extent for each in self.batches]
-
-    @property
-    def costs(self) -> list[float | None]:
-        """Of one row of each batch."""
-        return [each.cost for each in self.batches]
+        self.raw = [each.batch for each in batches]
+        self.rows = [each.num_rows for each in batches]
 
 
 @dataclass
@@ -201,7 +192,7 @@ def _whole_units(num_rows: int, most_units: int, unit: int) -> list[int]:
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Cut:
     """How one batch is cut: into slices of neighbouring rows.
 
@@ -209,6 +200,10 @@ class Cut:
         sizes: rows of each slice, in order; the first is the largest, unless they are packed.
         row_cost: of one row, on average; None where it is not known.
         packing: the rows, where they are sorted by cost; None where they are as they came.
+        num_rows: of the batch.
+        largest: the size of the largest slice: its rows, or what it costs.
+        extent: the size of the batch for a policy: its rows, or their cost as one slice.
+        is_split: whether it has several slices.
 
     >>> cut = Cut([4, 3, 3], 10.0)
     >>> cut.num_rows, cut.largest, cut.is_split, cut.leaves_one_alone
@@ -219,25 +214,20 @@ class Cut:
     row_cost: float | None = None
     packing: _Packing | None = None
 
-    @property
-    def num_rows(self) -> int:
-        """Of the batch."""
-        return sum(self.sizes)
+    num_rows: int = field(init=False)
+    largest: int = field(init=False)
+    extent: int = field(init=False)
+    is_split: bool = field(init=False)
 
-    @property
-    def largest(self) -> int:
-        """The size of the largest slice: its rows, or what it costs."""
-        return self.sizes[0] if self.packing is None else self.packing.largest(self.sizes)
-
-    @property
-    def extent(self) -> int:
-        """The size of the batch for a policy: its rows, or their cost as one slice."""
-        return self.num_rows if self.packing is None else self.packing.extent
-
-    @property
-    def is_split(self) -> bool:
-        """Whether it has several slices."""
-        return len(self.sizes) > 1
+    def __post_init__(self) -> None:
+        # Once, as each of them is asked for several times in a step.
+        sizes, packing = self.sizes, self.packing
+        self.num_rows = self.extent = sum(sizes)
+        self.is_split = len(sizes) > 1
+        if packing is None:
+            self.largest = sizes[0]
+        else:
+            self.largest, self.extent = packing.largest(sizes), packing.extent
 
     @property
     def leaves_one_alone(self) -> bool:
@@ -267,8 +257,7 @@ def with_padding(outputs: Sequence[Any], cuts: Sequence[Cut], *, fill: float = 0
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(NamedTuple):
     """The plan of one attempt.
 
     Attributes:
@@ -300,7 +289,7 @@ class Plan:
     agreement: Agreement | None = None
     proposed: int = 0
     level: int = 0
-    settings: Mapping[str, float | str] = field(default_factory=dict)
+    settings: Mapping[str, float | str] = MappingProxyType({})
 
     @property
     def most(self) -> int:
@@ -329,12 +318,8 @@ class Plan:
     def leaves_one_alone(self) -> bool:
         """Whether a slice of several, or a filler, has a single row."""
         # Fillers have one row as well.
-        return self.num_fillers > 0 or any(cut.leaves_one_alone for cut in self.cuts)
-
-    @property
-    def num_fillers(self) -> int:
-        """Microbatches without any weight, which this rank runs because others have more."""
-        return self.num_microbatches - sum(len(cut.sizes) for cut in self.cuts)
+        has_fillers = self.num_microbatches > sum(map(len, map(_SIZES, self.cuts)))
+        return has_fillers or any(cut.leaves_one_alone for cut in self.cuts)
 
     @property
     def totals(self) -> Mapping[str, float] | None:
@@ -342,13 +327,13 @@ class Plan:
         return None if self.agreement is None else self.agreement.denominators
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finished(Generic[T]):
+class Finished(NamedTuple, Generic[T]):
     """The outcome of a step, and how many attempts it took.
 
     Attributes:
         result: of the attempt that succeeded; None where no rank had any row, and none was made.
         plan: what the last attempt ran.
+        nested_sizes: of the largest slice of each part with a size of its own, by its name.
         attempts: how many were made.
         failed_sizes: rows of the largest slice of each attempt that ran out of memory.
         is_committed: False where it was not accepted, and was rolled back.
@@ -357,12 +342,12 @@ class Finished(Generic[T]):
         grown_from: rows that had been known to fit, where the step was the first with more.
         exploration: how far the search for the fastest size has come; None where there is none.
         level_name: how microbatches were computed, in words.
-        nested_sizes: of the largest slice of each part with a size of its own, by its name.
         nested_ooms: how often memory ran out inside of parts, and their slices became smaller.
     """
 
     result: T | None
     plan: Plan
+    nested_sizes: Mapping[str, int]
     attempts: int = 0
     failed_sizes: tuple[int, ...] = ()
     is_committed: bool = False
@@ -371,7 +356,6 @@ class Finished(Generic[T]):
     grown_from: int | None = None
     exploration: Exploration | None = None
     level_name: str = "plain"
-    nested_sizes: Mapping[str, int] = field(default_factory=dict)
     nested_ooms: int = 0
 
     @property
@@ -394,7 +378,7 @@ class Finished(Generic[T]):
         """Counts of rows, slices and attempts for results, by the names of their fields."""
         plan = self.plan
         return {
-            "num_samples": sum(cut.num_rows for cut in plan.cuts),
+            "num_samples": sum(map(_NUM_ROWS, plan.cuts)),
             "num_global_samples": plan.num_global_rows,
             "microbatch_size": plan.size,
             "microbatch_unit": plan.unit,
@@ -413,6 +397,9 @@ class Finished(Generic[T]):
         }
 
 
+_SIZES, _NUM_ROWS, _LARGEST = map(operator.attrgetter, ("sizes", "num_rows", "largest"))
+
+
 def plan_alone(step: Step, rule: CutRule) -> Plan:
     """The plan of one process.
 
@@ -424,23 +411,24 @@ def plan_alone(step: Step, rule: CutRule) -> Plan:
     policy.level = _level_for(step)
     sizes = [_propose(each, policy, rule) for each in step.batches]
     unit = policy.multiple_of  # which a policy may choose with the size
-    cuts = [
-        rule.cut_batch(each, size, multiple_of=unit)
-        for each, size in zip(step.batches, sizes, strict=True)
-    ]
+    cuts: list[Cut] = []
+    is_measuring = False
+    for each, size in zip(step.batches, sizes, strict=True):
+        cuts.append(rule.cut_batch(each, size, multiple_of=unit))
+        is_measuring = is_measuring or policy.is_measuring(each.extent, each.cost)
     # The batch with the largest slice, in elements, speaks for the step.
     widest = max(cuts, key=lambda cut: (cut.largest * (cut.row_cost or 1), cut.num_rows))
     return Plan(
         cuts=cuts,
         # What failed or fitted is the largest of all slices, of whichever batch.
-        size=max(cut.largest for cut in cuts),
-        num_microbatches=sum(len(cut.sizes) for cut in cuts),
+        size=max(map(_LARGEST, cuts)),
+        num_microbatches=sum(map(len, map(_SIZES, cuts))),
         extent=widest.extent,
         cost=widest.row_cost,
         num_global_rows=sum(step.rows),
         stops=step.wants_to_stop,
         unit=rule.unit,
-        is_measuring=any(map(policy.is_measuring, step.extents, step.costs)),
+        is_measuring=is_measuring,
         proposed=max(sizes),
         level=policy.level,
         settings=policy.settings,
@@ -459,16 +447,16 @@ def propose_to(step: Step, rule: CutRule, *, training: bool, lacks_rows: bool = 
     step.policy.level = _level_for(step)
     sizes = [_propose(each, step.policy, rule) for each in step.batches]
     # A rank whose data have run out takes part all the same, without rows.
-    largest = max(step.extents, default=0)
+    largest = max([each.extent for each in step.batches], default=0)
     # A batch that goes whole says nothing of the size of others.
-    cut = [size for size, extent in zip(sizes, step.extents, strict=True) if size < extent]
+    cut = [size for size, each in zip(sizes, step.batches, strict=True) if size < each.extent]
     return Proposal(
         num_rows=sum(step.rows),
         microbatch_size=min(cut, default=max(largest, 1)),
         denominators=step.denominators,
         num_batches=len(step.batches),
         max_extent=largest,
-        cost=max((cost for cost in step.costs if cost is not None), default=None),
+        cost=max((each.cost for each in step.batches if each.cost is not None), default=None),
         wants_to_stop=step.wants_to_stop,
         training=training,
         lacks_rows=lacks_rows,
@@ -501,7 +489,7 @@ def plan_together(step: Step, rule: CutRule, agreement: Agreement, ranks: Ranks)
             slices = [rule.cut(rows, size, multiple_of=unit) for rows in step.rows]
         else:
             slices = [_balanced(rows, count, rule.min_rows) for rows in step.rows]
-        cuts = list(map(Cut, slices, step.costs))
+        cuts = list(map(Cut, slices, [each.cost for each in step.batches]))
     else:
         # How many slices others make of several batches, or of costs, only they can tell.
         cuts = [rule.cut_batch(each, size, multiple_of=unit) for each in step.batches]

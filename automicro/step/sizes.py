@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 from automicro.batch.layout import describe_cut
@@ -35,11 +34,14 @@ class Sizes:
     Args:
         step: what it brings at any size.
         phase: that it belongs to.
+
+    Attributes:
+        meter: of its attempts; None where nothing could follow from it.
     """
 
     def __init__(self, step: Step, phase: Phase) -> None:
         self._step, self._phase, self._policy = step, phase, step.policy
-        self._recalled_size = phase.begin(step)
+        self.meter, self._recalled_size = phase.meter, phase.begin(step)
         # A copy, which `_give_up` puts back: an impossible batch teaches nothing.
         self._whole_fits_below = dict(phase.ranks.whole_fits_below)
         self._last_size = phase.size
@@ -68,7 +70,7 @@ class Sizes:
                 break
             if plan.proposed < failed.proposed and plan.size > self._phase.rule.min_rows:
                 # It is the same cut: the slices that would be smaller have less than this.
-                self._policy.record(_failing(plan))
+                self._policy.record(_outcome(plan, plan.most))
                 self._failed = plan
             elif self._failure is None:
                 # Nothing has failed since the last plan, which is cut anew: without lone rows, say.
@@ -138,7 +140,7 @@ class Sizes:
             self._attempts += 1
 
     def succeed(
-        self, plan: Plan, result: T, measured: Measured | None, *, is_committed: bool
+        self, plan: Plan, result: T | None, measured: Measured | None, *, is_committed: bool
     ) -> Finished[T]:
         """An attempt went through."""
         self._record(plan, measured, fits=True)
@@ -167,21 +169,11 @@ class Sizes:
     def _record(self, plan: Plan, took: Measured | None, *, fits: bool) -> None:
         if type(self._policy).record is Policy.record:  # it learns nothing
             return
-        if plan.size > plan.most and plan.size >= self._phase.rule.failed:
+        size = plan.size
+        if size >= self._phase.rule.failed and size > plan.most:
             # A row fits, or not, that is larger than slices of others that did not.
-            self._policy.record(replace(_failing(plan), fits=fits))
-            return
-        outcome = replace(_failing(plan), microbatch_size=plan.size, fits=fits)
-        if took is not None:
-            outcome = replace(
-                outcome,
-                peak_bytes=took.peak_bytes,
-                resident_bytes=took.resident_bytes,
-                capacity_bytes=took.capacity_bytes,
-                # Seconds differ from run to run, and then sizes would.
-                seconds=None if self._phase.is_repeatable else took.seconds,
-                alloc_retries=took.alloc_retries,
-            )
+            size, took = plan.most, None
+        outcome = _outcome(plan, size, took, fits=fits, repeatable=self._phase.is_repeatable)
         self._policy.record(outcome)
 
     @property
@@ -236,13 +228,26 @@ def _plan(step: Step, phase: Phase) -> Plan:
         return plan_together(step, rule, agreement, ranks)
 
 
-def _failing(plan: Plan) -> Outcome:
-    """That slices of what was proposed do not fit."""
+def _outcome(
+    plan: Plan,
+    size: int,
+    took: Measured | None = None,
+    *,
+    fits: bool = False,
+    repeatable: bool = False,
+) -> Outcome:
+    """That slices of a size fit, or not, and what they took."""
     return Outcome(
         num_rows=plan.extent,
-        microbatch_size=plan.most,
-        fits=False,
+        microbatch_size=size,
+        fits=fits,
+        peak_bytes=took and took.peak_bytes,
+        resident_bytes=took and took.resident_bytes,
+        capacity_bytes=took and took.capacity_bytes,
+        # Seconds differ from run to run, and then sizes would.
+        seconds=None if repeatable else took and took.seconds,
         cost=plan.cost,
+        alloc_retries=took and took.alloc_retries,
         level=plan.level,
         settings=plan.settings,
     )

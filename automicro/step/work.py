@@ -209,7 +209,7 @@ class _Work(Generic[T]):
         self._state = phase.state(counted)
         self._watch = watch = phase.watch([each.contents for each in step.batches])
         # The usual step has none of these, and then no hook is looked for.
-        self._watching = [_Watching(watch, self._passes.tensors)] * watch.compares
+        self._watching = [_Watching(watch, self._passes.tensors)] if watch.compares else []
         features: list[Feature] = [*self._watching]
         # A rehearsal leaves no trace, so that features of the caller's do not hear of it.
         if not phase.is_rehearsing:
@@ -290,8 +290,10 @@ class _Work(Generic[T]):
         features, ranks = self._features, self._ranks
         microbatches = [each for cut in cuts for each in cut.microbatches]
         sizes = [size for cut in cuts for size in cut.sizes]
-        min_rows = self._phase.rule.min_rows
-        every = [*microbatches, *self._engine.spare.fillers(plan, self._spares(cuts), min_rows)]
+        every = microbatches
+        if num_fillers := plan.num_microbatches - len(sizes):
+            spare, min_rows = self._engine.spare, self._phase.rule.min_rows
+            every = [*every, *[spare.filler(self._spares(cuts), min_rows)] * num_fillers]
         moved = on_device(every, self._passes.device, isolate=self._watch.isolate)
         # This rank's own microbatches come first and its fillers last, so that ranks run as many.
         for index, inputs in enumerate(moved):
@@ -399,11 +401,11 @@ class TrainingWork(_Work[Losses]):
             self._watch,
             # Early, so that what an attempt finds free is what it has beside the optimizer's state.
             *([] if reservation is None else [reservation]),
-            self._phase.random_state(),
+            self._phase.random,
             self._state,
             self._gradients,  # behind what the caller's hooks may change when it prepares
             *self._features.parts(),
-            *self._phase.own_parts(),
+            *self._phase.own_parts,
         ]
 
     def _begin(self, plan: Plan, cuts: Sequence[CutBatch]) -> None:
@@ -413,8 +415,8 @@ class TrainingWork(_Work[Losses]):
                 if cut.is_split:
                     # The first microbatch's backward would free the graph behind such inputs.
                     check_history(passes.layout.leaves(batch))
-        self._weights = passes.weights(cuts, plan.totals)
-        if plan.totals:
+        self._weights = passes.weights(cuts, totals := plan.totals)
+        if totals:
             passes.check_counts(self._weights, self._step.denominators)
         # With one microbatch gradients need no sum of their own.
         self._gradients.expect(plan.num_microbatches)
@@ -440,7 +442,7 @@ class TrainingWork(_Work[Losses]):
         self._gradients.require_untouched()
         self._passes.warn_of_nothing(weights)
         self._warn_of_splitting(plan)
-        are_unweighted = self._passes.begins_with(weights)
+        are_unweighted = self._passes.can_begin and weights.are_plain
         summed = add_up(losses, weights.of_all if are_unweighted else None)
         # `rank_loss` reads it after the step, when `run` has let go of the weights.
         if not self._ranks.is_alone:
@@ -528,10 +530,10 @@ class EvaluationWork(_Work[Evaluated]):
     def parts(self) -> list[Part]:
         return [
             self._watch,
-            self._phase.random_state(),
+            self._phase.random,
             self._state,
             *self._features.parts(),
-            *self._phase.own_parts(),
+            *self._phase.own_parts,
         ]
 
     def _begin(self, plan: Plan, cuts: Sequence[CutBatch]) -> None:

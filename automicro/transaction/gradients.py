@@ -356,7 +356,7 @@ class Gradients:
         else:
             # It may give a gradient to leaves that no look has seen, which `_take_in` has to know.
             self._went_unseen = True
-        if self._hooks:
+        if self._hooks.leaves:
             with self._hooks.held():
                 backward(loss, *start)
         else:
@@ -463,9 +463,11 @@ class Gradients:
 
     def _end_of_showing(self) -> None:
         """Take them away again. Of a whole batch they may have been cleared, and no more."""
-        shown = {id(each.leaf) for each in self._earlier}
-        touched = [leaf for leaf in self._leaves if leaf.grad is not None and id(leaf) not in shown]
-        touched += [each.leaf for each in self._earlier if not self._is_as_shown(each)]
+        touched = [leaf for leaf in self._leaves if leaf.grad is not None]
+        if self._earlier:
+            shown = {id(each.leaf) for each in self._earlier}
+            touched = [leaf for leaf in touched if id(leaf) not in shown]
+            touched += [each.leaf for each in self._earlier if not self._is_as_shown(each)]
         if touched:
             self._memory.refuse_touching(touched)
         for each in self._earlier:
@@ -523,7 +525,7 @@ class Gradients:
             lost = [leaf for leaf, last, now in pairs if last is not None and _is_lost(last, now)]
             if lost:
                 self._memory.refuse_touching(lost)
-        is_held = bool(self._hooks or self._narrow or is_watched)
+        is_held = bool(self._hooks.leaves or self._narrow or is_watched)
         self.is_steady = not is_held and self._num_backwards > self._looks
 
     # Leaves that were not listed
@@ -575,7 +577,7 @@ class Gradients:
     def prepare(self) -> None:
         self._sums = []  # no other code is to hold them
         self._narrow_totals()
-        if not (self._earlier or self._hooks):
+        if not (self._earlier or self._hooks.leaves):
             return
         hooked = {id(leaf) for leaf in self._hooks.leaves if leaf.grad is not None}
         copied: set[int] = set()

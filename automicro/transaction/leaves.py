@@ -36,9 +36,6 @@ class HeldHooks:
         self._order: dict[int, Tensor] = {}
         self._away: list[tuple[Tensor, tuple[Any, Any], tuple[Any, Any]]] = []
 
-    def __bool__(self) -> bool:
-        return bool(self.leaves)
-
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Let no hook of the leaves run meanwhile."""

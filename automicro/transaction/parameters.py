@@ -42,17 +42,6 @@ class Parameters:
         self._versions = all_versions(self._parameters)
 
     def prepare(self) -> None:
-        self._require_unchanged()
-
-    def commit(self) -> None:
-        self._versions = None
-
-    def roll_back(self) -> None:
-        if self._versions is not None:
-            self._require_unchanged()
-        self._versions = None
-
-    def _require_unchanged(self) -> None:
         before, now = self._versions, all_versions(self._parameters)
         if before != now:
             # Said once: the rollback that follows a failed `prepare` is not to fail for it, too.
@@ -61,6 +50,14 @@ class Parameters:
             pairs = zip(self._parameters, moved, strict=False)  # no versions: nothing to compare
             changed = [each for each, has_moved in pairs if has_moved]
             raise refused_writes(self._names_of(changed))
+
+    def commit(self) -> None:
+        self._versions = None
+
+    def roll_back(self) -> None:
+        if self._versions is not None:
+            self.prepare()
+        self._versions = None
 
 
 def refused_writes(names: Sequence[str]) -> RollbackError:

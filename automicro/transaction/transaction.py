@@ -62,10 +62,9 @@ class Transaction:
         Raises:
             Exception: roll back.
         """
-        if not self._is_prepared:
-            self._is_prepared = True
-            for part in self._begun:
-                part.prepare()
+        self._is_prepared = True
+        for part in self._begun:
+            part.prepare()
 
     def commit(self) -> None:
         """Let every part keep what happened: first all prepare, then all commit.
@@ -74,7 +73,8 @@ class Transaction:
             Exception: while preparing; roll back. Afterwards the commit is carried through, and an
                 exception (Ctrl-C, say) is raised only at its end.
         """
-        self.prepare()
+        if not self._is_prepared:
+            self.prepare()
         interruption: BaseException | None = None
         while self._begun:
             try:
