@@ -52,12 +52,6 @@ def check_compile(
 ) -> dict[str, Any] | None:
     """The keyword arguments for ``torch.compile``; None where nothing is to be compiled.
 
-    Args:
-        options: False, True, or a mapping of the keyword arguments.
-        sizes_change: whether microbatches, in training or in evaluation, may change their size.
-        device: where the model computes.
-        memory_limit: what the device's memory is limited to; None for not.
-
     Raises:
         TypeError: the options are none of these.
         ValueError: an unknown keyword, mode, backend or option, CUDA graphs with sizes that change,
@@ -97,11 +91,6 @@ def compile_model(model: nn.Module, options: CompileOptions, **conditions: Any) 
 
     Compilation itself happens at the first forward. Do it after the model was moved and its
     memory format was changed.
-
-    Args:
-        model: the model.
-        options: see `check_compile`, also for the other arguments and for what is refused.
-        **conditions: likewise. The device is that of the first parameter unless given.
 
     Raises:
         TypeError, ValueError: as `check_compile`, or the model is compiled already.
@@ -148,10 +137,6 @@ def _captured(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 def refuse_cuda_graphs(modules: Iterable[nn.Module], *, sizes_change: bool) -> None:
     """Refuse modules compiled to CUDA graphs, where sizes may change.
 
-    Args:
-        modules: the model, then further modules that take part.
-        sizes_change: whether microbatches may change their size.
-
     Raises:
         ValueError: one of them captures CUDA graphs. The message names it.
 
@@ -193,11 +178,6 @@ def dynamic_rows(microbatch: Any, row_dims: Mapping[str, int]) -> Iterator[None]
     marked: torch compiles a second time when its size first changes, and then for any size.
 
     The marks are gone afterwards, because the tensors may be the caller's own.
-
-    Args:
-        microbatch: on the device, as the model will see it.
-        row_dims: the dimension of the rows by path; see `BatchLayout.row_dims`. Empty where
-            nothing is to be marked.
 
     Example:
         >>> batch = (torch.zeros(4, 2), torch.zeros(4))

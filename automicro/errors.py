@@ -201,11 +201,6 @@ def remember(error: BaseException, **facts: Any) -> None:
 def blame(error: BaseException, culprit: Bystander, doing: str) -> None:
     """Note what beside the step an exception was raised in; what lies inside of it knows better.
 
-    Args:
-        error: the exception.
-        culprit: what it was raised in.
-        doing: what was done, for people.
-
     >>> error = MemoryError()
     >>> blame(error, Bystander(kind="metric", name="'f1'"), "while updating the metric 'f1'")
     >>> error.__notes__, bystander(error)
@@ -428,10 +423,6 @@ def warn(message: str, category: type[Warning]) -> None:
 
     ``warnings.warn`` shows one text once per line of code in a process. The caller keeps
     count for an object of its own, so a second object with the same trouble is heard too.
-
-    Args:
-        message: what is wrong, with its remedy.
-        category: a subclass of ``Warning``.
 
     Raises:
         Warning: filters turn the category into an error.

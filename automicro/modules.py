@@ -44,10 +44,6 @@ class ModuleIndex:
         >>> index.refresh(), [name for name, _, _ in index.buffer_tables]
         (True, ['0', '1'])
 
-    Args:
-        modules: the model first, then further ones.
-        reached: gives modules by name that are not among them, but take part all the same.
-
     Attributes:
         parameters: of the modules, without those that are only reached; in the order of a walk.
         known: the same by their ids.
@@ -86,11 +82,7 @@ class ModuleIndex:
         ]
 
     def changed_buffers(self, changed: Container[int]) -> list[str]:
-        """Names of the buffers that came, went, were replaced or are said to be changed.
-
-        Args:
-            changed: ids of tensors that hold something else than they did.
-        """
+        """Names of the buffers that came, went, were replaced or are said to be changed."""
         names = []
         before = {id(module): table for _, module, table in self.buffer_tables}
         for owner, module in self.owners:

@@ -63,10 +63,6 @@ def check_probe(probe: object) -> bool:
 def check_precision(precision: object, has_backward: object) -> str:
     """The precision, if it is one of `PRECISIONS` and the loss is scaled where it has to be.
 
-    Args:
-        precision: what was given.
-        has_backward: whether a ``backward`` was given that may scale the loss.
-
     Raises:
         ValueError: it is not known, or fp16 without a loss scaler.
 
@@ -246,10 +242,6 @@ def _as_modules(given: object) -> str:
 def check_step(batches: Iterable[Any], *, may_be_none: bool = False) -> list[Any]:
     """The batches of a training step; refuses one without gradients, or without a batch.
 
-    Args:
-        batches: of the step.
-        may_be_none: whether other ranks may have some in their place.
-
     Raises:
         RuntimeError: gradients are switched off.
         ValueError: there is no batch.
@@ -268,10 +260,6 @@ def check_step(batches: Iterable[Any], *, may_be_none: bool = False) -> list[Any
 def check_state(state: Mapping[str, object], own: Mapping[str, object]) -> None:
     """Refuse the state of something else.
 
-    Args:
-        state: to be loaded.
-        own: what ``state_dict`` gives now, with the same keys.
-
     Raises:
         ValueError: keys are missing.
     """
@@ -282,10 +270,6 @@ def check_state(state: Mapping[str, object], own: Mapping[str, object]) -> None:
 
 def check_loss(loss: object, *, may_be_zero: bool = False) -> Tensor:
     """The loss, if it can be differentiated.
-
-    Args:
-        loss: what the forward gave.
-        may_be_zero: whether a zero without a graph will do, as of rows without any target.
 
     Raises:
         LossError: not one scalar, not floating point, or cut off from every parameter.
@@ -329,9 +313,6 @@ def refuse_constant() -> NoReturn:
 
 def check_history(leaves: Iterable[tuple[str, Tensor]]) -> None:
     """Refuse to split a batch that was computed from something that requires a gradient.
-
-    Args:
-        leaves: the tensors of the batch by path.
 
     Raises:
         BatchError: one microbatch's backward would free the graph that the next one needs.

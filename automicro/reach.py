@@ -42,9 +42,6 @@ class Reach:
     Looked through is what `walk` looks through. Remembered are the places, so that what stands
     there later is found, too.
 
-    Args:
-        roots: functions and modules, by their names.
-
     Example:
         >>> teacher = nn.Linear(2, 2)
         >>> def make(teachers, noise):

@@ -161,14 +161,7 @@ class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Run one operation.
-
-        Args:
-            func: the operation.
-            types: of its tensors, where they are subclasses.
-            args: its arguments.
-            kwargs: its further arguments.
-        """
+        """Run one operation."""
         return func(*args, **kwargs)
 
 
@@ -182,9 +175,6 @@ _NOT_COLLECTIVE = frozenset({"wait_tensor", "_wrap_tensor_autograd", "check_for_
 
 def is_collective(func: Any) -> bool:
     """Tell whether an operation that torch dispatches needs other ranks to take part.
-
-    Args:
-        func: as a dispatch mode gets it.
 
     >>> is_collective(torch.ops.aten.add.Tensor)
     False
@@ -222,10 +212,6 @@ def module_tables(module: nn.Module) -> tuple[dict[str, Any], ...] | None:
 
 def are_tables_of(spaces: Sequence[dict[str, Any]], tables: Sequence[dict[str, Any]]) -> bool:
     """Whether modules still have these tables, given what ``vars`` says of each module.
-
-    Args:
-        spaces: of each module.
-        tables: those of the parameters, buffers and children of each module, one after the other.
 
     >>> linear, other = nn.Linear(2, 2), nn.Linear(2, 2)
     >>> tables = [*module_tables(linear), *module_tables(other)]
@@ -711,9 +697,6 @@ def tell_of_shortage(tell: Callable[[], None]) -> None:
     keeps an observer for good, so one of ours is put there once, and asks who wants to know. What
     it calls is held weakly, may run on a thread of autograd's, and must not raise. Nothing happens
     where torch has no such observer.
-
-    Args:
-        tell: a bound method.
     """
     global _observes_shortage
     attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
@@ -778,9 +761,6 @@ def calls_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 def forget_workers(loader: object) -> None:
     """Let a data loader with persistent workers start new ones with its next pass.
 
-    Args:
-        loader: any; others are left as they are.
-
     >>> forget_workers([1, 2])
     """
     # Persistent workers keep the data set as it was when they began.
@@ -793,10 +773,6 @@ def computing(operations: Mapping[str, Callable[..., Tensor | None]]) -> Iterato
     """Let functions compute some of torch's composite operations in this thread.
 
     The operations may be called from Python or from torch itself. Not under ``inference_mode``.
-
-    Args:
-        operations: a function for each name of an operation; it takes what the operation takes,
-            after autocast; None as its answer leaves the computation to torch.
 
     >>> x = torch.ones(1, 1, 2, 8)
     >>> with computing({"scaled_dot_product_attention": lambda query, *_, **__: 2 * query}):
@@ -964,9 +940,6 @@ def uncompiled(reason: str) -> Callable[[_F], _F]:
 
     Not what that calls and was compiled by itself. Unlike ``torch.compiler.disable`` it loads no
     compiler, which takes seconds.
-
-    Args:
-        reason: said where nothing may be skipped.
 
     >>> uncompiled("an example")(lambda: 1)()
     1

@@ -82,10 +82,6 @@ def before_collectives(ask: Callable[[str, Mapping[str, Any]], None]) -> None:
     Calls from Python, C++ and compiled code are seen. All of torch's come down to operations of
     c10d, and a kernel that torch asks before it chooses a device is put in front of them. Symmetric
     memory alone goes past it.
-
-    Args:
-        ask: is given the name of the operation and its arguments by name, the process group as
-            such. Where it raises, the collective does not run.
     """
     library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
     _libraries.append(library)  # what was put there goes with it
@@ -240,10 +236,6 @@ def missing_gradients(
     model: DistributedDataParallel, parameters: Mapping[str, nn.Parameter]
 ) -> list[str]:
     """The parameters that the reducer still waits for, after a backward that it saw a part of.
-
-    Args:
-        model: the wrapper.
-        parameters: those that it reduces.
 
     Raises:
         RuntimeError: torch's own, where it does not say which they are.

@@ -282,9 +282,6 @@ def parse_time(text: str | timedelta) -> float:
 
     ``"1-12:00:00"`` is a day and twelve hours, as batch systems write it.
 
-    Args:
-        text: what to read; a `datetime.timedelta` stands for itself.
-
     Raises:
         TypeError: it is a bare number, or anything else that is not text.
         ValueError: the text is not a time, or none at all.
@@ -337,10 +334,6 @@ class TimeLimit:
 
     It counts from its construction: what went before, in another process or in an earlier call of
     `fit`, does not count, because a batch system gives each job a time of its own.
-
-    Args:
-        seconds: how long; None for as long as it takes.
-        clock: what time it is, in seconds.
 
     Example:
         >>> limit = TimeLimit(10.0, clock=iter([0.0, 4.0, 10.0]).__next__)

@@ -436,10 +436,6 @@ def is_owned(tensor: Tensor) -> bool:
 def walk(roots: Mapping[str, Any], kinds: Kinds = kinds_of) -> Iterator[tuple[str, Any]]:
     """All values within some that may change, each once, with the shortest path to it.
 
-    Args:
-        roots: the values, by name.
-        kinds: the ways in which values of a type hold others.
-
     >>> [path for path, _ in walk({"model": nn.Sequential(nn.ReLU())}) if path.endswith("0")]
     ['model.0']
     """
@@ -486,10 +482,6 @@ def places(roots: Mapping[str, Any], kinds: Kinds = kinds_of) -> Iterator[Place]
 
 def comes_from(value: object, *names: str) -> bool:
     """Whether a value is of a class, or of a subclass of one, that a library calls so.
-
-    Args:
-        value: any.
-        names: of classes with the package that they are in: ``"torch.Tensor"``, wherever in it.
 
     >>> import fractions
     >>> comes_from(fractions.Fraction(1), "fractions.Fraction"), comes_from(1, "torch.Tensor")
@@ -561,11 +553,6 @@ _VALUES = (dict, list, tuple, int, float, complex, str, bytes, bytearray, array.
 
 def same_values(one: Any, other: Any, *, by_identity: bool = False) -> bool:
     """Whether two values are alike: plain ones, tensors and arrays, nested as they may be.
-
-    Args:
-        one: a value.
-        other: another.
-        by_identity: whether objects must be the same; if not, their classes say whether they are.
 
     Example:
         >>> import torch
@@ -643,9 +630,6 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 def as_text(value: Any) -> str:
     """A value as text without what is another in each process, such as an address.
-
-    Args:
-        value: anything; of what is no plain value, the name of its class or its own is taken.
 
     >>> as_text({"lr": [0.1, None]}), as_text(nn.MSELoss()), as_text(nn.functional.mse_loss)
     ("{'lr': [0.1, None]}", 'MSELoss', 'mse_loss')

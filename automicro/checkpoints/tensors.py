@@ -165,8 +165,7 @@ class _Writer(FileSystemWriter):
 
     @staticmethod
     def numbered(plans: list[SavePlan]) -> list[SavePlan]:
-        writer = FileSystemWriter("")
-        return writer.prepare_global_plan(plans)
+        return FileSystemWriter("").prepare_global_plan(plans)
 
     def finish(self, metadata: Metadata, results: Any) -> None:
         super().finish(metadata, results)

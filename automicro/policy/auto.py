@@ -143,15 +143,7 @@ class Faster:
         smaller: float | None,
         is_limited: bool,
     ) -> None:
-        """Learn from an attempt that fitted.
-
-        Args:
-            seconds: per row × cost of the whole batch; they count where this `compares`.
-            elements: rows × cost of the microbatch.
-            retries: of the allocator.
-            smaller: rows × cost of the next smaller microbatch, None where there is none.
-            is_limited: whether other sizes have run, or will: then each is timed in passing.
-        """
+        """Learn from an attempt that fitted."""
         is_timed, self.pressed = self.compares, retries > 0
         timed: list[float] = next((each for own, each in self.passing if own == elements), [])
         if is_timed:

@@ -87,14 +87,6 @@ def with_levels(
     size fits, or where the clock may decide, choose the level that is the fastest with the largest
     size that fits there.
 
-    Args:
-        policy: of the sizes, that has not begun.
-        levels: their names, that of level 0 first; names of savers that are used together are
-            joined by " + ".
-        by_time: whether the clock may decide. It may not where runs have to be repeatable.
-        choices: further coordinates and their values, those that need the least memory first; of
-            no use where the clock may not decide.
-
     Raises:
         ValueError: if levels have no names of their own, or a coordinate has no value.
         TypeError: if the policy cannot be copied.

@@ -548,12 +548,6 @@ class FastestLevel(Explore):
     Without a clock, or where layers average over the rows of a microbatch (BatchNorm), it only
     climbs, as `Ladder` does.
 
-    Args:
-        policy: of the sizes.
-        levels: as of `Ladder`.
-        choices: as of `Explore.with_levels`.
-        max_steps: optimization batches that are measured, what fits being known.
-
     Raises:
         ValueError: as `Explore.with_levels`.
 

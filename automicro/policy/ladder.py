@@ -34,10 +34,6 @@ class Ladder(Policy):
 
     With ``Fixed(8)`` the size stays, and only the level changes.
 
-    Args:
-        policy: of the sizes. It becomes that of level 0; the others start with a copy of it.
-        levels: the name of each level in words, that of level 0 included.
-
     Attributes:
         levels: as given.
         level: at which sizes are proposed.

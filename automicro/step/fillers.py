@@ -13,12 +13,7 @@ from automicro.ranks.interface import Ranks, announcing_failure
 
 
 class SpareRows:
-    """Rows for fillers: of the batch at hand, of this rank's first one, or of another rank's.
-
-    Args:
-        layout: takes rows out of a batch.
-        ranks: that may have more rows than this one.
-    """
+    """Rows for fillers: of the batch at hand, of this rank's first one, or of another rank's."""
 
     def __init__(self, layout: BatchLayout, ranks: Ranks) -> None:
         self._layout = layout
@@ -60,9 +55,6 @@ class SpareRows:
 
     def pass_on(self, donor: int) -> None:
         """Give the rows of one rank to all that have never had any. All ranks call it.
-
-        Args:
-            donor: the rank, which has some.
 
         Raises:
             BatchError: they cannot be sent.

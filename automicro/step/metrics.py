@@ -37,9 +37,6 @@ class Metrics:
 
     Compute groups are formed by all rows of a batch: torchmetrics forms them by the first update,
     where unlike metrics may look alike on one row, and stay merged.
-
-    Args:
-        metrics: flat, see `flatten_metrics`.
     """
 
     def __init__(self, metrics: Iterable[Any]) -> None:
@@ -65,10 +62,6 @@ class Metrics:
 
         An update appends a tensor with an entry for each row, or something else, whose order then
         says nothing.
-
-        Args:
-            cuts: of each batch, the rows of every slice, and of each of its rows the place among
-                the rows of all slices.
         """
         updates = sum(len(sizes) for sizes, _ in cuts)
         # Metrics of one compute group share their lists: each list is put in order once.
@@ -206,9 +199,6 @@ def _refuse(value: Any) -> list[Any]:
 def naming_metrics(update: Callable[..., None]) -> UpdateMetric:
     """Return what hands a function the metric's name, too, if it has a parameter called ``name``.
 
-    Args:
-        update: takes metric, outputs and microbatch.
-
     >>> told = []
     >>> naming_metrics(lambda metric, outputs, batch, *, name: told.append(name))(0, 0, 0, "seen")
     >>> naming_metrics(lambda metric, outputs, batch: None)(0, 0, 0, "seen")
@@ -239,12 +229,6 @@ class MetricGuard:
     one batch answer otherwise, that is noticed. Any other metric, and each that a function of the
     caller's updates, is checked in the first microbatches: a few rows are counted in one update and
     in two, and the values compared. Nothing of that stays.
-
-    Args:
-        update: feeds one metric, by its name, with outputs and microbatch.
-        is_callers: whether that is a function of the caller's.
-        layout: where a microbatch has its rows.
-        random_state: gives what undoes what an update may draw.
     """
 
     def __init__(
@@ -281,12 +265,6 @@ class MetricGuard:
 
     def update(self, metric: Any, outputs: Any, microbatch: Any, name: str) -> None:
         """Update a metric with a microbatch.
-
-        Args:
-            metric: the metric.
-            outputs: of the model.
-            microbatch: what gave them.
-            name: of the metric.
 
         Warns:
             MetricWarning
@@ -397,15 +375,7 @@ class MetricGuard:
 
 
 class MetricUpdates(Feature):
-    """Updates metrics with every row of a step.
-
-    Args:
-        metrics: of the caller: one, a collection, or several by name.
-        guard: that updates one, and warns of those that come out otherwise.
-        counted: the same, flat.
-        sees: what metrics get of a microbatch.
-        sorts: whether rows reach them in another order than that of the batch.
-    """
+    """Updates metrics with every row of a step."""
 
     def __init__(
         self,

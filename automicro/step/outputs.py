@@ -216,12 +216,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 class Keeper:
-    """Keeps what is asked for of the forwards of the steps that ask for something.
-
-    Args:
-        device: where the model computes.
-        carry_layout: of state for the next batch; None where there is none.
-    """
+    """Keeps what is asked for of the forwards of the steps that ask for something."""
 
     def __init__(self, device: torch.device, carry_layout: BatchLayout | None) -> None:
         self._device, self._carry_layout = device, carry_layout

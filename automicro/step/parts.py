@@ -87,11 +87,7 @@ def num_attachments() -> int:
 
 
 class SizedParts:
-    """All parts of a model with sizes of their own, wherever these were given.
-
-    Args:
-        modules: the model, and further ones that may hold parts.
-    """
+    """All parts of a model with sizes of their own, wherever these were given."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
@@ -111,12 +107,7 @@ class SizedParts:
         self._sources.append(source)
 
     def own(self, part: _Attached, *, is_named: bool = False) -> None:
-        """Undo what was attached when `remove` is called.
-
-        Args:
-            part: that was attached.
-            is_named: whether to warn where no step calls it.
-        """
+        """Undo what was attached when `remove` is called."""
         self._own.append(part)
         if is_named:
             self._unseen.append(part)

@@ -44,14 +44,6 @@ Losses = tuple[Tensor, dict[str, Tensor]]
 class Passes:
     """Forward and backward of microbatches.
 
-    Args:
-        computation: a model, its loss, and how batches are read.
-        autocast_dtype: of forward and loss; None for the model's own.
-        run_backward: computes gradients from a loss.
-        ranks: that train together; gradients are taken to be averaged over them.
-        scales_for_ranks: whether losses are divided by what those of all ranks count; False for
-            each rank's own, whose mean over ranks counts.
-
     Attributes:
         layout: of batches.
         device: where the model computes.
@@ -116,13 +108,7 @@ class Passes:
         *,
         sizes_change: bool = True,
     ) -> list[CutBatch]:
-        """Each batch as microbatches of these rows: views, where it lies.
-
-        Args:
-            batches: of one step.
-            cuts: how each is cut.
-            sizes_change: whether other sizes may come; code is then compiled for any size.
-        """
+        """Each batch as microbatches of these rows: views, where it lies."""
         self._row_dims = {}
         # Unless rows are marked as a dimension that varies, each size is compiled anew.
         is_compiled = sizes_change and compiler_is_used()
@@ -147,12 +133,7 @@ class Passes:
     def weights(
         self, cuts: Sequence[CutBatch], totals: Mapping[str, float] | None = None
     ) -> BatchWeights:
-        """The weight of each microbatch's loss in the loss of all batches together.
-
-        Args:
-            cuts: the batches of this rank.
-            totals: what the losses of all ranks are divided by; None for those of this rank alone.
-        """
+        """The weight of each microbatch's loss in the loss of all batches together."""
         if not self.scales_for_ranks:
             totals = None
         if totals is None and self._counts_rows:
@@ -443,11 +424,6 @@ def taking_shapes(
 
     The forward ends where the last of them has its shape. Torch's random numbers go on from there,
     for weights were drawn.
-
-    Args:
-        roots: everything that the forward reaches.
-        modules: of which some are lazy.
-        random: the generators that it may draw from.
     """
     found = {f"{index}": each for index, each in enumerate(modules)}
     waiting = {each: own for each in found.values() if (own := _without_shape(each))}

@@ -51,12 +51,6 @@ def leveled(policy: Policy, levels: Sequence[Level], setup: Setup) -> Policy:
 def make_phase(name: str, size: Any, setup: Setup, levels: Sequence[Level] = ()) -> "Phase":
     """A phase with the policy that a size stands for.
 
-    Args:
-        name: ``"train"`` or ``"eval"``.
-        size: as ``microbatch_size`` of a `Microbatcher`.
-        setup: that both phases share.
-        levels: at which microbatches can be computed.
-
     Raises:
         TypeError, ValueError: no size, or one that does not go with the unit.
     """
@@ -83,14 +77,6 @@ _DECLARED = ("state", "metrics")
 
 class Phase:
     """Training, or evaluation: its sizes, and what outlives its steps.
-
-    Args:
-        name: ``"train"`` or ``"eval"``.
-        policy: proposes sizes.
-        setup: that both phases share.
-        rule: turns sizes into slices.
-        recollection: of sizes that earlier runs found; None for none.
-        levels: at which microbatches can be computed, as the policy's.
 
     Attributes:
         name: as given.
@@ -243,12 +229,7 @@ class Phase:
         return self.is_training and self.ranks.is_alone and self._setup.parts.cut_what_was_whole()
 
     def nested_counts(self) -> tuple[dict[str, int], int]:
-        """Counts of the parts with a size of their own, once a step is over.
-
-        Returns:
-            The rows of the largest slice of each in its last call, by its name, and how often
-            memory ran out inside of them since the step began.
-        """
+        """Counts of the parts with a size of their own, once a step is over."""
         nested = self._setup.parts.all()
         if not nested:
             return {}, 0

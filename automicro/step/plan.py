@@ -152,12 +152,6 @@ class CutRule:
     def cut(self, num_rows: int, size: int, *, multiple_of: int = 1) -> list[int]:
         """The rows of each slice, the largest first.
 
-        Args:
-            num_rows: of the batch.
-            size: the most rows of a slice.
-            multiple_of: what the rows of all slices but the last are a multiple of, where the
-                size is one.
-
         Raises:
             BatchError: ``strict_divisible`` is set and the rows do not divide by the size.
         """
@@ -436,14 +430,7 @@ def plan_alone(step: Step, rule: CutRule) -> Plan:
 
 
 def propose_to(step: Step, rule: CutRule, *, training: bool, lacks_rows: bool = False) -> Proposal:
-    """This rank's proposal for an agreement.
-
-    Args:
-        step: at any size.
-        rule: turns sizes into slices.
-        training: whether gradients are computed.
-        lacks_rows: whether it has no rows, not even for fillers.
-    """
+    """This rank's proposal for an agreement."""
     step.policy.level = _level_for(step)
     sizes = [_propose(each, step.policy, rule) for each in step.batches]
     # A rank whose data have run out takes part all the same, without rows.

@@ -97,9 +97,6 @@ class Unit:
 class Carrying:
     """No state goes from batch to batch, unless `Carry` puts another class in this one's place.
 
-    Args:
-        layout: of batches, with the state that is beside them.
-
     Attributes:
         layout: as given.
         carry_layout: of the state; None where there is none.

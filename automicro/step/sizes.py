@@ -31,10 +31,6 @@ T = TypeVar("T")
 class Sizes:
     """The sizes of one step: each plan needs less than those that ran out of memory.
 
-    Args:
-        step: what it brings at any size.
-        phase: that it belongs to.
-
     Attributes:
         meter: of its attempts; None where nothing could follow from it.
     """
@@ -53,9 +49,6 @@ class Sizes:
 
     def plan(self, residents: Callable[[], ResidentMemory | None]) -> Plan:
         """The plan to try next.
-
-        Args:
-            residents: what lies on the device at any size, for saying why none fits.
 
         Raises:
             SampleTooLargeError: there is nothing smaller.

@@ -32,13 +32,7 @@ BATCHNORM_MODES = ("warn", "error", "disable", "ignore", "exact")
 
 
 class SplitGuard:
-    """Layers that average over the batch, and buffers that count microbatches.
-
-    Args:
-        index: of every module that takes part in the forward.
-        mode: one of `BATCHNORM_MODES`.
-        whole: the policy of whole batches, which may have levels.
-    """
+    """Layers that average over the batch, and buffers that count microbatches."""
 
     def __init__(self, index: ModuleIndex, mode: str, whole: Policy | None = None) -> None:
         self._index = index
@@ -134,11 +128,6 @@ class SplitGuard:
 
         Called inside the attempt: where warnings are errors, it is rolled back.
 
-        Args:
-            sizes: of the microbatches.
-            state: as captured before the attempt.
-            counting: names of state of Python's that counts calls.
-
         Warns:
             BatchNormWarning, BufferWarning
         """
@@ -166,10 +155,6 @@ class SplitGuard:
 
         And of buffers that the forward changes in evaluation, which the first splits show. Called
         inside the attempt.
-
-        Args:
-            sizes: of the microbatches.
-            state: as captured before the attempt.
 
         Warns:
             BatchNormWarning, BufferWarning

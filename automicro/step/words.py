@@ -39,12 +39,6 @@ _ENCODERS_WOULD = (
 def give_up_fixed(failure: BaseException, plan: Plan, size: int, *, is_whole: bool) -> NoReturn:
     """Raise the out-of-memory error of a size that never changes, with what would.
 
-    Args:
-        failure: the error.
-        plan: of the attempt.
-        size: that it had.
-        is_whole: whether batches have to stay whole.
-
     Raises:
         BaseException: the failure.
         SampleTooLargeError: it happened on another rank.
@@ -105,18 +99,7 @@ def why_nothing_fits(
     levels: Sequence[str] = ("plain",),
     helps: Sequence[str] = (),
 ) -> str:
-    """The reasons why the smallest size ran out of memory: lines, and a list.
-
-    Args:
-        plan: of the last attempt.
-        tried: sizes, in order.
-        min_rows: the fewest rows of a slice.
-        residents: what lies on the device at any size.
-        device: where the work ran.
-        who: the callback or metric in which memory ran out at the last size; None for neither.
-        levels: of the policy, of which the last was tried last.
-        helps: words for what makes the same rows need less.
-    """
+    """The reasons why the smallest size ran out of memory: lines, and a list."""
     # A size may have been tried twice, the second time cut into slices of two rows.
     listed = f"(tried: {', '.join(map(str, dict.fromkeys(tried)))})"
     unit, extent = plan.unit, plan.extent
@@ -178,9 +161,6 @@ _HELPS = {
 
 def what_helps(level: str | None) -> list[str]:
     """Words for what makes the same rows need less; `automicro.plan` says how many bytes.
-
-    Args:
-        level: at which it does not fit; None in evaluation, which has no backward.
 
     >>> what_helps("plain")[0]
     "activation checkpointing (when_too_large='recompute')"

@@ -360,16 +360,7 @@ class _Work(Generic[T]):
 
 
 class TrainingWork(_Work[Losses]):
-    """Forward and backward of all batches: their gradients add up, and their losses.
-
-    Args:
-        engine: that runs microbatches.
-        phase: of training.
-        step: what it brings.
-        metrics: updated with every row; None for none.
-        where: the outputs of all rows are kept, as in `Where`.
-        accept: given the loss, says whether to keep the step; None for yes.
-    """
+    """Forward and backward of all batches: their gradients add up, and their losses."""
 
     def __init__(
         self,
@@ -498,17 +489,7 @@ class TrainingWork(_Work[Losses]):
 
 
 class EvaluationWork(_Work[Evaluated]):
-    """Forward of one batch: its loss, and what it was divided by. Of this rank's rows alone.
-
-    Args:
-        engine: that runs microbatches.
-        phase: of evaluation.
-        step: what it brings.
-        metrics: updated with every row; None for none.
-        where: the outputs of all rows are kept, as in `Where`.
-        predicts: whether only outputs are asked for.
-        compares_outputs: whether outputs are compared although they were not asked for.
-    """
+    """Forward of one batch: its loss, and what it was divided by. Of this rank's rows alone."""
 
     def __init__(
         self,

@@ -44,12 +44,6 @@ class TouchedGradientsError(Exception):
 class GradientHistory:
     """The history of the gradients of one model.
 
-    Args:
-        modules: everything that takes part, for names.
-        sums_in_float32: whether parameters in bf16 or fp16 add up in float32.
-        is_alone: whether there are no other ranks, whose wrappers have ways of their own.
-        can_look: whether the leaves of a loss can be told: not where a model is sharded.
-
     Attributes:
         writes_to_gradients: whether the forward writes into the gradients of earlier batches;
             None where that is not known yet.
@@ -224,11 +218,6 @@ class Gradients:
     A gradient that is a view of a larger storage is cloned too: whatever owns that storage (DDP's
     ``gradient_as_bucket_view``) may write into it during the attempt.
 
-    Args:
-        parameters: any of them twice, too; or by their ids.
-        memory: what is known of them from one batch to the next.
-        inputs: tensors of the batch that gather a gradient.
-
     Attributes:
         is_steady: whether nothing is to be seen to around the forwards that are left.
     """
@@ -337,11 +326,6 @@ class Gradients:
 
     def run(self, backward: Backward, loss: Tensor, *start: Tensor) -> None:
         """Run the backward of a microbatch.
-
-        Args:
-            backward: of a loss, weighted already.
-            loss: that it is given.
-            start: the gradient of the loss, where that is not one: the weight.
 
         Raises:
             TouchedGradientsError: the same attempt again, please.

@@ -26,9 +26,6 @@ class HeldHooks:
     """Keeps the hooks of leaves from running while the gradients of microbatches add up.
 
     They are away only while a backward of ours runs: one inside the user's forward runs them.
-
-    Args:
-        leaves: that have hooks.
     """
 
     def __init__(self, leaves: Sequence[Tensor] = ()) -> None:
@@ -168,12 +165,7 @@ class OutsideLeaves:
         return bool(self._found)
 
     def notice(self, leaves: Sequence[Tensor], known: Container[int]) -> None:
-        """Put aside the gradients of those that are not known, before a backward.
-
-        Args:
-            leaves: that the loss of a microbatch reaches.
-            known: the ids of leaves that are none.
-        """
+        """Put aside the gradients of those that are not known, before a backward."""
         mine = {id(leaf) for reference, _ in self._found if (leaf := reference()) is not None}
         for leaf in leaves:
             if id(leaf) not in known and id(leaf) not in mine:

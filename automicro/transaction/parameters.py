@@ -23,10 +23,6 @@ class Parameters:
 
     Copies would double the memory of the largest thing there is, and an attempt has no business
     changing parameters: the optimizer steps after the commit.
-
-    Args:
-        parameters: of the model.
-        names_of: gives the names of some of them, for an error.
     """
 
     def __init__(
@@ -79,9 +75,6 @@ class ParameterWrites(OperationMode):
     Entered around each of several forwards. Autograd counts no writes to ``parameter.data``, which
     is how many encoders of moving averages are moved. Seen are writes to the memory of plain
     parameters, and other memory given to them.
-
-    Args:
-        parameters: of the modules that take part, trained or not.
 
     Example:
         >>> linear = nn.Linear(2, 2)

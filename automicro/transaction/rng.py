@@ -18,10 +18,6 @@ from automicro.values import same_values, set_state, state_of
 def devices_of(modules: Iterable[nn.Module], device: torch.device) -> tuple[torch.device, ...]:
     """The devices that draw in a step: the one that it runs on, first, and where modules lie.
 
-    Args:
-        modules: whose parameters and buffers may lie on several, as a device map has it.
-        device: that the step runs on.
-
     >>> devices_of([nn.Linear(2, 2)], torch.device("cpu"))
     (device(type='cpu'),)
     """
@@ -31,12 +27,7 @@ def devices_of(modules: Iterable[nn.Module], device: torch.device) -> tuple[torc
 
 
 class RandomState:
-    """Python's, numpy's and torch's generators, those of devices, and those of the caller.
-
-    Args:
-        devices: of which the accelerators' generators are included; see `devices_of`.
-        generators: further generators of any of the three, or what gives them when it begins.
-    """
+    """Python's, numpy's and torch's generators, those of devices, and those of the caller."""
 
     def __init__(
         self,
@@ -163,13 +154,7 @@ def foreign_states() -> tuple[Any, Any]:
 
 
 class _Global:
-    """A generator of the whole process. Asking for its state is slow: its memory is compared first.
-
-    Args:
-        ask: for its state.
-        find: gives the objects that make it up, and those of its values that lie elsewhere; no
-            objects where its memory is not known.
-    """
+    """A generator of the whole process. Its memory is compared before it is asked for its state."""
 
     def __init__(
         self, ask: Callable[[], Any], find: Callable[[], tuple[tuple[object, ...], object]]

@@ -111,8 +111,7 @@ def _prefixes(keys: Mapping[str, Any]) -> Iterator[str]:
 @cache
 def _started_at() -> datetime.datetime:
     # Cached, so that every ${now:…} of a config is the same moment.
-    now = datetime.datetime.now().isoformat()
-    return datetime.datetime.fromisoformat(agreed_time(now))
+    return datetime.datetime.fromisoformat(agreed_time(datetime.datetime.now().isoformat()))
 
 
 def _register_now() -> None:

@@ -192,10 +192,8 @@ def _of_holder(holder: Holder) -> Cause:
 def _remedies(holder: Holder, num_bytes: int) -> Iterator[tuple[str, int]]:
     owner, largest = holder.owner, max(holder.largest_bytes, holder.failed_bytes)
     if holder.kind == kinds.OPTIMIZER and owner.endswith(" (foreach)"):
-        yield (
-            f"give {owner[:-10]} foreach=False or fused=True: its step copies less then",
-            num_bytes,
-        )
+        how = "foreach=False or fused=True: its step copies less then"
+        yield f"give {owner[:-10]} {how}", num_bytes
     elif holder.kind == kinds.OPTIMIZER:
         # A quarter of what 32 bits take stays.
         yield "take an optimizer with state in 8 bits, or Adafactor", holder.num_bytes * 3 // 4
@@ -230,18 +228,12 @@ def _of_device(device: Device) -> Iterator[Cause]:
 
 
 def _named(holder: Holder) -> str:
-    whose = {
-        kinds.GRADIENTS: "gradients of",
-        kinds.OPTIMIZER: "the state of",
-        kinds.UNKNOWN: "tensors",
-    }
-    whose[kinds.TENSORS] = "tensors of"
+    whose = {kinds.GRADIENTS: "gradients of", kinds.OPTIMIZER: "the state of"}
+    whose |= {kinds.UNKNOWN: "tensors", kinds.TENSORS: "tensors of"}
     caller = f", called at {holder.caller}," if holder.caller else ""
     return f"{whose.get(holder.kind, '')} {holder.owner}{caller}".strip()
 
 
 def _amount(holder: Holder) -> str:
-    text = format_bytes(holder.num_bytes)
-    if holder.count > 1:
-        text += f" in {holder.count} tensors, the largest {format_bytes(holder.largest_bytes)}"
-    return text
+    tensors = f" in {holder.count} tensors, the largest {format_bytes(holder.largest_bytes)}"
+    return format_bytes(holder.num_bytes) + tensors * (holder.count > 1)

@@ -115,9 +115,8 @@ def _take_apart(content: Sequence[Mapping[str, Any]], traces: Sequence[Any]) -> 
 def _held_at_failure(blocks: Sequence[Event], events: Sequence[Event]) -> list[Event]:
     # Often the snapshot is taken where the error is caught, after frames have let go of tensors:
     # what came after the failure is undone, the last first.
-    failed = max((at for at, event in enumerate(events) if event.action == "oom"), default=None)
-    if failed is None:
-        return list(blocks)
+    failures = (at for at, event in enumerate(events) if event.action == "oom")
+    failed = max(failures, default=len(events))
     held = {block.address: block for block in blocks}
     made = {event.address: event for event in events[:failed] if event.action == "alloc"}
     for event in reversed(events[failed:]):

@@ -96,10 +96,7 @@ def read_memory(memory: str | int | float | None, device: str) -> tuple[int | No
     >>> read_memory("24GiB", "cuda"), read_memory(None, "cpu"), read_memory(None, "t4")[0] >> 30
     ((25769803776, True), (None, False), 13)
     """
-    if device in ("cpu", "cuda"):
-        usable = None
-    else:
-        usable = find_device(device).usable_bytes
+    usable = None if device in ("cpu", "cuda") else find_device(device).usable_bytes
     if memory is None:
         return usable, device != "cpu"
     wanted = parse_bytes(memory)

@@ -336,12 +336,9 @@ def plan(
         (171, 3, True)
     """
     limit_bytes, on_accelerator = read_memory(memory, device)
-    if isinstance(model, nn.Module):
+    if isinstance(model, nn.Module) or not callable(model):
         check_model(model)
         check_unwrapped(model)
-    # Refuses it in its own words.
-    elif not callable(model):
-        check_model(model)
     conditions = Conditions(
         precision=check_choice("precision", precision, PRECISIONS),
         gradient_sums=check_choice("gradient_sums", gradient_sums, GRADIENT_SUMS),

@@ -238,10 +238,9 @@ class PlanReport(LevelPlan):
         if level.largest_size == 0:
             return f"not even one row fits, it needs {need}"
         cut = describe_cut(self.num_rows, level.microbatch_size, level.num_microbatches)
-        words = [f"{cut} rows need {need}" + ("" if level.fits else ", and do not fit")]
-        return ", ".join(
-            [*words, *(f"{name} {size} at a time" for name, size in level.nested_sizes.items())]
-        )
+        fits = "" if level.fits else ", and do not fit"
+        parts = [f", {name} {size} at a time" for name, size in level.nested_sizes.items()]
+        return f"{cut} rows need {need}{fits}{''.join(parts)}"
 
     def _conditions(self) -> str:
         words = [
