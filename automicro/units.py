@@ -268,6 +268,18 @@ def format_bytes(num_bytes: int) -> str:
     return f"{num_bytes} byte{'' if num_bytes == 1 else 's'}"
 
 
+def describe_count(number: int) -> str:
+    """Write a number of parameters for people.
+
+    >>> list(map(describe_count, (950, 34_100, 124_439_808, 7 * 10**9)))
+    ['950', '34.1k', '124.4M', '7.0B']
+    """
+    for scale, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= scale:
+            return f"{number / scale:.1f}{unit}"
+    return str(number)
+
+
 _SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _PARTS = re.compile(
     r"(?:(?P<d>[0-9]+)\s*d)?\s*(?:(?P<h>[0-9]+)\s*h)?\s*(?:(?P<m>[0-9]+)\s*m)?\s*"

@@ -6,6 +6,7 @@ printed now and then. What is being done says why nothing moves, where people wa
 """
 
 import dataclasses
+import datetime
 import html
 import logging
 import math
@@ -115,7 +116,7 @@ class StatusLine:
         """In one line of a window, trimmed from the right."""
         text, words = Text(no_wrap=True, overflow="ellipsis"), list(self.parts)
         if self.seconds_left is not None:
-            words.insert(0, f"{_describe_seconds(self.seconds_left)} left")
+            words.insert(0, f"{_clock(self.seconds_left)} left")
         if self.share is not None:
             width = next((bar for least, bar in BARS if columns >= least), 0)
             if width:
@@ -137,19 +138,8 @@ def _bar(share: float, width: int, *, ascii_only: bool) -> Text:
     return Text.assemble((full * done, DONE_STYLE), rest * (width - done))
 
 
-def _describe_seconds(seconds: float) -> str:
-    """A time as a clock shows it.
-
-    >>> _describe_seconds(7.4), _describe_seconds(754), _describe_seconds(90061)
-    ('0:07', '12:34', '1d 1:01:01')
-    """
-    whole = max(0, round(seconds))
-    days, rest = divmod(whole, 86400)
-    hours, rest = divmod(rest, 3600)
-    minutes, last = divmod(rest, 60)
-    if not (days or hours):
-        return f"{minutes}:{last:02}"
-    return f"{f'{days}d ' if days else ''}{hours}:{minutes:02}:{last:02}"
+def _clock(seconds: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=round(seconds))
 
 
 class TimeLeft:
@@ -361,7 +351,7 @@ def batch_status(
     if share is not None:
         line.append(f"{share:.0%} done")
     if left is not None:
-        line.append(f"{_describe_seconds(left)} left")
+        line.append(f"{_clock(left)} left")
     unit = "" if cut.unit == "rows" else f" {cut.unit}"
     size = f"{cut.num_microbatches} × {cut.microbatch_size}{unit}{measuring}"
     return StatusLine(

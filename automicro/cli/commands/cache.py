@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from automicro.cli.arguments import Command
 from automicro.cli.output import to_json
 from automicro.errors import ConfigError
-from automicro.units import format_bytes, parse_time
+from automicro.units import describe_count, format_bytes, parse_time
 
 if TYPE_CHECKING:
     from automicro.remembered.cache import RememberedSize, SizeCache
@@ -154,18 +154,6 @@ def _one_row(shapes: Mapping[str, str]) -> str:
     return ", ".join([*texts[:_MOST_SHAPES], *([f"{more} more"] if more > 0 else [])])
 
 
-def _format_count(number: int) -> str:
-    """Write how many parameters a model has.
-
-    >>> list(map(_format_count, (950, 34_100, 124_439_808, 7 * 10**9)))
-    ['950', '34.1k', '124.4M', '7.0B']
-    """
-    for scale, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if number >= scale:
-            return f"{number / scale:.1f}{unit}"
-    return str(number)
-
-
 def _device(size: RememberedSize) -> str:
     key = size.key
     memory = "" if key.memory_bytes is None else f", {format_bytes(key.memory_bytes)}"
@@ -174,7 +162,7 @@ def _device(size: RememberedSize) -> str:
 
 _COLUMNS: Mapping[str, Callable[[RememberedSize], object]] = {
     "model": lambda size: size.key.model,
-    "parameters": lambda size: _format_count(size.key.parameters),
+    "parameters": lambda size: describe_count(size.key.parameters),
     "device": _device,
     "precision": lambda size: size.key.precision + (", compiled" if size.key.compiled else ""),
     "phase": lambda size: size.key.phase,

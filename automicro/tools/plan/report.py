@@ -13,7 +13,7 @@ from automicro.savers.levels import PLAIN
 from automicro.tools.pictures import new_figure, speed_and_memory, timeline
 from automicro.tools.plan.devices import find_device
 from automicro.tools.plan.kernels import KINDS
-from automicro.units import format_bytes
+from automicro.units import describe_count, format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -244,7 +244,7 @@ class PlanReport(LevelPlan):
 
     def _conditions(self) -> str:
         words = [
-            f"  {_shown_number(self.num_parameters)} parameters",
+            f"  {describe_count(self.num_parameters)} parameters",
             "training" if self.train else "evaluation",
             self.precision,
         ]
@@ -267,13 +267,6 @@ class PlanReport(LevelPlan):
             f"on {self.device} with the given {format_bytes(self.limit_bytes)} in place of its "
             f"{format_bytes(usable_bytes)}"
         )
-
-
-def _shown_number(number: int) -> str:
-    for unit, power in (("billion", 9), ("million", 6), ("thousand", 3)):
-        if number >= 10**power:
-            return f"{number / 10**power:.3g} {unit}"
-    return str(number)
 
 
 def grouped(module: str) -> str:
