@@ -101,6 +101,11 @@ def add(owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, getattr(owner, name, 0.0) + value)
 
 
+def set_and_add(owner: Any, name: str, value: Any) -> None:
+    setattr(owner, name, 0)
+    add(owner, name, int(value))
+
+
 def add_in_dict(owner: Any, name: str, value: Any) -> None:
     table = getattr(owner, name)
     table["total"] = table.get("total", 0.0) + value
@@ -110,6 +115,10 @@ def add_in_dict(owner: Any, name: str, value: Any) -> None:
 KEEPING: dict[str, Callable[[Any, str, Any], Any]] = {
     "attribute": setattr,
     "added to an attribute": add,
+    "set to a whole number": lambda m, n, v: setattr(m, n, int(v)),
+    "set to 0 and added": set_and_add,
+    "set in a tensor": lambda m, n, v: getattr(m, n).fill_(v),
+    "added as a whole number": lambda m, n, v: add(m, n, int(v)),
     "added in a dict": add_in_dict,
     "added to a tensor": lambda m, n, v: getattr(m, n).add_(v),
     "added to an object": lambda m, n, v: add(getattr(m, n), "total", v),
@@ -128,6 +137,7 @@ class Kept:
     _START: Mapping[str, Callable[[], Any]] = {
         "added in a dict": dict,
         "added to a tensor": lambda: torch.zeros((), dtype=torch.float64),
+        "set in a tensor": lambda: torch.zeros((), dtype=torch.float64),
         "added to an object": Thing,
         "appended in a dict": lambda: {"all": []},
         "added in a list": lambda: [0.0],
