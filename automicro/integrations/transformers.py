@@ -4,9 +4,9 @@
     automicro.integrations.transformers.enable(trainer)
     trainer.train()
 
-The trainer's own ``training_step`` runs for every microbatch, and is held up before its backward;
-forward and backward are then a `Microbatcher`'s. So a subclass keeps its loss, accelerate its
-scaler, and the loop all that it does around a step.
+``Trainer.training_step`` runs for every microbatch, and is held up before its backward; forward
+and backward are then a `Microbatcher`'s. So a subclass keeps its loss, accelerate its scaler, and
+the loop all that it does around a step. What a subclass does around that method runs once a batch.
 
 What a loss averages over is asked of the trainer, because many models accept
 ``num_items_in_batch`` and ignore it: one row is computed as one of one item and as one of a very
@@ -267,8 +267,9 @@ def _refuse(trainer: Any, *, splits: bool = True) -> None:
         why = f"optim={args.optim} steps inside the backward, which cannot be undone; use another"
     elif of_trl and not known:
         why = (
-            f"TRL's {of_trl[0].__name__} makes its batches inside the step, or compares rows; "
-            f"{', '.join(_FLAVOURS)} are supported"
+            f"TRL's {of_trl[0].__name__} makes its batches inside the step, compares rows, or logs "
+            "what a whole batch alone has; take its own gradient_accumulation_steps and a smaller "
+            f"per_device_train_batch_size, or one of {', '.join(_FLAVOURS)}"
         )
     elif splits and of_trl and across and "DPOTrainer" in (each.__name__ for each in of_trl):
         why = (
@@ -318,13 +319,18 @@ class Enabled(Results):
         self._trainer: Any = weakref.proxy(trainer)
         self._replacements = Replacements()
         put = self._replacements.put
-        self.own_training_step = weakly(put(self._trainer, "training_step", self.training_step))
+        own = put(self._trainer, "training_step", self.training_step)
+        self.own_training_step = weakly(own)
         self._own_prediction_step = weakly(
             put(self._trainer, "prediction_step", self.prediction_step)
         )
         trainer.add_callback(Sizes(self))
         itself: Callable[[], Any] = weakref.ref(trainer)
         self._itself = itself
+        self._base_step: Callable[..., Tensor] = Trainer.training_step
+        # Whether the trainer's is another, which calls that; None before the first batch.
+        is_plain = getattr(own, "__func__", own) is Trainer.training_step
+        self._is_around = False if is_plain else None
         self._recorded = Recorded(
             functools.partial(_roots, itself),
             _is_of_a_user,
@@ -374,21 +380,84 @@ class Enabled(Results):
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> Tensor:
         """Forward and backward of a batch: the trainer's own, in microbatches."""
+        if self._is_around is None:
+            self._is_around = self._asks_for_more(model, inputs, num_items_in_batch)
+        if not self._is_around:
+            return self._train(model, inputs, num_items_in_batch)
+        with self._beneath(self._train):
+            loss: Tensor = self.own_training_step(model, inputs, num_items_in_batch)
+            return loss
+
+    @contextlib.contextmanager
+    def _beneath(self, step: Callable[..., Tensor]) -> Iterator[None]:
+        """Let the step of ``Trainer`` be another one, meanwhile, for this trainer alone."""
+
+        def training_step(trainer: Any, *args: Any, **kwargs: Any) -> Tensor:
+            if trainer is not self._itself():
+                return self._base_step(trainer, *args, **kwargs)
+            return step(*args, **kwargs)
+
+        with Replacements() as replacements:
+            # Of the class, as that is where ``super().training_step`` of a subclass looks.
+            replacements.put(Trainer, "training_step", training_step)
+            yield
+
+    def _asks_for_more(self, model: nn.Module, inputs: Any, num_items: Any) -> bool:
+        """Whether a step of a subclass's calls that of ``Trainer``, as shown by one row.
+
+        The row is not computed where it does: both ways are closed.
+        """
+
+        def reached(*args: Any, **kwargs: Any) -> Any:
+            raise _ReachedError
+
+        def computes(*args: Any, **kwargs: Any) -> Any:
+            raise _ComputesError
+
+        trainer, row = self._trainer, inputs
+        with contextlib.suppress(BatchError):  # it makes its batches of something else
+            row = self._cut(_as_rows(trainer, inputs), 1)[0]
+        with _undone(self._itself, model), Replacements() as replacements, extra_pass():
+            replacements.put(trainer, "compute_loss", computes)
+            replacements.put(trainer.accelerator, "backward", computes)
+            try:
+                with self._beneath(reached), torch.set_grad_enabled(trainer.args.world_size == 1):
+                    self.own_training_step(model, _as_batch(row), num_items)
+            except _ReachedError:
+                return True
+            except (_ComputesError, Exception):  # of which the step itself tells
+                return False
+        return False
+
+    def _train(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         trainer = self._trainer
-        batch = self._read(inputs)
-        # Kept, as microbatches are divided by the number of the whole batch.
-        self._num_items = num_items_in_batch
         # Before anything is remembered: such an optimizer changes parameters there.
         model.train()
         # Schedule-free optimizers keep other weights for evaluation.
         if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
-        with self._held_up(model):
-            microbatcher = self._ready("train", model, trainer.optimizer, batch)
-            self.last = microbatcher.backward(batch)
+        with self._prepared(inputs) as prepared:
+            batch = self._read(prepared)
+            # Kept, as microbatches are divided by the number of the whole batch.
+            self._num_items = num_items_in_batch
+            with self._held_up(model):
+                microbatcher = self._ready("train", model, trainer.optimizer, batch)
+                self.last = microbatcher.backward(batch)
         self._recorded.tell(self.last.rank_loss)
         self._say_what_is_done_often(self.last.num_microbatches)
         return self.last.rank_loss
+
+    @contextlib.contextmanager
+    def _prepared(self, inputs: Any) -> Iterator[Any]:
+        """A batch as a subclass prepares it, once: it may make another one of it, or draw."""
+        trainer = self._trainer
+        if trainer.__class__._prepare_inputs is Trainer._prepare_inputs:
+            yield inputs
+            return
+        with Replacements() as replacements:
+            prepare = functools.partial(Trainer._prepare_inputs, trainer)
+            own = replacements.put(trainer, "_prepare_inputs", prepare)
+            yield own(inputs)
 
     @contextlib.contextmanager
     def _held_up(self, model: nn.Module) -> Iterator[None]:
@@ -537,7 +606,7 @@ class Enabled(Results):
         name = trainer.__class__.__name__
         if times < 2 or not self._warns:
             return
-        if _is_own(trainer, "training_step"):
+        if not self._is_around and _is_own(trainer, "training_step"):
             self._warns = False
             warn(
                 f"{name}.training_step is your own, and ran {times} times for one batch, once for "
@@ -567,10 +636,14 @@ class Enabled(Results):
 
     def _training_loss(self, model: nn.Module, flat: Any, num_items: Any) -> Tensor:
         trainer = self._trainer
-        held = self._held = HeldBack(model) if _is_own(trainer, "training_step") else None
+        is_whole = bool(self._is_around) or not _is_own(trainer, "training_step")
+        held = self._held = None if is_whole else HeldBack(model)
+        step = self.own_training_step
+        if self._is_around:
+            step = functools.partial(self._base_step, self._itself())
         try:
             with held or contextlib.nullcontext():
-                self.own_training_step(model, flat, num_items)
+                step(model, flat, num_items)
             if len(self._caught) != 1:
                 raise LossError(
                     f"{trainer.__class__.__name__}.training_step called accelerator.backward "
@@ -597,14 +670,15 @@ class Enabled(Results):
     ) -> tuple[Tensor | None, Any, Any]:
         """Loss, logits and labels of a batch: the trainer's own, in microbatches."""
         trainer = self._trainer
-        batch = self._read(inputs)
-        # Of the whole batch and of all ranks, once: each microbatch is divided by it.
-        self._num_items = trainer._get_num_items_in_batch([inputs], trainer.args.device)
-        self._arguments = (prediction_loss_only, ignore_keys)
-        microbatcher = self._ready("eval", model, None, batch)
-        result = self.last_evaluation = microbatcher.evaluate(
-            batch, compares_outputs=not prediction_loss_only
-        )
+        with self._prepared(inputs) as prepared:
+            batch = self._read(prepared)
+            # Of the whole batch and of all ranks, once: each microbatch is divided by it.
+            self._num_items = trainer._get_num_items_in_batch([inputs], trainer.args.device)
+            self._arguments = (prediction_loss_only, ignore_keys)
+            microbatcher = self._ready("eval", model, None, batch)
+            result = self.last_evaluation = microbatcher.evaluate(
+                batch, compares_outputs=not prediction_loss_only
+            )
         collected = self._recorded.values(RETURNS)
         logits = labels = None
         if collected and not prediction_loss_only:
@@ -820,6 +894,14 @@ class Enabled(Results):
             if name in sizes:
                 with contextlib.suppress(ValueError):  # it was found with other options
                     microbatcher.load_state_dict(sizes[name])
+
+
+class _ReachedError(BaseException):
+    """A step of a subclass's called that of ``Trainer``."""
+
+
+class _ComputesError(BaseException):
+    """It computes a loss or calls the backward itself."""
 
 
 class _Made(NamedTuple):
