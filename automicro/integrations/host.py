@@ -1050,12 +1050,9 @@ def _number(value: Any) -> float | None:
 
 def _at(roots: Mapping[str, Any], path: str) -> Any:
     """The value at a place that `Captured.changed` gives; None where it is no more."""
-    return _follow(roots, _STEP.findall(f".{path}"))
-
-
-def _follow(roots: Mapping[str, Any], steps: Sequence[tuple[str, str]]) -> Any:
-    found: Any = roots.get(steps[0][0])
-    for name, key in steps[1:]:
+    first, *rest = _STEP.findall(f".{path}")
+    found: Any = roots.get(first[0])
+    for name, key in rest:
         try:
             found = getattr(found, name) if name else found[ast.literal_eval(key)]
         except (AttributeError, LookupError, TypeError, ValueError, SyntaxError):
@@ -1065,8 +1062,9 @@ def _follow(roots: Mapping[str, Any], steps: Sequence[tuple[str, str]]) -> Any:
 
 def _put(roots: Mapping[str, Any], path: str, number: Any) -> None:
     """Let a place that `Captured.changed` gives have a number."""
-    *before, (name, key) = _STEP.findall(f".{path}")
-    held, owner = _at(roots, path), _follow(roots, before)
+    *_, last = _STEP.finditer(f".{path}")
+    held, owner = _at(roots, path), _at(roots, path[: last.start() - 1])
+    name, key = last.groups()
     if isinstance(held, Tensor):  # in place, as others may hold it
         held.data.copy_(_tensor(number))
     elif name:
