@@ -115,10 +115,6 @@ def add_in_dict(owner: Any, name: str, value: Any) -> None:
 KEEPING: dict[str, Callable[[Any, str, Any], Any]] = {
     "attribute": setattr,
     "added to an attribute": add,
-    "set to a whole number": lambda m, n, v: setattr(m, n, int(v)),
-    "set to 0 and added": set_and_add,
-    "set in a tensor": lambda m, n, v: getattr(m, n).fill_(v),
-    "added as a whole number": lambda m, n, v: add(m, n, int(v)),
     "added in a dict": add_in_dict,
     "added to a tensor": lambda m, n, v: getattr(m, n).add_(v),
     "added to an object": lambda m, n, v: add(getattr(m, n), "total", v),
@@ -128,6 +124,13 @@ KEEPING: dict[str, Callable[[Any, str, Any], Any]] = {
     "appended in a dict": lambda m, n, v: getattr(m, n)["all"].append(v),
     "rows appended": lambda m, n, v: getattr(m, n).append(v),
     "rows extended": lambda m, n, v: getattr(m, n).extend(v.tolist()),
+}
+# Whole numbers that are set, whose parts add up to them, and one that adds up.
+SETTING: dict[str, Callable[[Any, str, Any], Any]] = {
+    "set to a whole number": lambda m, n, v: setattr(m, n, int(v)),
+    "set to 0 and added": set_and_add,
+    "set in a tensor": lambda m, n, v: getattr(m, n).fill_(v),
+    "added as a whole number": lambda m, n, v: add(m, n, int(v)),
 }
 
 
@@ -156,7 +159,7 @@ class Kept:
 
     def found(self) -> dict[str, Any]:
         """A list for each telling, of what was kept."""
-        found, known = {}, KEEPING.keys() | self._START.keys()
+        found, known = {}, KEEPING.keys() | SETTING.keys() | self._START.keys()
         for nth, each in enumerate(self._program.tellings):
             kept = getattr(self._owner, f"n{nth}", None) if each.way in known else None
             kept = kept.total if isinstance(kept, Thing) else kept

@@ -12,7 +12,17 @@ from torchmetrics import MaxMetric, MeanMetric, Metric, MinMetric, SumMetric
 from torchmetrics.wrappers import MetricTracker, Running
 
 from automicro.integrations.lightning import AutoMicrobatch
-from tests.integrations.told import BATCH, KEEPING, Kept, Net, Program, add, data, values_of
+from tests.integrations.told import (
+    BATCH,
+    KEEPING,
+    SETTING,
+    Kept,
+    Net,
+    Program,
+    add,
+    data,
+    values_of,
+)
 
 
 class Each(Metric):
@@ -68,6 +78,7 @@ WAYS: dict[str, Any] = {
     "logger": lambda m, n, v: m.logger.log_metrics({n: v}),
     "added to the trainer": lambda m, n, v: add(m.trainer, n, v),
     **KEEPING,
+    **SETTING,
     "returned": lambda m, n, v: m.returned.update({n: v}),
     "rows returned": lambda m, n, v: m.returned.update({n: v}),
     "rows to a mean": lambda m, n, v: getattr(m, n).update(v),
