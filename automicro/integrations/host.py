@@ -253,7 +253,6 @@ _FOLDS: Mapping[str, Callable[[Sequence[float], Sequence[float]], float]] = {
     "min": lambda values, _: min(values),
 }
 _LOOKS = 3  # at batches that are cut
-_UNSURE = "sum from 0"
 _DEEPEST = 3  # of mappings in mappings
 _ROUNDING = 1e-4  # of a number that a check computes in one part and in several
 RETURNS = "what the step returns"
@@ -320,8 +319,22 @@ class _Compared:
     """Numbers of some rows, and of their parts as far as these were seen."""
 
     rows: int = 0
-    whole: _Heard = field(default_factory=dict)
-    parts: list[tuple[int, _Heard]] = field(default_factory=list)
+    whole: dict[Any, Any] = field(default_factory=dict)
+    parts: list[tuple[int, dict[Any, Any]]] = field(default_factory=list)
+
+    def of_parts(self, rows: int, heard: dict[Any, Any]) -> list[dict[Any, Any]]:
+        """Take what some rows gave; the numbers of all parts of the whole, once they were seen."""
+        self.parts.append((rows, heard))
+        # Parts come after the whole, in the order of a check; another whole begins anew.
+        total = sum(count for count, _ in self.parts)
+        if rows == self.rows or total > self.rows:
+            self.rows, self.whole, self.parts = rows, dict(heard), []
+        if total != self.rows or len(self.parts) < 2:
+            return []
+        parts = [each for _, each in self.parts]
+        # Rows of the next check may add up to those of this one, by chance.
+        self.rows, self.parts = 0, []
+        return parts
 
 
 class Recorded:
@@ -383,6 +396,7 @@ class Recorded:
         self._looks: collections.Counter[bool] = collections.Counter()
         self._dims, self._sorted_by, self._concat = dims, sorted_by, concat
         self._verdicts: dict[_Key, str] = {}
+        self._adds_up: dict[str, bool] = {}  # numbers beside the model, by place
         self._named: set[str] = set()
         self._single: set[str] = set()
         self._heard: _Heard | None = None
@@ -400,6 +414,7 @@ class Recorded:
         self._counts: list[Mapping[str, float]] = []
         self._may_be_loss: list[tuple[Tensor, Tensor]] = []
         self._changed: set[str] | None = None  # by the first microbatch
+        self._sizes: dict[str, int] = {}  # of modules, behind it
         self._is_open = False
 
     # As a part of the transaction
@@ -452,7 +467,7 @@ class Recorded:
         # A comparison of all that a trainer holds costs time, and a step does the same each time.
         if len(self.rows) == 2 and self._looks[trains] < _LOOKS:
             self._looks[trains] += 1
-            self._changed = self._places(self._beside)
+            self._changed, self._sizes = self._places(self._beside), self._module_sizes()
             self._second.begin()
         self._times.clear()
         self._counts.append(counts or {})
@@ -549,23 +564,26 @@ class Recorded:
         self._later.append(tell)
 
     def _compare(self) -> None:
-        """Name what the first microbatch has changed beside the model, and others again.
+        """Name what the first microbatch has changed beside the model and depends on sizes.
 
-        What adds up by rows goes on to change; else it is set, to what only some rows come to.
+        Unless checks have seen whether it adds up by rows, what others change again does.
         """
         if self._changed is None:
             return
         later, roots = self._places(self._second), self._roots()
 
         def depends(path: str) -> bool:
-            is_again = any(
+            if (adds_up := self._adds_up.get(path)) is not None:
+                return not adds_up
+            value = _at(roots, path)
+            return (isinstance(value, int) and value == self.rows[-1] > 1) or any(
                 each == path or each.startswith((f"{path}.", f"{path}[")) for each in later
             )
-            value, verdict = _at(roots, path), self._verdicts.get((path, 0))
-            is_count = isinstance(value, int) and value == self.rows[-1] > 1
-            return is_count or (verdict != _UNSURE and is_again != (verdict == "sum"))
 
-        names = sorted(filter(depends, self._changed))
+        # Made where it was missing, a module is made once; others come with each microbatch.
+        sizes = self._module_sizes().items()
+        grown = {what for what, size in sizes if size != self._sizes.get(what, size)}
+        names = sorted({*filter(depends, self._changed), *grown})
         self._second.commit()
         self._changed = None
         new = [name for name in names if name not in self._named]
@@ -593,6 +611,15 @@ class Recorded:
         apart += [f"{each.what}." for each in self.held() if _counts_rows(each)]
         kept = (each for each in found if not each.startswith(tuple(apart)))
         return {_with_ends(roots, each) for each in kept if not each.endswith(self._apart)}
+
+    def _module_sizes(self) -> dict[str, int]:
+        """How many modules each module of the step has, such as a tracker of metrics by steps."""
+        roots = {**self._roots(), **{each.what: each.value for each in self.held()}}
+        return {
+            f"{path}.{name}".rstrip("."): len(list(each.children()))
+            for path, root in roots.items()
+            for name, each in (root.named_modules() if isinstance(root, nn.Module) else ())
+        }
 
     def _note_lengths(self) -> None:
         self._lengths.append({each.what: len(each.value) for each in self._lists()})
@@ -628,10 +655,11 @@ class Recorded:
         self._counts.append(counts)
         self._note_lengths()
         self._beside.begin()
-        added: dict[str, float] = {}
+        starts: dict[str, Any] = {}
         try:
+            starts = self._go_on()
             yield
-            added = self._numbers_beside()
+            left = self._numbers_beside(starts)
         except BaseException:
             # What is compared next has nothing to do with parts of this.
             self._told, self._added = _Compared(), _Compared()
@@ -641,23 +669,41 @@ class Recorded:
             self._counts.pop()
             self._lengths.pop()
             self._beside.roll_back()
-            before = {path: _number(_at(self._roots(), path)) or 0.0 for path in added}
-            heard = {(path, 0): (now - before[path], float(rows)) for path, now in added.items()}
-            # Taken out meanwhile, so that a verdict that is not repeated does not pass for a new
-            # one.
-            known = {key: self._verdicts.pop(key) for key in heard.keys() & self._verdicts.keys()}
-            if not self._learn(self._added, rows, heard):
-                self._verdicts |= known
-            for path, start in before.items():  # from 0, a number that is set seems to add up
-                key = path, 0
-                if start == 0.0 and self._verdicts.get(key) == "sum":
-                    self._verdicts[key] = known.get(key, _UNSURE)
+        self._learn_beside(rows, starts, left)
 
-    def _numbers_beside(self) -> dict[str, float]:
-        """Numbers that have changed beside the model, by their places."""
+    def _go_on(self) -> dict[str, Any]:
+        """Let parts after the first find numbers as the whole left them; gives these by place.
+
+        From 0, or where there is none, a number that a step sets seems to add up.
+        """
+        roots, starts = self._roots(), {}
+        for path, (_, left) in self._added.whole.items() if self._added.parts else ():
+            with contextlib.suppress(AttributeError, LookupError, TypeError, ValueError):
+                _put(roots, path, left)
+                starts[path] = left
+        return starts
+
+    def _numbers_beside(self, further: Iterable[str]) -> dict[str, Any]:
+        """Numbers that have changed beside the model, by their places, and further ones."""
         captured, roots = self._beside.captured, self._roots()
-        found = {path: _number(_at(roots, path)) for path in captured.changed()} if captured else {}
-        return {path: number for path, number in found.items() if number is not None}
+        found = (
+            {path: _at(roots, path) for path in (*captured.changed(), *further)} if captured else {}
+        )
+        return {path: _copied(each) for path, each in found.items() if is_number(each)}
+
+    def _learn_beside(self, rows: int, starts: Mapping[str, Any], left: Mapping[str, Any]) -> None:
+        """Tell which numbers add up by rows, by how far parts moved them and the whole did."""
+        roots, moved = self._roots(), {}
+        for path, each in left.items():
+            start = _number(starts[path] if path in starts else _at(roots, path))
+            moved[path] = (_number(each) or 0.0) - (start or 0.0), each
+        whole, parts = self._added.whole, self._added.of_parts(rows, moved)
+        for path, (by, _) in whole.items() if parts else ():
+            steps = [each[path][0] if path in each else 0.0 for each in parts]
+            fits = abs(sum(steps) - by) <= _ROUNDING * max(map(abs, (by, *steps)))
+            # A constant that is set moves nothing in the last, and neither does a largest so far.
+            if not fits or (by and steps[-1]):
+                self._adds_up[path] = fits
 
     def _seen(self, loss: Tensor | None, outputs: Any, own: Tensor | None) -> Output:
         """The loss, outputs with rows, and numbers of the step that has run."""
@@ -674,7 +720,7 @@ class Recorded:
             for value in new if len(new) != rows or rows == 1 else ():
                 for label, each in _numbers_in(what, value):
                     self._hear(label, each, self._counts[-1].get(name, rows))
-        self._learn(self._told, rows, self._heard)
+        self._learn(rows, self._heard)
         number = _number(loss if own is None else own)
         told = {
             what if not nth else f"{what}, {nth + 1}": each
@@ -692,19 +738,10 @@ class Recorded:
         if number is not None and weight:
             self._heard[key] = number, weight
 
-    def _learn(self, compared: _Compared, rows: int, heard: _Heard) -> bool:
+    def _learn(self, rows: int, heard: _Heard) -> None:
         """Tell, once all parts of some rows were seen, how their numbers become those of all."""
-        compared.parts.append((rows, heard))
-        # Parts come after the whole, in the order of a check; another whole begins anew.
-        total = sum(count for count, _ in compared.parts)
-        if rows == compared.rows or total > compared.rows:
-            compared.rows, compared.whole, compared.parts = rows, dict(heard), []
-        if total != compared.rows or len(compared.parts) < 2:
-            return False
-        whole, parts = compared.whole, [each for _, each in compared.parts]
-        # Rows of the next check may add up to those of this one, by chance.
-        compared.rows, compared.whole, compared.parts = 0, {}, []
-        for key, (number, _) in whole.items():
+        whole, parts = self._told.whole, self._told.of_parts(rows, heard)
+        for key, (number, _) in whole.items() if parts else ():
             if not all(key in each for each in parts):
                 continue
             values, weights = zip(*(each[key] for each in parts), strict=True)
@@ -720,7 +757,6 @@ class Recorded:
                 self._verdicts[key] = fitting[0]
             elif "mean" in fitting and "sum" not in fitting:  # it was the same in all parts
                 self._verdicts.setdefault(key, "mean")
-        return True
 
     # Afterwards
 
@@ -1022,6 +1058,23 @@ def _at(roots: Mapping[str, Any], path: str) -> Any:
         except (AttributeError, LookupError, TypeError, ValueError, SyntaxError):
             return None
     return found
+
+
+def _put(roots: Mapping[str, Any], path: str, number: Any) -> None:
+    """Let a place that `Captured.changed` gives have a number."""
+    *_, last = _STEP.finditer(f".{path}")
+    held, owner = _at(roots, path), _at(roots, path[: last.start() - 1])
+    name, key = last.groups()
+    if isinstance(held, Tensor):  # in place, as others may hold it
+        held.data.copy_(_tensor(number))
+    elif name:
+        setattr(owner, name, _copied(number))
+    else:
+        owner[ast.literal_eval(key)] = _copied(number)
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _opened(value: Any) -> tuple[list[Any], set[int]]:

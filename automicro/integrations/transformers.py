@@ -4,9 +4,9 @@
     automicro.integrations.transformers.enable(trainer)
     trainer.train()
 
-The trainer's own ``training_step`` runs for every microbatch, and is held up before its backward;
-forward and backward are then a `Microbatcher`'s. So a subclass keeps its loss, accelerate its
-scaler, and the loop all that it does around a step.
+``Trainer.training_step`` runs for every microbatch, and is held up before its backward; forward
+and backward are then a `Microbatcher`'s. So a subclass keeps its loss, accelerate its scaler, and
+the loop all that it does around a step. What a subclass does around that method runs once a batch.
 
 What a loss averages over is asked of the trainer, because many models accept
 ``num_items_in_batch`` and ignore it: one row is computed as one of one item and as one of a very
@@ -32,13 +32,11 @@ from automicro.batch.types import register_batch_type
 from automicro.checking.reading import LOSS, Reading
 from automicro.errors import (
     BatchError,
-    GradientWarning,
     LossError,
     PeerFailedError,
     SampleTooLargeError,
     add_note,
     describe_error,
-    warn,
 )
 from automicro.integrations.host import (
     OURS,
@@ -267,8 +265,9 @@ def _refuse(trainer: Any, *, splits: bool = True) -> None:
         why = f"optim={args.optim} steps inside the backward, which cannot be undone; use another"
     elif of_trl and not known:
         why = (
-            f"TRL's {of_trl[0].__name__} makes its batches inside the step, or compares rows; "
-            f"{', '.join(_FLAVOURS)} are supported"
+            f"TRL's {of_trl[0].__name__} makes its batches inside the step, compares rows, or logs "
+            "what a whole batch alone has; take its own gradient_accumulation_steps and a smaller "
+            f"per_device_train_batch_size, or one of {', '.join(_FLAVOURS)}"
         )
     elif splits and of_trl and across and "DPOTrainer" in (each.__name__ for each in of_trl):
         why = (
@@ -318,13 +317,18 @@ class Enabled(Results):
         self._trainer: Any = weakref.proxy(trainer)
         self._replacements = Replacements()
         put = self._replacements.put
-        self.own_training_step = weakly(put(self._trainer, "training_step", self.training_step))
+        own = put(self._trainer, "training_step", self.training_step)
+        self.own_training_step = weakly(own)
         self._own_prediction_step = weakly(
             put(self._trainer, "prediction_step", self.prediction_step)
         )
         trainer.add_callback(Sizes(self))
         itself: Callable[[], Any] = weakref.ref(trainer)
         self._itself = itself
+        self._base_step: Callable[..., Tensor] = Trainer.training_step
+        # Whether the trainer's is another, which calls that; None before the first batch.
+        is_plain = getattr(own, "__func__", own) is Trainer.training_step
+        self._is_around = False if is_plain else None
         self._recorded = Recorded(
             functools.partial(_roots, itself),
             _is_of_a_user,
@@ -340,11 +344,8 @@ class Enabled(Results):
         self._num_items: Any = None
         self._arguments: tuple[Any, ...] = ()
         self._own_backward: Callable[..., Any] = _no_backward
-        self._backward_options: dict[str, Any] = {}
-        self._caught: list[tuple[Tensor, dict[str, Any]]] = []
-        self._held: HeldBack | None = None
+        self._caught: list[Tensor] = []
         self._log: Callable[..., Any] = _no_backward  # the trainer's own
-        self._warns = True
         self._is_asking = False  # what an evaluation would refuse
 
     def disable(self) -> None:
@@ -374,21 +375,93 @@ class Enabled(Results):
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> Tensor:
         """Forward and backward of a batch: the trainer's own, in microbatches."""
+        if self._is_around is None:
+            self._is_around = self._reaches(model, inputs, num_items_in_batch)
+        if self._is_around is False:
+            return self._train(model, inputs, num_items_in_batch)
+        with self._beneath(self._train):
+            loss: Tensor = self.own_training_step(model, inputs, num_items_in_batch)
+            return loss
+
+    @contextlib.contextmanager
+    def _beneath(self, step: Callable[..., Tensor]) -> Iterator[None]:
+        """Let the step of ``Trainer`` be another one, meanwhile, for this trainer alone."""
+
+        def training_step(trainer: Any, *args: Any, **kwargs: Any) -> Tensor:
+            if trainer is not self._itself():
+                return self._base_step(trainer, *args, **kwargs)
+            return step(*args, **kwargs)
+
+        with Replacements() as replacements:
+            # Of the class, as that is where ``super().training_step`` of a subclass looks.
+            replacements.put(Trainer, "training_step", training_step)
+            yield
+
+    def _reaches(self, model: nn.Module, inputs: Any, num_items: Any) -> bool | None:
+        """Whether a step of a subclass's calls that of ``Trainer``, as shown by one row.
+
+        None where that is not known yet, as of a step that skips a batch. The row is not computed.
+
+        Raises:
+            LossError: it computes a loss or calls the backward itself.
+        """
+        answers: list[bool] = []
+
+        def stop(answer: bool, *args: Any, **kwargs: Any) -> Any:
+            answers.append(answer)
+            raise _StoppedError
+
+        trainer, row = self._trainer, inputs
+        with contextlib.suppress(BatchError):  # it makes its batches of something else
+            row = self._cut(_as_rows(trainer, inputs), 1)[0]
+        computes = functools.partial(stop, False)
+        with _undone(self._itself, model), Replacements() as replacements, extra_pass():
+            replacements.put(trainer, "compute_loss", computes)
+            replacements.put(trainer.accelerator, "backward", computes)
+            # What else it raises, the step itself tells.
+            with (
+                contextlib.suppress(_StoppedError, Exception),
+                self._beneath(functools.partial(stop, True)),
+                torch.set_grad_enabled(trainer.args.world_size == 1),
+            ):
+                self.own_training_step(model, _as_batch(row), num_items)
+        if False in answers[:1]:
+            raise LossError(
+                f"{trainer.__class__.__name__}.training_step computes its loss itself, and "
+                "automicro runs that of Trainer for each microbatch; let it call "
+                "super().training_step(model, inputs, num_items_in_batch), and override "
+                "compute_loss"
+            )
+        return True if answers else None
+
+    def _train(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         trainer = self._trainer
-        batch = self._read(inputs)
-        # Kept, as microbatches are divided by the number of the whole batch.
-        self._num_items = num_items_in_batch
         # Before anything is remembered: such an optimizer changes parameters there.
         model.train()
         # Schedule-free optimizers keep other weights for evaluation.
         if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
-        with self._held_up(model):
-            microbatcher = self._ready("train", model, trainer.optimizer, batch)
-            self.last = microbatcher.backward(batch)
+        with self._prepared(inputs) as prepared:
+            batch = self._read(prepared)
+            # Kept, as microbatches are divided by the number of the whole batch.
+            self._num_items = num_items_in_batch
+            with self._held_up(model):
+                microbatcher = self._ready("train", model, trainer.optimizer, batch)
+                self.last = microbatcher.backward(batch)
         self._recorded.tell(self.last.rank_loss)
-        self._say_what_is_done_often(self.last.num_microbatches)
         return self.last.rank_loss
+
+    @contextlib.contextmanager
+    def _prepared(self, inputs: Any) -> Iterator[Any]:
+        """A batch as a subclass prepares it, once: it may make another one of it, or draw."""
+        trainer = self._trainer
+        if trainer.__class__._prepare_inputs is Trainer._prepare_inputs:
+            yield inputs
+            return
+        with Replacements() as replacements:
+            prepare = functools.partial(Trainer._prepare_inputs, trainer)
+            own = replacements.put(trainer, "_prepare_inputs", prepare)
+            yield own(inputs)
 
     @contextlib.contextmanager
     def _held_up(self, model: nn.Module) -> Iterator[None]:
@@ -417,12 +490,10 @@ class Enabled(Results):
             finally:
                 self._own_backward = _no_backward
 
-    def _catch(self, loss: Tensor, **options: Any) -> None:
-        """In the place of ``accelerator.backward``."""
+    def _catch(self, loss: Tensor) -> None:
+        """In the place of ``accelerator.backward``; only engines that are refused get options."""
         # A list, as a step that asks for two backwards has to be refused and not half run.
-        self._caught.append((loss, options))
-        if self._held is not None:
-            self._held.start()
+        self._caught.append(loss)
 
     def _ready(self, name: str, model: nn.Module, optimizer: Any, batch: Any) -> Microbatcher:
         """The Microbatcher of a phase: batches with items may be divided by them, others not."""
@@ -531,21 +602,6 @@ class Enabled(Results):
         others = [each for group in groups for each in group["params"] if id(each) not in own]
         return [nn.ParameterList(others)] if others else []
 
-    def _say_what_is_done_often(self, times: int) -> None:
-        """Tell of what a subclass does for each microbatch, and did for each batch."""
-        trainer = self._trainer
-        name = trainer.__class__.__name__
-        if times < 2 or not self._warns:
-            return
-        if _is_own(trainer, "training_step"):
-            self._warns = False
-            warn(
-                f"{name}.training_step is your own, and ran {times} times for one batch, once for "
-                "each microbatch, with all that it does beside the loss; do that once a step in a "
-                "callback (on_pre_optimizer_step, on_step_end); said once",
-                GradientWarning,
-            )
-
     def _forward(self, model: nn.Module, microbatch: Any) -> Any:
         """The trainer's own step, held up before its backward."""
         flat = _as_batch(microbatch)
@@ -567,24 +623,20 @@ class Enabled(Results):
 
     def _training_loss(self, model: nn.Module, flat: Any, num_items: Any) -> Tensor:
         trainer = self._trainer
-        held = self._held = HeldBack(model) if _is_own(trainer, "training_step") else None
         try:
-            with held or contextlib.nullcontext():
-                self.own_training_step(model, flat, num_items)
+            self._base_step(self._itself(), model, flat, num_items)
             if len(self._caught) != 1:
                 raise LossError(
                     f"{trainer.__class__.__name__}.training_step called accelerator.backward "
                     f"{len(self._caught)} times, and one batch needs one backward; add the losses "
                     "up and call it once"
                 )
-            [(loss, self._backward_options)] = self._caught
-            return loss
+            return self._caught[0]
         finally:
             self._caught.clear()
-            self._held = None
 
     def _backward(self, loss: Tensor) -> None:
-        self._own_backward(loss, **self._backward_options)
+        self._own_backward(loss)
 
     # Evaluation
 
@@ -597,14 +649,15 @@ class Enabled(Results):
     ) -> tuple[Tensor | None, Any, Any]:
         """Loss, logits and labels of a batch: the trainer's own, in microbatches."""
         trainer = self._trainer
-        batch = self._read(inputs)
-        # Of the whole batch and of all ranks, once: each microbatch is divided by it.
-        self._num_items = trainer._get_num_items_in_batch([inputs], trainer.args.device)
-        self._arguments = (prediction_loss_only, ignore_keys)
-        microbatcher = self._ready("eval", model, None, batch)
-        result = self.last_evaluation = microbatcher.evaluate(
-            batch, compares_outputs=not prediction_loss_only
-        )
+        with self._prepared(inputs) as prepared:
+            batch = self._read(prepared)
+            # Of the whole batch and of all ranks, once: each microbatch is divided by it.
+            self._num_items = trainer._get_num_items_in_batch([inputs], trainer.args.device)
+            self._arguments = (prediction_loss_only, ignore_keys)
+            microbatcher = self._ready("eval", model, None, batch)
+            result = self.last_evaluation = microbatcher.evaluate(
+                batch, compares_outputs=not prediction_loss_only
+            )
         collected = self._recorded.values(RETURNS)
         logits = labels = None
         if collected and not prediction_loss_only:
@@ -822,6 +875,10 @@ class Enabled(Results):
                     microbatcher.load_state_dict(sizes[name])
 
 
+class _StoppedError(BaseException):
+    """A step that is only asked what it calls has called it."""
+
+
 class _Made(NamedTuple):
     """A Microbatcher, and what it was made for.
 
@@ -921,55 +978,6 @@ def _padded(parts: Sequence[Tensor], dim: int) -> Tensor:
         functools.partial(nested_concat, padding_index=IGNORED), parts
     )
     return joined
-
-
-class _HeldBack(Tensor):
-    """Stands for a gradient where there is none yet: code that looks at it is told."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise LossError(_TOO_EARLY)
-
-
-_TOO_EARLY = (
-    "this trainer's own training_step reads or changes gradients, and automicro holds its backward "
-    "up until all microbatches have run; do that in a callback's on_pre_optimizer_step, which sees "
-    "the gradient of the whole batch, or train without automicro"
-)
-_ADDED_TO = "single memory location"  # what torch says of adding to a gradient that stands for one
-
-
-class HeldBack:
-    """Refuses, meanwhile, whatever looks at gradients or replaces them.
-
-    Raises:
-        LossError: it was done.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        # Subclasses, such as sharded or quantized ones, cannot all be expanded from one number.
-        of_model = [each for each in model.parameters() if type(each) is nn.Parameter]
-        self._kept = [(each, each.grad) for each in of_model]
-
-    def start(self) -> None:
-        """From here on; also where gradients were set to None, which changes nothing."""
-        for parameter, _ in self._kept:
-            # One number that stands for all: a gradient of zeros would take the memory of a second
-            # model.
-            nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
-            parameter.grad = nothing.expand_as(parameter).as_subclass(_HeldBack)
-
-    def __enter__(self) -> "HeldBack":
-        self.start()
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # A step that sets a gradient itself has replaced what stands for it.
-        is_held = all(isinstance(each.grad, _HeldBack) for each, _ in self._kept)
-        for parameter, gradient in self._kept:
-            parameter.grad = gradient
-        if (kind is None and not is_held) or _ADDED_TO in str(error):
-            raise LossError(_TOO_EARLY) from error
 
 
 def _is_own(trainer: Any, name: str) -> bool:

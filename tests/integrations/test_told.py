@@ -1,6 +1,10 @@
 """Random steps in the trainers of others; five hundred of each by ``told.main``."""
 
+import warnings
+from typing import Any
+
 import pytest
+import torch
 
 from automicro.integrations.host import Recorded
 from automicro.loss.passes import extra_pass
@@ -55,3 +59,60 @@ def test_parts_of_one_check_are_not_those_of_another() -> None:
     recorded.prepare()
     recorded.tell(None)
     assert told == [0.5]
+
+
+class Counter:
+    """What a step counts beside its model, from nothing or from 0."""
+
+    def __init__(self) -> None:
+        self.added, self.here, self.table = 0, torch.zeros(()), {"added": 0.0}
+
+
+def count(kept: Any, way: str, number: int) -> None:
+    match way:
+        case "added":
+            kept.added += number
+        case "added in a dict":
+            kept.table["added"] += number
+        case "added to a tensor":
+            kept.here += number
+        case "set":
+            kept.found = number
+        case "set in a dict":
+            kept.table["found"] = number
+        case "set in a tensor":
+            kept.here.fill_(number)
+        case "set anew":
+            kept.found = 0
+            kept.found += number
+
+
+@pytest.mark.parametrize("hits", [(2, 3, 1, 4), (0, 5, 2, 3), (3, 5, 4, 4)])
+@pytest.mark.parametrize(
+    "way",
+    ["added", "added in a dict", "added to a tensor", "set", "set in a dict", "set in a tensor",
+     "set anew"],
+)  # fmt: skip
+def test_one_batch_tells_a_count_that_is_set_from_one_that_adds_up(
+    way: str, hits: tuple[int, ...]
+) -> None:
+    """Though parts of a number that is set from 0 add up to it, as those of a count do."""
+    kept = Counter()
+    recorded = Recorded(lambda: {"kept": kept})
+
+    def step(rows: int, number: int) -> None:
+        with recorded.step(rows):
+            count(kept, way, number)
+            recorded.came_to(None)
+
+    with extra_pass():
+        for rows, number in ((16, hits[0] + hits[1]), (5, hits[0]), (11, hits[1])):
+            step(rows, number)
+    assert vars(kept).keys() == {"added", "here", "table"}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        recorded.begin()
+        step(8, hits[2])
+        step(8, hits[3])
+        recorded.prepare()
+    assert [str(each.message).startswith("kept.") for each in said] == [True] * ("set" in way)

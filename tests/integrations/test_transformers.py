@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -36,7 +36,6 @@ from transformers.utils import logging
 
 from automicro import (
     BatchError,
-    GradientWarning,
     LossAverageError,
     LossError,
     MemoryBudget,
@@ -804,12 +803,14 @@ def test_parameters_of_a_loss_take_part(tmp_path: Path) -> None:
 
 
 class Stepping(Trainer):
-    """A step of its own: ``after(trainer, model)`` is done behind the backward."""
+    """A step of its own: ``after(trainer, model)`` is done behind the backward, and it counts."""
 
-    after: Any
+    after: Any = staticmethod(lambda trainer, model, loss: None)
+    times = 0
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
+        self.times += 1
         type(self).after(self, model, loss)
         return loss
 
@@ -834,13 +835,57 @@ def drop(trainer: Any, model: nn.Module, loss: Tensor) -> None:
     model.zero_grad()
 
 
-@pytest.mark.parametrize("after", [add_noise, attack, clip, drop])
-def test_a_step_that_needs_gradients_is_refused(after: Any, tmp_path: Path) -> None:
-    kind = type("Noisy", (Stepping,), {"after": staticmethod(after)})
-    ours = make(CASES["classifier"], tmp_path, with_us=True, kind=kind)
-    with pytest.raises(LossError, match=r"own training_step reads or changes .* on_pre_optimizer"):
-        ours.train()
-    assert all(each.grad is None for each in ours.model.parameters())
+class Again(Stepping):
+    """A second backward of the batch, moved, as where a model is trained against an attack."""
+
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        moved = {**inputs, "input_ids": inputs["input_ids"].roll(1, 0)}
+        return (loss + super().training_step(model, moved, *args, **kwargs)) / 2
+
+
+class Generating(Stepping):
+    """Makes its batches in the step, of those of the loader, as trainers do that draw answers.
+
+    Two steps share what is drawn: which of them runs is told by a count of the step's own.
+    """
+
+    drawn: Any = None
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        prepared = super()._prepare_inputs(inputs)
+        if not cast(nn.Module, self.model).training:
+            return prepared
+        if self.times % 2 == 0 or len(self.drawn[0]["labels"]) != len(prepared["labels"]):
+            order = torch.randperm(len(prepared["labels"]))
+            shuffled = {name: each[order] for name, each in prepared.items()}
+            self.drawn = [shuffled, {**shuffled, "labels": shuffled["labels"].flip(0)}]
+        return self.drawn[self.times % 2]
+
+
+STEPPING = [
+    *(type(f"Step_{f.__name__}", (Stepping,), {"after": staticmethod(f)})
+      for f in (add_noise, attack, clip, drop)),
+    Again, Generating,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", STEPPING)
+def test_what_a_step_does_around_the_trainers_own_is_done_once_a_batch(
+    kind: Any, tmp_path: Path
+) -> None:
+    found = []
+    for options in (None, {}, {"microbatch_size": 3}):
+        kinds: dict[str, Any] = {"kind": kind, "dtype": torch.float64, "max_grad_norm": 0.0}
+        with_us = options is not None
+        trainer = make(CASES["classifier"], tmp_path, with_us=with_us, options=options, **kinds)
+        found.append((run(trainer), trainer.times))
+    (plain, times), (whole, _), (cut, _) = found
+    assert [each for _, each in found] == [times] * 3
+    assert all(map(torch.equal, whole[0], plain[0]))
+    assert whole[1] == plain[1]
+    assert furthest(cut[0], plain[0]) < 1e-12
+    assert losses(cut[1]) == pytest.approx(losses(plain[1]), rel=1e-9)
 
 
 class Alone(Trainer):
@@ -853,21 +898,22 @@ class Alone(Trainer):
         return found
 
 
-def test_a_step_with_a_backward_of_its_own_is_refused(tmp_path: Path) -> None:
-    ours = make(CASES["classifier"], tmp_path, with_us=True, kind=Alone)
-    with pytest.raises(LossError, match="own training_step reads or changes gradients"):
+class Copied(Trainer):
+    """A step that is all its own, with accelerate's backward."""
+
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        loss: Any = self.compute_loss(model, inputs)
+        self.accelerator.backward(loss)
+        found: Tensor = loss.detach()
+        return found
+
+
+@pytest.mark.parametrize("kind", [Alone, Copied])
+def test_a_step_with_a_backward_of_its_own_is_refused(kind: Any, tmp_path: Path) -> None:
+    ours = make(CASES["classifier"], tmp_path, with_us=True, kind=kind)
+    with pytest.raises(LossError, match=r"training_step computes its loss itself, .* let it call"):
         ours.train()
-
-
-def test_what_a_step_does_for_each_microbatch_is_told(tmp_path: Path) -> None:
-    def count(trainer: Any, model: nn.Module, loss: Tensor) -> None:
-        trainer.state.custom = 1
-
-    kind = type("Averaging", (Stepping,), {"after": staticmethod(count)})
-    options = {"microbatch_size": 3}
-    ours = make(CASES["classifier"], tmp_path, with_us=True, kind=kind, options=options)
-    with pytest.warns(GradientWarning, match=r"Averaging.training_step is your own, and ran 3 tim"):
-        ours.train()
+    assert all(each.grad is None for each in ours.model.parameters())
 
 
 class Switching(torch.optim.SGD):

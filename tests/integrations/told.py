@@ -101,6 +101,11 @@ def add(owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, getattr(owner, name, 0.0) + value)
 
 
+def set_and_add(owner: Any, name: str, value: Any) -> None:
+    setattr(owner, name, 0)
+    add(owner, name, int(value))
+
+
 def add_in_dict(owner: Any, name: str, value: Any) -> None:
     table = getattr(owner, name)
     table["total"] = table.get("total", 0.0) + value
@@ -120,6 +125,13 @@ KEEPING: dict[str, Callable[[Any, str, Any], Any]] = {
     "rows appended": lambda m, n, v: getattr(m, n).append(v),
     "rows extended": lambda m, n, v: getattr(m, n).extend(v.tolist()),
 }
+# Whole numbers that are set, whose parts add up to them, and one that adds up.
+SETTING: dict[str, Callable[[Any, str, Any], Any]] = {
+    "set to a whole number": lambda m, n, v: setattr(m, n, int(v)),
+    "set to 0 and added": set_and_add,
+    "set in a tensor": lambda m, n, v: getattr(m, n).fill_(v),
+    "added as a whole number": lambda m, n, v: add(m, n, int(v)),
+}
 
 
 class Kept:
@@ -128,6 +140,7 @@ class Kept:
     _START: Mapping[str, Callable[[], Any]] = {
         "added in a dict": dict,
         "added to a tensor": lambda: torch.zeros((), dtype=torch.float64),
+        "set in a tensor": lambda: torch.zeros((), dtype=torch.float64),
         "added to an object": Thing,
         "appended in a dict": lambda: {"all": []},
         "added in a list": lambda: [0.0],
@@ -146,7 +159,7 @@ class Kept:
 
     def found(self) -> dict[str, Any]:
         """A list for each telling, of what was kept."""
-        found, known = {}, KEEPING.keys() | self._START.keys()
+        found, known = {}, KEEPING.keys() | SETTING.keys() | self._START.keys()
         for nth, each in enumerate(self._program.tellings):
             kept = getattr(self._owner, f"n{nth}", None) if each.way in known else None
             kept = kept.total if isinstance(kept, Thing) else kept

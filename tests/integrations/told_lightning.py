@@ -9,10 +9,20 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MaxMetric, MeanMetric, Metric, MinMetric, SumMetric
-from torchmetrics.wrappers import Running
+from torchmetrics.wrappers import MetricTracker, Running
 
 from automicro.integrations.lightning import AutoMicrobatch
-from tests.integrations.told import BATCH, KEEPING, Kept, Net, Program, add, data, values_of
+from tests.integrations.told import (
+    BATCH,
+    KEEPING,
+    SETTING,
+    Kept,
+    Net,
+    Program,
+    add,
+    data,
+    values_of,
+)
 
 
 class Each(Metric):
@@ -40,6 +50,7 @@ MAKES: dict[str, Any] = {
     "rows to a mean": MeanMetric,
     "running metric": lambda: Running(MeanMetric(), window=2),
     "rows to one of its own": Each,
+    "tracked": lambda: MetricTracker(MeanMetric(), maximize=True),
 }
 # What a warning calls some by.
 CALLED = {"rows to one of its own": "Each", "read again": "callback_metrics"}
@@ -67,6 +78,7 @@ WAYS: dict[str, Any] = {
     "logger": lambda m, n, v: m.logger.log_metrics({n: v}),
     "added to the trainer": lambda m, n, v: add(m.trainer, n, v),
     **KEEPING,
+    **SETTING,
     "returned": lambda m, n, v: m.returned.update({n: v}),
     "rows returned": lambda m, n, v: m.returned.update({n: v}),
     "rows to a mean": lambda m, n, v: getattr(m, n).update(v),
@@ -78,6 +90,7 @@ WAYS: dict[str, Any] = {
     "mean metric of one entry": lambda m, n, v: getattr(m, n).update(torch.as_tensor(v)[None]),
     "mean metric in a dict": lambda m, n, v: m.metrics[n].update(v),
     "rows to one of its own": lambda m, n, v: getattr(m, n).update(v),
+    "tracked by steps": lambda m, n, v: (getattr(m, n).increment(), getattr(m, n).update(v)),
     "read again": lambda m, n, v: (
         m.log(n, v),
         getattr(m, n).append(float(m.trainer.callback_metrics.get(n, 0.0))),
@@ -169,6 +182,8 @@ class Host:
             metric = getattr(module, name, getattr(module, "metrics", {}).get(name))
             if isinstance(metric, Metric):
                 found[name] += [v for v in metric.metric_state.values() if isinstance(v, Tensor)]
+            if isinstance(metric, MetricTracker):
+                found[name] += [*metric.compute_all()] if metric.n_steps else []
             found[name] += [v for row in told.rows for k, v in row.items() if name in k]
             found[name] += [module.seen.get(name, []), getattr(trainer, name, [])]
         return found

@@ -7,7 +7,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
 from automicro.integrations.transformers import enable
-from tests.integrations.told import BATCH, KEEPING, Kept, Net, Program, data, values_of
+from tests.integrations.told import BATCH, KEEPING, SETTING, Kept, Net, Program, data, values_of
 
 WAYS: dict[str, Any] = {
     "log": lambda t, n, v: t.log({n: float(v)}),
@@ -18,6 +18,7 @@ WAYS: dict[str, Any] = {
     "returned": lambda t, n, v: t.returned.update({n: v}),
     "rows returned": lambda t, n, v: t.returned.update({n: v}),
     **KEEPING,
+    **SETTING,
 }
 
 
