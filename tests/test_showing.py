@@ -165,7 +165,7 @@ def test_a_notebook_has_one_line_that_is_written_over_above_those_that_stay(
         progress.status(lambda: STATUS)
     assert shown[0] == shown[-1] == ""
     assert shown[1] == "looking at 2 &lt; 3 rows …"
-    assert shown[2].startswith('<progress value="0.2500"></progress> 25% · 1:15 left · loss 0.5')
+    assert shown[2].startswith('<progress value="0.2500"></progress> 25% · 0:01:15 left · loss 0.5')
     assert capsys.readouterr().out == "train: out of memory\n"
 
 
@@ -177,13 +177,13 @@ def test_a_notebook_has_one_line_that_is_written_over_above_those_that_stay(
     [
         (
             110,
-            "━━━━━━╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌  25% · 1:15 left · loss 0.5000 · "
+            "━━━━━━╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌  25% · 0:01:15 left · loss 0.5000 · "
             "microbatches 5 × 103 · 64 samples/s",
         ),
-        (80, "━━━╌╌╌╌╌╌╌╌╌  25% · 1:15 left · loss 0.5000 · microbatches 5 × 103"),
-        (50, "━╌╌╌╌╌  25% · 1:15 left · loss 0.5000"),
-        (30, "25% · 1:15 left · loss 0.5000"),
-        (20, "25% · 1:15 left"),
+        (80, "━━━╌╌╌╌╌╌╌╌╌  25% · 0:01:15 left · loss 0.5000 · microbatches 5 × 103"),
+        (50, "━╌╌╌╌╌  25% · 0:01:15 left · loss 0.5000"),
+        (36, "25% · 0:01:15 left · loss 0.5000"),
+        (20, "25% · 0:01:15 left"),
         (5, "25%"),
     ],
 )
@@ -213,7 +213,7 @@ def test_without_colours_the_bar_still_tells_what_is_done(monkeypatch: pytest.Mo
 
 
 def test_a_terminal_that_has_no_other_letters_gets_those_that_it_has() -> None:
-    assert STATUS.in_window(50, ascii_only=True).plain == "#-----  25% - 1:15 left - loss 0.5000"
+    assert STATUS.in_window(50, ascii_only=True).plain == "#-----  25% - 0:01:15 left - loss 0.5000"
 
 
 @pytest.mark.parametrize("terminal", ["dumb", "unknown"])

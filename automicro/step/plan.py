@@ -13,7 +13,6 @@ from automicro.errors import BatchError
 from automicro.memory.meter import Measured
 from automicro.policy.policy import Exploration, Policy, require_size
 from automicro.ranks.interface import Agreement, Proposal, Ranks, rows_of_microbatches
-from automicro.step.results import Counts
 
 ROWS = "rows"
 """The unit of sizes, unless rows have costs."""
@@ -368,7 +367,7 @@ class Finished(NamedTuple, Generic[T]):
         return self.plan.level
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> dict[str, Any]:
         """Counts of rows, slices and attempts for results, by the names of their fields."""
         plan = self.plan
         return {

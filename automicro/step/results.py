@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
@@ -12,29 +12,61 @@ Where: TypeAlias = bool | Literal["host", "device"]
 """Whether outputs are kept, and where: True where their batch lies."""
 
 
-class Counts(TypedDict):
-    """Counts of rows, slices and attempts in both results; see `StepResult`."""
+@dataclass(frozen=True, kw_only=True, repr=False)
+class _Result:
+    """The fields of both results. `StepResult` says what they are."""
 
+    loss: Tensor | None
+    losses: Mapping[str, Tensor] = field(default_factory=dict)
     num_samples: int
     num_global_samples: int
     microbatch_size: int
-    microbatch_unit: str
     num_microbatches: int
     attempts: int
-    failed_sizes: tuple[int, ...]
-    recalled_size: int | None
-    is_measuring: bool
-    grown_from: int | None
-    exploration: Exploration | None
-    stops: bool
-    peak_bytes: int | None
-    level: str
-    nested_sizes: Mapping[str, int]
-    nested_ooms: int
+    failed_sizes: tuple[int, ...] = ()
+    microbatch_unit: str = "rows"
+    recalled_size: int | None = None
+    is_measuring: bool = False
+    grown_from: int | None = None
+    exploration: Exploration | None = None
+    stops: bool = False
+    peak_bytes: int | None = None
+    level: str = "plain"
+    nested_sizes: Mapping[str, int] = field(default_factory=dict)
+    nested_ooms: int = 0
+    outputs: Any = None
+    carry: Any = None
+
+    @property
+    def ooms(self) -> int:
+        """How many attempts ran out of memory, and had to be smaller."""
+        return len(self.failed_sizes)
+
+    def __repr__(self) -> str:
+        """In one line without tensors but the loss, whose value is waited for."""
+        loss = "None" if self.loss is None else f"{float(self.loss):.6g}"
+        words = [f"loss={loss}", f"{self.num_samples} samples"]
+        up_to = "" if self.microbatch_unit == "rows" else "up to "
+        size = f"{self.microbatch_size} {self.microbatch_unit}"
+        words.append(f"{self.num_microbatches} × {up_to}{size}")
+        words += [f"{name} {size} at a time" for name, size in self.nested_sizes.items()]
+        if self.level != "plain":
+            words.append(self.level)
+        if self.ooms:
+            words.append(f"out of memory with {', '.join(map(str, self.failed_sizes))}")
+        if self.nested_ooms:
+            words.append(f"out of memory {self.nested_ooms} times inside of parts")
+        if self.is_measuring:
+            words.append("measuring")
+        if isinstance(self, StepResult) and not self.is_committed:
+            words.append("not committed")
+        if self.outputs is not None:
+            words.append("with outputs")
+        return f"{type(self).__name__}({', '.join(words)})"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class StepResult:
+class StepResult(_Result):
     """One optimization batch, trained on: its exact gradient is in ``.grad``.
 
     Attributes:
@@ -79,118 +111,21 @@ class StepResult:
     """
 
     loss: Tensor
-    losses: Mapping[str, Tensor] = field(default_factory=dict)
     rank_loss: Tensor
-    num_samples: int
-    num_global_samples: int
-    microbatch_size: int
-    num_microbatches: int
-    attempts: int
-    failed_sizes: tuple[int, ...] = ()
-    microbatch_unit: str = "rows"
     is_committed: bool = True
-    recalled_size: int | None = None
-    is_measuring: bool = False
-    grown_from: int | None = None
-    exploration: Exploration | None = None
-    stops: bool = False
-    peak_bytes: int | None = None
-    level: str = "plain"
-    nested_sizes: Mapping[str, int] = field(default_factory=dict)
-    nested_ooms: int = 0
     loss_average_is: str = "unchecked"
-    outputs: Any = None
-    carry: Any = None
-
-    @property
-    def ooms(self) -> int:
-        """How many attempts ran out of memory, and had to be smaller."""
-        return len(self.failed_sizes)
-
-    def __repr__(self) -> str:
-        return _one_line(self)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class EvalResult:
+class EvalResult(_Result):
     """One batch, evaluated: metrics counted every row once.
 
+    All but these is as in `StepResult`, of this rank's rows alone.
+
     Attributes:
-        loss: as in `StepResult`, but of this rank's rows alone, as everything here; None where the
-            forward gives none, or there is no row.
-        losses: as in `StepResult`.
-        outputs: the model's outputs for all rows in order, on the device of the batch, where
-            they were asked for.
-        num_samples: rows of the batch.
-        num_global_samples: as in `StepResult`.
-        microbatch_size: as in `StepResult`.
-        microbatch_unit: as in `StepResult`.
-        num_microbatches: microbatches of the attempt that succeeded.
-        attempts: attempts that were made; all but the last were rolled back.
-        failed_sizes: rows of the largest microbatch of each attempt that ran out of memory.
+        loss: None where the forward gives none, or there is no row.
         denominators: what the losses were divided by, by name, or one for all under ``""``; None
             for a sum. With them the losses of several batches add up exactly; see `LossMean`.
-        recalled_size: as in `StepResult`.
-        is_measuring: as in `StepResult`.
-        grown_from: as in `StepResult`.
-        exploration: as in `StepResult`.
-        stops: as in `StepResult`.
-        peak_bytes: as in `StepResult`.
-        level: as in `StepResult`.
-        nested_sizes: as in `StepResult`.
-        nested_ooms: as in `StepResult`.
-        carry: as in `StepResult`.
     """
 
-    loss: Tensor | None
-    losses: Mapping[str, Tensor] = field(default_factory=dict)
-    outputs: Any = None
-    num_samples: int
-    num_global_samples: int
-    microbatch_size: int
-    num_microbatches: int
-    attempts: int
-    failed_sizes: tuple[int, ...] = ()
-    microbatch_unit: str = "rows"
     denominators: Mapping[str, float | Tensor | None] = field(default_factory=dict)
-    recalled_size: int | None = None
-    is_measuring: bool = False
-    grown_from: int | None = None
-    exploration: Exploration | None = None
-    stops: bool = False
-    peak_bytes: int | None = None
-    level: str = "plain"
-    nested_sizes: Mapping[str, int] = field(default_factory=dict)
-    nested_ooms: int = 0
-    carry: Any = None
-
-    @property
-    def ooms(self) -> int:
-        """How many attempts ran out of memory, and had to be smaller."""
-        return len(self.failed_sizes)
-
-    def __repr__(self) -> str:
-        return _one_line(self)
-
-
-def _one_line(result: StepResult | EvalResult) -> str:
-    """A result without its tensors but the loss, whose value is waited for."""
-    loss = "None" if result.loss is None else f"{float(result.loss):.6g}"
-    words = [f"loss={loss}", f"{result.num_samples} samples"]
-    up_to = "" if result.microbatch_unit == "rows" else "up to "
-    size = f"{result.microbatch_size} {result.microbatch_unit}"
-    words.append(f"{result.num_microbatches} × {up_to}{size}")
-    words += [f"{name} {size} at a time" for name, size in result.nested_sizes.items()]
-    if result.level != "plain":
-        words.append(result.level)
-    if result.ooms:
-        words.append(f"out of memory with {', '.join(map(str, result.failed_sizes))}")
-    if result.nested_ooms:
-        words.append(f"out of memory {result.nested_ooms} times inside of parts")
-    if result.is_measuring:
-        words.append("measuring")
-    if isinstance(result, StepResult) and not result.is_committed:
-        words.append("not committed")
-    if result.outputs is not None:
-        words.append("with outputs")
-    return f"{type(result).__name__}({', '.join(words)})"
