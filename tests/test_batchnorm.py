@@ -78,28 +78,9 @@ def test_layers_that_see_rows_only_are_not_found(kind: str) -> None:
     assert batchnorm_buffers(model) == set()
 
 
-def test_a_shared_layer_is_named_once_and_its_buffers_wherever_they_stand() -> None:
-    layer = nn.BatchNorm1d(4)
-    model = nn.Sequential(layer, nn.ReLU(), layer)
-    assert find_batchnorm(model) == ["0"]
-    every_name = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    assert batchnorm_buffers(model) == every_name
-
-
 def test_a_model_that_is_itself_batchnorm_goes_by_its_class() -> None:
     assert find_batchnorm(nn.BatchNorm1d(4)) == ["BatchNorm1d"]
     assert "running_mean" in batchnorm_buffers(nn.BatchNorm1d(4))
-
-
-def test_buffers_are_those_of_the_layers_and_no_others() -> None:
-    model = nn.Sequential(BatchNormAct2d(4), nn.Sequential())
-    model.register_buffer("codebook", torch.zeros(3))
-    assert batchnorm_buffers(model) == {
-        "0.calls",
-        "0.num_batches_tracked",
-        "0.running_mean",
-        "0.running_var",
-    }
 
 
 # The message
@@ -114,14 +95,6 @@ def test_the_message_lists_five_layers_at_most(count: int, more: str | None) -> 
 
 
 # The floor of two rows
-
-
-@pytest.mark.parametrize("make", [lambda: nn.BatchNorm1d(4), lambda: nn.LazyBatchNorm1d()])
-def test_the_refusal_of_a_single_row_is_recognised(make: Callable[[], nn.Module]) -> None:
-    layer = make()
-    with pytest.raises(ValueError, match="more than 1 value") as raised:
-        layer(torch.randn(1, 4))
-    assert needs_two_rows(raised.value)
 
 
 def test_other_refusals_are_not_mistaken_for_it() -> None:

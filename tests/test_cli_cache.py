@@ -49,34 +49,6 @@ def left(cache: SizeCache) -> list[tuple[str, str]]:
     return [(entry.key.model, entry.key.phase) for entry in cache.entries()]
 
 
-def test_each_size_is_one_line(cache: SizeCache, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["cache"]) == 0
-    out, err = capsys.readouterr()
-    assert [re.split(" {2,}", line) for line in out.splitlines()] == [
-        [
-            *("model", "parameters", "device", "precision", "phase", "batch (rows)"),
-            *("microbatch size (rows)", "microbatches", "peak memory", "level", "optimizer"),
-            *("one row", "written", "file"),
-        ],
-        [
-            *("CNN", "34.0k", "CPU", "fp32", "eval", "64", "64", "1", "–", "plain", "AdamW"),
-            *("float32[1, 8, 8], int64[]", "2027-01-15", f"{EVAL.file[:8]}…"),
-        ],
-        [
-            *("CNN", "34.0k", "CPU, 1.00 MiB", "fp32", "train", "64", "16", "4", "878.91 KiB"),
-            *("plain", "AdamW", "float32[1, 8, 8], int64[]", "2027-01-12", f"{KEY.file[:8]}…"),
-        ],
-        [
-            *("GPT2LMHeadModel", "124.4M", "NVIDIA H100, 80.00 GiB × 8", "bf16, compiled"),
-            *("train", "512", "24", "22", "–", "plain", "AdamW", "int64[?]", "2026-12-06"),
-            f"{GPT2.file[:8]}…",
-        ],
-        [""],
-        [f"3 sizes in {cache.folder}"],
-    ]
-    assert err == ""
-
-
 @pytest.mark.parametrize(
     "other",
     [
@@ -109,24 +81,6 @@ def test_in_json_what_many_tensors_hold_is_whole_and_in_the_table_it_is_short(
     assert "3 × int64[128], float32[2], float32[3], 2 more" in capsys.readouterr().out
     assert main(["cache", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["key"]["shapes"] == shapes
-
-
-def test_json_has_everything(cache: SizeCache, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["cache", "--json", "--model", "gpt2lmheadmodel"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("\n") == 1
-    assert json.loads(out) == [
-        {
-            "microbatch_size": 24,
-            "cost_per_row": None,
-            "peak_bytes": None,
-            "level": "plain",
-            "num_microbatches": 22,
-            "written_at": NOW - 40 * DAY,
-            "file": f"{cache.folder}/{GPT2.file}",
-            "key": dataclasses.asdict(GPT2),
-        }
-    ]
 
 
 def test_markdown_is_a_table_for_docs(cache: SizeCache, capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,21 +191,6 @@ MISTAKES = {
     ),
     ("--json", "--clear"): "--json and --clear do not go together: give one of them",
 }
-
-
-@pytest.mark.parametrize(("options", "message"), MISTAKES.items(), ids=str)
-def test_a_mistake_ends_with_2_and_a_remedy(
-    cache: SizeCache,
-    options: tuple[str, ...],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["cache", *options]) == 2
-    assert capsys.readouterr() == ("", f"automicro: {message}\n")
-    assert len(cache.entries()) == 3
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from automicro.checkpoints.store import CheckpointStore
 from automicro.cli import main
 from automicro.trainer.report import TIME_IS_OVER
 from tests.cli_jobs import enter_folder_with_job
@@ -149,18 +148,6 @@ def test_a_finished_run_started_again_trains_nothing_and_says_what_it_came_to(
     assert "nothing was left to do" in err
 
 
-def test_a_finished_run_without_a_folder_of_its_own_trains_nothing_either(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    command = ["checkpoint={folder: saved}", "--json"]
-    assert train(*command) == 0
-    first = json.loads(capsys.readouterr().out)
-    assert train(*command) == 0
-    second = json.loads(capsys.readouterr().out)
-    same = ("steps", "samples", "train_loss", "train_metrics")
-    assert {name: first[name] for name in same} == {name: second[name] for name in same}
-
-
 def test_a_run_that_callbacks_ended_is_at_its_end(capsys: pytest.CaptureFixture[str]) -> None:
     never_better = "{call: automicro.callbacks.EarlyStopping, args: {patience: 1, min_delta: 9.0}}"
     command = ["run_dir=a", "checkpoint={}", f"eval_dataloader={EVAL_DATA}"]
@@ -190,23 +177,6 @@ def test_a_run_that_never_resumes_is_not_overwritten(capsys: pytest.CaptureFixtu
     assert train(*command) == 0
     assert train(*command) == 2
     assert "holds the summary.json and the weights.pt of a run already" in capsys.readouterr().err
-
-
-def test_checkpoints_make_no_other_run_welcome(capsys: pytest.CaptureFixture[str]) -> None:
-    assert train("run_dir=a", "checkpoint={}") == 0
-    assert train("run_dir=a", "checkpoint={}", "max_duration=9ep") == 2
-    assert "holds another run (max_duration: 4ep → 9ep)" in capsys.readouterr().err
-    (Path("a") / "config.yaml").unlink()
-    assert train("run_dir=a", "checkpoint={}") == 2
-    assert "of a run already" in capsys.readouterr().err
-
-
-def test_a_summary_that_cannot_be_read_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["run_dir=a", "checkpoint={}"]
-    assert train(*command) == 0
-    Path("a/summary.json").write_text("[]", encoding="utf-8")
-    assert train(*command) == 2
-    assert "remove this file to go on from the checkpoints" in capsys.readouterr().err
 
 
 def test_a_longer_run_goes_on_from_the_checkpoints_of_another_and_then_from_its_own(
@@ -267,23 +237,3 @@ def test_all_evaluations_are_printed_with_their_names(capsys: pytest.CaptureFixt
     assert main(["eval", "job.yaml", f"eval_dataloader={{first: {first}, all: {EVAL_DATA}}}"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert names == ["first/loss", "first/accuracy", "all/loss"]
-
-
-def test_a_run_that_was_killed_before_its_summary_writes_it_when_started_again() -> None:
-    assert train("run_dir=a", "checkpoint={}") == 0
-    trained = weights("a/weights.pt")
-    Path("a/summary.json").unlink()
-    assert train("run_dir=a", "checkpoint={}") == 0
-    assert json.loads(Path("a/summary.json").read_text())["steps"] == 8
-    assert torch.equal(weights("a/weights.pt"), trained)
-
-
-def test_checkpoints_of_something_else_than_a_trainer_are_refused(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    CheckpointStore("b").save({"weight": torch.ones(1)}, step=1)
-    assert main(["eval", "job.yaml", f"eval_dataloader={EVAL_DATA}", "weights=b"]) == 2
-    assert capsys.readouterr().err.splitlines()[0] == (
-        "automicro: the override 'weights=b': weights='b' is a checkpoint of something else than a "
-        "Trainer: give one that train wrote, such as runs/first/checkpoints"
-    )

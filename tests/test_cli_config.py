@@ -3,14 +3,12 @@
 from pathlib import Path
 
 import pytest
-from torch import nn
 
 from automicro.cli import main
 from automicro.cli.commands.config import markdown_page
 from automicro.cli.config.keys import KEYS
 from automicro.cli.config.sources import read_file
 from tests.cli_jobs import enter_folder_with_job
-from tests.config_jobs import load_config
 
 EVALUATION = ("data", "metrics", "microbatch_size", "max_batches", "interval")
 
@@ -25,17 +23,6 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     out, err = capsys.readouterr()
     assert err == ""
     return out
-
-
-def test_every_key_is_printed_and_reads_back(capsys: pytest.CaptureFixture[str]) -> None:
-    out = printed(capsys, "job.yaml", "seed=3", "train_dataloader.args.batch_size=${seed}")
-    Path("again.yaml").write_text(out, encoding="utf-8")
-    tree = read_file(Path("again.yaml"))[0]
-    assert set(tree) == set(KEYS) - {"global_batch_size", "eval_global_batch_size"}
-    assert tree["train_dataloader"]["args"] == {"batch_size": 3}
-    assert load_config("again.yaml") == load_config(
-        "job.yaml", ["seed=3", "train_dataloader.args.batch_size=3"]
-    )
 
 
 def test_with_set_only_the_keys_that_are_set(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,16 +51,6 @@ def test_all_that_train_would_check_is_checked_with_the_same_words(
     by_train = capsys.readouterr()
     assert main(["config", "job.yaml", wrong]) == 2
     assert capsys.readouterr() == by_train
-
-
-def test_nothing_is_made(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made = []
-    monkeypatch.setattr(nn.Linear, "reset_parameters", lambda module: made.append(module))
-    printed(capsys, "job.yaml", "loss_fn={call: cli_job.bug}", "run_dir=here")
-    assert made == []
-    assert not Path("here").exists()
 
 
 def test_all_keys_are_listed_with_type_default_and_meaning(
@@ -153,8 +130,3 @@ def test_the_template_filled_in_with_a_users_module_trains(
     for command in ("config", "verify", "train"):
         assert main([command, "mine.yaml"]) == 0
     assert "final microbatch size    32 rows (1 × 32 of 32) in train" in capsys.readouterr().out
-
-
-def test_every_key_of_the_template_is_one(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("mine.yaml").write_text(printed(capsys, "--template"), encoding="utf-8")
-    assert set(read_file(Path("mine.yaml"))[0]) < set(KEYS)

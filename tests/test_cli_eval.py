@@ -68,14 +68,6 @@ def test_what_only_training_needs_is_neither_required_nor_looked_at() -> None:
     assert main(["eval", "small.yaml", DATA, groups]) == 0
 
 
-def test_training_starts_from_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
-    weights = save_perfect_weights()
-    still = ["optimizer.args.lr=0.0", f"metrics.accuracy={ACCURACY}", weights, "--json"]
-    assert main(["train", "job.yaml", *still]) == 0
-    assert json.loads(capsys.readouterr().out)["train_metrics"]["accuracy"] == 1
-    assert main(["verify", "job.yaml", weights]) == 0
-
-
 def test_a_loss_that_is_not_a_number_is_null_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "job.yaml", DATA, "loss_fn.call=cli_job.nan_loss", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["loss"] is None

@@ -2,13 +2,11 @@
 
 import re
 import signal
-import subprocess
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
-import torch
 
 from automicro.cli import main
 from automicro.cli.errors import summarize_error
@@ -272,25 +270,6 @@ def test_what_cannot_be_made_is_a_mistake_in_the_config_with_its_place(
     assert said(capsys) == [f"automicro: {place}: {first}", *expected]
 
 
-@pytest.mark.parametrize("duration", ["10sec", "2ep"])
-def test_an_argument_that_borrows_its_value_says_of_which_key(
-    duration: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    scheduler = "scheduler={call: automicro.schedules.cosine_with_warmup, args: {warmup: 1}}"
-    command = ["train", "job.yaml", scheduler, f"max_duration={duration}"]
-    assert main([*command, "scheduler.args.total=${max_duration}"]) == 2
-    first = said(capsys)[0]
-    assert f"total='{duration}' counts " in first
-    assert first.endswith(
-        "such as '50ba' (batches); scheduler.args.total is ${max_duration}: set max_duration, or "
-        "scheduler.args.total alone"
-    )
-    assert main([*command, f"scheduler.args.total={duration}"]) == 2
-    assert said(capsys)[0].endswith("such as '50ba' (batches)")
-    remedied = [*command[:-1], "max_duration=4ba", "scheduler.args.total=${max_duration}"]
-    assert main([*remedied, "progress=false"]) == 0
-
-
 WRITTEN = {
     "optimizer.call=torch.optim.Adamw": (
         "optimizer.call='torch.optim.Adamw': 'torch.optim' exists, but has no 'Adamw' "
@@ -438,22 +417,6 @@ def test_ctrl_c_between_batches_is_one_sentence(
     ]
 
 
-def test_words_in_a_note_of_somebody_elses_decide_nothing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def end(trainer: Trainer) -> None:
-        error = KeyboardInterrupt()
-        error.add_note("my own tool: stopped after batch 83, without a checkpoint")
-        raise error
-
-    monkeypatch.setattr(Trainer, "fit", end)
-    assert main(["train", "job.yaml", "progress=false"]) == 130
-    assert said(capsys) == [
-        "automicro: interrupted my own tool: stopped after batch 83, without a checkpoint; the "
-        "same command begins anew; with run_dir=runs/first checkpoint={} it can go on"
-    ]
-
-
 def test_what_is_known_of_an_exception_is_kept_whatever_its_class_does() -> None:
     class FrozenError(Exception):
         def __setattr__(self, name: str, value: object) -> None:
@@ -483,27 +446,6 @@ def test_a_traceback_in_a_terminal_shows_the_users_code_and_none_of_torch(
     assert err.count("in training, epoch 1, batch 1 of the epoch") == 1
 
 
-INTERRUPT_WHILE_IMPORTING_TORCH = """\
-import runpy, sys
-
-class Interrupt:
-    def find_spec(self, name, path=None, target=None):
-        if name == "torch":
-            raise KeyboardInterrupt
-
-sys.meta_path.insert(0, Interrupt())
-sys.argv = ["automicro", "config", "configs/digits.yaml"]
-runpy.run_module("automicro", run_name="__main__")
-"""
-
-
-def test_ctrl_c_while_torch_is_imported_is_no_traceback() -> None:
-    command = [sys.executable, "-c", INTERRUPT_WHILE_IMPORTING_TORCH]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert (done.returncode, done.stdout) == (130, "")
-    assert done.stderr == "automicro: interrupted\n"
-
-
 @pytest.mark.parametrize("command", ["train", "config"])
 def test_help_may_be_written_as_a_word(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
@@ -521,14 +463,3 @@ def test_the_form_of_a_node_is_explained_like_a_key(capsys: pytest.CaptureFixtur
     out = capsys.readouterr().out
     assert "\nargs: a mapping, default {}" in out
     assert "{name: my_data.count_tokens}" in out
-
-
-def test_a_gpu_is_called_cuda(capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.accelerator.is_available():
-        pytest.skip("another accelerator may be meant")
-    assert main(["train", "job.yaml", "device=gpu:1"]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(
-        "automicro: the override 'device=gpu:1': device='gpu:1' cannot be used here (did you mean "
-        "cuda:1?) ("
-    )

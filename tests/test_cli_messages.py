@@ -258,19 +258,6 @@ def test_behind_a_pipe_an_error_comes_after_what_was_printed(
     assert pipe.getvalue() == b"the config\nautomicro: wrong\n"
 
 
-@pytest.mark.parametrize("command", ["verify", "config"])
-def test_a_command_for_one_process_refuses_to_be_one_of_several(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    assert main([command, "job.yaml"]) == 2
-    assert capsys.readouterr().err == (
-        "automicro: WORLD_SIZE=2: this is one of several processes, as torchrun starts them, and "
-        f"{command} is for one: start it as automicro {command}\n"
-    )
-
-
 def test_several_processes_without_parallel_are_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,14 +267,6 @@ def test_several_processes_without_parallel_are_refused(
     error = capsys.readouterr().err
     assert "there are 2 processes (this one is rank 0), and the model is not wrapped" in error
     assert "parallel='ddp'" in error
-
-
-def test_a_world_without_a_rank_is_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["train", "job.yaml"]) == 2
-    assert "RANK is not set; start them with torchrun" in capsys.readouterr().err
 
 
 def test_one_process_of_torchrun_is_a_process_like_any_other(

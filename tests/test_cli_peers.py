@@ -116,16 +116,6 @@ def test_a_lost_rank_is_told_whole_with_how_to_go_on(
     assert said(caught.value, capsys) == (f"automicro: {LOST}; {end}\n")
 
 
-def test_no_line_is_cut_in_a_word_or_names_its_rank_twice(
-    torchrun: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    torchrun.setenv("RANK", "1")
-    words = said(
-        PeerFailedError("another rank failed: " + "incomprehensible " * 60), capsys
-    ).split()
-    assert set(words[-3:]) == {"incomprehensible", "…"}
-
-
 def test_torchrun_is_left_what_went_wrong_of_the_rank_that_it_went_wrong_on(
     torchrun: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

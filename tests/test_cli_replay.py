@@ -49,14 +49,6 @@ def test_a_batch_that_did_not_fit_is_replayed_with_the_config_beside_it(
     assert (report["fits"], report["rows"], report["failed"]["limit_bytes"]) == (True, 12, 14336)
 
 
-def test_the_folder_of_a_run_that_failed_so_is_free_for_the_next_one(
-    kept: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", "job.yaml", "run_dir=runs/first", "rehearse=worst"]) == 0
-    assert "rehearsed " in capsys.readouterr().out
-    assert kept.exists()
-
-
 def test_what_cannot_be_replayed_is_answered_with_a_remedy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

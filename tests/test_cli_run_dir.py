@@ -28,27 +28,6 @@ def train(*overrides: str) -> int:
     return main(["train", "job.yaml", "seed=0", "progress=false", *overrides])
 
 
-def test_a_run_leaves_its_config_summary_and_weights(capsys: pytest.CaptureFixture[str]) -> None:
-    assert train("run_dir=runs/first") == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last == "wrote config.yaml, summary.json and weights.pt into runs/first"
-    folder = Path("runs/first")
-    names = sorted(each.name for each in folder.iterdir())
-    assert names == ["config.yaml", "summary.json", "weights.pt"]
-    assert json.loads((folder / "summary.json").read_text())["steps"] == 2
-    state = torch.load(folder / "weights.pt", weights_only=True)
-    assert {name: value.shape for name, value in state.items()} == {
-        "weight": (2, 1024),
-        "bias": (2,),
-    }
-
-
-def test_by_default_nothing_is_written() -> None:
-    before = set(Path().iterdir())
-    assert train() == 0
-    assert set(Path().iterdir()) - before <= {Path("__pycache__")}
-
-
 def test_the_config_that_is_left_gives_the_same_run_again() -> None:
     sizes = ["global_batch_size=8", "train_dataloader.args.batch_size=${global_batch_size}"]
     assert train("run_dir=a", *sizes, "accumulate_batches=2") == 0
@@ -60,14 +39,6 @@ def test_the_config_that_is_left_gives_the_same_run_again() -> None:
         torch.load(f"{name}/weights.pt", weights_only=True)["weight"] for name in ("a", "b")
     )
     assert torch.equal(first, second)
-
-
-def test_the_weights_that_are_left_can_be_evaluated(capsys: pytest.CaptureFixture[str]) -> None:
-    data = "eval_dataloader=${train_dataloader}"
-    assert train("run_dir=a", data, "max_duration=3ep", "--json") == 0
-    trained = json.loads(capsys.readouterr().out)["eval_metrics"]["loss"]
-    assert main(["eval", "a/config.yaml", "weights=a/weights.pt", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(trained, rel=1e-6)
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
@@ -113,11 +84,6 @@ def test_an_interrupted_run_leaves_its_config_and_can_be_started_again(
     assert train("run_dir=a") == 0
 
 
-def test_a_model_that_cannot_be_made_leaves_no_folder() -> None:
-    assert train("run_dir=a", "model={call: cli_job.bug}") == 2
-    assert not Path("a").exists()
-
-
 def test_a_file_appears_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def run_out_of_disk(state: object, file: object) -> None:
         raise OSError(28, "No space left on device")
@@ -150,12 +116,6 @@ def test_every_file_is_on_the_disk_before_it_has_its_name(
     monkeypatch.setattr(os, "replace", replace)
     RunDir("a", {"seed": 0}).begin()
     assert order == ["file", "config.yaml", "folder"]
-
-
-def test_the_files_are_as_readable_as_any_other() -> None:
-    RunDir("a", {"seed": 0}).begin()
-    Path("other").touch()
-    assert Path("a/config.yaml").stat().st_mode == Path("other").stat().st_mode
 
 
 def test_a_run_that_failed_before_it_left_anything_is_in_nobodys_way() -> None:

@@ -14,9 +14,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from automicro import Fixed, Halving, MemoryBudget, Microbatcher, is_out_of_memory
 from automicro.batch.layout import BatchLayout
 from automicro.compilation import check_compile, compile_model, dynamic_rows, refuse_cuda_graphs
-from automicro.step.feature import MicrobatchRun
-from automicro.step.plan import Cut
-from automicro.torch_private import compiler_is_loaded
 
 CPU = torch.device("cpu")
 FEATURES, CLASSES = 6, 3
@@ -86,13 +83,6 @@ def train(model: nn.Module, rows: tuple[int, ...] = ROWS, **options: Any) -> lis
     return [microbatcher.backward(batch_of(count)).microbatch_size for count in rows]
 
 
-def train_without_marks(model: nn.Module) -> None:
-    """The sizes that `train` tries, from the largest on."""
-    inputs, targets = batch_of(64)
-    for size in (64, 32, 16, 8, 7, 8):
-        nn.functional.cross_entropy(model(inputs[:size]), targets[:size]).backward()
-
-
 # How often
 
 
@@ -101,54 +91,6 @@ def test_one_compilation_serves_every_size_of_training() -> None:
     counter = compiled(model)
     assert train(model) == [8, 8, 8, 8]  # 64 → 32 → 16 → 8, then 61 as 8 … 7 and 50 as 8 … 7
     assert counter.frame_count == 1
-
-
-def test_without_marks_the_same_sizes_compile_more_often() -> None:
-    model = Net()
-    counter = compiled(model)
-    train_without_marks(model)
-    assert counter.frame_count == 2  # torch notices the change and compiles for any size then
-
-
-def test_without_marks_and_automatic_dynamic_shapes_each_size_compiles() -> None:
-    counts = []
-    for run in (train_without_marks, train):
-        model = Net()
-        counter = compiled(model, dynamic=False)
-        run(model)
-        counts.append(counter.frame_count)
-        torch._dynamo.reset()
-    assert counts == [5, 1]
-
-
-def test_nothing_is_marked_for_a_compiler_that_an_optimizer_has_loaded() -> None:
-    model = Net()
-    torch.optim.AdamW(model.parameters())
-    passes = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), probe=False)._passes
-    assert compiler_is_loaded()
-    passes.cut([batch_of(16)], [Cut([8, 8])])
-    assert not passes._row_dims
-    torch.compile(torch.sin, backend="eager")
-    passes.cut([batch_of(16)], [Cut([8, 8])])
-    assert passes._row_dims
-
-
-@pytest.mark.parametrize("sizes_change", [False, True])
-def test_sizes_that_stay_are_compiled_as_they_are(sizes_change: bool) -> None:
-    model = Net()
-    counter = compiled(model)
-    passes = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), probe=False)._passes
-    (cut,) = passes.cut([batch_of(16)], [Cut([8, 8])], sizes_change=sizes_change)
-    rows = cut.microbatches[0]
-    passes.evaluate(MicrobatchRun(0, 8, rows, rows))
-    assert counter.frame_count == 1
-    is_symbolic = any(
-        isinstance(size, torch.SymInt)
-        for node in counter.graphs[-1].graph.nodes
-        if isinstance(node.meta.get("example_value"), Tensor)
-        for size in node.meta["example_value"].shape
-    )
-    assert is_symbolic is sizes_change
 
 
 def test_evaluation_adds_one_compilation_whatever_the_sizes() -> None:
@@ -160,13 +102,6 @@ def test_evaluation_adds_one_compilation_whatever_the_sizes() -> None:
     )
     for rows in ROWS:
         microbatcher.evaluate(batch_of(rows))
-    assert counter.frame_count == 2
-
-
-def test_a_single_row_costs_one_compilation_of_its_own() -> None:
-    model = Net()
-    counter = compiled(model)
-    train(model, (8, 1, 7, 1, 5))
     assert counter.frame_count == 2
 
 
@@ -182,18 +117,6 @@ def test_rows_in_another_dimension_are_compiled_at_most_twice() -> None:
         inputs, targets = batch_of(rows)
         microbatcher.backward((inputs.T.contiguous(), targets))
     assert counter.frame_count <= 2  # whole batches and parts of them have other strides
-
-
-@between_graphs
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_each_graph_of_a_model_with_breaks_is_compiled_at_most_twice(backend: str) -> None:
-    model = Net(breaks=True)
-    counter = compiled(model, backend)
-    train(model)
-    assert 2 <= counter.frame_count <= 3
-    settled = counter.frame_count
-    train(model, (40, 33, 64))
-    assert counter.frame_count == settled
 
 
 def in_a_wrapper(net: Net, counter: Any) -> nn.Module:
@@ -224,89 +147,11 @@ def test_models_that_their_owner_compiled_are_served_too(
     assert counter.frame_count == 1
 
 
-def test_compiled_functions_are_served_too() -> None:
-    counter = CompileCounterWithBackend("eager")
-    model, loss_fn = Net(), nn.CrossEntropyLoss()
-    run = torch.compile(lambda inputs, targets: loss_fn(model(inputs), targets), backend=counter)
-
-    def forward(_: Any, microbatch: Any) -> Tensor:
-        if len(microbatch[1]) > ROOM:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        loss: Tensor = run(*microbatch)
-        return loss
-
-    assert train(model, loss_fn=None, forward=forward, loss_average="samples") == [8, 8, 8, 8]
-    assert counter.frame_count == 1
-
-
-def test_a_mapping_with_what_all_rows_share_is_compiled_once() -> None:
-    class Scaled(Net):
-        def forward(self, inputs: Tensor, scale: Tensor) -> Any:  # type: ignore[override]
-            return super().forward(inputs) * scale
-
-    model = Scaled()
-    counter = compiled(model)
-    microbatcher = Microbatcher(
-        model, loss_fn=OneOfMany(), batch_layout={"0.scale": "shared"}, probe=False
-    )
-    for rows in ROWS:
-        inputs, targets = batch_of(rows)
-        microbatcher.backward(({"inputs": inputs, "scale": torch.ones(1, CLASSES)}, targets))
-    assert counter.frame_count == 1
-
-
-def test_the_probe_compiles_nothing() -> None:
-    counts = []
-    for probe in (False, True):
-        model = Net(dropout=0.5)
-        counter = compiled(model)
-
-        def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
-            return nn.functional.cross_entropy(outputs, targets)
-
-        train(model, loss_fn=loss_fn, loss_average="samples", probe=probe)
-        counts.append(counter.frame_count)
-        torch._dynamo.reset()
-    assert counts == [1, 1]
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, CLASSES)),
-        nn.Linear(FEATURES, CLASSES),
-    ],
-    ids=["Sequential", "Linear"],
-)
-def test_models_made_of_torchs_own_modules_alone_are_compiled(model: nn.Module) -> None:
-    in_torchs_own_way = copy.deepcopy(model)
-    counter = CompileCounterWithBackend("eager")
-    in_torchs_own_way.compile(backend=counter)
-    in_torchs_own_way(batch_of(8)[0])
-    assert counter.frame_count == 0  # once this fails, compile_in_place is no longer needed
-    counter = compiled(model)
-    assert train(model) == [8, 8, 8, 8]
-    assert counter.frame_count == 1
-    assert copy.deepcopy(model)._compiled_call_impl is None
-
-
 def test_lazy_layers_take_their_shapes_uncompiled() -> None:
     model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, CLASSES))
     counter = compiled(model)
     assert train(model) == [8, 8, 8, 8]
     assert counter.frame_count == 1
-
-
-def test_the_callers_tensors_carry_no_mark_afterwards() -> None:
-    inputs, targets = batch = batch_of(8)
-    with dynamic_rows(batch, BatchLayout(0).row_dims(batch)):
-        assert vars(inputs)
-        assert vars(targets)
-    model = Net()
-    compiled(model)
-    Microbatcher(model, loss_fn=nn.CrossEntropyLoss()).backward(batch)
-    assert not vars(inputs)
-    assert not vars(targets)
 
 
 def test_a_mark_of_the_callers_own_stays() -> None:
@@ -390,19 +235,6 @@ def test_another_error_while_compiling_is_not_taken_for_memory() -> None:
 
 
 # What is accepted and refused
-
-
-def test_compiling_in_place_keeps_the_names_of_the_state() -> None:
-    model = Net()
-    names = list(model.state_dict())
-    compile_model(model, {"backend": "eager"}, sizes_change=True)
-    assert list(model.state_dict()) == names
-
-
-def test_false_compiles_nothing() -> None:
-    model = Net()
-    compile_model(model, False, sizes_change=True, memory_limit="1MiB")
-    assert model._compiled_call_impl is None
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from automicro.cli.config.load import escape, read_config, rows_to_load, to_yaml
-from automicro.cli.config.nodes import CallConfig
+from automicro.cli.config.load import escape, rows_to_load, to_yaml
 from automicro.cli.config.sources import merge, read_file
 from automicro.errors import ConfigError
 from tests.config_jobs import JOB, args_of, job, load_config
@@ -24,14 +23,6 @@ def in_a_folder_with_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def write(name: str, text: str) -> str:
     Path(name).write_text(text, encoding="utf-8")
     return name
-
-
-def test_later_files_change_single_keys_and_arguments() -> None:
-    other = write("gpu.yaml", "optimizer: {args: {momentum: 0.9}}\ndevice: cuda\nloss_fn: null\n")
-    config = load_config(["base.yaml", other], ["device=cpu"])
-    assert config.optimizer == CallConfig(call="torch.optim.SGD", args={"lr": 0.1, "momentum": 0.9})
-    assert config.loss_fn is None
-    assert config.device == "cpu"
 
 
 def test_a_node_that_calls_another_class_keeps_no_arguments_of_the_earlier_one() -> None:
@@ -67,20 +58,6 @@ BATCH_SIZES = [
 ]
 
 
-def test_the_global_batch_size_is_shared_out_in_the_data_alone() -> None:
-    write("job.yaml", JOB)
-    more = ["accumulate_batches=2"]
-    one = load_config("job.yaml", BATCH_SIZES)
-    three = load_config("job.yaml", [*BATCH_SIZES, *more], num_devices=3)
-    assert args_of(one, "train_dataloader")["batch_size"] == 24
-    assert args_of(three, "train_dataloader")["batch_size"] == 4
-    # Evaluation accumulates nothing.
-    assert args_of(three, "eval_dataloader")["batch_size"] == 8
-    # Everything else means the optimization batch.
-    assert args_of(three, "optimizer") == {"lr": 24}
-    assert three.global_batch_size == 24
-
-
 @pytest.mark.parametrize(
     ("rows", "devices", "accumulated", "remedy"),
     [
@@ -109,27 +86,6 @@ def test_a_remainder_of_accumulation_is_told_of_the_config() -> None:
         match=r"^the override 'global_batch_size=7': global_batch_size=7 cannot give each of",
     ):
         job("global_batch_size=7", "accumulate_batches=2")
-
-
-def test_what_is_written_reads_back_as_the_same_config() -> None:
-    write("job.yaml", JOB)
-    overrides = [
-        *BATCH_SIZES,
-        "accumulate_batches=3",
-        "parameter_groups=[{params: ['*.bias'], weight_decay: 0.0}]",
-        r"train_dataloader.args.dataset=['\${seed}', '1e3', 'on', 1e-5]",
-        "compile={mode: default}",
-        "metrics.rate={call: a.b}",
-    ]
-    loaded = read_config(["job.yaml"], overrides)
-    assert args_of(loaded.config, "train_dataloader")["dataset"] == ["${seed}", "1e3", "on", 1e-5]
-    for values in (loaded.written, loaded.everything):
-        assert load_config(write("again.yaml", to_yaml(values))) == loaded.config
-    # It follows when the batch size is changed, instead of contradicting it.
-    again = write("again.yaml", to_yaml(loaded.written))
-    assert args_of(load_config(again), "train_dataloader")["batch_size"] == 8
-    more = load_config(again, ["global_batch_size=48", "accumulate_batches=1"])
-    assert args_of(more, "train_dataloader")["batch_size"] == 48
 
 
 LEAVES: st.SearchStrategy[object] = st.none() | st.booleans() | st.integers() | st.text(max_size=8)

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from automicro.checkpoints.store import CheckpointConfig
 from automicro.cli.config.build import Recipe
 from automicro.cli.config.load import read_config, to_yaml
-from automicro.cli.config.sources import merge
 from automicro.data import LengthBatchSampler
 from automicro.errors import ConfigError
 from tests.config_jobs import JOB, build_trainer, job, load_config
@@ -22,37 +20,6 @@ STOPPING = "{call: automicro.callbacks.EarlyStopping, args: {patience: 2}}"
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def test_null_is_an_empty_list() -> None:
-    config = job(f"callbacks=[{STOPPING}]", "callbacks=null", "loggers=null")
-    assert (config.callbacks, config.loggers) == ([], [])
-
-
-def test_checkpoints_lie_in_the_folder_of_the_run_unless_another_is_given() -> None:
-    recipe = Recipe(job("checkpoint={interval: 500ba}", "run_dir=runs/first"))
-    assert recipe.checkpoint == CheckpointConfig(folder="runs/first/checkpoints", interval="500ba")
-    for override in ("checkpoint.folder=elsewhere", "checkpoint={folder: elsewhere}"):
-        checkpoint = Recipe(job(override, "run_dir=runs/first")).checkpoint
-        assert checkpoint == CheckpointConfig(folder="elsewhere")
-    back = job("run_dir=a", "checkpoint.folder=elsewhere", "checkpoint.folder=null")
-    assert Recipe(back).checkpoint == CheckpointConfig(folder="a/checkpoints")
-
-
-def test_keys_inside_are_read_in_their_types_and_may_be_interpolations() -> None:
-    config = job("checkpoint={keep_last: '5', keep_best: '${seed}', folder: a}", "seed=2")
-    assert Recipe(config).checkpoint == CheckpointConfig(folder="a", keep_last=5, keep_best=2)
-
-
-def test_one_evaluation_and_several_replace_each_other_in_later_files() -> None:
-    one = {"eval_dataloader": {"call": "a.b", "args": {"x": 1}}}
-    several = {"eval_dataloader": {"seen": {"call": "a.b"}}}
-    options = {"eval_dataloader": {"data": {"call": "a.b"}}}
-    arguments = {"eval_dataloader": {"args": {"x": 2}}}
-    assert merge(one, several) == several
-    assert merge(several, one) == one
-    assert merge(one, options) == options
-    assert merge(one, arguments) == {"eval_dataloader": {"call": "a.b", "args": {"x": 2}}}
 
 
 def test_what_is_written_reads_back_as_the_same_config_in_any_folder() -> None:

@@ -100,18 +100,6 @@ def of_whole_batch() -> tuple[Tensor, dict[str, Tensor]]:
     return loss.detach(), gradients(whole)
 
 
-@pytest.mark.parametrize("size", [1, 2, 5, ROWS, 99, "auto", None])
-def test_loss_and_gradients_are_those_of_the_whole_batch(size: Any) -> None:
-    model = contrastive(size, trains_temperature=False)
-    outputs = model(**batch_of())
-    outputs["loss"].backward()
-    loss, wanted = of_whole_batch()
-    torch.testing.assert_close(outputs["loss"].detach(), loss, rtol=1e-9, atol=0)
-    assert_same(gradients(model.encoders), wanted)
-    for sizes in model.sizes.values():
-        assert size in ("auto", None) or max(sizes) == min(size, ROWS)
-
-
 def test_a_trained_temperature_has_the_gradient_of_the_whole_batch() -> None:
     model = contrastive(3)
     model(**batch_of())["loss"].backward()
@@ -166,26 +154,6 @@ def test_negatives_are_candidates_for_anchors_alone() -> None:
     torch.testing.assert_close(loss, F.cross_entropy(among, torch.arange(4)))
 
 
-def test_any_loss_of_all_rows_will_do() -> None:
-    def spread(text: Tensor, image: Tensor) -> Tensor:
-        return (text @ image.T).logsumexp((0, 1)) + (text - image).square().mean()
-
-    model = Contrastive(towers(), spread, microbatch_size=3)
-    model(**batch_of())["loss"].backward()
-    whole = nn.ModuleDict(towers())
-    batch = batch_of()
-    spread(whole["text"](**batch["text"]), whole["image"](batch["image"])).backward()
-    assert_same(gradients(model.encoders), gradients(whole))
-
-
-def test_evaluation_computes_the_loss_of_all_rows_in_slices() -> None:
-    model = contrastive(4).eval()
-    with torch.no_grad():
-        found = model(**batch_of())["loss"]
-    torch.testing.assert_close(found, of_whole_batch()[0], rtol=1e-9, atol=0)
-    assert max(model.sizes["image"]) == 4
-
-
 def test_microbatcher_and_trainer_have_the_gradient_of_the_whole_batch() -> None:
     model = contrastive(4, trains_temperature=False)
     microbatcher = Microbatcher(
@@ -233,14 +201,14 @@ def peak(rows: int, size: Any) -> int:
 
 
 def test_the_peak_grows_with_representations_alone() -> None:
-    rows = (64, 128, 256, 512)
+    rows = (32, 64, 128)
     peaks = [peak(each, 8) for each in rows]
     # Two of 8 numbers a row with their gradients, copies and sums of gradients: far below what a
     # row keeps in an encoder, which is two times 2048 numbers for each of two.
     grown = (peaks[-1] - peaks[0]) / (rows[-1] - rows[0])
     assert grown < 0.05 * 2 * 2 * 2048 * 4
     assert peaks[-1] < 1.5 * peaks[0]
-    assert peak(512, None) > 4 * peaks[-1]
+    assert peak(128, None) > 4 * peaks[-1]
 
 
 def test_memory_that_runs_out_shrinks_the_encoder_alone() -> None:
@@ -313,39 +281,10 @@ WHOLE: Any = {
 }
 
 
-def in_floats(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: in_floats(each) for name, each in value.items()}
-    return value.float() if value.is_floating_point() else value
-
-
 def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     """The largest of any parameter's, as a share of its gradient."""
     assert found.keys() == wanted.keys()
     return max(float((found[name] - each).norm() / each.norm()) for name, each in wanted.items())
-
-
-@pytest.mark.parametrize(
-    ("precision", "rounding"), [("bf16", 2.0**-8), ("fp16", 2.0**-11)], ids=str
-)
-def test_in_half_precision_it_is_the_whole_batch_but_for_rounding(
-    precision: Any, rounding: float
-) -> None:
-    model = contrastive(4, trains_temperature=False).float()
-    batch, scale = in_floats(batch_of()), 1024.0 if precision == "fp16" else 1.0
-    # The scale of the loss is known in the backward alone.
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-    Microbatcher(
-        model,
-        precision=precision,
-        backward=lambda loss: scaler.scale(loss).backward(),
-        **WHOLE,
-    ).backward(batch)
-    whole = nn.ModuleDict(towers()).float()
-    with torch.autocast("cpu", {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]):
-        loss = plain_loss(whole["text"](**batch["text"]), whole["image"](batch["image"]))
-    (loss * scaler.get_scale()).backward()
-    assert distance(gradients(model.encoders), gradients(whole)) < 4 * rounding
 
 
 def compiled_towers(how: str) -> dict[str, nn.Module]:
@@ -368,37 +307,6 @@ def test_encoders_may_be_compiled(how: str) -> None:
         {name.replace("_orig_mod.", ""): each for name, each in found.items()}, of_whole_batch()[1]
     )
     assert model.sizes["text"] == [4, 3, 3, 3]
-
-
-@pytest.mark.parametrize("frozen", ["text", "text.words", "text image"])
-def test_what_is_frozen_has_no_gradient_and_the_rest_its_own(frozen: str) -> None:
-    model = contrastive(4)
-    for name in frozen.split():
-        model.encoders.get_submodule(name).requires_grad_(False)
-    Microbatcher(model, **WHOLE).backward(batch_of())
-    found = gradients(model)
-    assert "loss.log_scale" in found
-    wanted = {
-        f"encoders.{name}": each
-        for name, each in of_whole_batch()[1].items()
-        if not any(name.startswith(each) for each in frozen.split())
-    }
-    assert_same({name: found[name] for name in found if name.startswith("encoders")}, wanted)
-
-
-def test_several_batches_at_once_are_each_compared_within() -> None:
-    """Without a warning that rows are compared: whoever takes `Contrastive` knows."""
-    model = contrastive(4, trains_temperature=False)
-    result = Microbatcher(model, **WHOLE).accumulate([batch_of(13), batch_of(7)])
-    whole = nn.ModuleDict(towers())
-    total = 0.0
-    for rows in (13, 7):
-        batch = batch_of(rows)
-        loss = plain_loss(whole["text"](**batch["text"]), whole["image"](batch["image"]))
-        (loss * rows / 20).backward()
-        total += float(loss.detach()) * rows / 20
-    assert_same(gradients(model.encoders), gradients(whole))
-    assert float(result.loss) == pytest.approx(total, rel=1e-9)
 
 
 class Layer(nn.Module):

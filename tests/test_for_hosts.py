@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from automicro import (
     BatchError,
     LossAverageError,
-    LossAverageWarning,
     MemoryBudget,
     Microbatcher,
 )
-from automicro.features import EvalLossAverage, StepState
+from automicro.features import StepState
 from tests import models
-from tests.models import ROWS, Mlp
+from tests.models import Mlp
 from tests.outside import Outside
 
 x, y = models.x(), models.y()
@@ -94,19 +93,6 @@ class Counted:
         self.calls.append("roll_back")
 
 
-def test_a_part_of_the_callers_own_is_begun_committed_and_rolled_back() -> None:
-    part, told = Counted(), list[int]()
-    step = Microbatcher(
-        Mlp(),
-        forward=limited(told),
-        loss_average="samples",
-        features=[StepState([part])],
-        probe=False,
-    )
-    assert step.backward((x, y)).ooms == 1
-    assert part.calls == ["begin", "roll_back", "begin", "prepare", "commit"]
-
-
 def test_state_that_only_another_object_could_replace_is_named() -> None:
     state = [itertools.count()]
     step = Microbatcher(
@@ -131,55 +117,6 @@ def test_state_that_cannot_be_copied_is_named() -> None:
         TypeError, match=r"state\[0\]\['rows'\] \(of type generator\) cannot be put back.*pass"
     ):
         step.backward((x, y))
-
-
-def test_training_and_evaluation_may_average_over_different_things() -> None:
-    """Training divides by a constant, as hosts do that know all of a step; evaluation by rows."""
-    model = Mlp()
-
-    def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        reduction = "sum" if torch.is_grad_enabled() else "mean"
-        return F.cross_entropy(model(batch[0]), batch[1], reduction=reduction)
-
-    step = Microbatcher(
-        model,
-        forward=forward,
-        loss_average="none",
-        features=[EvalLossAverage("samples")],
-        microbatch_size=3,
-        eval_microbatch_size=3,
-    )
-    trained, evaluated = step.backward((x, y)), step.evaluate((x, y))
-    assert evaluated.loss is not None
-    assert torch.allclose(trained.loss, evaluated.loss * ROWS)
-    assert evaluated.denominators == {"": ROWS}
-
-
-def test_a_look_at_an_evaluation_takes_its_own_average() -> None:
-    step = Microbatcher(
-        Mlp(),
-        forward=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="sum"),
-        loss_average="none",
-        features=[EvalLossAverage("samples")],
-        eval_microbatch_size=3,
-    )
-    with pytest.warns(LossAverageWarning, match="the loss is .* eval_microbatch_size=None"):
-        step.evaluate((x, y))
-
-
-def test_outputs_without_a_loss_are_evaluated_and_predicted() -> None:
-    model = Mlp().eval()
-    step = Microbatcher(
-        model,
-        forward=lambda model, batch: (None, model(batch)),
-        loss_average="samples",
-        eval_microbatch_size=3,
-    )
-    result = step.evaluate(x, return_outputs=True)
-    assert result.loss is None
-    expected = torch.cat([model(part) for part in x.split(3)])
-    assert torch.allclose(result.outputs, expected)
-    assert torch.allclose(step.predict(x), expected)
 
 
 @pytest.mark.parametrize("within", [False, True])
@@ -288,11 +225,6 @@ def test_gradients_that_a_forward_clears_are_let_go_where_nobody_wants_them_back
     torch.testing.assert_close(kept.grad, 1 + expected[1])
     step.backward(batch[:3])  # it held for one batch
     assert outside.rows[-1] == 3
-
-
-def test_the_loss_of_a_rank_that_is_alone_is_the_loss() -> None:
-    result = Microbatcher(Mlp(), loss_fn=nn.CrossEntropyLoss(), microbatch_size=3).backward((x, y))
-    assert result.rank_loss is result.loss
 
 
 def test_a_known_model_is_read_off_though_forward_is_given() -> None:

@@ -15,7 +15,6 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from automicro import (
     BatchError,
-    Fixed,
     Halving,
     MemoryBudget,
     Microbatcher,
@@ -37,30 +36,6 @@ def on(model: nn.Module, **options: Any) -> Microbatcher:
 
 
 # Sizes
-
-
-@pytest.mark.parametrize(
-    ("size", "slices"),
-    [
-        (1, [1] * 11),
-        (4, [4, 4, 3]),
-        (None, [11]),
-        ("auto", [11]),
-        (99, [11]),
-        (Fixed(5), [4, 4, 3]),
-        (Fixed(None), [11]),
-        (Halving(initial=6), [6, 5]),
-    ],
-)
-def test_a_size_may_be_given_in_several_ways(size: Any, slices: list[int]) -> None:
-    model = Memory(Mlp())
-    microbatcher = on(model, microbatch_size=size)
-    assert microbatcher.microbatch_size is None
-    result = microbatcher.backward(pair())
-    assert model.seen == slices
-    assert microbatcher.microbatch_size == result.microbatch_size == slices[0]
-    assert result.num_microbatches == len(slices)
-    assert microbatcher.eval_microbatch_size is None
 
 
 class Shrinking(Policy):
@@ -93,16 +68,6 @@ def test_a_policy_of_ones_own_is_asked_and_told() -> None:
         (4, True),
     ]
     assert (result.attempts, result.ooms) == (3, 2)
-
-
-def test_later_batches_start_with_the_size_that_was_found() -> None:
-    model = Memory(Mlp(), most=3)
-    microbatcher = on(model)
-    assert microbatcher.backward(pair()).ooms == 2
-    model.seen.clear()
-    assert microbatcher.backward(pair()).ooms == 0
-    assert model.seen == [3, 3, 3, 2]
-    assert microbatcher.backward(pair(2)).microbatch_size == 2
 
 
 def test_the_state_takes_the_sizes_along() -> None:
@@ -204,12 +169,6 @@ def test_the_smallest_size_that_does_not_fit_is_an_error_that_says_what_was_trie
     assert microbatcher.backward(pair()).microbatch_size == ROWS  # nothing was learned from it
 
 
-def test_under_a_budget_the_error_says_the_peak_and_what_remains() -> None:
-    expected = r"(?m)^Peak memory on cpu was .*Every size needs 28\.00 KiB of 30\.00 KiB for "
-    with pytest.raises(SampleTooLargeError, match=expected):
-        on(nn.Linear(6, CLASSES * 50).double(), memory_limit="30KiB").backward(pair())
-
-
 def test_state_that_the_optimizer_has_yet_to_build_is_named_where_it_fills_the_device() -> None:
     model = nn.Linear(6, CLASSES * 50).double()
     microbatcher = on(model, optimizer=torch.optim.AdamW(model.parameters()), memory_limit="40KiB")
@@ -226,18 +185,6 @@ def test_a_budget_too_small_for_the_model_says_that_no_batch_is_to_blame() -> No
     with MemoryBudget("1KiB"), pytest.raises(torch.OutOfMemoryError) as raised:
         on(model).backward(whole)
     assert "the model and the optimizer's state alone exceed" in raised.value.__notes__[0]
-
-
-@pytest.mark.parametrize(("size", "named"), [(4, "4 rows"), (None, "the whole batch")])
-def test_a_fixed_size_that_does_not_fit_raises_the_original_with_a_note(
-    size: int | None, named: str
-) -> None:
-    model = Memory(Mlp(), most=2)
-    with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory\.") as raised:
-        on(model, microbatch_size=size).backward(pair())
-    assert not isinstance(raised.value, SampleTooLargeError)
-    assert named in raised.value.__notes__[0]
-    assert 'microbatch_size="auto" would try smaller ones' in raised.value.__notes__[0]
 
 
 class Interrupted(nn.Module):
@@ -276,11 +223,6 @@ def test_any_other_error_comes_through_unchanged_with_the_state_as_before(
     assert streams() == before[2]
     assert metric.update_count == 0
     assert all(p.grad is t for p, t in zip(model.parameters(), tensors, strict=True))
-
-
-def test_training_where_gradients_are_off_is_refused() -> None:
-    with torch.no_grad(), pytest.raises(RuntimeError, match="gradients are switched off"):
-        on(Mlp()).backward(pair())
 
 
 # Further modules, hooks, precision
@@ -330,29 +272,6 @@ def test_a_backward_of_ones_own_scales_every_microbatch() -> None:
     assert sum(calls) == pytest.approx(float(loss.detach())) == pytest.approx(float(result.loss))
 
 
-@pytest.mark.parametrize("size", [1, 4, 20])
-def test_bf16_computes_in_bf16_and_adds_gradients_up_in_the_parameters_dtype(size: int) -> None:
-    dtypes = set()
-
-    def forward(model: nn.Module, batch: Any) -> Any:
-        outputs = model(batch[0])
-        dtypes.add(outputs.dtype)
-        return F.cross_entropy(outputs, batch[1])
-
-    model = Mlp().float()
-    inputs = x().float()
-    microbatcher = Microbatcher(model, forward=forward, precision="bf16", microbatch_size=size)
-    microbatcher.backward((inputs, y()))
-    found = gradients(model)
-    model.zero_grad()
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = F.cross_entropy(model(inputs), y())
-    loss.backward()
-    assert torch.bfloat16 in dtypes
-    assert all(value is not None and value.dtype == torch.float32 for value in found.values())
-    assert difference(found, gradients(model)) < 1e-2
-
-
 def test_bf16_without_a_split_is_plain_autocast() -> None:
     model = Mlp().float()
     inputs = x().float()
@@ -363,19 +282,6 @@ def test_bf16_without_a_split_is_plain_autocast() -> None:
         loss = F.cross_entropy(model(inputs), y())
     loss.backward()
     assert difference(found, gradients(model)) == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"precision": "bf-16"}, r"precision='bf-16' is not known \(did you mean 'bf16'\?\)"),
-        ({"batchnorm": "warning"}, r"batchnorm='warning' is not known \(did you mean 'warn'\?\)"),
-        ({"microbatch_size": 0}, r"microbatch_size=0 is no size: give an int of at least 1"),
-    ],
-)
-def test_a_wrong_choice_is_an_error_with_the_remedy(options: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        on(Mlp(), **options)
 
 
 def test_the_result_hangs_on_no_graph_and_keeps_no_activation() -> None:
@@ -444,16 +350,6 @@ def test_an_error_of_a_whole_batch_gets_no_note() -> None:
     with pytest.raises(RuntimeError, match="is invalid for input of size 7") as caught:
         microbatcher.backward(torch.randn(7, 8))
     assert not getattr(caught.value, "__notes__", ())
-
-
-def test_an_error_that_is_not_of_shapes_gets_no_such_note() -> None:
-    def forward(model: nn.Module, batch: Any) -> Tensor:
-        raise RuntimeError("a mistake of the user's")
-
-    microbatcher = Microbatcher(nn.Linear(8, 3), forward=forward, microbatch_size=1, probe=False)
-    with pytest.raises(RuntimeError, match="a mistake") as caught:
-        microbatcher.backward(torch.randn(4, 8))
-    assert not any("squeeze" in note for note in getattr(caught.value, "__notes__", ()))
 
 
 @pytest.mark.parametrize("limit", [None, "1MiB"])
@@ -546,24 +442,6 @@ def traced(model: nn.Module) -> Any:
 
 
 old_compilers = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-
-
-@old_compilers
-@pytest.mark.parametrize("compiled", [traced, torch.jit.script])
-@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), OwnLoss()])
-def test_scripted_and_traced_models_and_losses_are_looked_at_as_others(
-    compiled: Any, loss: nn.Module
-) -> None:
-    plain = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, CLASSES))
-    inputs, targets = torch.randn(9, 6), torch.randint(CLASSES, (9,))
-    loss(plain(inputs), targets).backward()
-    expected = [parameter.grad for parameter in plain.parameters()]
-    plain.zero_grad()
-    own = torch.jit.script(loss) if isinstance(loss, OwnLoss) else loss
-    microbatcher = Microbatcher(compiled(plain), loss_fn=own, microbatch_size=2)
-    result = microbatcher.backward((inputs, targets))
-    torch.testing.assert_close([parameter.grad for parameter in plain.parameters()], expected)
-    assert result.loss_average_is == ("checked" if isinstance(loss, OwnLoss) else "read")
 
 
 @old_compilers

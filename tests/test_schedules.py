@@ -117,36 +117,6 @@ def test_the_warm_up_may_be_a_share_of_the_total(share: float, total: int, steps
     assert by_share == of_one(cosine_with_warmup, total, warmup=steps, total=total)
 
 
-def test_groups_keep_their_own_base_rates() -> None:
-    taken = rates(
-        functools.partial(linear_with_warmup, warmup=2, total=4),
-        4,
-        of=make_optimizer(1.0, 0.01),
-    )
-    assert [fast for fast, _ in taken] == pytest.approx([0.5, 1, 1, 0.5])
-    assert [slow for _, slow in taken] == pytest.approx([0.005, 0.01, 0.01, 0.005])
-
-
-def test_a_saved_schedule_goes_on_where_it_was() -> None:
-    schedule = functools.partial(cosine_with_warmup, warmup=2, total=8)
-    whole = rates(schedule, 8)
-    optimizer = make_optimizer()
-    scheduler = schedule(optimizer)
-    for _ in range(3):
-        optimizer.step()
-        scheduler.step()
-    again = make_optimizer()
-    restored = schedule(again)
-    again.load_state_dict(optimizer.state_dict())
-    restored.load_state_dict(scheduler.state_dict())
-    after = []
-    for _ in range(5):
-        after.append([again.param_groups[0]["lr"]])
-        again.step()
-        restored.step()
-    assert after == whole[3:]
-
-
 def test_the_trainer_steps_it_once_per_optimizer_step() -> None:
     schedule = functools.partial(cosine_with_warmup, warmup="2ba", total="8ba", final=0.1)
     ours, theirs = make_model(), make_model()

@@ -19,9 +19,7 @@ import automicro
 from automicro import Callback, Fixed, Halving, Microbatcher, Trainer
 from automicro.callbacks import EarlyStopping, FreezeSchedule, LearningRateMonitor
 from automicro.trainer.progress import (
-    LiveProgress,
     NotebookProgress,
-    PlainProgress,
     StatusLine,
     TimeLeft,
     make_progress,
@@ -194,35 +192,8 @@ def test_a_window_shows_the_most_important_and_is_trimmed_from_the_right(
     assert len(shown) < columns
 
 
-def rendered(**options: Any) -> str:
-    file = io.StringIO()
-    console = Console(file=file, force_terminal=True, width=100, legacy_windows=False, **options)
-    with LiveProgress(console) as progress:
-        progress.status(lambda: STATUS)
-    return file.getvalue()
-
-
-def test_without_colours_the_bar_still_tells_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    coloured = rendered(color_system="standard")
-    assert "\x1b[32m━━━━━━\x1b[0m╌" in coloured  # of ANSI's colours, not of one background
-    monkeypatch.setenv("NO_COLOR", "1")
-    plain = rendered(color_system="standard")
-    assert "\x1b[32m" not in plain
-    assert "━━━━━━╌" in plain
-
-
 def test_a_terminal_that_has_no_other_letters_gets_those_that_it_has() -> None:
     assert STATUS.in_window(50, ascii_only=True).plain == "#-----  25% - 0:01:15 left - loss 0.5000"
-
-
-@pytest.mark.parametrize("terminal", ["dumb", "unknown"])
-def test_a_terminal_that_cannot_move_its_cursor_gets_lines(
-    monkeypatch: pytest.MonkeyPatch, terminal: str
-) -> None:
-    monkeypatch.setenv("TERM", terminal)
-    console = Console(file=io.StringIO(), force_terminal=True)
-    assert type(make_progress(True, console)) is PlainProgress
 
 
 def test_what_is_left_is_told_from_the_second_time_on_and_by_the_latest_start() -> None:

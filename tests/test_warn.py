@@ -38,14 +38,6 @@ def test_a_warning_points_at_the_line_that_called_automicro(
     assert first <= caught[0].lineno < first + len(lines)
 
 
-def test_every_microbatcher_warns_although_the_line_is_the_same() -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        contrast()
-        contrast()
-    assert len(caught) == 2
-
-
 def test_filters_are_honoured() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=LossAverageWarning)

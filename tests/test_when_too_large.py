@@ -102,58 +102,15 @@ def test_a_fixed_size_goes_up_the_levels_and_stays() -> None:
     assert results[-1].level == "recompute"
 
 
-def test_the_error_names_what_would_help() -> None:
-    with pytest.raises(SampleTooLargeError, match="when_too_large='recompute'"):
-        trained(memory_limit=int(needed() * 0.5))
-
-
 @pytest.mark.sweep
 def test_nothing_is_left_where_no_level_fits() -> None:
     with pytest.raises(SampleTooLargeError, match="not even with recompute \\+ offload"):
         trained(memory_limit="2500KiB", when_too_large=["recompute", "offload"])
 
 
-def test_the_level_is_in_the_state() -> None:
-    torch.manual_seed(1)
-    model, limit = Model(), int(needed() * 0.5)
-    options: dict[str, Any] = {
-        "loss_fn": nn.CrossEntropyLoss(), "memory_limit": limit, "when_too_large": "recompute"
-    }  # fmt: skip
-    first = Microbatcher(model, **with_features(options))
-    first.backward(batches()[0])
-    second = Microbatcher(copy.deepcopy(model), **with_features(options))
-    second.load_state_dict(first.state_dict())
-    assert second.backward(batches()[0]).attempts == 1
-
-
-def test_rows_that_fit_as_they_come_are_computed_so() -> None:
-    torch.manual_seed(1)
-    model, limit = Model(), int(needed() * 0.5)
-    microbatcher = Microbatcher(
-        model,
-        loss_fn=nn.CrossEntropyLoss(),
-        memory_limit=limit,
-        features=[WhenTooLarge("recompute")],
-    )
-    long, short = torch.randn(1, LENGTH, WIDTH), torch.randn(1, LENGTH // 8, WIDTH)
-    targets = torch.zeros(1, dtype=torch.long)
-    levels = []
-    for rows in (long, short, long, short):
-        levels.append(microbatcher.backward((rows, targets)).level)
-        model.zero_grad()
-    assert levels == ["recompute", "plain", "recompute", "plain"]
-
-
 def test_a_run_says_once_what_is_done() -> None:
     torch.manual_seed(1)
-    limit, lines = int(needed() * 0.5), []
-
-    class Lines:
-        """Takes what is printed."""
-
-        def write(self, text: str) -> None:
-            lines.append(text)
-
+    limit = int(needed() * 0.5)
     trainer = Trainer(
         Model(),
         batches(),
@@ -285,14 +242,6 @@ def refused() -> Refused:
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     text = refusal(model, batch, limit)
     return Refused(text, model, before, state, torch.get_rng_state())
-
-
-def test_what_helps_a_row_that_does_not_fit_is_told_and_fits_then() -> None:
-    text, limit = refused().text, too_small()
-    for when in ("recompute", "offload"):
-        assert f"(when_too_large='{when}')" in text
-        trained(memory_limit=limit, when_too_large=when)  # it does as it says
-    assert "half precision (precision='bf16')" in text
 
 
 @pytest.mark.sweep

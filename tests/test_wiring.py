@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from automicro import (
-    Fixed,
     GradientWarning,
     Halving,
     LossError,
@@ -151,15 +150,6 @@ def test_an_embedding_that_constrains_itself_is_named() -> None:
         )
 
 
-def test_a_declined_step_runs_no_hook() -> None:
-    model: Any = Mlp()
-    seen: list[int] = []
-    model[0].weight.register_hook(lambda gradient: seen.append(1))
-    microbatcher = Microbatcher(model, forward=loss_of, microbatch_size=4)
-    result = microbatcher.accumulate([(x(), y())], accept=lambda loss: False)
-    assert (result.is_committed, seen) == (False, [])
-
-
 @pytest.mark.parametrize("kind", ["register_hook", "register_prehook"])
 def test_hooks_on_a_node_are_named_where_a_batch_is_split(kind: str) -> None:
     model: Any = Mlp()
@@ -170,13 +160,6 @@ def test_hooks_on_a_node_are_named_where_a_batch_is_split(kind: str) -> None:
     with pytest.warns(GradientWarning, match=r"AccumulateGrad node of '0\.weight' see"):
         microbatcher.backward((x(), y()))
     microbatcher.backward((x(), y()))  # said once
-
-
-def test_a_graph_that_somebody_keeps_is_no_hook_on_a_node() -> None:
-    model: Any = Mlp()
-    kept = loss_of(model, (x(), y()))
-    Microbatcher(model, forward=loss_of, microbatch_size=4).backward((x(), y()))
-    kept.backward()
 
 
 def test_hooks_that_the_forward_registers_are_named() -> None:
@@ -432,15 +415,6 @@ def test_what_the_forward_sees_of_narrow_parameters_is_their_own_type() -> None:
     assert seen == {torch.bfloat16}
 
 
-def test_somebody_who_adds_up_in_float32_already_keeps_that() -> None:
-    model: Any = Mlp().bfloat16()
-    for parameter in model.parameters():
-        parameter.grad_dtype = torch.float32
-    microbatcher = Microbatcher(model, forward=loss_of, microbatch_size=4, probe=False)
-    microbatcher.backward((x().bfloat16(), y()))
-    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
-
-
 @pytest.mark.parametrize(("sums", "most"), [("fp32", 2.6), ("native", 1.6)])
 def test_float32_sums_take_no_third_set_of_narrow_gradients(sums: str, most: float) -> None:
     model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(12))).bfloat16()
@@ -459,18 +433,3 @@ def test_float32_sums_take_no_third_set_of_narrow_gradients(sums: str, most: flo
 def test_a_sum_that_is_not_known_is_refused() -> None:
     with pytest.raises(ValueError, match=r"gradient_sums='fp64' is not known"):
         Microbatcher(Mlp(), forward=loss_of, features=[GradientSums("fp64")])
-
-
-def test_whole_batches_of_narrow_parameters_are_left_to_torch() -> None:
-    model: Any = Mlp().bfloat16()
-    seen: list[Any] = []
-
-    def forward(model: Any, batch: Any) -> Tensor:
-        loss = loss_of(model, batch)
-        loss.register_hook(lambda _: seen.append(model[0].weight.grad_dtype))
-        return loss
-
-    Microbatcher(model, forward=forward, microbatch_size=Fixed(None)).backward(
-        (x().bfloat16(), y())
-    )
-    assert seen == [torch.bfloat16]

@@ -1,6 +1,5 @@
 """The policy behind "explore": which sizes it tries, when it ends, and what it promises."""
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -91,43 +90,6 @@ def test_cuts_are_of_one_two_three_four_six_eight_microbatches() -> None:
     assert cuts(1, 1) == [1]
 
 
-def test_it_ends_at_the_fastest_and_says_so() -> None:
-    job = Job(Explore(), fastest_at_8).run()
-    last = job.told[-1]
-    assert last.microbatch_size == 8
-    assert last.speedup == pytest.approx(1.3, rel=0.01)
-    assert last.confidence >= 95
-    assert last.ended == "sure enough"
-    assert [job.batch() for _ in range(5)] == [8] * 5
-    assert job.policy.exploration is None
-    assert not job.policy.compares_seconds
-
-
-def test_it_tells_after_each_round_in_one_line() -> None:
-    job = Job(Explore(), fastest_at_8).run()
-    assert len(job.told) >= 3
-    assert str(job.told[0]).startswith("exploring: 32 rows, 1.00x base, confidence ")
-    assert str(job.told[-1]).startswith("explored for ")
-
-
-def test_where_the_largest_is_the_fastest_nothing_is_limited() -> None:
-    job = Job(Explore(), lambda size: 1 + 4 / size).run()
-    assert job.told[-1].microbatch_size == 32
-    assert job.batch(num_rows=64) == 64
-
-
-def test_the_first_step_at_a_size_does_not_count() -> None:
-    """It compiles, and takes a hundred times as long at the size that is the fastest."""
-    seen = set()
-
-    def seconds(size: int) -> float:
-        is_first = size not in seen
-        seen.add(size)
-        return fastest_at_8(size) * (100 if is_first else 1)
-
-    assert Job(Explore(), seconds).run().told[-1].microbatch_size == 8
-
-
 def test_sizes_take_turns() -> None:
     """Two that are alike are measured in turns, so that drift favours none."""
     job = Job(Explore(), lambda size: 1.0 if size > 8 else 2.0).run()
@@ -135,41 +97,11 @@ def test_sizes_take_turns() -> None:
     assert changes >= len(job.told) // 2
 
 
-def test_it_stays_below_what_fits() -> None:
-    job = Job(Explore(), lambda size: 1 + 4 / size, most_rows=11).run()
-    assert job.failed == [32, 16]
-    assert max(job.sizes) <= 11
-    assert job.told[-1].ended is not None
-
-
-def test_what_ran_out_of_memory_while_exploring_is_not_tried_again() -> None:
-    """The device shrinks in the middle: as many rows as failed are never proposed again."""
-    job = Job(Explore(), lambda size: 1 + 1 / size)
-    for _ in range(5):
-        job.batch()
-    job.most_rows = 12
-    job.run()
-    assert len(job.failed) == len(set(job.failed))
-    assert job.told[-1].microbatch_size <= 12
-
-
-def test_a_size_that_fails_after_all_is_halved() -> None:
-    job = Job(Explore(), fastest_at_8).run()
-    job.most_rows = 5
-    assert [job.batch(), job.batch()] == [4, 4]
-    assert job.failed == [8]
-
-
 def test_a_budget_of_steps_ends_it_at_the_best_so_far() -> None:
     job = Job(Explore(max_steps=5), fastest_at_8).run()
     assert job.told[-1].ended == "max_steps=5"
     assert job.told[-1].steps == 5
     assert job.batch() == job.told[-1].microbatch_size
-
-
-def test_a_budget_of_minutes_ends_it_too() -> None:
-    job = Job(Explore(max_minutes=4), fastest_at_8).run()  # about 40 seconds a batch
-    assert job.told[-1].ended == "max_minutes=4"
 
 
 def test_without_a_clock_it_is_auto() -> None:
@@ -195,11 +127,6 @@ def test_a_batch_of_one_row_leaves_nothing_to_explore() -> None:
     assert not job.policy.compares_seconds
 
 
-def test_multiples_are_kept() -> None:
-    job = Job(Explore(multiple_of=8), lambda _: 1.0, num_rows=48).run()
-    assert {size % 8 for size in job.sizes} == {0}
-
-
 def test_rows_of_other_costs_are_compared_per_row_and_cost() -> None:
     """Half the batches have rows twice as long; a microbatch has as many elements as before."""
     job = Job(Explore(), lambda _: 1.0, cost=64.0)
@@ -210,55 +137,7 @@ def test_rows_of_other_costs_are_compared_per_row_and_cost() -> None:
     assert (job.batch(cost=64.0), job.batch(cost=128.0)) == (16, 8)
 
 
-def test_the_rest_of_an_epoch_does_not_count() -> None:
-    """Its few rows take longer each, and would make the size that they meet look slow."""
-    job = Job(Explore(), fastest_at_8)
-    for number in range(60):
-        if number % 3 == 2:
-            job.seconds = lambda _: 50.0
-            job.batch(num_rows=7)
-            job.seconds = fastest_at_8
-        else:
-            job.batch()
-    assert job.batch() == 8
-
-
-def test_a_size_that_grows_joins() -> None:
-    """What fits is found while memory is counted: three microbatches, after halving gave four."""
-    policy = Explore()
-    sizes = []
-    for _ in range(60):
-        size = canonical_size(48, policy.propose(48))
-        fits = size <= 17
-        sizes.append(size)
-        outcome = Outcome(
-            num_rows=48,
-            microbatch_size=size,
-            fits=fits,
-            peak_bytes=100 + 10 * size,
-            resident_bytes=0,
-            capacity_bytes=275,
-            seconds=48 * (1 + 4 / size),
-        )
-        policy.record(outcome)
-    assert policy.propose(48) == 16
-
-
 # States and ranks
-
-
-@pytest.mark.parametrize("stop_after", range(1, 12))
-def test_a_run_that_is_resumed_goes_on_in_the_middle(stop_after: int) -> None:
-    whole = Job(Explore(), fastest_at_8).run(20)
-    first = Job(Explore(), fastest_at_8)
-    for _ in range(stop_after):
-        first.batch()
-    policy = Explore()
-    policy.load_state_dict(json.loads(json.dumps(first.policy.state_dict())))
-    second = Job(policy, fastest_at_8)
-    while len(first.sizes) + len(second.sizes) < len(whole.sizes):
-        second.batch()
-    assert first.sizes + second.sizes == whole.sizes
 
 
 def test_a_damaged_state_changes_nothing() -> None:

@@ -68,60 +68,12 @@ def ladder(policy: Policy | None = None, levels: Sequence[str] = LEVELS) -> Ladd
     return Ladder(Halving() if policy is None else policy, levels)
 
 
-def test_where_plain_fits_no_other_level_is_used() -> None:
-    device = Device(ladder(), 8, [1, 0.5, 0.1])
-    for _ in range(20):
-        found = device.batch(32)
-    assert found == (0, 8)
-    assert {level for level, _ in device.attempts} == {0}
-
-
-def test_where_not_even_one_row_fits_the_next_level_begins_with_the_whole_batch() -> None:
-    device = Device(ladder(), 8, [10, 1, 0.5])
-    assert device.batch(16) == (1, 8)
-    assert device.attempts == [(0, 16), (0, 8), (0, 4), (0, 2), (0, 1), (1, 16), (1, 8)]
-
-
-def test_the_level_that_was_needed_is_where_the_next_batch_begins() -> None:
-    device = Device(ladder(), 8, [10, 9, 1])
-    assert device.batch(16) == (2, 8)
-    count = len(device.attempts)
-    assert [device.batch(16) for _ in range(30)] == [(2, 8)] * 30
-    assert len(device.attempts) == count + 30
-
-
-def test_a_fixed_size_climbs_as_well_and_keeps_its_size() -> None:
-    device = Device(ladder(Fixed(8)), 8, [10, 9, 1])
-    assert device.batch(32) == (2, 8)
-    assert device.attempts == [(0, 8), (1, 8), (2, 8)]
-    assert not device.policy.adapts
-    assert device.batch(32) == (2, 8)
-
-
 def test_a_batch_that_fits_at_no_level_teaches_nothing() -> None:
     device = Device(ladder(), 8, [10, 9, 8.5])
     before = device.policy.state_dict()
     assert device.batch(16) is None
     assert {level for level, _ in device.attempts} == {0, 1, 2}
     assert device.policy.state_dict() == before
-
-
-def test_a_level_that_is_left_forgets_what_the_batch_taught_it() -> None:
-    """As an impossible batch does: a batch of cheaper rows finds it as it was."""
-    device = Device(ladder(), 100, [10, 1, 1])
-    assert device.batch(16, cost=2.0) == (0, 4)
-    before = device.policy.state_dict()["levels"]["plain"]["policy"]
-    assert device.batch(16, cost=50.0) == (1, 2)
-    assert device.policy.state_dict()["levels"]["plain"]["policy"] == before
-
-
-def test_short_rows_go_on_plain_where_long_ones_need_another_level() -> None:
-    device = Device(ladder(), 100, [10, 1, 1])
-    for _ in range(10):
-        assert (device.batch(16, cost=2.0) or (9, 0))[0] == 0
-        assert (device.batch(16, cost=50.0) or (9, 0))[0] == 1
-    plain = [size for level, size in device.attempts if level == 0]
-    assert plain.count(1) == 1, "long rows are tried in plain once"
 
 
 def test_costs_in_between_are_tried_in_the_lower_half_only() -> None:
@@ -240,26 +192,6 @@ def test_a_policy_that_cannot_be_copied_is_named() -> None:
 
     with pytest.raises(TypeError, match=r"cannot be copied \(no\)"):
         Ladder(Stubborn(), LEVELS)
-
-
-def test_what_the_run_loop_asks_is_handed_on() -> None:
-    policy = ladder(Halving(multiple_of=4))
-    assert (policy.multiple_of, policy.adapts, policy.explores) == (4, True, False)
-    policy.may_measure = False
-    policy.propose(8)
-    policy.level = 1
-    policy.propose(8)
-    assert [policy.at(level).may_measure for level in (0, 1)] == [False, False]
-
-
-def test_levels_that_a_state_does_not_know_start_anew_and_others_go_on() -> None:
-    device = Device(ladder(), 8, [10, 1, 1])
-    device.batch(16)
-    state = device.policy.state_dict()
-    other = ladder(levels=["plain", "offload", "recompute"])
-    other.load_state_dict(state)
-    assert other.state_dict()["levels"]["recompute"] == state["levels"]["recompute"]
-    assert other.state_dict()["levels"]["offload"] == ladder().state_dict()["levels"]["plain"]
 
 
 def test_the_state_of_a_policy_without_levels_is_that_of_level_0() -> None:

@@ -103,15 +103,6 @@ def fastest(levels: Sequence[str] = TWO, policy: Policy | None = None, **more: A
 # "auto": the largest size of each level
 
 
-def test_while_whole_batches_fit_nothing_else_is_tried_and_nobody_waits_for_the_device() -> None:
-    job = Job(fastest(), [0.5, 0.1], overhead(4, [1, 1.3]))
-    for _ in range(50):
-        assert not job.policy.compares_seconds
-        assert job.batch() == (0, 32)
-    assert not job.told
-    assert job.policy.exploration is None
-
-
 def test_recomputing_with_larger_microbatches_wins_and_is_told_in_words() -> None:
     job = Job(fastest(), [8, 0.5], overhead(4, [1, 1.3])).run()
     assert job.batch() == (1, 32)
@@ -119,18 +110,6 @@ def test_recomputing_with_larger_microbatches_wins_and_is_told_in_words() -> Non
     assert said.startswith("explored for ")
     assert ", sure enough: 32 rows, recompute, 2.1" in said
     assert not job.policy.compares_seconds
-
-
-def test_recomputing_loses_where_microbatches_take_nothing_of_their_own() -> None:
-    job = Job(fastest(), [2, 0.5], overhead(0.01, [1, 1.3])).run()
-    assert [job.batch() for _ in range(20)] == [(0, 8)] * 20
-    assert (job.told[-1].level, job.told[-1].microbatch_size) == ("plain", 8)
-
-
-def test_the_choice_stays() -> None:
-    """It does not flap, however long the run."""
-    job = Job(fastest(), [8, 0.5], overhead(4, [1, 1.3])).run()
-    assert {job.batch() for _ in range(600)} == {(1, 32)}
 
 
 def test_a_level_that_brings_no_larger_size_is_not_measured() -> None:
@@ -183,37 +162,11 @@ def test_after_a_rehearsal_it_only_climbs() -> None:
     assert job.failures == failures
 
 
-def test_what_fails_later_becomes_smaller_and_then_goes_one_level_up() -> None:
-    job = Job(fastest(), [8, 0.5], overhead(4, [1, 1.3])).run()
-    job.capacity = 5
-    assert [job.batch() for _ in range(4)][-1] == (1, 8)
-    job = Job(fastest(), [2, 0.5], overhead(0.01, [1, 1.3])).run()
-    assert job.batch() == (0, 8)
-    job.capacity = 1
-    assert job.batch() == (1, 2)
-
-
 def test_batches_that_go_whole_at_level_0_run_there_whatever_was_chosen() -> None:
     job = Job(fastest(), [8, 0.5], overhead(4, [1, 1.3])).run()
     assert job.batch(num_rows=2) == (0, 2)
     assert job.batch() == (1, 32)
     assert job.batch(num_rows=32, cost=0.05)[0] == 0
-
-
-def test_batches_that_do_not_go_whole_at_level_0_are_tried_there_a_few_times() -> None:
-    """And one of them does not keep shorter rows from it."""
-    job = Job(fastest(), [8, 0.5], overhead(4, [1, 1.3])).run()
-    failures = job.failures
-    for _ in range(5):
-        for rows in range(31, 2, -1):
-            assert job.batch(num_rows=rows) == (1, rows)
-    assert job.failures - failures <= 9
-    assert job.batch(num_rows=32, cost=0.05) == (0, 32)
-    job = Job(fastest(["plain", "recompute"]), [30, 0.5], overhead(4, [1, 1.3]))
-    job.batch()
-    job.run()
-    assert job.batch(cost=0.4) == (1, 32)
-    assert job.batch(cost=0.01) == (0, 32)
 
 
 def test_long_rows_climb_and_short_ones_stay_where_they_are_fastest() -> None:
@@ -258,17 +211,6 @@ def test_the_state_of_sizes_alone_is_what_is_known_to_fit() -> None:
 # "explore": sizes and levels together
 
 
-def test_explore_finds_a_size_and_a_level_together() -> None:
-    """Recomputing wins, and not with the largest size."""
-
-    def seconds(level: int, size: int) -> float:
-        return [1, 1.3][level] + 4 / size + 0.02 * max(0, size - 16)
-
-    job = Job(Explore().with_levels(TWO), [8, 0.5], seconds).run()
-    assert job.batch() == (1, 16)
-    assert str(job.told[-1]).split(": ")[1].startswith("16 rows, recompute, 1.9")
-
-
 def test_a_level_is_explored_only_where_fewer_savers_do_not_fit() -> None:
     job = Job(Explore().with_levels(TWO), [2, 0.5], overhead(1, [1, 1.3]))
     while race_of(job) is None:
@@ -277,18 +219,6 @@ def test_a_level_is_explored_only_where_fewer_savers_do_not_fit() -> None:
     for level, size in race_of(job).arms:
         sizes.setdefault(level, []).append(size)
     assert sizes == {"plain": [8, 6, 4, 3, 2, 1], "recompute": [32, 16, 11]}
-
-
-def test_explore_uses_no_level_where_whole_batches_fit() -> None:
-    job = Job(Explore().with_levels(TWO), [0.5, 0.1], overhead(1, [1, 1.3])).run()
-    assert {level for level, *_ in job.plans} == {0}
-    assert job.told[-1].level == "plain"
-
-
-def test_one_level_is_explored_as_ever() -> None:
-    job = Job(Explore(), [0.5], overhead(1, [1])).run()
-    assert job.told[-1].level is None
-    assert "32 rows, 1.00x base" in str(job.told[-1])
 
 
 @pytest.mark.parametrize(("room", "expected"), [(200, 1), (90, 8)])
@@ -332,19 +262,6 @@ def test_further_coordinates_are_searched_together(make: Any) -> None:
     assert job.plans[-1] == (0, 2, {"sync": "last", "nested": 2})
     assert "2 rows, sync last, nested 2, " in str(job.told[-1])
     assert job.failures <= 4 + 4, "what runs out of memory does so once with each size and sync"
-
-
-def test_a_failure_with_other_settings_falls_back_within_the_batch() -> None:
-    """Which then runs as large as ever, with those that need the least."""
-    job = Job(
-        Explore().with_levels(["plain"], {"sync": ["each", "last"]}),
-        [0.5],
-        lambda *_: 1.0,
-        more=lambda chosen: 100.0 * (chosen["sync"] == "last"),
-    ).run()
-    assert job.failures >= 1
-    assert {chosen["sync"] for *_, chosen in job.plans} == {"each"}
-    assert max(size for _, size, _ in job.plans) == 32
 
 
 def test_choices_have_values() -> None:
@@ -405,27 +322,6 @@ def test_promises_hold_for_any_batches(name: str, data: st.DataObject) -> None:
     assert json.dumps(other.policy.state_dict()) == json.dumps(one.policy.state_dict())
 
 
-def test_choosing_ends_where_nothing_that_it_compares_fits_any_more() -> None:
-    """Memory shrinks while it compares, and batches of other rows tell so, one by one."""
-    job = Job(
-        POLICIES["all"](),
-        [3.0, 3.0, 3.0, 0.75],
-        overhead(1, [1.0] * 4),
-        capacity=10.5,
-        more=lambda chosen: 1.05 * (chosen.get("sync") == "last"),
-    )
-    before = [(1, 5), (1, 3), (2, 4), (2, 2), (12, 3), (1, 1), (1, 1), (1, 1), (2, 2), (1, 2)]
-    after = [(5, 5), (10, 2), *[(1, 1)] * 13, (1, 3), (3, 1), (9, 1), (1, 1), (1, 1), (7, 3)]
-    for rows, cost in [*before, (14, 3)]:
-        job.batch(rows, float(cost))
-    job.capacity = 7.5
-    for rows, cost in after:
-        job.batch(rows, float(cost))
-    level, size = job.batch(8, 1.0)
-    assert size * job.per_row[level] <= job.capacity
-    assert job.policy.exploration is None, "it has left off"
-
-
 @pytest.mark.parametrize("name", POLICIES)
 def test_ranks_decide_alike_from_what_all_measured_together(name: str) -> None:
     """Each has batches and proposals of its own; the agreement and the outcome are of all."""
@@ -472,28 +368,6 @@ def test_ranks_decide_alike_from_what_all_measured_together(name: str) -> None:
             if outcome.fits:
                 break
             failed = plan
-
-
-def test_a_damaged_state_changes_nothing() -> None:
-    policy = Job(fastest(), [8, 0.5], overhead(4, [1, 1.3])).run(8).policy
-    before = policy.state_dict()
-    damages: list[dict[str, Any]] = [
-        {"progress": {}},
-        {"levels": {"plain": {}}},
-        {"kind": "Explore"},
-    ]
-    for damage in damages:
-        with pytest.raises(ValueError, match="state"):
-            policy.load_state_dict({**before, **damage})
-    assert policy.state_dict() == before
-
-
-def test_among_other_levels_it_begins_anew_with_what_fits() -> None:
-    job = Job(fastest(), [8, 0.5], overhead(4, [1, 1.3])).run()
-    policy = fastest(["plain", "offload"])
-    policy.load_state_dict(job.policy.state_dict())
-    assert policy.level_for(32) == 0
-    assert policy.propose(32) == 2
 
 
 # Figures

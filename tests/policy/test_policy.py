@@ -52,77 +52,13 @@ def test_a_size_stands_for_its_largest_slice(num_rows: int, size: int) -> None:
 # Fixed
 
 
-@pytest.mark.parametrize(
-    ("size", "num_rows", "proposed"), [(4, 10, 4), (4, 4, 4), (4, 3, 3), (None, 10, 10)]
-)
-def test_fixed_proposes_its_size_and_never_more_than_the_rows(
-    size: int | None, num_rows: int, proposed: int
-) -> None:
-    assert Fixed(size).propose(num_rows) == proposed
-
-
 def test_fixed_does_not_learn_from_failures() -> None:
     policy = Fixed(8)
     policy.record(Outcome(num_rows=32, microbatch_size=8, fits=False))
     assert policy.propose(32) == 8
 
 
-def test_fixed_keeps_the_size_that_the_resumed_run_asks_for() -> None:
-    policy = Fixed(8)
-    policy.load_state_dict(Fixed(4).state_dict())
-    assert policy.propose(32) == 8
-
-
 # Halving
-
-
-def test_halving_starts_with_the_whole_batch() -> None:
-    assert Halving().propose(512) == 512
-
-
-def test_halving_starts_where_it_is_told_to() -> None:
-    assert Halving(initial=64).propose(512) == 64
-    assert Halving(initial=64).propose(10) == 10
-
-
-def test_halving_doubles_the_pieces_after_each_failure() -> None:
-    size, failures = run_batch(Halving(), num_rows=100, cap=20)
-    assert failures == [100, 50, 25]
-    assert size == 13
-
-
-def test_halving_takes_every_size_of_one_cut_for_the_same() -> None:
-    policy = Halving(initial=9)
-    assert policy.propose(10) == 5
-    policy.record(Outcome(num_rows=10, microbatch_size=5, fits=False))
-    assert policy.propose(10) == 3
-
-
-def test_halving_stays_at_one_row() -> None:
-    policy = Halving()
-    for _ in range(3):
-        policy.record(Outcome(num_rows=10, microbatch_size=1, fits=False))
-        assert policy.propose(10) == 1
-
-
-def test_halving_remembers_for_later_batches_of_other_rows() -> None:
-    policy = Halving()
-    run_batch(policy, num_rows=64, cap=20)
-    assert [policy.propose(rows) for rows in (64, 40, 17, 16, 5, 1)] == [16, 14, 9, 16, 5, 1]
-
-
-def test_plain_halving_does_not_grow_after_a_fit() -> None:
-    policy = Halving(refine=False, grow=False)
-    policy.record(Outcome(num_rows=64, microbatch_size=64, fits=False))
-    policy.record(Outcome(num_rows=64, microbatch_size=32, fits=True))
-    policy.record(Outcome(num_rows=100, microbatch_size=100, fits=True))
-    assert policy.propose(64) == 32
-
-
-def test_a_late_failure_of_a_large_size_does_not_raise_the_limit() -> None:
-    policy = Halving(initial=4)
-    policy.record(Outcome(num_rows=64, microbatch_size=64, fits=False))
-    assert policy.propose(64) == 4
 
 
 @given(num_rows=ROWS, cap=ROWS)
@@ -145,15 +81,6 @@ def test_halving_learns_once_for_batches_of_any_rows(batches: list[int], cap: in
     assert len(failures) <= math.ceil(math.log2(max(batches)))
     assert policy.propose(max(batches)) >= min(max(batches), cap) / 4
     assert policy.state_dict()["limit"] is None or policy.state_dict()["limit"] > cap / 2
-
-
-@given(num_rows=ROWS, caps=st.lists(ROWS, min_size=1, max_size=10))
-def test_halving_never_repeats_a_failing_cut_when_memory_shrinks(
-    num_rows: int, caps: list[int]
-) -> None:
-    policy = Halving()
-    failures = [size for cap in caps for size in run_batch(policy, num_rows, cap)[1]]
-    assert len(failures) == len(set(failures))
 
 
 # Both
@@ -288,8 +215,3 @@ class Quarters:
 def test_make_policy_names_the_class_that_a_policy_derives_from() -> None:
     with pytest.raises(TypeError, match=r"Quarters .*derive its class from automicro\.Policy"):
         make_policy(Quarters())  # type: ignore[arg-type]
-
-
-def test_make_policy_refuses_the_class_of_a_policy() -> None:
-    with pytest.raises(TypeError, match=r"is the class Halving and not a policy: say Halving\("):
-        make_policy(Halving)  # type: ignore[arg-type]

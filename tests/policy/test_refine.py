@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from automicro.policy.auto import Halving
-from automicro.policy.policy import Outcome, cut_size
+from automicro.policy.policy import Outcome
 
 ROWS = st.integers(1, 300)
 RESIDENT = 100
@@ -67,86 +67,7 @@ def run_batches(
     return [size for size, _ in outcomes], sum(len(failed) for _, failed in outcomes)
 
 
-# Refine
-
-
-def test_a_batch_that_fits_in_more_rows_than_were_known_to_fit_says_from_what_it_grew() -> None:
-    policy = Halving()
-    grown = []
-    for _ in range(5):
-        size, _ = run_batch(policy, 12, RESIDENT + 45)
-        grown.append((size, policy.grown_from))
-    first = next(index for index, (size, _) in enumerate(grown) if size == 4)
-    assert [known for _, known in grown] == [3 if index == first else None for index in range(5)]
-
-
-def test_where_halving_ends_at_four_microbatches_refining_finds_three() -> None:
-    sizes, failures = run_batches(Halving(), 5, 12, RESIDENT + 45)
-    assert (sizes[0], sizes[-1], failures) == (3, 4, 2)
-
-
-def test_memory_that_every_size_needs_is_told_from_that_of_rows() -> None:
-    # With one peak alone, each row seems to need 210 bytes and not 10.
-    sizes, failures = run_batches(Halving(), 6, 16, RESIDENT + 1000 + 65, constant=1000)
-    assert (sizes[0], sizes[-1]) == (4, 6)
-    assert 2 in sizes, "one batch in smaller slices measures what rows need"
-    assert failures == 2
-
-
-def test_a_batch_that_failed_is_not_refined_before_it_fits() -> None:
-    assert run_batch(Halving(), 12, RESIDENT + 45) == (3, [12, 6])
-
-
-@pytest.mark.parametrize("policy", [Halving(refine=False), Halving()])
-def test_without_refining_or_measurements_halving_is_all(policy: Halving) -> None:
-    measured = not policy._refine
-    sizes, _ = run_batches(policy, 8, 12, RESIDENT + 45, measured=measured)
-    assert set(sizes) == {3}
-
-
-def test_the_margin_stays_free() -> None:
-    capacity = RESIDENT + 90
-    assert run_batches(Halving(), 9, 64, capacity)[0][-1] == 8
-    policy = Halving(margin=0.1, initial=2)
-    sizes, failures = run_batches(policy, 9, 64, capacity)
-    assert RESIDENT + 10 * sizes[-1] <= 0.9 * capacity
-    assert failures == 0
-
-
-def test_a_failed_trial_costs_one_attempt() -> None:
-    policy = Halving()
-    run_batches(policy, 1, 12, RESIDENT + 45)
-    assert policy.propose(12) == 4
-    policy.record(attempt(4, 12, RESIDENT + 39))
-    assert policy.propose(12) == 3
-
-
-# Costs
-
-
-def test_one_long_batch_does_not_slow_the_short_ones() -> None:
-    policy = Halving()
-    run_batches(policy, 3, 64, RESIDENT + 640)
-    run_batch(policy, 64, RESIDENT + 640, cost=8.0)
-    assert policy.propose(64, 1.0) == 64
-    assert policy.propose(64, 8.0) <= 8
-
-
-def test_an_unseen_cost_starts_from_rows_times_cost() -> None:
-    policy = Halving(refine=False)
-    run_batch(policy, 64, RESIDENT + 330)
-    assert policy.propose(64, 4.0) == 8
-
-
 # Grow back
-
-
-def test_sizes_grow_when_the_device_reports_what_was_lacking() -> None:
-    policy = Halving()
-    sizes, _ = run_batches(policy, 4, 64, RESIDENT + 330)
-    assert sizes[-1] == 32
-    sizes, failures = run_batches(policy, 4, 64, RESIDENT + 700)
-    assert (sizes[-1], failures) == (64, 0)
 
 
 def test_sizes_grow_when_as_much_work_takes_less() -> None:
@@ -164,12 +85,6 @@ def test_sizes_grow_after_many_batches_where_nothing_is_measured() -> None:
     assert set(run_batches(policy, 200, 64, RESIDENT + 330, measured=False)[0]) == {32}
     sizes, failures = run_batches(policy, 100, 64, RESIDENT + 700, measured=False)
     assert (sizes[-1], failures) == (64, 0)
-
-
-def test_without_grow_sizes_never_grow_back() -> None:
-    policy = Halving(grow=False)
-    run_batches(policy, 4, 64, RESIDENT + 330)
-    assert set(run_batches(policy, 600, 64, RESIDENT + 700)[0]) == {32}
 
 
 @settings(max_examples=30)
@@ -203,28 +118,12 @@ def thrash(policy: Halving, seconds_per_size: dict[int, float], batches: int) ->
     return sizes
 
 
-def test_allocator_retries_lead_to_a_smaller_size_where_it_is_faster() -> None:
-    assert thrash(Halving(), {64: 2.0, 32: 1.0}, 20) == 3 * [64] + 17 * [32]
-
-
 @pytest.mark.parametrize("at", range(12))
 def test_one_batch_with_allocator_retries_changes_nothing(at: int) -> None:
     policy = Halving()
     for batch in range(40):
         assert policy.propose(64) == 64
         policy.record(attempt(64, 64, 10**6, seconds=1.0, alloc_retries=3 * (batch == at)))
-
-
-def test_allocator_retries_of_the_first_batch_at_a_size_do_not_undo_it() -> None:
-    policy = Halving(initial=6)
-    for seconds in (3.5, 1.0):  # the larger size is tried, and gives back what is cached
-        size = policy.propose(24)
-        policy.record(attempt(size, 24, RESIDENT + 90, seconds=seconds, alloc_retries=size > 6))
-    grown = policy.propose(24)
-    assert grown > 6
-    for _ in range(40):
-        assert policy.propose(24) == grown
-        policy.record(attempt(grown, 24, RESIDENT + 90, seconds=3.5, alloc_retries=0))
 
 
 def test_seconds_are_measured_only_while_they_are_compared() -> None:
@@ -265,18 +164,6 @@ class Device:
         return self.sizes
 
 
-def test_a_size_that_was_faster_when_its_rows_were_measured_is_taken() -> None:
-    """24 rows run once, to tell what rows need. Three batches each show that they are faster."""
-    sizes = Device({24: 0.8}).run(40)
-    assert sizes[:2] == [48, 24]
-    assert sizes == [48, 24, *[48] * 4, *[24] * 34]
-
-
-def test_where_it_was_not_faster_in_passing_no_batch_is_spent_on_it() -> None:
-    assert Device({24: 0.97}).run(40) == [48, 24, *[48] * 38]
-    assert Device({24: 1.3}).run(40) == [48, 24, *[48] * 38]
-
-
 def test_a_difference_that_the_spread_explains_is_none() -> None:
     """Both take the same, and steps differ by five percent; the sign is seen by chance alone."""
     ended: list[int] = []
@@ -313,16 +200,6 @@ def test_where_one_size_only_ever_ran_nothing_is_timed() -> None:
         policy.record(attempt(size, 32, 10**6, seconds=1.0, alloc_retries=0))
 
 
-@pytest.mark.parametrize("stop_after", range(2, 12))
-def test_what_was_measured_in_passing_outlives_a_resume(stop_after: int) -> None:
-    device = Device({24: 0.8})
-    device.run(stop_after)
-    policy = Halving()
-    policy.load_state_dict(json.loads(json.dumps(device.policy.state_dict())))
-    device.policy = policy
-    assert device.run(40) == Device({24: 0.8}).run(40)
-
-
 def test_at_one_row_allocator_retries_change_nothing() -> None:
     policy = Halving(initial=1)
     for _ in range(5):
@@ -347,11 +224,6 @@ def test_a_start_too_small_to_measure_less_grows_to_what_fits(multiple_of: int) 
 # Limits
 
 
-def test_the_largest_size_is_never_passed() -> None:
-    sizes, _ = run_batches(Halving(max_microbatch_size=10), 5, 64, 10**6)
-    assert set(sizes) == {10}
-
-
 def test_below_multiple_of_sizes_go_on_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     policy = Halving(multiple_of=8)
     assert [policy.propose(rows) for rows in (20, 8, 5)] == [20, 8, 5]
@@ -359,14 +231,6 @@ def test_below_multiple_of_sizes_go_on_with_a_warning(caplog: pytest.LogCaptureF
         size, failed = run_batch(policy, 20, RESIDENT + 55)
     assert (size, failed) == (4, [20, 8])
     assert "not multiples of multiple_of=8" in caplog.text
-
-
-@given(rows=ROWS, most=ROWS, multiple=st.integers(1, 20))
-def test_a_cut_in_multiples_stays_within_its_limit(rows: int, most: int, multiple: int) -> None:
-    size = cut_size(rows, most, multiple_of=multiple)
-    assert 1 <= size <= min(rows, most)
-    assert size == rows or size % multiple == 0 or most < multiple or rows <= multiple
-    assert cut_size(rows, size, multiple_of=multiple) == size
 
 
 @pytest.mark.parametrize(
@@ -383,23 +247,6 @@ def test_senseless_limits_are_refused(options: dict[str, Any], said: str) -> Non
 
 
 # Start and state
-
-
-def test_a_suggested_size_that_is_wrong_is_recovered() -> None:
-    for rows in (1, 64):
-        policy = Halving()
-        policy.suggest(rows, 1.0)
-        sizes, failures = run_batches(policy, 12, 64, RESIDENT + 330)
-        assert (sizes[0], sizes[-1]) == (min(rows, 32), 32)
-        assert failures <= 1
-
-
-def test_a_damaged_state_is_refused_and_nothing_changes() -> None:
-    policy = Halving(initial=16)
-    state = {"kind": "Halving", "limit": 4, "learned": {"start": None}}
-    with pytest.raises(ValueError, match="is damaged"):
-        policy.load_state_dict(state)
-    assert policy.propose(64) == 16
 
 
 BATCH = st.tuples(ROWS, st.sampled_from([0.5, 1.0, 1.1, 3.0]), st.integers(150, 3000))

@@ -121,22 +121,6 @@ def test_a_run_after_it_is_the_run_without_it() -> None:
         assert torch.equal(one, other)
 
 
-def test_a_process_that_gets_faster_with_its_first_large_batches_favours_no_size(
-    clock: Clock,
-) -> None:
-    """As an allocator that keeps memory only once it was asked for much of it."""
-
-    def seconds(rows: int) -> float:
-        is_warm = model.rows.count(4 * ROWS) >= 2
-        return rows * (1 if is_warm else 1.5)
-
-    model = Takes(clock, seconds)
-    report = explore(model, make_loader(), loss_fn=LOSS)
-    assert [each.speedup for each in report.measured] == pytest.approx(
-        [1.0] * len(report.measured), rel=0.03
-    )
-
-
 @pytest.mark.parametrize("evaluate", [False, True])
 def test_it_finds_a_size_that_is_far_faster_than_others(clock: Clock, evaluate: bool) -> None:
     """Above eight rows a row takes twice as long; below, a pass takes time by itself."""
@@ -188,29 +172,6 @@ def test_a_size_that_was_measured_may_run_out_of_memory_later(clock: Clock) -> N
 def test_where_not_one_row_fits_it_says_so() -> None:
     with pytest.raises(SampleTooLargeError, match="1 of"):
         explore(nn.Linear(FEATURES, 3), make_loader(), loss_fn=LOSS, memory_limit="1.5KiB")
-
-
-def test_mappings_are_pooled_and_shared_parts_stay_one() -> None:
-    model = nn.Linear(FEATURES, 3)
-    outside = Outside(rows=[])
-
-    def forward(model: nn.Module, batch: Any) -> Tensor:
-        outside.rows.append(len(batch["x"]))
-        assert batch["scale"].shape == ()
-        loss: Tensor = (model(batch["x"]) * batch["scale"]).square().mean()
-        return loss
-
-    batches = [{"x": torch.randn(4, FEATURES), "scale": torch.tensor(2.0)} for _ in range(4)]
-    report = explore(
-        model,
-        batches,
-        forward=forward,
-        loss_average="samples",
-        batch_layout={"scale": "shared"},
-        max_steps=40,
-    )
-    assert max(outside.rows) == 16
-    assert not report.notes
 
 
 def test_batches_of_other_lengths_are_not_pooled_and_that_is_said() -> None:
@@ -353,14 +314,6 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(
 ) -> None:
     assert main(["explore", "job.yaml", "--picture=a.html"]) == 2
     assert "name a file that ends in .png or .svg" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("job")
-def test_the_command_refuses_an_evaluation_that_there_is_not(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["explore", "job.yaml", "--eval"]) == 2
-    assert "eval_dataloader" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("job")

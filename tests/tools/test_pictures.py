@@ -1,7 +1,5 @@
 """Pictures: what stands on their axes, what is drawn, and where they are shown."""
 
-import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +11,7 @@ from torch import nn
 from automicro import Trainer
 from automicro.events.callback import Callback
 from automicro.events.run import Run
-from automicro.loggers import JSONLinesLogger, LoggerGroup, TensorBoardLogger
+from automicro.loggers import TensorBoardLogger
 from automicro.tools.pictures import Point, Sample, save, speed_and_memory, timeline
 from tests.models import Mlp, x, y
 
@@ -71,25 +69,6 @@ def test_speed_and_memory_have_every_point_the_limit_and_the_choice() -> None:
     assert np.unique(memory.lines[-1].get_xdata()) == [24]
 
 
-@pytest.mark.parametrize(
-    ("points", "label"),
-    [
-        ([(1, None, None, 100), (3, None, None, 300)], "peak memory (bytes)"),
-        ([(7, 3.5, 0.0, None)], "rows per second"),
-    ],
-)
-def test_what_was_not_measured_has_no_axes(points: list[Point], label: str) -> None:
-    assert [each.get_ylabel() for each in speed_and_memory(points).axes] == [label]
-
-
-def test_of_many_sizes_some_are_written_and_the_chosen_one_is() -> None:
-    points: list[Point] = [(size, float(size), 0.0, None) for size in range(1, 200)]
-    (axes,) = speed_and_memory(points, chosen=197).axes
-    written = [each.get_text() for each in axes.get_xticklabels()]
-    assert "197" in written
-    assert len(written) <= 13
-
-
 @pytest.mark.parametrize("points", [[], [(4, None, None, None)], [(0, 1.0, 0.0, 1)]])
 def test_points_that_cannot_be_drawn_are_refused(points: list[Point]) -> None:
     with pytest.raises(ValueError, match=f"{len(points)} points cannot be drawn: give sizes"):
@@ -111,13 +90,6 @@ def test_a_timeline_stacks_its_owners_up_to_the_total() -> None:
     assert "peak 250.00 KiB" in [text.get_text() for text in legend.get_texts()]
 
 
-def test_owners_beyond_those_that_are_named_are_drawn_together() -> None:
-    held = {f"layers.{number}": number * 1000 for number in range(1, 31)}
-    bands = named_bands(timeline([(0, held), (1, held)], most_owners=5))
-    assert list(bands) == [*(f"layers.{number}" for number in range(30, 25, -1)), "all others"]
-    assert bands["all others"][:, 1].max() == pytest.approx(sum(held.values()) / 1024)
-
-
 def test_one_moment_is_drawn() -> None:
     assert list(named_bands(timeline([(3.0, {"parameters": 0})]))) == ["parameters"]
 
@@ -137,14 +109,6 @@ def test_a_picture_is_saved_by_its_suffix(tmp_path: Path) -> None:
         save(figure, tmp_path / "a.html")
 
 
-def test_without_matplotlib_the_command_that_installs_it_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=re.escape("pip install 'automicro[pictures]'")):
-        timeline(step_of())
-
-
 def images(folder: Path) -> list[tuple[str, int, bytes]]:
     from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
         EventAccumulator,
@@ -156,29 +120,6 @@ def images(folder: Path) -> list[tuple[str, int, bytes]]:
         for tag in found.Tags()["images"]
         for event in found.Images(tag)
     ]
-
-
-def test_tensorboard_is_given_the_picture(tmp_path: Path) -> None:
-    group = LoggerGroup([TensorBoardLogger(tmp_path), JSONLinesLogger(tmp_path / "a.jsonl")])
-    group.start({})
-    group.show("sizes", speed_and_memory(POINTS), step=7)
-    group.close()
-    ((name, step, png),) = images(tmp_path)
-    assert (name, step, png[:8]) == ("sizes", 7, b"\x89PNG\r\n\x1a\n")
-
-
-def test_a_picture_that_cannot_be_drawn_does_not_end_a_run(tmp_path: Path) -> None:
-    class Broken:
-        def savefig(self, *_: object, **__: object) -> None:
-            raise OSError("no")
-
-    group = LoggerGroup([TensorBoardLogger(tmp_path)])
-    group.start({})
-    with pytest.warns(UserWarning, match=r"could not show 'sizes' \(OSError: no\): the run goes"):
-        group.show("sizes", Broken(), step=7)
-    group.log({"loss": 0.5}, step=8)
-    group.close()
-    assert images(tmp_path) == []
 
 
 class ShowsOnce(Callback):

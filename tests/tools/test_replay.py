@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from automicro import Fixed, Microbatcher, SampleTooLargeError
+from automicro import Microbatcher, SampleTooLargeError
 from automicro.tools.replay import replay
 from automicro.trainer.failed_batch import (
     FailedBatch,
@@ -174,17 +174,6 @@ def test_a_batch_is_run_once_more_and_leaves_no_trace(phase: str) -> None:
     assert all(each.grad is None for each in model.parameters())
     assert model.training
     assert torch.equal(before, torch.get_rng_state())
-
-
-def test_a_size_that_is_fixed_is_tried_alone() -> None:
-    report = replay(
-        failed(tokens(8, 64)),
-        Model(),
-        loss_fn=nn.CrossEntropyLoss(),
-        microbatch_size=Fixed(4),
-        memory_limit=limit_of(1, 64),
-    )
-    assert (report.fits, report.tried) == (False, (4,))
 
 
 def test_what_holds_the_most_is_the_parameters_where_it_is() -> None:

@@ -179,21 +179,6 @@ class Popping(Classifier):
         metric.update(outputs["best"], self.labels)
 
 
-def test_metrics_of_training_get_what_eval_forward_makes_of_the_outputs() -> None:
-    batches = [{"inputs": x, "labels": y} for x, y in make_loader()]
-    model = Popping()
-    trainer = Trainer(model, batches, optimizer=adam, device="cpu", progress=False, seed=3,
-                      microbatch_size=20)  # fmt: skip
-    trainer.fit()
-    value = trainer.state.train.metrics["accuracy"]
-    assert 0 < value < 1
-    rows = sum(len(batch["labels"]) for batch in batches)
-    assert sum(count for count, *_ in model.seen) == rows  # each row once, for all metrics
-    assert {tuple(modes) for _, *modes in model.seen} == {(True, False, False)}
-    assert model.training
-    assert all("labels" in batch for batch in batches)
-
-
 class Shifting(Classifier):
     """Shifts the targets in place for the metrics, as models of language do."""
 
@@ -260,25 +245,9 @@ def test_a_model_without_metrics_has_none(metrics: Any) -> None:
     assert model_metrics(Classifier(metrics), is_train=True) is None
 
 
-def test_only_composers_interface_is_asked_for_metrics() -> None:
-    class Other(nn.Module):
-        def get_metrics(self, is_train: bool) -> Any:
-            raise AssertionError
-
-    assert model_metrics(Other(), is_train=False) is None
-
-
 def test_what_is_no_metric_is_refused() -> None:
     with pytest.raises(TypeError, match=r"Classifier.get_metrics\(is_train=True\) returned 3"):
         model_metrics(Classifier(3), is_train=True)
-
-
-def test_the_trainer_takes_the_metrics_of_the_model_unless_it_is_given_others() -> None:
-    model = Classifier({"accuracy": accuracy()})
-    values = train_on(model, eval_dataloader=make_loader()).eval()
-    assert set(values) == {"accuracy"}
-    values = train_on(model, eval_dataloader=make_loader(), metrics={"mine": accuracy()}).eval()
-    assert set(values) == {"mine"}
 
 
 def test_the_page_has_the_table_that_was_measured() -> None:

@@ -4,17 +4,13 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from automicro.checkpoints.rng import rng_state
-from automicro.trainer.data.loading import generator_states
 from automicro.trainer.data.sharing import LoaderSharing, SharedSampler
 from automicro.trainer.processes import Process
 from automicro.trainer.rehearsal import CLASSES, COSTLIEST, find_costliest, undisturbed
-from automicro.values import same_values
 from tests.trainer.rehearsals import Texts, loader_of, log_normal, padded
 
 
@@ -37,18 +33,6 @@ class Knowing(Sampler[list[int]]):
 class Unreadable(Texts):
     def __getitem__(self, row: int) -> Any:
         raise AssertionError("nobody has to look at a row")
-
-
-def test_a_sampler_that_knows_costs_is_asked_and_no_row_is_loaded() -> None:
-    sampler = Knowing([[0], [1, 2], [3, 4, 5]], [1.0, 9.0, 2.0])
-    loader = DataLoader(Unreadable([3] * 6), batch_sampler=sampler, collate_fn=padded)
-    scan = find_costliest(loader, "train_dataloader")
-    assert [(each.index, each.cost, each.rows) for each in scan.batches] == [
-        (1, 9.0, (1, 2)),
-        (2, 2.0, (3, 4, 5)),
-        (0, 1.0, (0,)),
-    ]
-    assert scan.is_complete
 
 
 def test_of_several_ranks_each_asks_for_its_own_batches() -> None:
@@ -84,55 +68,6 @@ def test_the_costliest_and_the_longest_are_among_what_is_found(seed: int) -> Non
     for each in scan.batches:
         again = each.make()
         assert (2 * again[0].numel(), each.rows) == (each.cost, tuple(order[each.index]))
-
-
-class Careless(BatchSampler):
-    """Shuffles what it holds, in place, by three generators, and counts its passes."""
-
-    def __init__(self) -> None:
-        self.rows = list(range(12))
-        self.places = np.arange(12)
-        self.generator = torch.Generator().manual_seed(1)
-        self.random = random.Random(3)
-        self.passes = 0
-
-    def __iter__(self) -> Iterator[list[int]]:
-        self.passes += 1
-        self.random.shuffle(self.rows)
-        np.random.shuffle(self.places)
-        first = int(torch.randint(12, (), generator=self.generator))
-        yield [first, *self.rows[:3]]
-        yield self.places[:4].tolist()
-
-    def __len__(self) -> int:
-        return 2
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_careless_sampler_gives_the_batches_that_it_would_have_given(workers: int) -> None:
-    def loader() -> DataLoader[Any]:
-        lengths = log_normal(2, 12)
-        return DataLoader(
-            Texts(lengths), batch_sampler=Careless(), collate_fn=padded, num_workers=workers
-        )
-
-    random.seed(1)
-    np.random.seed(1)
-    torch.manual_seed(1)
-    states = rng_state()
-    looked_at, other = loader(), loader()
-    before = generator_states(looked_at)
-    with undisturbed(looked_at):
-        scan = find_costliest(looked_at, "train_dataloader")
-        cost_of_first = next(each.cost for each in scan.batches if each.index == 0)
-    assert same_values(states, rng_state())
-    assert same_values(before, generator_states(looked_at))
-    assert vars(looked_at.batch_sampler)["passes"] == 0
-    given = [batch[0] for batch in looked_at]
-    assert 2 * given[0].numel() == cost_of_first
-    np.random.seed(1)
-    torch.manual_seed(1)
-    assert same_values(given, [batch[0] for batch in other])
 
 
 class Counting(IterableDataset[Any]):

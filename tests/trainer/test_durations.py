@@ -26,45 +26,6 @@ from tests.trainer.runs import (
 # Four batches an epoch: 16, 16, 16 and 2 rows.
 
 
-@pytest.mark.parametrize(
-    ("duration", "steps", "epochs"),
-    [
-        ("1sp", 1, 0),
-        ("16sp", 1, 0),
-        ("17sp", 2, 0),
-        ("50sp", 4, 1),
-        ("51sp", 5, 1),
-        ("1e2sp", 8, 2),
-    ],
-)
-def test_samples_end_training_after_the_batch_that_reaches_them(
-    duration: str, steps: int, epochs: int
-) -> None:
-    summary = make_trainer(make_model(), max_duration=duration).fit()
-    assert (summary.steps, summary.epochs) == (steps, epochs)
-
-
-@pytest.mark.parametrize(
-    ("interval", "at"), [("16sp", [1, 2, 3]), ("20sp", [2, 3]), ("49sp", [4]), ("1e3sp", [4])]
-)
-def test_evaluations_come_after_the_batch_that_reaches_a_multiple(
-    interval: str, at: list[int]
-) -> None:
-    batches_done = []
-
-    class Noting(list):
-        def __iter__(self) -> Any:
-            batches_done.append(trainer.state.batch)
-            return super().__iter__()
-
-    trainer = make_trainer(
-        make_model(), eval_dataloader=Noting(make_loader()), eval_interval=interval
-    )
-    trainer.fit()
-    # At the end in any case.
-    assert batches_done == (at if at[-1] == 4 else [*at, 4])
-
-
 @pytest.mark.parametrize("size", [None, 3])
 @pytest.mark.parametrize("accumulate", [2, 3, 4, 9])
 def test_accumulated_batches_train_as_larger_ones_would(accumulate: int, size: int | None) -> None:
@@ -88,12 +49,6 @@ def test_accumulated_batches_train_as_larger_ones_would(accumulate: int, size: i
     assert summary.global_batch.accumulation == 4 / len(whole)
 
 
-def test_a_duration_in_batches_counts_optimization_batches() -> None:
-    trainer = make_trainer(make_model(), accumulate_batches=3, max_duration="3ba")
-    summary = trainer.fit()
-    assert (summary.steps, summary.epochs, trainer.state.loader_batches) == (3, 1, 7)
-
-
 def test_running_out_of_memory_while_accumulating_keeps_the_optimization_batch() -> None:
     ours, fixed = make_model(dropout=0.3), make_model(dropout=0.3)
     options: dict[str, Any] = {"accumulate_batches": 2, "max_duration": "2ep", "seed": 3}
@@ -108,24 +63,6 @@ def test_running_out_of_memory_while_accumulating_keeps_the_optimization_batch()
 def scripted(at: int) -> Scripted:
     torch.manual_seed(0)
     return Scripted(at, lambda outputs: outputs * math.nan)
-
-
-def test_a_batch_that_is_not_finite_can_be_skipped(capfd: pytest.CaptureFixture[str]) -> None:
-    model = scripted(2)
-    trainer = make_trainer(
-        model, microbatch_size=None, non_finite="skip", scheduler=schedule, progress=True
-    )
-    summary = trainer.fit()
-    assert (summary.steps, summary.skipped_steps) == (3, 1)
-    assert (
-        "train: the loss is nan in epoch 1, batch 2 of the epoch (1 batch done); skipped"
-        in capfd.readouterr().out.splitlines()
-    )
-    same = scripted(0)
-    inputs, targets = make_data()[:]
-    kept = [(inputs[a:b], targets[a:b]) for a, b in ((0, 16), (32, 48), (48, 50))]
-    make_trainer(same, kept, microbatch_size=None, scheduler=schedule).fit()
-    assert_same(model, same)
 
 
 def test_a_batch_that_is_not_finite_can_be_ignored() -> None:
@@ -150,28 +87,6 @@ def test_skipping_gives_up_where_nothing_is_finite_any_more() -> None:
     with pytest.raises(NonFiniteLossError, match="50 batches before it, which were skipped"):
         trainer.fit()
     assert trainer.state.skipped == 50
-
-
-def test_what_the_loader_gave_is_let_go_before_it_gives_more() -> None:
-    class Held:
-        alive = most = 0
-
-        def __init__(self) -> None:
-            Held.alive += 1
-            Held.most = max(Held.most, Held.alive)
-
-        def __del__(self) -> None:
-            Held.alive -= 1
-
-    def give() -> Any:
-        for _ in range(6):
-            yield Held()
-
-    from automicro.trainer.data.loading import fetch, grouped
-
-    for _group in grouped(fetch(give(), "train_dataloader"), 2):
-        pass
-    assert Held.most == 2
 
 
 def test_time_that_is_over_ends_training_after_one_batch_at_least() -> None:

@@ -9,7 +9,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score, MulticlassPrecision
 
 from automicro import Halving, Microbatcher, SampleTooLargeError
-from tests.models import CLASSES, ROWS, Memory, Mlp, numbers, pair, x, y
+from tests.models import CLASSES, ROWS, Memory, Mlp, numbers, pair, y
 
 
 def on(model: nn.Module, **options: Any) -> Microbatcher:
@@ -58,41 +58,8 @@ def test_metrics_count_every_row_once_whatever_failed(
     assert sum(len(part) for part in auroc.preds) == 2 * ROWS
 
 
-def test_evaluating_restores_modes_and_leaves_no_gradient() -> None:
-    model = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(6), nn.Sequential(nn.Dropout()), Mlp())
-    model.double()[1].eval()
-    modes = [module.training for module in model.modules()]
-    buffers = {k: v.clone() for k, v in model.state_dict().items()}
-    result = on(model, eval_microbatch_size=3).evaluate(pair(), return_outputs=True)
-    assert [module.training for module in model.modules()] == modes
-    assert all(torch.equal(v, buffers[k]) for k, v in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert not result.outputs.requires_grad
-    assert torch.is_grad_enabled()
-
-
 def test_modes_are_restored_after_a_failure_too() -> None:
     model = Memory(nn.Sequential(nn.Dropout(), Mlp()), most=0)
     with pytest.raises(SampleTooLargeError):
         on(model).evaluate(pair())
     assert all(module.training for module in model.modules())
-
-
-def test_outputs_come_in_the_order_of_the_rows() -> None:
-    model = Memory(Mlp(), most=3)
-    result = on(model).evaluate(pair(), return_outputs=True)
-    with torch.no_grad():
-        assert torch.allclose(result.outputs, model.net(x()), rtol=0, atol=1e-12)
-    assert (result.num_microbatches, result.ooms, result.num_samples) == (4, 2, ROWS)
-    assert on(model).evaluate(pair()).outputs is None
-
-
-def test_evaluation_has_a_size_of_its_own() -> None:
-    model = Memory(Mlp(), most=3)
-    microbatcher = on(model, microbatch_size=2)
-    microbatcher.backward(pair())
-    microbatcher.evaluate(pair())
-    assert (microbatcher.microbatch_size, microbatcher.eval_microbatch_size) == (2, 3)
-    model.most = 2
-    microbatcher.evaluate(pair())
-    assert (microbatcher.microbatch_size, microbatcher.eval_microbatch_size) == (2, 2)

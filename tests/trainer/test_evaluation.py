@@ -23,15 +23,6 @@ from tests.trainer.runs import (
 
 
 @pytest.mark.parametrize(
-    ("duration", "steps", "epochs"),
-    [("1ep", 4, 1), ("3ep", 12, 3), ("1ba", 1, 0), ("4ba", 4, 1), ("6ba", 6, 1), ("8ba", 8, 2)],
-)
-def test_durations_count_epochs_and_batches(duration: str, steps: int, epochs: int) -> None:
-    summary = make_trainer(make_model(), max_duration=duration).fit()
-    assert (summary.steps, summary.epochs) == (steps, epochs)
-
-
-@pytest.mark.parametrize(
     ("interval", "duration", "evaluations"),
     [("1ep", "3ep", 3), ("2ep", "3ep", 2), ("2ba", "1ep", 2), ("3ba", "1ep", 2), (None, "3ep", 0)],
 )
@@ -81,17 +72,6 @@ def test_eval_gives_the_loss_and_metrics_of_the_whole_data() -> None:
     assert values["MulticlassAccuracy"] == pytest.approx(accuracy)
     assert {type(value) for value in values.values()} == {float}
     assert trainer.eval(make_loader(rows=10)) != values
-
-
-def test_eval_leaves_modes_and_training_metrics_alone() -> None:
-    model = make_model()
-    model[3].eval()
-    before = [module.training for module in model.modules()]
-    trainer = make_trainer(model, metrics={"rows": MeanMetric()}, update_metric=count_rows)
-    trainer.fit()
-    assert trainer.eval(make_loader(rows=7))["rows"] == 7.0
-    assert [module.training for module in model.modules()] == before
-    assert trainer.state.train.metrics == {"rows": pytest.approx((3 * 16**2 + 2**2) / ROWS)}
 
 
 def test_the_loss_of_an_evaluation_does_not_depend_on_the_batch_size() -> None:
@@ -145,13 +125,6 @@ def test_metrics_count_each_row_once_whatever_was_rolled_back() -> None:
     assert summary.eval_ooms
     assert summary.train_metrics["rows"] == 300
     assert summary.eval_metrics["rows"] == 900
-
-
-def test_a_metric_with_several_values_gives_each_by_index() -> None:
-    trainer = make_trainer(
-        make_model(), metrics={"each": MulticlassAccuracy(CLASSES, average=None)}
-    )
-    assert list(trainer.eval(make_loader())) == ["loss", "each/0", "each/1", "each/2"]
 
 
 def test_evaluating_a_model_that_gives_no_loss_reports_the_metrics() -> None:

@@ -6,46 +6,14 @@ import pytest
 from torchmetrics.classification import MulticlassAccuracy
 
 from automicro import CheckpointConfig
-from tests.trainer.runs import CLASSES, assert_same, make_loader, make_model, make_trainer
+from tests.trainer.runs import CLASSES, make_loader, make_model, make_trainer
 
 BATCHES = 4  # of make_loader()
-
-
-def test_fit_trains_for_that_much_more() -> None:
-    model, other = make_model(), make_model()
-    trainer = make_trainer(model, max_duration="1ep", eval_dataloader=make_loader())
-    trainer.fit()
-    summary = trainer.fit(duration="1ep")
-    assert (summary.epochs, summary.steps) == (2, 2 * BATCHES)
-    trainer.fit("3ba")
-    assert trainer.state.batch == 2 * BATCHES + 3
-    trainer.fit(duration="1ba")
-    make_trainer(other, max_duration="3ep").fit()
-    assert_same(model, other)
-    assert trainer.state.evaluated_at[""] == 3 * BATCHES
 
 
 def test_the_first_fit_may_have_another_duration() -> None:
     trainer = make_trainer(make_model(), max_duration="1ep")
     assert trainer.fit(duration="2ep").epochs == 2
-
-
-def test_tokens_are_counted_from_there_on() -> None:
-    trainer = make_trainer(make_model(), count_tokens=lambda batch: 10)
-    trainer.fit()
-    trainer.fit(duration="15tok")
-    assert trainer.state.tokens == 10 * (BATCHES + 2)
-    unknown = make_trainer(make_model())
-    unknown.fit()
-    with pytest.raises(ValueError, match="pass count_tokens="):
-        unknown.fit(duration="15tok")
-
-
-def test_after_the_end_the_way_to_go_on_is_named() -> None:
-    trainer = make_trainer(make_model())
-    trainer.fit()
-    with pytest.raises(ValueError, match=r"call fit\(duration='1ep'\) with what is to come"):
-        trainer.fit()
 
 
 def test_a_saved_run_has_its_duration_from_the_start(tmp_path: Any) -> None:

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -91,10 +90,6 @@ def test_the_program_ends_as_by_the_signal_with_a_note_of_where(number: signal.S
     assert number == signal.SIGINT or getattr(caught.value, "code", None) == 143
 
 
-def test_nothing_is_raised_where_nothing_came() -> None:
-    Interruption().raise_if_interrupted(where="anywhere")
-
-
 def test_handlers_are_put_back_after_an_exception() -> None:
     before = signal.getsignal(signal.SIGINT)
 
@@ -125,51 +120,12 @@ def test_a_handler_of_the_callers_own_is_called_as_well() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_handler_that_was_installed_meanwhile_stays() -> None:
-    def own(number: int, frame: FrameType | None) -> None:
-        pass
-
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with catching_signals():
-            signal.signal(signal.SIGTERM, own)
-        assert signal.getsignal(signal.SIGTERM) is own
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def test_an_ignored_signal_stays_ignored() -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with catching_signals() as interruption:
-            send(signal.SIGINT)
-        assert interruption.name is None
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def test_a_handler_from_outside_of_python_is_left_alone(mocker: Any) -> None:
     mocker.patch("signal.getsignal", return_value=None)
     install = mocker.patch("signal.signal")
     with catching_signals():
         pass
     install.assert_not_called()
-
-
-def test_in_another_thread_nothing_is_caught() -> None:
-    before = [signal.getsignal(number) for number in BOTH]
-    during: list[Any] = []
-
-    def fit() -> None:
-        with catching_signals() as interruption:
-            during.extend(signal.getsignal(number) for number in BOTH)
-            during.append(interruption.name)
-
-    thread = threading.Thread(target=fit)
-    thread.start()
-    thread.join(timeout=10)
-    assert during == [*before, None]
 
 
 def test_one_inside_of_another_tells_both() -> None:

@@ -53,20 +53,6 @@ def make_trainer(**options: Any) -> Trainer:
     )
 
 
-def test_seconds_of_data_are_known_to_the_sampler_and_end_training() -> None:
-    trainer = make_trainer(max_duration="2ep")
-    summary = trainer.fit()
-    assert summary.data_seconds == 2 * TOTAL
-    trainer = make_trainer(max_duration="1min")
-    assert trainer.fit().data_seconds is not None
-    done = trainer.state.data_seconds
-    assert done is not None
-    assert 60 <= done < 60 + 20
-    trainer.fit(duration="30sec")
-    assert trainer.state.data_seconds is not None
-    assert done + 30 <= trainer.state.data_seconds < done + 30 + 20
-
-
 def test_a_callable_counts_the_seconds_of_a_batch() -> None:
     trainer = make_trainer(
         sampling={"unit": None},

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import SumMetric
 
 from automicro import CheckpointConfig, Evaluator
-from automicro.callbacks import EarlyStopping, ExponentialMovingAverage
+from automicro.callbacks import ExponentialMovingAverage
 from automicro.checkpoints.store import CheckpointStore
 from automicro.events.callback import Callback
 from automicro.events.run import Run
@@ -217,25 +217,6 @@ def test_an_interrupted_run_evaluates_no_further_and_later_as_if_nothing_had_bee
         assert steps_of(tmp_path / "cut.jsonl", name) == steps_of(tmp_path / "whole.jsonl", name)
 
 
-def test_no_evaluation_begins_after_max_time(mocker: Any) -> None:
-    mocker.patch(
-        "automicro.trainer.fit.TimeLimit", return_value=mocker.Mock(is_over=True, spec=["is_over"])
-    )
-    noting = At()
-    trainer = make_trainer(
-        make_model(), eval_dataloader=make_loader(), callbacks=[noting], max_time="1h"
-    )
-    for _ in range(3):
-        assert trainer.fit().stop_reason == "max_time is over"
-    assert trainer.fit().stop_reason == "max_time is over"
-    assert (trainer.state.batch, noting.evaluated) == (4, [])
-    # What is left is the evaluation at the end, which is no reason to refuse.
-    assert trainer.fit().stop_reason is None
-    assert noting.evaluated == [4]
-    with pytest.raises(ValueError, match="already"):
-        trainer.fit()
-
-
 @pytest.mark.parametrize("batch", [0, 2, 3])
 @pytest.mark.parametrize("unknown", [False, True])
 def test_a_pass_goes_on_after_ctrl_c_where_it_was_left(batch: int, unknown: bool) -> None:
@@ -277,17 +258,6 @@ def test_fit_inside_of_a_callback_of_the_same_trainer_is_refused(event: str) -> 
     assert trainer.state.batch == 1
 
 
-def test_a_callback_may_evaluate_predict_and_train_another_model() -> None:
-    def act() -> None:
-        trainer.eval(make_loader())
-        trainer.predict(make_loader())
-        assert make_trainer(make_model()).fit().steps == 4
-
-    trainer = make_trainer(make_model(), callbacks=[At("batch_end", 2, act)])
-    assert trainer.fit().steps == 4
-    assert trainer.fit("1ep").steps == 8
-
-
 @pytest.mark.parametrize("every", ["1ba", "3ba", None])
 def test_training_is_the_same_however_often_it_evaluates(every: str | None) -> None:
     models = []
@@ -302,22 +272,6 @@ def test_training_is_the_same_however_often_it_evaluates(every: str | None) -> N
             max_duration="2ep",
         ).fit()
     assert_same(*models)
-
-
-def test_an_evaluation_outside_of_training_is_not_logged(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
-    trainer = make_trainer(
-        make_model(),
-        eval_dataloader=make_loader(),
-        eval_interval=None,
-        loggers=[JSONLinesLogger(path)],
-        max_duration="2ba",
-    )
-    trainer.eval()
-    trainer.fit()
-    trainer.eval()
-    assert steps_of(path, "eval/loss") == []
-    assert steps_of(path, "train/loss") == [1, 2]
 
 
 def test_the_end_of_an_epoch_of_unknown_length_is_logged_once(tmp_path: Path) -> None:
@@ -359,47 +313,6 @@ def test_training_metrics_are_of_the_last_complete_epoch(
     assert f"train rows ({label})" in str(summary)
 
 
-def test_a_run_that_a_callback_stopped_goes_on_without_it(tmp_path: Path) -> None:
-    def make(duration: str, *callbacks: Callback) -> Any:
-        return make_trainer(
-            make_model(),
-            eval_dataloader=make_loader(),
-            eval_interval="1ba",
-            max_duration=duration,
-            callbacks=callbacks,
-            checkpoint=CheckpointConfig(folder=tmp_path),
-        )
-
-    class Stop(Callback):
-        def batch_end(self, run: Run, result: Any) -> None:
-            run.stop("enough")
-
-    assert make("2ep", Stop()).fit().stop_reason == "enough"
-    summary = make("2ep").fit()
-    assert (summary.steps, summary.stop_reason) == (8, None)
-
-
-def test_early_stopping_stops_a_resumed_run_again_unless_it_has_more_patience(
-    tmp_path: Path,
-) -> None:
-    def fit(patience: int) -> Any:
-        return make_trainer(
-            make_model(),
-            eval_dataloader=make_loader(),
-            eval_interval="1ba",
-            max_duration="2ep",
-            callbacks=[EarlyStopping(patience=patience, min_delta=9)],
-            checkpoint=CheckpointConfig(folder=tmp_path),
-        ).fit()
-
-    assert fit(2).steps == 3
-    again = fit(2)
-    assert again.steps == 3
-    assert again.stop_reason is not None
-    summary = fit(100)
-    assert (summary.steps, summary.stop_reason) == (8, None)
-
-
 def test_an_iterator_for_several_evaluations_is_refused_before_training() -> None:
     with pytest.raises(ValueError, match=r"eval_dataloader is an iterator \(generator\).*DataLo"):
         make_trainer(
@@ -407,20 +320,6 @@ def test_an_iterator_for_several_evaluations_is_refused_before_training() -> Non
         )
     once = make_trainer(make_model(), eval_dataloader=iter(list(make_loader())))
     assert "loss" in once.fit().eval_metrics
-
-
-def test_a_callback_evaluates_under_the_memory_limit_of_the_run() -> None:
-    losses = []
-    noting = At("batch_end", 2, lambda: losses.append(trainer.eval()["loss"]))
-    trainer = make_trainer(
-        make_model(),
-        eval_dataloader=make_loader(),
-        eval_interval=None,
-        callbacks=[noting],
-        memory_limit="4MiB",
-    )
-    assert trainer.fit().steps == 4
-    assert len(losses) == 1
 
 
 @pytest.mark.parametrize("at", [2, 4])

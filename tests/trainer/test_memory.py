@@ -8,20 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from automicro import (
     CheckpointConfig,
     MemoryBudget,
     OptimizerStepError,
-    SampleTooLargeError,
     Trainer,
 )
 from automicro.callbacks import EarlyStopping, ExponentialMovingAverage
 from tests.trainer.runs import (
     CLASSES,
-    FEATURES,
     assert_same,
     losses_of,
     make_loader,
@@ -70,18 +68,6 @@ def test_a_run_survives_running_out_of_memory_in_train_and_eval() -> None:
     assert (unlimited.train_ooms, unlimited.eval_ooms) == (0, 0)
 
 
-def test_running_out_of_memory_in_eval_leaves_the_training_size_alone() -> None:
-    trainer = make_trainer(
-        make_model(),
-        make_loader(batch_size=8),
-        eval_dataloader=make_loader(rows=2000, batch_size=2000),
-        memory_limit="400KiB",
-    )
-    summary = trainer.fit()
-    assert (summary.train_ooms, summary.microbatch_size) == (0, 8)
-    assert summary.eval_ooms >= 1
-
-
 def test_one_limit_holds_for_the_optimizer_step_too() -> None:
     class Hungry(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
@@ -102,32 +88,10 @@ def test_a_budget_that_is_entered_already_is_used() -> None:
     assert summary.train_ooms == budget.num_ooms > 0
 
 
-def test_what_the_loader_allocates_is_not_on_the_device() -> None:
-    # A batch has 288 KiB, and the simulated device 256 KiB.
-    loader = make_loader(rows=6144, batch_size=6144)
-    summary = make_trainer(make_model(), loader, memory_limit="256KiB").fit()
-    assert summary.samples == 6144
-
-
 def test_a_model_larger_than_the_limit_is_named_as_the_reason() -> None:
     with pytest.raises(torch.OutOfMemoryError) as raised:
         make_trainer(make_model(), memory_limit="4KiB").fit()
     assert "the model and the optimizer's state alone exceed" in raised.value.__notes__[0]
-
-
-def test_not_one_row_fitting_says_where() -> None:
-    class Huge(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(FEATURES, CLASSES)
-
-        def forward(self, inputs: Tensor) -> Tensor:
-            outputs: Tensor = self.linear(inputs)
-            return outputs * torch.ones(len(inputs), 2**16).sum(1, keepdim=True)
-
-    with pytest.raises(SampleTooLargeError) as raised:
-        make_trainer(Huge(), memory_limit="128KiB").fit()
-    assert "in training, epoch 1, batch 1" in raised.value.__notes__[-1]
 
 
 RELEASED: dict[str, dict[str, Any]] = {

@@ -19,7 +19,6 @@ from automicro import (
 )
 from automicro.callbacks import EarlyStopping
 from automicro.events.run import Run
-from automicro.loss.weights import LossMean
 from tests.trainer.runs import make_data, make_loader, make_model, make_trainer
 
 
@@ -124,26 +123,6 @@ def test_the_state_is_for_reading_and_can_be_copied() -> None:
         assert copied.batch == trainer.state.batch > 0
 
 
-def test_what_one_logger_does_to_its_values_another_does_not_see() -> None:
-    class Greedy:
-        def __init__(self) -> None:
-            self.names: list[set[str]] = []
-
-        def start(self, run: Any, *, resume_step: int | None = None) -> None:
-            """Nothing to prepare."""
-
-        def log(self, values: Any, *, step: int) -> None:
-            self.names.append(set(values))
-            values.clear()
-
-        def close(self) -> None:
-            """Nothing to close."""
-
-    loggers = [Greedy(), Greedy()]
-    make_trainer(make_model(), loggers=loggers).fit()
-    assert loggers[0].names == loggers[1].names != []
-
-
 def test_gradients_of_a_callbacks_own_pass_are_not_scaled() -> None:
     def grads(model: nn.Module) -> list[Tensor]:
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -171,21 +150,6 @@ def test_callbacks_that_are_no_list_are_named(wrong: Any) -> None:
         make_trainer(make_model(), callbacks=wrong)
 
 
-def test_an_evaluation_leaves_a_part_without_targets_out_of_its_sum_as_training_does() -> None:
-    mean = LossMean()
-    parts = {"text": torch.tensor(2.0), "image": torch.tensor(torch.nan)}
-    mean.add(torch.tensor(torch.nan), parts, {"text": 4, "image": 0})
-    values = mean.compute()
-    assert values["loss"] == values["loss/text"] == 2.0
-
-
-def test_inputs_alone_are_predicted_on() -> None:
-    trainer = make_trainer(make_model())
-    inputs = make_data()[:][0]
-    (alone,), (listed,) = trainer.predict([inputs]), trainer.predict([[inputs]])
-    assert torch.equal(alone, listed)
-
-
 @pytest.mark.parametrize(
     ("name", "event"),
     [
@@ -207,26 +171,8 @@ def test_a_misspelt_event_is_refused() -> None:
         make_trainer(make_model(), callbacks=[misspelt()])
 
 
-def test_methods_of_a_callbacks_own_may_be_called_as_they_like() -> None:
-    own = type("Own", (Callback,), {"on_my_terms": lambda self: None})
-    make_trainer(make_model(), callbacks=[own()])
-
-
-def test_early_stopping_on_what_nobody_gives_says_so_at_the_end() -> None:
-    trainer = make_trainer(make_model(), callbacks=[EarlyStopping("score")])
-    with pytest.warns(UserWarning, match=r"never saw 'score', in 1 epochs?: .*eval_dataloader"):
-        trainer.fit()
-
-
 def test_a_class_in_place_of_an_instance_is_named() -> None:
     with pytest.raises(TypeError, match=r"loss_fn is the class CrossEntropyLoss; make an instance"):
         make_trainer(make_model(), loss_fn=nn.CrossEntropyLoss)
     with pytest.raises(TypeError, match=r"model is the class Linear; make an instance"):
         Microbatcher(nn.Linear)  # type: ignore[arg-type]
-
-
-def test_inputs_and_targets_apart_are_told_from_a_metric() -> None:
-    inputs, targets = make_data()[:]
-    microbatcher = Microbatcher(make_model(), loss_fn=nn.CrossEntropyLoss())
-    with pytest.raises(TypeError, match=r"as one batch: backward\(\(inputs, targets\)\)"):
-        microbatcher.backward(inputs, targets)

@@ -1,7 +1,6 @@
 """Memory that runs out beside the model: in callbacks, metrics, checkpoints, loggers, reports."""
 
 import logging
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,7 @@ from automicro import (
     Trainer,
 )
 from automicro.callbacks import OutOfMemoryReport
-from automicro.checkpoints.store import CheckpointConfig
 from automicro.memory.oom import once_more
-from automicro.step.events import OutOfMemory
-from automicro.step.feature import Attempt
 
 STEP = ["attempt_start", "microbatch_start", "forward_start", "forward_end", "loss_end"]
 STEP += ["backward_start", "backward_end", "microbatch_end", "attempt_end"]
@@ -131,11 +127,6 @@ def test_a_metric_is_named_and_not_the_rows() -> None:
         trainer(metrics={"hoard": hoarding("update")}).fit()
 
 
-def test_a_metric_is_computed_once_more() -> None:
-    summary = trainer(metrics={"hoard": hoarding("compute")}).fit()
-    assert summary.train_metrics["hoard"] == 32
-
-
 def test_a_metric_that_cannot_be_computed_is_named() -> None:
     with pytest.raises(torch.OutOfMemoryError) as caught:
         trainer(metrics={"hoard": hoarding("ever")}).fit()
@@ -174,39 +165,6 @@ def test_a_transform_that_runs_out_is_named() -> None:
     with pytest.raises(torch.OutOfMemoryError) as caught:
         trainer(Doubles()).fit()
     assert "in the callback Doubles, transform" in "\n".join(caught.value.__notes__)
-
-
-def test_a_checkpoint_is_gathered_once_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from automicro.trainer.resume.snapshot import Snapshot
-
-    gather, calls = Snapshot.gather, []
-
-    def gather_or_fail(self: Snapshot) -> dict[str, Any]:
-        calls.append(1)
-        if len(calls) == 2:
-            oom()
-        return gather(self)
-
-    monkeypatch.setattr(Snapshot, "gather", gather_or_fail)
-    trainer(checkpoint=CheckpointConfig(folder=tmp_path)).fit()
-    assert len(calls) == 3
-    assert any(tmp_path.iterdir())
-
-
-def test_a_logger_that_runs_out_costs_no_run() -> None:
-    class Broken:
-        def start(self, run: Any, *, resume_step: int | None) -> None: ...
-        def log(self, values: Any, *, step: int) -> None:
-            oom()
-
-        def close(self) -> None: ...
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer(loggers=[Broken()]).fit()
-    assert "OutOfMemoryError: CUDA out of memory" in str(caught[0].message)
 
 
 def test_once_more_gives_back_what_the_first_try_held() -> None:
@@ -299,21 +257,6 @@ def test_an_error_that_cannot_be_told_ends_the_run_as_itself(
         assert caught.value is error
 
 
-def test_what_a_callback_is_told_holds_a_text() -> None:
-    told: list[str] = []
-
-    class Listens(Callback):
-        def oom(self, run: Any, failure: OutOfMemory) -> None:
-            assert isinstance(failure.attempt, Attempt)
-            told.append(failure.message)
-
-    def fail() -> None:
-        raise RuntimeError("CUDA out of memory. \udc80")
-
-    trainer(Listens(), Greedy("forward_end", fail, times=1)).fit()
-    assert told == ["CUDA out of memory. \\udc80"]
-
-
 class UsesShared(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -344,13 +287,6 @@ def test_a_shared_part_that_fills_the_device_is_named_and_no_smaller_samples_adv
     assert "no size can" in text
     assert "less in the parts of the batch that are shared by all rows" in text
     assert "samples" not in text
-
-
-def test_a_shared_part_beside_rows_that_do_not_fit_is_named_first() -> None:
-    text = run_shared("6KiB", 500)
-    assert "shared parts of the batch 2.00 KiB" in text
-    assert text.index("shared by all rows") < text.index("a larger device")
-    assert "smaller samples" not in text  # most of the limit goes to what every size needs
 
 
 def test_nothing_shared_is_told_of_where_all_has_rows() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro import Trainer
-from tests.trainer.runs import FEATURES, assert_same, make_loader, make_model, make_trainer
+from tests.trainer.runs import FEATURES, make_loader, make_model, make_trainer
 
 
 def sentences(*lengths: int) -> list[dict[str, Tensor]]:
@@ -49,25 +49,6 @@ def test_tokens_are_those_that_the_mask_counts() -> None:
     assert summary.tokens == 2 * (4 + 9 + 2 + 7)
     assert summary.tokens_per_second is not None
     assert summary.tokens_per_second * 8 == pytest.approx(summary.samples_per_second * 44)
-
-
-def test_tokens_that_only_a_callable_can_count() -> None:
-    trainer = make_trainer(
-        make_model(), max_duration="64tok", count_tokens=lambda batch: 2 * len(batch[0])
-    )
-    assert trainer.fit().steps == 2
-    assert trainer.state.tokens == 64
-
-
-@pytest.mark.parametrize("name", ["max_duration", "eval_interval"])
-def test_a_duration_in_tokens_that_nobody_can_count_is_an_error_before_anything_trains(
-    name: str,
-) -> None:
-    model = make_model()
-    before = make_model()
-    with pytest.raises(ValueError, match=rf"^{name}='5tok' counts tokens, but.*count_tokens="):
-        make_trainer(model, **{name: "5tok"}).fit()
-    assert_same(model, before)
 
 
 def test_parameter_groups_get_their_options() -> None:
@@ -134,15 +115,6 @@ def test_channels_last_trains_to_the_same_weights_up_to_rounding() -> None:
     assert weight.is_contiguous(memory_format=torch.channels_last)
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
-
-
-def test_a_compiled_model_trains_as_it_does_otherwise() -> None:
-    compiled, plain = make_model(), make_model()
-    make_trainer(compiled, compile={"backend": "eager"}, microbatch_size=5).fit()
-    make_trainer(plain, microbatch_size=5).fit()
-    assert list(compiled.state_dict()) == list(plain.state_dict())
-    for mine, other in zip(compiled.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-7)
 
 
 def test_deterministic_holds_for_the_run_and_no_longer() -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     IterableDataset,
     RandomSampler,
@@ -178,11 +177,6 @@ def test_every_row_comes_exactly_once(options: dict[str, Any], world_size: int) 
     assert seen == dict.fromkeys(range(11), 1)
 
 
-def test_a_last_batch_is_dropped_where_the_loader_says_so() -> None:
-    parts = [rows_of(share(DataLoader(ROWS, 2, drop_last=True), rank, 2)) for rank in range(2)]
-    assert parts == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
-
-
 def test_sharing_draws_no_random_number_of_the_process() -> None:
     loader = share(DataLoader(ROWS, sampler=WeightedRandomSampler([1.0] * 11, 11)), 0, 2)
     here = torch.get_rng_state()
@@ -200,15 +194,6 @@ class Kept(DataLoader[Any]):
     def __init__(self, mark: str) -> None:
         super().__init__(ROWS, batch_size=2, collate_fn=collate, num_workers=0)
         self.mark = mark
-
-
-def test_a_shared_loader_keeps_everything_else_and_the_given_one_stays_as_it_was() -> None:
-    given = Kept("mine")
-    shared = share(given, 0, 2)
-    assert type(shared) is Kept
-    assert (shared.mark, shared.collate_fn) == ("mine", collate)
-    assert type(given.batch_sampler) is BatchSampler
-    assert len(given) == 6
 
 
 class Stream(IterableDataset[Any]):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from automicro.trainer.optimizer import check_group_options, group_parameters
+from automicro.trainer.optimizer import group_parameters
 
 FORM = "write mappings such as {'params': ['*.bias'], 'weight_decay': 0.0}"
 
@@ -35,36 +35,6 @@ def complaint(groups: Any, model: nn.Module | None = None) -> str:
     return str(caught.value)
 
 
-def test_what_no_pattern_names_makes_a_first_group_without_options() -> None:
-    model = Tied()
-    groups = group_parameters(model, [{"params": ["*.bias", "norm.*"], "weight_decay": 0.0}])
-    assert [sorted(group) for group in groups] == [["params"], ["params", "weight_decay"]]
-    assert names(model, [{"params": ["*.bias", "norm.*"], "weight_decay": 0.0}]) == [
-        ["embed.weight", "block.weight"],
-        ["block.bias", "norm.weight", "norm.bias"],
-    ]
-
-
-def test_the_first_group_that_matches_takes_a_parameter() -> None:
-    groups = [{"params": "norm.*", "lr": 0.1}, {"params": "*.bias", "lr": 0.2}]
-    assert names(Tied(), groups) == [
-        ["embed.weight", "block.weight"],
-        ["norm.weight", "norm.bias"],
-        ["block.bias"],
-    ]
-    assert names(Tied(), groups[::-1])[1:] == [["block.bias", "norm.bias"], ["norm.weight"]]
-
-
-def test_no_empty_default_group_is_made() -> None:
-    groups = group_parameters(Tied(), [{"params": "*", "lr": 0.5}])
-    assert len(groups) == 1
-    assert len(groups[0]["params"]) == 5
-
-
-def test_without_groups_all_parameters_are_in_one() -> None:
-    assert len(names(Tied(), [])[0]) == 5
-
-
 @pytest.mark.parametrize("name", ["embed.weight", "output.weight"])
 def test_tied_weights_go_by_either_name_and_are_there_once(name: str) -> None:
     model = Tied()
@@ -90,16 +60,6 @@ def test_torch_trains_each_group_with_its_own_options() -> None:
     for name, parameter in model.named_parameters():
         moved = 0.0 if name == "block.weight" else 0.5
         assert torch.equal(parameter, before[name] - moved), name
-
-
-def test_options_with_tuples_and_flags_are_handed_on() -> None:
-    model = Tied()
-    groups = [{"params": "norm.*", "betas": (0.5, 0.6), "amsgrad": True}]
-    optimizer = torch.optim.AdamW(group_parameters(model, groups))
-    check_group_options(optimizer, groups)
-    first, second = optimizer.param_groups
-    assert (first["betas"], first["amsgrad"]) == ((0.9, 0.999), False)
-    assert (second["betas"], second["amsgrad"]) == ((0.5, 0.6), True)
 
 
 WRONG: dict[str, tuple[Any, str]] = {
@@ -166,22 +126,3 @@ WRONG: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize(("groups", "message"), WRONG.values(), ids=WRONG)
 def test_what_is_wrong_is_said_with_its_place_and_remedy(groups: Any, message: str) -> None:
     assert complaint(groups) == message
-
-
-def test_a_model_without_parameters_has_none_to_name() -> None:
-    assert complaint([{"params": "*"}], nn.ReLU()) == (
-        "parameter_groups[0]: '*' matches no parameter of the model, which has none: leave "
-        "parameter_groups out"
-    )
-
-
-def test_an_option_that_the_optimizer_would_ignore_is_refused() -> None:
-    groups = [{"params": "norm.*", "lr": 0.1}, {"params": "*.bias", "weight_decya": 0.0}]
-    optimizer = torch.optim.SGD(group_parameters(Tied(), groups), lr=0.1)
-    with pytest.raises(ValueError, match="weight_decya") as caught:
-        check_group_options(optimizer, groups)
-    message = str(caught.value)
-    assert message.startswith(
-        "parameter_groups[1] has the option 'weight_decya' (did you mean 'weight_decay'?), which "
-        "SGD does not know and would ignore: use options of lr, momentum, dampening, weight_decay"
-    )

@@ -1,14 +1,10 @@
 """Training in half precision: the loss is scaled, and what overflows is left out."""
 
-import copy
-import math
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 
-from automicro import Halving, NonFiniteLossError
+from automicro import NonFiniteLossError
 from tests.outside import Unreached
 from tests.trainer.runs import (
     FEATURES,
@@ -96,46 +92,6 @@ def test_gradients_that_overflow_are_left_out_as_in_that_loop(
         )
         == 2
     )
-
-
-def test_a_run_that_ran_out_of_memory_is_the_run_at_those_sizes() -> None:
-    ours, fixed = make_model(dropout=0.2), make_model(dropout=0.2)
-    options: dict[str, Any] = {"precision": "fp16", "seed": 5, "max_duration": "2ep"}
-    halving = Halving(refine=False, grow=False)
-    trainer = make_trainer(
-        ours, make_loader(300, 256), memory_limit="200KiB", microbatch_size=halving, **options
-    )
-    summary = trainer.fit()
-    assert summary.train_ooms > 0
-    size = summary.microbatch_size
-    make_trainer(fixed, make_loader(300, 256), microbatch_size=size, **options).fit()
-    assert_same(ours, fixed)
-
-
-def test_a_loss_that_is_not_finite_stops_in_half_precision_too() -> None:
-    class Nan(Overflows):
-        def forward(self, inputs: Tensor) -> Tensor:
-            return super().forward(inputs) * math.nan
-
-    model = Nan()
-    before = copy.deepcopy(model.linear)
-    with pytest.raises(NonFiniteLossError, match="the loss is nan"):
-        make_trainer(model, precision="fp16", microbatch_size=None).fit()
-    assert_same(model.linear, before)
-
-
-def test_a_skipped_loss_does_not_lower_the_scale() -> None:
-    class Nan(Overflows):
-        def forward(self, inputs: Tensor) -> Tensor:
-            outputs = super().forward(inputs)
-            return outputs * math.nan if self.calls == 2 else outputs
-
-    trainer = make_trainer(Nan(), precision="fp16", microbatch_size=None, non_finite="skip")
-    summary = trainer.fit()
-    assert (summary.steps, summary.skipped_steps) == (3, 1)
-    assert trainer._fit is not None
-    assert trainer._fit.step.update.scaler is not None
-    assert trainer._fit.step.update.scaler.scale == 2.0**16
 
 
 def test_gradients_that_always_overflow_end_the_run() -> None:

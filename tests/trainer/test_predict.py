@@ -1,14 +1,12 @@
 """Outputs for all of a data set, however little memory."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from automicro import DataLoaderError, LossError, MemoryBudget, Microbatcher
-from tests.trainer.runs import CLASSES, FEATURES, make_data, make_loader, make_model, make_trainer
+from tests.trainer.runs import make_data, make_loader, make_model, make_trainer
 
 
 def outputs_of(model: nn.Module, inputs: Tensor) -> Tensor:
@@ -17,34 +15,6 @@ def outputs_of(model: nn.Module, inputs: Tensor) -> Tensor:
         outputs: Tensor = model(inputs)
     model.train()
     return outputs
-
-
-def test_outputs_come_in_the_order_of_the_data_batch_by_batch() -> None:
-    model = make_model(dropout=0.5)
-    trainer = make_trainer(model, eval_microbatch_size=3)
-    outputs = trainer.predict(make_loader())
-    assert [len(each) for each in outputs] == [16, 16, 16, 2]
-    inputs, _ = make_data()[:]
-    torch.testing.assert_close(torch.cat(outputs), outputs_of(model, inputs))
-    assert model.training
-
-
-@pytest.mark.parametrize("form", ["inputs", "mapping", "pair"])
-def test_targets_may_be_missing(form: str) -> None:
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(FEATURES, CLASSES)
-
-        def forward(self, x: Tensor) -> Tensor:
-            outputs: Tensor = self.linear(x)
-            return outputs
-
-    model = Named()
-    x = torch.randn(5, FEATURES)
-    batch: Any = {"inputs": x, "mapping": {"x": x}, "pair": (x, torch.zeros(5).long())}[form]
-    outputs = make_trainer(model, eval_microbatch_size=2).predict([batch])
-    torch.testing.assert_close(outputs[0], outputs_of(model, x))
 
 
 def test_predicting_survives_running_out_of_memory() -> None:

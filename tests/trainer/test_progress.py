@@ -1,7 +1,6 @@
 """What a run shows: live in a terminal, lines elsewhere, nothing if asked."""
 
 import io
-import logging
 from typing import Any
 
 import pytest
@@ -16,9 +15,7 @@ from automicro.trainer.progress import (
     PLAIN_SECONDS,
     LiveProgress,
     PlainProgress,
-    Progress,
     RecentSpeed,
-    make_progress,
 )
 
 
@@ -61,13 +58,6 @@ def make_run(
     )
 
 
-def test_nothing_at_all_is_shown_without_progress(capfd: pytest.CaptureFixture[str]) -> None:
-    summary = make_run(progress=False).fit()
-    assert summary.train_ooms
-    assert summary.eval_ooms
-    assert capfd.readouterr() == ("", "")
-
-
 def test_a_run_tells_its_story_in_plain_lines(capfd: pytest.CaptureFixture[str]) -> None:
     summary = make_run().fit()
     shown = capfd.readouterr()
@@ -92,14 +82,6 @@ def test_a_run_tells_its_story_in_plain_lines(capfd: pytest.CaptureFixture[str])
     status = next(line for line in lines if line.startswith("epoch 1/2, batch 1/2 · loss 1."))
     assert " · lr 0.001 · " in status
     assert shown.out.endswith("\n\n" + str(summary) + "\n")
-
-
-def test_the_summary_ends_with_the_ooms_and_the_final_sizes() -> None:
-    lines = str(make_run(progress=False).fit()).splitlines()
-    assert [" ".join(line.split()) for line in lines[-2:]] == [
-        "OOMs survived 3 (1 in train, 2 in eval)",
-        "final microbatch size 128 rows (2 × 128 of 256) in train, 300 in eval",
-    ]
 
 
 def test_the_summary_aligns_what_it_reports() -> None:
@@ -160,30 +142,6 @@ def test_speed_is_that_of_the_last_seconds_and_not_an_average_since_the_start() 
     assert seen == [1000.0, 100.0, 100.0, 100.0]
 
 
-def test_an_optimizer_of_several_learning_rates_shows_none(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    def two_rates(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        groups = [{"params": [each], "lr": 0.1 / (1 + i)} for i, each in enumerate(parameters)]
-        return torch.optim.SGD(groups)
-
-    make_run(optimizer=two_rates, eval_dataloader=None).fit()
-    assert " · lr " not in capfd.readouterr().out
-
-
-def test_memory_that_nobody_counts_is_not_reported() -> None:
-    summary = make_run(progress=False, limit=None).fit()
-    assert summary.peak_memory_bytes is None
-    assert "not measured" in str(summary)
-
-
-def test_handlers_of_the_user_still_get_every_retry(caplog: pytest.LogCaptureFixture) -> None:
-    summary = make_run(progress=False).fit()
-    retries = [record for record in caplog.records if record.name == "automicro.attempts"]
-    assert len(retries) == summary.train_ooms + summary.eval_ooms
-    assert not logging.getLogger("automicro.attempts").handlers
-
-
 def test_a_live_line_is_written_over_and_lines_stay() -> None:
     console, file = make_console(terminal=True)
     trainer = make_run()
@@ -212,12 +170,6 @@ def test_what_takes_long_before_the_first_bar_is_named_where_somebody_watches() 
     assert shown.count("waiting for the first batch") == 1
 
 
-def test_where_it_goes_decides_how_it_shows() -> None:
-    assert type(make_progress(False)) is Progress
-    assert type(make_progress(True, make_console(terminal=True)[0])) is LiveProgress
-    assert type(make_progress(True, make_console(terminal=False)[0])) is PlainProgress
-
-
 @pytest.mark.parametrize("kind", [PlainProgress, LiveProgress])
 def test_a_status_is_not_even_described_too_often(kind: Any) -> None:
     console, _ = make_console(terminal=kind is LiveProgress)
@@ -233,14 +185,6 @@ def test_a_status_is_not_even_described_too_often(kind: Any) -> None:
             clock.now += PLAIN_SECONDS / 500
     limit = 2 if kind is PlainProgress else 101
     assert 2 <= len(described) <= limit
-
-
-def test_long_lines_and_brackets_come_out_as_they_are() -> None:
-    file = io.StringIO()
-    text = "[bold]no style[/bold] " + "x" * 300
-    with PlainProgress(Console(file=file, width=80)) as progress:
-        progress.line(text)
-    assert file.getvalue() == text + "\n"
 
 
 def test_a_run_in_batches_and_without_known_length_says_what_it_knows(

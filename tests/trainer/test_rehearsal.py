@@ -15,7 +15,6 @@ from torchmetrics.classification import MulticlassAccuracy
 from automicro import Callback, CheckpointConfig, Microbatcher, SampleTooLargeError
 from automicro.callbacks import ExponentialMovingAverage
 from automicro.checkpoints.rng import rng_state
-from automicro.remembered.cache import SizeCache
 from automicro.trainer.rehearsal import RehearsalReport
 from automicro.values import same_values
 from tests.trainer.rehearsals import (
@@ -76,38 +75,6 @@ def limit_for(lengths: list[int], *, rows: int) -> int:
         peak = microbatcher.backward((longest, longest)).peak_bytes
     assert peak is not None
     return int(peak * 1.02)
-
-
-def test_the_costliest_batch_is_found_and_named_with_its_rows() -> None:
-    lengths = [4] * 37 + [60, 50, 4]
-    noting = Noting()
-    trainer = make_trainer(Model(), loader_of(lengths), callbacks=[noting], memory_limit="1MiB")
-    summary = trainer.fit()
-    worst = reported(trainer).batches[0]
-    assert noting.report is reported(trainer)
-    assert (worst.index, worst.dataset_rows) == (4, (32, 33, 34, 35, 36, 37, 38, 39))
-    assert worst.cost == 2 * 8 * 60
-    assert worst.peak_bytes is not None
-    assert worst.peak_bytes <= 2**20 == worst.capacity_bytes
-    assert "batch 5 of train_dataloader (rows 32, 33" in str(worst)
-    assert summary.rehearsed == reported(trainer).brief()
-    assert "of all 5 batches of train_dataloader fit" in summary.rehearsed
-    # One event tells of it, before the first epoch, and none of its microbatches.
-    first = noting.events.index("batch_start")
-    assert noting.events[:first] == ["fit_start", "rehearsal_end"]
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_what_is_rehearsed_is_what_the_first_epoch_trains_on(workers: int) -> None:
-    noting = Noting()
-    loader = loader_of(log_normal(1, 80), shuffle=True, num_workers=workers)
-    trainer = make_trainer(Model(), loader, callbacks=[noting])
-    trainer.fit()
-    for each in reported(trainer).batches:
-        assert each.index is not None
-        assert each.cost == 2 * noting.batches[each.index].numel()
-    costs = [2 * batch.numel() for batch in noting.batches]
-    assert reported(trainer).batches[0].cost == max(costs)
 
 
 @pytest.mark.parametrize(
@@ -350,11 +317,6 @@ def test_a_callback_that_puts_other_batches_in_place_is_as_it_was() -> None:
     assert callbacks[0].calls == callbacks[1].calls
 
 
-def test_only_the_worst_can_be_rehearsed() -> None:
-    with pytest.raises(ValueError, match="rehearse"):
-        make_trainer(Model(), loader_of([3] * 8), rehearse="best")
-
-
 def test_batches_that_make_up_one_step_lie_beside_each_others_gradients() -> None:
     """Two wide batches: without the gradients of the first, the second would fit."""
     wide = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 2))
@@ -390,24 +352,6 @@ def test_no_clock_decides_what_is_looked_at_where_runs_are_to_repeat(mocker: Any
         trainer.fit()
         looked_at.append(reported(trainer).looked_at["train_dataloader"])
     assert looked_at == ["all 10 batches", "the first 1 of 10 batches"]
-
-
-def test_remembered_sizes_are_those_of_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lengths = [6] * 48 + [40] * 8
-    limit = limit_for(lengths, rows=3)
-    left = []
-    for rehearse in ("worst", None):
-        monkeypatch.setenv("AUTOMICRO_CACHE", str(tmp_path / str(rehearse)))
-        for _ in range(2):  # the second asks for what the first has left
-            trainer = make_trainer(
-                Model(), loader_of(lengths), seed=None, memory_limit=limit, rehearse=rehearse
-            )
-            trainer.fit()
-        left.append([entry.key for entry in SizeCache().entries()])
-    assert left[0]
-    assert left[0] == left[1]
 
 
 steps_of_all = torch.zeros(())

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as torch_schedules
 
-from automicro import CheckpointError, Trainer
+from automicro import CheckpointError
 from automicro.events.callback import Callback
 from automicro.events.run import Run
 from automicro.schedules import cosine_with_warmup
-from tests.trainer.resume.runs import check_resumes, linear, trainer
+from tests.trainer.resume.runs import linear, trainer
 from tests.trainer.runs import make_loader, make_model, make_trainer
 
 BATCHES = 4
@@ -46,31 +46,6 @@ def rates_of(duration: str, **options: Any) -> list[float]:
 halving = partial(torch_schedules.StepLR, step_size=1, gamma=0.5)
 
 
-def test_a_scheduler_may_be_stepped_after_every_epoch() -> None:
-    seen = rates_of("3ep", scheduler=halving, scheduler_interval="epoch")
-    assert seen == [0.1] * BATCHES + [0.05] * BATCHES + [0.025] * BATCHES
-
-
-@pytest.mark.parametrize(("duration", "rate"), [("3ba", 0.1), ("4ba", 0.05), ("6ba", 0.05)])
-def test_only_a_complete_epoch_steps_it(duration: str, rate: float) -> None:
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    make_trainer(
-        model,
-        make_loader(rows=16 * BATCHES),
-        optimizer=optimizer,
-        scheduler=halving,
-        scheduler_interval="epoch",
-        max_duration=duration,
-    ).fit()
-    assert optimizer.param_groups[0]["lr"] == rate
-
-
-def test_a_scheduler_may_be_stepped_after_every_batch() -> None:
-    seen = rates_of("1ep", scheduler=halving, scheduler_interval="batch")
-    assert seen == [0.1, 0.05, 0.025, 0.0125]
-
-
 @pytest.mark.parametrize("kind", [halving, lambda optimizer: SimpleNamespace(step=print)])
 def test_a_scheduler_that_does_not_say_what_it_counts_is_refused_with_both_words(kind: Any) -> None:
     message = r"scheduler_interval='batch' to step it after each optimizer step, or 'epoch' after"
@@ -83,22 +58,6 @@ def test_schedules_of_ours_say_what_they_count() -> None:
     assert rates_of("1ep", scheduler=ours, scheduler_interval=None)[:2] == [0.05, 0.1]
     with pytest.raises(ValueError, match="WarmupLR, which is stepped after every batch; leave"):
         rates_of("1ep", scheduler=ours, scheduler_interval="epoch")
-
-
-def test_another_interval_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"scheduler_interval='epochs'.*did you mean 'epoch'"):
-        rates_of("1ep", scheduler_interval="epochs")
-
-
-def test_a_run_resumes_between_any_two_batches(tmp_path: Path) -> None:
-    def read(trainer: Trainer) -> float:
-        assert trainer._run.optimizer is not None
-        return float(trainer._run.optimizer.param_groups[0]["lr"])
-
-    def options() -> dict[str, Any]:
-        return {"scheduler": halving, "scheduler_interval": "epoch"}
-
-    check_resumes(linear, tmp_path, options=options, read=read)
 
 
 @pytest.mark.parametrize("saved", ["batch", "epoch"])

@@ -12,9 +12,6 @@ from torch.utils.data import DataLoader
 
 from automicro import Callback, FitSummary, Halving, Outcome, Run, StepResult, Trainer
 from automicro.cli import main
-from automicro.memory import meter as metering
-from automicro.memory.device import AllocatorCounts
-from automicro.memory.meter import Meter
 from automicro.remembered.cache import SizeCache
 from automicro.step.feature import Attempt
 from automicro.trainer.same_on_all_ranks import outline_options
@@ -80,16 +77,6 @@ def script(
     return notes, trainer.fit()
 
 
-def test_the_same_script_with_a_seed_gives_the_same_losses_twice() -> None:
-    first, summary = script()
-    assert summary.train_ooms > 0
-    again, second = script()
-    assert again.losses == first.losses
-    assert again.sizes == first.sizes
-    assert second.train_ooms == summary.train_ooms
-    assert SizeCache().entries() == []
-
-
 def test_sizes_are_remembered_with_a_seed_where_that_is_asked_for() -> None:
     first, _ = script(remember_sizes=True, max_duration="3ep")
     again, _ = script(remember_sizes=True, max_duration="3ep")
@@ -108,30 +95,9 @@ def test_remember_sizes_is_true_or_false_or_not_given() -> None:
         script(remember_sizes="no")
 
 
-def test_no_batch_is_cut_smaller_only_to_measure_where_layers_average_over_rows() -> None:
-    averaging, _ = script(rows=3 * BATCH, memory_limit=SMALL, max_duration="4ep")
-    assert not any(each.is_measuring for each in averaging.results)
-    plain, _ = script(averages=False, rows=3 * BATCH, memory_limit=SMALL, max_duration="4ep")
-    measured = [each for each in plain.results if each.is_measuring]
-    assert len(measured) == 1  # else there was nothing to avoid
-
-
 def test_frozen_statistics_average_over_nothing_and_may_be_measured() -> None:
     notes, _ = script(frozen=True, rows=3 * BATCH, memory_limit=SMALL, max_duration="4ep")
     assert sum(each.is_measuring for each in notes.results) == 1
-
-
-def test_a_batch_that_only_measures_is_marked_and_no_size_that_is_settled_on() -> None:
-    # The run ends with the batch that measures, which takes no part in the summary.
-    whole, _ = script(averages=False, max_duration="12ep")
-    at = next(index for index, each in enumerate(whole.results) if each.is_measuring)
-    marked = [each for each in whole.attempts if each.is_measuring]
-    assert [each.microbatch_size for each in marked] == [whole.sizes[at]]
-    ended, summary = script(averages=False, max_duration=f"{at + 1}ba")
-    assert ended.results[-1].is_measuring
-    assert ended.sizes[-1] < summary.microbatch_size
-    full = [each.microbatch_size for each in ended.results if each.num_samples == BATCH]
-    assert summary.microbatch_size == full[-1]
 
 
 class Told(Halving):
@@ -158,27 +124,6 @@ def test_no_clock_decides_a_size_where_numbers_are_to_repeat(
     script(microbatch_size=policy, max_duration="1ep", **options)
     assert len(policy.outcomes) > 3
     assert {each.seconds is not None for each in policy.outcomes} == {is_timed}
-
-
-@pytest.mark.parametrize(("repeatable", "readings"), [(True, 5), (False, 1)])
-def test_the_capacity_is_read_by_batches_and_not_by_the_clock_where_numbers_are_to_repeat(
-    monkeypatch: pytest.MonkeyPatch, repeatable: bool, readings: int
-) -> None:
-    read: list[Any] = []
-
-    def ask_the_driver(device: torch.device) -> int:
-        read.append(device)
-        return 1000
-
-    monkeypatch.setattr(metering, "capacity_bytes", ask_the_driver)
-    for name in ("begin_lap", "read_counts"):
-        monkeypatch.setattr(metering, name, lambda device: AllocatorCounts())
-    monkeypatch.setattr("automicro.memory.meter.time.perf_counter", lambda: 100.0)
-    meter = Meter([torch.device("cuda")], repeatable=repeatable)
-    for _ in range(5):
-        meter.begin()
-        assert meter.end().capacity_bytes == 1000
-    assert len(read) == readings
 
 
 def test_ranks_may_have_seeds_of_their_own_but_all_or_none_has_one() -> None:

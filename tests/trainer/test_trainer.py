@@ -1,6 +1,5 @@
 """The trainer: the same training as a loop written by hand."""
 
-import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from torch.utils.data import DataLoader
 
 from tests.trainer.runs import (
     CLASSES,
-    FEATURES,
     Scripted,
     adam,
     assert_same,
@@ -39,40 +37,6 @@ def test_whole_batches_train_bit_for_bit_like_a_loop_by_hand(clip: Any, schedule
     assert (summary.steps, summary.epochs, summary.samples) == (12, 3, 150)
 
 
-@pytest.mark.parametrize("size", [1, 3, 7, 16])
-def test_split_batches_train_like_a_loop_by_hand(size: int) -> None:
-    by_hand, model = make_model().double(), make_model().double()
-    loader = make_loader(dtype=torch.float64)
-    train_by_hand(by_hand, loader, epochs=3, clip=0.5)
-    make_trainer(model, loader, max_duration="3ep", microbatch_size=size, grad_clip_norm=0.5).fit()
-    for value, expected in zip(model.parameters(), by_hand.parameters(), strict=True):
-        torch.testing.assert_close(value, expected, rtol=0, atol=1e-12)
-
-
-def test_clipping_and_the_schedule_change_the_outcome() -> None:
-    outcomes = []
-    for options in (
-        {},
-        {"grad_clip_norm": 1e-3, "optimizer": torch.optim.SGD},
-        {"scheduler": schedule},
-    ):
-        model = make_model()
-        make_trainer(model, max_duration="2ep", **options).fit()
-        outcomes.append(model[0].state_dict()["weight"].clone())
-    assert not torch.equal(outcomes[0], outcomes[1])
-    assert not torch.equal(outcomes[0], outcomes[2])
-
-
-def test_the_scheduler_steps_once_per_optimizer_step() -> None:
-    model = make_model()
-    optimizer = adam(model.parameters())
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    make_trainer(
-        model, optimizer=optimizer, scheduler=scheduler, max_duration="6ba", microbatch_size=3
-    ).fit()
-    assert scheduler.last_epoch == 6
-
-
 def test_bf16_runs_the_forward_in_bf16_and_keeps_parameters_in_fp32() -> None:
     seen = set()
 
@@ -93,16 +57,6 @@ def test_bf16_runs_the_forward_in_bf16_and_keeps_parameters_in_fp32() -> None:
     assert seen == {torch.bfloat16}
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert math.isfinite(summary.train_loss)
-
-
-def test_submodules_in_evaluation_mode_stay_frozen() -> None:
-    model = nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4), nn.Linear(4, CLASSES))
-    model[1].eval()
-    before = copy.deepcopy(model[1].state_dict())
-    make_trainer(model, eval_dataloader=make_loader(), max_duration="2ep").fit()
-    assert model.training
-    assert not model[1].training
-    assert torch.equal(model[1].state_dict()["running_mean"], before["running_mean"])
 
 
 def test_a_model_in_evaluation_mode_is_put_into_training_mode() -> None:
@@ -168,13 +122,6 @@ def test_samplers_are_told_the_epoch() -> None:
     loader = DataLoader(data, batch_size=16, sampler=Sampler(data))  # type: ignore[arg-type]
     make_trainer(make_model(), loader, max_duration="3ep").fit()
     assert told == [0, 1, 2]
-
-
-def test_a_loader_with_worker_processes_works_under_a_limit() -> None:
-    loader = DataLoader(make_data(300), batch_size=256, num_workers=1)
-    summary = make_trainer(make_model(), loader, memory_limit="256KiB").fit()
-    assert summary.train_ooms >= 1
-    assert summary.samples == 300
 
 
 def test_an_interrupted_fit_goes_on_with_clean_gradients() -> None:

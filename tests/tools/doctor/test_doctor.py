@@ -1,6 +1,5 @@
 """The doctor on programs that really run out of memory, and on files of every kind."""
 
-import contextlib
 import importlib
 import io
 import json
@@ -12,12 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.cuda import _memory_viz
 
 from automicro.cli import main
 from automicro.tools.doctor import Diagnosis, UnreadableFailureError, diagnose
-from automicro.tools.doctor.causes import Device
-from automicro.tools.doctor.holders import Frame, Holder, read_origin, read_snapshot
+from automicro.tools.doctor.holders import Frame, Holder, read_snapshot
 from tests.tools.doctor.recorder import Recorder
 
 MIB = 1 << 20
@@ -176,24 +173,6 @@ def snapshot(recorder: Recorder, tmp_path: Path) -> Path:
     return dump(recorder.snapshot, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["average", "pieces"])
-def test_torch_reads_what_the_recorder_writes(name: str) -> None:
-    """It stands for CUDA's: were its format another, the tests above would say nothing."""
-    taken = fail(name).snapshot
-    content = pickle.loads(pickle.dumps(taken))
-
-    def lines(text: str) -> str:
-        return text
-
-    assert f"{name}.py:" in _memory_viz.memory(content, format_flamegraph=lines)
-    assert "seg_" in _memory_viz.segments(content, format_flamegraph=lines)
-    assert "total_allocated" in _memory_viz.segsum(content)
-    assert "raise OutOfMemoryError" in _memory_viz.trace(content)
-    assert "snapshot.pickle" in _memory_viz.trace_plot(content)
-    assert "snapshot.pickle" in _memory_viz.segment_plot(content)
-    assert _memory_viz.filter_alloc_free_pairs(content)["device_traces"][0]
-
-
 def test_what_is_held_adds_up(snapshot: Path, recorder: Recorder) -> None:
     read = read_snapshot(snapshot)
     diagnosis = diagnose(snapshot)
@@ -203,36 +182,10 @@ def test_what_is_held_adds_up(snapshot: Path, recorder: Recorder) -> None:
     json.dumps(diagnosis.to_dict())
 
 
-def test_of_several_devices_the_one_that_ran_out_is_read(
-    snapshot: Path, recorder: Recorder, tmp_path: Path
-) -> None:
-    segments = [{**each, "device": 1} for each in recorder.snapshot["segments"]]
-    larger = {"device": 0, "total_size": 1 << 40, "blocks": []}
-    traces = [[], recorder.snapshot["device_traces"][0]]
-    path = dump({"segments": [larger, *segments], "device_traces": traces}, tmp_path)
-    assert str(diagnose(path)) == str(diagnose(snapshot))
-
-
 def test_without_history_the_page_says_what_would_tell_more(tmp_path: Path) -> None:
     diagnosis = diagnose(dump(fail("state", events=False).snapshot, tmp_path))
     assert diagnosis.causes[0].kind == "not recorded"
     assert "_record_memory_history()" in str(diagnosis)
-
-
-def test_what_was_made_before_the_recording_is_no_backward(tmp_path: Path) -> None:
-    """Neither has a stack: on CUDA, autograd's threads have none in Python."""
-    taken = fail("state", stacks="python").snapshot
-    (trace,) = taken["device_traces"]
-    made = [entry["addr"] for entry in trace if entry["action"] == "alloc"]
-    first = made[0]
-    for segment in taken["segments"]:
-        for block in segment["blocks"]:
-            if block["address"] == first:
-                block["frames"] = []
-    trace[:] = [entry for entry in trace if entry.get("addr") != first]
-    kinds = {each.kind: each.num_bytes for each in diagnose(dump(taken, tmp_path)).holders}
-    assert kinds["not recorded"] == 1024 * 3072 * 4
-    assert kinds["gradients"] == pytest.approx(2 * kinds["not recorded"], rel=0.01)
 
 
 class Dangerous:
@@ -305,17 +258,6 @@ def test_every_cut_of_a_snapshot_is_refused(snapshot: Path, tmp_path: Path) -> N
             diagnose(cut)
 
 
-def test_bytes_that_were_changed_never_end_in_another_error(snapshot: Path, tmp_path: Path) -> None:
-    whole = snapshot.read_bytes()
-    path = tmp_path / "changed.pickle"
-    for place in range(0, 40_000, 1997):
-        changed = bytearray(whole)
-        changed[place] ^= 0xFF
-        path.write_bytes(changed)
-        with contextlib.suppress(UnreadableFailureError):
-            diagnose(path)
-
-
 MESSAGE = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total "
     "capacity of {capacity} of which 3.12 MiB is free. Including non-PyTorch memory, this process "
@@ -351,27 +293,6 @@ def test_a_log_tells_of_others_and_of_fragmentation(
     else:
         assert causes[0].text.startswith(said)
         assert "pieces" not in causes[0].text
-
-
-def test_memory_is_not_fragmented_where_too_little_is_free_or_a_piece_is_large_enough() -> None:
-    full = Device(
-        reserved_bytes=1000, allocated_bytes=960, requested_bytes=50, largest_free_bytes=10
-    )
-    assert not full.is_fragmented
-    full.allocated_bytes = 500
-    assert full.is_fragmented
-    full.largest_free_bytes = 50
-    assert not full.is_fragmented
-    assert not Device(reserved_bytes=1000, requested_bytes=50).is_fragmented
-
-
-def test_where_segments_grow_already_expandable_segments_are_no_advice(tmp_path: Path) -> None:
-    taken = fail("pieces").snapshot
-    for segment in taken["segments"]:
-        segment["is_expandable"] = True
-    cause = diagnose(dump(taken, tmp_path)).causes[0]
-    assert cause.kind == "fragmentation"
-    assert "expandable_segments" not in cause.remedies[0].text
 
 
 def held(kind: str, owner: str, num_bytes: int) -> dict[str, Any]:
@@ -447,58 +368,12 @@ def test_a_module_that_did_not_get_its_memory_is_not_counted_with_it(tmp_path: P
     assert "asked for 2.00 GiB more" in str(diagnosis)
 
 
-def test_our_report_takes_the_snapshot_beside_it(recorder: Recorder, tmp_path: Path) -> None:
-    report = REPORT | {"limit_bytes": recorder.capacity}
-    (tmp_path / "oom-0001.json").write_text(json.dumps(report))
-    (tmp_path / "oom-0001.pickle").write_bytes(pickle.dumps(recorder.snapshot))
-    diagnosis = diagnose(tmp_path / "oom-0001.json")
-    assert diagnosis.message == REPORT["message"]
-    assert names_the_culprit("average", diagnosis)
-
-
 def frames(*lines: tuple[str, str]) -> tuple[Frame, ...]:
     return tuple(Frame(file, 1, name) for file, name in lines)
 
 
 TORCH = "/usr/lib/python3.12/site-packages/torch"
-MAIN = ("/p/t.py", "main")
 ENGINE = ("??", "torch::autograd::Engine::thread_main(x)")
-
-
-@pytest.mark.parametrize(
-    ("stack", "kind"),
-    [
-        (frames((f"{TORCH}/optim/adamw.py", "_init_group"), MAIN), "optimizer state"),
-        (frames(("/p/t.py", "forward"), ("/p/t.py", "closure"), (f"{TORCH}/optim/lbfgs.py", "step"),
-                MAIN), "activations"),
-        (frames((f"{TORCH}/nn/modules/module.py", "to"), MAIN), "parameters"),
-        (frames((f"{TORCH}/nn/modules/linear.py", "__init__"), MAIN), "parameters"),
-        (frames(("C:\\p\\torch\\nn\\modules\\linear.py", "__init__"), MAIN), "parameters"),
-        (frames(("/p/m.py", "__init__"), MAIN), "parameters"),
-        (frames((f"{TORCH}/nn/modules/linear.py", "forward"), MAIN), "activations"),
-        (frames((f"{TORCH}/_tensor.py", "__deepcopy__"), MAIN), "copy of a model"),
-        (frames((f"{TORCH}/_tensor.py", "__deepcopy__"), ("/lib/python3.12/copy.py", "deepcopy"),
-                (f"{TORCH}/nn/modules/transformer.py", "__init__"), MAIN), "parameters"),
-        (frames((f"{TORCH}/optim/swa_utils.py", "__init__"), MAIN), "copy of a model"),
-        (frames((f"{TORCH}/nn/parallel/distributed.py", "__init__"), MAIN), "gradients"),
-        (frames(ENGINE), "made in the backward"),
-        (frames(("/p/m.py", "forward"), (f"{TORCH}/utils/checkpoint.py", "recompute_fn"), ENGINE),
-         "made in the backward"),
-        (frames(MAIN), "other tensors"),
-        ((), "not recorded"),
-    ],
-)  # fmt: skip
-def test_stacks_tell_what_a_tensor_is(stack: tuple[Frame, ...], kind: str) -> None:
-    assert read_origin(stack).kind == kind
-
-
-def test_the_owner_is_the_innermost_line_of_the_program_and_the_caller_the_one_outside() -> None:
-    library = "/usr/lib/python3.12/site-packages/light"
-    stack = frames((f"{TORCH}/nn/functional.py", "gelu"), (f"{library}/model.py", "forward"),
-                   ("/p/m.py", "forward"), ("/p/m.py", "training_step"),
-                   (f"{library}/loops.py", "run"), MAIN)  # fmt: skip
-    origin = read_origin(stack)
-    assert (origin.owner, origin.caller) == ("model.py:1 (forward)", "m.py:1 (training_step)")
 
 
 def test_the_command_prints_a_page_or_json(

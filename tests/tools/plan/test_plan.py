@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import automicro
-from automicro import BatchError, LossError, MemoryBudget, Microbatcher, UntraceableModelError
+from automicro import UntraceableModelError
 from automicro.tools.plan import kernels
-from automicro.tools.plan.devices import DEVICES, read_memory
-from automicro.tools.plan.kernels import KINDS, WORKSPACE, StepRecorder
+from automicro.tools.plan.kernels import KINDS
 from automicro.torch_private import EFFICIENT_ATTENTION_BACKWARD, FLASH_ATTENTION_BACKWARD
 from tests.gpu.test_plan_gpu import planned
 from tests.tools.plan.conftest import adam, real_peak
@@ -96,19 +95,6 @@ def test_a_planned_size_fits_its_budget_and_the_next_larger_does_not() -> None:
     assert (report.fits, report.exit_code, larger.exit_code) == (True, 0, 1)
 
 
-@pytest.mark.filterwarnings("ignore:the training forward changes attributes")
-def test_the_planned_size_runs_at_once_and_is_where_auto_ends() -> None:
-    limit, data, model = 3 << 20, batch(512), Blocks()
-    report = plan(Blocks(), data, memory=limit)
-    optimizer = adam(model.parameters())
-    with MemoryBudget(limit):
-        microbatcher = Microbatcher(
-            model, loss_fn=LOSS, optimizer=optimizer, microbatch_size=report.policy()
-        )
-        result = microbatcher.backward(data)
-        assert (result.ooms, result.num_microbatches) == (0, report.num_microbatches)
-
-
 def test_nothing_of_the_model_the_batch_or_random_numbers_moves() -> None:
     model, data = Blocks(), batch()
     before, numbers = copy.deepcopy(model.state_dict()), random.getstate()
@@ -123,13 +109,6 @@ def test_nothing_of_the_model_the_batch_or_random_numbers_moves() -> None:
     assert torch.equal(data[0], given)
 
 
-def test_a_model_on_the_meta_device_and_a_function_that_makes_it_are_the_same_plan() -> None:
-    with torch.device("meta"):
-        meta = Blocks()
-    peaks = {plan(each).peak_bytes for each in (Blocks(), meta, Blocks)}
-    assert len(peaks) == 1
-
-
 def test_parameters_of_seven_billion_are_planned_without_memory_for_them() -> None:
     report = plan(
         lambda: nn.Sequential(*(nn.Linear(32768, 32768, bias=False) for _ in range(7))),
@@ -141,10 +120,6 @@ def test_parameters_of_seven_billion_are_planned_without_memory_for_them() -> No
     assert not report.fits
     assert report.largest_size == 0
     assert "not even one row fits" in str(report)
-
-
-def test_rows_beyond_the_batch_are_had_by_repeating_its_rows() -> None:
-    assert plan(Blocks(), batch(2), rows=64).peak_bytes == plan(Blocks(), batch(64)).peak_bytes
 
 
 def test_evaluation_keeps_no_activations_and_no_gradients() -> None:
@@ -166,32 +141,6 @@ def test_gradients_of_half_precision_add_up_in_float32_where_a_batch_is_split() 
     assert gradients(16, "fp32") == pytest.approx(2 * gradients(16, "native"), rel=0.02)
 
 
-def test_an_optimizers_state_is_counted_before_its_first_step() -> None:
-    state = {
-        name: plan(Blocks(), optimizer=make).breakdown.get("optimizer state", 0)
-        for name, make in {
-            "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-            "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-            "adam": adam,
-        }.items()
-    }
-    held = plan(Blocks()).breakdown["parameters"]
-    assert state["sgd"] == 0
-    assert state["momentum"] == held
-    assert 2 * held <= state["adam"] <= 2.1 * held
-
-
-def test_an_accelerator_steps_all_parameters_at_once() -> None:
-    data = batch(1)
-    on_cpu, on_cuda = (plan(Blocks(), data, device=device).peak_bytes for device in ("cpu", "cuda"))
-    assert on_cuda > on_cpu + plan(Blocks(), data).breakdown["parameters"] / 2
-
-
-def test_the_peak_of_a_tiny_batch_may_be_the_optimizers_step() -> None:
-    report = plan(Blocks(), batch(1), device="cuda")
-    assert "temporaries of the optimizer's step" in report.breakdown
-
-
 # What would help
 
 
@@ -206,12 +155,6 @@ def test_remedies_are_what_a_plan_with_them_finds() -> None:
     saved = [remedy.saved_bytes for remedy in report.remedies]
     assert saved == sorted(saved, reverse=True)
     assert min(saved) > 0
-
-
-def test_offloading_saves_what_waits_for_the_backward() -> None:
-    report = plan(Blocks(256, 16), batch(4096, 256), remedies=True)
-    offload = next(remedy for remedy in report.remedies if remedy.name == "offload")
-    assert offload.saved_bytes > 0.7 * report.breakdown["activations"]
 
 
 def test_shards_are_of_parameters_gradients_and_state_and_blocks_are_gathered() -> None:
@@ -245,12 +188,6 @@ class Attends(nn.Module):
 
 def texts(length: int = 256, rows: int = 4, width: int = 64, **kind: Any) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, length, width, **kind), torch.randn(rows, length, width, **kind)
-
-
-def attention_of(make: Callable[[], nn.Module], device: str, length: int, **options: Any) -> int:
-    """Bytes that attention itself holds at the peak."""
-    report = plan(make(), texts(length, 2), device=device, loss_fn=nn.MSELoss(), **options)
-    return report.modules["the model itself"]
 
 
 # Bytes that an H100's allocator counted at the peak (tests/gpu/test_plan_gpu.py).
@@ -297,41 +234,6 @@ def test_the_workspace_of_fused_attention_is_what_a_gpu_measured(
             assert planned_bytes / query.numel() == pytest.approx(measured, rel=0.03)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_gpus_attention_with_dropout_keeps_no_scores(precision: str) -> None:
-    def growth(device: str) -> float:
-        short, long = (
-            attention_of(lambda: Attends(dropout_p=0.1), device, length, precision=precision)
-            for length in (256, 512)
-        )
-        return long / short
-
-    assert growth("cuda") < 2.1
-    assert growth("cpu") > 3
-
-
-def test_dropout_changes_nothing_of_what_fused_attention_holds() -> None:
-    without, with_dropout = (
-        plan(Attends(dropout_p=p), texts(), device="cuda", loss_fn=nn.MSELoss()) for p in (0.0, 0.1)
-    )
-    assert without.peak_bytes == with_dropout.peak_bytes
-    (assumed,) = with_dropout.assumptions
-    assert "fused kernels" in assumed
-    assert f"  assumed: {assumed}" in str(with_dropout)
-
-
-def test_attention_on_the_cpu_is_the_cpus(without_workspaces: None) -> None:
-    data = texts()
-
-    def make() -> nn.Module:
-        return Attends(dropout_p=0.1)
-
-    report = plan(make(), data, loss_fn=nn.MSELoss())
-    real = real_peak(make(), data, 4, loss_fn=nn.MSELoss())
-    assert report.peak_bytes == pytest.approx(real, rel=0.02)
-    assert not report.assumptions
-
-
 MASK = torch.ones(256, 256, dtype=torch.bool).tril()
 
 
@@ -369,16 +271,6 @@ def test_which_attention_a_gpu_has_a_fused_kernel_for(
     )
 
 
-def test_float64_has_no_fused_attention_and_sdpa_kernel_is_heeded() -> None:
-    double = plan(
-        Attends().double(), texts(dtype=torch.double), device="cuda", loss_fn=nn.MSELoss()
-    )
-    assert double.assumptions[0].endswith("no fused kernel for torch.float64")
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        whole = plan(Attends(), texts(), device="cuda", loss_fn=nn.MSELoss())
-    assert "what sdpa_kernel leaves" in whole.assumptions[0]
-
-
 def test_a_gpu_before_ampere_has_no_fused_attention_in_bfloat16() -> None:
     assumed = {
         (device, precision): plan(
@@ -389,29 +281,6 @@ def test_a_gpu_before_ampere_has_no_fused_attention_in_bfloat16() -> None:
     }
     assert assumed.pop(("t4", "bf16")).endswith("no fused kernel for bfloat16 before Ampere")
     assert all("fused kernels (flash" in each for each in assumed.values())
-
-
-def test_torchs_own_layers_take_fused_attention_also_when_computed_again() -> None:
-    def layers(dropout: float) -> nn.Module:
-        layer = nn.TransformerEncoderLayer(64, 4, 64, dropout=0.0, batch_first=True)
-        layer.self_attn.dropout = dropout
-        return nn.TransformerEncoder(layer, 2)
-
-    peaks = {
-        plan(layers(p), texts(), device="cuda", loss_fn=nn.MSELoss(), recompute=True).peak_bytes
-        for p in (0.0, 0.1)
-    }
-    assert len(peaks) == 1
-
-
-def test_measured_attention_with_dropout_says_that_it_is_the_cpus() -> None:
-    class ReadsAndAttends(Attends):
-        def forward(self, x: Tensor) -> Any:
-            return super().forward(x * (x.sum().item() > -1e9))
-
-    report = plan(ReadsAndAttends(dropout_p=0.1), texts(8), device="cuda", loss_fn=nn.MSELoss())
-    assert report.is_measured
-    assert "as the CPU computes it" in report.assumptions[0]
 
 
 def test_attention_outside_of_a_plan_stays_as_it_is() -> None:
@@ -445,17 +314,6 @@ def test_a_cpus_kernels_are_left_to_a_margin_and_an_accelerators_allocator_to_a_
     on_cpu, on_cuda = (plan(Blocks(), batch(4096), device=device) for device in ("cpu", "cuda"))
     assert on_cpu.margin_bytes > 0.2 * on_cpu.peak_bytes
     assert 0.03 * on_cuda.peak_bytes < on_cuda.margin_bytes < 0.1 * on_cuda.peak_bytes
-
-
-def test_a_convolution_is_planned_with_copies_of_its_inputs_and_its_weight() -> None:
-    convolution, images = nn.Conv2d(64, 32, 3, padding=1), torch.randn(24, 64, 16, 16)
-    copied = images.nbytes + convolution.weight.nbytes
-    recorder = StepRecorder()
-    with recorder:
-        convolution(images)
-    trace = recorder.trace()
-    taken = {n for n, owner in enumerate(trace.owners) if owner.kind == WORKSPACE}
-    assert copied in {d for n, d in zip(trace.numbers, trace.deltas, strict=True) if n in taken}
 
 
 def test_what_an_lstm_keeps_for_its_backward_is_counted() -> None:
@@ -580,21 +438,6 @@ def test_a_forward_that_holds_on_to_the_model_is_refused() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("data", "options", "error", "words"),
-    [
-        (batch(), {"loss_fn": None}, LossError, "pass loss_fn=…"),
-        (batch(), {"loss_fn": None, "forward": lambda *_: None}, LossError, "return the loss"),
-        (batch()[0], {}, BatchError, "this one is a Tensor; yield such pairs"),
-    ],
-)
-def test_a_loss_that_nobody_computes_is_not_taken_for_a_model_that_reads_its_data(
-    data: Any, options: dict[str, Any], error: type[Exception], words: str
-) -> None:
-    with pytest.raises(error, match=words):
-        plan(Blocks(), data, **options)
-
-
 # What is said
 
 
@@ -656,25 +499,11 @@ def test_remedies_of_which_none_suffices_are_told_as_such() -> None:
     assert "none of these alone" not in told("1GiB")
 
 
-def test_a_timeline_ends_as_it_began_and_has_the_peak() -> None:
-    report = plan(Blocks())
-    sums = [sum(held.values()) for _, held in report.samples]
-    assert max(sums) == report.peak_bytes
-    steps = [step for step, _ in report.samples]
-    assert steps == sorted(steps)
-
-
 def test_a_picture_has_the_timeline_and_the_peak_by_size() -> None:
     picture = plan(Blocks(), batch(512), memory="3MiB").picture()
     step, sizes = picture.subfigs
     assert [axes.get_title() for axes in step.axes] == ["What a step of Blocks holds"]
     assert [axes.get_ylabel() for axes in sizes.axes] == ["peak memory (MiB)"]
-
-
-def test_every_device_has_less_than_its_name_says() -> None:
-    for name, device in DEVICES.items():
-        assert 0 < device.usable_bytes < device.total_bytes
-        assert read_memory(None, name) == (device.usable_bytes, True)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,10 @@
 """A pass over a loader, left anywhere and taken up again: the rest is the undisturbed run's."""
 
-import functools
 import itertools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,13 +25,10 @@ from torch.utils.data import (
 from automicro.checkpoints.rng import restore_rng_state, rng_state
 from automicro.checkpoints.store import CheckpointStore
 from automicro.errors import CheckpointWarning, DataLoaderError
-from automicro.memory.budget import MemoryBudget
 from automicro.trainer.data.feed import Feed
 from automicro.trainer.data.loading import (
     fetch,
-    find_generators,
     generator_states,
-    restore_generators,
 )
 from automicro.values import same_values
 from tests.loaders import seeded_generator
@@ -283,24 +279,6 @@ def test_the_rest_is_that_of_the_undisturbed_run(
 
 
 @pytest.mark.parametrize("name", MOST_LOADERS)
-def test_a_run_may_be_interrupted_twice_and_saved_before_it_goes_on(name: str) -> None:
-    make = LOADERS[name]
-    passes, _ = undisturbed(make)
-    seed(1)
-    feed = Feed(make(), "train_dataloader")
-    seen = train(feed, 0, 1)
-    for _ in range(2):
-        position, numbers = feed.state_dict(), rng_state()
-        seed(2)
-        feed = Feed(make(), "train_dataloader")
-        feed.load_state_dict(position)
-        assert feed.state_dict() == position
-        restore_rng_state(numbers)
-        seen += train(feed, 0, 1)
-    assert_same(seen, passes[0][:3])
-
-
-@pytest.mark.parametrize("name", MOST_LOADERS)
 def test_the_position_goes_through_a_checkpoint(name: str, tmp_path: Path) -> None:
     make = LOADERS[name]
     passes, _ = undisturbed(make)
@@ -367,44 +345,6 @@ def test_the_same_loader_may_go_on_with_its_persistent_workers_still_there() -> 
     assert_same(train(feed, 1), passes[1][2:])
 
 
-def test_without_the_random_numbers_of_the_start_the_order_is_another() -> None:
-    """What a test of resuming must be able to see."""
-    make = LOADERS["shuffle by the process"]
-    passes, _ = undisturbed(make)
-    seed(1)
-    feed = Feed(make(), "train_dataloader")
-    train(feed, 0, 1)
-    position, numbers = feed.state_dict(), rng_state()
-    seed(2)
-    position["passes"][0]["rng"] = rng_state()
-    feed = Feed(make(), "train_dataloader")
-    feed.load_state_dict(position)
-    restore_rng_state(numbers)
-    rest = train(feed, 0)
-    assert any(not torch.equal(*pair) for pair in zip(rest, passes[0][1:], strict=True))
-
-
-def test_an_earlier_pass_is_made_again_only_where_workers_persist() -> None:
-    drawn: list[int] = []
-
-    class Counted(Dataset):
-        def __len__(self) -> int:
-            return ROWS
-
-        def __getitem__(self, row: int) -> int:
-            drawn.append(row)
-            return row
-
-    feed = Feed(DataLoader(Counted(), batch_size=BATCH_SIZE), "train_dataloader")
-    train(feed, 0)
-    train(feed, 1, 1)
-    again = Feed(DataLoader(Counted(), batch_size=BATCH_SIZE), "train_dataloader")
-    again.load_state_dict(feed.state_dict())
-    drawn.clear()
-    train(again, 1, 1)
-    assert drawn == list(range(2 * BATCH_SIZE))
-
-
 @pytest.mark.parametrize("now", [2, 6])
 def test_a_shorter_loader_is_refused_and_a_longer_one_named_with_both_numbers(now: int) -> None:
     feed = Feed([1, 2, 3, 4], "train_dataloader")
@@ -418,14 +358,6 @@ def test_a_shorter_loader_is_refused_and_a_longer_one_named_with_both_numbers(no
     with pytest.warns(CheckpointWarning, match=message):
         later.load_state_dict(feed.state_dict())
     assert list(later.batches(0)) == [4, 5, 6]
-
-
-def test_a_shorter_loader_is_of_no_concern_between_two_passes() -> None:
-    feed = Feed([1, 2, 3, 4], "train_dataloader")
-    list(feed.batches(0))
-    later = Feed([1, 2], "train_dataloader")
-    later.load_state_dict(feed.state_dict())
-    assert list(later.batches(1)) == [1, 2]
 
 
 def of_rows(number: int = ROWS, **options: Any) -> DataLoader:
@@ -478,21 +410,6 @@ def test_other_rows_are_of_no_concern_between_two_passes(what: str) -> None:
     Feed(make_other(), "train_dataloader").load_state_dict(feed.state_dict())
 
 
-def test_other_data_are_of_no_concern_after_the_last_batch_of_a_pass() -> None:
-    feed = Feed(of_rows(), "train_dataloader")
-    train(feed, 0, BATCHES)  # its end was not seen
-    later = Feed(of_rows(ROWS // 2), "train_dataloader")
-    later.load_state_dict(feed.state_dict())
-    assert len(list(later.batches(1))) == BATCHES // 2
-
-
-@pytest.mark.parametrize("more", [{}, {"num_workers": 2}, {"drop_last": True}])
-def test_workers_and_what_changes_no_rows_are_no_other_rows(more: dict[str, Any]) -> None:
-    feed = Feed(of_rows(shuffle=True), "train_dataloader")
-    train(feed, 0, 1)
-    Feed(of_rows(shuffle=True, **more), "train_dataloader").load_state_dict(feed.state_dict())
-
-
 class Endless:
     def __iter__(self) -> Iterator[int]:
         number = 0
@@ -513,23 +430,6 @@ def test_a_loader_without_a_length_that_ends_too_early_is_refused_with_both_numb
     later.load_state_dict(feed.state_dict())
     with pytest.raises(DataLoaderError, match="ended after 2 batches, and 3 of this pass"):
         next(later.batches(0))
-
-
-def test_an_endless_loader_goes_on() -> None:
-    feed = Feed(Endless(), "train_dataloader")
-    train(feed, 0, 3)
-    later = Feed(Endless(), "train_dataloader")
-    later.load_state_dict(feed.state_dict())
-    assert next(later.batches(0)) == 3
-
-
-def test_an_iterator_goes_on_with_a_warning_that_it_must_be_new() -> None:
-    feed = Feed(iter(Endless()), "train_dataloader")
-    train(feed, 0, 3)
-    later = Feed(iter(Endless()), "train_dataloader")
-    later.load_state_dict(feed.state_dict())
-    with pytest.warns(CheckpointWarning, match="is an iterator .*3 batches are taken from it"):
-        assert next(later.batches(0)) == 3
 
 
 def test_an_iterator_that_is_used_up_is_an_error() -> None:
@@ -560,11 +460,6 @@ def test_another_kind_of_loader_is_refused() -> None:
         Feed(LOADERS["persistent workers"](), "train_dataloader").load_state_dict(feed.state_dict())
 
 
-def test_a_pass_that_gives_nothing_is_an_error_and_its_rest_is_not() -> None:
-    with pytest.raises(DataLoaderError, match=r"train_dataloader .*gave no batch"):
-        list(Feed([], "train_dataloader").batches(0))
-
-
 def test_a_failed_taking_up_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     feed = Feed([1, 2, 3], "train_dataloader")
     train(feed, 0, 2)
@@ -581,21 +476,6 @@ def test_a_failed_taking_up_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> 
     assert list(later.batches(0)) == [3]
 
 
-def test_asking_where_it_stands_changes_nothing() -> None:
-    make = LOADERS["shuffle by the process"]
-    passes, end = undisturbed(make)
-    seed(1)
-    loader = make()
-    feed = Feed(loader, "train_dataloader")
-    for epoch in range(PASSES):
-        feed.state_dict()
-        for batch, expected in zip(feed.batches(epoch), passes[epoch], strict=True):
-            feed.state_dict()
-            assert_same(batch, expected)
-            torch.rand(3), random.random(), np.random.rand()
-    assert_same(state_of(loader), end)
-
-
 @pytest.mark.parametrize(("persistent", "moves"), [(True, False), (False, True)])
 def test_an_evaluation_with_persistent_workers_leaves_random_numbers_where_they_are(
     persistent: bool, moves: bool
@@ -606,102 +486,3 @@ def test_an_evaluation_with_persistent_workers_leaves_random_numbers_where_they_
         before = torch.get_rng_state()
         assert len(list(fetch(loader, "eval_dataloader"))) == BATCHES
         assert torch.equal(torch.get_rng_state(), before) is not moves
-
-
-def test_one_batch_at_a_time_lies_on_the_host() -> None:
-    alive: set[int] = set()
-    most = 0
-
-    class Batch:
-        def __init__(self) -> None:
-            nonlocal most
-            alive.add(id(self))
-            most = max(most, len(alive))
-            self.rows = torch.ones(2**18)
-
-        def __del__(self) -> None:
-            alive.discard(id(self))
-
-    class Loader:
-        def __iter__(self) -> Iterator[Batch]:
-            return (Batch() for _ in range(4))
-
-    with MemoryBudget("1KiB"):  # which would refuse a batch on the device
-        for batch in Feed(Loader(), "train_dataloader").batches(0):
-            del batch
-    assert most == 1
-
-
-def test_everything_that_shuffles_by_epoch_is_told_once() -> None:
-    told: list[str] = []
-
-    class ByEpoch:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def set_epoch(self, epoch: int) -> None:
-            told.append(f"{self.name} {epoch}")
-
-        def __iter__(self) -> Iterator[int]:
-            return iter([1])
-
-    loader: Any = ByEpoch("loader")
-    loader.dataset = ByEpoch("dataset")
-    loader.sampler = ByEpoch("sampler")
-    loader.batch_sampler = ByEpoch("batch_sampler")
-    loader.batch_sampler.sampler = loader.sampler
-    list(Feed(loader, "train_dataloader").batches(3))
-    assert told == ["loader 3", "dataset 3", "sampler 3", "batch_sampler 3"]
-
-
-def test_generators_are_found_in_all_parts_of_a_loader() -> None:
-    shared = seeded_generator()
-    loader = DataLoader(
-        Augmented(),
-        batch_sampler=BatchSampler(
-            RandomSampler(Augmented(), generator=shared), BATCH_SIZE, drop_last=True
-        ),
-        generator=shared,
-    )
-    found = find_generators(loader)
-    assert sum(each is shared for each in found.values()) == 1
-    assert "dataset.noise" in found
-    assert "batch_sampler.sampler.data_source.noise" not in found
-
-
-def test_generators_that_parts_of_a_loader_get_at_have_names_that_stay() -> None:
-    loader: Any = load(sampler=Ordered(), collate_fn=functools.partial(collating()))
-    loader.dataset.transform = Transformed()
-    found = find_generators(loader)
-    assert set(found) == {
-        "dataset.noise",
-        "noise.generator",
-        "sampler.base.generator",
-        "dataset.transform.noise",
-        "Transformed.mood",
-        "dataset.transform.transforms['noise'][0].generator",
-        "GLOBAL_NOISE",
-    }
-    iterator = iter(loader)
-    next(iterator)
-    assert list(find_generators(loader)) == list(found)
-
-
-def test_data_are_not_looked_through_for_generators() -> None:
-    few, many = (cast(Any, [(row, random.Random(row)) for row in range(n)]) for n in (3, 1000))
-    assert len(find_generators(DataLoader(few, batch_size=2))) == 3
-    assert find_generators(DataLoader(many, batch_size=2)) == {}
-
-
-@pytest.mark.parametrize(
-    "make", [np.random.MT19937, np.random.PCG64, np.random.Philox, np.random.SFC64, None]
-)
-def test_every_generator_of_numpy_goes_back(make: Any) -> None:
-    loader: Any = Drawing(np.random.Generator(make(3)) if make else np.random.RandomState(3))
-    loader.generator.normal()  # of which an old one keeps a second number
-    if make:
-        loader.generator.integers(10, dtype=np.uint32)
-    states = generator_states(loader)
-    drawn = loader.generator.normal(size=5)
-    restore_generators(loader, states)
-    np.testing.assert_array_equal(loader.generator.normal(size=5), drawn)

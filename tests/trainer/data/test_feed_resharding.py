@@ -1,7 +1,6 @@
 """A pass over shared data goes on at another number of ranks, or says why it cannot."""
 
 import itertools
-import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from automicro.data import LengthBatchSampler
 from automicro.errors import CheckpointError
@@ -124,29 +123,6 @@ def test_workers_make_no_difference(persistent: bool) -> None:
     assert found + together(begin(fewer, 0)) == expected
 
 
-class PythonOrder(Sampler[int]):
-    """Shuffles as many do: by the generator of the process."""
-
-    def __iter__(self) -> Iterator[int]:
-        order = list(range(20))
-        random.shuffle(order)
-        return iter(order)
-
-    def __len__(self) -> int:
-        return 20
-
-
-def test_ranks_have_one_order_whatever_a_sampler_draws_from() -> None:
-    data = [{"row": row} for row in range(20)]
-
-    def make(world_size: int) -> DataLoader[Any]:
-        return DataLoader(data, batch_size=12 // world_size, sampler=PythonOrder())  # type: ignore[arg-type]
-
-    found = together(begin(feeds_of(3, make), 0))
-    assert sorted(itertools.chain(*found)) == list(range(20))
-    assert found == together(begin(feeds_of(2, make), 0))
-
-
 def refusal(was: Sequence[Feed], now: Sequence[Feed]) -> str:
     together(begin(was, 0), 1)
     with pytest.raises(CheckpointError) as caught:
@@ -158,15 +134,6 @@ def shuffled(rows: int = 40, per_batch: int = PER_BATCH, **options: Any) -> Any:
     return lambda world_size: make_loader(
         rows, "shuffled", world_size=world_size, per_batch=per_batch, **options
     )
-
-
-def test_another_batch_over_all_ranks_is_refused_with_both_numbers_and_the_batch_size() -> None:
-    was = feeds_of(2, shuffled())
-    text = refusal(was, feeds_of(3, shuffled(per_batch=18)))
-    assert "entries_per_step=12 (here 18); pass batch_size=4" in text
-    assert "global_batch_size" in text
-    text = refusal(was, feeds_of(5, shuffled(per_batch=15)))
-    assert "12 are not a multiple of 5 ranks" in text
 
 
 def test_other_data_or_another_order_is_refused() -> None:
@@ -224,22 +191,6 @@ def test_whole_batches_of_the_caller_are_refused() -> None:
 
     text = refusal(feeds_of(2, make), feeds_of(4, make))
     assert "entries_per_step=2 (here 4); let the DataLoader cut the batches" in text
-
-
-def test_a_run_goes_on_in_the_order_that_it_began_with_whatever_its_seed_is_now() -> None:
-    expected = together(begin(feeds_of(2, shuffled()), 0))
-    was = feeds_of(2, shuffled())
-    found = together(begin(was, 0), 1)
-    now = feeds_of(2, shuffled(), seed=9)
-    for state, feed in zip(states_of(was), now, strict=True):
-        feed.load_state_dict(state)
-    assert found + together(begin(now, 0)) == expected
-
-
-def test_a_rank_without_a_row_in_the_whole_epoch_has_no_batch() -> None:
-    few = feeds_of(3, shuffled(2))
-    assert [len(list(feed.batches(0))) for feed in few] == [1, 0, 0]
-    assert [len(list(feed.batches(1))) for feed in few] == [1, 0, 0]
 
 
 LENGTHS = [3 + 7 * row % 11 for row in range(60)]

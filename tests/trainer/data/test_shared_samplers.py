@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import Sampler
 
 from automicro import Microbatcher
-from automicro.trainer.data.sharing import SharedBatchSampler, SharedSampler
+from automicro.trainer.data.sharing import SharedBatchSampler
 
 
 def parts_of(
@@ -57,10 +57,6 @@ def test_every_row_comes_once_in_its_batch_and_none_is_alone_beside_more(
             assert min(sizes) > 1
 
 
-def test_ranks_with_one_row_in_a_batch_have_one_in_the_last() -> None:
-    assert [part[-1] for part in parts_of(8, 1, 3, drop_last=False)] == [[6], [7], [5]]
-
-
 class Unseeded(Sampler[Any]):
     """Draws from what nobody seeds."""
 
@@ -69,28 +65,6 @@ class Unseeded(Sampler[Any]):
 
     def __len__(self) -> int:
         return 4
-
-
-@pytest.mark.parametrize("order", [range(9), [[3, 1], [2]], ["a", "b"], [torch.tensor(3)]])
-def test_orders_that_are_alike_have_one_checksum(order: Any) -> None:
-    samplers = [SharedSampler(order, rank=rank, world_size=2, seed=0) for rank in range(2)]
-    assert samplers[0].checksum is None
-    for sampler in samplers:
-        list(sampler)
-    assert samplers[0].checksum == samplers[1].checksum is not None
-
-
-def test_other_orders_have_another_checksum() -> None:
-    for order, other in (([1, 2], [2, 1]), ([[1], [2]], [[2], [1]])):
-        samplers = [SharedSampler(each, rank=0, world_size=2, seed=0) for each in (order, other)]
-        for sampler in samplers:
-            list(sampler)
-        assert samplers[0].checksum != samplers[1].checksum
-    own = SharedSampler(Unseeded(), rank=0, world_size=2, seed=0)
-    list(own)
-    before = own.checksum
-    list(own)
-    assert own.checksum != before
 
 
 def test_batchnorm_on_a_batch_of_one_row_is_explained_with_its_remedy() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torchmetrics import MeanMetric, Metric, MetricCollection, MinMaxMetric, SumMetric
+from torchmetrics import Metric, MetricCollection, MinMaxMetric, SumMetric
 from torchmetrics.classification import (
     MulticlassAccuracy,
     MulticlassAUROC,
@@ -97,12 +97,6 @@ def filled(**sums: float) -> MetricSet:
     return found
 
 
-def test_metrics_are_told_apart_by_name_and_not_by_position() -> None:
-    other = filled(hundred=0.0, one=0.0)
-    other.load_state_dict(filled(one=1.0, hundred=100.0).state_dict())
-    assert other.compute() == {"hundred": 100.0, "one": 1.0}
-
-
 def test_options_of_a_metric_are_those_given_now() -> None:
     device = torch.device("cpu")
     saved = MetricSet({"own": OwnMetric()}, device)
@@ -164,10 +158,3 @@ class Window(OwnMetric):
 def test_a_metric_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
     with pytest.warns(CheckpointWarning, match=r"hold last \(a deque\) of the metric Window"):
         trainer(linear(), tmp_path, metrics={"w": Window()}, max_duration="2ba").fit()
-
-
-def test_a_mean_without_values_stays_one_without_values() -> None:
-    device = torch.device("cpu")
-    other = MetricSet({"mean": MeanMetric()}, device)
-    other.load_state_dict(MetricSet({"mean": MeanMetric()}, device).state_dict())
-    assert other.metrics["mean"].update_count == 0

@@ -263,26 +263,6 @@ def test_what_a_checkpoint_holds_and_what_does_not_matter_is_not_named(
     trainer(make(), tmp_path, probe=True, microbatch_size=None).fit()
 
 
-class EaseIn(nn.Module):
-    """A loss that is scaled by what it keeps in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.ones(()))
-
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        loss = nn.functional.cross_entropy(outputs, targets)
-        mean = self.get_buffer("mean")
-        mean.mul_(0.9).add_(0.1 * loss.detach())
-        return loss * mean.detach()
-
-
-def test_what_a_loss_keeps_comes_back(tmp_path: Path) -> None:
-    check_resumes(
-        Wrapped, tmp_path, options=lambda: {"loss_fn": EaseIn(), "loss_average": "samples"}
-    )
-
-
 class Stubborn(Counting):
     """Refuses its own state."""
 

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from automicro import Trainer
-from automicro.checkpoints.store import CheckpointStore
 from automicro.checkpoints.writing import list_checkpoints
 from automicro.errors import CheckpointError, CheckpointWarning
 from automicro.events.callback import Callback
@@ -118,15 +117,6 @@ def test_other_options_are_said_and_those_of_the_checkpoint_stay(
         resumed._run.model.parameters(), expected._run.model.parameters(), strict=True
     ):
         assert torch.equal(one, other)
-
-
-def test_what_a_schedule_changes_is_not_taken_for_another_option(tmp_path: Path) -> None:
-    options: dict[str, Any] = {
-        "optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-        "scheduler": one_cycle(9),  # which cycles the momentum, too
-    }
-    trainer(linear(), tmp_path, max_duration="2ba", **options).fit()
-    assert trainer(linear(), tmp_path, **options).fit().steps == 5
 
 
 @pytest.mark.parametrize("sizes", [(4, "auto"), ("auto", 4), (4, None)])
@@ -274,19 +264,3 @@ def test_a_run_goes_on_with_its_own_checkpoint_before_the_one_it_began_with(tmp_
         ).fit()
         batches.append(begins.batches)
     assert batches == [[3, 4], [5]]
-
-
-def test_a_checkpoint_of_the_own_folder_is_taken_as_asked(tmp_path: Path) -> None:
-    trainer(linear(), tmp_path, max_duration="4ba").fit()
-    oldest = list_checkpoints(tmp_path)[-1]
-    begins = Begins()
-    trainer(linear(), tmp_path, resume=oldest, callbacks=[begins]).fit()
-    assert begins.batches == [2, 3, 4, 5]
-
-
-def test_with_nothing_left_to_train_the_new_folder_gets_a_checkpoint(tmp_path: Path) -> None:
-    trainer(linear(), tmp_path / "first", max_duration="2ba").fit()
-    trainer(linear(), tmp_path / "second", resume=tmp_path / "first", max_duration="2ba").fit()
-    found = CheckpointStore(tmp_path / "second").newest()
-    assert found is not None
-    assert found.step == 2
