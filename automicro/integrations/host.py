@@ -333,7 +333,7 @@ class _Compared:
             return []
         parts = [each for _, each in self.parts]
         # Rows of the next check may add up to those of this one, by chance.
-        self.rows, self.parts = 0, []
+        self.rows, self.whole, self.parts = 0, {}, []
         return parts
 
 
