@@ -54,7 +54,7 @@ hosts-oldest: $(INSTALLED)  ## the same with the oldest, in an environment of it
 	$(BIN)/python -m tests.oldest hosts -n auto --maxprocesses 8 --dist loadfile
 
 libraries-oldest: $(INSTALLED)  ## test what stands on torch and torchmetrics with the oldest of them
-	@echo "downloads the oldest supported torch: eight minutes on two idle cores"
+	@echo "downloads the oldest supported torch: four minutes on two idle cores"
 	$(BIN)/python -m tests.oldest libraries -n auto --maxprocesses 8 --dist loadfile
 
 # Some gigabytes are downloaded and go again: no cache may stand in for the index.
