@@ -201,7 +201,7 @@ class Phase:
         return taking_shapes(self._setup.roots, modules, random)
 
     def random_state(self) -> RandomState:
-        """The same once more, for what is undone inside of an attempt."""
+        """Generators of their own, for what is undone inside of an attempt."""
         return RandomState(self._setup.devices)
 
     def arrange(self, settings: Mapping[str, float | str]) -> None:

@@ -120,7 +120,7 @@ class StepResult(_Result):
 class EvalResult(_Result):
     """One batch, evaluated: metrics counted every row once.
 
-    All but these is as in `StepResult`, of this rank's rows alone.
+    Every other attribute is as in `StepResult`, of this rank's rows alone.
 
     Attributes:
         loss: None where the forward gives none, or there is no row.

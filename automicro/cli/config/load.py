@@ -117,7 +117,7 @@ def _started_at() -> datetime.datetime:
 def _register_now() -> None:
     if not OmegaConf.has_resolver("now"):
         with warnings.catch_warnings():
-            # OmegaConf 2.4 renamed it. Under the new name 2.3 has another function, of old.
+            # OmegaConf 2.4 renamed it, and warns. In 2.3 the new name is a deprecated function.
             warnings.simplefilter("ignore", UserWarning)
             OmegaConf.register_new_resolver("now", lambda form: _started_at().strftime(form))
 
