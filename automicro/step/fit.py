@@ -55,31 +55,20 @@ class Work(Protocol[T]):
 
 
 class Tried(NamedTuple, Generic[T]):
-    """A finished attempt. Unless it was committed, the state is as it was before.
+    """A finished attempt. Unless it was committed, the state is as it was before."""
 
-    Attributes:
-        status: agreed by all ranks.
-        result: None unless the attempt succeeded.
-        is_committed: whether the result was accepted.
-        failure: the out-of-memory error. It references frames, so release it soon.
-        measured: memory and time, if they were measured.
-    """
-
-    status: Status
+    status: Status  # of all ranks
     result: T | None = None
     is_committed: bool = False
-    failure: BaseException | None = None
+    failure: BaseException | None = None  # out of memory; it keeps frames alive, so release it soon
     measured: Measured | None = None
 
 
 def fit(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
     """Attempt a step at ever smaller sizes, then at the next level, until it fits.
 
-    If no rank has any row, nothing is attempted and there is no result.
-
     Raises:
-        SampleTooLargeError: the smallest size ran out of memory. As after any other exception, the
-            state is as it was before.
+        SampleTooLargeError: the smallest size ran out of memory; the state is as it was before.
         RollbackError: the state could not be restored.
     """
     sizes = Sizes(step, phase)

@@ -427,16 +427,12 @@ _TAKES_EITHER = (
 
 
 class Readings(TorchFunctionMode):
-    """How metrics of torchmetrics read their numbers, observed in each update of one batch.
-
-    Attributes:
-        asks: whether that depends on the numbers.
-        on_device: whether the answer is on an accelerator, so that reading it waits.
-    """
+    """How metrics of torchmetrics read their numbers, observed in each update of one batch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asks = self.on_device = False
+        self.asks = False  # whether the reading depends on the numbers
+        self.on_device = False  # whether the answer is on an accelerator, so that reading it waits
         self._first: list[bool | str] | None = None
         self._differ = False
         self._waiting: list[list[Tensor | str]] = []  # one list per update

@@ -11,19 +11,12 @@ _PATIENCE = 8  # steps until a part that nothing calls is named
 
 
 class SizedPart(Protocol):
-    """A part of a model with a size of its own; see `NestedSplit`.
-
-    Attributes:
-        name: in messages and results.
-        sizes: rows of each slice of its last call.
-        ooms: how often memory ran out inside it.
-        finer: the factor by which its slices are smaller than necessary.
-    """
+    """A part of a model with a size of its own; see `NestedSplit`."""
 
     name: str
-    sizes: list[int]
-    ooms: int
-    finer: int
+    sizes: list[int]  # rows of each slice of its last call
+    ooms: int  # how often memory ran out inside it
+    finer: int  # the factor by which its slices are smaller than necessary
 
     @property
     def adapts(self) -> bool:

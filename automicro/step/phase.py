@@ -76,17 +76,7 @@ _DECLARED = ("state", "metrics")
 
 
 class Phase:
-    """Training, or evaluation: its sizes, and the state that outlives its steps.
-
-    Attributes:
-        size: of the largest microbatch of the last batch, in the unit of sizes; None before the
-            first.
-        reach: modules and generators that the caller's functions reach on their own.
-        spare: rows for the fillers of a rank that has none.
-        own_parts: additional state that the caller rolls back.
-        random: the generators of the process and of its devices, during attempts.
-        is_rehearsing: whether steps are rolled back and only sizes are learned; see `rehearsing`.
-    """
+    """Training, or evaluation: its sizes, and the state that outlives its steps."""
 
     def __init__(
         self,
@@ -100,7 +90,7 @@ class Phase:
     ) -> None:
         self.name, self.policy, self.rule = name, policy, rule
         self._setup, self._levels, self._recollection = setup, levels, recollection
-        self.size: int | None = None
+        self.size: int | None = None  # of the largest microbatch of the last batch
         self.device, self.ranks = setup.device, setup.ranks
         self.reach, self.spare = setup.reach, setup.spare
         self.own_parts: Sequence[Part] = setup.own_parts

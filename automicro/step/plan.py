@@ -40,21 +40,13 @@ class _Packing(Protocol):
 
 
 class ReadBatch(NamedTuple):
-    """One batch, read once.
+    """One batch, read once."""
 
-    Attributes:
-        batch: as the caller passed it.
-        num_rows: number of its rows.
-        cost: elements of one row, on average; None if unknown.
-        contents: its tensors, and the structure around them.
-        packing: its rows, if they are sorted by cost; None if they keep their order.
-    """
-
-    batch: Any
+    batch: Any  # as the caller passed it
     num_rows: int
-    cost: float | None = None
+    cost: float | None = None  # elements of one row, on average
     contents: Contents = Contents(())
-    packing: _Packing | None = None
+    packing: _Packing | None = None  # None if rows keep their order
 
     @property
     def extent(self) -> int:
@@ -90,24 +82,18 @@ class Step:
 class CutRule:
     """The rule that cuts batches into slices of a proposed size.
 
-    Attributes:
-        strict_divisible: whether all slices must have the same number of rows.
-        min_rows: the fewest rows of a slice; 2 if BatchNorm refuses a single row.
-        unit: the unit of sizes, in the plural.
-        failed: the smallest size that ran out of memory, if rows have costs.
-        wants_seconds: whether it learns from the duration of attempts.
-
     >>> CutRule().cut(10, 4), CutRule().cut(50, 16, multiple_of=8)
     ([4, 3, 3], [16, 16, 16, 2])
     """
 
     strict_divisible: bool = False
-    min_rows: int = 1
+    min_rows: int = 1  # of a slice; 2 if BatchNorm refuses a single row
     unit: str = ROWS
-    failed: float = math.inf
+    failed: float = math.inf  # the smallest size that ran out of memory, if rows have costs
 
     @property
     def wants_seconds(self) -> bool:
+        """Whether it learns from the duration of attempts."""
         return False
 
     def cut_batch(self, batch: ReadBatch, size: int, *, multiple_of: int = 1) -> "Cut":
@@ -176,27 +162,18 @@ T = TypeVar("T")
 class Cut:
     """The cut of one batch into slices of neighboring rows.
 
-    Attributes:
-        sizes: rows of each slice, in order; the first is the largest, unless rows are packed.
-        row_cost: cost of one row, on average; None if unknown.
-        packing: the rows, if they are sorted by cost; None if they keep their order.
-        num_rows: rows of the batch.
-        largest: size of the largest slice: its rows, or its cost.
-        extent: size of the batch for a policy: its rows, or their cost as one slice.
-        is_split: whether it has several slices.
-
     >>> cut = Cut([4, 3, 3], 10.0)
     >>> cut.num_rows, cut.largest, cut.is_split, cut.leaves_one_alone
     (10, 4, True, False)
     """
 
-    sizes: Sequence[int]
-    row_cost: float | None = None
+    sizes: Sequence[int]  # rows of each slice; the first is the largest, unless rows are packed
+    row_cost: float | None = None  # on average
     packing: _Packing | None = None
 
     num_rows: int = field(init=False)
-    largest: int = field(init=False)
-    extent: int = field(init=False)
+    largest: int = field(init=False)  # rows of the largest slice, or its cost
+    extent: int = field(init=False)  # for a policy: rows of the batch, or their cost as one slice
     is_split: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -238,38 +215,23 @@ def with_padding(outputs: Sequence[Any], cuts: Sequence[Cut], *, fill: float = 0
 
 
 class Plan(NamedTuple):
-    """The plan of one attempt.
+    """The plan of one attempt."""
 
-    Attributes:
-        cuts: of each batch of this rank; empty if no rank has any row.
-        size: of the largest slice on any rank, in the unit of sizes.
-        num_microbatches: that every rank runs.
-        extent: the size, for the policy, of the batch that represents the step: the one with the
-            largest slice, or on several ranks, the largest batch.
-        cost: of one row of that batch; None if it is unknown, or sizes are costs.
-        num_global_rows: rows of the batches of all ranks.
-        stops: whether any rank asks for the end of the run.
-        unit: of sizes.
-        is_measuring: whether slices are smaller than necessary, only to measure memory.
-        agreement: with the other ranks; None on a single rank.
-        proposed: size from the policy. A single row may exceed it, and a balanced cut stay below.
-        level: at which microbatches are computed, of the policy's levels.
-        settings: additional choices of the policy, by name, equal on every rank.
-    """
-
-    cuts: list[Cut]
-    size: int
-    num_microbatches: int
-    extent: int
-    cost: float | None
+    # The largest batch represents the step for the policy; on a single rank, the batch with the
+    # largest slice.
+    cuts: list[Cut]  # of each batch of this rank; empty if no rank has any row
+    size: int  # of the largest slice on any rank
+    num_microbatches: int  # that every rank runs
+    extent: int  # size of the batch that represents the step
+    cost: float | None  # of one row of that batch
     num_global_rows: int
     stops: bool
     unit: str = ROWS
-    is_measuring: bool = False
-    agreement: Agreement | None = None
-    proposed: int = 0
+    is_measuring: bool = False  # whether slices are smaller than necessary, only to measure memory
+    agreement: Agreement | None = None  # with the other ranks
+    proposed: int = 0  # by the policy; a single row may exceed it, a balanced cut stay below
     level: int = 0
-    settings: Mapping[str, float | str] = MappingProxyType({})
+    settings: Mapping[str, float | str] = MappingProxyType({})  # other choices of the policy
 
     @property
     def most(self) -> int:
@@ -308,25 +270,11 @@ class Plan(NamedTuple):
 
 
 class Finished(NamedTuple, Generic[T]):
-    """The outcome of a step, and the number of attempts it took.
+    """The outcome of a step, and the number of attempts it took."""
 
-    Attributes:
-        result: of the attempt that succeeded; None if no rank had any row and nothing ran.
-        plan: of the last attempt.
-        nested_sizes: of the largest slice of each part with a size of its own, by its name.
-        attempts: number of attempts.
-        failed_sizes: rows of the largest slice of each attempt that ran out of memory.
-        is_committed: False if the result was not accepted and was rolled back.
-        measured: memory and time of the last attempt, if measured.
-        recalled_size: rows that an earlier run found, if the step was the first to use them.
-        grown_from: the previous largest size in rows, if the step was the first with more.
-        exploration: progress of the search for the fastest size; None if there is no search.
-        level_name: how microbatches were computed, in words.
-        nested_ooms: how often memory ran out inside parts, so that their slices became smaller.
-    """
-
-    result: T | None
-    plan: Plan
+    # `StepResult` documents the fields of the same names.
+    result: T | None  # None if no rank had any row and nothing ran
+    plan: Plan  # of the last attempt
     nested_sizes: Mapping[str, int]
     attempts: int = 0
     failed_sizes: tuple[int, ...] = ()

@@ -65,29 +65,16 @@ class Recollection(Protocol):
 
 
 class Unit:
-    """The unit of sizes: here rows, in their original order.
-
-    Attributes:
-        name: in the plural.
-        is_rows: whether sizes are rows in their original order.
-    """
+    """The unit of sizes: here rows, in their original order."""
 
     name = ROWS
     is_rows = True
 
     def check(self, setup: "Setup") -> None:
-        """Refuse a setup that does not go with the unit.
-
-        Raises:
-            ValueError: the message has the remedy.
-        """
+        """Refuse a setup that does not go with the unit."""
 
     def check_policy(self, policy: Policy, argument: str) -> None:
-        """Refuse a policy that does not go with the unit.
-
-        Raises:
-            ValueError: the message has the remedy.
-        """
+        """Refuse a policy that does not go with the unit."""
 
     def rule(self, *, strict_divisible: bool) -> CutRule:
         """Return the rule that turns proposed sizes into slices."""
@@ -104,11 +91,7 @@ class Carrying:
         self.layout = layout
 
     def beside(self, batch: Any, carry: Any) -> Any:
-        """Return a batch with its state; None if a rank has no batch.
-
-        Raises:
-            ValueError: there is state, but no `Carry` says where its rows are.
-        """
+        """Return a batch with its state; None if a rank has no batch."""
         if carry is not None:
             raise ValueError(
                 "carry=… was given to a Microbatcher without Carry(…); name the dimension of "
@@ -117,11 +100,7 @@ class Carrying:
         return batch
 
     def refuse_several(self, batches: Iterable[Any]) -> None:
-        """Refuse several batches with state, because each continues from the previous one.
-
-        Raises:
-            ValueError: state is carried, and there are several batches.
-        """
+        """Refuse several batches with state, because each continues from the previous one."""
 
     def hiding(self, function: Any) -> Any:
         """Wrap functions of the caller so that they receive batches without state."""
@@ -130,52 +109,28 @@ class Carrying:
 
 @dataclass(kw_only=True, eq=False)
 class Setup:
-    """The setup of a Microbatcher. Features change it in `attach`; afterwards it is constant.
+    """The setup of a Microbatcher. Features change it in `attach`; afterwards it is constant."""
 
-    Attributes:
-        model: without any wrapper.
-        modules: everything that takes part, the model first, with its wrapper.
-        device: where they compute.
-        batch_layout: as given to the `Microbatcher`.
-        functions: of the caller, by the names of their arguments.
-        optimizer: without any wrapper.
-        precision: by name.
-        state: additional objects with state that a step changes.
-        carrying: the state that goes from batch to batch.
-        parts: parts of the modules that have sizes of their own.
-        levels: makes the levels at which microbatches can be computed.
-        levels_by_time: whether to use the fastest level instead of the first that fits.
-        unit: of sizes.
-        sorter: makes the function that sorts the rows of batches; None if they keep their order.
-        strict_divisible: whether a batch must be a multiple of the size.
-        repeatable: whether sizes must not depend on the duration of attempts.
-        sums_in_float32: whether gradients in half precision are summed in fp32.
-        scales_for_ranks: whether losses are divided by the denominator of all ranks together.
-        eval_loss_average: if it differs from that of training.
-        recollect: makes the memory of the sizes of a phase, by its name; None for no memory.
-        ranks: that run steps together.
-    """
-
-    model: nn.Module
-    modules: list[nn.Module]
+    model: nn.Module  # without any wrapper
+    modules: list[nn.Module]  # all that take part, the model first, with its wrapper
     device: torch.device
     batch_layout: int | Mapping[str, Any] = 0
-    functions: dict[str, Any] = field(default_factory=dict)
-    optimizer: torch.optim.Optimizer | None = None
+    functions: dict[str, Any] = field(default_factory=dict)  # of the caller, by argument
+    optimizer: torch.optim.Optimizer | None = None  # without any wrapper
     precision: str = "fp32"
-    state: list[Any] = field(default_factory=list)
+    state: list[Any] = field(default_factory=list)  # additional objects that a step changes
     carrying: Carrying = field(init=False)
     parts: SizedParts = field(init=False)
     levels: Callable[["Setup"], Sequence[Level]] = lambda setup: [Plain()]
-    levels_by_time: bool = False
+    levels_by_time: bool = False  # whether to use the fastest level, not the first that fits
     unit: Unit = field(default_factory=Unit)
-    sorter: Callable[["Setup", Computation], Sort] | None = None
+    sorter: Callable[["Setup", Computation], Sort] | None = None  # makes what sorts rows
     strict_divisible: bool = False
-    repeatable: bool = False
-    sums_in_float32: bool = True
-    scales_for_ranks: bool = True
-    eval_loss_average: LossAverage | None = None
-    recollect: Callable[["Setup", str], Recollection] | None = None
+    repeatable: bool = False  # whether sizes must not depend on the duration of attempts
+    sums_in_float32: bool = True  # of gradients in half precision
+    scales_for_ranks: bool = True  # whether losses are divided by the denominator of all ranks
+    eval_loss_average: LossAverage | None = None  # if it differs from that of training
+    recollect: Callable[["Setup", str], Recollection] | None = None  # for a phase, by its name
     ranks: Ranks = field(default_factory=OneRank)
 
     def __post_init__(self) -> None:
