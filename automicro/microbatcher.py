@@ -302,7 +302,7 @@ class Microbatcher:
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks that train together; a single one if the model is not wrapped for several."""
+        """The ranks that train together; a single one if the model has no wrapper for several."""
         return self._ranks
 
     @property
@@ -407,7 +407,8 @@ class Microbatcher:
             return_outputs: as in `backward`, for all batches together.
 
         Raises:
-            ValueError: there is no batch, or state is carried between them. Else as in `backward`.
+            ValueError: there is no batch, or state is carried between them. Others as in
+                `backward`.
 
         Example:
             >>> microbatcher = Microbatcher(nn.Linear(8, 2), loss_fn=nn.CrossEntropyLoss())
@@ -524,7 +525,7 @@ class Microbatcher:
         Each batch is rolled back when it ends (gradients, buffers, random numbers, metrics); only
         the sizes learned are kept. Afterwards no size is tried that might not fit, unless a
         costlier batch comes. Observers are not notified, and no size is remembered for other runs.
-        The result of such a batch is not committed, and has a peak even if sizes are fixed.
+        The result of each batch is not committed, and has a peak even if sizes are fixed.
 
         Example:
             >>> model = nn.Linear(8, 2)
@@ -563,7 +564,7 @@ class Microbatcher:
         """Free the memory reserved for the optimizer's first step.
 
         The optimizer's ``step`` does so on its own. Call this if the batch runs in a closure given
-        to ``step``, which has then passed the place where it would.
+        to ``step``, which has then already passed the point at which it frees the memory.
         """
         if self._engine.reservation is not None:
             self._engine.reservation.roll_back()

@@ -30,9 +30,6 @@ def concat_rows(
 ) -> Any:
     """Join the outputs of all microbatches into those of the whole batch.
 
-    Raises:
-        BatchError: the outputs differ in structure, or hold a value without rows.
-
     >>> concat_rows([{"logits": torch.zeros(2, 3)}, {"logits": torch.ones(1, 3)}])["logits"].shape
     torch.Size([3, 3])
     """

@@ -83,11 +83,7 @@ def _plain_form(batch: Any) -> Any:
 
 
 class BatchLayout:
-    """The layout of rows in batches: as declared, and as earlier batches resolved ambiguous lists.
-
-    Raises:
-        TypeError: `batch_layout` is neither an int nor a mapping of paths.
-        ValueError: the mapping has another value than `split_batch` describes.
+    """The layout of rows in batches: as declared, and as earlier batches resolved lists.
 
     >>> layout = BatchLayout({"mask": "shared"})
     >>> batch = {"x": torch.arange(3), "mask": torch.ones(1, 5)}
@@ -134,9 +130,6 @@ class BatchLayout:
         """Cut `batch` into consecutive microbatches of `sizes` rows, which must sum to its rows.
 
         Containers keep their types; tensors and arrays are views into the batch.
-
-        Raises:
-            BatchError: as `num_rows`, or the sizes would drop rows.
         """
         form = _plain_form(batch)
         known = self._last_cut
@@ -157,11 +150,7 @@ class BatchLayout:
         return list(_cut(root, Pieces.of_sizes(sizes), num_rows, decisions))
 
     def take_rows(self, batch: Any, indices: Sequence[int]) -> Any:
-        """Return a copy of the rows at `indices`, in that order, as a batch.
-
-        Raises:
-            BatchError: as `num_rows`, or an index is out of range.
-        """
+        """Return a copy of the rows at `indices`, in that order, as a batch."""
         root, num_rows, decisions = self._read(batch)
         if not indices or not all(0 <= index < num_rows for index in indices):
             raise BatchError(

@@ -208,11 +208,7 @@ _DEEPEST = 8  # nested mappings among the attributes of a tensor
 def _cut_subclass(
     value: torch.Tensor, cut: Sequence[torch.Tensor], dim: int, pieces: Pieces
 ) -> list[torch.Tensor]:
-    """Cut a tensor of a subclass, by its own indexing if its attributes have rows, too.
-
-    Raises:
-        BatchError: an attribute holds rows, but indexing the tensor does not cut it.
-    """
+    """Cut a tensor of a subclass, by its own indexing if its attributes have rows, too."""
     rows, kind = value.shape[dim], type(value)
     held = dict(_attributes_with_rows(getattr(value, "__dict__", {}), rows))
     if not held or issubclass(kind, torch.nn.Parameter) or is_wrapper(kind):

@@ -74,11 +74,7 @@ class Node:
 
 
 def agreement(nodes: Iterable[Node]) -> Counts:
-    """Return the row counts that all `nodes` allow.
-
-    Raises:
-        BatchError: there is none; the message names two leaves that disagree.
-    """
+    """Return the row counts that all `nodes` allow."""
     counts = ANY
     seen: list[Node] = []
     for node in nodes:
@@ -127,11 +123,7 @@ class Reader:
         self.called: list[Node] = []  # callable objects, which might hold data nevertheless
 
     def read(self, batch: Any) -> Node:
-        """Return the batch as a node.
-
-        Raises:
-            BatchError: its parts disagree, or one of them cannot be cut into rows.
-        """
+        """Return the batch as a node."""
         return self._read(batch, "", self._dim)
 
     def _read(self, value: Any, path: str, dim: int) -> Node:

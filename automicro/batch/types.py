@@ -62,11 +62,7 @@ class RowType:
     """The way to count, cut, join and map the values of a class."""
 
     def count(self, value: Any, dim: int, path: str) -> int | None:
-        """Return the number of rows; None if all rows share the value.
-
-        Raises:
-            BatchError: they cannot be counted.
-        """
+        """Return the number of rows; None if all rows share the value."""
         raise NotImplementedError
 
     def cut(self, value: Any, pieces: Pieces, dim: int, path: str) -> Sequence[Any]:
@@ -74,11 +70,7 @@ class RowType:
         raise NotImplementedError
 
     def concat(self, values: Sequence[Any], dim: int) -> Any:
-        """Join the rows of all values.
-
-        Raises:
-            RuntimeError, ValueError: their shapes do not join.
-        """
+        """Join the rows of all values."""
         raise NotImplementedError
 
     can_concat = True

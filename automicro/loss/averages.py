@@ -232,12 +232,7 @@ def read_average(
     reads_model: bool,
     counts_items: bool = False,
 ) -> dict[str, Average]:
-    """Return the average of each loss: as declared, or as inferred from the loss or the model.
-
-    Raises:
-        TypeError, ValueError: ``loss_average`` is invalid, or contradicts the number of items that
-            the forward receives.
-    """
+    """Return the average of each loss: as declared, or as inferred from the loss or the model."""
     # One entry named "" stands for all losses.
     if counts_items and not callable(loss_average):
         if loss_average not in ("auto", "tokens"):

@@ -119,12 +119,7 @@ def choose_convention(
     carries: bool = False,
     count: Any = None,
 ) -> Convention:
-    """Choose the convention of a model; see the module's docstring for the order.
-
-    Raises:
-        TypeError: ``forward`` or ``loss_fn`` is not callable.
-        ValueError: both are given, or state is carried without ``forward``.
-    """
+    """Choose the convention of a model; see the module's docstring for the order."""
     for name, function in (("forward", forward), ("loss_fn", loss_fn)):
         with about(name):
             if function is not None and not callable(function):

@@ -83,11 +83,7 @@ class Computation:
 
 
 def check_own_graph(loss: Tensor, first_node: int) -> None:
-    """Refuse a backward through a graph that the caller built before the forward.
-
-    Raises:
-        LossError: the loss depends on nodes that are older than the first of the forward.
-    """
+    """Refuse a backward through a graph that the caller built before the forward."""
     older = next((node for node in nodes_of(loss) if is_older(node, first_node)), None)
     if older is not None:
         raise LossError(

@@ -84,12 +84,7 @@ class BatchWeights:
     def apply(
         self, index: int, loss: Tensor, losses: Mapping[str, Tensor], *, has_total: bool = False
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Weight a microbatch's loss and its parts, so that those of a batch add up.
-
-        Raises:
-            LossError: ``loss_average`` names other losses than the forward returns, or the forward
-                also returns a total, which the weights of its parts cannot replace.
-        """
+        """Weight a microbatch's loss and its parts, so that those of a batch add up."""
         if "" in self._weights:
             weight = self.of_all[index]
             return _weigh(loss, weight), {n: _weigh(part, weight) for n, part in losses.items()}

@@ -115,7 +115,7 @@ class Observing(Feature):
 
     def begin(self, attempt: Attempt) -> None:
         earlier, self._attempt = self._attempt, attempt
-        # The first attempt at a batch is compared with another batch's last: that is no resize.
+        # Before the first attempt at a batch came another batch, so a difference is not a resize.
         if earlier is not None and attempt.number > 1:
             before, after = earlier.microbatch_size, attempt.microbatch_size
             if before != after:

@@ -25,11 +25,7 @@ class SpareRows:
         return [] if batch is None and not self._ranks.is_alone else [batch]
 
     def rows_of(self, batches: Sequence[Any]) -> list[int]:
-        """Return the number of rows of each batch; keep some rows of the very first one.
-
-        Raises:
-            BatchError: the rows of a batch cannot be counted.
-        """
+        """Return the number of rows of each batch; keep some rows of the very first one."""
         rows = list(map(self._layout.num_rows, batches))
         if batches and self._kept is None and not self._ranks.is_alone:
             with on_host():
@@ -54,11 +50,7 @@ class SpareRows:
         return self._kept is None
 
     def pass_on(self, donor: int) -> None:
-        """Send the rows of one rank to all that have never had any. All ranks call it.
-
-        Raises:
-            BatchError: they cannot be sent.
-        """
+        """Send the rows of one rank to all that have never had any. All ranks call it."""
         with announcing_failure(self._ranks):
             message = self._packed() if self._ranks.rank == donor else b""
         # A collective: ranks that have rows of their own take part, too.

@@ -207,15 +207,15 @@ def _give_up_rolling_back(failure: BaseException, cause: BaseException) -> None:
     # Nothing can be restored on a lost device, and its loss is the error that users need to see.
     if classify(cause) is Failure.CONTEXT_LOST:
         add_note(
-            cause, f"automicro: the device is lost, nothing could be put back ({text_of(failure)})"
+            cause, f"automicro: the device is lost; nothing could be restored ({text_of(failure)})"
         )
         return
     if isinstance(failure, RollbackError):
         raise failure from cause
     if not isinstance(failure, Exception):
-        add_note(failure, "automicro: the state before the batch could not be put back")
+        add_note(failure, "automicro: the state before the batch could not be restored")
         raise failure
     raise RollbackError(
         f"an attempt failed ({describe_error(cause)}), and the state before it could not "
-        f"be put back ({describe_error(failure)}); continue from a checkpoint"
+        f"be restored ({describe_error(failure)}); continue from a checkpoint"
     ) from cause

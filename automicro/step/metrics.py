@@ -135,11 +135,7 @@ def is_of_torchmetrics(metric: Any, class_name: str = "Metric") -> bool:
 
 
 def flatten_metrics(metrics: Any) -> list[Any]:
-    """Return every metric in a metric, a collection, a mapping or a sequence of them.
-
-    Raises:
-        TypeError: an element has no ``update``.
-    """
+    """Return every metric in a metric, a collection, a mapping or a sequence of them."""
     if metrics is None:
         return []
     if isinstance(metrics, nn.Module):

@@ -23,11 +23,7 @@ _EARLY = 10  # steps in which slices of equal size are checked, too
 
 
 class Kept(Feature):
-    """The requested results of every microbatch's forward in one step.
-
-    Raises:
-        ValueError: ``where`` is not a valid place.
-    """
+    """The requested results of every microbatch's forward in one step."""
 
     def __init__(
         self,
@@ -42,8 +38,8 @@ class Kept(Feature):
         self._known = set() if known is None else known
         if where not in (True, False, "host", "device"):
             raise ValueError(
-                f"return_outputs={where!r}; say True for outputs where the batch lies, 'host', "
-                "'device', or False"
+                f"return_outputs={where!r} is invalid; give True (the device of the batch), "
+                "'host', 'device', or False"
             )
         self._where = where
         self._device = device
@@ -69,11 +65,7 @@ class Kept(Feature):
         self.outputs = self.carry = None
 
     def computed(self, run: MicrobatchRun) -> None:
-        """Keep the requested results of one microbatch.
-
-        Raises:
-            LossError: the state for the next batch has another number of rows.
-        """
+        """Keep the requested results of one microbatch."""
         output = run.output
         assert output is not None
         self._is_training = run.loss is not None
@@ -89,14 +81,7 @@ class Kept(Feature):
             self._carries.append(map_tensors(output.carry, _copied))
 
     def end(self, attempt: Attempt) -> None:
-        """Join all rows, in the order of their batches.
-
-        Raises:
-            BatchError: the outputs cannot be joined.
-
-        Warns:
-            MetricWarning: an output turns out not to have one value per row.
-        """
+        """Join all rows, in the order of their batches."""
         cuts = attempt.cuts
         # In evaluation, outputs without rows, such as a number, are valid for a whole batch.
         if not self._is_training and len(self._outputs) == 1 and cuts[0].packing is None:

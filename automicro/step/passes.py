@@ -79,11 +79,7 @@ class Passes:
         self._last_weights: tuple[list[Sequence[int]], BatchWeights] | None = None
 
     def check_form(self, batches: Sequence[ReadBatch]) -> None:
-        """Refuse a list of rows if the loss function needs a pair of inputs and targets.
-
-        Raises:
-            BatchError: the last batch is a list of rows.
-        """
+        """Refuse a list of rows if the loss function needs a pair of inputs and targets."""
         # A list of two rows would be taken for inputs and targets. `holds_rows` is known only after
         # the batches were read.
         if self._convention.needs_pairs and self.layout.holds_rows:
@@ -160,11 +156,7 @@ class Passes:
         return {name: float(total) for name, total in totals.items() if total is not None}
 
     def check_counts(self, weights: BatchWeights, whole: Mapping[str, float]) -> None:
-        """Refuse a count of a batch that differs from the sum of the counts of its microbatches.
-
-        Raises:
-            LossError: the ranks agreed on another denominator than the microbatches have.
-        """
+        """Refuse a count of a batch that differs from the sum of the counts of its microbatches."""
         for name, total in weights.totals.items():
             if isinstance(total, Tensor) or total is None:
                 continue
@@ -185,7 +177,7 @@ class Passes:
             warn(
                 "no target of this batch counts: all are ignored or weigh nothing, so its loss "
                 "and its gradient are zero. Check the labels (and the collate function, and "
-                "ignore_index), and skip such batches if they are intended; said once",
+                "ignore_index), and skip these batches if they are intended; said once",
                 LossAverageWarning,
             )
             self._has_warned_of_nothing = True
@@ -201,11 +193,7 @@ class Passes:
         gradients: Gradients,
         features: Features = NO_FEATURES,
     ) -> Losses:
-        """Run forward and backward of one microbatch; return its losses, detached.
-
-        Raises:
-            LossError: there is no loss, or it cannot be differentiated.
-        """
+        """Run forward and backward of one microbatch; return its losses, detached."""
         # Except for what features keep, the outputs of the model are freed when this returns,
         # before the next forward begins. The losses returned are weighted, unless the backward
         # starts from the weight.

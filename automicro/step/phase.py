@@ -49,11 +49,7 @@ def leveled(policy: Policy, levels: Sequence[Level], setup: Setup) -> Policy:
 
 
 def make_phase(name: str, size: Any, setup: Setup, levels: Sequence[Level] = ()) -> "Phase":
-    """Make a phase with the policy that a size stands for.
-
-    Raises:
-        TypeError, ValueError: the size is invalid, or does not go with the unit.
-    """
+    """Make a phase with the policy that a size stands for."""
     unit, argument = setup.unit, "microbatch_size" if name == "train" else "eval_microbatch_size"
     recollection: Recollection | None = None
     # A given number is used as it is: only a size that is searched for is recalled.
@@ -143,11 +139,7 @@ class Phase:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from sizes that were found earlier.
-
-        Raises:
-            ValueError: the state belongs to another policy, or its sizes have another unit.
-        """
+        """Resume from sizes that were found earlier."""
         self.rule.load_state_dict(state)
         self.policy.load_state_dict(state["policy"])
         self._is_new = False

@@ -108,11 +108,7 @@ class CutRule:
         return {"min_rows": self.min_rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a learned state.
-
-        Raises:
-            ValueError: its sizes have another unit.
-        """
+        """Resume from a learned state."""
         unit = state.get("unit", ROWS)
         if unit != self.unit:
             raise ValueError(
@@ -122,11 +118,7 @@ class CutRule:
         self.min_rows = state["min_rows"]
 
     def cut(self, num_rows: int, size: int, *, multiple_of: int = 1) -> list[int]:
-        """Return the rows of each slice, the largest first.
-
-        Raises:
-            BatchError: ``strict_divisible`` is set and the rows do not divide by the size.
-        """
+        """Return the rows of each slice, the largest first."""
         if not self.strict_divisible:
             # Any other size, such as a batch smaller than one unit, is cut evenly.
             if multiple_of > 1 and size % multiple_of == 0:
@@ -382,11 +374,7 @@ def propose_to(step: Step, rule: CutRule, *, training: bool, lacks_rows: bool = 
 
 
 def plan_together(step: Step, rule: CutRule, agreement: Agreement, ranks: Ranks) -> Plan:
-    """Return the plan of this rank, with the number of microbatches that all ranks run.
-
-    Raises:
-        BatchError: ``strict_divisible`` is set, and ranks have different numbers of rows.
-    """
+    """Return the plan of this rank, with the number of microbatches that all ranks run."""
     policy, size = step.policy, agreement.microbatch_size
     policy.level = agreement.level
     unit = policy.multiple_of

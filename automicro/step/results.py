@@ -103,7 +103,7 @@ class StepResult(_Result):
         level: how microbatches were computed: ``"plain"``, or the memory saver in use, such as
             ``"recompute"``; see ``when_too_large``.
         nested_sizes: rows of the largest slice of each part with a size of its own, by its name.
-        nested_ooms: how often memory ran out inside such parts on this rank, so that their slices
+        nested_ooms: how often memory ran out inside these parts on this rank, so that their slices
             became smaller; not included in `ooms`.
         loss_average_is: how reliably the average of the loss is known: ``"declared"`` by the
             caller, ``"read"`` from the loss or the model, ``"checked"`` on a few rows,

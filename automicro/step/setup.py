@@ -155,7 +155,7 @@ class Setup:
 
     @functools.cached_property
     def roots(self) -> dict[str, Any]:
-        """Modules, functions and further values, by name, whose state an attempt might change."""
+        """Modules, functions and other values, by name, whose state an attempt might change."""
         return self._own_roots | read_state(self.state)[1]
 
     @functools.cached_property

@@ -44,11 +44,7 @@ class Sizes:
         self._failure: BaseException | None = None
 
     def plan(self, residents: Callable[[], ResidentMemory | None]) -> Plan:
-        """Return the plan to try next.
-
-        Raises:
-            SampleTooLargeError: there is nothing smaller.
-        """
+        """Return the plan to try next."""
         # If no smaller size is left, parts that ran whole are cut. Then the next level is tried,
         # which takes less memory. Then there is nothing left to try.
         while True:

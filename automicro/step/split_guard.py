@@ -50,11 +50,7 @@ class SplitGuard:
         return Occasions()
 
     def allowed(self, policy: Policy, *, evaluates: bool = False) -> Policy:
-        """Return the policy, or whole batches only if layers that average over them require it.
-
-        Raises:
-            UnsplittableModelError: the model has these layers, and ``batchnorm="error"``.
-        """
+        """Return the policy, or whole batches only if layers that average over them require it."""
         # In evaluation only layers without running statistics average over the batch.
         if self._mode not in ("error", "disable", "exact"):
             return policy
@@ -119,11 +115,7 @@ class SplitGuard:
         self._named_state.update(names)
 
     def warn(self, sizes: Sequence[int], state: State, counting: Sequence[str] = ()) -> None:
-        """Warn when a batch is first split, and when more buffers change later.
-
-        Warns:
-            BatchNormWarning, BufferWarning
-        """
+        """Warn when a batch is first split, and when more buffers change later."""
         # Called inside the attempt, so that it is rolled back if warnings are errors.
         if self._mode == "ignore":
             return
@@ -145,11 +137,7 @@ class SplitGuard:
             self._warn_of_buffers(moved, len(sizes))
 
     def warn_of_evaluation(self, sizes: Sequence[int], state: State) -> None:
-        """Warn when an evaluated batch is split although layers or buffers depend on that.
-
-        Warns:
-            BatchNormWarning, BufferWarning
-        """
+        """Warn when an evaluated batch is split although layers or buffers depend on that."""
         if self._mode == "ignore":
             return
         if not self._has_warned_of_evaluation:

@@ -37,12 +37,7 @@ _ENCODERS_WOULD = (
 
 
 def give_up_fixed(failure: BaseException, plan: Plan, size: int, *, is_whole: bool) -> NoReturn:
-    """Raise the out-of-memory error of a fixed size, with remedies.
-
-    Raises:
-        BaseException: the failure.
-        SampleTooLargeError: the failure happened on another rank.
-    """
+    """Raise the out-of-memory error of a fixed size, with remedies."""
     smaller = _ENCODERS_WOULD if is_whole else _WOULD_BE_SMALLER
     if isinstance(failure, PeerStoppedError):
         # The error itself is in the log of that rank only, so name the rank.

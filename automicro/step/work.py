@@ -33,7 +33,7 @@ from automicro.transaction.parameters import Parameters
 from automicro.transaction.transaction import Part
 from automicro.values import read_scalars, stack_scalars
 
-if TYPE_CHECKING:  # each stands beside the path of a batch, and is loaded where it is used
+if TYPE_CHECKING:  # not on the path of every batch, so each is imported on first use
     from automicro.checking.check import Checks
     from automicro.optimizer.reservation import OptimizerReservation
     from automicro.step.metrics import MetricGuard
