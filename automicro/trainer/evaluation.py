@@ -254,13 +254,9 @@ class Evaluation:
         what = f"evaluating {self.name!r}" if self.name else "evaluating"
         known = num_batches(self.dataloader), self.max_batches, max_batches
         total = min((each for each in known if each is not None), default=None)
-        done = count_of(batches, "batch")
-        text = f"{what}: {done} done" if total is None else f"{what}: {batches:,} of {total:,}"
-        return StatusLine(
-            line=f"{what}: {done} done",
-            parts=[text if total is None else f"{text} batches", f"microbatches {cut}"],
-            share=None if not total else min(1.0, batches / total),
-        )
+        share = None if not total else min(1.0, batches / total)
+        text = f"{what}: {count_of(batches, 'batch')}{'' if total is None else f' of {total:,}'}"
+        return StatusLine(where=text, words=[f"microbatches {cut}"], share=share)
 
     def _losses_of_all(self, ranks: Ranks, losses: LossMean) -> dict[str, float]:
         sampler = shared_sampler(self.dataloader)

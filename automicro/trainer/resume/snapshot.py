@@ -59,13 +59,11 @@ class Part:
             ``between_epochs(state)`` and, within an epoch, ``reshard(states, rank=…)``.
         scope: how far ranks share it.
         is_on_host: whether its tensors (random numbers) lie on the host; all others on the device.
-        remedy: what to do where no checkpoint can hold it; empty where nothing special helps.
     """
 
     owner: Any
     scope: Scope = Scope.RUN
     is_on_host: bool = False
-    remedy: str = ""
 
 
 class Snapshot:
@@ -138,13 +136,6 @@ class Snapshot:
         state = self.gather()
         for key in ("modules", "buffers"):  # lazy modules have a shape once it is saved
             state[key] = [_initialized(each) for each in state[key]]
-        for name, each in state.pop("parts").items():
-            try:
-                take_apart({name: each})
-            except CheckpointError as error:
-                if remedy := self._parts[name].remedy:
-                    raise CheckpointError(f"{error}; {remedy}") from error
-                raise
         take_apart(state)
 
     def compare(self, opened: FoundCheckpoint) -> None:
@@ -250,8 +241,9 @@ class Snapshot:
                 continue
             state = saved["parts"][name]
             if isinstance(part.owner, Microbatcher):
-                state = _sizes_for(name, state, part.owner.state_dict())
-            _load(name, part.owner, state if part.is_on_host else _arriving(state))
+                _load_sizes(name, part.owner, state)
+            else:
+                _load(name, part.owner, state if part.is_on_host else _arriving(state))
         callbacks = self._named_callbacks()
         for name, state in saved["callbacks"].items():
             if name in callbacks:
@@ -365,34 +357,15 @@ def _compare_metrics(
         )
 
 
-def _sizes_for(name: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, Any]:
-    """Found sizes to load: of a policy of another kind none are. They change no result."""
-    others: list[str] = []
-    taken = _of_same_policies(saved, here, others)
-    if others:
+def _load_sizes(name: str, microbatcher: Microbatcher, state: Any) -> None:
+    try:
+        microbatcher.load_state_dict(state)
+    except ValueError as error:
         warn(
-            f"the {name} in the checkpoint are of another policy ({'; '.join(others)}): they are "
-            "dropped, and start fresh, which changes no result",
+            f"the {name} in the checkpoint are of another policy ({error}): they are dropped, and "
+            "start fresh, which changes no result",
             CheckpointWarning,
         )
-    return taken
-
-
-def _of_same_policies(
-    saved: Mapping[str, Any], here: Mapping[str, Any], others: list[str]
-) -> dict[str, Any]:
-    """The saved state, with that of here wherever the kind of a policy differs."""
-    taken = dict(saved)
-    for key, now in here.items():
-        was = saved.get(key)
-        if not isinstance(was, Mapping) or not isinstance(now, Mapping):
-            continue
-        if was.get("kind") != now.get("kind"):
-            others.append(f"{was.get('kind')}, here {now.get('kind')}")
-            taken[key] = now
-        elif "kind" not in now:
-            taken[key] = _of_same_policies(was, now, others)
-    return taken
 
 
 def _like_parameters(tree: Any, parameters: Mapping[str, Tensor]) -> Any:
