@@ -89,10 +89,7 @@ class FoundCheckpoint:
         share = slice(peers.rank, None, peers.world_size)
         manifest = together(peers, lambda: verify(path, share=share))
         return cls(
-            path=path,
-            step=manifest.step,
-            metrics=manifest.metrics,
-            world_size=manifest.world_size,
+            path=path, step=manifest.step, metrics=manifest.metrics, world_size=manifest.world_size
         )
 
     @functools.cached_property

@@ -23,18 +23,7 @@ from automicro.sharding import is_pending, is_sharded, local
 from automicro.torch_private import is_uninitialized
 
 # What `torch.load` reads with weights_only=True and without being told of any class.
-_PLAIN = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _ARRAY = "array of numpy"  # the key under which its dtype stands, beside its shape and its bytes
 
 

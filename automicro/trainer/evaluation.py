@@ -18,23 +18,11 @@ from automicro.microbatcher import Microbatcher
 from automicro.ranks.interface import Ranks
 from automicro.step.results import EvalResult
 from automicro.trainer.context import RunContext
-from automicro.trainer.data.loading import (
-    check_loader,
-    empty,
-    fetch,
-    num_batches,
-    samplers_of,
-)
+from automicro.trainer.data.loading import check_loader, empty, fetch, num_batches, samplers_of
 from automicro.trainer.data.sharing import shared_sampler
 from automicro.trainer.evaluators import INHERITED, Evaluator, read_evaluators
 from automicro.trainer.metrics import MetricSet
-from automicro.trainer.progress import (
-    StatusLine,
-    count_of,
-    evaluation_line,
-    position,
-    size_lines,
-)
+from automicro.trainer.progress import StatusLine, count_of, evaluation_line, position, size_lines
 from automicro.trainer.same_on_all_ranks import (
     announcing_once,
     compare_orders,

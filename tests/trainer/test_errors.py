@@ -74,7 +74,7 @@ def test_a_batch_of_another_structure_is_named_by_its_place() -> None:
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
-        ([], r"^train_dataloader \(list\) gave no batch; check its dataset"),
+        ([], r"^train_dataloader \(list\) gave no batch: check its dataset"),
         (DataLoader(make_data(0), batch_size=4), r"its dataset is empty; check the path"),
         (
             DataLoader(make_data(3), batch_size=4, drop_last=True),

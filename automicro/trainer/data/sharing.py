@@ -273,11 +273,7 @@ class LoaderSharing:
         # subclass may take other arguments.
         shared = copy.copy(loader)
         forget_workers(shared)
-        place = {
-            "rank": self.place.rank,
-            "world_size": self.place.world_size,
-            "seed": self.seed,
-        }
+        place = {"rank": self.place.rank, "world_size": self.place.world_size, "seed": self.seed}
         batch_sampler: Any = loader.batch_sampler
         if batch_sampler is None:
             vars(shared)["sampler"] = SharedSampler(loader.sampler, **place)

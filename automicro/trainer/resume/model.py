@@ -22,11 +22,7 @@ from automicro.options import unwrapped
 from automicro.reach import Reach
 from automicro.sharding import is_sharded
 from automicro.torch_private import buffer_table, is_uninitialized
-from automicro.trainer.data.loading import (
-    Generator,
-    read_generators,
-    write_generators,
-)
+from automicro.trainer.data.loading import Generator, read_generators, write_generators
 from automicro.trainer.resume.optimizer import named_parameters
 from automicro.values import state_of
 
