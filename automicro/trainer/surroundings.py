@@ -59,14 +59,10 @@ def prepare_cublas(device: torch.device | str) -> None:
         "leave deterministic=True out"
     )
     if value is not None:
-        raise ValueError(
-            f"deterministic=True, but the environment has {CUBLAS_VARIABLE}={value}, with which "
-            f"cuBLAS is not deterministic; {remedy}"
-        )
+        raise ValueError(f"{CUBLAS_VARIABLE}={value} is not deterministic; {remedy}")
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         warn(
-            f"deterministic=True on {device} needs {CUBLAS_VARIABLE}, and CUDA is in use already "
-            "(the model lies on the device, perhaps). It is set now; if matrices have been "
+            f"{CUBLAS_VARIABLE} is set while CUDA is in use already: if matrices have been "
             "multiplied on the device before, cuBLAS does not see it, and runs may differ. Make "
             f"the Trainer before anything computes there, or {remedy}",
             DeterminismWarning,

@@ -303,9 +303,8 @@ def _not_shared(loader: object, name: str, place: Process) -> str:
     owner = type(loader if dataset is None else dataset).__name__
     return (
         f"{name} is {what} ({owner}), and each of {place.world_size} ranks would get all of its "
-        "rows; pass a DataLoader over a data set with a length, whose rows are shared out, or "
-        "let it give each rank rows of its own (by torch.distributed.get_rank()) and say so by "
-        f"setting {ITSELF} = True on the loader or the data set"
+        "rows; pass a DataLoader over a data set with a length, or let it give each rank rows of "
+        f"its own and say so by setting {ITSELF} = True on the loader or the data set"
     )
 
 
