@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from automicro.checkpoints.manifest import NewFolder
 from automicro.checkpoints.state import Share
 from automicro.errors import DamagedCheckpointError
+from automicro.sharding import local
 
 INDEX = "tensors.json"
 
@@ -52,7 +53,7 @@ class TensorsToWrite(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The data of a tensor, from where the share has it."""
-        return self._share.data(index.fqn)
+        return local(self._share.tensors[index.fqn])
 
     def plan_all(self, plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """The parts that each rank writes, and the table of contents. On rank 0."""

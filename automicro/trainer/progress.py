@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from rich.cells import cell_len
@@ -411,21 +411,29 @@ _ATTEMPTS = logging.getLogger("automicro.attempts")
 
 
 class Progress:
-    """Where the trainer says how it goes, entered while it runs. This one shows nothing.
+    """Where the trainer says how it goes, entered while it runs; without a console, nowhere.
+
+    A terminal has lines, and below them one that is written over; anything else has lines alone,
+    with the status at most every few seconds.
 
     >>> with Progress() as progress:
     ...     progress.line("unread")
     """
 
-    _seconds: ClassVar[float | None] = None
-    """How long a status stays at least; None where none is shown."""
-
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(
+        self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._console, self._clock = console, clock
+        self._live: Live | None = None
+        if console is not None and console.is_terminal and not console.is_dumb_terminal:
+            # Refreshed from here: a thread of its own would be one more thing to end.
+            self._live = Live(console=console, auto_refresh=False, transient=True)
         self._shown_at: float | None = None
         self._retries = _Retries(self.doing)
 
     def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
         # Without a handler, Python's last resort would write each retry to stderr.
         _ATTEMPTS.addHandler(self._retries)
         return self
@@ -433,25 +441,40 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         """Leave nothing behind but lines."""
         _ATTEMPTS.removeHandler(self._retries)
+        if self._live is not None:
+            self._live.stop()
 
     def line(self, text: str) -> None:
         """Say something that stays."""
+        if self._console is not None:
+            # soft_wrap: a log is not 80 columns wide. No markup: "[4]" is not a style.
+            self._console.print(Text(text), soft_wrap=self._live is None)
 
     def status(self, describe: Callable[[], StatusLine | str]) -> None:
         """Say what is true now, if it is time to; otherwise nothing is described."""
-        if self._seconds is None:
+        if self._console is None:
             return
-        now = self._clock()
-        if self._shown_at is None or now - self._shown_at >= self._seconds:
+        now, seconds = self._clock(), PLAIN_SECONDS if self._live is None else LIVE_SECONDS
+        if self._shown_at is None or now - self._shown_at >= seconds:
             self._shown_at = now
-            self._show(describe())
+            status = describe()
+            if self._live is None:
+                self.line(str(status))
+            else:
+                self._write_over(self._live, status)
 
     def doing(self, text: str) -> None:
-        """Say at once what takes long, to people who watch."""
-        self._show(f"{text} …")
+        """Say at once what takes long, to people who watch: a log says what came of it."""
+        if self._live is not None:
+            self._write_over(self._live, f"{text} …")
 
-    def _show(self, status: StatusLine | str) -> None:
-        """Write over what was true before."""
+    def _write_over(self, live: Live, status: StatusLine | str) -> None:
+        if isinstance(status, StatusLine):
+            options = live.console.options
+            text = status.in_window(options.max_width, ascii_only=options.ascii_only)
+        else:
+            text = Text(status, no_wrap=True, overflow="ellipsis")
+        live.update(text, refresh=True)
 
 
 def make_progress(enabled: bool, console: Console | None = None) -> Progress:
@@ -465,65 +488,7 @@ def make_progress(enabled: bool, console: Console | None = None) -> Progress:
     """
     if not isinstance(enabled, bool):
         raise TypeError(f"progress is {enabled!r}; pass True to show progress, or False")
-    if not enabled:
-        return Progress()
-    console = console or Console()
-    if console.is_terminal and not console.is_dumb_terminal and not console.is_jupyter:
-        return LiveProgress(console)
-    return PlainProgress(console)
-
-
-class PlainProgress(Progress):
-    """Lines, with the status at most every few seconds."""
-
-    _seconds = PLAIN_SECONDS
-
-    def __init__(self, console: Console, **options: Any) -> None:
-        super().__init__(**options)
-        self._console = console
-
-    def line(self, text: str) -> None:
-        """Print a line."""
-        # soft_wrap: a log is not 80 columns wide. No markup: "[4]" is not a style.
-        self._console.print(Text(text), soft_wrap=True)
-
-    def doing(self, text: str) -> None:
-        """Print nothing: a log is not watched, and says what came of it."""
-
-    def _show(self, status: StatusLine | str) -> None:
-        self.line(str(status))
-
-
-class LiveProgress(Progress):
-    """Lines, and below them one that is written over."""
-
-    _seconds = LIVE_SECONDS
-
-    def __init__(self, console: Console, **options: Any) -> None:
-        super().__init__(**options)
-        self._console = console
-        # Refreshed from here: a thread of its own would be one more thing to end after a failure.
-        self._live = Live(console=console, auto_refresh=False, transient=True)
-
-    def __enter__(self) -> Self:
-        self._live.start()
-        return super().__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        self._live.stop()
-
-    def line(self, text: str) -> None:
-        """Print a line above the live one."""
-        self._console.print(Text(text))
-
-    def _show(self, status: StatusLine | str) -> None:
-        if isinstance(status, StatusLine):
-            options = self._console.options
-            text = status.in_window(options.max_width, ascii_only=options.ascii_only)
-        else:
-            text = Text(status, no_wrap=True, overflow="ellipsis")
-        self._live.update(text, refresh=True)
+    return Progress(console or Console()) if enabled else Progress()
 
 
 class _Retries(logging.Handler):

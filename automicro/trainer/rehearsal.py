@@ -49,6 +49,7 @@ from automicro.trainer.surroundings import refuse_lazy
 from automicro.units import Unit, format_bytes
 from automicro.values import walk
 
+MODES = ("worst",)
 COSTLIEST = 3
 """Batches that are taken for the costliest; the one of the longest rows comes beside them."""
 CLASSES = 4
@@ -68,7 +69,7 @@ def read_rehearsal(rehearse: str | None) -> str | None:
     >>> read_rehearsal("worst"), read_rehearsal(None)
     ('worst', None)
     """
-    return None if rehearse is None else check_choice("rehearse", rehearse, ("worst",))
+    return None if rehearse is None else check_choice("rehearse", rehearse, MODES)
 
 
 @runtime_checkable

@@ -106,8 +106,8 @@ def test_an_iterator_for_several_epochs_is_refused_before_anything_trains() -> N
             ValueError,
             "2 of the optimizer's 2 parameters are not in the model",
         ),
-        ({"scheduler": 3}, TypeError, "scheduler is a int; pass an instance"),
-        ({"scheduler": lambda _: 3}, TypeError, "made a int, which has no step method"),
+        ({"scheduler": 3}, TypeError, "scheduler is a int without a step method"),
+        ({"scheduler": lambda _: 3}, TypeError, "scheduler is a int without a step"),
         (
             {"scheduler": schedule(adam(nn.Linear(2, 2).parameters()))},
             ValueError,

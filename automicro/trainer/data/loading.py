@@ -349,15 +349,10 @@ def choose_accumulation(size: Duration, loader: object, num_devices: int) -> int
     }[size.unit]
     if not held:
         what = size.unit.name.lower()
-        remedy = (
-            "give a DataLoader with a batch_size"
-            if size.unit is Unit.SAMPLES
-            else f"let its batches come from a LengthBatchSampler with lengths of unit='{what}' "
-            "(sampling_mode and its unit in a config)"
-        )
         raise ValueError(
-            f"{said}: nothing says how many {what} a batch of train_dataloader has; {remedy}, or "
-            "give a number of batches"
+            f"{said}: nothing says how many {what} a batch of train_dataloader has; give a "
+            f"DataLoader with a batch_size, one whose LengthBatchSampler has unit='{what}' "
+            "(sampling_mode and its unit in a config), or a number of batches"
         )
     return max(1, math.ceil(size.value / (held * num_devices) - 1e-9))
 
