@@ -1,10 +1,8 @@
-"""How objects show themselves: in one line, and as a table of a notebook."""
+"""How objects show themselves: in one line, and as text of a notebook."""
 
 import html
 import inspect
 import reprlib
-from collections.abc import Mapping
-from typing import Any
 
 _SHORT = reprlib.Repr()
 _SHORT.maxother = _SHORT.maxstring = 60
@@ -49,19 +47,6 @@ def _is_same(value: object, default: object) -> bool:
         return bool(value == default)
     except Exception:  # tensors and arrays compare element by element
         return False
-
-
-def html_table(title: str, rows: Mapping[str, Any]) -> str:
-    """A table for a notebook, in its own colours.
-
-    >>> html_table("run", {"loss <": 0.5})
-    '<table><caption>run</caption><tr><th>loss &lt;</th><td>0.5</td></tr></table>'
-    """
-    lines = "".join(
-        f"<tr><th>{html.escape(str(name))}</th><td>{html.escape(str(value))}</td></tr>"
-        for name, value in rows.items()
-    )
-    return f"<table><caption>{html.escape(title)}</caption>{lines}</table>"
 
 
 def html_text(text: str) -> str:

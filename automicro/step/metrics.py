@@ -414,8 +414,7 @@ class MetricUpdates(Feature):
 
 def _known_reason(metric: Any) -> str:
     """Why the value of a metric of torchmetrics depends on how its rows are cut; else empty."""
-    torchmetrics = sys.modules.get("torchmetrics")  # code that made one has imported it
-    if torchmetrics is None or not isinstance(metric, torchmetrics.Metric):
+    if not is_of_torchmetrics(metric):
         return ""
     names = {each.__name__ for each in type(metric).__mro__}
     if "Running" in names:
@@ -431,10 +430,9 @@ def _known_reason(metric: Any) -> str:
 
 def _members(metric: Any) -> Sequence[Any]:
     """The metrics of a collection, each on its own."""
-    kind = getattr(sys.modules.get("torchmetrics"), "MetricCollection", None)
-    if kind is None or not isinstance(metric, kind):
-        return [metric]
-    return list(metric.values(copy_state=False))
+    if is_of_torchmetrics(metric, "MetricCollection"):
+        return list(metric.values(copy_state=False))
+    return [metric]
 
 
 def _is_unknown(metric: Any) -> bool:

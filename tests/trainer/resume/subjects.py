@@ -124,7 +124,6 @@ class Subject:
     num_rows: int = 60
     max_duration: str = "3ep"
     interval: str | None = "2ba"
-    asynchronous: bool = False
     keep_last: int | None = 2
     keep_best: int = 0
     optimizer: str = "AdamW"
@@ -190,7 +189,6 @@ class Job:
             interval=subject.interval,
             keep_last=subject.keep_last,
             keep_best=subject.keep_best,
-            asynchronous=subject.asynchronous,
         )
         self.own: list[Callback] = [Tally()]
         if subject.average:
@@ -267,7 +265,6 @@ def draw(seed: int) -> Subject:
         num_rows=choose.choice([48, 60, 64, 70]),
         max_duration=choose.choice(["3ep", "10ba", "7ba", "150sp", "2ep"]),
         interval=choose.choice(["1ba", "2ba", "3ba", "5ba", "1ep", "2ep", "40sp", "100sp"]),
-        asynchronous=choose.random() < 0.3,
         keep_last=choose.choice([1, 2, 3, None]),
         keep_best=choose.choice([0, 1]) if evaluators == 1 else 0,
         optimizer=choose.choice(sorted(OPTIMIZERS)),
