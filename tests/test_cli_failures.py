@@ -154,8 +154,8 @@ FAILED = {
     ),
     ("train", "max_duration=10000tok"): (
         "max_duration='10000tok' counts tokens, but nothing says how many a batch of type list "
-        "has; pass count_tokens=…, a callable from a batch to its number of tokens, such as "
-        "count_tokens=lambda batch: batch['input_ids'].numel(); a config names one of yours with "
+        "has; pass features=[CountData(tokens=…)] with a callable from a batch to its number of "
+        "tokens, such as lambda batch: batch['input_ids'].numel(); a config has count_tokens: "
         "{call: pkgutil.resolve_name, args: {name: my_data.count_tokens}}",
         FIRST_BATCH,
     ),
@@ -403,7 +403,7 @@ def test_warnings_are_one_line_each_and_those_of_one_line_of_torch_come_once(
 def test_ctrl_c_between_batches_is_one_sentence(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def end(trainer: Trainer) -> None:
+    def end(trainer: Trainer, **_: object) -> None:
         interruption = Interruption()
         interruption.take_note(signal.SIGINT)
         with noting(lambda: "in training, epoch 3, batch 20 of the epoch (83 batches done)"):

@@ -22,15 +22,17 @@ from automicro.cli.config.schema import At, EvaluatorConfig, RunConfig, keys_ins
 from automicro.data import LengthBatchSampler, with_batch_sampler
 from automicro.errors import CheckpointError, ConfigError, about
 from automicro.events.callback import Callback
+from automicro.features import WORDS, with_features
 from automicro.loggers import Logger
 from automicro.memory.oom import first_line
 from automicro.policy.policy import Policy
 from automicro.trainer.device import seed_everything
 from automicro.trainer.evaluators import Evaluator
+from automicro.trainer.optimizer import ParameterGroups
 from automicro.trainer.processes import process_in_environment
 from automicro.trainer.trainer import Trainer
 
-_ARGUMENTS = tuple(signature(Trainer).parameters)
+_ARGUMENTS = {*signature(Trainer).parameters, *WORDS}
 FIRST_ARGUMENTS = {
     "optimizer": ["the model's parameters"],
     "scheduler": ["the optimizer"],
@@ -105,6 +107,11 @@ class Recipe:
         keys = ("microbatch_size", "eval_microbatch_size", "microbatch_unit")
         return {key: self.make(key) for key in keys}
 
+    def grouped_optimizer(self) -> Any:
+        """The optimizer as the Trainer takes it: with options of their own for some parameters."""
+        make, groups = self.optimizer, self.config.parameter_groups
+        return ParameterGroups(make, groups) if make and groups else make
+
     @property
     def optimizer(self) -> Callable[..., Any] | None:
         """A function from parameters to the optimizer; None where the config leaves it out."""
@@ -118,17 +125,17 @@ class Recipe:
         later: dict[str, Any] = {key: self._later(key) for key in FIRST_ARGUMENTS}
         options: dict[str, Any] = {
             key: self.make(key)
-            for key in _ARGUMENTS
-            if key in self._makers and key not in later and key != "model"
+            for key in self._makers
+            if key in _ARGUMENTS and key not in later and key != "model"
         }
         if "train_dataloader" in options and self.config.sampling_mode is None:
             _check_batch_size(self.config, options["train_dataloader"])
-        if later["optimizer"] is None:
-            options["parameter_groups"] = ()
+        later["optimizer"] = self.grouped_optimizer()
         config = asdict(self.config)
         options["metrics"] = options.get("metrics") or None
         options["loggers"] = [_with_config(each, config) for each in options.get("loggers", ())]
-        return Trainer(model, checkpoint=self.checkpoint, **later, **options | instead)
+        options |= {"checkpoint": self.checkpoint, **later, **instead}
+        return Trainer(model, **with_features(options))
 
 
 def _make_checkpoint(config: RunConfig) -> CheckpointConfig | None:

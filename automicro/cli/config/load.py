@@ -30,7 +30,7 @@ from automicro.cli.config.sources import Sources, Tree
 from automicro.compilation import check_compile
 from automicro.errors import ConfigError, suggestion
 from automicro.memory.oom import first_line
-from automicro.options import read_accumulation
+from automicro.trainer.data.loading import read_accumulation
 from automicro.trainer.device import choose_device
 from automicro.trainer.processes import agreed_time
 

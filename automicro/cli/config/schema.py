@@ -30,6 +30,7 @@ from automicro.cli.config.nodes import (
 from automicro.cli.config.sources import read_value
 from automicro.data import LengthBatchSampler
 from automicro.errors import ConfigError, about, nearest, suggestion
+from automicro.features import INSTEAD, WORDS, Word, class_of
 from automicro.options import check_choice
 from automicro.policy.policy import Policy
 from automicro.trainer.evaluators import INHERITED, Evaluator
@@ -67,6 +68,14 @@ class _Filled:
         def __getattr__(self, name: str) -> Any: ...
 
 
+def _hint_of(word: Word) -> Any:
+    """The type of the values of a word, which is that of its feature's argument."""
+    if word.argument is None:
+        return bool
+    hint = typing.get_type_hints(vars(class_of(word.feature))["__init__"])[word.argument]
+    return hint if isinstance(word.default, str | bool) else hint | None
+
+
 def _with_options_of(
     owner: type, *, without: Collection[str] = (), needs: bool = True, **renamed: str
 ) -> Callable[[type], Any]:
@@ -88,6 +97,11 @@ def _with_options_of(
             if parameter.default is not Parameter.empty or not needs:
                 is_empty = parameter.default is Parameter.empty
                 setattr(target, name, None if is_empty else parameter.default)
+        if owner is Trainer:
+            for name, word in WORDS.items():
+                if name in KEYS and name not in found:
+                    found[name] = _hint_of(word)
+                    setattr(target, name, word.default)
         target.__annotations__ = {**found, **own}
         return dataclass(frozen=True, kw_only=True)(target)
 
@@ -141,9 +155,9 @@ class SamplingConfig(_Filled):
 
 
 # Further modules would have to be shared with the forward: nodes make things of their own.
-@_with_options_of(Trainer, without=("modules",), needs=False)
+@_with_options_of(Trainer, without=("modules", "features"), needs=False)
 class RunConfig(_Filled):
-    """The config of a command: the options of the `Trainer`, and those of a run.
+    """The config of a command: options of the `Trainer`, words for its features, those of a run.
 
     Attributes:
         model: makes the ``torch.nn.Module``.
@@ -169,6 +183,9 @@ class RunConfig(_Filled):
             torch's, ``scheduler_interval`` says after what it is stepped.
         metrics: names, and nodes that each make a torchmetrics metric. Training and evaluation
             count apart. A name with null is dropped.
+        parameter_groups: options of the optimizer for some parameters, by their names: mappings
+            such as ``{"params": ["*.bias", "*norm*"], "weight_decay": 0.0}``, with ``*``, ``?``
+            and ``[…]``. The first that matches counts.
         update_metric: makes a function ``(metric, outputs, microbatch) -> None``, in place of
             ``metric.update(outputs, targets)``. With a fourth parameter called ``name`` it is told
             the metric's name.
@@ -183,6 +200,11 @@ class RunConfig(_Filled):
             number divided by devices alone.
         eval_global_batch_size: rows of an evaluation batch over all devices. In
             ``eval_dataloader``, ``${eval_global_batch_size}`` is what one device loads.
+        max_time: how long one call of the command may take, such as ``"2h30m"``: it ends after the
+            batch that runs then, and saves.
+        remember_sizes: whether ``"auto"`` starts from the size that an earlier run found, which
+            ``automicro cache`` lists, so that the second run may cut other microbatches than the
+            first. None for where no ``seed`` is given. Never with ``deterministic``.
         callbacks: nodes that each make a callback, told of every event in this order; shipped ones
             are in ``automicro.callbacks``.
         loggers: nodes that each make a logger, such as
@@ -199,6 +221,8 @@ class RunConfig(_Filled):
     """
 
     weights: str | None = None
+    parameter_groups: list[Any] = field(default_factory=list)
+    max_time: str | None = None
     sampling_mode: Any = None
     metrics: dict[str, CallConfig] = field(default_factory=dict)
     global_batch_size: int | None = None
@@ -515,6 +539,8 @@ def check_checkpoint(name: str, value: Any) -> None:
 
 def unknown_key(key: str, tree: Mapping[str, Any]) -> ConfigError:
     """The error for a key that there is not, with the one that was meant."""
+    if key in INSTEAD:
+        return ConfigError(f"unknown key {key!r}: {INSTEAD[key]}")
     value = tree[key]
     duration = duration_meant(value, str(key))
     below = ["max_duration"] if duration else [*_places_of(key, tree)]
