@@ -2,7 +2,6 @@
 
 import inspect
 import pkgutil
-from dataclasses import fields
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -14,7 +13,7 @@ from automicro.cli.config.keys import GROUPS, KEYS
 from automicro.cli.config.keys import OPTIONS as ROWS
 from automicro.cli.config.nodes import CallConfig
 from automicro.cli.config.schema import (
-    RunConfig,
+    BATCH_SIZES,
     alternatives,
     defaults,
     keys_inside,
@@ -63,7 +62,7 @@ def test_defaults_and_types_are_those_of_the_signatures() -> None:
 
 
 def test_each_row_is_of_a_key_and_names_what_there_is() -> None:
-    assert sorted(KEYS) == sorted(each.name for each in fields(RunConfig))
+    assert sorted(KEYS) == sorted([*defaults(), *BATCH_SIZES])
     assert {*KEYS, *INSIDE} >= ROWS.keys()
     for row in ROWS.values():
         assert all(map(pkgutil.resolve_name, filter(None, (row.choices, row.read))))

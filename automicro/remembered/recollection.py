@@ -271,9 +271,8 @@ def describe_shapes(batch: Any, *, layout: BatchLayout | None = None) -> dict[st
         # What is not cut along a dimension may be one row of many: its number is no structure.
         name = path if dim is not None else f"*.{_NUMBER.sub('*', path)}".replace("*.*", "*", 1)
         kind = str(tensor.dtype).removeprefix("torch.")
-        if tensor.is_nested:  # its shape may be unknown
-            text = f"nested {kind} of {tensor.dim()} dimensions"
-        else:
+        text = f"nested {kind} of {tensor.dim()} dimensions"
+        if not tensor.is_nested:  # else its shape may be unknown
             text = f"{kind}{[length for at, length in enumerate(tensor.shape) if at != dim]}"
         found.setdefault(name, set()).add(text)
     return {name: " or ".join(sorted(found[name])) for name in sorted(found)}

@@ -118,7 +118,7 @@ def test_an_iterator_for_several_epochs_is_refused_before_anything_trains() -> N
         (
             {"max_duration": "1e2ba"},
             ValueError,
-            "write it like '2ep', '500ba', '10000sp', '1e6tok' or '100h'$",
+            "write it like '2ep', '500ba', '10000sp', '1e6tok' or '100h' of data",
         ),
         ({"grad_clip_norm": 0}, ValueError, "grad_clip_norm=0 must be above 0"),
         ({"grad_clip_norm": "1"}, TypeError, "grad_clip_norm is '1', not a number"),

@@ -118,8 +118,8 @@ def documentation() -> dict[str, str]:
     texts = {
         key: primitive.get(key, "") if _is_elsewhere(found.get(key)) else found[key] for key in KEYS
     }
-    for section, owner in SECTIONS.items():
-        texts |= {f"{section}.{name}": text for name, text in read_entries(owner).items()}
+    for section, (_, documented) in SECTIONS.items():
+        texts |= {f"{section}.{name}": text for name, text in read_entries(documented).items()}
     # CheckpointConfig does not know run_dir: the folder in it is the command line's default.
     texts["checkpoint.folder"] += " Unless given, checkpoints in `run_dir`."
     return {key: _in_yaml(text) for key, text in texts.items()}

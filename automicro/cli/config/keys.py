@@ -94,7 +94,9 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
     },
     "How long": {
         "max_duration": _DURATION,
-        "max_time": Option(words="text such as 2h30m, 45m or 90s", read=f"{_SCHEMA}._read_time"),
+        "max_time": Option(
+            words="text such as 2h30m, 45m or 90s", read="automicro.units.parse_time"
+        ),
         "eval_interval": _DURATION,
     },
     "Memory and microbatches": {
