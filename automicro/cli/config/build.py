@@ -246,11 +246,7 @@ def _check_batch_size(config: RunConfig, loader: Any) -> None:
 
 
 def _with_config(logger: Logger, config: Mapping[str, Any]) -> Logger:
-    """Let a logger take down the config among what is run.
-
-    >>> from automicro.loggers import ConsoleLogger
-    >>> _with_config(ConsoleLogger(), {"seed": 0}).start({}, resume_step=None)
-    """
+    """Let a logger take down the config among what is run."""
     start = logger.start
 
     def start_with_config(run: Mapping[str, Any], *, resume_step: int | None) -> None:
