@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from automicro.tools.plan.report import PlanReport as PlanReport
     from automicro.tools.replay import replay as replay
     from automicro.trainer.evaluators import Evaluator as Evaluator
+    from automicro.trainer.optimizer import ParameterGroups as ParameterGroups
     from automicro.trainer.report import FitSummary as FitSummary
     from automicro.trainer.trainer import Trainer as Trainer
 
@@ -107,6 +108,7 @@ _EXPORTS = {
     "automicro.tools.plan.report": "PlanReport",
     "automicro.tools.replay": "replay",
     "automicro.trainer.evaluators": "Evaluator",
+    "automicro.trainer.optimizer": "ParameterGroups",
     "automicro.trainer.report": "FitSummary",
     "automicro.trainer.trainer": "Trainer",
 }

@@ -120,8 +120,8 @@ def read_duration(name: str, duration: str | Duration) -> Duration:
     text = str(duration).strip()
     why = (
         f"is not a whole number of epochs, batches, samples, tokens or seconds of data, at "
-        f"least 1{_meant_duration(text) or _counted_otherwise(text)}; write it like '2ep', "
-        f"'500ba', '10000sp', '1e6tok' or '100h'"
+        f"least 1{_meant_duration(text)}; write it like '2ep', '500ba', '10000sp', '1e6tok' or "
+        f"'100h' of data; a limit in time is max_time='2h30m'"
     )
     # The commonest mistake has an answer of its own.
     if text.isdecimal() and int(text) > 0:
@@ -148,14 +148,6 @@ def _read_duration(text: str) -> Duration | None:
     if is_odd or value != int(value) or value < 1:
         return None
     return Duration(value=int(value), unit=unit)
-
-
-def _counted_otherwise(text: str) -> str:
-    """A hint about times by the clock, in which nothing here is counted."""
-    match = re.fullmatch(r"([\d.]+)\s*([hms]|min|sec|seconds?|minutes?|hours?)", text.lower())
-    if match is None:
-        return ""
-    return " (of data that is 'h', 'min' or 'sec'; a limit in time is max_time='2h30m')"
 
 
 def _meant_duration(text: str) -> str:
@@ -203,21 +195,13 @@ def parse_share(amount: object) -> float | None:
     """Read a share of a device, a float of at most 1 or a percentage; None for anything else.
 
     Raises:
-        ValueError: a percentage that is not above 0 and at most 100, or a number that is neither
-            a share nor whole.
+        ValueError: a percentage that is not above 0 and at most 100.
 
     >>> parse_share(0.8), parse_share("80%"), parse_share("24MiB"), parse_share(1)
     (0.8, 0.8, None, None)
     """
-    if isinstance(amount, float):
-        if 0 < amount <= 1:
-            return amount
-        # 1.5 is neither: above a whole device, and no number of bytes.
-        if math.isfinite(amount) and not amount.is_integer():
-            raise ValueError(
-                f"{amount!r} is neither a share of a device, such as 0.8, nor a whole number of "
-                "bytes: give one of these, or text such as '24MiB'"
-            )
+    if isinstance(amount, float) and 0 < amount <= 1:
+        return amount
     if not isinstance(amount, str) or not amount.strip().endswith("%"):
         return None
     try:
@@ -243,15 +227,10 @@ def _parse_text(text: str) -> int:
 
 
 def _whole(number: int | float) -> int:
-    if not math.isfinite(number):
+    if not math.isfinite(number) or (number > 1 and number != int(number)):
         raise ValueError(
-            f"an amount of memory cannot be {number!r}: give a finite number of bytes, or None "
-            f"where no limit is meant"
-        )
-    if number > 1 and number != int(number):
-        raise ValueError(
-            f"{number!r} is not a whole number of bytes: give a text with a unit, such as "
-            f"'{number:g}GiB', or a whole number"
+            f"{number!r} is not a whole number of bytes: give one, a share of a device such as "
+            "0.8, or text such as '24MiB'"
         )
     return int(number)
 
@@ -286,7 +265,7 @@ _PARTS = re.compile(
     r"(?:(?P<s>[0-9]+)\s*s)?"
 )
 _CLOCK = re.compile(r"(?:([0-9]+)-)?([0-9]+):([0-5][0-9]):([0-5][0-9])")
-_HOW = "write it like '2h30m', '45m', '90s', '1d' or '1:30:00' (hours, minutes, seconds)"
+_HOW = "write whole numbers, as in '1d', '2h30m', '45m' or '90s'"
 
 
 def parse_time(text: str | timedelta) -> float:
@@ -304,11 +283,6 @@ def parse_time(text: str | timedelta) -> float:
     """
     if isinstance(text, timedelta):
         seconds = text.total_seconds()
-    elif isinstance(text, int | float) and not isinstance(text, bool):
-        raise TypeError(
-            f"a time of {text} has no unit: say '{text:g}s' (seconds), '{text:g}m' (minutes) or "
-            f"'{text:g}h' (hours)"
-        )
     elif not isinstance(text, str):
         raise TypeError(f"{text!r} is not a time: {_HOW}")
     else:
@@ -327,18 +301,8 @@ def _read(text: str) -> int:
     # Each part may be missing, so empty text matches as well.
     parts = _PARTS.fullmatch(stripped)
     if parts is None or not stripped:
-        raise ValueError(f"{text!r} is not a time: {_why(stripped)}{_HOW}")
+        raise ValueError(f"{text!r} is not a time: {_HOW}")
     return sum(int(parts[unit] or 0) * seconds for unit, seconds in _SECONDS.items())
-
-
-def _why(text: str) -> str:
-    if text.isdecimal():
-        return "it has no unit; "
-    if re.fullmatch(r"[0-9]+:[0-9]+", text):
-        return "two numbers may be hours and minutes, or minutes and seconds; "
-    if re.search(r"[0-9]\.[0-9]", text):
-        return "its numbers must be whole, so half an hour is '30m'; "
-    return ""
 
 
 class TimeLimit:

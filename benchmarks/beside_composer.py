@@ -198,7 +198,6 @@ def our_trainer(model: Any, loader: Any, **options: Any) -> Trainer:
         "microbatch_size": MICROBATCH,
         "seed": SEED,
         "progress": False,
-        "remember_sizes": False,
     }
     return Trainer(model, loader, **{**settings, **options})
 

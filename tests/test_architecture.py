@@ -127,6 +127,7 @@ PUBLIC_NAMES = [
     "Observing",
     "OptimizerStepError",
     "Outcome",
+    "ParameterGroups",
     "PlanReport",
     "Policy",
     "RollbackError",

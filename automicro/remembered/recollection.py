@@ -13,6 +13,7 @@ from torch import nn
 from automicro.batch.layout import BatchLayout
 from automicro.errors import SizeCacheWarning, describe_error, warn
 from automicro.memory.device import usable_bytes
+from automicro.options import read_flag
 from automicro.policy.policy import Policy
 from automicro.ranks.interface import Ranks, announcing_failure
 from automicro.remembered.cache import RememberedSize, RunKey, SizeCache, digest_of
@@ -39,10 +40,20 @@ class RememberSizes(Feature):
         >>> microbatcher = Microbatcher(
         ...     torch.nn.Linear(8, 2), loss_fn=torch.nn.MSELoss(), features=[RememberSizes()]
         ... )
+
+    Args:
+        wanted: False for not, where a Trainer would without asking.
+
+    Raises:
+        TypeError: neither True nor False.
     """
 
+    def __init__(self, wanted: bool = True) -> None:
+        self.wanted = read_flag("remember_sizes", wanted)
+
     def attach(self, setup: Setup) -> None:
-        setup.recollect = Recollection
+        if self.wanted:
+            setup.recollect = Recollection
 
 
 class Recollection:
@@ -260,9 +271,8 @@ def describe_shapes(batch: Any, *, layout: BatchLayout | None = None) -> dict[st
         # What is not cut along a dimension may be one row of many: its number is no structure.
         name = path if dim is not None else f"*.{_NUMBER.sub('*', path)}".replace("*.*", "*", 1)
         kind = str(tensor.dtype).removeprefix("torch.")
-        if tensor.is_nested:  # its shape may be unknown
-            text = f"nested {kind} of {tensor.dim()} dimensions"
-        else:
+        text = f"nested {kind} of {tensor.dim()} dimensions"
+        if not tensor.is_nested:  # else its shape may be unknown
             text = f"{kind}{[length for at, length in enumerate(tensor.shape) if at != dim]}"
         found.setdefault(name, set()).add(text)
     return {name: " or ".join(sorted(found[name])) for name in sorted(found)}

@@ -14,6 +14,7 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from automicro import Trainer
+from automicro.features import RememberSizes
 from automicro.policy.auto import Halving
 from tests.oracle.contents import CLASSES, FEATURES, IGNORED
 from tests.oracle.faults import out_of_memory
@@ -156,7 +157,7 @@ def by_trainer(job: TrainerJob) -> Ended:
         microbatch_size=Halving() if job.size == "auto" else job.size,
         progress=False,
         device="cpu",
-        remember_sizes=False,
+        features=[RememberSizes(False)],
     )
     summary = trainer.fit()
     final = trainer.eval(setting.test_loader())

@@ -320,7 +320,7 @@ def test_an_error_with_any_text_is_told(world2: World, name: str, where: Any) ->
         ("Microbatcher", {"batchnorm": "no"}),
         ("Microbatcher", {"precision": "fp16"}),
         ("Trainer", {"max_duration": "no"}),
-        ("Trainer", {"max_time": "no"}),
+        ("Trainer", {"eval_interval": "no"}),
     ],
     ids=str,
 )

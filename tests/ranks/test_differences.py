@@ -102,7 +102,6 @@ def train_with_own_listeners(folder: str) -> int:
             "loggers": [JSONLinesLogger(os.path.join(folder, "log.jsonl"))],
             "callbacks": [MemoryMonitor()],
             "memory_limit": "64MiB",
-            "max_time": "1h",
         }
     return int(make_trainer(parallel="ddp", **options).fit().steps)
 
@@ -172,7 +171,6 @@ def train_batchnorm(rows: int, **options: Any) -> tuple[int, int]:
         device="cpu",
         progress=False,
         seed=0,
-        remember_sizes=False,
         **options,
     )
     summary = trainer.fit()

@@ -18,6 +18,7 @@ from automicro.callbacks import EarlyStopping, ExponentialMovingAverage
 from automicro.checkpoints.store import CheckpointConfig
 from automicro.events.callback import Callback
 from automicro.events.run import Run
+from automicro.features import RememberSizes
 from automicro.loggers import CSVLogger, JSONLinesLogger
 from automicro.step.results import StepResult
 from automicro.trainer.evaluators import Evaluator
@@ -200,7 +201,7 @@ class Job:
             self.model,
             LOADERS[subject.loader](subject.num_rows),
             eval_dataloader=_evaluators(subject.evaluators),
-            remember_sizes=False,  # each life begins as the first one did
+            features=[RememberSizes(False)],  # each life begins as the first one did
             loss_fn=nn.CrossEntropyLoss(),
             optimizer=self.optimizer,
             scheduler=self.scheduler,
