@@ -29,13 +29,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from automicro.features import RankReduction
 from benchmarks.sizes_of_peers import repair_torchvision
 
 ROOT = Path(__file__).resolve().parents[1]
 WAYS = ("fp32", "bf16", "checkpointed")
 OPTIMIZERS = ("SGD", "SGD momentum", "AdamW", "Adafactor")
-SYNCS = ("each", "auto")
 
 
 @dataclass(frozen=True)
@@ -440,45 +438,41 @@ def compare(library: Path, name: str, *, quick: bool) -> list[dict[str, Any]]:
 
 
 def sharded(library: Path, name: str, num_ranks: int) -> list[dict[str, Any]]:
-    """All cases of a subject on several ranks: planned, then measured on the first of them."""
+    """A subject on several ranks: planned, then measured on the first of them."""
     from torch.multiprocessing.spawn import spawn
 
     import automicro
 
-    subject, found = subjects()[name], []
-    for sync in SYNCS:
-        rows = subject.sizes[0]
-        planned = automicro.plan(
-            subject.make(),
-            subject.batch(2 * rows),
-            loss_fn=subject.loss_fn,
-            optimizer=torch.optim.AdamW,
-            device="cpu",
-            microbatch_size=rows,
-            ranks=num_ranks,
-            sync=sync,
-            remedies=False,
-        )
-        needed_bytes = planned.levels[0].deferred_bytes or planned.needed_bytes
-        with tempfile.TemporaryDirectory() as folder:
-            given = (library, name, rows, sync, num_ranks, Path(folder))
-            spawn(_measure_shard, given, nprocs=num_ranks)  # type: ignore[no-untyped-call]
-            real_bytes = int((Path(folder) / "peak").read_text())
-        found.append(
-            {
-                "model": name,
-                "way": f"{num_ranks} ranks, sync={sync!r}",
-                "rows": rows,
-                "real_bytes": real_bytes,
-                "planned_bytes": needed_bytes - planned.margin_bytes,
-                "margin_bytes": planned.margin_bytes,
-            }
-        )
-    return found
+    subject = subjects()[name]
+    rows = subject.sizes[0]
+    planned = automicro.plan(
+        subject.make(),
+        subject.batch(2 * rows),
+        loss_fn=subject.loss_fn,
+        optimizer=torch.optim.AdamW,
+        device="cpu",
+        microbatch_size=rows,
+        ranks=num_ranks,
+        remedies=False,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        given = (library, name, rows, num_ranks, Path(folder))
+        spawn(_measure_shard, given, nprocs=num_ranks)  # type: ignore[no-untyped-call]
+        real_bytes = int((Path(folder) / "peak").read_text())
+    return [
+        {
+            "model": name,
+            "way": f"{num_ranks} ranks",
+            "rows": rows,
+            "real_bytes": real_bytes,
+            "planned_bytes": planned.peak_bytes,
+            "margin_bytes": planned.margin_bytes,
+        }
+    ]
 
 
 def _measure_shard(
-    rank: int, library: Path, name: str, rows: int, sync: str, num_ranks: int, folder: Path
+    rank: int, library: Path, name: str, rows: int, num_ranks: int, folder: Path
 ) -> None:
     """Write what the first rank held at most in a batch of two microbatches."""
     import torch.distributed as dist
@@ -510,7 +504,6 @@ def _measure_shard(
         microbatch_size=rows,
         batchnorm="ignore",
         probe=False,
-        features=[RankReduction(sync)],
     )
     for _ in range(3):
         gc.collect()
