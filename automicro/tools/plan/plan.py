@@ -34,11 +34,11 @@ from automicro.policy.policy import canonical_size
 from automicro.savers.levels import NESTED, Savers, check_levels
 from automicro.savers.offload import OFFLOAD
 from automicro.savers.recompute import RECOMPUTE, repeated_blocks
+from automicro.tools import Remedy
 from automicro.tools.plan.devices import find_device, read_memory
 from automicro.tools.plan.dry_run import Conditions, DryRun
 from automicro.tools.plan.kernels import CASTS, GATHERED, STAYING, STEP, TAIL
 from automicro.tools.plan.report import LevelPlan, PlanReport
-from automicro.tools.remedy import Remedy
 
 # Of what comes and goes in a step, what a plan may be wrong by; then of all of it.
 _ERROR = 0.03

@@ -10,9 +10,9 @@ from automicro.batch.layout import describe_cut
 from automicro.memory.timeline import ACTIVATIONS, Owner, Trace, added_up
 from automicro.policy.auto import Halving
 from automicro.savers.levels import PLAIN
+from automicro.tools import Remedy, table
 from automicro.tools.pictures import new_figure, speed_and_memory, timeline
 from automicro.tools.plan.kernels import KINDS
-from automicro.tools.remedy import Remedy, table
 from automicro.units import describe_count, format_bytes
 
 if TYPE_CHECKING:
