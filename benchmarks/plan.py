@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 python -m benchmarks.plan --ranks N [--only MODEL]
 
 Twelve models, three sizes each, in fp32, under autocast in bf16, and with blocks computed again in
-the backward, with four optimizers. Each case is planned on tensors without data, then trained for
+the backward, with three optimizers. Each case is planned on tensors without data, then trained for
 real: two batches of two microbatches in a `Microbatcher`, where a c10 allocator counts every byte
 that torch's CPU kernels ask for, those inside of kernels included. *Unsafe* is a plan whose peak
 with its margin is below the real one. ``--unseen`` takes twelve other models. With
@@ -33,7 +33,7 @@ from benchmarks.sizes_of_peers import repair_torchvision
 
 ROOT = Path(__file__).resolve().parents[1]
 WAYS = ("fp32", "bf16", "checkpointed")
-OPTIMIZERS = ("SGD", "SGD momentum", "AdamW", "Adafactor")
+OPTIMIZERS = ("SGD", "SGD momentum", "AdamW")
 
 
 @dataclass(frozen=True)
@@ -353,9 +353,7 @@ def optimizer_of(name: str) -> Callable[[Any], torch.optim.Optimizer]:
         return lambda parameters: torch.optim.SGD(parameters, lr=0.01)
     if name == "SGD momentum":
         return lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
-    if name == "AdamW":
-        return lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)
-    return lambda parameters: torch.optim.Adafactor(parameters, lr=1e-3)
+    return lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)
 
 
 def measure(allocator: Any, subject: Subject, rows: int, way: str, optimizer: str) -> int:
