@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from automicro import Explore, Microbatcher, explore
 from automicro.policy.explore import cuts
 from automicro.policy.policy import Policy
-from automicro.tools.explore import POOLED, ladder
+from automicro.tools.explore import POOLED
 
 RUN_STEPS = 2000  # of which exploring may lose 3 %
 KINDS = ("train", "eval", "offline")
@@ -211,7 +211,7 @@ class Job:
         return Choice(
             size=report.microbatch_size,
             base=report.base,
-            sizes=sorted({*ladder(most), self.num_rows, report.microbatch_size}, reverse=True),
+            sizes=cuts(most, most),
             cost=cost,
             share=lambda _: 0.0,
         )

@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 python -m benchmarks.plan --ranks N [--only MODEL]
 
 Twelve models, three sizes each, in fp32, under autocast in bf16, and with blocks computed again in
-the backward, with four optimizers. Each case is planned on tensors without data, then trained for
+the backward, with three optimizers. Each case is planned on tensors without data, then trained for
 real: two batches of two microbatches in a `Microbatcher`, where a c10 allocator counts every byte
 that torch's CPU kernels ask for, those inside of kernels included. *Unsafe* is a plan whose peak
 with its margin is below the real one. ``--unseen`` takes twelve other models. With
@@ -29,13 +29,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from automicro.features import RankReduction
 from benchmarks.sizes_of_peers import repair_torchvision
 
 ROOT = Path(__file__).resolve().parents[1]
 WAYS = ("fp32", "bf16", "checkpointed")
-OPTIMIZERS = ("SGD", "SGD momentum", "AdamW", "Adafactor")
-SYNCS = ("each", "auto")
+OPTIMIZERS = ("SGD", "SGD momentum", "AdamW")
 
 
 @dataclass(frozen=True)
@@ -355,9 +353,7 @@ def optimizer_of(name: str) -> Callable[[Any], torch.optim.Optimizer]:
         return lambda parameters: torch.optim.SGD(parameters, lr=0.01)
     if name == "SGD momentum":
         return lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
-    if name == "AdamW":
-        return lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)
-    return lambda parameters: torch.optim.Adafactor(parameters, lr=1e-3)
+    return lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)
 
 
 def measure(allocator: Any, subject: Subject, rows: int, way: str, optimizer: str) -> int:
@@ -440,45 +436,41 @@ def compare(library: Path, name: str, *, quick: bool) -> list[dict[str, Any]]:
 
 
 def sharded(library: Path, name: str, num_ranks: int) -> list[dict[str, Any]]:
-    """All cases of a subject on several ranks: planned, then measured on the first of them."""
+    """A subject on several ranks: planned, then measured on the first of them."""
     from torch.multiprocessing.spawn import spawn
 
     import automicro
 
-    subject, found = subjects()[name], []
-    for sync in SYNCS:
-        rows = subject.sizes[0]
-        planned = automicro.plan(
-            subject.make(),
-            subject.batch(2 * rows),
-            loss_fn=subject.loss_fn,
-            optimizer=torch.optim.AdamW,
-            device="cpu",
-            microbatch_size=rows,
-            ranks=num_ranks,
-            sync=sync,
-            remedies=False,
-        )
-        needed_bytes = planned.levels[0].deferred_bytes or planned.needed_bytes
-        with tempfile.TemporaryDirectory() as folder:
-            given = (library, name, rows, sync, num_ranks, Path(folder))
-            spawn(_measure_shard, given, nprocs=num_ranks)  # type: ignore[no-untyped-call]
-            real_bytes = int((Path(folder) / "peak").read_text())
-        found.append(
-            {
-                "model": name,
-                "way": f"{num_ranks} ranks, sync={sync!r}",
-                "rows": rows,
-                "real_bytes": real_bytes,
-                "planned_bytes": needed_bytes - planned.margin_bytes,
-                "margin_bytes": planned.margin_bytes,
-            }
-        )
-    return found
+    subject = subjects()[name]
+    rows = subject.sizes[0]
+    planned = automicro.plan(
+        subject.make(),
+        subject.batch(2 * rows),
+        loss_fn=subject.loss_fn,
+        optimizer=torch.optim.AdamW,
+        device="cpu",
+        microbatch_size=rows,
+        ranks=num_ranks,
+        remedies=False,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        given = (library, name, rows, num_ranks, Path(folder))
+        spawn(_measure_shard, given, nprocs=num_ranks)  # type: ignore[no-untyped-call]
+        real_bytes = int((Path(folder) / "peak").read_text())
+    return [
+        {
+            "model": name,
+            "way": f"{num_ranks} ranks",
+            "rows": rows,
+            "real_bytes": real_bytes,
+            "planned_bytes": planned.peak_bytes,
+            "margin_bytes": planned.margin_bytes,
+        }
+    ]
 
 
 def _measure_shard(
-    rank: int, library: Path, name: str, rows: int, sync: str, num_ranks: int, folder: Path
+    rank: int, library: Path, name: str, rows: int, num_ranks: int, folder: Path
 ) -> None:
     """Write what the first rank held at most in a batch of two microbatches."""
     import torch.distributed as dist
@@ -510,7 +502,6 @@ def _measure_shard(
         microbatch_size=rows,
         batchnorm="ignore",
         probe=False,
-        features=[RankReduction(sync)],
     )
     for _ in range(3):
         gc.collect()

@@ -212,11 +212,11 @@ class Job:
             # Refined sizes follow from measured memory, of which a life that was taken up again
             # holds a little more or less; those of halving follow from what failed.
             microbatch_size=(
-                8 if is_deep else None if subject.batchnorm else Halving(refine=False, grow=False)
+                8 if is_deep else None if subject.batchnorm else Halving(refine=False)
             ),
             when_too_large=subject.when_too_large,
-            nested={"7": Halving(refine=False, grow=False)} if subject.nested else None,
-            eval_microbatch_size=Halving(refine=False, grow=False),
+            nested={"7": Halving(refine=False)} if subject.nested else None,
+            eval_microbatch_size=Halving(refine=False),
             microbatch_unit=cost_of if subject.by_cost else "rows",
             memory_limit=subject.memory_limit,
             precision=subject.precision,
