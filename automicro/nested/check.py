@@ -6,7 +6,7 @@ a trace, draws and BatchNorm held. What differs beyond chance is refused by name
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, cast
 
@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from automicro.batch.tensors import tensor_leaves
 from automicro.checking.bench import Bench, Conditions, Failed, Wanted, cuts_of, tried
-from automicro.checking.candidates import candidates
 from automicro.checking.draws import CollectiveError
-from automicro.checking.reading import LOSS, Reading, gaps, relative_errors
+from automicro.checking.reading import LOSS, Reading, relative_errors
 from automicro.checking.rows import Forms, telling_rows
 from automicro.errors import (
     AutomicroError,
@@ -30,7 +29,6 @@ from automicro.errors import (
 from automicro.loss.averages import (
     REMEDY,
     Average,
-    CutBatch,
     LossAverage,
     Samples,
     Sum,
@@ -40,8 +38,7 @@ from automicro.loss.averages import (
 )
 from automicro.loss.conventions import TARGET_KEYS, Convention, Output
 from automicro.loss.passes import Computation, Mode, extra_pass
-from automicro.loss.weights import BatchWeights
-from automicro.memory.oom import Failure, classify, ignoring_errors
+from automicro.memory.oom import Failure, classify
 from automicro.modules import runs_collectives
 from automicro.nested.slices import (
     Call,
@@ -59,8 +56,6 @@ _NOISE = 1e-2  # of what is given: so much by chance hides what slices change
 _ROUNDINGS = 32
 _FACTOR = 1024.0  # of gradients, which rounds nothing
 _SLACK = 1e-2
-_SLIGHT = 1e-4
-_SHOWN = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,14 +179,12 @@ class _Part(Convention):
         gives_count: whether that is a sum, beside what it counted.
         is_proportional: whether its gradient grows as that from behind does.
         told: what torch says of the last operation of its loss.
-        flatten: makes tokens of what it gives for rows and positions; None where it gives rows.
     """
 
     def __init__(self, call: Call) -> None:
         self._sliced = call
         self.gives_loss, self.gives_count, self.is_proportional = False, False, True
         self.told: Average | None = None
-        self.flatten: Callable[[Any], Any] | None = None
 
     def train(self, model: nn.Module, microbatch: Any, **_: Any) -> Output:
         """Read the graph, and let it go."""
@@ -222,9 +215,7 @@ class _Part(Convention):
         output = self._sliced.compute(microbatch, ())
         self.gives_count = is_counted(output)
         self.gives_loss = self.gives_count or is_loss(output)
-        if self.flatten is not None:
-            output = output if self.gives_loss else self.flatten(output)
-        elif not self.gives_loss:
+        if not self.gives_loss:
             rows_of(output, self._sliced.layout.num_rows(microbatch))
         leaves = tensor_leaves(output)
         return {path: leaf if leaf.dim() else leaf[None] for path, leaf in leaves}
@@ -275,8 +266,7 @@ class _Comparison:
                     raise LossAverageError(f"{_HIDDEN}; {REMEDY}")
                 warn(_HIDDEN, LossAverageWarning)
             elif not is_said or (is_finite and not self._fits(bench, averages)):
-                self._refuse_memory(bench)
-                self._refuse_average(bench, is_said)
+                self._refuse_average(is_said)
         return Checked(
             averages=averages,
             is_told=told is not None and not self._part.gives_count,
@@ -309,91 +299,17 @@ class _Comparison:
             return
         found, _ = bench.compare(self._whole, whole, bench.read(self._pieces))
         if found:
-            self._refuse_memory(bench)
             refuse_outputs(next(iter(found)), "other values in slices than in the whole")
 
-    def _refuse_memory(self, bench: Bench) -> None:
-        """Refuse a forward that reads what an earlier one wrote: slices would be further ones."""
-        # Spectral norm is one: two forwards in a row give something else than one forward twice.
-        twice = CutBatch.whole(self._whole.batch, self._whole.sizes[0], times=2)
-        bench.computation = replace(bench.computation, eval_averages=_averages("none"))
-        carried = bench.read(twice)
-        bench.conditions = replace(bench.conditions, carries=False)
-        if not gaps(bench.read(twice), carried, ()):
-            return
-        names = [place.name for place, _ in carried.state.values()]
-        names = [n.partition(".")[2] if n.startswith("part ") else n for n in names[:4]]
-        raise UnsplittableModelError(
-            "a part with a size of its own reads what its own forward changes "
-            f"({', '.join(names)}): each slice would change them once more; put layers with "
-            "spectral norm into evaluation mode (.eval()), change such things outside of the part, "
-            "or let it begin behind them"
-        )
-
-    def _refuse_average(self, bench: Bench, is_said: bool) -> NoReturn:
-        fitting = self._fitting(bench)
-        remedy = f"pass loss_average={' or '.join(fitting)}, which fit these rows"
-        remedy = remedy if fitting else REMEDY
+    def _refuse_average(self, is_said: bool) -> NoReturn:
         if not is_said:
             raise LossAverageError(
                 "the loss of a part does not end in a mean or sum of torch's over its rows or "
-                f"targets, so that it is not known how losses of slices add up; {remedy}"
+                f"targets, so that it is not known how losses of slices add up; {REMEDY}"
             )
         named = f" with loss_average={self._declared!r}" * is_declared(self._declared)
         raise LossAverageError(
-            f"the losses of slices of a part do not add up to its loss{named}; {remedy}"
-        )
-
-    def _fitting(self, bench: Bench) -> list[str]:
-        """A declaration, in code, by which the losses of the pieces add up."""
-        found: list[str] = []
-        read = (*bench.read(self._whole).each, *bench.read(self._pieces).each)
-        whole, *pieces = map(torch.tensor, read)
-        for each in candidates(self._whole.batch, self._part):
-            if len(found) == _SHOWN:
-                break
-            with ignoring_errors():  # it may not apply
-                weights = BatchWeights(_averages(each.value), [self._pieces])
-                summed = sum(weights.apply(at, loss, {})[0] for at, loss in enumerate(pieces))
-                is_more = any(each.code.startswith(known) for known in found)
-                if not is_more and math.isclose(summed, whole, rel_tol=_SLIGHT):
-                    found.append(each.code)
-        return found
-
-
-def check_positions(call: Call, batch: Any, flatten: Callable[[Any], Any]) -> None:
-    """Refuse a part to which rows and positions are not one.
-
-    Raises:
-        UnsplittableModelError: it computes something else with tokens.
-    """
-    rows = call.layout.take_rows(batch, list(range(min(2, call.layout.num_rows(batch)))))
-    together, apart = (
-        CutBatch.whole(each, call.layout.num_rows(each)) for each in (rows, flatten(rows))
-    )
-    part = _Part(call)
-    with uncheckpointed(), _bench(call, part, Conditions(mode="predict", wants="outputs")) as bench:
-        part.flatten = flatten
-        try:
-            whole, *controls = (bench.read(together, shake=shake) for shake in range(3))
-        except Exception as error:
-            if classify(error) is Failure.RETRYABLE:
-                raise
-            return  # it takes nothing but tokens
-        part.flatten = None
-        try:
-            found = gaps(whole, bench.read(apart), controls)
-        except Exception as error:
-            if classify(error) is not Failure.RETRYABLE:
-                add_note(error, _TOKENS)
-            raise
-    for path in found:
-        named = f" {path!r}" if path else ""
-        raise UnsplittableModelError(
-            f"microbatch_unit='tokens': the part gives{named} other values for tokens of shape "
-            "(tokens, …) than for (rows, positions, …), so it computes along positions (a shift, "
-            "a sum over dimension 1, their number); leave the unit out, which cuts rows, or let "
-            "what sees positions happen outside of the part"
+            f"the losses of slices of a part do not add up to its loss{named}; {REMEDY}"
         )
 
 
@@ -515,11 +431,6 @@ def _holds_same(one: Tensor, other: Tensor) -> bool:
 _HINT = (
     "automicro: this was a check of a few rows of a part with a size of its own; where an argument "
     "holds no rows, say so, as in batch_layout={'mask': 'shared'}"
-)
-_TOKENS = (
-    "automicro: microbatch_unit='tokens' calls the part with tensors of shape (tokens, …), and it "
-    "takes (rows, positions, …) alone; let it take both, as by flatten(0, -2) for hidden states, "
-    "or leave the unit out, which cuts rows"
 )
 _HIDDEN = (
     "it could not be seen that slices of a part compute the same as the whole: the same rows give "

@@ -408,12 +408,12 @@ def rows_of(output: Any, num_rows: int) -> list[Tensor]:
 
 
 class Joined:
-    """The outputs of slices as those of all rows: else each of them would lie there twice."""
+    """The outputs of slices, put together as those of all rows."""
 
     def __init__(self, num_rows: int) -> None:
-        self._num_rows, self._start, self._shown = num_rows, 0, None
-        self._whole: list[Tensor] = []
-        self._placed: list[list[Tensor]] = []
+        self._missing = num_rows
+        self._shown: Any = None
+        self._slices: list[list[Tensor]] = []
 
     def put(self, output: Any, size: int) -> None:
         """Take the output of the next slice.
@@ -423,59 +423,32 @@ class Joined:
             UnsplittableModelError: it cannot be put together with that.
         """
         leaves = rows_of(output, size)
-        if not self._whole:
+        if not self._slices:
             # Without their memory, for they only show where tensors belong.
             self._shown = map_tensors(output, lambda leaf: leaf.new_empty(0))
-            self._whole = [leaf.new_empty((self._num_rows, *leaf.shape[1:])) for leaf in leaves]
-            self._placed = [[] for _ in leaves]
         known = iter([leaf for _, leaf in tensor_leaves(self._shown)])  # compared by identity
         rest = map_tensors(output, lambda leaf: next(known, leaf))
         # Without data there is nothing to compare.
         if not (isinstance(leaves[0], FakeTensor) or same_values(self._shown, rest)):
             what = "something that is another one for each slice (a number, a text, a None)"
             refuse_outputs("", f"beside tensors {what}")
-        for whole, placed, leaf in zip(self._whole, self._placed, leaves, strict=True):
-            if whole.shape[1:] != leaf.shape[1:]:
+        for first, leaf in zip(self._slices[0] if self._slices else (), leaves, strict=False):
+            if first.shape[1:] != leaf.shape[1:]:
                 raise BatchError(
-                    f"slices of a part give shapes {tuple(whole.shape[1:])} and "
+                    f"slices of a part give shapes {tuple(first.shape[1:])} and "
                     f"{tuple(leaf.shape[1:])} behind the rows; pad to the length of the whole "
                     "batch, and not to that of the slice"
                 )
-            placed.append(_apply(_Placed, leaf, [whole.narrow(0, self._start, size)]))
-        self._start += size
+        self._slices.append(leaves)
+        self._missing -= size
 
     def outputs(self) -> Any:
         """The outputs of all rows, in the structure of one slice's."""
-        pairs = zip(self._whole, self._placed, strict=True)
-        # In a list: autograd would take an input that is returned for a view of itself.
-        found = iter([_apply(_Whole, [whole], *placed) for whole, placed in pairs])
+        if self._missing:  # tensors without data: a few slices stand for all
+            rest = [leaf.new_empty((self._missing, *leaf.shape[1:])) for leaf in self._slices[0]]
+            self._slices.append(rest)
+        found = map(torch.cat, zip(*self._slices, strict=True))
         return map_tensors(self._shown, lambda _: next(found))
-
-
-class _Placed(torch.autograd.Function):
-    """Copies rows of a slice to their place. What stands for them then takes no memory."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor, rows: list[Tensor]) -> Tensor:
-        rows[0].copy_(leaf)
-        return leaf.new_empty(()).expand(leaf.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0], None
-
-
-class _Whole(torch.autograd.Function):
-    """The rows of all slices, which lie in their places already."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: list[Tensor], *placed: Tensor) -> Tensor:
-        ctx.sizes = [len(each) for each in placed]
-        return whole[0]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, *torch.split_with_sizes(gradients[0][: sum(ctx.sizes)], ctx.sizes)
 
 
 def refuse_outputs(path: str, what: str) -> NoReturn:
@@ -488,8 +461,8 @@ def refuse_outputs(path: str, what: str) -> NoReturn:
     raise UnsplittableModelError(
         f"a part with a size of its own gives{named} {what}, so it computes something over "
         "rows and cannot be cut; give a size to a part that computes each row by itself and "
-        "gives rows in dimension 0 (the states of an LSTM have none there; a loss is a tensor "
-        "without any dimension, and the only output)"
+        "gives rows in dimension 0 (not the states of an LSTM), and put layers that read what "
+        "they change, such as spectral norm, into evaluation mode (.eval())"
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from automicro.batch.device import cost_of_row
 from automicro.batch.layout import BatchLayout
-from automicro.batch.tensors import Contents, map_tensors, tensor_leaves
+from automicro.batch.tensors import Contents, tensor_leaves
 from automicro.batchnorm import batchnorm_message, sees_the_batch
 from automicro.errors import (
     BatchError,
@@ -31,7 +31,7 @@ from automicro.loss.averages import LossAverage
 from automicro.loss.passes import is_extra_pass
 from automicro.modules import ModuleIndex
 from automicro.nested.batchnorm import Stages, refuse_exact, split_at_norms
-from automicro.nested.check import Check, Checked, check_positions, is_counted, is_loss
+from automicro.nested.check import Check, Checked
 from automicro.nested.slices import Call, naming, split_loss, split_outputs, storage_of
 from automicro.options import check_choice
 from automicro.policy.choose import make_policy
@@ -57,8 +57,6 @@ from automicro.transaction.rng import NothingDrawn, RandomState, devices_of
 from automicro.values import children, walk
 
 logger = logging.getLogger("automicro.attempts")
-
-UNITS = ("rows", "tokens")
 
 P = TypeVar("P", bound=Callable[..., Any])
 
@@ -117,8 +115,6 @@ class NestedSplit:
         part: a module; or a function, whose parameters are those of ``modules``.
         microbatch_size: of a slice: an int, ``"auto"``, None (the whole), or a policy.
         batch_split_factor: in place of a size: into how many slices a microbatch is cut.
-        microbatch_unit: ``"rows"``; or ``"tokens"``: the first two dimensions, rows and positions,
-            are one to the part, which sees tensors of shape (tokens, …).
         loss_average: what a tail's loss is a mean over, as `Microbatcher` has it; ``"auto"`` reads
             it off a loss that ends in a mean or sum of torch's. A tail may also give
             ``(sum, count)``, and the model divides one by the other.
@@ -155,7 +151,6 @@ class NestedSplit:
         *,
         microbatch_size: int | str | Policy | None = "auto",
         batch_split_factor: int | None = None,
-        microbatch_unit: str = "rows",
         loss_average: LossAverage = "auto",
         batch_layout: int | Mapping[str, Any] = 0,
         batchnorm: str = "warn",
@@ -180,7 +175,6 @@ class NestedSplit:
                 f"{type(part).__name__} has a size of its own already; give it once, or take the "
                 "first one back with .remove()"
             )
-        self.unit = check_choice("microbatch_unit", microbatch_unit, UNITS)
         self._is_exact = check_choice("batchnorm", batchnorm, BATCHNORM) == "exact"
         if batch_split_factor is not None and microbatch_size != "auto":
             raise ValueError(
@@ -244,7 +238,7 @@ class NestedSplit:
 
     def is_like(self, other: "NestedSplit") -> bool:
         """Whether another one would cut a part in the same way."""
-        mine, others = ((repr(each._policy), each.unit, each._is_exact) for each in (self, other))
+        mine, others = ((repr(each._policy), each._is_exact) for each in (self, other))
         return mine == others
 
     def state_dict(self) -> dict[str, Any]:
@@ -360,10 +354,6 @@ class NestedSplit:
         self._in_backward = False
         names = _names_of(forward, len(args))
         batch: dict[str, Any] = {**dict(zip(names, args, strict=True)), **kwargs}
-        shape: tuple[int, int] | None = None
-        given = batch
-        if self.unit == "tokens":
-            batch, shape = _flattened(batch)
         try:
             num_rows = self._layout.num_rows(batch)
         except BatchError:
@@ -378,7 +368,7 @@ class NestedSplit:
         else:
             call.check_inputs()
             stages = self._stages(batch)  # before any size is tried
-            checked = self._check(call, given)
+            checked = self._check(call)
             if checked.averages is not None:
                 if stages is not None:
                     refuse_exact(self.name, "it gives a loss, which is there before they have")
@@ -394,9 +384,7 @@ class NestedSplit:
             else:
                 outputs = split_outputs(call) if stages is None else split_at_norms(call, stages)
                 self._note_backward(call, outputs)
-        if shape is None or is_loss(outputs) or is_counted(outputs):
-            return outputs
-        return map_tensors(outputs, lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]))
+        return outputs
 
     def _stages(self, batch: Mapping[str, Any]) -> Stages | None:
         """Of a part whose BatchNorms are to see all rows."""
@@ -471,13 +459,11 @@ class NestedSplit:
             self._about = _Known(self._modules, [self._part])
         return self._about
 
-    def _check(self, call: Call, given: Mapping[str, Any]) -> Checked:
+    def _check(self, call: Call) -> Checked:
         # In evaluation a part may do something else.
         how = torch.is_grad_enabled(), *(each.training for each in self._modules)
         if how not in self._checks:
             self._known.take_shapes(call)
-            if self.unit == "tokens" and not call.is_dry:
-                check_positions(call, given, lambda batch: _flattened({"": batch})[0][""])
             self._checks[how] = Check(self._declared)
         return self._checks[how](call)
 
@@ -594,7 +580,7 @@ class _Sizer:
         nested.ooms += 1
         text = (
             f"automicro: memory ran out in {nested.name}, a part with a size of its own, in a "
-            f"slice of {size} of {self.num_rows} {nested.unit}; the next ones have {proposed}"
+            f"slice of {size} of {self.num_rows} rows; the next ones have {proposed}"
         )
         logger.warning("%s", text)
         if error is not None:
@@ -772,6 +758,11 @@ def split(part: P, **options: Any) -> NestedSplit:
         >>> model(torch.randn(5, 4)).shape, head.sizes
         (torch.Size([5, 2]), [2, 2, 1])
     """
+    if "microbatch_unit" in options:
+        raise TypeError(
+            "microbatch_unit is of the tail of a language model, and of no other part; let rows "
+            "and positions be one dimension before the part: tail(x.flatten(0, 1), y.flatten())"
+        )
     nested = NestedSplit(part, **options)
     return nested.attach() if isinstance(part, nn.Module) else nested
 
@@ -783,28 +774,6 @@ def _is_half(call: Call) -> bool:
         return torch.get_autocast_dtype(kind) is torch.float16
     tensors = [*call.parameters, *call.inputs().values()]
     return any(each.dtype is torch.float16 for each in tensors)
-
-
-def _flattened(batch: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int, int]]:
-    """Rows and positions as one dimension, in all tensors."""
-    leaves = tensor_leaves(batch)
-    shape = next((leaf.shape[:2] for _, leaf in leaves if leaf.dim() >= 2), None)
-    if shape is None:
-        raise BatchError(
-            "microbatch_unit='tokens' needs tensors of shape (rows, positions, …), and the part "
-            "was given none; leave it out"
-        )
-    for path, leaf in leaves:
-        if leaf.dim() and leaf.shape[:2] != shape:
-            raise BatchError(
-                f"microbatch_unit='tokens': {path!r} has the shape {tuple(leaf.shape)}, and others "
-                f"begin with {tuple(shape)}; the part has to take tokens one by one, with all that "
-                "it needs for each; leave it out to cut along rows alone"
-            )
-    return map_tensors(dict(batch), lambda leaf: leaf.flatten(0, 1) if leaf.dim() else leaf), (
-        int(shape[0]),
-        int(shape[1]),
-    )
 
 
 def _refuse_strangers(output: Any, rows: Any, parameters: Sequence[Tensor]) -> None:

@@ -116,8 +116,6 @@ CASES: dict[str, Callable[[float, bool], tuple[nn.Module, tuple[Tensor, ...]]]] 
         ),
     ),
 }
-BY_TOKENS = ("mlp", "tied tail")
-"""Those that take rows and positions as one."""
 
 
 def made(name: str, *, p: float = 0.0, ragged: bool = True) -> tuple[Any, tuple[Any, ...]]:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from automicro import NestedSplit, split
 from automicro.errors import BatchNormWarning, UnsplittableModelError
 from tests.nested.parts_in_slices import (
-    BY_TOKENS,
     CASES,
     ROWS,
     Mlp,
@@ -39,23 +38,6 @@ def test_slices_give_what_the_whole_gives(name: str, size: Any, ragged: bool) ->
         same(gradients(part, part, given), wanted)
     assert sum(nested.sizes) == ROWS
     assert max(nested.sizes) == (size if isinstance(size, int) else ROWS)
-
-
-@pytest.mark.parametrize("size", [1, 5, None])
-@pytest.mark.parametrize("name", BY_TOKENS)
-def test_slices_of_tokens_give_what_the_whole_gives(name: str, size: Any) -> None:
-    part, given = made(name)
-    if name == "mlp":
-        given = (floats(ROWS, 4, 6),)
-    wanted = gradients(part, part, given)
-    nested = split(part, microbatch_size=size, microbatch_unit="tokens")
-    same(gradients(part, part, given), wanted)
-    assert sum(nested.sizes) == ROWS * 4
-    one = [each[:1, :1].detach() for each in given]
-    nested.remove()
-    whole = part(*(each.flatten(0, 1) for each in one)).reshape(-1)
-    split(part, microbatch_unit="tokens")
-    torch.testing.assert_close(part(*one).reshape(-1), whole)
 
 
 @pytest.mark.parametrize("size", [1, 3])
