@@ -15,7 +15,13 @@ from automicro.errors import SizeCacheWarning, describe_error, warn
 from automicro.memory.device import usable_bytes
 from automicro.policy.policy import Policy
 from automicro.ranks.interface import Ranks, announcing_failure
-from automicro.remembered.cache import RememberedSize, RunKey, SizeCache, digest_of
+from automicro.remembered.cache import (
+    RememberedSize,
+    RunKey,
+    SizeCache,
+    digest_of,
+    with_any_shape,
+)
 from automicro.step.feature import Feature
 from automicro.step.plan import ROWS, Finished, ReadBatch
 from automicro.step.setup import Setup
@@ -106,23 +112,14 @@ class Recollection:
         if self._cache is None or self._varies or is_same:
             return
         with self._going_on():
-            self._varies = self._shapes(batch) != self._key.shapes
+            self._varies = self._shapes(batch) != self._key["shapes"]
         if self._varies:
-            self._key, self._written = self._key.with_any_shape(), None
+            self._key, self._written = with_any_shape(self._key), None
 
     def _recall(self, batch: ReadBatch, levels: Sequence[str]) -> list[float]:
         """Rows, cost of a row and level that are remembered; zeros where nothing is of use."""
-        setup, self._row_cost = self._setup, batch.cost
-        self._key = describe_run(
-            setup.modules,
-            self._shapes(batch),
-            rows=batch.num_rows,
-            device=setup.device,
-            optimizer=setup.optimizer,
-            precision=setup.precision,
-            phase=self._phase,
-            world_size=setup.ranks.world_size,
-        )
+        self._row_cost, shapes = batch.cost, self._shapes(batch)
+        self._key = describe_run(self._setup, shapes, rows=batch.num_rows, phase=self._phase)
         self._cache = SizeCache()
         found = self._cache.find(self._key)
         if found is None:
@@ -154,7 +151,7 @@ class Recollection:
             failed = min(finished.failed_sizes, default=math.inf) * cost
             is_news = self._is_news(widest.largest * cost, failed, is_cut=widest.is_split)
         # Batches of other rows, such as the last one of an epoch, say nothing of this key.
-        if not is_news or widest.num_rows != self._key.rows:
+        if not is_news or widest.num_rows != self._key["rows"]:
             return
         size, cost_per_row, level = widest.largest, widest.row_cost or None, finished.level_name
         content = size, None if self._varies else cost_per_row, level
@@ -201,42 +198,28 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def describe_run(
-    modules: Sequence[nn.Module],
-    shapes: Mapping[str, str],
-    *,
-    rows: int,
-    device: torch.device,
-    optimizer: torch.optim.Optimizer | None = None,
-    precision: str = "fp32",
-    phase: str = "train",
-    world_size: int = 1,
-) -> RunKey:
-    """Return the key of a run. Call it inside the memory limit: that is part of the key.
-
-    >>> model, batch = nn.Linear(8, 2), (torch.zeros(64, 8), torch.zeros(64))
-    >>> cpu = torch.device("cpu")
-    >>> key = describe_run([model], describe_shapes(batch), rows=64, device=cpu)
-    >>> key.model, key.parameters, dict(key.shapes)
-    ('Linear', 18, {'0': 'float32[8]', '1': 'float32[]'})
-    """
+    setup: Setup, shapes: Mapping[str, str], *, rows: int, phase: str = "train"
+) -> dict[str, Any]:
+    """Return the key of a run. Call it inside the memory limit: that is part of the key."""
+    modules, device, optimizer = setup.modules, setup.device, setup.optimizer
     parameters = {id(p): p for module in modules for p in module.parameters()}
-    return RunKey(
+    return {
         # torch.compile returns another class, which holds the model.
-        model=" + ".join(type(getattr(each, "_orig_mod", each)).__name__ for each in modules),
-        structure=digest_of(list(map(_structure, modules))),
-        parameters=sum(0 if is_uninitialized(p) else p.numel() for p in parameters.values()),
-        device=_device_name(device),
-        memory_bytes=usable_bytes(device),
-        precision=precision,
-        phase=phase,
-        compiled=any(is_compiled(part) for module in modules for part in module.modules()),
-        optimizer=None if optimizer is None else type(optimizer).__name__,
-        rows=rows,
-        shapes=shapes,
-        world_size=world_size,
-        automicro=__version__,
-        torch=str(torch.__version__),
-    )
+        "model": " + ".join(type(getattr(each, "_orig_mod", each)).__name__ for each in modules),
+        "structure": digest_of(list(map(_structure, modules))),
+        "parameters": sum(0 if is_uninitialized(p) else p.numel() for p in parameters.values()),
+        "device": _device_name(device),
+        "memory_bytes": usable_bytes(device),
+        "precision": setup.precision,
+        "phase": phase,
+        "compiled": any(is_compiled(part) for module in modules for part in module.modules()),
+        "optimizer": None if optimizer is None else type(optimizer).__name__,
+        "rows": rows,  # of the batch
+        "shapes": shapes,  # of its tensors by path, without the rows
+        "world_size": setup.ranks.world_size,
+        "automicro": __version__,
+        "torch": str(torch.__version__),
+    }
 
 
 def describe_shapes(batch: Any, *, layout: BatchLayout | None = None) -> dict[str, str]:

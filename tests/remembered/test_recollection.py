@@ -41,7 +41,7 @@ def run(batches: int = 6, **options: Any) -> tuple[list[int], list[int], FitSumm
 
 
 def entries(phase: str = "train") -> list[RememberedSize]:
-    return [each for each in SizeCache().entries() if each.key.phase == phase]
+    return [each for each in SizeCache().entries() if each.key["phase"] == phase]
 
 
 def remember_instead(size: int, cost: float | None = None) -> None:
@@ -153,7 +153,7 @@ def test_each_named_evaluation_remembers_its_own_size() -> None:
         return run(batches=4, eval_dataloader=named, eval_interval="1ba")[2]
 
     assert evaluate().eval_ooms > 0
-    found = {each.key.rows: each.microbatch_size for each in entries("eval")}
+    found = {each.key["rows"]: each.microbatch_size for each in entries("eval")}
     assert found.keys() == {ROWS // 2, 4 * ROWS}
     assert found[4 * ROWS] < 4 * ROWS
     assert evaluate().eval_ooms == 0
@@ -231,7 +231,7 @@ def test_a_damaged_file_is_a_warning_and_the_run_finds_its_size(
 ) -> None:
     sizes, ooms, _ = run()
     (entry,) = entries()
-    damage(Path(SizeCache().folder, entry.key.file))
+    damage(Path(SizeCache().folder, entry.file))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         again, same, _ = run()
