@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -136,7 +135,8 @@ def _cells(
 
 
 def _num_microbatches(size: RememberedSize) -> int:
-    return math.ceil(size.key["rows"] / size.microbatch_size)
+    rows: int = size.key["rows"]
+    return -(-rows // size.microbatch_size)
 
 
 def _date(size: RememberedSize) -> str:
