@@ -57,7 +57,8 @@ class Nested(Feature):
     def __init__(self, parts: NestedParts) -> None:
         self._named: dict[str, dict[str, Any]] = {}
         self._given: list[NestedSplit] = []
-        if isinstance(parts, str | nn.Module):
+        given: Any = parts
+        if isinstance(given, str | nn.Module) or not isinstance(given, Iterable | None):
             raise TypeError(
                 f"nested={parts!r} names no size; give sizes by the names of modules: "
                 "{'joint': 'auto'}, or what split() returned, in a list"
@@ -157,22 +158,6 @@ def check_options(name: str, options: Any) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise type(error)(f"nested[{name!r}]: {error}") from None
     return found
-
-
-def check_nested(nested: Any) -> None:
-    """Refuse sizes of parts that make no sense, before there is a model.
-
-    Raises:
-        TypeError, ValueError: each with its remedy.
-
-    >>> check_nested({"joint": "auto", "tail": {"microbatch_unit": "tokens"}})
-    """
-    if nested is not None and not isinstance(nested, Mapping):
-        raise TypeError(
-            f"nested={nested!r} is no mapping; give sizes by the names of modules, such as "
-            "{'joint': 'auto'} or {'joint': {'batch_split_factor': 4}}"
-        )
-    Nested(nested)
 
 
 def find_language_model(model: nn.Module) -> nn.Module | None:

@@ -15,7 +15,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -180,19 +180,6 @@ def tolerance_of(value: Tensor) -> float:
     return _TOLERANCES.get(value.dtype, _COARSE)
 
 
-class _Sizer(Protocol):
-    """Says how many rows a slice has, and is told what became of it."""
-
-    def begin(self) -> int:
-        """Rows of a slice, at most; the same until a forward that follows a backward."""
-
-    def failed(self, size: int, error: BaseException | None = None) -> bool:
-        """Memory ran out in a slice of so many rows; whether the next ones are smaller."""
-
-    def end(self, sizes: Sequence[int]) -> None:
-        """All slices went through."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Call:
     """The arguments of a part's call, and how a slice of it is computed.
@@ -205,7 +192,7 @@ class Call:
         holding: other tensors in place of parameters meanwhile, likewise.
         parameters: those that need a gradient.
         averages: what the loss averages over; None where the part gives no loss.
-        sizer: of the slices.
+        sizer: says how many rows a slice has (`begin`), and learns what became of it.
         device: that it computes on.
         standing: all that the part reaches, for its backward: copies of nothing that is large.
         random: gives what remembers where random numbers stand.
@@ -219,7 +206,7 @@ class Call:
     holding: Callable[[Sequence[Tensor] | None], contextlib.AbstractContextManager[None]]
     parameters: Sequence[Tensor]
     averages: Mapping[str, Average] | None
-    sizer: _Sizer
+    sizer: Any
     device: torch.device
     standing: Replay
     random: Callable[[], RandomState]
@@ -256,8 +243,7 @@ class Call:
             if path not in rows and few.get(path) is not inputs[path]:
                 raise UnsplittableModelError(
                     f"a part with a size of its own is given {path!r}, which needs a gradient, in "
-                    "a list of rows: lists of such tensors cannot be cut; give it one padded "
-                    "tensor with the rows in dimension 0, and their lengths"
+                    "a list of rows; give it one padded tensor, and the lengths"
                 )
 
     def sizes(self) -> list[int]:
@@ -285,7 +271,7 @@ class Call:
 
 
 @contextlib.contextmanager
-def naming(sizer: _Sizer, size: int) -> Iterator[None]:
+def naming(sizer: Any, size: int) -> Iterator[None]:
     """Around what may run out of memory for so many rows: then the error names the part."""
     try:
         yield
@@ -327,8 +313,7 @@ class Standing(AsItStood):
             path, _ = self.before[0].names().get(id(each), ("?", ""))
             raise UnsplittableModelError(
                 f"{path.partition('.')[2]!r} of a part with a size of its own was written into "
-                "between its forward and its backward, which computes the part again; call "
-                "backward before, or put a new tensor in its place"
+                "between its forward and its backward, which computes it again; call backward first"
             )
 
 
@@ -436,8 +421,7 @@ class Joined:
             if first.shape[1:] != leaf.shape[1:]:
                 raise BatchError(
                     f"slices of a part give shapes {tuple(first.shape[1:])} and "
-                    f"{tuple(leaf.shape[1:])} behind the rows; pad to the length of the whole "
-                    "batch, and not to that of the slice"
+                    f"{tuple(leaf.shape[1:])} behind the rows; pad to the whole batch's length"
                 )
         self._slices.append(leaves)
         self._missing -= size
@@ -555,7 +539,7 @@ def refuse_twice() -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
             "a part with a size of its own has no second derivative (create_graph=True); take its "
-            "size away with .remove(), or compute that gradient without the part"
+            "size away with .remove()"
         )
 
 
@@ -597,8 +581,8 @@ class _Tail(torch.autograd.Function):
         sums, ctx.sums = ctx.sums, None
         if sums is None:
             raise RuntimeError(
-                "the gradients of a part with a size of its own were used by an earlier backward; "
-                "call backward once (retain_graph=True does not keep them), or compute it again"
+                "an earlier backward has used the gradients of a part with a size of its own; call "
+                "backward once, or compute the part again"
             )
         return None, None, *sums.all(gradient)
 

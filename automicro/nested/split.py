@@ -157,29 +157,22 @@ class NestedSplit:
         modules: Iterable[nn.Module] = (),
     ) -> None:
         if isinstance(part, type) or not callable(part):
+            raise TypeError(f"{part!r} is no module and no function; give model.joint, say")
+        own = forward_of_class(part) if isinstance(part, nn.Module) else part
+        if own is None or (own is nn.Module.forward and "forward" not in vars(part)):
             raise TypeError(
-                f"a part is a module or a function, and not {part!r}; give model.joint, say"
-            )
-        if isinstance(part, nn.Module) and forward_of_class(part) is None:
-            raise TypeError(
-                f"{type(part).__name__} is scripted or traced, and its forward cannot be replaced "
-                "by one of slices; give the module that it was made of"
-            )
-        if type(part).__call__ is nn.Module.__call__ and not _has_forward(part):
-            raise TypeError(
-                f"{type(part).__name__} has no forward that could be cut; give sizes to the "
-                "modules in it"
+                f"{type(part).__name__} is scripted or traced, or has no forward that could be "
+                "cut; give a size to the module that it was made of, or to modules in it"
             )
         if attached_to(part) is not None:
             raise ValueError(
-                f"{type(part).__name__} has a size of its own already; give it once, or take the "
-                "first one back with .remove()"
+                f"{type(part).__name__} has a size already; take it back with .remove() first"
             )
         self._is_exact = check_choice("batchnorm", batchnorm, BATCHNORM) == "exact"
         if batch_split_factor is not None and microbatch_size != "auto":
             raise ValueError(
                 f"microbatch_size={microbatch_size!r} and batch_split_factor={batch_split_factor} "
-                "both say how a part is cut; give one of them"
+                "say the same; give one of them"
             )
         self._part = part
         self._policy = make_policy(microbatch_size, may_explore=False)
@@ -215,8 +208,7 @@ class NestedSplit:
 
     def __getstate__(self) -> dict[str, Any]:
         # These are of the modules and calls of the original: a copy finds its own.
-        forgotten: dict[str, Any] = {"_about": None, "_last": None, "_fixed": {}}
-        return {**vars(self), **forgotten, "_is_inside": False}
+        return {**vars(self), "_about": None, "_last": None, "_fixed": {}, "_is_inside": False}
 
     def __repr__(self) -> str:
         return f"NestedSplit({self.name}, microbatch_size={self._policy!r})"
@@ -348,8 +340,8 @@ class NestedSplit:
             return forward(*args, **kwargs)
         if is_transformed():
             raise UnsplittableModelError(
-                f"{self.name} has a size of its own, which torch.func's grad, vmap and jvp cannot "
-                "see through; take it away with .remove(), or differentiate with .backward()"
+                f"{self.name} has a size of its own, which torch.func's transforms cannot see "
+                "through; take it away with .remove(), or differentiate with .backward()"
             )
         self._in_backward = False
         names = _names_of(forward, len(args))
@@ -398,9 +390,8 @@ class NestedSplit:
         """Refuse a call while another thread computes a slice, with other parameters in place."""
         if self._is_inside and self._thread != threading.get_ident() and torch.is_grad_enabled():
             raise UnsplittableModelError(
-                f"{self.name} has a size of its own, and two threads call it at a time: one would "
-                "have the gradients of the other; give each thread a copy, or let them wait for "
-                "each other"
+                f"{self.name} has a size of its own, and two threads call it at a time, so that "
+                "one would have the gradients of the other; give each thread a copy"
             )
 
     def _call(
@@ -513,24 +504,19 @@ class NestedSplit:
         hooked = [
             name or type(each).__name__
             for name, each in self._known.index.owners
-            if self._sees_slices(each)
+            if each is not self._part and has_forward_hooks(each)
         ]
         if hooked:
             warn(
-                f"forward hooks inside of {self.name}, a part with a size of its own, see slices, "
-                f"and these once more in the backward ({', '.join(hooked[:4])}): what they keep "
-                "are rows of one slice, without their gradient; let the forward return it",
+                f"forward hooks inside of {self.name}, a part with a size of its own, see slices "
+                f"({', '.join(hooked[:4])}), and these again in the backward; let the forward "
+                "return what they keep",
                 GradientWarning,
             )
-        if self._is_exact:
-            return
         names = self.batchnorms()
-        if names:
+        if names and not self._is_exact:
             message = batchnorm_message(names, max(sizes), sum(sizes), remedy=_WITHOUT_BATCHNORM)
             warn(f"in {self.name}, a part with a size of its own, {message}", BatchNormWarning)
-
-    def _sees_slices(self, module: nn.Module) -> bool:
-        return module is not self._part and has_forward_hooks(module)
 
 
 class _Sizer:
@@ -670,9 +656,8 @@ class Places:
                     continue
                 if is_sharded(parameter):
                     raise UnsplittableModelError(
-                        f"the part's parameter {name!r} is sharded while the part runs, so that "
-                        "every slice would communicate; apply fully_shard to the part itself, and "
-                        "to nothing inside of it, or leave its size out"
+                        f"the part's parameter {name!r} is sharded while it runs, so that every "
+                        "slice would communicate; apply fully_shard to the part alone"
                     )
                 # A parameter that is tied has several places, and one gradient.
                 if id(parameter) not in by_id:
@@ -715,10 +700,6 @@ class _Forward:
     )
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.nested._run(args, kwargs)
-
-
-def _has_forward(module: Any) -> bool:
-    return forward_of_class(module) is not nn.Module.forward or "forward" in vars(module)
 
 
 def _names_of(function: Callable[..., Any], num_given: int) -> list[str]:
@@ -772,8 +753,7 @@ def _is_half(call: Call) -> bool:
     kind = call.device.type
     if torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind) is torch.float16
-    tensors = [*call.parameters, *call.inputs().values()]
-    return any(each.dtype is torch.float16 for each in tensors)
+    return any(each.dtype is torch.float16 for each in (*call.parameters, *call.inputs().values()))
 
 
 def _refuse_strangers(output: Any, rows: Any, parameters: Sequence[Tensor]) -> None:
@@ -789,8 +769,7 @@ def _refuse_strangers(output: Any, rows: Any, parameters: Sequence[Tensor]) -> N
                 raise UnsplittableModelError(
                     f"the part computes with a tensor of shape {tuple(found.shape)} that needs a "
                     "gradient and is neither an argument nor a parameter of its modules; give it "
-                    "as an argument, or name the module that holds it: split(part, modules=[…]); "
-                    "where weight_norm is on the part itself, give the size to a module around it"
+                    "as an argument, or name the module that holds it: split(part, modules=[…])"
                 )
 
 
@@ -806,9 +785,8 @@ def _refuse_left_behind(index: ModuleIndex) -> None:
             if any(leaf.grad_fn is not None for _, leaf in tensor_leaves(value)):
                 raise UnsplittableModelError(
                     f"a part with a size of its own leaves a tensor with a gradient behind, in the "
-                    f"attribute {key!r} of {name or 'itself'} ({type(module).__name__}): it would "
-                    "be that of one slice, and its gradient would be lost; let the forward return "
-                    "it, or detach it where nothing but eyes looks at it"
+                    f"attribute {key!r} of {name or 'itself'} ({type(module).__name__}), and that "
+                    "gradient would be lost; let the forward return it, or detach it"
                 )
 
 

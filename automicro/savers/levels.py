@@ -210,17 +210,6 @@ def make_levels(
     return [Level(tuple(savers[:number])) for number in range(len(savers) + 1)]
 
 
-def check_levels(when_too_large: Any) -> None:
-    """Refuse what stands for no levels, before there is a model.
-
-    Raises:
-        TypeError, ValueError: each with its remedy.
-
-    >>> check_levels(["recompute", "offload"])
-    """
-    _read(when_too_large)
-
-
 def _read(given: Any) -> tuple[dict[str, list[str] | None], bool]:
     """Memory savers in order with the names of what they are for, and whether it is ``"auto"``."""
     is_list = isinstance(given, Sequence) and not isinstance(given, str)

@@ -21,80 +21,12 @@ from automicro.features import Nested
 ROWS, WIDTH, CLASSES = 10, 8, 50
 
 
-class Tail(nn.Module):
-    """Linear head and cross-entropy."""
-
-    def __init__(self, reduction: str = "mean") -> None:
-        super().__init__()
-        self.head = nn.Linear(WIDTH, CLASSES).double()
-        self.reduction = reduction
-
-    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(hidden), targets, reduction=self.reduction)
-
-
 def inputs() -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
     hidden = torch.randn(ROWS, WIDTH, dtype=torch.double, requires_grad=True)
     targets = torch.randint(CLASSES, (ROWS,))
     targets[3:5] = -100
     return hidden, targets
-
-
-def gradients(part: Any, module: nn.Module, *given: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The output, and the gradients of what it was given and of the parameters."""
-    for tensor in [*given, *module.parameters()]:
-        tensor.grad = None
-    output = part(*given)
-    (output if output.dim() == 0 else output.square().sum() * 3).backward()
-    tensors = [*given, *module.parameters()]
-    return output.detach(), [each.grad for each in tensors if each.grad is not None]
-
-
-@pytest.mark.parametrize("size", [1, 3, 4, 10, 99, "auto", None])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_tail_in_slices_has_the_loss_and_gradients_of_the_whole(
-    reduction: str, size: Any
-) -> None:
-    tail = Tail(reduction)
-    loss, wanted = gradients(tail, tail, *inputs())
-    nested = NestedSplit(tail, microbatch_size=size)
-    split_loss, found = gradients(nested, tail, *inputs())
-    torch.testing.assert_close(split_loss, loss, rtol=1e-12, atol=0)
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
-    assert sum(nested.sizes) == ROWS
-
-
-@pytest.mark.parametrize("size", [1, 3, 4])
-def test_a_middle_part_in_slices_has_the_outputs_and_gradients_of_the_whole(size: int) -> None:
-    torch.manual_seed(0)
-    part = nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, 3)).double()
-    hidden, _ = inputs()
-    output, wanted = gradients(part, part, hidden)
-    nested = split(part, microbatch_size=size)
-    split_output, found = gradients(part, part, hidden)
-    torch.testing.assert_close(split_output, output, rtol=1e-12, atol=0)
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
-    nested.remove()
-    assert "forward" not in vars(part)
-
-
-def test_dropout_is_replayed_in_the_backward() -> None:
-    part = nn.Sequential(nn.Linear(WIDTH, 64), nn.Dropout(0.5), nn.Linear(64, 3)).double()
-    hidden, _ = inputs()
-    torch.manual_seed(1)
-    _, wanted = gradients(
-        lambda x: torch.cat([part(rows) for rows in x.split([3, 3, 2, 2])]), part, hidden
-    )
-    drawn = torch.rand(1)
-    split(part, microbatch_size=3)
-    torch.manual_seed(1)
-    _, found = gradients(part, part, hidden)
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
-    assert torch.equal(torch.rand(1), drawn)  # the backward drew nothing for others
 
 
 def test_memory_that_runs_out_inside_shrinks_the_part_alone() -> None:
@@ -125,35 +57,6 @@ def test_memory_that_runs_out_inside_shrinks_the_part_alone() -> None:
     assert microbatcher.state_dict() == state
 
 
-def test_a_part_that_does_not_fit_is_named_and_smaller_the_next_time() -> None:
-    with MemoryBudget("19KiB"):
-        tail, (hidden, targets) = Tail(), inputs()
-        nested = NestedSplit(tail)
-        with pytest.raises(torch.OutOfMemoryError) as raised:
-            gradients(nested, tail, hidden, targets)
-        assert (
-            "in Tail, a part with a size of its own, in a slice of 10" in raised.value.__notes__[0]
-        )
-        del raised
-        loss, found = gradients(nested, tail, hidden, targets)
-    assert nested.sizes == [5, 5]
-    again, wanted = gradients(tail, tail, hidden, targets)
-    torch.testing.assert_close(loss, again, rtol=1e-12, atol=0)
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
-
-
-def test_a_part_that_compares_rows_is_refused() -> None:
-    class Centred(nn.Module):
-        def forward(self, hidden: Tensor) -> Tensor:
-            return hidden - hidden.mean(0)
-
-    part = Centred()
-    split(part, microbatch_size=2)
-    with pytest.raises(UnsplittableModelError, match="computes something over rows"):
-        part(inputs()[0])
-
-
 def test_a_loss_that_compares_rows_is_refused() -> None:
     def tail(hidden: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(hidden @ hidden.T, torch.arange(len(hidden)))
@@ -165,7 +68,11 @@ def test_a_loss_that_compares_rows_is_refused() -> None:
 
 
 def test_a_declared_average_that_is_wrong_is_refused() -> None:
-    tail = Tail("sum")
+    head = nn.Linear(WIDTH, CLASSES).double()
+
+    def tail(hidden: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(head(hidden), targets, reduction="sum")
+
     with pytest.raises(LossAverageError, match="do not add up"):
         NestedSplit(tail, microbatch_size=2, loss_average="tokens")(*inputs())
 
@@ -622,7 +529,7 @@ def test_targets_that_a_tail_changes_are_not_those_of_the_batch() -> None:
 
 
 def test_what_has_no_forward_is_refused() -> None:
-    with pytest.raises(TypeError, match="ModuleList has no forward that could be cut"):
+    with pytest.raises(TypeError, match="ModuleList .* has no forward that could be cut"):
         split(nn.ModuleList([nn.Linear(2, 2)]))
 
 

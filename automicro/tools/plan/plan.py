@@ -20,7 +20,7 @@ from automicro.errors import (
     text_of,
 )
 from automicro.memory.timeline import BACKWARD, GRADIENTS, OPTIMIZER, PARAMETERS, Owner, Trace
-from automicro.nested.parts import check_nested
+from automicro.nested.parts import Nested
 from automicro.options import (
     GRADIENT_SUMS,
     PRECISIONS,
@@ -31,7 +31,7 @@ from automicro.options import (
     check_unwrapped,
     read_count,
 )
-from automicro.savers.levels import NESTED, Level, Savers, check_levels
+from automicro.savers.levels import NESTED, Level, Savers, WhenTooLarge
 from automicro.savers.offload import OFFLOAD
 from automicro.savers.recompute import RECOMPUTE, repeated_blocks
 from automicro.tools.plan.devices import find_device, read_memory
@@ -348,8 +348,8 @@ def plan(
         # afterwards.
         finer=1 << _FINEST,
     )
-    check_levels(when_too_large)
-    check_nested(nested)
+    WhenTooLarge(when_too_large)
+    Nested(nested)
     check_choice("sync", sync, SYNCS)
     num_ranks = read_count("ranks", ranks)
     job = Job(

@@ -226,7 +226,7 @@ def test_gradients_that_wait_for_the_last_microbatch_are_whole() -> None:
         ({"when_too_large": "smaller"}, "when_too_large"),
         ({"nested": {"jiont": "auto"}}, "did you mean 'joint'"),
         ({"nested": {"joint": {"size": 1}}}, "a part knows"),
-        ({"nested": ["joint"]}, "is no mapping"),
+        ({"nested": ["joint"]}, "is no NestedSplit"),
         ({"when_too_large": "nested"}, "no language model"),
     ],
 )
