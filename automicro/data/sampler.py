@@ -341,21 +341,6 @@ class LengthBatchSampler(Sampler[list[int]]):
         totals = {unit: float(each.sum()) / count for unit, each in self._by_unit.items()}
         return AverageBatch(rows=self.num_rows / count, **totals)
 
-    def padding_share(self) -> float:
-        """Which share of the epoch is padding, if rows are as long as their batch's longest.
-
-        Raises:
-            ValueError: there are no lengths.
-
-        >>> LengthBatchSampler(
-        ...     mode="fixed", lengths=[4, 2], batch_size=2, shuffle=False
-        ... ).padding_share()
-        0.25
-        """
-        if "lengths" not in self._known:
-            raise ValueError("nothing says how long rows are: give lengths=…")
-        return self.plan().padding_share(self._known["lengths"])
-
     def state_dict(self, *, batches_given: int | None = None) -> dict[str, int]:
         """Where the epoch stands, alike on all ranks.
 
@@ -460,16 +445,14 @@ def with_batch_sampler(loader: Any, sampler: Iterable[list[int]]) -> DataLoader[
     >>> [batch.tolist() for batch in loader]
     [[1, 3], [2]]
     """
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        what = type(loader.dataset if isinstance(loader, DataLoader) else loader).__name__
+    if (
+        not isinstance(loader, DataLoader)
+        or isinstance(loader.dataset, IterableDataset)
+        or loader.batch_sampler is None
+    ):
         raise TypeError(
-            f"rows of a {what} cannot be chosen: give a torch.utils.data.DataLoader over a data "
-            "set with places and a length"
-        )
-    if loader.batch_sampler is None:
-        raise TypeError(
-            "the loader has batch_size=None, so its data set makes batches itself: give a loader "
-            "that cuts them"
+            f"rows of {loader!r} cannot be chosen: give a torch.utils.data.DataLoader over a data "
+            "set with places and a length, which cuts batches itself (no batch_size=None)"
         )
     # A copy keeps workers, collation and whatever else a subclass has; the constructor of a
     # subclass may take other arguments.

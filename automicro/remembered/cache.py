@@ -24,7 +24,6 @@ T = TypeVar("T")
 VARIABLE = "AUTOMICRO_CACHE"
 SECONDS = 15.0  # that an answer may take
 _NAME = re.compile(r"[0-9a-f]{64}\.json")
-_DIMENSION = re.compile(r"(?<=[\[ ])\d+(?=[,\]])")
 _SECRET = re.compile(r"(?<=://)[^/@\s]*@")
 
 RunKey: TypeAlias = Mapping[str, Any]
@@ -58,12 +57,6 @@ def file_of(key: RunKey) -> str:
     return f"{digest_of(key)}.json"
 
 
-def with_any_shape(key: RunKey) -> RunKey:
-    """Return the key of runs whose batches have other lengths each time."""
-    shapes = {path: _DIMENSION.sub("?", shape) for path, shape in key["shapes"].items()}
-    return {**key, "shapes": shapes}
-
-
 @dataclass(frozen=True, kw_only=True)
 class RememberedSize:
     """The microbatch size that a run settled on, as its file holds it.
@@ -71,7 +64,7 @@ class RememberedSize:
     Attributes:
         key: the kind of run.
         microbatch_size: rows of the largest microbatch.
-        cost_per_row: of the batch it was found with, in the unit of the policy (tokens, say).
+        cost_per_row: elements of a row of the batch that it was found with.
         peak_bytes: of an optimization batch at that size.
         level: how microbatches were computed, see ``when_too_large``.
         written_at: seconds since 1970.
@@ -114,12 +107,8 @@ class SizeCache:
         self._has_warned = False
 
     def find(self, key: RunKey) -> RememberedSize | None:
-        """Return what was found for a kind of run: for these shapes, or else for varying ones."""
-        for each in (key, with_any_shape(key)):
-            found = None if self.has_failed else self._read(file_of(each))
-            if found is not None:
-                return found
-        return None
+        """Return what was found for a kind of run."""
+        return None if self.has_failed else self._read(file_of(key))
 
     def remember(self, size: RememberedSize) -> None:
         """Write a size in place of what was there for its key."""

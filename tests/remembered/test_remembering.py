@@ -1,7 +1,6 @@
 """Remembered sizes: what they are found for, what they survive, who may write at once."""
 
 import contextlib
-import dataclasses
 import json
 import multiprocessing
 import os
@@ -25,7 +24,6 @@ from automicro.remembered.cache import (
     SizeCache,
     file_of,
     sizes_folder,
-    with_any_shape,
 )
 from automicro.remembered.recollection import describe_run, describe_shapes
 
@@ -123,7 +121,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "phase": {"phase": "eval"},
     "class of the optimizer": {"optimizer": torch.optim.Adagrad},
     "no optimizer": {"optimizer": None},
-    "shape of the batch": {"batch": batch(width=9)},
+    "dimensions of the batch": {"batch": {**batch(), "y": torch.zeros(6, 1)}},
     "dtype of the batch": {"batch": batch(dtype=torch.float64)},
     "structure of the batch": {"batch": tuple(batch().values())},
     "rows": {"rows": 7},
@@ -158,6 +156,7 @@ def trained() -> Net:
 
 UNCHANGED: dict[str, dict[str, Any]] = {
     "values, gradients and mode": {"module": trained},
+    "lengths of the batch": {"batch": batch(width=9)},
     "values of the batch": {"batch": {"x": torch.ones(6, 8), "y": torch.ones(6)}},
     "rows that only the batch shows": {"batch": batch(rows=5)},
     "order of the keys of the batch": {"batch": dict(reversed(list(batch().items())))},
@@ -205,24 +204,15 @@ def test_shapes_leave_out_the_rows_wherever_they_lie() -> None:
     given = {"x": torch.zeros(5, 4, 3), "mask": torch.ones(1, 4)}
     layout = BatchLayout({"x": 1, "mask": "shared"})
     assert describe_shapes(given, layout=layout) == {
-        "*.mask": "float32[1, 4]",
-        "x": "float32[5, 3]",
+        "*.mask": "float32[?, ?]",
+        "x": "float32[?, ?]",
     }
 
 
 def test_rows_that_are_not_collated_are_described_together() -> None:
     few = [{"x": torch.zeros(3)} for _ in range(4)]
     many = [{"x": torch.zeros(3)} for _ in range(40)]
-    assert describe_shapes(few) == describe_shapes(many) == {"*.x": "float32[3]"}
-
-
-def test_with_any_shape_dtypes_and_dimensions_stay() -> None:
-    shapes = {"ids": "int64[17]", "x": "float32[1, 8, 8]", "y": "int64[]"}
-    assert with_any_shape({**KEY, "shapes": shapes})["shapes"] == {
-        "ids": "int64[?]",
-        "x": "float32[?, ?, ?]",
-        "y": "int64[]",
-    }
+    assert describe_shapes(few) == describe_shapes(many) == {"*.x": "float32[?]"}
 
 
 def test_what_is_remembered_is_found_in_the_next_run(cache: SizeCache) -> None:
@@ -245,14 +235,6 @@ def test_a_file_is_small_and_says_what_it_is_for(cache: SizeCache) -> None:
     text = path_of(cache, key).read_text(encoding="utf-8")
     assert len(text) < 2048
     assert json.loads(text)["key"]["model"] == "Sequential"
-
-
-def test_where_shapes_vary_the_size_of_varying_shapes_is_found(cache: SizeCache) -> None:
-    varying = dataclasses.replace(SIZE, key=with_any_shape(KEY))
-    cache.remember(varying)
-    assert cache.find(KEY) == varying
-    cache.remember(size_of(8))
-    assert cache.find(KEY) == size_of(8)
 
 
 @pytest.mark.parametrize(
