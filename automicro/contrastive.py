@@ -111,11 +111,10 @@ class Contrastive(nn.Module):
         try:
             for name, encoder in self.encoders.items():
                 encoded[name] = _encode(name, encoder, inputs[name])
-            if len(set(map(len, encoded.values()))) > 1:
-                names = " and ".join(map(repr, encoded))
-                counts = " and ".join(str(len(each)) for each in encoded.values())
+            counts = {name: len(each) for name, each in encoded.items()}
+            if len({*counts.values()}) > 1:
                 raise BatchError(
-                    f"the encoders {names} give {counts} rows; row by row they belong together"
+                    f"the encoders give {counts} rows; row by row they belong together"
                 )
             loss = self.loss(*encoded.values())
         except Exception as error:
@@ -124,9 +123,8 @@ class Contrastive(nn.Module):
                 add_note(
                     error,
                     f"automicro: {len(encoded)} of {len(self.encoders)} representations of all "
-                    f"rows were there ({held}, and as much for their gradients); where encoders of "
-                    'microbatch_size="auto" do not fit beside these, take smaller batches, fewer '
-                    "features, or more devices",
+                    f"rows were there ({held}, and as much for their gradients); take smaller "
+                    "batches, fewer features, or more devices",
                 )
             raise
         if loss.dim():

@@ -521,11 +521,9 @@ def _read_sizes(sizes: int | Sequence[int] | None, edges: Sequence[float] | None
         return (read_count("batch_size", sizes),)
     wanted = 0 if edges is None else len(edges) + 1
     if len(sizes) != wanted:
-        each = f"or {wanted}, for each bucket and for what is longer"
-        none = "as only mode='1D-bucketing' has buckets that are known before"
         raise ValueError(
-            f"batch_size={list(sizes)} has {len(sizes)} numbers: give one, "
-            f"{each if wanted else none}"
+            f"batch_size={list(sizes)} has {len(sizes)} numbers: give one, or in "
+            f"mode='1D-bucketing' one for each bucket and for what is longer ({wanted} here)"
         )
     return tuple(read_count("batch_size", each) for each in sizes)
 

@@ -306,11 +306,12 @@ class LanguageTail:
         if self._by_tokens:
             # Also one row that is too long can be cut so.
             hidden, targets = hidden.flatten(0, 1), targets.flatten(0, 1)
-        part = self._split(is_sum=is_sum, head=head).of(tail)
+        part = self._split(is_sum=is_sum, head=head).of(tail, [head])
         try:
             return cast(Tensor, part(hidden, targets))
         finally:
-            part.of(_nothing)  # a copy, or a file, of the model has nothing of this call
+            # A copy, or a file, of the model has nothing of this call.
+            part.of(_nothing, [head])
 
     def _split(self, *, is_sum: bool, head: nn.Module) -> NestedSplit:
         name = f"{TAIL} (sum)" if is_sum else TAIL
@@ -319,7 +320,6 @@ class LanguageTail:
             part = NestedSplit(_nothing, modules=[head], **{**average, **self._options})
             part.name = name
             self.splits[name] = part
-        self.splits[name].use([head])
         return self.splits[name]
 
     def _check(self, bound: Mapping[str, Any]) -> None:

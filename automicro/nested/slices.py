@@ -191,7 +191,6 @@ class Call:
             as many, in their order, or none; None: all is left as it is.
         holding: other tensors in place of parameters meanwhile, likewise.
         parameters: those that need a gradient.
-        averages: what the loss averages over; None where the part gives no loss.
         sizer: says how many rows a slice has (`begin`), and learns what became of it.
         device: that it computes on.
         standing: all that the part reaches, for its backward: copies of nothing that is large.
@@ -205,7 +204,6 @@ class Call:
     compute: Callable[[Mapping[str, Any], Sequence[Tensor] | None], Any]
     holding: Callable[[Sequence[Tensor] | None], contextlib.AbstractContextManager[None]]
     parameters: Sequence[Tensor]
-    averages: Mapping[str, Average] | None
     sizer: Any
     device: torch.device
     standing: Replay
@@ -355,10 +353,10 @@ def summed(call: Call) -> Callable[[], Sequence[Tensor]]:
     halves = [each for each in parameters if _wide(each.dtype) is not each.dtype]
     if not halves:
         return tuple
-    sums = _apply(_Sums, *halves)
+    sums = apply(_Sums, *halves)
 
     def of_slice() -> Sequence[Tensor]:
-        found = dict(zip(map(id, halves), _apply(_OfSlice, halves, *sums), strict=True))
+        found = dict(zip(map(id, halves), apply(_OfSlice, halves, *sums), strict=True))
         return [found.get(id(each), each) for each in parameters]
 
     return of_slice
@@ -512,21 +510,13 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _with_inputs(batch: Any, inputs: Mapping[str, Tensor]) -> Any:
-    """The same batch, with other tensors at these paths."""
-    by_id = {id(leaf): inputs[path] for path, leaf in tensor_leaves(batch) if path in inputs}
-    return map_tensors(batch, lambda leaf: by_id.get(id(leaf), leaf))
-
-
 def marked(batch: Any, paths: Sequence[str]) -> tuple[Any, list[Tensor]]:
     """A slice whose tensors at these paths need a gradient, and these tensors."""
-    wanted = set(paths)
-    leaves = {
-        path: leaf.detach().requires_grad_()
-        for path, leaf in tensor_leaves(batch)
-        if path in wanted
-    }
-    return _with_inputs(batch, leaves), list(leaves.values())
+    given = dict(tensor_leaves(batch))
+    leaves = [given[path].detach().requires_grad_() for path in paths]
+    # Of one that stands at several paths, the last has all of its gradient.
+    by_id = {id(given[path]): leaf for path, leaf in zip(paths, leaves, strict=True)}
+    return map_tensors(batch, lambda leaf: by_id.get(id(leaf), leaf)), leaves
 
 
 def aliases_of(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -547,14 +537,17 @@ class _Tail(torch.autograd.Function):
     """The loss of all slices; gradients are taken slice by slice in the forward."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, paths: Sequence[str], *tensors: Tensor) -> Tensor:
-        inputs = dict(zip(paths, tensors, strict=False))
-        batch = _with_inputs(call.batch, {path: each.detach() for path, each in inputs.items()})
-        sums = Gradients(inputs, call.parameters, call.layout.row_dims(batch))
+    def forward(
+        ctx: Any,
+        call: Call,
+        cut: CutBatch,
+        weights: BatchWeights,
+        inputs: Mapping[str, Tensor],
+        *_: Tensor,
+    ) -> Tensor:
+        paths = list(inputs)
+        sums = Gradients(inputs, call.parameters, call.layout.row_dims(call.batch))
         aliases = aliases_of(call.parameters)
-        cut = call.cut(batch, call.sizes())
-        assert call.averages is not None
-        weights = BatchWeights(call.averages, [cut])
 
         def loss_and_gradients(index: int, rows: Any) -> tuple[Tensor, Sequence[Tensor | None]]:
             # A Function's forward runs without gradients; each slice goes backward inside of it.
@@ -584,7 +577,7 @@ class _Tail(torch.autograd.Function):
                 "an earlier backward has used the gradients of a part with a size of its own; call "
                 "backward once, or compute the part again"
             )
-        return None, None, *sums.all(gradient)
+        return None, None, None, None, *sums.all(gradient)
 
 
 def _gradients(loss: Tensor, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -593,19 +586,19 @@ def _gradients(loss: Tensor, wanted: Sequence[Tensor]) -> Sequence[Tensor | None
     return torch.autograd.grad(loss, wanted, allow_unused=True)
 
 
-def _apply(operation: Any, *given: Any) -> Any:
+def apply(operation: Any, *given: Any) -> Any:
+    """Call an ``autograd.Function``, whose ``apply`` has no types."""
     return operation.apply(*given)
 
 
-def split_loss(call: Call, *, recompute: bool) -> Tensor:
+def split_loss(call: Call, averages: Mapping[str, Average], *, recompute: bool) -> Tensor:
     """The loss of a tail, slice by slice."""
     cut = call.cut(call.batch, call.sizes())
-    assert call.averages is not None
-    weights = BatchWeights(call.averages, [cut])
+    weights = BatchWeights(averages, [cut])
     if call.is_differentiated and not (recompute and not all(weights.is_nothing)):
         inputs = call.inputs()
         tensors = [*inputs.values(), *call.parameters]
-        return cast(Tensor, _apply(_Tail, call, list(inputs), *tensors))
+        return cast(Tensor, apply(_Tail, call, cut, weights, inputs, *tensors))
     losses = enumerate(call.run(cut, _how(call)))
     return _added([_weighted(weights, index, loss) for index, loss in losses])
 

@@ -7,7 +7,6 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -223,11 +222,6 @@ class NestedSplit:
         """Whether its sizes may change."""
         return self._policy.adapts
 
-    @property
-    def modules(self) -> list[nn.Module]:
-        """Whose parameters it uses."""
-        return list(self._modules)
-
     def is_like(self, other: "NestedSplit") -> bool:
         """Whether another one would cut a part in the same way."""
         mine, others = ((repr(each._policy), each._is_exact) for each in (self, other))
@@ -250,16 +244,13 @@ class NestedSplit:
             policy.load_state_dict(state[str(key)])
         self._policies, self._fixed = policies, {}
 
-    def of(self, part: Callable[..., Any]) -> "NestedSplit":
-        """The same sizes for another function, which computes the same."""
+    def of(self, part: Callable[..., Any], modules: Sequence[nn.Module]) -> "NestedSplit":
+        """The same sizes for another function, which computes the same with these modules."""
         self._part = part
-        return self
-
-    def use(self, modules: Sequence[nn.Module]) -> None:
-        """Compute with the parameters of these modules, in the place of those before."""
         if [*map(id, modules)] != [*map(id, self._modules)]:
             self._modules, self._about = list(modules), None
             self._checks.clear()
+        return self
 
     def attach(self) -> "NestedSplit":
         """Let the module run in slices wherever it is called. Its class and its names stay.
@@ -367,8 +358,8 @@ class NestedSplit:
                 # A gradient in fp16 that is taken before the loss scale is known may vanish.
                 recompute = _is_half(call) or not checked.is_proportional
                 counts: list[Any] | None = [] if checked.gives_count else None
-                call = replace(checked.watch(call, counts), averages=checked.averages)
-                loss = split_loss(call, recompute=recompute)
+                call = checked.watch(call, counts)
+                loss = split_loss(call, checked.averages, recompute=recompute)
                 self._note_backward(call, loss)
                 return loss if counts is None else (loss, sum(counts))
             if sizer.begin() >= num_rows:
@@ -435,7 +426,6 @@ class NestedSplit:
             compute=compute_part,
             holding=places.holding,
             parameters=places.parameters,
-            averages={},
             sizer=sizer,
             device=next((leaf.device for leaf in leaves), torch.device("cpu")),
             standing=known.standing,

@@ -309,9 +309,9 @@ def test_fewer_rows_than_ranks_are_refused() -> None:
         ),
         (
             {"mode": "1D-bucketing", "lengths": [1], "batch_size": [5], "bucket_edges": [3]},
-            "give one, or 2, for each bucket",
+            "and for what is longer (2 here)",
         ),
-        ({"mode": "fixed", "batch_size": [1, 2]}, "only mode='1D-bucketing' has buckets"),
+        ({"mode": "fixed", "batch_size": [1, 2]}, "give one, or in mode='1D-bucketing' one"),
         ({"mode": "fixed", "batch_size": 0}, "batch_size=0 must be at least 1"),
         ({"mode": "fixed", "batch_size": 2, "bucket_edges": [1]}, "takes no bucket_edges"),
         ({"mode": "fixed", "batch_size": 2, "num_buckets": 3}, "takes no num_buckets"),

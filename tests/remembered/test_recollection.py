@@ -2,7 +2,6 @@
 
 import io
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -218,22 +217,10 @@ def test_where_long_rows_fit_the_whole_batch_of_a_second_run_is_not_cut() -> Non
     assert train([32, 8, 40, 48]) == [16] * 4
 
 
-def cut_short(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:50])
-
-
-def put_a_folder_there(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-@pytest.mark.parametrize("damage", [cut_short, put_a_folder_there])
-def test_a_damaged_file_is_a_warning_and_the_run_finds_its_size(
-    damage: Callable[[Path], None],
-) -> None:
+def test_a_damaged_file_is_a_warning_and_the_run_finds_its_size() -> None:
     sizes, ooms, _ = run()
     (entry,) = entries()
-    damage(Path(SizeCache().folder, entry.file))
+    Path(SizeCache().folder, entry.file).write_bytes(b"{")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         again, same, _ = run()

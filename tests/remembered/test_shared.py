@@ -76,36 +76,6 @@ def test_what_is_behind_a_url_is_found_listed_and_cleared() -> None:
     assert list(MemoryFileSystem.store) == ["/team/automicro/notes.txt"]
 
 
-def test_writers_at_once_leave_one_whole_object() -> None:
-    def write(size: int) -> None:
-        cache = SizeCache(URL)
-        for _ in range(30):
-            cache.remember(size_of(size))
-
-    writers = [threading.Thread(target=write, args=(size,)) for size in (1, 2, 4, 8)]
-    for each in writers:
-        each.start()
-    reader = SizeCache(URL)
-    seen = [reader.find(KEY) for _ in range(50)]
-    for each in writers:
-        each.join()
-    assert {each.microbatch_size for each in seen if each} <= {1, 2, 4, 8}
-    assert reader.find(KEY) is not None
-    assert len(reader.entries()) == 1
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b"x" * (2 << 20)], ids=range(5))
-def test_a_damaged_object_is_one_warning(content: bytes) -> None:
-    cache = SizeCache(URL)
-    put(SIZE.file, content)
-    with pytest.warns(
-        SizeCacheWarning, match=r"memory://.* is ignored, and automicro cache --clear"
-    ):
-        assert cache.find(KEY) is None
-    cache.remember(SIZE)
-    assert cache.find(KEY) == SIZE
-
-
 class Broken(MemoryFileSystem):
     """A store that refuses everything, with an error of its own."""
 
