@@ -195,8 +195,7 @@ class NestedSplit:
         self._earlier: Any = None  # a forward that stood there before
         self._last: _Sizer | None = None
         self._has_warned = False
-        self._is_inside = False
-        self._thread: int | None = None  # that computes a slice
+        self._thread: int | None = None  # that computes a slice now
         self.has_run = False
         self._in_backward = False
         self.has_shrunk = False
@@ -207,7 +206,7 @@ class NestedSplit:
 
     def __getstate__(self) -> dict[str, Any]:
         # These are of the modules and calls of the original: a copy finds its own.
-        return {**vars(self), "_about": None, "_last": None, "_fixed": {}, "_is_inside": False}
+        return {**vars(self), "_about": None, "_last": None, "_fixed": {}, "_thread": None}
 
     def __repr__(self) -> str:
         return f"NestedSplit({self.name}, microbatch_size={self._policy!r})"
@@ -327,7 +326,7 @@ class NestedSplit:
         self.has_run = True
         self._refuse_threads()
         # It is called from inside of one of its own slices: that call is cut no further.
-        if self._is_inside or is_traced():
+        if self._thread is not None or is_traced():
             return forward(*args, **kwargs)
         if is_transformed():
             raise UnsplittableModelError(
@@ -379,7 +378,7 @@ class NestedSplit:
 
     def _refuse_threads(self) -> None:
         """Refuse a call while another thread computes a slice, with other parameters in place."""
-        if self._is_inside and self._thread != threading.get_ident() and torch.is_grad_enabled():
+        if self._thread not in (None, threading.get_ident()) and torch.is_grad_enabled():
             raise UnsplittableModelError(
                 f"{self.name} has a size of its own, and two threads call it at a time, so that "
                 "one would have the gradients of the other; give each thread a copy"
@@ -402,12 +401,12 @@ class NestedSplit:
             args = [rows[name] for name in names]
             kwargs = {name: value for name, value in rows.items() if name not in names}
             self._refuse_threads()
-            self._is_inside, self._thread = True, threading.get_ident()
+            self._thread = threading.get_ident()
             try:
                 with places.holding(tensors):
                     output = forward(*args, **kwargs)
             finally:
-                self._is_inside = False
+                self._thread = None
             if tensors is not None and torch.is_grad_enabled():
                 are_apart = tensors and all(each.is_leaf for each in tensors)
                 own = tensors if are_apart else [*tensors, *places.parameters]

@@ -529,7 +529,7 @@ def test_targets_that_a_tail_changes_are_not_those_of_the_batch() -> None:
 
 
 def test_what_has_no_forward_is_refused() -> None:
-    with pytest.raises(TypeError, match="ModuleList .* has no forward that could be cut"):
+    with pytest.raises(TypeError, match=r"ModuleList .* has no forward that could be cut"):
         split(nn.ModuleList([nn.Linear(2, 2)]))
 
 
