@@ -244,9 +244,9 @@ def test_of_an_evaluation_no_level_is_advised() -> None:
 
 
 def test_the_model_and_its_random_numbers_are_as_before_the_message() -> None:
-    model, batch = Model(), batches(1)[0]
+    limit, model, batch = too_small(), Model(), batches(1)[0]
     before, random_before = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    refusal(model, batch, too_small())
+    refusal(model, batch, limit)
     assert torch.equal(torch.get_rng_state(), random_before)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
