@@ -69,19 +69,12 @@ def make_folders(path: Path) -> None:
         sync_folder(folder.parent)
 
 
-def write_whole(
-    path: Path,
-    write: Callable[[IO[bytes]], object],
-    *,
-    mode: int | None = None,
-    lasts: bool = False,
-) -> None:
+def write_whole(path: Path, write: Callable[[IO[bytes]], object], *, lasts: bool = False) -> None:
     """Write a file in one step: readers see the old one or the new one, whole.
 
     Args:
         path: of the file, in a folder that exists.
         write: writes what it is to hold into an open file.
-        mode: who may read and write it; None as for any other new file.
         lasts: wait until it is on the disk, so that no crash takes it.
 
     Raises:
@@ -99,8 +92,6 @@ def write_whole(
     try:
         with temporary.open("xb") as file:
             write(file)
-            if mode is not None and hasattr(os, "fchmod"):
-                os.fchmod(file.fileno(), mode)
             if lasts:
                 # The content before the name: else a crash could leave the new name without its
                 # content.

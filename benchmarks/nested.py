@@ -88,19 +88,18 @@ def language_model() -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 JOBS = {
-    "transducer, joint": (transducer, "48MiB", ("rows",)),
-    "128k words, head": (language_model, "384MiB", ("rows", "tokens")),
+    "transducer, joint": (transducer, "48MiB"),
+    "128k words, head": (language_model, "384MiB"),
 }
 
 
 def under_one_limit(name: str, steps: int) -> list[tuple[str, int, float, float]]:
     """Size, rows a second and peak in MiB, without and with a size of the part's own."""
-    make, limit, units = JOBS[name]
+    make, limit = JOBS[name]
     torch.manual_seed(0)
     model, batch = make()
     found = []
-    for unit in (None, *units):
-        part = {} if unit is None else {"tail": {"microbatch_unit": unit}}
+    for how, part in (("without", {}), ("rows", {"tail": "auto"})):
         microbatcher = Microbatcher(
             copy.deepcopy(model), memory_limit=limit, features=[Nested(part)]
         )
@@ -112,7 +111,7 @@ def under_one_limit(name: str, steps: int) -> list[tuple[str, int, float, float]
         num_rows = len(next(iter(batch.values())))
         found.append(
             (
-                unit or "without",
+                how,
                 result.microbatch_size,
                 num_rows / min(seconds[4:]),
                 (result.peak_bytes or 0) / 2**20,
@@ -162,7 +161,7 @@ def found_together(name: str, steps: int) -> tuple[str, float, str, float]:
 
     All of the grid that fits and what was found run in turns.
     """
-    make, limit, _ = JOBS[name]
+    make, limit = JOBS[name]
     torch.manual_seed(0)
     model, batch = make()
     num_rows = len(next(iter(batch.values())))

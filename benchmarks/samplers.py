@@ -119,7 +119,7 @@ def measure(mode: str, job: Job) -> Row:
         mode=mode,
         batches=len(plan),
         rows=sampler.average_batch().rows,
-        padding=sampler.padding_share(),
+        padding=1 - float(job.lengths.sum() / padded.sum()),
         largest=float(padded.max() / padded.mean()),
         largest_cost=float(cost.max() / cost.mean()),
     )

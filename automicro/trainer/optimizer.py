@@ -22,7 +22,7 @@ from automicro.options import (
 )
 from automicro.ranks.interface import Ranks
 from automicro.showing import short
-from automicro.values import comes_from, read_scalars
+from automicro.values import as_text, comes_from, read_scalars
 
 FORM = "write mappings such as {'params': ['*.bias'], 'weight_decay': 0.0}"
 

@@ -207,7 +207,7 @@ def test_a_model_that_reads_its_data_is_measured_with_its_parts_and_levels() -> 
         ({"when_too_large": "smaller"}, "when_too_large"),
         ({"nested": {"jiont": "auto"}}, "did you mean 'joint'"),
         ({"nested": {"joint": {"size": 1}}}, "a part knows"),
-        ({"nested": ["joint"]}, "is no mapping"),
+        ({"nested": ["joint"]}, "is no NestedSplit"),
         ({"when_too_large": "nested"}, "no language model"),
     ],
 )
