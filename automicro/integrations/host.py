@@ -24,7 +24,6 @@ from automicro.batch.device import on_host
 from automicro.batch.joining import concat_rows
 from automicro.batch.tensors import builder, map_tensors, open_container, tensor_leaves
 from automicro.batch.types import STRUCTURES, kind_of
-from automicro.checking.reading import LOSS, Reading, relative_errors
 from automicro.errors import BatchError, LossError, MetricWarning, warn
 from automicro.features import WORDS, with_features
 from automicro.loss.conventions import Output
@@ -35,99 +34,6 @@ from automicro.step.results import EvalResult, StepResult
 from automicro.values import OBJECT, kinds_of
 
 _MISSING = object()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """Batches that one optimizer step of a host's was made of, beside their rows at once.
-
-    Attributes:
-        place: in an epoch: ``"the first"`` or ``"the last"``.
-        rows: of each batch.
-        divisor: how many batches a step has, as a rule.
-        loss: that the host has added up.
-        whole_loss: of all rows in one batch.
-        error: relative, of the worst parameter's gradient.
-        ratio: of the norms of the gradients, the host's by that of one batch.
-    """
-
-    place: str
-    rows: tuple[int, ...]
-    divisor: int
-    loss: float
-    whole_loss: float
-    error: float
-    ratio: float
-
-    def __str__(self) -> str:
-        counts = " + ".join(map(str, self.rows))
-        text = (
-            f"{self.place} step of an epoch, of {counts} rows: the loss is {self.loss:.6g} and of "
-            f"one batch {self.whole_loss:.6g}, the gradient differs by {self.error:.1e}"
-        )
-        if len(self.rows) < self.divisor:
-            text += (
-                f"; it has {len(self.rows)} of {self.divisor} batches, and is {self.ratio:.2f} "
-                "as long"
-            )
-        return text
-
-
-@dataclass(frozen=True, kw_only=True)
-class AccumulationReport:
-    """Whether a host's own accumulation gives the gradient of the full batch.
-
-    Attributes:
-        groups: that were compared.
-        tolerance: relative errors up to this one are rounding.
-        remedy: what to do where it does not.
-    """
-
-    groups: tuple[Group, ...]
-    tolerance: float
-    remedy: str
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether every gradient is that of its rows in one batch."""
-        return all(each.error <= self.tolerance for each in self.groups)
-
-    def __str__(self) -> str:
-        listed = "".join(f"\n  {each}" for each in self.groups)
-        if self.is_exact:
-            return f"exact: accumulated gradients are those of one batch{listed}"
-        return (
-            f"not exact: accumulated gradients are not those of one batch{listed}\n  {self.remedy}"
-        )
-
-
-def compare_accumulation(
-    places: Mapping[str, Sequence[Any]],
-    gradient: Callable[[Sequence[Any], int], Reading],
-    join: Callable[[Sequence[Any]], Any],
-    *,
-    rows_of: Callable[[Any], int],
-    divisor: int,
-    precision: str,
-    remedy: str,
-) -> AccumulationReport:
-    """Compare the gradients of a host's steps, by place, with those of their rows in one batch."""
-    groups = []
-    for place, batches in places.items():
-        found, whole = gradient(batches, divisor), gradient([join(batches)], 1)
-        groups.append(
-            Group(
-                place=place,
-                rows=tuple(map(rows_of, batches)),
-                divisor=divisor,
-                loss=found.numbers[LOSS],
-                whole_loss=whole.numbers[LOSS],
-                error=max(relative_errors(found, whole).values()),
-                ratio=found.norm / whole.norm if whole.norm else 1.0,
-            )
-        )
-    tolerance = 3e-2 if "16" in precision else 1e-9 if "64" in precision else 1e-4
-    return AccumulationReport(groups=tuple(groups), tolerance=tolerance, remedy=remedy)
 
 
 OURS = (

@@ -12,10 +12,8 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import itertools
 import logging
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,17 +22,13 @@ from torch import Tensor, nn
 
 from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import tensor_leaves
-from automicro.checking.draws import HeldDraws
-from automicro.checking.reading import LOSS, Reading
-from automicro.errors import BatchError, LossError, MetricWarning, RollbackError
+from automicro.errors import LossError, RollbackError
 from automicro.integrations.host import (
     OURS,
     RETURNS,
-    AccumulationReport,
     Recorded,
     Replacements,
     check_options,
-    compare_accumulation,
     detached,
     import_host,
     is_written_by,
@@ -934,147 +928,3 @@ def microbatcher(
         )
     _refuse_strategy(fabric.strategy)
     return microbatcher_of(model, options, backward=fabric.backward, optimizer=optimizer)
-
-
-_REMEDY = (
-    "Let the data loader give the full batch, leave accumulate_grad_batches at 1, and add "
-    'AutoMicrobatch() (with loss_average="tokens" where the loss is a mean over tokens)'
-)
-
-
-def verify(
-    trainer: "Trainer", module: "LightningModule", train_dataloader: Any = None
-) -> AccumulationReport:
-    """Compare the gradient that a trainer accumulates with that of the same rows in one batch.
-
-    It is the trainer's own loop that runs, twice, without automicro: on a copy of the module, in
-    this process, with the same precision and accumulation, and with dropout that lets everything
-    through. Neither the trainer nor the module is changed.
-
-    Args:
-        trainer: with the ``accumulate_grad_batches`` in question.
-        module: as it would be given to ``fit``.
-        train_dataloader: of batches; ``module.train_dataloader()`` unless given. Its first batches
-            are taken, and as many as the last step of an epoch has.
-
-    Raises:
-        ValueError: a loader without a batch, or no accumulation that could be wrong.
-        BatchError: the batches do not fit together, as those of other lengths do not.
-
-    Example:
-        >>> import lightning.pytorch as pl
-        >>> class Module(pl.LightningModule):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.linear = nn.Linear(4, 1)
-        ...     def training_step(self, batch, batch_idx):
-        ...         return self.linear(batch).square().mean()
-        ...     def configure_optimizers(self):
-        ...         return torch.optim.SGD(self.parameters(), lr=0.1)
-        >>> trainer = pl.Trainer(accumulate_grad_batches=2, accelerator="cpu", logger=False)
-        >>> report = verify(trainer, Module(), torch.utils.data.DataLoader(torch.randn(20, 4), 8))
-        >>> report.is_exact, [group.rows for group in report.groups]
-        (False, [(8, 8), (4,)])
-    """
-    parts = trainer.accumulate_grad_batches
-    loader = module.train_dataloader() if train_dataloader is None else train_dataloader
-    layout = BatchLayout()
-    batches = list(itertools.islice(iter(loader), parts))
-    if not batches:
-        raise ValueError("verify: the data loader gave no batch; pass one that has some")
-    last = _last_of_an_epoch(loader, batches, parts, layout)
-    places = {"the first": batches}
-    if [layout.num_rows(each) for each in last] != [layout.num_rows(each) for each in batches]:
-        places["the last"] = last
-    if len(places) == len(batches) == 1:
-        raise ValueError(
-            "verify: accumulate_grad_batches is 1, and every step is of one batch, whose gradient "
-            "is its own; set accumulate_grad_batches, or use automicro.verify for microbatches"
-        )
-    return compare_accumulation(
-        places,
-        functools.partial(_gradient, trainer, module),
-        _as_one,
-        rows_of=layout.num_rows,
-        divisor=parts,
-        precision=str(trainer.precision),
-        remedy=_REMEDY,
-    )
-
-
-def _last_of_an_epoch(
-    loader: Any, batches: Sequence[Any], parts: int, layout: BatchLayout
-) -> list[Any]:
-    """As many batches as the last step of an epoch has, the last with as few rows."""
-    try:
-        num_batches, num_rows = len(loader), len(loader.dataset)
-    except (TypeError, AttributeError):
-        return list(batches)
-    last = list(batches[: num_batches % parts or parts])
-    rest = num_rows % (loader.batch_size or num_rows)
-    if rest and not loader.drop_last and rest < layout.num_rows(last[-1]):
-        last[-1] = layout.take_rows(last[-1], range(rest))
-    return last
-
-
-def _as_one(batches: Sequence[Any]) -> Any:
-    recorded = Recorded()
-    recorded.rows = [BatchLayout().num_rows(each) for each in batches]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", MetricWarning)
-            return recorded.join("the batch", batches)
-    except MetricWarning as error:
-        raise BatchError(
-            f"verify: the {len(batches)} batches do not fit together ({error}); give batches of "
-            "one form and length, such as padded ones"
-        ) from error
-
-
-def _gradient(
-    trainer: "Trainer", module: "LightningModule", batches: Sequence[Any], parts: int
-) -> Reading:
-    """The gradient of one optimizer step of the host's, on a copy."""
-    place = _PACKAGES[_Host(trainer).name]
-    host: Any = importlib.import_module(place)
-    losses: list[Tensor] = []
-    gradients: dict[str, Tensor] = {}
-
-    class Watch(host.Callback):  # type: ignore[misc]
-        """Takes the gradient before it is clipped."""
-
-        def on_before_optimizer_step(self, _: Any, copied: nn.Module, optimizer: Any) -> None:
-            for name, parameter in copied.named_parameters():
-                if parameter.grad is not None:
-                    gradients[name] = parameter.grad.detach().clone()
-
-        def on_train_batch_end(self, _: Any, __: Any, outputs: Any, *rest: Any) -> None:
-            # Divided already, so that they add up to the step's loss.
-            losses.append(outputs["loss"].detach())
-
-    kind = trainer.strategy.root_device.type
-    told = logging.getLogger(place)
-    level = told.level
-    # Two runs with other masks of dropout would differ by them alone.
-    with warnings.catch_warnings(), torch.random.fork_rng(), HeldDraws():
-        warnings.simplefilter("ignore")
-        told.setLevel(logging.ERROR)
-        try:
-            twin = host.Trainer(
-                accelerator="gpu" if kind == "cuda" else kind,
-                devices=1,
-                plugins=[copy.deepcopy(trainer.precision_plugin)],
-                accumulate_grad_batches=parts,
-                max_epochs=1,
-                limit_val_batches=0,
-                logger=importlib.import_module(f"{place}.loggers.logger").DummyLogger(),
-                callbacks=[Watch()],
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-            )
-            given: Any = torch.utils.data.DataLoader(list(batches), batch_size=None)  # type: ignore[arg-type]
-            twin.fit(copy.deepcopy(module), given)
-        finally:
-            told.setLevel(level)
-    return Reading(numbers={LOSS: float(torch.stack(losses).sum())}, gradients=gradients)

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from automicro.batch.layout import BatchLayout, balanced_sizes
 from automicro.batch.tensors import map_tensors
 from automicro.batch.types import register_batch_type
-from automicro.checking.reading import LOSS, Reading
 from automicro.errors import (
     BatchError,
     LossError,
@@ -41,12 +40,10 @@ from automicro.errors import (
 from automicro.integrations.host import (
     OURS,
     RETURNS,
-    AccumulationReport,
     Recorded,
     Replacements,
     Results,
     check_options,
-    compare_accumulation,
     import_host,
     is_written_by,
     microbatcher_of,
@@ -119,103 +116,6 @@ def enable(trainer: Any, **options: Any) -> Any:
     _refuse(trainer, splits=splits)
     setattr(trainer, "automicro", Enabled(trainer, options))  # noqa: B010 - its class has none
     return trainer
-
-
-def verify(trainer: Any) -> AccumulationReport:
-    """Compare the gradient that a trainer accumulates with that of the same rows in one batch.
-
-    It is the trainer's own step that runs, without automicro and without dropout, on the first
-    rows of its training data. No parameter, gradient, buffer or random number is another
-    afterwards.
-
-    Args:
-        trainer: with the ``gradient_accumulation_steps`` in question. In one process.
-
-    Raises:
-        ValueError: no accumulation that could be wrong, or several processes.
-
-    Example:
-        >>> import transformers
-        >>> class Model(nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.linear = nn.Linear(4, 1)
-        ...     def forward(self, inputs, labels):
-        ...         return {"loss": (self.linear(inputs).squeeze(1) - labels).square().mean()}
-        >>> arguments = transformers.TrainingArguments(
-        ...     per_device_train_batch_size=8, gradient_accumulation_steps=2, use_cpu=True
-        ... )
-        >>> rows = [{"inputs": torch.randn(4), "labels": float(n)} for n in range(28)]
-        >>> report = verify(transformers.Trainer(Model(), arguments, train_dataset=rows))
-        >>> report.is_exact, [group.rows for group in report.groups]
-        (False, [(8, 8), (8, 4)])
-    """
-    args = trainer.args
-    if args.world_size > 1:
-        raise ValueError("verify compares in one process; start it without torchrun")
-    parts, size = args.gradient_accumulation_steps, args.train_batch_size
-    if parts == 1:
-        raise ValueError(
-            "verify: gradient_accumulation_steps is 1, and every step is of one batch, whose "
-            "gradient is its own; set gradient_accumulation_steps, or use automicro.verify for "
-            "microbatches"
-        )
-    model = trainer.model
-    with _undone(lambda: trainer, model):  # rows may be drawn at random, too
-        loader = trainer.get_train_dataloader()
-        rows = list(itertools.islice(iter(loader.dataset), parts * size))
-        if not rows:
-            raise ValueError("verify: train_dataset has no rows; give the trainer one that has")
-        counts = {"the first": len(rows)}
-        with contextlib.suppress(TypeError):  # it has no length
-            rest = len(loader.dataset) % (parts * size)
-            if rest and len(rows) == parts * size and not args.dataloader_drop_last:
-                counts["the last"] = rest
-        dtype = next((p.dtype for p in model.parameters() if p.requires_grad), torch.float32)
-        return compare_accumulation(
-            {
-                place: [rows[at : min(at + size, count)] for at in range(0, count, size)]
-                for place, count in counts.items()
-            },
-            lambda batches, _: _accumulated(trainer, [*map(loader.collate_fn, batches)]),
-            lambda batches: [*itertools.chain(*batches)],
-            rows_of=len,
-            divisor=parts,
-            precision="16" if args.bf16 or args.fp16 else str(dtype),
-            remedy="Let per_device_train_batch_size be the full batch, leave "
-            "gradient_accumulation_steps at 1, and call enable(trainer)",
-        )
-
-
-def _accumulated(trainer: Any, batches: Sequence[Mapping[str, Any]]) -> Reading:
-    """The gradient of one optimizer step of the trainer's own, and its loss."""
-    model, enabled = trainer.model, getattr(trainer, "automicro", None)
-    step = trainer.training_step if enabled is None else enabled.own_training_step
-    kept = [(each, each.grad) for each in model.parameters()]
-    losses: list[Tensor] = []
-
-    def backward(loss: Tensor, **_: Any) -> None:
-        losses.append(loss.detach())
-        loss.backward()  # type: ignore[no-untyped-call]
-
-    with Replacements() as replacements, evaluation_mode([model]), torch.enable_grad():
-        try:
-            for parameter, _ in kept:
-                parameter.grad = None
-            replacements.put(trainer.accelerator, "backward", backward)
-            # The step itself sets training mode, and dropout would differ between the two
-            # gradients.
-            replacements.put(model, "train", lambda mode=True: model)
-            trainer.current_gradient_accumulation_steps = len(batches)
-            prepared = [trainer._prepare_inputs(dict(each)) for each in batches]
-            items = trainer._get_num_items_in_batch(prepared, trainer.args.device)
-            for batch in prepared:
-                step(model, batch, items)
-            found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        finally:
-            for parameter, gradient in kept:
-                parameter.grad = gradient
-    return Reading(numbers={LOSS: float(torch.stack(losses).sum())}, gradients=found)
 
 
 _FLAVOURS = ("SFTTrainer", "DPOTrainer", "RewardTrainer")
@@ -305,11 +205,7 @@ def _evaluates(trainer: Any) -> bool:
 
 
 class Enabled(Results):
-    """The replacement for the steps of one trainer; made by `enable`, as ``trainer.automicro``.
-
-    Attributes:
-        own_training_step: the trainer's.
-    """
+    """The replacement for the steps of one trainer; made by `enable`, as ``trainer.automicro``."""
 
     def __init__(self, trainer: Any, options: Mapping[str, Any]) -> None:
         # The trainer holds this, so this must not hold it: a cycle would keep a model's memory.
@@ -318,7 +214,7 @@ class Enabled(Results):
         self._replacements = Replacements()
         put = self._replacements.put
         own = put(self._trainer, "training_step", self.training_step)
-        self.own_training_step = weakly(own)
+        self._own_training_step = weakly(own)
         self._own_prediction_step = weakly(
             put(self._trainer, "prediction_step", self.prediction_step)
         )
@@ -380,7 +276,7 @@ class Enabled(Results):
         if self._is_around is False:
             return self._train(model, inputs, num_items_in_batch)
         with self._beneath(self._train):
-            loss: Tensor = self.own_training_step(model, inputs, num_items_in_batch)
+            loss: Tensor = self._own_training_step(model, inputs, num_items_in_batch)
             return loss
 
     @contextlib.contextmanager
@@ -424,7 +320,7 @@ class Enabled(Results):
                 self._beneath(functools.partial(stop, True)),
                 torch.set_grad_enabled(trainer.args.world_size == 1),
             ):
-                self.own_training_step(model, _as_batch(row), num_items)
+                self._own_training_step(model, _as_batch(row), num_items)
         if False in answers[:1]:
             raise LossError(
                 f"{trainer.__class__.__name__}.training_step computes its loss itself, and "

@@ -43,7 +43,7 @@ from automicro import (
     RollbackError,
     SampleTooLargeError,
 )
-from automicro.integrations.lightning import AutoMicrobatch, microbatcher, verify
+from automicro.integrations.lightning import AutoMicrobatch, microbatcher
 from automicro.reach import Reach
 from automicro.state.capture import capture
 from automicro.step.results import StepResult
@@ -1111,44 +1111,6 @@ def test_a_model_that_fabric_has_not_set_up_is_refused() -> None:
         microbatcher(fabric, model.module, optimizer, loss_fn=loss_fn)
     with pytest.raises(TypeError, match=r"that is Fabric\(precision=…\); leave it out"):
         microbatcher(fabric, model, optimizer, loss_fn=loss_fn, precision="bf16")
-
-
-# Is the host's own accumulation the full batch's gradient?
-
-
-def test_verify_tells_what_the_hosts_own_accumulation_is(tmp_path: Path) -> None:
-    trainer = runs.trainer_of(tmp_path, accumulate_grad_batches=3)
-    module = runs.Module(dropout=0.5)
-    state = {name: each.clone() for name, each in module.state_dict().items()}
-    even = verify(trainer, module, runs.loader(rows=96))
-    assert even.is_exact
-    assert [group.rows for group in even.groups] == [(32, 32, 32)]
-    uneven = verify(trainer, module, runs.loader())
-    assert not uneven.is_exact
-    first, last = uneven.groups
-    assert first.error < 1e-4
-    assert (last.rows, last.divisor) == ((14,), 3)
-    assert last.ratio == pytest.approx(1 / 3, rel=1e-4)
-    assert "14 rows" in str(uneven)
-    assert "AutoMicrobatch" in str(uneven)
-    assert all(map(torch.equal, module.state_dict().values(), state.values()))
-    assert trainer.global_step == 0
-
-
-def test_verify_tells_of_means_over_tokens(tmp_path: Path) -> None:
-    trainer = runs.trainer_of(tmp_path, accumulate_grad_batches=2)
-    (batch, *_) = token_batches()
-    halves = [{k: v[rows] for k, v in batch.items()} for rows in (slice(0, 4), slice(4, 9))]
-    halves[0]["labels"][:, 1:] = -100
-    given: Any = DataLoader(halves, batch_size=None)  # type: ignore[arg-type]
-    report = verify(trainer, TokenMeans(), given)
-    assert not report.is_exact
-    assert report.groups[0].rows == (4, 5)
-
-
-def test_verify_of_single_batches_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="accumulate_grad_batches is 1"):
-        verify(runs.trainer_of(tmp_path), runs.Module(), runs.loader(rows=64))
 
 
 class _Reading(pl.LightningModule):

@@ -43,7 +43,7 @@ from automicro import (
     SampleTooLargeError,
     StateWarning,
 )
-from automicro.integrations.transformers import Sequences, enable, verify
+from automicro.integrations.transformers import Sequences, enable
 from tests.integrations import transformers_runs as runs
 from tests.integrations.launching import torchrun
 from tests.integrations.transformers_runs import CASES, Case, furthest, logged, losses, make, run
@@ -1046,59 +1046,6 @@ def test_a_model_of_an_earlier_run_is_not_kept(tmp_path: Path) -> None:
         trainer.train()
         trainer.evaluate()
     assert set(Alive.counts) == {1}
-
-
-# Verified as it is
-
-
-@pytest.mark.parametrize(
-    ("name", "exact"),
-    [
-        ("accumulation 4", True),
-        ("smoothing, accumulation", COUNTS_SMOOTHED),
-        ("loss function, a sum", True),
-        ("own module, accumulation", False),
-        ("ignores num_items", False),
-    ],
-)
-def test_it_is_told_whether_accumulation_is_the_full_batch(
-    name: str, exact: bool, tmp_path: Path
-) -> None:
-    trainer = make(CASES[name], tmp_path, dtype=torch.float64, dropout=0.1)
-    before, random = runs.parameters(trainer), torch.get_rng_state()
-    report = verify(trainer)
-    assert report.is_exact == exact
-    assert str(report).startswith("exact" if exact else "not exact")
-    assert sum(report.groups[-1].rows) == runs.ROWS % (8 * len(report.groups[0].rows))
-    assert all(map(torch.equal, runs.parameters(trainer), before))
-    assert torch.equal(torch.get_rng_state(), random)
-    assert all(each.grad is None for each in trainer.model.parameters())
-    assert trainer.model.training
-    if not exact:
-        assert "per_device_train_batch_size be the full batch" in str(report)
-
-
-class Drawn(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Rows that are drawn when they are asked for."""
-
-    def __len__(self) -> int:
-        return runs.ROWS
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": torch.randint(2, 50, (8,)), "labels": torch.tensor(index % 3)}
-
-
-def test_rows_that_are_drawn_to_verify_draw_nothing_of_the_training(tmp_path: Path) -> None:
-    trainer = make(CASES["own module, accumulation"], tmp_path)
-    trainer.train_dataset = Drawn()
-    random_state = torch.get_rng_state()
-    verify(trainer)
-    assert torch.equal(torch.get_rng_state(), random_state)
-
-
-def test_nothing_to_verify_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="gradient_accumulation_steps is 1"):
-        verify(make(CASES["causal"], tmp_path))
 
 
 # Batches without padding
