@@ -587,7 +587,6 @@ class _Run:
             reduce=_name_of(options.get("reduce_fx", "mean")),
             tell=tell,
             whole=whole,
-            raw=self._given,
         )
 
     def _send(

@@ -231,7 +231,7 @@ class Enabled(Results):
             _HOSTS,
             skip=lambda: [itself().state.log_history],  # it grows; logs are held back
             concat=_padded,
-            apart=_ADDED_UP,
+            adds_up=lambda place: place.endswith(_ADDED_UP),
         )
         self._layout = BatchLayout(self._options.get("batch_layout", 0))
         self._made: dict[str, _Made] = {}  # for "train" and "eval"
