@@ -52,21 +52,22 @@ _SUPPORTED = "2.5 or 2.6"
 
 def _package() -> str:
     """Where the host lies: what the program has imported already, else what is installed."""
-    for name, place in _PACKAGES.items():
-        # Both packages may be installed, and a callback of one is none of the other.
-        if name in sys.modules:
-            return place
-    installed = [place for name, place in _PACKAGES.items() if importlib.util.find_spec(name)]
-    return installed[0] if installed else "lightning.pytorch"
+    # Both packages may be installed, and a callback of one is none of the other.
+    found = [name for name in _PACKAGES if name in sys.modules]
+    found += [name for name in _PACKAGES if importlib.util.find_spec(name)]
+    return _PACKAGES[found[0]] if found else "lightning.pytorch"
 
 
+_PLACE = _package()
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
     from lightning.pytorch import Callback, LightningModule, Trainer
 else:
-    Callback = import_host(_package(), extra="lightning").Callback
-    LightningModule = import_host(_package(), extra="lightning").LightningModule
+    Callback = import_host(_PLACE, extra="lightning").Callback
+    LightningModule = import_host(_PLACE, extra="lightning").LightningModule
 
+_calls: Any = importlib.import_module(f"{_PLACE}.trainer.call")
+_automatic: Any = importlib.import_module(f"{_PLACE}.loops.optimization.automatic")
 logger = logging.getLogger(__name__)
 
 _EVALUATIONS = ("validation_step", "test_step", "predict_step")
@@ -179,26 +180,10 @@ class AutoMicrobatch(Callback):
                 run.microbatcher.remove_parts()
 
 
-class _Host:
-    """The modules of the package that a trainer is of."""
-
-    def __init__(self, trainer: "Trainer") -> None:
-        kinds = [kind.__module__ for kind in type(trainer).__mro__]
-        self.name, place = next(
-            (name, place)
-            for kind in kinds
-            for name, place in _PACKAGES.items()
-            if kind.startswith(f"{place}.")
-        )
-        self.call: Any = importlib.import_module(f"{place}.trainer.call")
-        automatic = importlib.import_module(f"{place}.loops.optimization.automatic")
-        # A method of the host's, or an error that names its version.
-        self.seam = functools.partial(
-            require_seam, host=self.name, supported=f"{self.name} {_SUPPORTED}"
-        )
-        self.Closure: Any = self.seam(automatic, "Closure", ("step_fn",))
-        for hooks in ("_call_strategy_hook", "_call_callback_hooks", "_call_lightning_module_hook"):
-            self.seam(self.call, hooks, ("trainer", "hook_name"))
+def _seam(owner: Any, name: str, parameters: Sequence[str] = ()) -> Any:
+    """A method of the host's, or an error that names its version."""
+    host = _PLACE.partition(".")[0]
+    return require_seam(owner, name, parameters, host=host, supported=f"{host} {_SUPPORTED}")
 
 
 class _Run:
@@ -218,7 +203,6 @@ class _Run:
         self, owner: AutoMicrobatch, trainer: "Trainer", module: "LightningModule"
     ) -> None:
         self._owner, self._trainer, self._module = owner, trainer, module
-        self._host = _Host(trainer)
         layout = owner.options.get("batch_layout", 0)
         unit = owner.options.get("microbatch_unit", "rows")
         self._layout = BatchLayout(layout)
@@ -247,19 +231,22 @@ class _Run:
 
     def take_places(self, *, trains: bool) -> None:
         """Stand in for the host's methods, until `places` are undone."""
-        host, strategy = self._host, self._trainer.strategy
+        strategy = self._trainer.strategy
         self._trains = trains
+        for hooks in ("_call_strategy_hook", "_call_callback_hooks", "_call_lightning_module_hook"):
+            _seam(_calls, hooks, ("trainer", "hook_name"))
         if trains:
             # Looked for before anything is replaced: a version that lacks one is an error, and no
             # half-replaced trainer.
-            host.seam(self._loop, "_make_closure", ("kwargs", "optimizer", "batch_idx"))
-            host.seam(self._loop, "_make_zero_grad_fn", ("batch_idx", "optimizer"))
-            host.seam(self._loop, "_training_step", ("kwargs",))
+            _seam(_automatic, "Closure", ("step_fn",))
+            _seam(self._loop, "_make_closure", ("kwargs", "optimizer", "batch_idx"))
+            _seam(self._loop, "_make_zero_grad_fn", ("batch_idx", "optimizer"))
+            _seam(self._loop, "_training_step", ("kwargs",))
             # The one place that has a batch's forward, clearing and backward together: everything
             # around it, such as clipping and accumulation, stays the host's.
             self.places.put(self._loop, "_make_closure", self._make_closure)
         for name in _EVALUATIONS:
-            own = host.seam(strategy, name)
+            own = _seam(strategy, name)
             self.places.put(strategy, name, functools.partial(self._evaluate, name, own))
 
     # Training
@@ -267,9 +254,8 @@ class _Run:
     def _make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
         """In place of the host's: forward, zero_grad and backward of a batch."""
         zero_grad = self._loop._make_zero_grad_fn(batch_idx, optimizer)
-        return self._host.Closure(
-            step_fn=functools.partial(self._train, kwargs, optimizer, zero_grad)
-        )
+        step = functools.partial(self._train, kwargs, optimizer, zero_grad)
+        return _automatic.Closure(step_fn=step)
 
     def _train(self, kwargs: Any, optimizer: Any, zero_grad: Callable[[], None] | None) -> Any:
         trainer = self._trainer
@@ -306,8 +292,8 @@ class _Run:
             # The host's own hook sees the loss as it goes into the backward.
             shown = loss if scaler is None else scaler.scale(loss)
             given = (shown,) if name == "on_before_backward" else ()
-            self._host.call._call_callback_hooks(trainer, name, *given)
-            self._host.call._call_lightning_module_hook(trainer, name, *given)
+            _calls._call_callback_hooks(trainer, name, *given)
+            _calls._call_lightning_module_hook(trainer, name, *given)
         return self._loop.output_result_cls(loss, extra=outputs or {})
 
     def _attempt(self, kwargs: Any) -> StepResult:
@@ -324,18 +310,14 @@ class _Run:
         self._knows_loss = False
         if self._zero_grad is not None and not self._has_own_clearing():
             microbatcher.release_gradients()  # a second set of them would take memory
-        progress = self._loop.optim_progress.optimizer.zero_grad
-        counted = progress.state_dict()
 
         def step(microbatch: Any) -> Tensor:
             rows = self._recorded.rows[-1] if self._recorded.rows else self._num_rows
             is_whole, is_extra = rows == self._num_rows, is_extra_pass()
-            if self._zero_grad is not None and not is_extra:
-                progress.load_state_dict(counted)  # a failed attempt may have counted
-                if not is_whole:
-                    raise _InPiecesError
+            if self._zero_grad is not None and not (is_extra or is_whole):
+                raise _InPiecesError
             given = {**kwargs, "batch": microbatch}
-            output = self._host.call._call_strategy_hook(trainer, "training_step", *given.values())
+            output = _calls._call_strategy_hook(trainer, "training_step", *given.values())
             trainer.strategy.post_training_step()
             read = self._loop.output_result_cls.from_training_step_output(
                 output, trainer.accumulate_grad_batches
@@ -421,7 +403,7 @@ class _Run:
             yield
 
     def _backward(self, loss: Tensor) -> None:
-        self._host.call._call_strategy_hook(self._trainer, "backward", loss, self._optimizer)
+        _calls._call_strategy_hook(self._trainer, "backward", loss, self._optimizer)
 
     def _skip(self, skipped: "_SkippedError", kwargs: Any) -> Any:
         """The step returned None: the host's own, once more, for what it logs and draws."""
@@ -488,11 +470,10 @@ class _Run:
             features = [*self._owner.options.get("features", ())]
             if trainer.world_size > 1:  # fillers of other ranks run the step as well
                 features.append(_Announcing(self))
-            # Their attributes change in hooks that run inside of an attempt.
-            roots = {
-                f"callbacks[{index}]": each
-                for index, each in enumerate(self._hooked() if trainer.world_size == 1 else ())
-            }
+            # What changes in hooks that run inside of an attempt: counts, and their attributes.
+            roots = dict(vars(self._loop.optim_progress.optimizer.zero_grad))
+            for index, each in enumerate(self._hooked() if trainer.world_size == 1 else ()):
+                roots[f"callbacks[{index}]"] = each
             own: dict[str, Any] = {
                 "model": trainer.strategy.model,
                 "forward": self._forward,
@@ -529,7 +510,7 @@ class _Run:
         results = self._trainer._results
         with Replacements() as replacements:
             if results is not None:
-                self._host.seam(results, "log", ("fx", "name", "value", "batch_size"))
+                _seam(results, "log", ("fx", "name", "value", "batch_size"))
                 self._log = replacements.put(results, "log", self._note)
                 # The object that was given is seen here alone: below, the host has a copy of it,
                 # and whose value it was is lost.
