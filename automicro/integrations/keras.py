@@ -191,7 +191,7 @@ class Enabled(Results):
             self._is_of_a_user,
             _HOSTS,
             # A metric's own list has an entry for each update: what it comes to is its affair.
-            apart=tuple(f"{digit}]" for digit in range(10)),
+            adds_up=lambda place: place[-2:-1].isdigit() and not place.startswith("model."),
         )
         read_average(model, self._average)  # refuse now what the first batch would be refused for
         self._replacements = Replacements()
