@@ -319,7 +319,7 @@ def test_whole_numbers_beside_a_loss_are_said_to_be_left_out() -> None:
         return {"loss": F.cross_entropy(logits, batch[1]), "right": right, "rows": len(logits)}
 
     (message,) = numbers_told(forward, batch(), batch(), microbatch_size=16)
-    assert r"whole numbers beside its loss ('right')" in message
+    assert r"whole numbers next to its loss ('right')" in message
     assert "(metrics=…)" in message
 
 

@@ -528,9 +528,9 @@ class OfLogits(runs.Module):
 
 def test_a_metric_that_takes_some_microbatches_for_probabilities_is_named(tmp_path: Path) -> None:
     case: dict[str, Any] = {"max_steps": 2, "limit_val_batches": 0}
-    with pytest.warns(MetricWarning, match="BinaryAccuracy takes its numbers for prob") as told:
+    with pytest.warns(MetricWarning, match="BinaryAccuracy treats its numbers as prob") as told:
         fit(tmp_path, [AutoMicrobatch(microbatch_size=1)], make=OfLogits, **case)
-    assert sum("takes its numbers" in str(each.message) for each in told) == 1
+    assert sum("treats its numbers" in str(each.message) for each in told) == 1
 
 
 class TokenMeans(pl.LightningModule):

@@ -1058,7 +1058,7 @@ def test_what_cannot_be_put_back_is_told_and_left(tmp_path: Path) -> None:
     held = peak_of(CASES["causal"], tmp_path) // 2
     ours = make(CASES["causal"], tmp_path, with_us=True)
     ours.places = {"next": iter(range(9))}
-    said = r"Trainer.places\['next'\] .*: left as a failed attempt has made it"
+    said = r"Trainer.places\['next'\] .*: left as a failed attempt changed it"
     with MemoryBudget(held), pytest.warns(StateWarning, match=said):
         ours.train()
 
