@@ -311,7 +311,7 @@ def test_a_simulated_device_cannot_see_compiled_code() -> None:
 
 
 def test_a_model_is_not_compiled_twice() -> None:
-    with pytest.raises(ValueError, match=r"model \(Net\) is compiled already; leave compile out"):
+    with pytest.raises(ValueError, match=r"model \(Net\) is already compiled; leave compile out"):
         compile_model(in_place(Net(), "eager"), True, sizes_change=True)
 
 

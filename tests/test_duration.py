@@ -56,7 +56,7 @@ def test_a_bare_number_is_answered_with_units(text: Any, error: type[Exception])
 
 @pytest.mark.parametrize("value", [1.0, True, "2"])
 def test_a_duration_is_built_from_whole_numbers_only(value: Any) -> None:
-    with pytest.raises(TypeError, match="is not whole: give an int"):
+    with pytest.raises(TypeError, match="is not a whole number: give an int"):
         Duration(value=value, unit=Unit.EPOCHS)
 
 
@@ -67,9 +67,7 @@ def test_what_may_be_of_data_or_of_the_clock_is_refused_with_both(text: str) -> 
     if text == "5s":  # samples are meant more often
         assert "did you mean '5sp'" in str(caught.value)
     else:
-        assert "of data that is 'h', 'min' or 'sec'; a limit in time is max_time=" in str(
-            caught.value
-        )
+        assert "'h', 'min' or 'sec' of data; a time limit is max_time=" in str(caught.value)
 
 
 def test_seconds_are_written_in_the_largest_unit_that_is_whole() -> None:
