@@ -543,7 +543,7 @@ class Bench:
             for handle in handles:
                 handle.remove()
 
-    # What a pass has done
+    # Effects of a pass
 
     def check_writes(self) -> list[str]:
         """Return names of parameters set by the first forward only, as data-dependent layers do.

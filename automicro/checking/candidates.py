@@ -88,7 +88,7 @@ def _leaf_counts(batch: Any) -> Iterator[tuple[str, str]]:
         if not bool((leaf < 0).any()):
             yield f"{where}.sum()", f"a mean weighted by {path!r}"
         if not leaf.is_floating_point():
-            yield f"({where} != 0).sum()", f"a mean over what is not zero in {path!r}"
+            yield f"({where} != 0).sum()", f"a mean over the nonzero entries of {path!r}"
 
 
 def expression(batch: Any, leaf: Tensor) -> str:

@@ -561,7 +561,7 @@ class Checks:
                 found.append(place)
         return found
 
-    # What is said
+    # Reports
 
     def _of(self, mode: Mode) -> _Track:
         return self._train if mode == "train" else self._eval

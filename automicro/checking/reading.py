@@ -11,7 +11,7 @@ from automicro.checking.state import Place, Snapshot
 
 CLEARLY = 10.0  # times the difference that chance caused
 LOSS = "the loss"
-SEAM = "the gradient by what the model gives"
+SEAM = "the gradient with respect to the model output"
 
 
 @dataclass(kw_only=True)

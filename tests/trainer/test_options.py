@@ -80,7 +80,7 @@ def test_parameter_groups_get_their_options() -> None:
             "pass optimizer= as a callable",
         ),
         ({"channels_last": True}, "channels_last=True needs parameters of 4 or 5 dimensions"),
-        ({"compile": {"mode": "reduce-overhead"}}, "captures CUDA graphs, and the microbatch size"),
+        ({"compile": {"mode": "reduce-overhead"}}, "captures CUDA graphs, but the microbatch size"),
         ({"compile": True, "memory_limit": "1MiB"}, "silently runs everything uncompiled"),
     ],
     ids=str,
