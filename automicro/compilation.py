@@ -129,11 +129,7 @@ def _captured(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
 
 def refuse_cuda_graphs(modules: Iterable[nn.Module], *, sizes_change: bool) -> None:
-    """Refuse modules compiled to CUDA graphs if sizes can change.
-
-    Raises:
-        ValueError: a module captures CUDA graphs. The message names it.
-    """
+    """Refuse modules compiled to CUDA graphs if sizes can change."""
     if not sizes_change:
         return
     for name, part in _captured(modules):

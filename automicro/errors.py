@@ -119,20 +119,14 @@ def add_note(error: BaseException, note: str) -> None:
 class Stopped:
     """A run that stopped in good order because it was asked to.
 
-    Attributes:
-        by: what asked: ``"Ctrl-C"`` or ``"SIGTERM"``.
-        where: how far training had come, such as ``"after batch 12"``.
-        checkpoint: path of the checkpoint saved then, or None.
-        remedy: how to continue; empty if unknown.
-
     >>> print(Stopped(by="Ctrl-C", where="after batch 12"))
     Ctrl-C: stopped after batch 12, without a checkpoint
     """
 
-    by: str
-    where: str
-    checkpoint: str | None = None
-    remedy: str = ""
+    by: str  # what asked: "Ctrl-C" or "SIGTERM"
+    where: str  # how far training had come, such as "after batch 12"
+    checkpoint: str | None = None  # path of the checkpoint saved then, or None
+    remedy: str = ""  # how to continue; empty if unknown
 
     def __str__(self) -> str:
         saved = "without a checkpoint" if self.checkpoint is None else f"saved in {self.checkpoint}"
@@ -288,13 +282,9 @@ class RankError(AutomicroError, RuntimeError):
 
 
 class PeerStoppedError(RankError):
-    """Another rank ended the attempt. All ranks roll back; raised inside steps only.
+    """Another rank ended the attempt. All ranks roll back; raised inside steps only."""
 
-    Attributes:
-        culprit: the lowest rank that did so, or None if unknown.
-    """
-
-    culprit: int | None = None
+    culprit: int | None = None  # the lowest rank that did so, or None if unknown
 
 
 class PeerFailedError(RankError):

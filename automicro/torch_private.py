@@ -125,11 +125,7 @@ GAMMA_DRAW, DIRICHLET_DRAW = "_standard_gamma", "_sample_dirichlet"
 
 
 class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context in which each operation that torch dispatches goes through `run`.
-
-    Operations on wrappers (jagged, distributed, quantized tensors) do not: a wrapper unpacks
-    itself, and the operations on its parts do.
-    """
+    """Context in which each operation that torch dispatches goes through `run`."""
 
     # Otherwise torch refuses flex attention and similar operators.
     supports_higher_order_operators = True
@@ -148,6 +144,8 @@ class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Pass an operation to `run`."""
+        # A wrapper (a jagged, distributed or quantized tensor) unpacks itself, and `run` gets the
+        # operations on its parts.
         if types and any(map(is_wrapper, types)):
             return NotImplemented
         return self.run(func, types, args, kwargs or {})
@@ -191,11 +189,7 @@ _WALKS = ("named_modules", "modules", "named_parameters", "parameters", "_named_
 
 
 def module_tables(module: nn.Module) -> tuple[dict[str, Any], ...] | None:
-    """Return a module's parameter, buffer and child tables, or None if it overrides the walk.
-
-    >>> [list(table) for table in module_tables(nn.Linear(2, 2))]
-    [['weight', 'bias'], [], []]
-    """
+    """Return a module's parameter, buffer and child tables, or None if it overrides the walk."""
     kind, space = type(module), vars(module)
     if any(getattr(kind, name) is not getattr(nn.Module, name) for name in _WALKS):
         return None
@@ -231,11 +225,7 @@ def is_wrapper(tensor_type: type) -> bool:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return the number of in-place writes to a tensor that autograd counted.
-
-    >>> version_of(torch.zeros(2).add_(1))
-    1
-    """
+    """Return the number of in-place writes to a tensor that autograd counted."""
     return tensor._version
 
 
@@ -343,21 +333,13 @@ _REDUCTIONS = {1: "mean", 2: "sum"}  # as torch's operations save them
 
 
 class Reduction(NamedTuple):
-    """Reduction of many numbers to one by the last operation of a loss.
+    """Reduction of many numbers to one by the last operation of a loss."""
 
-    Attributes:
-        kind: ``"mean"`` or ``"sum"``.
-        shape: shape of the reduced tensor, or of the input of a reducing loss.
-        targets: classes, if the operation is `F.nll_loss`.
-        ignore_index: class that `F.nll_loss` ignores.
-        class_weight: class weights of `F.nll_loss`.
-    """
-
-    kind: str
-    shape: tuple[int, ...]
-    targets: Tensor | None = None
-    ignore_index: int = 0
-    class_weight: Tensor | None = None
+    kind: str  # "mean" or "sum"
+    shape: tuple[int, ...]  # shape of the reduced tensor, or of the input of a reducing loss
+    targets: Tensor | None = None  # classes, if the operation is `F.nll_loss`
+    ignore_index: int = 0  # class that `F.nll_loss` ignores
+    class_weight: Tensor | None = None  # class weights of `F.nll_loss`
 
 
 def reduction_of(loss: Tensor) -> Reduction | None:
@@ -397,11 +379,7 @@ def sparse_parts(tensor: Tensor) -> list[Tensor]:
 
 
 def buffer_table(module: nn.Module) -> MutableMapping[str, Tensor | None]:
-    """Return a module's own buffers by name; writing to the table registers and removes buffers.
-
-    >>> list(buffer_table(nn.BatchNorm1d(2)))
-    ['running_mean', 'running_var', 'num_batches_tracked']
-    """
+    """Return a module's own buffers by name; writing to the table registers and removes buffers."""
     return _writable(module._buffers)
 
 
@@ -456,11 +434,7 @@ def children_of(module: nn.Module) -> list[nn.Module]:
 
 
 def schema_of(operation: Any) -> Any:
-    """Return the schema of an operation, or None for a higher-order operator.
-
-    >>> schema_of(torch.ops.aten.add_.Tensor).is_mutable
-    True
-    """
+    """Return the schema of an operation, or None for a higher-order operator."""
     return getattr(operation, "_schema", None)
 
 
@@ -592,12 +566,9 @@ _observes_shortage = False
 
 
 def tell_of_shortage(tell: Callable[[], None]) -> None:
-    """Call a method whenever CUDA's allocator cannot serve a request, before the error.
-
-    At that time the memory that error handling will free is still allocated. The method is held
-    weakly, might run on an autograd thread, and must not raise. Without torch's observer nothing
-    happens.
-    """
+    """Call a method whenever CUDA's allocator cannot serve a request, before the error."""
+    # Memory that error handling will free is still allocated then. The method might run on an
+    # autograd thread, and must not raise.
     global _observes_shortage
     attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
     if attach is None:
@@ -648,11 +619,7 @@ def without_global_step_hooks() -> Iterator[None]:
 
 
 def calls_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer calls its step hooks, which a partly built one does not.
-
-    >>> calls_step_hooks(torch.optim.SGD([nn.Parameter(torch.ones(2))]))
-    True
-    """
+    """Return whether an optimizer calls its step hooks, which a partly built one does not."""
     # Optimizer.__init__ wraps the class's step in the hook calls, and marks it as wrapped.
     is_patched = getattr(type(optimizer).step, "hooked", False)
     tables = [vars(optimizer).get(name) for name in STEP_HOOKS]
@@ -735,13 +702,7 @@ def overflows(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) ->
 
 
 def copy_into(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors of one dtype and device into others, with few launches.
-
-    >>> target = torch.zeros(1)
-    >>> copy_into([target], [torch.ones(1)])
-    >>> target
-    tensor([1.])
-    """
+    """Copy tensors of one dtype and device into others, with few launches."""
     torch._foreach_copy_(list(targets), list(sources))
 
 
@@ -815,10 +776,7 @@ def compiler_is_loaded() -> bool:
 
 
 def uncompiled(reason: str) -> Callable[[_F], _F]:
-    """Decorate a function so that the compiler skips it and everything it calls.
-
-    Functions that were compiled separately still run compiled.
-    """
+    """Decorate a function so that the compiler skips it and everything it calls."""
 
     # Unlike this, ``torch.compiler.disable`` loads the compiler, which takes seconds.
     def mark(function: _F) -> _F:
@@ -844,11 +802,8 @@ def compiler_is_used() -> bool:
 
 
 def mark_dynamic(tensor: Tensor, dim: int) -> list[str]:
-    """Ask the loaded compiler not to specialize code for the size of a dimension.
-
-    This is a hint: code that needs one size is compiled for it without an error. Returns the
-    attribute names for `unmark`.
-    """
+    """Tell the loaded compiler that a dimension's size changes; return names for `unmark`."""
+    # Only a hint: code that needs one size is compiled for it without an error.
     table = vars(tensor)
     before = set(table)
     # The compiler stores its marks as attributes of the tensor.
@@ -886,11 +841,7 @@ def compile_in_place(module: nn.Module, **keywords: Any) -> None:
 
 
 def compile_modes() -> dict[str, dict[str, Any]]:
-    """Return the options of each mode of ``torch.compile``.
-
-    >>> compile_modes()["reduce-overhead"]
-    {'triton.cudagraphs': True}
-    """
+    """Return the options of each mode of ``torch.compile``."""
     import torch._inductor as inductor
 
     modes: dict[str, dict[str, Any]] = inductor.list_mode_options()

@@ -77,11 +77,9 @@ def default_tcp_store() -> TCPStore | None:
 
 
 def before_collectives(ask: Callable[[str, Mapping[str, Any]], None]) -> None:
-    """Call a function before each collective of this process, from now on.
-
-    Calls from Python, C++ and compiled code are covered, because all of torch's are operations of
-    c10d, and this kernel runs before torch chooses a device. Only symmetric memory bypasses it.
-    """
+    """Call a function before each collective of this process, from now on."""
+    # All calls from Python, C++ and compiled code are operations of c10d, and this kernel runs
+    # before torch chooses a device. Only symmetric memory bypasses it.
     library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
     _libraries.append(library)  # its registrations live as long as the library
     chosen = torch._C.DispatchKey.BackendSelect
@@ -197,11 +195,7 @@ def local_used_map(model: DistributedDataParallel) -> Tensor | None:
 
 
 def reduced_parameters(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
-    """Return the parameters that the reducer reduces, by name, in its order.
-
-    Raises:
-        ValueError: parameters were frozen or unfrozen after the model was wrapped.
-    """
+    """Return the parameters that the reducer reduces, by name, in its order."""
     every: dict[int, tuple[str, nn.Parameter]] = {}
     for place, module in model.module.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -228,11 +222,7 @@ _INDICES = re.compile(r"indices which did not receive grad for rank \d+: ([\d ,]
 def missing_gradients(
     model: DistributedDataParallel, parameters: Mapping[str, nn.Parameter]
 ) -> list[str]:
-    """Return the parameters that the reducer still waits for after a partial backward.
-
-    Raises:
-        RuntimeError: torch's own error, if it does not name them.
-    """
+    """Return the parameters that the reducer still waits for after a partial backward."""
     try:
         model.reducer._check_reducer_finalized()
     except RuntimeError as error:

@@ -63,26 +63,17 @@ Wanted: TypeAlias = Literal["parameters", "seams", "numbers", "outputs"]
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """Conditions of a bench; `verify` varies one at a time.
+    """Conditions of a bench; `verify` varies one at a time."""
 
-    Attributes:
-        mode: which forward runs.
-        wants: ``"parameters"``: parameter gradients, at the memory cost of a whole backward;
-            ``"seams"``: gradients by the outputs of the outermost modules with parameters, for
-            which no activations are kept; ``"numbers"``: losses and other numbers only;
-            ``"outputs"``: these and the outputs.
-        batchnorm: whether BatchNorm averages over rows, as in training.
-        carries: whether a part starts from the state that the part before it left.
-        watches: whether inputs and outputs of modules are recorded.
-        notes_state: whether changes to attributes and variables are recorded.
-    """
-
-    mode: Mode = "train"
+    mode: Mode = "train"  # which forward runs
+    # "parameters": parameter gradients, at the memory cost of a whole backward; "seams":
+    # gradients by the outputs of the outermost modules with parameters, for which no activations
+    # are kept; "numbers": losses and other numbers only; "outputs": these and the outputs.
     wants: Wanted = "parameters"
-    batchnorm: bool = False
-    carries: bool = True
-    watches: bool = False
-    notes_state: bool = False
+    batchnorm: bool = False  # whether BatchNorm averages over rows, as in training
+    carries: bool = True  # whether a part starts from the state that the part before it left
+    watches: bool = False  # whether inputs and outputs of modules are recorded
+    notes_state: bool = False  # whether changes to attributes and variables are recorded
 
 
 def cuts(
@@ -118,14 +109,7 @@ _LOW = (torch.float16, torch.bfloat16)
 
 
 class Bench:
-    """Context for passes that leave no trace: leaving it restores everything.
-
-    Attributes:
-        draws: record of the random draws.
-
-    Warns:
-        StateWarning: something changed that cannot be restored.
-    """
+    """Context for passes that leave no trace: leaving it restores everything."""
 
     def __init__(self, computation: Computation, conditions: Conditions | None = None) -> None:
         self.computation, self.conditions = computation, conditions or Conditions()
@@ -144,7 +128,7 @@ class Bench:
         self._random = RandomState(
             devices_of(roots, computation.device), computation.reach.generators
         )
-        self.draws = HeldDraws(every.values(), is_alone=True)
+        self.draws = HeldDraws(every.values(), is_alone=True)  # record of the random draws
         self._stack = contextlib.ExitStack()
         self._captured: Captured | None = None
 
@@ -175,11 +159,9 @@ class Bench:
     def compare(
         self, together: CutBatch, whole: Reading, parts: Reading
     ) -> tuple[dict[str, float], list[bool]]:
-        """Return relative differences beyond chance, and whether each control run is blind.
-
-        Controls measure chance and run only if something differs; a blind one would hide a gradient
-        twice as large. Frees the tensors of ``parts``.
-        """
+        """Return relative differences beyond chance, and whether each control run is blind."""
+        # Controls measure chance and run only if something differs; a blind one would hide a
+        # gradient twice as large. The tensors of the parts are freed.
         blind: list[bool] = []
 
         def controls() -> Iterator[Reading]:
@@ -193,13 +175,7 @@ class Bench:
         return gaps(whole, parts, controls()), blind
 
     def read(self, cut: CutBatch, *, shake: int = 0) -> Reading:
-        """Run the microbatches of a cut in order, starting from the captured state.
-
-        Raises:
-            CollectiveError: the forward was about to communicate with other ranks.
-            LossError: no usable loss, or its graph leads into a graph of the caller.
-            BaseException: any error of the forward on these rows.
-        """
+        """Run the microbatches of a cut in order, starting from the captured state."""
         mode, wants = self.conditions.mode, self.conditions.wants
         weights: BatchWeights | None = None
         if wants != "outputs":  # a count function of the caller might change restored state
@@ -487,10 +463,7 @@ class Bench:
 
     @contextlib.contextmanager
     def _seam(self) -> Iterator[list[tuple[str, Tensor]]]:
-        """Collect the outputs of the outermost modules with parameters as leaves.
-
-        With ``watches``, collect inputs and outputs of all modules instead.
-        """
+        """Collect outputs of the outermost modules with parameters, or all values."""
         given: list[tuple[str, Tensor]] = []
         cuts, watches = self.conditions.wants == "seams", self.conditions.watches
         if not (cuts or watches):
@@ -546,11 +519,7 @@ class Bench:
     # Effects of a pass
 
     def check_writes(self) -> list[str]:
-        """Return names of parameters set by the first forward only, as data-dependent layers do.
-
-        Raises:
-            RollbackError: more than one forward changed parameters.
-        """
+        """Return names of parameters set by the first forward only, as data-dependent layers do."""
         if self.draws.moving:
             raise refused_writes(self._index.names_of(self.draws.moving))
         return self._index.names_of(self.draws.set_once)
@@ -653,17 +622,11 @@ def _refuse_backward(_: None) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """Failure of work outside a step.
+    """Failure of work outside a step."""
 
-    Attributes:
-        kind: out of memory, or an error of the work itself.
-        error: type of the exception.
-        why: its type and first line.
-    """
-
-    kind: Failure
+    kind: Failure  # out of memory, or an error of the work itself
     error: type[Exception]
-    why: str
+    why: str  # its type and first line
 
 
 def tried(

@@ -20,15 +20,10 @@ _OVER_COUNTED = "a mean over the targets that are not "
 
 @dataclass(frozen=True)
 class Candidate:
-    """One value of ``loss_average``.
+    """One value of ``loss_average``."""
 
-    Attributes:
-        code: the value as a user would write it.
-        kind: description of such a loss.
-    """
-
-    code: str
-    kind: str
+    code: str  # the value as a user would write it
+    kind: str  # description of such a loss
 
     @functools.cached_property
     def value(self) -> Any:

@@ -92,29 +92,18 @@ class _Track:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Result of a check.
+    """Result of a check."""
 
-    Attributes:
-        kind: ``"wrong"``, ``"nothing"`` (nothing learned so far), or ``"unchecked"``.
-        text: the difference, or the reason why nothing was learned.
-        is_final: whether later batches cannot show more.
-        is_slight: whether it might be rounding at a discontinuity, as of a ReLU.
-        is_state: whether it disappears when every part starts from the same state.
-    """
-
+    # "wrong", "nothing" (nothing learned so far), or "unchecked".
     kind: Literal["wrong", "nothing", "unchecked"]
-    text: str
-    is_final: bool = False
-    is_slight: bool = False
-    is_state: bool = False
+    text: str  # the difference, or the reason why nothing was learned
+    is_final: bool = False  # whether later batches cannot show more
+    is_slight: bool = False  # whether it might be rounding at a discontinuity, as of a ReLU
+    is_state: bool = False  # whether it disappears when every part starts from the same state
 
 
 class Checks:
-    """Compare rows together and in parts at a Microbatcher's batches, and warn.
-
-    Attributes:
-        counting: names of attributes and variables that depend on the number of forwards per batch.
-    """
+    """Compare rows together and in parts at a Microbatcher's batches, and warn."""
 
     def __init__(
         self,
@@ -143,15 +132,12 @@ class Checks:
         self._has_said_unchecked = off  # the user switched checks off
         self._odd_numbers: set[str] = set()
         self._asked: set[tuple[int, str]] = set()
+        # Names of attributes and variables that depend on the number of forwards per batch.
         self.counting: list[str] = []
 
     @property
     def loss_average_is(self) -> str:
-        """How the average of the loss is known.
-
-        ``"declared"``, ``"read"`` (from the loss or the model), ``"checked"``, ``"unchecked"``, or
-        ``"wrong"`` if the gradients of parts did not add up.
-        """
+        """How the average is known: declared, read, checked or unchecked; or that it is wrong."""
         if self._train.is_wrong:
             return "wrong"
         if self._declared:
@@ -175,17 +161,8 @@ class Checks:
         multiple: int = 1,
         sizes: Sequence[int] = (),
     ) -> bool:
-        """Compare a few rows with two parts of them if a check is due, and return whether it was.
-
-        All changes are rolled back. If memory runs out, fewer rows are tried, then a later batch.
-
-        Raises:
-            LossAverageError: parts do not add up, and ``refuses`` is set.
-            RollbackError: each forward changes parameters.
-
-        Warns:
-            LossAverageWarning: parts do not add up, or this cannot be determined.
-        """
+        """Compare a few rows with two parts of them if a check is due; return whether it was."""
+        # All changes are rolled back. If memory runs out, fewer rows are tried, then a later batch.
         track = self._of(mode)
         if track.is_over or num_rows < 2:
             return False
@@ -383,19 +360,10 @@ class Checks:
     def whole(
         self, batch: Any, sizes: Sequence[int], mode: Mode, *, gives_outputs: bool = False
     ) -> None:
-        """Compare a split batch as a whole with its microbatches, if a check is due.
-
-        No activations are kept inside modules, and all changes are rolled back. If the whole batch
-        does not fit, half, a quarter or two of its microbatches are compared. Halves of a single
-        microbatch show only numbers other than the loss.
-
-        Raises:
-            LossAverageError: they differ, and ``refuses`` is set.
-
-        Warns:
-            LossAverageWarning: they differ.
-            MetricWarning: numbers other than the loss differ.
-        """
+        """Compare a split batch as a whole with its microbatches, if a check is due."""
+        # No activations are kept inside modules, and all changes are rolled back. If the whole does
+        # not fit, half, a quarter or two of its microbatches are compared. Halves of a single
+        # microbatch show only numbers other than the loss.
         track = self._of(mode)
         if not track.splits[gives_outputs].is_next() or track.has_named:
             return
@@ -458,13 +426,8 @@ class Checks:
         return not (self._off or self._has_named_outputs)
 
     def outputs(self, batch: Any, num_rows: int, mode: Mode) -> frozenset[str]:
-        """Compare outputs of a few rows together and in parts if due; return the paths compared.
-
-        Must be called in evaluation mode. All changes are rolled back; a failure returns no paths.
-
-        Warns:
-            MetricWarning: an output depends on the split.
-        """
+        """Compare outputs of a few rows together and in parts if due; return the paths compared."""
+        # Called in evaluation mode. All changes are rolled back; a failure returns no paths.
         if not self._output_splits.is_next():
             return frozenset()
         known, wrong = self._see_outputs(batch, num_rows, mode, seed=0)
@@ -507,11 +470,9 @@ class Checks:
     # State
 
     def unsaved_state(self, batch: Any, num_rows: int) -> list[str]:
-        """Return names of state that forwards keep changing but no module's ``state_dict`` holds.
-
-        Runs a few forwards of two rows, which leave no trace. Returns nothing if they fail or need
-        other ranks.
-        """
+        """Return names of changing state of forwards that no module's ``state_dict`` holds."""
+        # A few forwards of two rows, which leave no trace; nothing if they fail or need other
+        # ranks.
         if self._off:
             return []
 
@@ -533,11 +494,9 @@ class Checks:
         ]
 
     def _lasting_state(self, rows: Any, num_rows: int) -> list[Place]:
-        """Return state that persists between forwards of the same rows and might matter.
-
-        Numbers always might; other values only if the next loss depends on them. Clock readings and
-        values that only the last call sets do not count.
-        """
+        """Return state that persists between forwards of the same rows and might matter."""
+        # Numbers always might; other values only if the next loss depends on them. Clock readings
+        # and values that only the last call sets do not count.
         conditions = Conditions(wants="numbers", notes_state=True)
         with Bench(self._computation, conditions) as bench:
 

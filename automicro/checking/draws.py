@@ -31,12 +31,6 @@ class HeldDraws(ParameterWrites):
     It works on operations, so it covers fused modules, scripted code and recomputed checkpoints.
     Writes to parameters are undone, as in the base class.
 
-    Attributes:
-        number: number of the current pass, set by the caller.
-        drawn: names of the operations whose draws were replaced.
-        unheld: names of the operations without a constant replacement.
-        lowest: lowest floating point dtype of any result.
-
     Example:
         >>> with HeldDraws() as draws:
         ...     torch.nn.functional.dropout(torch.ones(3))
@@ -48,10 +42,10 @@ class HeldDraws(ParameterWrites):
     def __init__(self, parameters: Iterable[Tensor] = (), *, is_alone: bool = False) -> None:
         super().__init__(parameters)
         self._is_alone = is_alone
-        self.number = 0
-        self.drawn: set[str] = set()
-        self.unheld: set[str] = set()
-        self.lowest = torch.float64
+        self.number = 0  # number of the current pass, set by the caller
+        self.drawn: set[str] = set()  # names of the operations whose draws were replaced
+        self.unheld: set[str] = set()  # names of the operations without a constant replacement
+        self.lowest = torch.float64  # lowest floating point dtype of any result
         # Keyed by generator state before a draw: the draws that each pass made from it.
         self._seeds: dict[bytes, dict[int, list[Any]]] = {}
         self._most: collections.Counter[int] = collections.Counter()
@@ -114,10 +108,8 @@ class HeldDraws(ParameterWrites):
 
     @property
     def repeats(self) -> bool:
-        """Whether passes drew from one generator state, with shapes that follow the number of rows.
-
-        Draws of the same shape for any number of rows, as for a fixed projection, do not count.
-        """
+        """Whether passes drew from one state, with shapes that follow the number of rows."""
+        # Draws of the same shape for any number of rows, as for a fixed projection, do not count.
         return any(
             one != other
             for shapes in self._seeds.values()

@@ -16,34 +16,25 @@ SEAM = "the gradient with respect to the model output"
 
 @dataclass(kw_only=True)
 class Reading:
-    """Results of a computation on some rows, in one part or several, by name.
+    """Results of a computation on some rows, in one part or several, by name."""
 
-    Attributes:
-        numbers: the loss, its terms, and other numbers, weighted and summed.
-        gradients: gradients of parameters, summed.
-        outputs: joined rows of all parts, by path.
-        seams: for each part, outputs of modules or gradients of its loss by these outputs.
-        scales: the largest magnitude of each result while parts were added.
-        floors: the rounding error expected for each result.
-        each: the unweighted loss of each part.
-        told: names of numbers that were reported to a host.
-        as_loss: names of reported numbers that were the loss itself.
-        has_total: whether the forward returned a total loss in addition to its terms.
-        written: paths of the batch's tensors that a forward wrote to.
-        state: attributes and variables that the passes changed, with their new values.
-    """
-
+    # The loss, its terms, and other numbers, weighted and summed.
     numbers: dict[str, float] = field(default_factory=dict)
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    outputs: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # of parameters, summed
+    outputs: dict[str, Tensor] = field(default_factory=dict)  # joined rows of all parts, by path
+    # For each part, outputs of modules or gradients of its loss by these outputs.
     seams: list[list[tuple[str, Tensor | None]]] = field(default_factory=list)
+    # The largest magnitude of each result while parts were added.
     scales: dict[str, float] = field(default_factory=dict)
+    # The rounding error expected for each result.
     floors: dict[str, float] = field(default_factory=dict)
-    each: list[float] = field(default_factory=list)
-    told: set[str] = field(default_factory=set)
-    as_loss: frozenset[str] = frozenset()
-    has_total: bool = False
+    each: list[float] = field(default_factory=list)  # the unweighted loss of each part
+    told: set[str] = field(default_factory=set)  # names of numbers that were reported to a host
+    as_loss: frozenset[str] = frozenset()  # names of reported numbers that were the loss itself
+    has_total: bool = False  # whether the forward returned a total loss in addition to its terms
+    # Paths of the batch's tensors that a forward wrote to.
     written: set[str] = field(default_factory=set)
+    # Attributes and variables that the passes changed, with their new values.
     state: dict[tuple[int, str], tuple[Place, Snapshot]] = field(default_factory=dict)
 
     def raise_scale(self, name: str, *values: float) -> None:

@@ -95,11 +95,9 @@ def _by_group(values: Tensor, multiple: int, groups: int) -> Tensor:
 
 
 def varying(layout: BatchLayout, batch: Any, num_rows: int) -> list[Tensor]:
-    """Return row properties that a loss might weight by, each as one number per row.
-
-    For floating point leaves, sums and zeros; for integers, how many equal the smallest value, a
-    common one or a rare one.
-    """
+    """Return row properties that a loss might weight by, each as one number per row."""
+    # For floating point leaves, sums and zeros; for integers, how many equal the smallest value, a
+    # common one or a rare one.
     found: list[Tensor] = []
     dims: Mapping[str, int] = {}
     with contextlib.suppress(BatchError):

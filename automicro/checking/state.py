@@ -24,17 +24,11 @@ MISSING = object()
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Attribute or function variable that forwards change.
+    """Attribute or function variable that forwards change."""
 
-    Attributes:
-        name: name for messages.
-        owner: the module, object or function that has it.
-        key: its key among the owner's `children`.
-    """
-
-    name: str
-    owner: Any
-    key: str
+    name: str  # for messages
+    owner: Any  # the module, object or function that has it
+    key: str  # its key among the owner's `children`
 
     def read(self) -> Any:
         """Return the current value, or `MISSING`."""

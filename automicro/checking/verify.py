@@ -71,31 +71,18 @@ class _Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class _Compared:
-    """Comparison of a whole batch with one way to split it.
+    """Comparison of a whole batch with one way to split it."""
 
-    Attributes:
-        found: relative differences beyond chance, by name.
-        off: the same without numbers: gradients and module outputs only.
-        errors: relative error of each parameter's gradient, including chance.
-        shown: the row of the report.
-        by_chance: whether a difference appeared that chance explains.
-        buffers: names of buffers that forwards change.
-        attributes: names of attributes and variables that forwards change.
-        written: leaves of the batch that the forward wrote to.
-        draws: record of held draws and of the lowest precision.
-        unheld: sources of draws that could not be held constant.
-    """
-
-    found: Mapping[str, float]
-    off: Mapping[str, float]
-    errors: Mapping[str, float]
-    shown: Comparison
-    by_chance: bool
-    buffers: Sequence[str]
-    attributes: Sequence[str]
-    written: Sequence[str]
-    draws: HeldDraws
-    unheld: Sequence[str]
+    found: Mapping[str, float]  # relative differences beyond chance, by name
+    off: Mapping[str, float]  # the same without numbers: gradients and module outputs only
+    errors: Mapping[str, float]  # relative error of each parameter's gradient, including chance
+    shown: Comparison  # the row of the report
+    by_chance: bool  # whether a difference appeared that chance explains
+    buffers: Sequence[str]  # names of buffers that forwards change
+    attributes: Sequence[str]  # names of attributes and variables that forwards change
+    written: Sequence[str]  # leaves of the batch that the forward wrote to
+    draws: HeldDraws  # record of held draws and of the lowest precision
+    unheld: Sequence[str]  # sources of draws that could not be held constant
 
 
 class _Examination:
@@ -498,11 +485,7 @@ def _refuse(error: Exception) -> None:
 
 
 def _cuts(num_rows: int, sizes: Sequence[int] | None) -> list[int]:
-    """Return the largest microbatch size of each distinct cut.
-
-    Raises:
-        ValueError: no size splits the batch.
-    """
+    """Return the largest microbatch size of each distinct cut."""
     if sizes is None:
         # Equal parts would hide a mean of means.
         ragged = next((pieces for pieces in range(3, num_rows) if num_rows % pieces), 2)

@@ -79,12 +79,16 @@ logger = logging.getLogger(__name__)
 class CoordinatedRanks:
     """Implementation of `automicro.ranks.interface.Ranks` for several processes.
 
-    Attributes:
-        sync: how late gradients should be reduced; all ranks can set it between steps.
-        synced: how late the last attempt reduced gradients.
-
-    Example:
-        <88-96
+    >>> from automicro.ranks.simulated import SimulatedWorld
+    >>> world = SimulatedWorld(2)
+    >>> def step(rank: int) -> int:
+    ...     ranks = CoordinatedRanks(Votes(world.exchange(rank)))
+    ...     agreement = ranks.agree(Proposal(num_rows=6 - rank, microbatch_size=4 - rank))
+    ...     ranks.begin(agreement.num_microbatches)
+    ...     _ = ranks.vote()
+    ...     return agreement.num_microbatches
+    >>> world.run(step)
+    [2, 2]
     """
 
     def __init__(
@@ -106,8 +110,9 @@ class CoordinatedRanks:
         self._looks_alone = False
         self._trained: list[int] = []  # ids of the parameters
         self._strayed: StrayedError | None = None  # at a collective of this attempt
+        # How late gradients should be reduced; all ranks can set it between steps.
         self.sync = Sync.REPLICAS_LAST
-        self.synced = Sync.EACH
+        self.synced = Sync.EACH  # how late the last attempt reduced gradients
         self._at = 0, 1  # level and size of the attempt
         self.whole_fits_below: dict[int, int] = {}
 
@@ -217,13 +222,7 @@ class CoordinatedRanks:
             yield
 
     def before(self, call: Call) -> None:
-        """Vote before a collective of a model, a loss or a callback.
-
-        Raises:
-            RankError: a peer failed or does not reach the collective.
-            StrayedError: peers would not expect a vote.
-            ValueError: the collective cannot be voted on.
-        """
+        """Vote before a collective of a model, a loss or a callback."""
         # The guard has already voted on it.
         if any(guard.owns(call) for guard in self._guards):
             return
@@ -511,11 +510,7 @@ def announce_absence(error: Exception) -> None:
 
 
 def wait_for_all(point: str) -> None:
-    """Wait until all ranks arrive or one reports that it will not. All ranks must call this.
-
-    Raises:
-        RankError: a rank does not arrive.
-    """
+    """Wait until all ranks arrive, or raise if one reports that it will not. All must call this."""
     group = opened_state()
     if group is None:
         _exchange_words(point)
@@ -596,11 +591,7 @@ def _refuse_uncovered(modules: Sequence[nn.Module]) -> None:
 
 
 def _data_parallel_size(modules: Sequence[nn.Module]) -> int | None:
-    """Return the number of ranks with rows of their own, or None if all ranks share their rows.
-
-    Raises:
-        ValueError: ranks share statistics, but nothing averages their gradients.
-    """
+    """Return the number of ranks with rows of their own, or None if all ranks share their rows."""
     everything = [each for root in modules for each in root.modules()]
     if any(isinstance(each, DistributedDataParallel) for each in everything):
         return dist.get_world_size()
@@ -616,14 +607,7 @@ def _data_parallel_size(modules: Sequence[nn.Module]) -> int | None:
 
 
 def open_exchange() -> Exchange:
-    """Open an exchange among all ranks, on groups of its own. All ranks must call this.
-
-    Each rank reports the number of ranks on its node from ``LOCAL_WORLD_SIZE``, which torchrun
-    sets.
-
-    Raises:
-        PeerFailedError: another rank will not join.
-    """
+    """Open an exchange among all ranks, on groups of its own. All ranks must call this."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size == 1:
         return AloneExchange()

@@ -24,41 +24,25 @@ _NO_HIGHS = (-math.inf,) * HIGHS
 
 
 class Ballot(NamedTuple):
-    """Fixed set of numbers, exact in float64, so that any two votes can be combined.
+    """Fixed set of numbers, exact in float64, so that any two votes can be combined."""
 
-    Attributes:
-        status: the worst status.
-        num_failed: number of ranks whose status is not OK.
-        culprit: the lowest rank with the worst status; infinite if none.
-        lowest_point: lowest hash of the points in the program where ranks are.
-        highest_point: highest such hash; below the lowest if no rank reported a point.
-        lowest_count: fewest agreements that a rank has made.
-        highest_count: most agreements that a rank has made.
-        flag: whether any rank raised its flag, whose meaning depends on the point.
-        max_extent: largest batch, in rows or cost.
-        min_rows: rows of the smallest batch.
-        num_rows: rows of all batches.
-        size: smallest proposed size, minus a constant per level (see ``ranks.votes``).
-        fewest_unused: fewest parameters on a rank that no microbatch used.
-        highs: numbers of which the maximum over ranks counts.
-        sums: numbers that are summed over ranks.
-    """
-
-    status: float = 0.0
-    num_failed: float = 0.0
-    culprit: float = _NOBODY
-    lowest_point: float = math.inf
+    status: float = 0.0  # the worst
+    num_failed: float = 0.0  # number of ranks whose status is not OK
+    culprit: float = _NOBODY  # the lowest rank with the worst status; infinite if none
+    lowest_point: float = math.inf  # lowest hash of the points in the program where ranks are
+    # Highest such hash; below the lowest if no rank reported a point.
     highest_point: float = -math.inf
-    lowest_count: float = math.inf
-    highest_count: float = -math.inf
-    flag: float = 0.0
-    max_extent: float = 0.0
-    min_rows: float = math.inf
-    num_rows: float = 0.0
+    lowest_count: float = math.inf  # fewest agreements that a rank has made
+    highest_count: float = -math.inf  # most agreements that a rank has made
+    flag: float = 0.0  # whether any rank raised its flag, whose meaning depends on the point
+    max_extent: float = 0.0  # largest batch, in rows or cost
+    min_rows: float = math.inf  # rows of the smallest batch
+    num_rows: float = 0.0  # rows of all batches
+    # Smallest proposed size, minus a constant per level (see ``ranks.votes``).
     size: float = math.inf
-    fewest_unused: float = math.inf
-    highs: tuple[float, ...] = _NO_HIGHS
-    sums: tuple[float, ...] = _NO_SUMS
+    fewest_unused: float = math.inf  # fewest parameters on a rank that no microbatch used
+    highs: tuple[float, ...] = _NO_HIGHS  # numbers of which the maximum over ranks counts
+    sums: tuple[float, ...] = _NO_SUMS  # numbers that are summed over ranks
 
     @property
     def is_in_step(self) -> bool:

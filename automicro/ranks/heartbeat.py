@@ -46,8 +46,13 @@ class Liveness:
     `timeout_seconds` of each other is never accused, and a silent rank is found two intervals
     later.
 
-    Example:
-        <51-57
+    >>> liveness = Liveness(
+    ...     rank=0, world_size=3, timeout_seconds=6.0, interval_seconds=1.0, now=0.0
+    ... )
+    >>> for second in range(8):
+    ...     liveness.note(float(second), {1: "1", 2: f"{second}"})
+    >>> liveness.lost()
+    [1]
     """
 
     def __init__(

@@ -76,34 +76,21 @@ class HeldBackError(StrayedError):
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """Proposal of one rank for a step.
+    """Proposal of one rank for a step."""
 
-    Attributes:
-        num_rows: rows of this rank's batch, or of all batches counted as one; 0 without data.
-        microbatch_size: size proposed by its policy.
-        level: level proposed for this size.
-        denominators: divisor of each loss of its batch, by name.
-        num_batches: number of batches counted as one.
-        max_extent: extent of the largest batch, in rows or in cost as one slice; ``num_rows`` by
-            default.
-        cost: cost of one row, or None if unknown.
-        wants_to_stop: whether this rank was asked to end the run.
-        training: whether gradients will be computed.
-        lacks_rows: whether this rank has never had rows, not even for fillers.
-        sync: how late its wrappers can reduce gradients.
-    """
-
-    num_rows: int
-    microbatch_size: int
+    num_rows: int  # rows of this rank's batch, or of all batches counted as one; 0 without data
+    microbatch_size: int  # proposed by its policy
+    # Divisor of each loss of its batch, by name.
     denominators: Mapping[str, float] = field(default_factory=dict)
-    num_batches: int = 1
+    num_batches: int = 1  # counted as one
+    # Extent of the largest batch, in rows or in cost as one slice; ``num_rows`` by default.
     max_extent: int | None = None
-    cost: float | None = None
-    wants_to_stop: bool = False
-    training: bool = True
-    lacks_rows: bool = False
-    level: int = 0
-    sync: Sync = Sync.EACH
+    cost: float | None = None  # of one row, or None if unknown
+    wants_to_stop: bool = False  # whether this rank was asked to end the run
+    training: bool = True  # whether gradients will be computed
+    lacks_rows: bool = False  # whether this rank has never had rows, not even for fillers
+    level: int = 0  # proposed for this size
+    sync: Sync = Sync.EACH  # how late its wrappers can reduce gradients
 
     @property
     def largest(self) -> int:
@@ -113,33 +100,20 @@ class Proposal:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """Agreement on a step, identical on all ranks.
+    """Agreement on a step, identical on all ranks."""
 
-    Attributes:
-        microbatch_size: smallest size proposed at this level, at most `max_extent`.
-        max_extent: extent of the largest batch, in rows or in cost as one slice.
-        min_rows: rows of the smallest batch.
-        num_rows: rows of all batches.
-        denominators: sums over ranks.
-        num_batches: largest number of batches that a rank counts as one.
-        cost: highest cost of a row, or None if unknown.
-        stops: whether any rank wants to end the run.
-        donor: lowest rank with rows if another rank lacks rows for fillers; otherwise None.
-        level: highest level that a rank proposed.
-        sync: how late wrappers reduce gradients on every rank.
-    """
-
-    microbatch_size: int
-    max_extent: int
-    min_rows: int
-    num_rows: int
-    denominators: Mapping[str, float]
-    num_batches: int
-    cost: float | None
-    stops: bool
+    microbatch_size: int  # smallest size proposed at this level, at most `max_extent`
+    max_extent: int  # extent of the largest batch, in rows or in cost as one slice
+    min_rows: int  # rows of the smallest batch
+    num_rows: int  # rows of all batches
+    denominators: Mapping[str, float]  # sums over ranks
+    num_batches: int  # largest number of batches that a rank counts as one
+    cost: float | None  # highest cost of a row, or None if unknown
+    stops: bool  # whether any rank wants to end the run
+    # Lowest rank with rows if another rank lacks rows for fillers; otherwise None.
     donor: int | None = None
-    level: int = 0
-    sync: Sync = Sync.EACH
+    level: int = 0  # highest level that a rank proposed
+    sync: Sync = Sync.EACH  # how late wrappers reduce gradients on every rank
 
     @property
     def num_microbatches(self) -> int:
@@ -154,15 +128,10 @@ class Agreement:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A rank's numbers that accompany its vote to commit, or their combination.
+    """A rank's numbers that accompany its vote to commit, or their combination."""
 
-    Attributes:
-        sums: numbers that are summed over ranks.
-        highs: numbers of which the maximum over ranks counts, at most `HIGHS`.
-    """
-
-    sums: Sequence[float] = ()
-    highs: Sequence[float] = ()
+    sums: Sequence[float] = ()  # numbers that are summed over ranks
+    highs: Sequence[float] = ()  # numbers of which the maximum over ranks counts, at most `HIGHS`
 
 
 class Ranks(Protocol):
@@ -209,14 +178,7 @@ class Ranks(Protocol):
         """Highs of the vote that ended the last attempt; empty if none were exchanged."""
 
     def settle(self, parameters: Sequence[Tensor] = ()) -> None:
-        """Restore the wrappers' state between steps, which a user's forward might have changed.
-
-        Args:
-            parameters: all trained parameters, before a training step.
-
-        Raises:
-            ValueError: a parameter was added to a model after it was wrapped.
-        """
+        """Restore the wrappers' state between steps, which a user's forward might have changed."""
 
     def looking_alone(self) -> AbstractContextManager[None]:
         """Return a context for forwards that only this rank runs; a collective raises."""
@@ -231,55 +193,28 @@ class Ranks(Protocol):
         """Combine the proposals of all ranks for an attempt. All ranks must call this."""
 
     def drop_whole_gradients(self) -> bool:
-        """After an attempt ran out of memory, return whether the same size will need less memory.
-
-        It does if gradients of whole parameters were held back for the last microbatch. All ranks
-        get the same answer.
-        """
+        """Return whether the size that ran out of memory needs less without whole gradients."""
 
     def begin(self, num_microbatches: int, *, training: bool = True) -> None:
         """Begin the agreed attempt with this number of microbatches on every rank."""
 
     def microbatch(self, index: int, *, weightless: bool = False) -> AbstractContextManager[None]:
-        """Return a context for forward and backward of one microbatch.
-
-        Args:
-            index: index of the microbatch.
-            weightless: whether its gradient counts as zero, whatever its value.
-        """
+        """Return a context for one microbatch; a weightless one has zero gradients."""
 
     def vote(self, report: Report = ...) -> Report:
-        """Vote to commit, wait for all other ranks, and return the combined report.
-
-        Raises:
-            PeerStoppedError: another rank failed; call `stop`.
-        """
+        """Vote to commit, wait for all other ranks, and return the combined report."""
 
     def stop(self, failure: BaseException, status: Status, highs: Sequence[float] = ()) -> Status:
-        """End an attempt that failed on any rank. Call it outside ``except``.
-
-        Afterwards no rank waits for another, and wrappers of the model can start again. Returns the
-        status that applies to all ranks; if it is ``FATAL`` because of this rank, raise the
-        failure.
-
-        Args:
-            failure: the exception that ended the attempt on this rank.
-            status: its meaning, unless it is a `PeerStoppedError`.
-            highs: numbers to send with it, see `told`.
-
-        Raises:
-            PeerFailedError: another rank failed permanently.
-        """
+        """End an attempt that failed on any rank, and return the status that applies to all."""
+        # Called outside ``except``. Afterwards no rank waits for another, and wrappers of the model
+        # can start again. If the status is FATAL because of this rank, the caller raises the
+        # failure.
 
     def fail(self, failure: BaseException) -> None:
         """Notify the others that this rank ends outside a step, with the reason."""
 
     def ready(self, point: str) -> None:
-        """Vote before collectives outside a step, at a named point that all ranks reach.
-
-        Raises:
-            PeerFailedError: another rank called `fail` and will not arrive.
-        """
+        """Vote before collectives outside a step, at a named point that all ranks reach."""
 
     def from_first(self, values: Iterable[float]) -> list[float]:
         """Return rank 0's values on every rank."""
@@ -392,21 +327,15 @@ def _telling(ranks: Ranks) -> Iterator[None]:
 
 
 def rows_of_microbatches(num_rows: int, num_microbatches: int, *, min_rows: int = 1) -> list[int]:
-    """Return the rows of a rank's microbatches if all ranks run the same number of them.
-
-    Sizes are balanced, larger ones first. A 0 is a filler: a microbatch of any rows with zero
-    weight, which runs because the peers' collectives need it.
-
-    Args:
-        num_rows: rows of the rank's batch.
-        num_microbatches: the agreed number.
-        min_rows: fewest rows of a microbatch other than a filler, if the batch has as many.
+    """Return the rows of a rank's microbatches, balanced, the larger ones first.
 
     >>> rows_of_microbatches(5, 3), rows_of_microbatches(2, 3)
     ([2, 2, 1], [1, 1, 0])
     >>> rows_of_microbatches(5, 3, min_rows=2)
     [3, 2, 0]
     """
+    # A 0 is a filler: a microbatch of any rows with zero weight, which runs because the peers'
+    # collectives need it.
     # Fewer slices are better than one with a single row; fillers complete the number.
     pieces = min(num_microbatches, max(1, num_rows // min_rows)) if num_rows else 0
     sizes = [num_rows // pieces + (index < num_rows % pieces) for index in range(pieces)]
@@ -426,17 +355,7 @@ def note_told(error: BaseException, rank: int, world_size: int, told: str) -> No
 
 
 def find_ranks(modules: Sequence[nn.Module]) -> Ranks:
-    """Return the ranks that train these modules together. All ranks must call this.
-
-    Args:
-        modules: all modules of the step, already wrapped.
-
-    Raises:
-        ValueError: a wrapper under which attempts cannot be rolled back, or a lazy module.
-
-    >>> find_ranks([nn.Linear(2, 2)]).world_size
-    1
-    """
+    """Return the ranks that train these wrapped modules together. All ranks must call this."""
     if not (dist.is_available() and dist.is_initialized()):
         return OneRank()
 
@@ -455,12 +374,7 @@ def find_ranks(modules: Sequence[nn.Module]) -> Ranks:
 def announcing_failed_construction(
     construct: Callable[P, None],
 ) -> Callable[P, None]:
-    """Decorate a constructor to notify waiting ranks if it fails on this one.
-
-    Args:
-        construct: an ``__init__`` whose first argument, ``model``, is wrapped if it is for several
-            ranks.
-    """
+    """Decorate a constructor to notify waiting ranks if it fails on this one."""
 
     @functools.wraps(construct)
     def announcing_failure(*args: P.args, **kwargs: P.kwargs) -> None:

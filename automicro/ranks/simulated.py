@@ -60,8 +60,11 @@ class _SimulatedGroup:
 class SimulatedWorld:
     """Ranks as threads of this process.
 
-    Example:
-        <64-68
+    >>> from automicro.ranks.exchange import healthy
+    >>> world = SimulatedWorld(3)
+    >>> ballots = world.run(lambda rank: world.exchange(rank).ballots(healthy("here", 1)))
+    >>> [ballot.is_in_step for ballot in ballots]
+    [True, True, True]
     """
 
     def __init__(
@@ -95,11 +98,7 @@ class SimulatedWorld:
         return sum(group.messages for group in self._groups[rank])
 
     def run(self, work: Callable[[int], T]) -> Sequence[T]:
-        """Run work on every rank at once and return the results in order.
-
-        Raises:
-            Exception: the error of the first rank that failed.
-        """
+        """Run work on every rank at once; return results in order, or raise the first error."""
         with ThreadPoolExecutor(self.world_size) as threads:
             running = [threads.submit(work, rank) for rank in range(self.world_size)]
             return [each.result() for each in running]

@@ -47,10 +47,9 @@ def brought(call: Call, rank: int) -> tuple[float, ...]:
 
 
 class Messages:
-    """Messages between two ranks, of all ranks together, that are not yet received.
+    """Messages between two ranks, of all ranks together, that are not yet received."""
 
-    A message still under way when an attempt fails would be taken for one of the next attempt.
-    """
+    # A message still under way when an attempt fails would be taken for one of the next attempt.
 
     def __init__(self) -> None:
         self._under_way: list[tuple[float, ...]] = []
@@ -106,16 +105,7 @@ class _RollCall(Protocol):
 
 
 class Votes:
-    """All votes of one rank.
-
-    Attributes:
-        count: number of exchanges.
-        told: highs of the exchange that ended the last attempt.
-        is_in_attempt: whether an attempt has begun and was not voted on; set by the caller.
-        messages: messages from one rank to one other.
-        any_strayed: whether a rank reported in that exchange that its collectives differed.
-        is_over: whether all ranks know of an error since their last joint call.
-    """
+    """All votes of one rank."""
 
     def __init__(
         self,
@@ -126,8 +116,8 @@ class Votes:
     ) -> None:
         self.rank = exchange.rank
         self.world_size = exchange.world_size
-        self.count = 0
-        self.is_over = False
+        self.count = 0  # number of exchanges
+        self.is_over = False  # whether all ranks know of an error since their last joint call
         self._exchange = exchange
         self._roll_call = roll_call or NoMissingRanks()
         self._watch = watch or NoWatch()
@@ -136,10 +126,12 @@ class Votes:
         self._point = "at the beginning"
         self._stopped: Status | None = None
         self._culprit: int | None = None
+        # Whether a rank reported in that exchange that its collectives differed.
         self.any_strayed = False
+        # Whether an attempt has begun and was not voted on; set by the caller.
         self.is_in_attempt = False
-        self.told: tuple[float, ...] = ()
-        self.messages = Messages()
+        self.told: tuple[float, ...] = ()  # highs of the exchange that ended the last attempt
+        self.messages = Messages()  # messages from one rank to one other
         self._broken: RankError | None = None
 
     @property
@@ -148,22 +140,12 @@ class Votes:
         return self._stopped
 
     def cast(self, point: str, *, remedy: str = "") -> None:
-        """Vote at a point of the program that this rank is healthy.
-
-        Raises:
-            PeerStoppedError: a peer is not. Raised again at every further vote of the attempt.
-            PeerLostError: a peer is gone.
-            DesyncError: a peer is at a different point.
-        """
+        """Vote at a point of the program that this rank is healthy; raise unless all are."""
         self._raise_stopped()
         self._require_well(self._send(healthy(point, self._agreements), point, remedy))
 
     def collective(self, call: Call, *, where: str) -> None:
-        """Vote before a collective of other code.
-
-        Raises:
-            RankError: as in `cast`; `DesyncError` also if members of its group are missing.
-        """
+        """Vote before a collective of other code."""
         self._raise_stopped()
         is_message = call.peer is not None
         point = f"{'sending or receiving' if is_message else call.name} {where}"
@@ -178,11 +160,7 @@ class Votes:
             self._report_desync(f"{call} {where}", _ALL_COME)
 
     def agree(self, proposal: Proposal, *, asker: str = "") -> Agreement:
-        """Combine the proposals of all ranks for an attempt.
-
-        Raises:
-            RankError: as in `cast`.
-        """
+        """Combine the proposals of all ranks for an attempt."""
         self.clear()
         self.messages.clear()
         names = list(proposal.denominators)
@@ -220,11 +198,7 @@ class Votes:
     def commit(
         self, report: Report, *, flag: bool, unused: Sequence[bool] = ()
     ) -> tuple[bool, Report, Sequence[bool]]:
-        """Vote to commit; return whether any flag was raised, the combined report, and ``unused``.
-
-        Raises:
-            RankError: as in `cast`.
-        """
+        """Vote to commit; return whether any flag was raised, the sums, and ``unused``."""
         self._raise_stopped()
         point = "being done with a batch"
         own = healthy(point, self._agreements, flag=flag)._replace(
@@ -251,20 +225,12 @@ class Votes:
         return [digit == self.world_size for digit in digits[: len(answers)]]
 
     def add_up(self, values: Sequence[float]) -> list[float]:
-        """Return the sums over ranks of equally many values.
-
-        Raises:
-            RankError: as in `cast`.
-        """
+        """Return the sums over ranks of equally many values."""
         point = f"summing {len(values)} numbers over ranks between batches"
         return self._add_up(healthy(point, self._agreements), list(values), point)[1]
 
     def most(self, value: float) -> float:
-        """Return the highest value of any rank.
-
-        Raises:
-            RankError: as in `cast`.
-        """
+        """Return the highest value of any rank."""
         point = "finding the highest number of all ranks between batches"
         own = healthy(point, self._agreements)._replace(highs=padded_highs([value]))
         return self._require_well(self._send(own, point)).highs[0]
@@ -278,11 +244,7 @@ class Votes:
         return together, sums[: len(values)]
 
     def from_first(self, values: Iterable[float]) -> list[float]:
-        """Return rank 0's values on every rank, at most as many as one ballot carries.
-
-        Raises:
-            RankError: as in `cast`.
-        """
+        """Return rank 0's values on every rank, at most as many as one ballot carries."""
         own = [float(value) for value in values]
         if len(own) > SLOTS:
             raise ValueError(f"from_first takes at most {SLOTS} values, got {len(own)}; send fewer")
@@ -299,11 +261,7 @@ class Votes:
     def report(
         self, status: Status, highs: Sequence[float] = (), *, strayed: bool = False
     ) -> Status:
-        """Report, once per failure, that this rank failed; return the worst status of all ranks.
-
-        Raises:
-            PeerLostError: a peer is gone.
-        """
+        """Report, once per failure, that this rank failed; return the worst status of all ranks."""
         # A rank that learned of the failure by a vote must not vote on it again, because its peers
         # would not.
         if self._stopped is None:
@@ -322,11 +280,7 @@ class Votes:
         )
 
     def explain(self, reason: str | None) -> str:
-        """Exchange the reasons of failed ranks after a vote reported a failure. All must call it.
-
-        Raises:
-            PeerLostError: a peer is gone.
-        """
+        """Exchange the reasons of failed ranks after a vote reported one. All must call it."""
         text = "" if reason is None else f"rank {self.rank}: {reason}"
         try:
             return self._exchange.texts(text)
@@ -387,11 +341,7 @@ class Votes:
         return f"{tries} to train on a batch and {evaluated} to evaluate one"
 
     def require_hosts(self, error: Exception) -> None:
-        """Raise an error that names the lost host, if any, after an error that several ranks have.
-
-        Raises:
-            PeerLostError: a host is gone.
-        """
+        """Raise an error that names the lost host, if any, after an error of several ranks."""
         if self._broken is None and (loss := self._watch.loss(fresh=True)) is not None:
             self._lose(loss, error)
 
@@ -403,11 +353,7 @@ class Votes:
         raise self._broken from error
 
     def give_up(self, error: Exception, point: str) -> NoReturn:
-        """Report which peers are missing after an exchange or a collective was interrupted.
-
-        Raises:
-            PeerLostError: always.
-        """
+        """Raise an error that names the missing peers, after an exchange was interrupted."""
         if (loss := self._watch.loss(fresh=True)) is not None:
             self._lose(loss, error)
         # The watch knows of no lost host, so processes have ended or hang.

@@ -29,19 +29,12 @@ _ON_HOST = ("gloo", "mpi")
 
 
 class Use(NamedTuple):
-    """One kind of collective over one group.
+    """One kind of collective over one group."""
 
-    Attributes:
-        kind: ``"all_reduce"``, ``"broadcast"``, ``"all_gather"`` or ``"reduce_scatter"``.
-        group: process group.
-        device: device of its tensors.
-        op: reduce operation.
-    """
-
-    kind: str
-    group: dist.ProcessGroup
-    device: torch.device
-    op: Any = dist.ReduceOp.SUM
+    kind: str  # "all_reduce", "broadcast", "all_gather" or "reduce_scatter"
+    group: dist.ProcessGroup  # process group
+    device: torch.device  # device of its tensors
+    op: Any = dist.ReduceOp.SUM  # reduce operation
 
     @property
     def takes_device_memory(self) -> bool:
@@ -71,11 +64,7 @@ class WarmUp:
         return f" (first connecting {waiting})" if waiting else ""
 
     def prepare(self) -> None:
-        """Allocate buffers before ranks agree, so that the collectives cannot fail.
-
-        Raises:
-            torch.OutOfMemoryError: there is not even memory for these buffers.
-        """
+        """Allocate buffers before ranks agree, so that the collectives cannot fail."""
         try:
             self._allocate()
         except torch.OutOfMemoryError as error:

@@ -51,23 +51,15 @@ _ALIKE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A collective that is about to run.
+    """A collective that is about to run."""
 
-    Attributes:
-        name: name for messages.
-        members: the ranks of its group, in order.
-        root: the rank that sends to all or receives from all, or None.
-        peer: the rank that it sends to or receives from, or None if it involves all members.
-        sends: whether it sends to one peer.
-        shape: sizes and dtypes, if all members must contribute the same.
-    """
-
-    name: str
-    members: tuple[int, ...]
-    root: int | None = None
+    name: str  # for messages
+    members: tuple[int, ...]  # the ranks of its group, in order
+    root: int | None = None  # rank that sends to all or receives from all, or None
+    # The rank that it sends to or receives from, or None if it involves all members.
     peer: int | None = None
-    sends: bool = False
-    shape: str = ""
+    sends: bool = False  # whether it sends to one peer
+    shape: str = ""  # sizes and dtypes, if all members must contribute the same
 
     def __str__(self) -> str:
         what = f"{self.name} of {self.shape}" if self.shape else self.name
@@ -195,11 +187,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 class CollectivesGuard:
-    """Guard for collectives outside wrappers, which votes before each one and never replays.
-
-    Raises:
-        ValueError: a module is compiled, so its collectives cannot be intercepted.
-    """
+    """Guard for collectives outside wrappers, which votes before each one and never replays."""
 
     has_strayed = False
     unused: Sequence[bool] = ()

@@ -102,19 +102,11 @@ def _mean_of(group: dist.ProcessGroup | None, buffer: Tensor) -> torch.futures.F
 
 
 class DdpGuard:
-    """Guard for one model wrapped by DDP.
+    """Guard for one model wrapped by DDP."""
 
-    All microbatches but the last run without synchronization. The first time buckets are reduced, a
-    vote precedes each. Once buckets are known, a failed rank reduces zeros in their place, and an
-    attempt has only the vote at its end.
-
-    If a parameter is not used in the last microbatch, DDP would wait for its gradient forever. So
-    gradients that the last backward did not reduce are reduced after it.
-
-    Raises:
-        ValueError: options of the wrapper prevent a rollback, or parameters were frozen after
-            wrapping.
-    """
+    # All microbatches but the last run without synchronization. The first time buckets are reduced,
+    # a vote precedes each. Once buckets are known, a failed rank reduces zeros in their place, and
+    # an attempt has only the vote at its end.
 
     def __init__(self, model: DistributedDataParallel, votes: Votes) -> None:
         _refuse(model, votes)
@@ -310,12 +302,9 @@ class DdpGuard:
         self._map_is_due = self._is_reduced and self._model.find_unused_parameters
 
     def _reduce_rest(self, *, is_expected: bool) -> None:
-        """Reduce all gradients that the last microbatch did not reduce.
-
-        Raises:
-            StrayedError: this rank has nothing to reduce, but its peers might.
-            ValueError: gradients were computed outside DDP.
-        """
+        """Reduce all gradients that the last microbatch did not reduce."""
+        # If a parameter is not used in the last microbatch, DDP would wait for its gradient
+        # forever.
         received = [name for name, each in self._parameters.items() if each.grad is not None]
         if not is_expected and not received:
             if not self._votes_here:

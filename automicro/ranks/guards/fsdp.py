@@ -45,19 +45,12 @@ _SHARD_WHAT_IS_USED = (
 
 
 class Collective(NamedTuple):
-    """One collective of a microbatch, with all data needed to take part in it.
+    """One collective of a microbatch, with all data needed to take part in it."""
 
-    Attributes:
-        kind: ``"all-gather"`` or ``"reduce-scatter"``.
-        where: index of its module.
-        numel: number of elements of the input tensor.
-        dtype: dtype of the input tensor.
-    """
-
-    kind: str
-    where: int
-    numel: int
-    dtype: torch.dtype
+    kind: str  # "all-gather" or "reduce-scatter"
+    where: int  # index of its module
+    numel: int  # of the input tensor
+    dtype: torch.dtype  # of the input tensor
 
 
 class _Guarded:
@@ -137,15 +130,11 @@ _Key = tuple[bool, bool, bool, Sync]
 
 
 class FsdpGuard:
-    """Guard for all modules of a model that `fully_shard` was applied to.
+    """Guard for all modules of a model that `fully_shard` was applied to."""
 
-    The first microbatch of each kind votes before every collective and records them. Later
-    microbatches have one vote, at the end (for the last one, the vote of the attempt). A rank that
-    ran out of memory replays the rest: it gathers its real shards and scatters zeros.
-
-    Raises:
-        ValueError: the model is sharded in a way that prevents rolling back an attempt.
-    """
+    # The first microbatch of each kind votes before every collective and records them. Later
+    # microbatches have one vote, at the end (for the last one, the vote of the attempt). A rank
+    # that ran out of memory replays the rest: it gathers its real shards and scatters zeros.
 
     def __init__(self, modules: Iterable[nn.Module], votes: Votes) -> None:
         modules = list(modules)
@@ -379,13 +368,7 @@ class FsdpGuard:
         group: dist.ProcessGroup,
         reduction: _Reduction | None = None,
     ) -> None:
-        """Handle a collective that is about to be enqueued, with its memory allocated.
-
-        Raises:
-            PeerStoppedError: a peer will not reach it.
-            StrayedError: it differs from the known one.
-            HeldBackError: it concerns other parameters than the gradients held back.
-        """
+        """Handle a collective that is about to be enqueued, with its memory allocated."""
         if not self._is_open:
             if self._votes.is_in_attempt:
                 refuse_stranger(self._roots[0])  # type: ignore[arg-type]

@@ -25,12 +25,11 @@ from automicro.torch_private_distributed import collectives_of, comm_hooks
 
 
 class Guard(Protocol):
-    """Interface of a guard between a wrapper (DDP, FSDP2) and its collectives.
+    """Interface of a guard between a wrapper (DDP, FSDP2) and its collectives."""
 
-    A *guarded* attempt votes before each collective, so no rank enters one that another will not
-    reach. Once its collectives are known, an attempt *replays*: it does not vote on them, and a
-    failed rank runs those that its peers still wait for.
-    """
+    # A guarded attempt votes before each collective, so no rank enters one that another will not
+    # reach. Once its collectives are known, an attempt replays: it does not vote on them, and a
+    # failed rank runs those that its peers still wait for.
 
     communicates_in_forward: bool
     """Whether a forward outside a step needs all ranks."""
@@ -46,11 +45,7 @@ class Guard(Protocol):
         """Never replay, because other collectives run in between."""
 
     def require_known(self, parameters: Sequence[Tensor]) -> None:
-        """Refuse trained parameters inside the wrapper that it does not know.
-
-        Raises:
-            ValueError: they were added or unfrozen after the model was wrapped.
-        """
+        """Refuse trained parameters inside the wrapper that it does not know."""
 
     def settle(self) -> None:
         """Undo, between steps, the effects of a forward outside a step."""
@@ -59,22 +54,14 @@ class Guard(Protocol):
         """Allocate memory for `meet`, before the ranks agree."""
 
     def meet(self, *, training: bool) -> None:
-        """Run the collectives that precede an attempt, right after the ranks agreed.
-
-        The agreement is the vote on them, so nothing may fail in between.
-        """
+        """Run the collectives that precede an attempt, right after the ranks agreed."""
+        # The agreement is the vote on them, so nothing may fail in between.
 
     def open(self, num_microbatches: int, *, training: bool, sync: Sync) -> None:
         """Begin an attempt on all ranks."""
 
     def microbatch(self, index: int, *, weightless: bool = False) -> AbstractContextManager[None]:
-        """Return a context for forward and backward of a microbatch, which might vote at its end.
-
-        Raises:
-            StrayedError: collectives differ from the known ones, and were not run.
-            HeldBackError: gradients were held back that the last microbatch does not reduce.
-            ValueError: gradients were computed that nothing reduces.
-        """
+        """Return a context for forward and backward of a microbatch; it can end with a vote."""
 
     @property
     def is_replaying(self) -> bool:
@@ -107,11 +94,7 @@ _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def refuse_stranger(model: nn.Module) -> NoReturn:
-    """Refuse collectives of a model in an attempt that does not guard them.
-
-    Raises:
-        ValueError: always.
-    """
+    """Refuse collectives of a model in an attempt that does not guard them."""
     if isinstance(model, DistributedDataParallel):
         name = f"{type(model.module).__name__} in DistributedDataParallel"
     else:
@@ -158,11 +141,7 @@ def _communicates(model: nn.Module) -> bool:
 
 
 class GroupState:
-    """Votes of one process group, and the guards that use them.
-
-    Attributes:
-        connected: uses whose communicators were warmed up.
-    """
+    """Votes of one process group, and the guards that use them."""
 
     def __init__(self, votes: Votes) -> None:
         self.votes = votes
@@ -171,7 +150,7 @@ class GroupState:
         self._guards: weakref.WeakValueDictionary[frozenset[int], Guard] = (
             weakref.WeakValueDictionary()
         )
-        self.connected: set[Use] = set()
+        self.connected: set[Use] = set()  # uses whose communicators were warmed up
 
     def count(self) -> int:
         """Count one more participant and return its number, the same on all ranks."""
@@ -179,11 +158,7 @@ class GroupState:
         return self._num_users
 
     def guard_of(self, wrappers: Iterable[nn.Module], make: Callable[[], Guard]) -> Guard:
-        """Return the single guard of these wrappers.
-
-        Raises:
-            ValueError: some of them share a guard with other wrappers.
-        """
+        """Return the single guard of these wrappers."""
         wrappers = list(wrappers)
         key = frozenset(map(id, wrappers))
         guard = self._guards.get(key)
