@@ -52,11 +52,6 @@ def check_compile(
 ) -> dict[str, Any] | None:
     """Return the keyword arguments for ``torch.compile``, or None if nothing is to be compiled.
 
-    Raises:
-        TypeError: the options are neither a bool nor a mapping.
-        ValueError: an unknown keyword, mode, backend or option; CUDA graphs with sizes that can
-            change; or a simulated memory limit, under which torch compiles nothing.
-
     >>> check_compile({"mode": "max-autotune"}, sizes_change=False, device=torch.device("cpu"))
     {'mode': 'max-autotune'}
     """
@@ -88,17 +83,13 @@ def check_compile(
 def compile_model(model: nn.Module, options: CompileOptions, **conditions: Any) -> None:
     """Compile a model in place, which keeps the names in its state dict.
 
-    Compilation itself happens at the first forward. Call this after moving the model and changing
-    its memory format.
-
-    Raises:
-        TypeError, ValueError: as in `check_compile`, or the model is already compiled.
-
     >>> model = nn.Linear(2, 2)
     >>> compile_model(model, {"backend": "eager"}, sizes_change=True)
     >>> model(torch.ones(3, 2)).shape, list(model.state_dict())
     (torch.Size([3, 2]), ['weight', 'bias'])
     """
+    # Compilation itself happens at the first forward, so the model is moved and its memory format
+    # is changed before.
     home = next((each.device for each in model.parameters()), torch.device("cpu"))
     keywords = check_compile(options, **{"device": home, **conditions})
     if keywords is None:
@@ -158,15 +149,14 @@ def uncompiled() -> contextlib.AbstractContextManager[Any]:
 def dynamic_rows(microbatch: Any, row_dims: Mapping[str, int]) -> Iterator[None]:
     """Mark the rows of a microbatch as a changing size, for forwards that might be compiled.
 
-    The mark is a hint: code that needs a fixed size is compiled for that size, and a single row is
-    always compiled separately. Jagged, packed and registered parts are not marked: torch recompiles
-    them once for any size. The marks are removed afterwards, because the tensors might belong to
-    the caller.
-
     >>> batch = (torch.zeros(4, 2), torch.zeros(4))
     >>> with dynamic_rows(batch, {"0": 0, "1": 0}):
     ...     loss = batch[0].sum()
     """
+    # The mark is a hint: code that needs a fixed size is compiled for it, and a single row is
+    # always compiled separately. Jagged, packed and registered parts are not marked: torch
+    # recompiles them once for any size. Marks are removed, because the tensors might belong to the
+    # caller.
     if not row_dims:
         yield
         return

@@ -136,11 +136,7 @@ class Stopped:
 
 @dataclass(frozen=True, kw_only=True)
 class Bystander:
-    """A participant in a step other than the model, its loss and its optimizer.
-
-    >>> print(Bystander(kind="metric", name="'f1'"))
-    the metric 'f1'
-    """
+    """A participant in a step other than the model, its loss and its optimizer."""
 
     kind: str
     name: str

@@ -76,16 +76,7 @@ def write_whole(
     mode: int | None = None,
     lasts: bool = False,
 ) -> None:
-    """Write a file atomically: readers get the old content or the new content.
-
-    Args:
-        path: path of the file, in an existing folder.
-        write: function that writes the content to an open file.
-        mode: permissions; None for those of any new file.
-        lasts: whether to wait until the file is on disk and survives a crash.
-
-    Raises:
-        OSError: it cannot be written. The old file is kept.
+    """Write a file atomically, and durably with ``lasts``: readers get the old content or the new.
 
     >>> path = Path("notes.txt")
     >>> write_whole(path, lambda file: file.write(b"all of it"))

@@ -101,12 +101,7 @@ class Duration:
 
 
 def read_duration(name: str, duration: str | Duration) -> Duration:
-    """Parse a duration; errors start with the argument's name.
-
-    Raises:
-        TypeError: not text.
-        ValueError: not a duration.
-    """
+    """Parse a duration; errors start with the argument's name."""
     if isinstance(duration, Duration):
         return duration
     given: object = duration
@@ -175,10 +170,6 @@ def parse_bytes(amount: str | int | float) -> int:
     MiB is 2**20 and MB is 10**6; case is ignored. A number without a unit is in bytes. Text is
     rounded down to whole bytes.
 
-    Raises:
-        TypeError: ``amount`` is neither text nor a number.
-        ValueError: the text cannot be parsed, or the amount is less than one byte.
-
     >>> parse_bytes("24MiB"), parse_bytes("1.5 GB"), parse_bytes(1024)
     (25165824, 1500000000, 1024)
     """
@@ -197,9 +188,6 @@ def parse_bytes(amount: str | int | float) -> int:
 
 def parse_share(amount: object) -> float | None:
     """Parse a share of a device: a float of at most 1 or a percentage. Other values give None.
-
-    Raises:
-        ValueError: a percentage outside (0, 100], or a number that is neither a share nor whole.
 
     >>> parse_share(0.8), parse_share("80%"), parse_share("24MiB"), parse_share(1)
     (0.8, 0.8, None, None)
@@ -289,10 +277,6 @@ def parse_time(text: str | timedelta) -> float:
 
     ``"1-12:00:00"`` is a day and twelve hours, in the notation of batch systems.
 
-    Raises:
-        TypeError: the value is a bare number or otherwise not text.
-        ValueError: the text is not a time, or not above zero.
-
     >>> parse_time("2h30m"), parse_time("90s"), parse_time("1:30:00")
     (9000.0, 90.0, 5400.0)
     """
@@ -338,15 +322,15 @@ def _why(text: str) -> str:
 class TimeLimit:
     """Time limit of a run, counted from its construction.
 
-    Earlier calls of `fit` and earlier processes do not count, because a batch system gives each job
-    its own time.
-
     >>> limit = TimeLimit(10.0, clock=iter([0.0, 4.0, 10.0]).__next__)
     >>> limit.is_over, limit.is_over
     (False, True)
     >>> TimeLimit(None).is_over
     False
     """
+
+    # Earlier calls of fit and earlier processes do not count, because a batch system gives each job
+    # its own time.
 
     def __init__(
         self, seconds: float | None, *, clock: Callable[[], float] = time.monotonic

@@ -145,21 +145,13 @@ def numbers_of_words(text: str, vocabulary: int) -> list[int]:
 def pieces(split: str, *, max_bytes: int) -> list[bytes]:
     """Return one part of the documentation, paragraph by paragraph.
 
-    A paragraph keeps the empty lines after it. Long paragraphs are cut after a line, else after a
-    word, else anywhere. Whole topics are held out, together with all topics that quote them, so
-    that no long paragraph is in both parts.
-
-    Args:
-        split: ``"train"`` or ``"eval"``.
-        max_bytes: maximum number of bytes per piece.
-
-    Raises:
-        ValueError: an unknown split, or pieces without room for a byte.
-
     >>> text = b"".join(pieces("eval", max_bytes=100))
     >>> text == b"".join(pieces("eval", max_bytes=50))
     True
     """
+    # A paragraph keeps the empty lines after it. Long paragraphs are cut after a line, else after a
+    # word, else anywhere. Whole topics are held out, with all topics that quote them, so that no
+    # long paragraph is in both parts.
     if split not in ("train", "eval"):
         raise ValueError(f"split={split!r} is not a part of the topics: use 'train' or 'eval'")
     if max_bytes < 1:

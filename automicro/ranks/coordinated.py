@@ -472,10 +472,6 @@ def _meeting() -> Store:
 def coordinate(modules: Sequence[nn.Module]) -> Ranks:
     """Return the coordination that steps of these modules need. All ranks must call this.
 
-    Raises:
-        ValueError: a wrapper or option under which attempts cannot be rolled back, or an invalid
-            ``AUTOMICRO_PEER_TIMEOUT``.
-
     >>> type(coordinate([nn.Linear(2, 2)])).__name__
     'OneRank'
     """

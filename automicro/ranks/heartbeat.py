@@ -38,14 +38,6 @@ _BEATS_OF_A_GAP = 2
 class Liveness:
     """One rank's record of the beats of others.
 
-    Each rank watches the next two in a ring of active ranks, so its requests do not grow with the
-    world. If one of them is late, it asks for all ranks, to find everyone lost at the same time.
-
-    Time counts only while this process runs and the store answers: a process that was itself
-    stopped or disconnected does not accuse others. So a rank whose beats reach the store within
-    `timeout_seconds` of each other is never accused, and a silent rank is found two intervals
-    later.
-
     >>> liveness = Liveness(
     ...     rank=0, world_size=3, timeout_seconds=6.0, interval_seconds=1.0, now=0.0
     ... )
@@ -54,6 +46,12 @@ class Liveness:
     >>> liveness.lost()
     [1]
     """
+
+    # Each rank watches the next two in a ring of active ranks, so its requests do not grow with the
+    # world. If one of them is late, it asks for all ranks, to find everyone lost at the same time.
+    # Time counts only while this process runs and the store answers: a process that was itself
+    # stopped or disconnected does not accuse others. So a rank whose beats reach the store within
+    # the timeout of each other is never accused, and a silent rank is found two intervals later.
 
     def __init__(
         self,
@@ -475,16 +473,12 @@ _begun: _Begun | None = None
 def watch_peers(exchange: Exchange) -> Watch:
     """Return the watch of this process group, started by the first call. All ranks must call this.
 
-    Rank 0's ``AUTOMICRO_PEER_TIMEOUT`` applies to all. A single process is not watched, nor are
-    processes that met in a store other than a TCPStore.
-
-    Raises:
-        ValueError: the variable is not a number of seconds.
-
     >>> from automicro.ranks.exchange import AloneExchange
     >>> type(watch_peers(AloneExchange())).__name__
     'NoWatch'
     """
+    # Rank 0's AUTOMICRO_PEER_TIMEOUT applies to all. A single process is not watched, nor are
+    # processes that met in a store other than a TCPStore.
     global _begun
     if exchange.world_size == 1:
         return NoWatch()
