@@ -149,7 +149,7 @@ class Bench:
             threads = torch.autograd.set_multithreading_enabled(False)
             for manager in (uncompiled(), threads, extra_pass()):
                 stack.enter_context(manager)
-            # If entering fails halfway, the outer with leaves what was entered.
+            # If entering fails halfway, everything entered so far is left again.
             self._stack = stack.pop_all()
         return self
 

@@ -73,7 +73,7 @@ def _target_counts(batch: Any, convention: Convention) -> Iterator[tuple[str, st
 def _leaf_counts(batch: Any) -> Iterator[tuple[str, str]]:
     """Yield counts of masks, lengths and row weights: leaves that are never negative."""
     for path, leaf in tensor_leaves(batch):
-        # generated code must not name it
+        # Generated code must not name hidden keys.
         is_hidden = any(key.startswith("_") for key in path.split("."))
         is_plain = leaf.layout is torch.strided and not leaf.is_nested and not leaf.is_complex()
         if is_hidden or not is_plain or leaf.dim() == 0:
