@@ -497,9 +497,9 @@ class Predicting(runs.Module):
 @pytest.mark.parametrize(
     ("gives", "said"),
     [
-        ("centred", "the output of a row depends on the rows"),
+        ("centred", "the output of a row depends on the other rows"),
         ("similar", "the shape|is a Tensor in each microbatch"),
-        ("spread", r"returns\['spread'\] is .* as a whole and .* put together from 4"),
+        ("spread", r"returns\['spread'\] is .* as a whole and .* combined from 4"),
     ],
 )
 def test_predictions_that_microbatches_cannot_give_are_named(
