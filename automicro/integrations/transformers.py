@@ -73,6 +73,7 @@ from automicro.integrations.accelerate import check_kind  # noqa: E402
 SUPPORTED = "transformers 5.0 or later"
 _OWN = dict.fromkeys((*OURS, "modules", "eval_loss_average"), "the trainer's to say")
 _LossOf = Callable[[nn.Module, Any, Any], Tensor]
+_ITEMS = "num_items_in_batch"
 _MANY = 10**18  # items: what is divided by so many is gone
 _ASKED = 4  # rows, where the first ones' loss is 0
 _LOOKED_AT = 8  # rows, of a loss that is evaluated
@@ -82,8 +83,9 @@ def enable(trainer: Any, **options: Any) -> Any:
     """Let a trainer take its whole batches on any memory.
 
     Args:
-        trainer: of ``transformers.Trainer``, or TRL's ``SFTTrainer``, ``DPOTrainer`` or
-            ``RewardTrainer``, or of a subclass of these, before ``train()``.
+        trainer: of ``transformers.Trainer``, or TRL's ``SFTTrainer``, ``DPOTrainer``,
+            ``RewardTrainer``, ``GRPOTrainer`` or ``RLOOTrainer``, or of a subclass of these, before
+            ``train()``.
         options: of `Microbatcher`: ``microbatch_size``, ``eval_microbatch_size``,
             ``loss_average`` (where it is neither divided by ``num_items_in_batch`` nor read off the
             model), ``memory_limit``, ``batchnorm``, ``batch_layout``, ``gradient_sums``,
@@ -118,7 +120,7 @@ def enable(trainer: Any, **options: Any) -> Any:
     return trainer
 
 
-_FLAVOURS = ("SFTTrainer", "DPOTrainer", "RewardTrainer")
+_FLAVOURS = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer")
 _WITH_PAIRS = {"DPOTrainer", "RewardTrainer"}
 _COMPARE_PAIRS = ("aot", "aot_unpaired", "aot_pair", "bco_pair", "sft")
 _OF_OTHER_ROWS = ("MultipleNegatives", "GISTEmbed", "MegaBatch", "BatchHard", "BatchAllTriplet")
@@ -232,6 +234,7 @@ class Enabled(Results):
             skip=lambda: [itself().state.log_history],  # it grows; logs are held back
             concat=_padded,
             adds_up=lambda place: place.endswith(_ADDED_UP),
+            folds=_FOLDS,
         )
         self._layout = BatchLayout(self._options.get("batch_layout", 0))
         self._made: dict[str, _Made] = {}  # for "train" and "eval"
@@ -429,7 +432,7 @@ class Enabled(Results):
             loss_of: that, of rows.
             own: arguments of the phase's.
         """
-        counts = self._num_items is not None
+        counts = self._num_items is not None or _ITEMS in _as_batch(batch)
         # Of a batch that stays whole, nothing has to be known.
         splits = _splits(self._options, name)
         divides = self._divides(model, batch, loss_of) if counts and splits else False
@@ -700,9 +703,10 @@ class Enabled(Results):
                 extra_pass(),
             ):
                 copied = _as_batch(map_tensors(row, Tensor.clone))
-                found.append(
-                    float(loss_of(model, copied, torch.tensor(items, device=device)).detach())
-                )
+                many = torch.tensor(items, device=device)
+                if _ITEMS in copied:  # what a policy's loss is divided by comes with its batch
+                    copied[_ITEMS] = many.to(copied[_ITEMS].dtype)
+                found.append(float(loss_of(model, copied, many).detach()))
         return found
 
     def _rows_that_count(self, batch: Any) -> list[Any]:
@@ -814,6 +818,8 @@ _NOT_OF_A_STEP = (
     "compute_metrics", "model_init", "callback_handler", "model", "model_wrapped", "ref_model",
 )  # fmt: skip
 _HOSTS = ("transformers", "trl")
+# Of a completion without a token that counts TRL makes NaN, and leaves it out of the extremes.
+_FOLDS = {"clip_ratio/low_min": "nanmin", "clip_ratio/high_max": "nanmax"}
 
 
 def _roots(trainer: Callable[[], Any]) -> dict[str, Any]:
@@ -851,6 +857,8 @@ def _tokens_of(trainer: Any, flat: Any) -> dict[str, float]:
     # Elsewhere it is not asked for, and counting would wait for the device.
     if not (hasattr(trainer, "_metrics") and isinstance(flat, Mapping)):
         return {}
+    if "advantages" in flat:
+        return dict.fromkeys(_means_over_tokens(trainer), float(_completion_mask(flat).sum()))
     # DPO's batch holds the chosen rows first, then the rejected ones.
     if "completion_mask" in flat:
         chosen, rejected = (float(e.sum()) for e in flat["completion_mask"][..., 1:].chunk(2))
@@ -864,6 +872,20 @@ def _tokens_of(trainer: Any, flat: Any) -> dict[str, float]:
     if targets is None:
         return {}
     return dict.fromkeys(("entropy", "mean_token_accuracy"), _label_tokens(targets))
+
+
+def _completion_mask(flat: Mapping[str, Any]) -> Tensor:
+    """Which tokens a policy's loss counts."""
+    mask: Tensor = flat["completion_mask"]
+    return mask * flat["tool_mask"] if "tool_mask" in flat else mask
+
+
+def _means_over_tokens(trainer: Any) -> list[str]:
+    """Numbers of a policy that are means over tokens; ratios of whole sequences are over rows."""
+    of_sequences = getattr(trainer, "importance_sampling_level", "sequence") == "sequence"
+    ratios = ["low_mean", "high_mean", "region_mean"]
+    of_tokens = [f"clip_ratio/{each}" for each in ratios] + ["cispo_clip_ratio"]
+    return ["entropy", "kl", *([] if of_sequences else of_tokens)]
 
 
 def _padded(parts: Sequence[Tensor], dim: int) -> Tensor:
