@@ -260,6 +260,7 @@ class Recorded:
         sorted_by: what rows are sorted by the cost of, in the plural; None for rows in order.
         concat: joins tensors with rows.
         adds_up: whether a place is of something that adds up by rows.
+        folds: how numbers of a list become one, by its name, as far as that is known.
 
     Attributes:
         rows: of each microbatch.
@@ -289,9 +290,10 @@ class Recorded:
         sorted_by: str | None = None,
         concat: Callable[[list[Tensor], int], Tensor] = torch.cat,
         adds_up: Callable[[str], bool] = lambda place: False,
+        folds: Mapping[str, str] | None = None,
     ) -> None:
         self._roots, self._is_own, self._hosts, self._adds_up = beside, is_own, hosts, adds_up
-        self._skip = skip
+        self._skip, self._folds = skip, folds or {}
         self._beside = State(beside, skip=self._skipped, is_held=False)
         # At what microbatches change: in training, and in evaluation.
         self._looks: collections.Counter[bool] = collections.Counter()
@@ -596,6 +598,7 @@ class Recorded:
             new = values[self._lengths[-1].get(what, 0) :]
             for value in new if len(new) != rows or rows == 1 else ():
                 for label, each in _numbers_in(what, value):
+                    self._know(name, (label, self._times[label]))
                     self._hear(label, each, self._counts[-1].get(name, rows))
         told = dict(heard)
         self._learn(self._together, rows, heard)
@@ -605,6 +608,11 @@ class Recorded:
         named = {what if not n else f"{what}, {n + 1}": each for (what, n), each in told.items()}
         is_loss = frozenset(name for name, (value, _) in named.items() if value == own)
         return Output(loss, {}, kept, told=named, told_as_loss=is_loss)
+
+    def _know(self, name: str, key: _Key) -> None:
+        """Take over how numbers of a list become one, where the host's own list is known."""
+        if name in self._folds:
+            self._verdicts[key] = self._folds[name]
 
     def _hear(self, what: str, value: Any, weight: Any) -> None:
         assert self._heard is not None
@@ -774,6 +782,9 @@ class Recorded:
         first, rows = note.values[0], [self.rows[each] for each in note.indices]
         several = torch.stack([_tensor(each) for each in note.values])
         fold = self._verdicts.get((note.what, note.nth)) or self._assumed(note, several, rows)
+        if fold in ("nanmin", "nanmax"):
+            kept = several[~several.isnan()]
+            several, fold = kept if len(kept) else several, fold.removeprefix("nan")
         if fold != "mean":
             joined = several.sum(0) if fold == "sum" else getattr(several, f"a{fold}")(0)
             return joined if isinstance(first, Tensor) else joined.item()
@@ -865,6 +876,7 @@ class Recorded:
             return
         for nth, each in enumerate(zip(*pieces, strict=True)):
             note = _Note(what=what, nth=nth, values=list(each), indices=list(range(len(each))))
+            self._know(name, (what, nth))
             note.weights = [counts.get(name) for counts in self._counts]
             # In place, as others may hold this very list.
             values[ends[0] + nth] = self._join(note)
