@@ -3,13 +3,13 @@
     OMP_NUM_THREADS=1 python -m benchmarks.plan [--unseen] [--quick | --peers] [--json FILE]
     OMP_NUM_THREADS=1 python -m benchmarks.plan --ranks N [--only MODEL]
 
-Twelve models, three sizes each, in fp32, under bf16 autocast, and with recomputed blocks, with three
-optimizers. Each case is planned on tensors without data, then trained for real: two batches of two
-microbatches in a `Microbatcher`, where a c10 allocator counts every byte that torch's CPU kernels
-request, including temporary ones. A plan is *unsafe* if its peak with its margin is below the real
-one. ``--unseen`` takes twelve other models. With ``--ranks`` the models are sharded over this many
-processes, by block and as a whole with ``fully_shard``, and the first one's allocator counts. It
-needs a C++ compiler, transformers and torchvision.
+Twelve models, three sizes each, in fp32, under bf16 autocast, and with recomputed blocks, with
+three optimizers. Each case is planned on tensors without data, then trained for real: two batches
+of two microbatches in a `Microbatcher`, where a c10 allocator counts every byte that torch's CPU
+kernels request, including temporary ones. A plan is *unsafe* if its peak with its margin is below
+the real one. ``--unseen`` takes twelve other models. With ``--ranks`` the models are sharded over
+this many processes, by block and as a whole with ``fully_shard``, and the first one's allocator
+counts. It needs a C++ compiler, transformers and torchvision.
 """
 
 import argparse

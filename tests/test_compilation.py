@@ -299,7 +299,8 @@ def test_wrong_options_are_named(options: Any, kind: type[Exception], message: s
 
 
 def test_a_simulated_device_cannot_see_compiled_code() -> None:
-    with pytest.raises(ValueError, match=r"compile=True does not work with memory_limit='24MiB' on"):
+    said = r"compile=True does not work with memory_limit='24MiB' on"
+    with pytest.raises(ValueError, match=said):
         compile_model(Net(), True, sizes_change=True, memory_limit="24MiB")
     with (
         MemoryBudget("1MiB"),

@@ -583,7 +583,7 @@ class Enabled(Results):
             ):
                 copied = _as_batch(map_tensors(row, Tensor.clone))
                 many = torch.tensor(items, device=device)
-                if isinstance(copied, Mapping) and _ITEMS in copied:
+                if isinstance(copied, dict) and _ITEMS in copied:
                     copied[_ITEMS] = many.to(copied[_ITEMS].dtype)
                 found.append(float(loss_of(model, copied, many).detach()))
         return found

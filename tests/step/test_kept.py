@@ -186,7 +186,8 @@ def test_what_a_look_has_found_right_is_not_named_for_its_length() -> None:
 
 def test_a_place_that_there_is_not_is_refused() -> None:
     microbatcher = Microbatcher(classifier(), loss_fn=nn.CrossEntropyLoss())
-    with pytest.raises(ValueError, match=r"return_outputs='cpu' is invalid; give True .* 'host', 'device'"):
+    said = r"return_outputs='cpu' is invalid; give True .* 'host', 'device'"
+    with pytest.raises(ValueError, match=said):
         microbatcher.backward(pair(), return_outputs="cpu")  # type: ignore[arg-type]
 
 
