@@ -125,7 +125,7 @@ def test_what_a_checkpoint_says_comes_before_what_is_remembered(tmp_path: Path) 
         {"deterministic": True},
         {"features": [RememberSizes(False)]},
     ],
-    ids=str,
+    ids=["a policy", "a fixed size", "deterministic", "not wanted"],
 )
 def test_other_runs_neither_read_nor_write(options: dict[str, Any]) -> None:
     def options_again() -> dict[str, Any]:
