@@ -259,8 +259,7 @@ class Recorded:
         dims: where tensors may have rows.
         sorted_by: what rows are sorted by the cost of, in the plural; None for rows in order.
         concat: joins tensors with rows.
-        adds_up: whether a place is of something that adds up by rows.
-        folds: how numbers of a list become one, by its name, as far as that is known.
+        fold_of: how numbers at a place, or in a list of a name, become one; None if unknown.
 
     Attributes:
         rows: of each microbatch.
@@ -289,11 +288,10 @@ class Recorded:
         dims: Sequence[int] = (0,),
         sorted_by: str | None = None,
         concat: Callable[[list[Tensor], int], Tensor] = torch.cat,
-        adds_up: Callable[[str], bool] = lambda place: False,
-        folds: Mapping[str, str] | None = None,
+        fold_of: Callable[[str], str | None] = lambda place: None,
     ) -> None:
-        self._roots, self._is_own, self._hosts, self._adds_up = beside, is_own, hosts, adds_up
-        self._skip, self._folds = skip, folds or {}
+        self._roots, self._is_own, self._hosts, self._fold_of = beside, is_own, hosts, fold_of
+        self._skip = skip
         self._beside = State(beside, skip=self._skipped, is_held=False)
         # At what microbatches change: in training, and in evaluation.
         self._looks: collections.Counter[bool] = collections.Counter()
@@ -505,7 +503,7 @@ class Recorded:
         apart = [f"{each.what}." for each in self.held() if _counts_rows(each)]
         for what, _, values in self._lists():
             apart += [f"{what}[{n}]" for n in range(starts.get(what, 0), len(values))]
-        kept = (e for e in found if not (e.startswith(tuple(apart)) or self._adds_up(e)))
+        kept = (e for e in found if not (e.startswith(tuple(apart)) or self._fold_of(e) == "sum"))
         return {_with_ends(roots, each) for each in kept}
 
     def _modules(self) -> dict[str, int]:
@@ -610,9 +608,9 @@ class Recorded:
         return Output(loss, {}, kept, told=named, told_as_loss=is_loss)
 
     def _know(self, name: str, key: _Key) -> None:
-        """Take over how numbers of a list become one, where the host's own list is known."""
-        if name in self._folds:
-            self._verdicts[key] = self._folds[name]
+        """Use the known fold for the numbers of a list."""
+        if (fold := self._fold_of(name)) is not None:
+            self._verdicts[key] = fold
 
     def _hear(self, what: str, value: Any, weight: Any) -> None:
         assert self._heard is not None

@@ -228,8 +228,7 @@ class Enabled(Results):
             _HOSTS,
             skip=lambda: [itself().state.log_history],  # it grows; logs are held back
             concat=_padded,
-            adds_up=lambda place: place.endswith(_ADDED_UP),
-            folds=_FOLDS,
+            fold_of=_fold_of,
         )
         self._layout = BatchLayout(self._options.get("batch_layout", 0))
         self._made: dict[str, _Made] = {}  # for "train" and "eval"
@@ -682,15 +681,22 @@ class Sizes(TrainerCallback, ExportableState):
 # What a trainer keeps
 
 
-_ADDED_UP = ("_total_train_tokens",)  # TRL counts tokens, each once
 # Of these a step changes nothing, and some lead to everything; models are a Microbatcher's.
 _NOT_OF_A_STEP = (
     "train_dataset", "eval_dataset", "automicro", "data_collator", "processing_class",
     "compute_metrics", "model_init", "callback_handler", "model", "model_wrapped", "ref_model",
 )  # fmt: skip
 _HOSTS = ("transformers", "trl")
-# Of a completion without a token that counts TRL makes NaN, and leaves it out of the extremes.
-_FOLDS = {"clip_ratio/low_min": "nanmin", "clip_ratio/high_max": "nanmax"}
+# A completion without a token that counts gives NaN, which TRL leaves out of the extremes.
+_FOLDS = {
+    "_total_train_tokens": "sum",
+    "clip_ratio/low_min": "nanmin",
+    "clip_ratio/high_max": "nanmax",
+}
+
+
+def _fold_of(place: str) -> str | None:
+    return next((fold for end, fold in _FOLDS.items() if place.endswith(end)), None)
 
 
 def _roots(trainer: Callable[[], Any]) -> dict[str, Any]:
