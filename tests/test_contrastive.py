@@ -264,7 +264,7 @@ def test_wrong_uses_are_refused_with_their_remedy() -> None:
     with pytest.raises(BatchError, match="the batch has text, and the encoders are image, text"):
         model(text=batch["text"])
     batch["image"] = batch["image"][:5]
-    with pytest.raises(BatchError, match="'text' and 'image' give 13 and 5 rows"):
+    with pytest.raises(BatchError, match=r"'text': 13, 'image': 5. rows"):
         model(**batch)
     bad = Contrastive(towers(), lambda one, other: one.sum(1))
     with pytest.raises(LossError, match=r"the loss has the shape \(13,\); give one number"):

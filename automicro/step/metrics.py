@@ -386,8 +386,7 @@ class MetricUpdates(Feature):
 
 def _known_reason(metric: Any) -> str:
     """Return why the cut of a batch changes the value of a torchmetrics metric; else ""."""
-    torchmetrics = sys.modules.get("torchmetrics")  # imported, if there is any such metric
-    if torchmetrics is None or not isinstance(metric, torchmetrics.Metric):
+    if not is_of_torchmetrics(metric):
         return ""
     names = {each.__name__ for each in type(metric).__mro__}
     if "Running" in names:
@@ -403,10 +402,9 @@ def _known_reason(metric: Any) -> str:
 
 def _members(metric: Any) -> Sequence[Any]:
     """Return the single metrics of a collection."""
-    kind = getattr(sys.modules.get("torchmetrics"), "MetricCollection", None)
-    if kind is None or not isinstance(metric, kind):
-        return [metric]
-    return list(metric.values(copy_state=False))
+    if is_of_torchmetrics(metric, "MetricCollection"):
+        return list(metric.values(copy_state=False))
+    return [metric]
 
 
 def _is_unknown(metric: Any) -> bool:

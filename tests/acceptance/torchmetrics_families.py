@@ -162,7 +162,7 @@ def verdict_of_metric(name: str) -> str:
     make, given = METRICS[name]
     torch.manual_seed(0)
     batch = INPUTS[given]()
-    again: Any = Halving(initial=16, refine=False, grow=False)
+    again: Any = Halving(initial=16, refine=False)
     with quiet(), warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         whole, *split = make(), make(), make()
