@@ -19,7 +19,6 @@ from automicro.batchnorm import batchnorm_message, sees_the_batch
 from automicro.errors import (
     BatchError,
     BatchNormWarning,
-    GradientWarning,
     UnsplittableModelError,
     add_note,
     facts_of,
@@ -43,7 +42,6 @@ from automicro.step.passes import taking_shapes
 from automicro.torch_private import (
     FakeTensor,
     forward_of_class,
-    has_forward_hooks,
     in_backward,
     is_traced,
     is_transformed,
@@ -485,23 +483,10 @@ class NestedSplit:
 
         Warns:
             BatchNormWarning: it has BatchNorm in training mode.
-            GradientWarning: hooks would see the gradient of a slice.
         """
         if len(sizes) < 2 or self._has_warned:
             return
         self._has_warned = True
-        hooked = [
-            name or type(each).__name__
-            for name, each in self._known.index.owners
-            if each is not self._part and has_forward_hooks(each)
-        ]
-        if hooked:
-            warn(
-                f"forward hooks inside of {self.name}, a part with a size of its own, see slices "
-                f"({', '.join(hooked[:4])}), and these again in the backward; let the forward "
-                "return what they keep",
-                GradientWarning,
-            )
         names = self.batchnorms()
         if names and not self._is_exact:
             message = batchnorm_message(names, max(sizes), sum(sizes), remedy=_WITHOUT_BATCHNORM)

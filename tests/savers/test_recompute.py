@@ -292,30 +292,6 @@ def test_what_recomputes_already_is_left_alone() -> None:
         level_of("recompute", model, when_too_large="recompute")
 
 
-def test_blocks_that_are_never_called_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    class Reaching(nn.Module):
-        """Calls what is inside of its blocks, and not these."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(10, WIDTH)
-            self.layers = nn.ModuleList([Block(), Block()])
-
-        def forward(self, rows: Tensor) -> Tensor:
-            rows = self.first(rows)
-            for layer in self.layers:
-                rows = layer.down(torch.relu(layer.up(rows)))  # type: ignore[operator]
-            return rows
-
-    model = Reaching()
-    level = level_of("recompute", model)
-    for _ in range(2):
-        take_step(model, mean_square(batch_for("plain")), level)
-    told = [each for each in caplog.messages if "brought nothing" in each]
-    assert len(told) == 1
-    assert "layers.* (2) were not called" in told[0]
-
-
 class Silent(nn.Module):
     """Adds noise in training, of which nothing is saved for the backward."""
 
