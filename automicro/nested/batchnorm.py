@@ -117,8 +117,7 @@ class Stages:
         is_part: Callable[[nn.Module], bool] = lambda module: False,
     ) -> None:
         self._module, self._is_part = module, is_part
-        self._refuse_hooks()
-        self._refuse_parts()
+        self._refuse_inside()
         self._graph = self._trace(arguments)
         nodes = list(self._graph.nodes)
         self.norms = {node: layer for node in nodes if (layer := self._norm(node)) is not None}
@@ -131,16 +130,12 @@ class Stages:
     def refuse(self, why: str) -> NoReturn:
         refuse_exact(type(self._module).__name__, why)
 
-    def _refuse_hooks(self) -> None:
-        for name, module in self._module.named_modules():
-            if module is not self._module and call_hooks(module):
+    def _refuse_inside(self) -> None:
+        inside = [each for each in self._module.named_modules() if each[0]]
+        for name, module in inside:
+            if call_hooks(module):
                 self.refuse(f"{name!r} has hooks, which a trace does not hold")
-
-    def _refuse_parts(self) -> None:
-        for name, module in self._module.named_modules():
-            if module is self._module or not self._is_part(module):
-                continue
-            if any(map(sees_the_batch, module.modules())):
+            if self._is_part(module) and any(map(sees_the_batch, module.modules())):
                 self.refuse(
                     f"{name!r} has a size of its own, and BatchNorm inside, which would see its "
                     "slices alone; leave that size out, for what is around it is cut at each "
