@@ -68,7 +68,6 @@ __all__ = [
     "forward_of_class",
     "function_modes",
     "gradient_hooks",
-    "has_forward_hooks",
     "in_backward",
     "inductor_is_deterministic",
     "is_accumulation",
@@ -309,15 +308,6 @@ def writes_own_state(module: nn.Module) -> bool:
     names = ("get_extra_state", "state_dict", "_save_to_state_dict")
     is_own = any(getattr(type(module), name) is not getattr(nn.Module, name) for name in names)
     return is_own or bool(module._state_dict_hooks)
-
-
-def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks that see what its forward gives.
-
-    >>> has_forward_hooks(nn.Linear(2, 2))
-    False
-    """
-    return bool(module._forward_hooks)
 
 
 def gradient_hooks(leaf: Tensor) -> tuple[Hooks | None, Hooks | None]:
