@@ -183,7 +183,7 @@ def test_microbatcher_and_trainer_have_the_gradient_of_the_whole_batch() -> None
 @pytest.mark.parametrize("size", ["auto", 4])
 def test_a_batch_that_would_be_cut_is_refused(argument: str, size: Any) -> None:
     sizes: Any = {"microbatch_size": None, "eval_microbatch_size": None, argument: size}
-    message = rf"{argument}={size!r}, and Contrastive compares all rows .*give {argument}=None"
+    message = rf"{argument}={size!r}, but Contrastive compares all rows .*give {argument}=None"
     with pytest.raises(ValueError, match=message):
         Microbatcher(contrastive(), loss_average="samples", **sizes)
 

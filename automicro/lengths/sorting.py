@@ -211,14 +211,14 @@ class MicrobatchUnit(Feature):
                 "padding=… says how rows are cut to their own lengths, which microbatch_unit='rows'"
                 " never does; give microbatch_unit='tokens', 'seconds' or a cost, or leave it out"
             )
-        self._unit, self._padding, self._cut_padding = unit, padding, cut_padding
+        self.unit, self._padding, self._cut_padding = unit, padding, cut_padding
 
     def attach(self, setup: Setup) -> None:
-        if self._unit == ROWS:
+        if self.unit == ROWS:
             return
         ignore_index = getattr(setup.functions.get("loss_fn"), "ignore_index", -100)
         padding = Padding(self._padding, ignore_index=ignore_index)
-        setup.unit = unit = CostUnit(self._unit, padding, setup.carrying.layout)
+        setup.unit = unit = CostUnit(self.unit, padding, setup.carrying.layout)
 
         def sorter(setup: Setup, computation: Computation) -> Sort:
             return _RowSorter(unit, computation, setup.ranks, self._cut_padding).sort

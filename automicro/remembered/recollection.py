@@ -13,6 +13,7 @@ from torch import nn
 from automicro.batch.layout import BatchLayout
 from automicro.errors import SizeCacheWarning, describe_error, warn
 from automicro.memory.device import usable_bytes
+from automicro.options import read_flag
 from automicro.policy.policy import Policy
 from automicro.ranks.interface import Ranks, announcing_failure
 from automicro.remembered.cache import (
@@ -44,10 +45,20 @@ class RememberSizes(Feature):
         >>> microbatcher = Microbatcher(
         ...     torch.nn.Linear(8, 2), loss_fn=torch.nn.MSELoss(), features=[RememberSizes()]
         ... )
+
+    Args:
+        wanted: False for not, where a Trainer would without asking.
+
+    Raises:
+        TypeError: neither True nor False.
     """
 
+    def __init__(self, wanted: bool = True) -> None:
+        self.wanted = read_flag("remember_sizes", wanted)
+
     def attach(self, setup: Setup) -> None:
-        setup.recollect = Recollection
+        if self.wanted:
+            setup.recollect = Recollection
 
 
 class Recollection:

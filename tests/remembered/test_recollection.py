@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from automicro import Evaluator, Halving, Microbatcher, SizeCacheWarning, Trainer
 from automicro.checkpoints.store import CheckpointConfig
-from automicro.features import with_features
+from automicro.features import RememberSizes, with_features
 from automicro.remembered.cache import RememberedSize, SizeCache
 from automicro.step.results import StepResult
 from automicro.trainer.report import FitSummary
@@ -123,9 +123,9 @@ def test_what_a_checkpoint_says_comes_before_what_is_remembered(tmp_path: Path) 
         {"microbatch_size": Halving()},
         {"microbatch_size": 64},
         {"deterministic": True},
-        {"remember_sizes": False},
+        {"features": [RememberSizes(False)]},
     ],
-    ids=str,
+    ids=["a policy", "a fixed size", "deterministic", "not wanted"],
 )
 def test_other_runs_neither_read_nor_write(options: dict[str, Any]) -> None:
     def options_again() -> dict[str, Any]:
