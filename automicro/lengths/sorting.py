@@ -118,7 +118,8 @@ def _look(
         before, after = one.numbers[LOSS], other.numbers[LOSS]
         why = f"the loss of a row is {before:.6g} with its padding and {after:.6g} without"
         return _Seen(_OTHER, why)
-    for path in found.keys() & dims.keys():
+    path = next((path for path in found if path in dims), None)
+    if path is not None:
         why = f"the output {path!r} of a row differs by {found[path]:.2g} without its padding"
         return _Seen(_OTHER, why)
     if not (finite or has_values):
