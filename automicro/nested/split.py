@@ -7,7 +7,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -302,21 +302,16 @@ class NestedSplit:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self._part, nn.Module):
             return self._run(args, kwargs)
-        if self.is_attached:
+        with contextlib.ExitStack() as stack:
+            if not self.is_attached:
+                stack.callback(self.attach().remove)
             return self._part(*args, **kwargs)
-        self.attach()
-        try:
-            return self._part(*args, **kwargs)
-        finally:
-            self.remove()
 
     def _forward(self) -> Callable[..., Any]:
         """The function that computes the part, without its hooks."""
-        if not isinstance(self._part, nn.Module):
-            return self._part
-        if self._earlier is not None:
-            return cast(Callable[..., Any], self._earlier)
-        forward: Callable[..., Any] = type(self._part).forward.__get__(self._part)
+        forward: Callable[..., Any] = self._part if self._earlier is None else self._earlier
+        if isinstance(forward, nn.Module) and forward is self._part:
+            forward = type(forward).forward.__get__(forward)
         return forward
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

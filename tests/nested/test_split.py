@@ -630,7 +630,7 @@ def test_a_part_that_no_step_calls_is_named() -> None:
     batch = {"x": torch.randn(ROWS, WIDTH)}
     for _ in range(7):
         microbatcher.backward(batch)
-    with pytest.warns(AutomicroWarning, match=r"sizes to 'head', and 8 steps have not called it"):
+    with pytest.warns(AutomicroWarning, match=r"sizes to 'head', but 8 steps have not called it"):
         microbatcher.backward(batch)
     microbatcher.backward(batch)
 
