@@ -190,8 +190,7 @@ class Enabled(Results):
             self._beside,
             self._is_of_a_user,
             _HOSTS,
-            # A metric's own list has an entry for each update: what it comes to is its affair.
-            adds_up=lambda place: place[-2:-1].isdigit() and not place.startswith("model."),
+            adds_up=self._is_of_a_metrics_list,
         )
         read_average(model, self._average)  # refuse now what the first batch would be refused for
         self._replacements = Replacements()
@@ -377,6 +376,11 @@ class Enabled(Results):
         """Whether an attribute is neither Keras' nor torch's, and no part of the model."""
         is_part = isinstance(value, keras.Layer | keras.Variable | keras.metrics.Metric | nn.Module)
         return owner is not self._model or not (is_part or name in _OF_EVERY_MODEL)
+
+    def _is_of_a_metrics_list(self, place: str) -> bool:
+        """Whether it has an entry for each update: what that comes to is the metric's affair."""
+        names = [each.name for each in metrics_of(self._model)]
+        return place[-2:-1].isdigit() and place.partition(".")[0] in names
 
     def _beside(self) -> dict[str, Any]:
         """The model and metrics that Keras did not write, whose variables are parameters there."""
