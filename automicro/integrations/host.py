@@ -259,7 +259,7 @@ class Recorded:
         dims: where tensors may have rows.
         sorted_by: what rows are sorted by the cost of, in the plural; None for rows in order.
         concat: joins tensors with rows.
-        adds_up: whether a place is of something that adds up by rows.
+        fold_of: how numbers at a place, or in a list of a name, become one; None if unknown.
 
     Attributes:
         rows: of each microbatch.
@@ -288,9 +288,9 @@ class Recorded:
         dims: Sequence[int] = (0,),
         sorted_by: str | None = None,
         concat: Callable[[list[Tensor], int], Tensor] = torch.cat,
-        adds_up: Callable[[str], bool] = lambda place: False,
+        fold_of: Callable[[str], str | None] = lambda place: None,
     ) -> None:
-        self._roots, self._is_own, self._hosts, self._adds_up = beside, is_own, hosts, adds_up
+        self._roots, self._is_own, self._hosts, self._fold_of = beside, is_own, hosts, fold_of
         self._skip = skip
         self._beside = State(beside, skip=self._skipped, is_held=False)
         # At what microbatches change: in training, and in evaluation.
@@ -503,7 +503,7 @@ class Recorded:
         apart = [f"{each.what}." for each in self.held() if _counts_rows(each)]
         for what, _, values in self._lists():
             apart += [f"{what}[{n}]" for n in range(starts.get(what, 0), len(values))]
-        kept = (e for e in found if not (e.startswith(tuple(apart)) or self._adds_up(e)))
+        kept = (e for e in found if not (e.startswith(tuple(apart)) or self._fold_of(e) == "sum"))
         return {_with_ends(roots, each) for each in kept}
 
     def _modules(self) -> dict[str, int]:
@@ -597,6 +597,7 @@ class Recorded:
             new = values[self._lengths[-1].get(what, 0) :]
             for value in new if len(new) != rows or rows == 1 else ():
                 for label, each in _numbers_in(what, value):
+                    self._know(name, (label, self._times[label]))
                     self._hear(label, each, self._counts[-1].get(name, rows))
         told = dict(heard)  # without what lies beside the model, which is learned of, too
         self._learn(self._together, rows, heard)
@@ -607,6 +608,11 @@ class Recorded:
         }
         is_loss = frozenset(name for name, (value, _) in named.items() if value == own)
         return Output(loss, {}, kept, told=named, told_as_loss=is_loss)
+
+    def _know(self, name: str, key: _Key) -> None:
+        """Use the known fold for the numbers of a list."""
+        if (fold := self._fold_of(name)) is not None:
+            self._verdicts[key] = fold
 
     def _hear(self, what: str, value: Any, weight: Any) -> None:
         assert self._heard is not None
@@ -776,6 +782,9 @@ class Recorded:
         first, rows = note.values[0], [self.rows[each] for each in note.indices]
         several = torch.stack([_tensor(each) for each in note.values])
         fold = self._verdicts.get((note.what, note.nth)) or self._assumed(note, several, rows)
+        if fold in ("nanmin", "nanmax"):
+            kept = several[~several.isnan()]
+            several, fold = kept if len(kept) else several, fold.removeprefix("nan")
         if fold != "mean":
             joined = several.sum(0) if fold == "sum" else getattr(several, f"a{fold}")(0)
             return joined if isinstance(first, Tensor) else joined.item()
@@ -867,6 +876,7 @@ class Recorded:
             return
         for nth, each in enumerate(zip(*pieces, strict=True)):
             note = _Note(what=what, nth=nth, values=list(each), indices=list(range(len(each))))
+            self._know(name, (what, nth))
             note.weights = [counts.get(name) for counts in self._counts]
             # In place, as others may hold this very list.
             values[ends[0] + nth] = self._join(note)

@@ -71,6 +71,7 @@ from automicro.integrations.accelerate import check_kind  # noqa: E402
 SUPPORTED = "transformers 5.0 or later"
 _OWN = dict.fromkeys((*OURS, "modules", "eval_loss_average"), "the trainer's to say")
 _LossOf = Callable[[nn.Module, Any, Any], Tensor]
+_ITEMS = "num_items_in_batch"
 _MANY = 10**18  # items: what is divided by so many is gone
 _ASKED = 4  # rows, where the first ones' loss is 0
 
@@ -79,8 +80,9 @@ def enable(trainer: Any, **options: Any) -> Any:
     """Let a trainer take its whole batches on any memory.
 
     Args:
-        trainer: of ``transformers.Trainer``, or TRL's ``SFTTrainer``, ``DPOTrainer`` or
-            ``RewardTrainer``, or of a subclass of these, before ``train()``.
+        trainer: of ``transformers.Trainer``, or TRL's ``SFTTrainer``, ``DPOTrainer``,
+            ``RewardTrainer``, ``GRPOTrainer`` or ``RLOOTrainer``, or of a subclass of these, before
+            ``train()``.
         options: of `Microbatcher`: ``microbatch_size``, ``eval_microbatch_size``,
             ``loss_average`` (where it is neither divided by ``num_items_in_batch`` nor read off the
             model), ``memory_limit``, ``batchnorm``, ``batch_layout``, ``gradient_sums``,
@@ -115,7 +117,7 @@ def enable(trainer: Any, **options: Any) -> Any:
     return trainer
 
 
-_FLAVOURS = ("SFTTrainer", "DPOTrainer", "RewardTrainer")
+_FLAVOURS = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer")
 _WITH_PAIRS = {"DPOTrainer", "RewardTrainer"}
 _COMPARE_PAIRS = ("aot", "aot_unpaired", "aot_pair", "bco_pair", "sft")
 _OF_OTHER_ROWS = ("MultipleNegatives", "GISTEmbed", "MegaBatch", "BatchHard", "BatchAllTriplet")
@@ -226,7 +228,7 @@ class Enabled(Results):
             _HOSTS,
             skip=lambda: [itself().state.log_history],  # it grows; logs are held back
             concat=_padded,
-            adds_up=lambda place: place.endswith(_ADDED_UP),
+            fold_of=_fold_of,
         )
         self._layout = BatchLayout(self._options.get("batch_layout", 0))
         self._made: dict[str, _Made] = {}  # for "train" and "eval"
@@ -375,7 +377,10 @@ class Enabled(Results):
     def _make(self, name: str, model: nn.Module, batch: Any) -> "_Made":
         """A Microbatcher for what a trainer asks of a model now, at its first batch."""
         trainer, trains = self._trainer, name == "train"
-        counts, splits = self._num_items is not None, _splits(self._options, name)
+        splits, has_items = _splits(self._options, name), self._num_items is not None
+        flat = _as_batch(batch)
+        # The items that a policy's loss is divided by come with its batch.
+        counts = has_items or (isinstance(flat, Mapping) and _ITEMS in flat)
         loss_of = self._training_loss if trains else self._predicted_loss
         # Of a batch that stays whole, nothing has to be known.
         divides = self._divides(model, batch, loss_of) if counts and splits else False
@@ -395,7 +400,7 @@ class Enabled(Results):
         )
         self._recall(name, microbatcher)
         return _Made(
-            (model, own.get("optimizer"), None if divides is None else counts), microbatcher
+            (model, own.get("optimizer"), None if divides is None else has_items), microbatcher
         )
 
     def _further_modules(self, model: nn.Module) -> list[nn.Module]:
@@ -576,9 +581,10 @@ class Enabled(Results):
                 extra_pass(),
             ):
                 copied = _as_batch(map_tensors(row, Tensor.clone))
-                found.append(
-                    float(loss_of(model, copied, torch.tensor(items, device=device)).detach())
-                )
+                many = torch.tensor(items, device=device)
+                if isinstance(copied, dict) and _ITEMS in copied:
+                    copied[_ITEMS] = many.to(copied[_ITEMS].dtype)
+                found.append(float(loss_of(model, copied, many).detach()))
         return found
 
     def _rows_that_count(self, batch: Any) -> list[Any]:
@@ -675,13 +681,22 @@ class Sizes(TrainerCallback, ExportableState):
 # What a trainer keeps
 
 
-_ADDED_UP = ("_total_train_tokens",)  # TRL counts tokens, each once
 # Of these a step changes nothing, and some lead to everything; models are a Microbatcher's.
 _NOT_OF_A_STEP = (
     "train_dataset", "eval_dataset", "automicro", "data_collator", "processing_class",
     "compute_metrics", "model_init", "callback_handler", "model", "model_wrapped", "ref_model",
 )  # fmt: skip
 _HOSTS = ("transformers", "trl")
+# A completion without a token that counts gives NaN, which TRL leaves out of the extremes.
+_FOLDS = {
+    "_total_train_tokens": "sum",
+    "clip_ratio/low_min": "nanmin",
+    "clip_ratio/high_max": "nanmax",
+}
+
+
+def _fold_of(place: str) -> str | None:
+    return next((fold for end, fold in _FOLDS.items() if place.endswith(end)), None)
 
 
 def _roots(trainer: Callable[[], Any]) -> dict[str, Any]:
@@ -719,6 +734,8 @@ def _tokens_of(trainer: Any, flat: Any) -> dict[str, float]:
     # Elsewhere it is not asked for, and counting would wait for the device.
     if not (hasattr(trainer, "_metrics") and isinstance(flat, Mapping)):
         return {}
+    if "advantages" in flat:
+        return dict.fromkeys(_means_over_tokens(trainer), float(_completion_mask(flat).sum()))
     # DPO's batch holds the chosen rows first, then the rejected ones.
     if "completion_mask" in flat:
         chosen, rejected = (float(e.sum()) for e in flat["completion_mask"][..., 1:].chunk(2))
@@ -732,6 +749,20 @@ def _tokens_of(trainer: Any, flat: Any) -> dict[str, float]:
     if targets is None:
         return {}
     return dict.fromkeys(("entropy", "mean_token_accuracy"), _label_tokens(targets))
+
+
+def _completion_mask(flat: Mapping[str, Any]) -> Tensor:
+    """Which tokens a policy's loss counts."""
+    mask: Tensor = flat["completion_mask"]
+    return mask * flat["tool_mask"] if "tool_mask" in flat else mask
+
+
+def _means_over_tokens(trainer: Any) -> list[str]:
+    """Numbers of a policy that are means over tokens; ratios of whole sequences are over rows."""
+    of_sequences = getattr(trainer, "importance_sampling_level", "sequence") == "sequence"
+    ratios = ["low_mean", "high_mean", "region_mean"]
+    of_tokens = [f"clip_ratio/{each}" for each in ratios] + ["cispo_clip_ratio"]
+    return ["entropy", "kl", *([] if of_sequences else of_tokens)]
 
 
 def _padded(parts: Sequence[Tensor], dim: int) -> Tensor:

@@ -17,9 +17,8 @@ from automicro.trainer.context import RunContext, TrainedBatch
 from automicro.trainer.counting import Counter
 from automicro.trainer.metrics import MetricSet
 from automicro.trainer.optimizer import Update
-from automicro.trainer.progress import level_line, place_of, size_lines
+from automicro.trainer.progress import place_of, size_lines
 
-NON_FINITE_MODES = ("stop", "skip", "ignore")
 MOST_IN_A_ROW = 50  # a model whose weights are NaN never recovers
 
 
@@ -59,7 +58,8 @@ class FinitenessGuard:
         raise NonFiniteLossError(
             f"{what} in {place_of(state)}; the optimizer did not step. Lower the learning rate, "
             "warm it up, clip gradients (grad_clip_norm=1.0), look for NaN and infinite values in "
-            "this batch, or leave such batches out with non_finite='skip'"
+            "this batch, or leave such batches out with NonFinite('skip') (in a config "
+            "non_finite: skip)"
         )
 
     def object_to_overflow(self, state: LoopState) -> str:
@@ -160,7 +160,7 @@ class TrainingStep:
         if result.level not in self._told:
             self._told.add(result.level)
             does = self.microbatcher.describe_level(result.level)
-            progress.line(level_line("train", result.level, does))
+            progress.line(f"train: too large as it is, so {does} ({result.level})")
         state.train.count(result)
         norm = None
         if result.is_committed:

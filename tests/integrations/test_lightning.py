@@ -460,9 +460,9 @@ class Predicting(runs.Module):
 @pytest.mark.parametrize(
     ("gives", "said"),
     [
-        ("centred", "the output of a row depends on the rows"),
+        ("centred", "the output of a row depends on the other rows"),
         ("similar", "the shape|is a Tensor in each microbatch"),
-        ("spread", r"returns\['spread'\] is .* as a whole and .* put together from 4"),
+        ("spread", r"returns\['spread'\] is .* as a whole and .* combined from 4"),
     ],
 )
 def test_predictions_that_microbatches_cannot_give_are_named(
@@ -491,9 +491,9 @@ class OfLogits(runs.Module):
 
 def test_a_metric_that_takes_some_microbatches_for_probabilities_is_named(tmp_path: Path) -> None:
     case: dict[str, Any] = {"max_steps": 2, "limit_val_batches": 0}
-    with pytest.warns(MetricWarning, match="BinaryAccuracy takes its numbers for prob") as told:
+    with pytest.warns(MetricWarning, match="BinaryAccuracy treats its numbers as prob") as told:
         fit(tmp_path, [AutoMicrobatch(microbatch_size=1)], make=OfLogits, **case)
-    assert sum("takes its numbers" in str(each.message) for each in told) == 1
+    assert sum("treats its numbers" in str(each.message) for each in told) == 1
 
 
 class TokenMeans(pl.LightningModule):

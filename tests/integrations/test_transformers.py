@@ -577,7 +577,7 @@ def test_rows_that_share_one_tensor_unevenly_are_refused_by_name_or_stay_whole(
     }
     expected = run(make(case, tmp_path, **given))
     ours = make(case, tmp_path, with_us=True, options=options, **given)
-    refusal = r"rows such as .* have none by themselves|rows of the batch do not agree: .*'shared'"
+    refusal = r"rows such as .* have none on their own|rows of the batch do not agree: .*'shared'"
     with pytest.raises((LossAverageError, BatchError), match=refusal):
         ours.train()
     assert ours.state.global_step == 0
@@ -1035,10 +1035,10 @@ class Odd(runs.Own):
 @pytest.mark.parametrize(
     ("gives", "said"),
     [
-        ("centred", "the output 'logits.1' of a row depends on the rows"),
+        ("centred", "the output 'logits.1' of a row depends on the other rows"),
         ("similar", "the output 'logits.1' has the shape"),
         ("table", "'logits.1' has the shape .* for 8 rows, and .* joined from two parts"),
-        ("spread", r"returns\['logits'\]\[1\] is .* as a whole and .* put together from 3"),
+        ("spread", r"returns\['logits'\]\[1\] is .* as a whole and .* combined from 3"),
     ],
 )
 def test_outputs_that_microbatches_cannot_give_are_named(
@@ -1058,7 +1058,7 @@ def test_what_cannot_be_put_back_is_told_and_left(tmp_path: Path) -> None:
     held = peak_of(CASES["causal"], tmp_path) // 2
     ours = make(CASES["causal"], tmp_path, with_us=True)
     ours.places = {"next": iter(range(9))}
-    said = r"Trainer.places\['next'\] .*: left as a failed attempt has made it"
+    said = r"Trainer.places\['next'\] .*: left as a failed attempt changed it"
     with MemoryBudget(held), pytest.warns(StateWarning, match=said):
         ours.train()
 

@@ -52,9 +52,9 @@ def test_a_loss_that_compares_pairs_is_refused(loss_type: str, tmp_path: Path) -
 
 def test_trainers_that_make_their_batches_are_refused_by_name(tmp_path: Path) -> None:
     trainer = make("SFT", tmp_path)
-    kind = type("GRPOTrainer", (type(trainer).__mro__[2],), {"__module__": "trl.trainer.grpo"})
+    kind = type("KTOTrainer", (type(trainer).__mro__[2],), {"__module__": "trl.trainer.kto"})
     trainer.__class__ = kind
-    with pytest.raises(ValueError, match="TRL's GRPOTrainer makes its batches inside the step"):
+    with pytest.raises(ValueError, match="TRL's KTOTrainer makes its batches inside the step"):
         enable(trainer)
 
 

@@ -18,6 +18,7 @@ from automicro.callbacks import EarlyStopping, ExponentialMovingAverage
 from automicro.checkpoints.store import CheckpointConfig
 from automicro.events.callback import Callback
 from automicro.events.run import Run
+from automicro.features import RememberSizes
 from automicro.loggers import CSVLogger, JSONLinesLogger
 from automicro.step.results import StepResult
 from automicro.trainer.evaluators import Evaluator
@@ -124,7 +125,6 @@ class Subject:
     num_rows: int = 60
     max_duration: str = "3ep"
     interval: str | None = "2ba"
-    asynchronous: bool = False
     keep_last: int | None = 2
     keep_best: int = 0
     optimizer: str = "AdamW"
@@ -190,7 +190,6 @@ class Job:
             interval=subject.interval,
             keep_last=subject.keep_last,
             keep_best=subject.keep_best,
-            asynchronous=subject.asynchronous,
         )
         self.own: list[Callback] = [Tally()]
         if subject.average:
@@ -202,7 +201,7 @@ class Job:
             self.model,
             LOADERS[subject.loader](subject.num_rows),
             eval_dataloader=_evaluators(subject.evaluators),
-            remember_sizes=False,  # each life begins as the first one did
+            features=[RememberSizes(False)],  # each life begins as the first one did
             loss_fn=nn.CrossEntropyLoss(),
             optimizer=self.optimizer,
             scheduler=self.scheduler,
@@ -213,11 +212,11 @@ class Job:
             # Refined sizes follow from measured memory, of which a life that was taken up again
             # holds a little more or less; those of halving follow from what failed.
             microbatch_size=(
-                8 if is_deep else None if subject.batchnorm else Halving(refine=False, grow=False)
+                8 if is_deep else None if subject.batchnorm else Halving(refine=False)
             ),
             when_too_large=subject.when_too_large,
-            nested={"7": Halving(refine=False, grow=False)} if subject.nested else None,
-            eval_microbatch_size=Halving(refine=False, grow=False),
+            nested={"7": Halving(refine=False)} if subject.nested else None,
+            eval_microbatch_size=Halving(refine=False),
             microbatch_unit=cost_of if subject.by_cost else "rows",
             memory_limit=subject.memory_limit,
             precision=subject.precision,
@@ -267,7 +266,6 @@ def draw(seed: int) -> Subject:
         num_rows=choose.choice([48, 60, 64, 70]),
         max_duration=choose.choice(["3ep", "10ba", "7ba", "150sp", "2ep"]),
         interval=choose.choice(["1ba", "2ba", "3ba", "5ba", "1ep", "2ep", "40sp", "100sp"]),
-        asynchronous=choose.random() < 0.3,
         keep_last=choose.choice([1, 2, 3, None]),
         keep_best=choose.choice([0, 1]) if evaluators == 1 else 0,
         optimizer=choose.choice(sorted(OPTIMIZERS)),
