@@ -25,7 +25,7 @@ MOST_COLUMNS = 100
 PAGE = """\
 ## Every key
 
-Written by `automicro config --keys --markdown`. A node is
+As `automicro config --keys` prints them. A node is
 `{call: dotted.path, args: {name: value}}`.
 """
 
@@ -41,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="list every key with type, default and meaning, or those that match: part of a "
         "name, or a pattern such as '*_size'",
     )
-    parser.add_argument("--markdown", action="store_true", help="with --keys: as a page")
     parser.add_argument("--template", action="store_true", help="print a config to start with")
 
 
@@ -52,12 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(TEMPLATE.read_text(encoding="utf-8"), end="")
     elif arguments.keys is not None:
         _take_no_inputs(arguments, "--keys")
-        if arguments.markdown:
-            print(markdown_page(), end="")
-        else:
-            _print_keys(arguments.keys)
-    elif arguments.markdown:
-        raise ConfigError("--markdown is a form of --keys: say automicro config --keys --markdown")
+        _print_keys(arguments.keys)
     else:
         _print_config(arguments)
     return 0

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from automicro.cli.arguments import no_such_file
 from automicro.cli.config.nodes import NODE_KEYS, leaves
-from automicro.cli.errors import is_bug_of_ours, summarize_error
+from automicro.cli.errors import summarize_error
 from automicro.errors import ConfigError, about, keys_of
 from automicro.memory.oom import first_line
 
@@ -68,8 +68,6 @@ class Sources:
             with about(*keys):
                 yield
         except Exception as error:
-            if is_bug_of_ours(error):
-                raise  # with its own class and traceback
             is_ours = isinstance(error, ConfigError)
             said = str(error) if is_ours else summarize_error(error)
             self._mistakes.append((f"{self.origin(keys_of(error))}: {said}", error))
