@@ -321,7 +321,7 @@ class Trainer:
 
     @property
     def state(self) -> LoopState:
-        """Where training stands. Setting anything in it is an error."""
+        """Where training stands, to be read: training goes by it."""
         return self._run.state
 
     @property
