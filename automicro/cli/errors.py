@@ -131,33 +131,23 @@ def forget_stdout() -> None:
 
 def _share(error: BaseException, text: str) -> str:
     """The text that one process among several says; empty where another one says it."""
-    from automicro.trainer.processes import is_said_by_first, leave, place_for_output
+    from automicro.trainer.processes import leave, place_for_output
 
     place = place_for_output()
     # The error is caught, so Python does not know of it: at its exit it would end the process group
     # in order, and wait there for ranks that are gone.
     leave()
-    mine = f"rank {place.rank} of {place.world_size}: {text}"
-    if _is_most_likely_of_all(error):
-        is_said = is_said_by_first(text)
-        if place.is_first:
-            return text
-        if is_said:
-            return ""
-        if is_said is False and isinstance(error, ConfigError):  # a mistake on this host alone
-            return mine
-    # The first rank tells all of what the run was asked to end by.
-    elif not isinstance(error, RankError) and (
-        place.is_first or not isinstance(error, KeyboardInterrupt | SystemExit)
-    ):
-        return text
     if isinstance(error, PeerLostError):
         # Any rank that is left says it.
         return "; ".join(line.strip() for line in text.splitlines())
-    if facts_of(error).stopped is not None and not place.is_first:
+    is_shared = _is_most_likely_of_all(error) or isinstance(error, KeyboardInterrupt | SystemExit)
+    is_of_another = isinstance(error, PeerFailedError)
+    if not is_of_another and (place.is_first or not is_shared):
+        return text
+    if facts_of(error).stopped is not None:
         return ""  # in order, which the first one says
     # As much of it as one line holds: the other ranks' share of one error. Ours name the rank.
-    line = text if isinstance(error, PeerFailedError) else mine
+    line = text if is_of_another else f"rank {place.rank} of {place.world_size}: {text}"
     return textwrap.shorten(line, _SHORT, placeholder=" …")
 
 
