@@ -22,12 +22,6 @@ from automicro.errors import ConfigError, suggestion
 TEMPLATE = Path(__file__).parents[1] / "config" / "template.yaml"
 ELSEWHERE = "see `Microbatcher`"
 MOST_COLUMNS = 100
-PAGE = """\
-## Every key
-
-As `automicro config --keys` prints them. A node is
-`{call: dotted.path, args: {name: value}}`.
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,10 +113,10 @@ def documentation() -> dict[str, str]:
     return {key: _in_yaml(text) for key, text in texts.items()}
 
 
-def _describe_keys() -> dict[str, list[Key]]:
+def describe_keys() -> dict[str, list[Key]]:
     """All keys in their groups, each followed by those that it may hold.
 
-    >>> _describe_keys()["How long"][0].default
+    >>> describe_keys()["How long"][0].default
     '1ep'
     """
     from automicro.cli.config.load import to_yaml
@@ -187,7 +181,7 @@ def _print_keys(pattern: str) -> None:
         a folder for `config.yaml`, `summary.json`, `weights.pt` and checkpoints; with null, nothing
         is written. Such as `runs/${now:%Y-%m-%d_%H-%M-%S}`. Nothing of another run is overwritten.
     """
-    groups = _describe_keys()
+    groups = describe_keys()
     known = [key.name for keys in groups.values() for key in keys]
     chosen = [name for name in known if fnmatch.fnmatch(name, pattern) or pattern in name]
     if not chosen:
@@ -211,22 +205,6 @@ def _print_keys(pattern: str) -> None:
             head = wrapper.fill(f"{key.name}: {key.kind}, {default}{key.needed}{such}")
             blocks.append(f"{head}\n{wrapper.fill('    ' + key.meaning)}")
     print("\n\n".join(blocks))
-
-
-def markdown_page() -> str:
-    """Return the reference of every key as a section with a table for each group.
-
-    >>> print(markdown_page().splitlines()[0])
-    ## Every key
-    """
-    parts = [PAGE]
-    for group, keys in _describe_keys().items():
-        parts += [f"\n### {group}\n", "| Key | Type | Default | What it is |", "|---|---|---|---|"]
-        for key in keys:
-            needed = key.needed if key.example or key.default is None else f"`{key.default}`"
-            meaning = key.meaning.replace("|", r"\|")
-            parts.append(f"| `{key.name}` | {key.kind} | {needed} | {meaning} |")
-    return "\n".join(parts) + "\n"
 
 
 def _is_elsewhere(text: str | None) -> bool:

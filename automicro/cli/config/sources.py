@@ -38,7 +38,8 @@ class Sources:
         self.tree: Tree = {}
         self._mistakes: list[tuple[str, Exception]] = []
         self._lines: dict[str, Mapping[str, int]] = {}
-        self._sets: dict[str, Collection[str]] = {}  # the leaves that each source sets
+        self._order: dict[str, None] = {}  # of the sources
+        self._set_by: dict[str, str] = {}  # the last source that set each leaf
         for path in map(str, paths):
             try:
                 values, self._lines[path] = read_file(Path(path))
@@ -58,8 +59,9 @@ class Sources:
             self._note(name_override(override), leaves(value, key))
 
     def _note(self, name: str, keys: Collection[str]) -> None:
-        self._sets.pop(name, None)  # given twice, it counts where it is given last
-        self._sets[name] = keys
+        self._order.pop(name, None)  # given twice, it counts where it is given last
+        self._order[name] = None
+        self._set_by |= dict.fromkeys(keys, name)
 
     @contextlib.contextmanager
     def at(self, *keys: object) -> Iterator[None]:
@@ -98,7 +100,7 @@ class Sources:
         found = found or {path: set() for path in self._lines}
         return " + ".join(
             ":".join(filter(None, [name, ",".join(map(str, sorted(found[name])))]))
-            for name in sorted(found, key=[*self._sets].index)
+            for name in sorted(found, key=[*self._order].index)
         )
 
     def _names(self, key: str) -> set[str]:
@@ -107,9 +109,7 @@ class Sources:
         if not inside:
             above = key.rpartition(".")[0]
             return self._names(above) if above else set()
-        latest = [*reversed(self._sets)]
-        last = (next((name for name in latest if leaf in self._sets[name]), "") for leaf in inside)
-        return {*last} - {""}
+        return {self._set_by[leaf] for leaf in inside if leaf in self._set_by}
 
     def _line_of(self, key: str, path: str) -> list[int]:
         """The line of a key in a file, or of what it lies in; none in an override."""
