@@ -1,6 +1,6 @@
 """automicro: full optimization batches on any memory.
 
-Hand over whole batches; a `Microbatcher` cuts them into microbatches that fit, retries smaller
+Pass whole batches. A `Microbatcher` splits them into microbatches that fit, retries with smaller
 ones after running out of memory, and leaves the exact gradient of the whole batch in ``.grad``.
 """
 
@@ -72,8 +72,8 @@ if TYPE_CHECKING:
     from automicro.trainer.report import FitSummary as FitSummary
     from automicro.trainer.trainer import Trainer as Trainer
 
-# Imported when they are first asked for: torch takes seconds, and a user of the command line may
-# want to stop it meanwhile.
+# Imported on first use: torch takes seconds to import, and a command-line user might want to
+# interrupt that.
 _EXPORTS = {
     "automicro.batch.layout": "num_rows split_batch",
     "automicro.batch.types": "register_batch_type",
@@ -123,11 +123,11 @@ if not TYPE_CHECKING:
         if home is not None:
             value = getattr(importlib.import_module(home), name)
         elif not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
-            # A submodule, which nothing may have imported yet.
+            # A submodule that might not be imported yet.
             return importlib.import_module(f"{__name__}.{name}")
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        # Kept, so that this function is asked for each name once.
+        # Cached, so that this function is called once per name.
         globals()[name] = value
         return value
 

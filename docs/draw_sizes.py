@@ -180,7 +180,7 @@ def draw(data: dict[str, Any], picture: pathlib.Path) -> None:
 
 def main() -> None:
     data = trace()
-    data["halving"] = trace(microbatch_size=Halving(refine=False, grow=False))["batches"]
+    data["halving"] = trace(microbatch_size=Halving(refine=False))["batches"]
     lines = {name: json.dumps(value) for name, value in data.items()}
     for name in ("batches", "halving"):
         lines[name] = lines[name].replace("[{", "[\n{").replace("}, {", "},\n{")

@@ -174,7 +174,7 @@ def as_markdown(sizes: Sequence[RememberedSize]) -> str:
     rules = ["--:" if title in NUMBERS else "---" for title in titles]
     rows = [titles, rules, *(row[:MEASURED] for row in cells(sizes))]
     lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
-    named = sorted({f"automicro {s.key.automicro} on torch {s.key.torch}" for s in sizes})
+    named = sorted({"automicro {automicro} on torch {torch}".format(**s.key) for s in sizes})
     when = sorted(row[list(COLUMNS).index("written")] for row in cells(sizes))
     dates = " to ".join(dict.fromkeys((when[0], when[-1])))
     return "\n".join([*lines, "", f"Measured {dates} with {', '.join(named)}.", ""])

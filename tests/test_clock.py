@@ -45,8 +45,8 @@ def test_a_time_is_read(text: str | timedelta, seconds: int) -> None:
         ("2h2h", ValueError, "is not a time"),
         ("2ep", ValueError, "'2ep' is not a time"),
         ("-5m", ValueError, "is not a time"),
-        ("0s", ValueError, "'0s' ends before it begins: give at least '1s'"),
-        (timedelta(seconds=-1), ValueError, "ends before it begins"),
+        ("0s", ValueError, "'0s' ends before it starts: give at least '1s'"),
+        (timedelta(seconds=-1), ValueError, "ends before it starts"),
     ],
 )
 def test_what_is_no_time_is_refused_with_the_remedy(

@@ -47,7 +47,7 @@ def test_a_mistake_names_where_it_was_brought_in() -> None:
             "it takes fullgraph, "
         ),
         ("compile=true", "memory_limit=1MiB", "device=cpu"): (
-            "compile=True together with memory_limit='1MiB' on the CPU: "
+            "compile=True does not work with memory_limit='1MiB' on the CPU: "
         ),
         ("compile={mode: reduce-overhead}",): (
             "compile with mode='reduce-overhead' captures CUDA graphs, "

@@ -58,7 +58,7 @@ def test_a_bare_number_is_answered_with_units(text: Any, error: type[Exception])
 
 @pytest.mark.parametrize("value", [1.0, True, "2"])
 def test_a_duration_is_built_from_whole_numbers_only(value: Any) -> None:
-    with pytest.raises(TypeError, match="is not whole: give an int"):
+    with pytest.raises(TypeError, match="is not a whole number: give an int"):
         Duration(value=value, unit=Unit.EPOCHS)
 
 

@@ -144,7 +144,7 @@ def open_peers(*, timeout_seconds: float = TIMEOUT_SECONDS) -> Peers:
 
 
 class _GroupPeers(Peers):
-    """All ranks, over gloo. The group is its own, so a save may run beside the training."""
+    """All ranks, over gloo, in a group of their own with a timeout of its own."""
 
     def __init__(self, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         self.rank = dist.get_rank()

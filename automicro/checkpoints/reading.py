@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,12 +71,14 @@ class FoundCheckpoint:
         step: optimization batches done.
         metrics: values by name, as they were given when it was saved.
         world_size: how many ranks saved it.
+        state: as it was given when it was saved; empty until it is loaded.
     """
 
     path: Path
     step: int
     metrics: Mapping[str, float]
     world_size: int = 1
+    state: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def at(cls, path: Path, *, peers: Peers = ALONE) -> "FoundCheckpoint":
@@ -89,10 +91,7 @@ class FoundCheckpoint:
         share = slice(peers.rank, None, peers.world_size)
         manifest = together(peers, lambda: verify(path, share=share))
         return cls(
-            path=path,
-            step=manifest.step,
-            metrics=manifest.metrics,
-            world_size=manifest.world_size,
+            path=path, step=manifest.step, metrics=manifest.metrics, world_size=manifest.world_size
         )
 
     @functools.cached_property
@@ -127,17 +126,6 @@ class FoundCheckpoint:
             return {}
         structure = _structure_of(self.path / structure_file(rank))
         return _filled(self.path, structure, {}, name=partial(name_of_own, rank))
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadedCheckpoint(FoundCheckpoint):
-    """A checkpoint with what was saved in it.
-
-    Attributes:
-        state: as it was given when it was saved.
-    """
-
-    state: dict[str, Any] = field(repr=False, compare=False)
 
 
 def open_checkpoint(
@@ -190,7 +178,7 @@ def load_checkpoint(
     *,
     into: Mapping[str, Any] | None = None,
     peers: Peers = ALONE,
-) -> LoadedCheckpoint:
+) -> FoundCheckpoint:
     """Load a checkpoint as data: nothing that is in it is run.
 
     Args:
@@ -212,8 +200,7 @@ def load_checkpoint(
     saved = {name: found.structure.get(name) for name in current}
     together(peers, lambda: refuse_differences(found, saved, current))
     state = together(peers, lambda: found.read(tensors_of(current)))
-    given = {each.name: getattr(found, each.name) for each in fields(FoundCheckpoint)}
-    return LoadedCheckpoint(**given, state=state)
+    return replace(found, state=state)
 
 
 def refuse_differences(

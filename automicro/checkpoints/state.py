@@ -11,7 +11,7 @@ numbers, say.
 import zlib
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,22 +19,11 @@ import torch
 from torch import Tensor
 
 from automicro.errors import CheckpointError
-from automicro.sharding import is_pending, is_sharded, local
+from automicro.sharding import is_pending, is_sharded
 from automicro.torch_private import is_uninitialized
 
 # What `torch.load` reads with weights_only=True and without being told of any class.
-_PLAIN = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _ARRAY = "array of numpy"  # the key under which its dtype stands, beside its shape and its bytes
 
 
@@ -154,10 +143,9 @@ def _plain(place: str, value: Any) -> Any:
     if type(value) is tuple:
         return tuple(_plain(place, each) for each in value)
     if type(value) in (set, Counter):
-        # A copy: the original may change while it is being written.
         for each in value:
             _plain(place, each)
-        return type(value)(value)
+        return value
     if type(value) not in _PLAIN:
         raise CheckpointError(
             f"{place} is of type {type(value).__name__}, which cannot be loaded without running "
@@ -206,13 +194,11 @@ class Share:
     Attributes:
         structure: of the whole state on rank 0, of its own state on any other.
         tensors: by the name under which they are stored.
-        copies: of sharded tensors, on the host, once they were copied.
         names: a checksum of the places and shapes of all sharded tensors; equal on all ranks.
     """
 
     structure: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
-    copies: Mapping[str, Tensor]
     names: int
 
     @classmethod
@@ -230,24 +216,7 @@ class Share:
         if rank:
             structure, plain = take_apart(own or {})
             tensors = sharded | {name_of_own(rank, place): each for place, each in plain.items()}
-        return cls(structure=structure, tensors=tensors, copies={}, names=names)
-
-    def copied(self) -> "Share":
-        """The same with all data copied to the host's memory."""
-        tensors: dict[str, Tensor] = {}
-        copies: dict[str, Tensor] = {}
-        for name, tensor in self.tensors.items():
-            copy = local(tensor).to("cpu", copy=True)
-            if is_sharded(tensor):
-                # It still says which part that is. Its own data is not looked at any more.
-                tensors[name], copies[name] = tensor, copy
-            else:
-                tensors[name] = copy
-        return replace(self, tensors=tensors, copies=copies)
-
-    def data(self, name: str) -> Tensor:
-        """This rank's part of a tensor."""
-        return self.copies[name] if name in self.copies else local(self.tensors[name])
+        return cls(structure=structure, tensors=tensors, names=names)
 
 
 def name_of_own(rank: int, place: str) -> str:

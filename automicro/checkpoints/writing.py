@@ -146,12 +146,7 @@ def number_of(checkpoint: Path) -> int:
 
 
 def write_checkpoint(
-    folder: Path,
-    *,
-    share: Share,
-    step: int,
-    metrics: Mapping[str, float],
-    peers: Peers = ALONE,
+    folder: Path, *, share: Share, step: int, metrics: Mapping[str, float], peers: Peers = ALONE
 ) -> Path:
     """Write a checkpoint beside the others in a folder.
 
@@ -170,7 +165,7 @@ def write_checkpoint(
     from automicro.checkpoints.tensors import TensorsToWrite, write_contents
 
     tensors = TensorsToWrite(share, is_first=peers.rank == 0)
-    plans = exchange(peers, tensors.plan)
+    plans = exchange(peers, tensors.create_local_plan)
     table: Metadata | None = None  # of contents, on rank 0
     with ExitStack() as stack:
 

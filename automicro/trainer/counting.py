@@ -84,8 +84,7 @@ class Counter:
         """The amount of several batches; None where nothing says what it is.
 
         Raises:
-            TypeError: the callable gave no number.
-            ValueError: it gave one that cannot be, or a duration counts what is not known.
+            ValueError: the callable gave no such number, or a duration counts what is not known.
         """
         if self._count is None and self._unit is Unit.SECONDS:
             return known
@@ -102,21 +101,16 @@ class Counter:
             return _tokens_of(batch) if self._count is None else self._checked(self._count(batch))
 
     def _checked(self, value: Any) -> float:
+        is_one = isinstance(value, Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1
+        number: Any = value.item() if is_one else value
         is_whole = self._unit is Unit.TOKENS
-        number: Any = value
-        if isinstance(value, Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1:
-            number = value.item()
         kinds: Any = Integral if is_whole else int | float
-        if isinstance(number, bool) or not isinstance(number, kinds):
-            what, kind = ("a whole number", "an int") if is_whole else ("a number", "a float")
-            raise TypeError(
-                f"{self._name} gave {value!r} ({type(value).__name__}), not {what}; return {kind}, "
-                f"the {_WORDS[self._unit]} of the batch"
-            )
-        if not (math.isfinite(number) and number >= 0):
+        is_number = isinstance(number, kinds) and not isinstance(number, bool)
+        if not (is_number and math.isfinite(number) and number >= 0):
+            kind = "a whole number from 0" if is_whole else "a number from 0"
             raise ValueError(
-                f"{self._name} gave {number}, and no batch has that many {_WORDS[self._unit]}; "
-                "return their number"
+                f"{self._name} gave {value!r} ({type(value).__name__}), not {kind}; return the "
+                f"{_WORDS[self._unit]} of the batch"
             )
         return float(number)
 

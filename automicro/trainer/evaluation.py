@@ -18,23 +18,11 @@ from automicro.microbatcher import Microbatcher
 from automicro.ranks.interface import Ranks
 from automicro.step.results import EvalResult
 from automicro.trainer.context import RunContext
-from automicro.trainer.data.loading import (
-    check_loader,
-    empty,
-    fetch,
-    num_batches,
-    samplers_of,
-)
+from automicro.trainer.data.loading import check_loader, empty, fetch, num_batches, samplers_of
 from automicro.trainer.data.sharing import shared_sampler
 from automicro.trainer.evaluators import INHERITED, Evaluator, read_evaluators
 from automicro.trainer.metrics import MetricSet
-from automicro.trainer.progress import (
-    StatusLine,
-    count_of,
-    evaluation_line,
-    position,
-    size_lines,
-)
+from automicro.trainer.progress import StatusLine, count_of, evaluation_line, position, size_lines
 from automicro.trainer.same_on_all_ranks import (
     announcing_once,
     compare_orders,
@@ -137,15 +125,6 @@ class Evaluation:
             f"or evaluate once, with an interval of '{max_duration}'"
         )
 
-    def refuse_empty(self) -> None:
-        """Refuse a loader that says that it has no batch, before any training.
-
-        Raises:
-            DataLoaderError: with what may be the reason.
-        """
-        if num_batches(self.dataloader) == 0:
-            raise empty(self.dataloader, self.loader_name)
-
     def gives(self, name: str) -> bool:
         """Whether a value that is logged under this name is one of its own."""
         return name.startswith(f"eval/{self._prefix}")
@@ -174,47 +153,45 @@ class Evaluation:
         """
         with context.mode.evaluating():
             start = time.perf_counter()
-            before = phase.ooms, phase.nested_ooms, phase.cut
-            values = None
+            here = PhaseState()
             try:
                 context.tell("eval_start")
                 with announcing_once(self.microbatcher.ranks), self.microbatcher.evaluating():
-                    found = self._pass(phase, context, is_stopped, max_batches)
-                if found is None:
-                    context.forget()
-                    return None
-                values, samples, last, cut_here = found
+                    found = self._pass(here, context, is_stopped, max_batches)
             finally:
                 self.metrics.reset()  # what was counted would take memory from training
-                if values is None:
-                    phase.ooms, phase.nested_ooms, phase.cut = before
-            others = (name for name in phase.metrics if not name.startswith(self._prefix))
-            phase.metrics = {name: phase.metrics[name] for name in others}
-            phase.metrics |= {f"{self._prefix}{name}": value for name, value in values.items()}
+            if found is None:
+                context.forget()
+                return None
+            values, samples, size = found
+            assert here.cut is not None
+            phase.ooms += here.ooms
+            phase.nested_ooms += here.nested_ooms
+            if phase.cut is None or here.cut.num_rows >= phase.cut.num_rows:
+                phase.cut = here.cut
+            prefix, before = self._prefix, phase.metrics
+            own = {f"{prefix}{name}": value for name, value in values.items()}
+            others = {name: before[name] for name in before if not name.startswith(prefix)}
+            phase.metrics = others | own
             phase.seconds += time.perf_counter() - start
             context.progress.line(
-                evaluation_line(values, name=self.name, samples=samples, cut=cut_here, where=where)
+                evaluation_line(values, name=self.name, samples=samples, cut=here.cut, where=where)
             )
-            named = {f"eval/{self._prefix}{name}": value for name, value in values.items()}
-            sizes = {
-                f"eval/{self._prefix}microbatch_size": last.microbatch_size,
-                "eval/ooms": phase.ooms,
-            }
-            context.log(named | sizes)
+            named = {f"eval/{name}": value for name, value in own.items()}
+            context.log({**named, f"eval/{prefix}microbatch_size": size, "eval/ooms": phase.ooms})
             context.tell("eval_end", named)
             return values
 
     def _pass(
         self,
-        phase: PhaseState,
+        here: PhaseState,
         context: RunContext,
         is_stopped: Callable[[Ranks], bool] | None,
         max_batches: int | None,
-    ) -> tuple[dict[str, float], int, EvalResult, Sizes] | None:
-        """Values, rows, the result of the last batch, the cut; None if it was broken off."""
+    ) -> tuple[dict[str, float], int, int] | None:
+        """Values, rows, the size for the last batch; None if it was broken off."""
         self.metrics.reset()
-        losses, here = LossMean(), PhaseState()
-        ranks = self.microbatcher.ranks
+        losses, ranks = LossMean(), self.microbatcher.ranks
         samples = batches = 0
         result: EvalResult | None = None
         of = f" of {self.name!r}" if self.name else ""
@@ -234,7 +211,6 @@ class Evaluation:
                 result = this
                 for line in size_lines("eval", result, here.cut):
                     context.progress.line(line)
-                phase.count(result)
                 here.count(result)
                 if result.loss is not None:
                     losses.add(result.loss, result.losses, result.denominators)
@@ -246,21 +222,16 @@ class Evaluation:
             if result is None:  # on any rank
                 raise empty(self.dataloader, self.loader_name)
             values = self._losses_of_all(ranks, losses) | self.metrics.compute()
-            assert here.cut is not None
-        return values, samples, result, here.cut
+        return values, samples, result.microbatch_size
 
     def _describe(self, batches: int, cut: Sizes | None, max_batches: int | None) -> StatusLine:
         """How far the pass is."""
         what = f"evaluating {self.name!r}" if self.name else "evaluating"
         known = num_batches(self.dataloader), self.max_batches, max_batches
         total = min((each for each in known if each is not None), default=None)
-        done = count_of(batches, "batch")
-        text = f"{what}: {done} done" if total is None else f"{what}: {batches:,} of {total:,}"
-        return StatusLine(
-            line=f"{what}: {done} done",
-            parts=[text if total is None else f"{text} batches", f"microbatches {cut}"],
-            share=None if not total else min(1.0, batches / total),
-        )
+        share = None if not total else min(1.0, batches / total)
+        text = f"{what}: {count_of(batches, 'batch')}{'' if total is None else f' of {total:,}'}"
+        return StatusLine(where=text, words=[f"microbatches {cut}"], share=share)
 
     def _losses_of_all(self, ranks: Ranks, losses: LossMean) -> dict[str, float]:
         sampler = shared_sampler(self.dataloader)
@@ -418,9 +389,10 @@ class EvaluationPlan:
         Raises:
             DataLoaderError: with what may be the reason.
         """
-        if not self._context.has_peers:  # others may have batches where this one has none
-            for evaluation in self._at_end:
-                evaluation.refuse_empty()
+        for each in self._at_end:
+            # Other ranks may have batches where this one has none.
+            if not self._context.has_peers and num_batches(each.dataloader) == 0:
+                raise empty(each.dataloader, each.loader_name)
 
     def catch_up(self) -> None:
         """Take what is done for handled, in a run that is taken up again."""

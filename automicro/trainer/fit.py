@@ -165,8 +165,6 @@ class Fit:
             context.mode.eval()
             context.flush()
             context.loggers.close()
-            if saver is not None:
-                saver.finish()
         self._end_interrupted()
         return self._sum_up()
 

@@ -21,6 +21,7 @@ from automicro.options import (
     innermost_optimizer,
 )
 from automicro.ranks.interface import Ranks
+from automicro.showing import short
 from automicro.values import as_text, comes_from, read_scalars
 
 FORM = "write mappings such as {'params': ['*.bias'], 'weight_decay': 0.0}"
@@ -140,39 +141,19 @@ def read_patterns(groups: object) -> list[list[str]]:
 
 
 def _read_group(where: str, group: object) -> list[str]:
-    if not isinstance(group, Mapping):
-        raise TypeError(f"{where} is of type {type(group).__name__}, not a mapping: {FORM}")
-    if "params" not in group:
-        near = nearest("params", group)
-        instead = "" if near is None else f" and has {near!r}"
-        raise ValueError(
-            f"{where} lacks 'params'{instead}, so nothing says whose options these are: {FORM}"
-        )
-    params = group["params"]
-    patterns = [params] if isinstance(params, str) else params
-    if isinstance(patterns, Tensor | nn.Module) or not isinstance(patterns, Iterable):
-        patterns = [patterns]
-    patterns = list(patterns)
-    for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise TypeError(
-                f"{where}: 'params' holds a value of type {type(pattern).__name__}, and "
-                f"parameters are named: {FORM}, or give the Trainer an optimizer with groups of "
-                "its own"
-            )
-    if not patterns:
-        raise ValueError(f"{where} names no parameters: {FORM}, or leave the group out")
-    return patterns
+    params = group.get("params") if isinstance(group, Mapping) else None
+    patterns: Any = [params] if isinstance(params, str) else params
+    is_listed = isinstance(patterns, list | tuple) and len(patterns) > 0
+    if not is_listed or not all(isinstance(each, str) for each in patterns):
+        raise TypeError(f"{where} is {short(group)}, without names in 'params': {FORM}")
+    return list(patterns)
 
 
 def _nothing_named(index: int, pattern: str, names: Sequence[str]) -> str:
     start = f"parameter_groups[{index}]: {pattern!r} matches no parameter of the model"
     if not names:
         return f"{start}, which has none: leave parameter_groups out"
-    near = nearest(pattern, names)
-    if near is None:  # the letters between a pattern's wildcards may be those of a part of a name
-        parts = {part: name for name in reversed(names) for part in name.split(".")}
-        near = parts.get(nearest(pattern.strip("*?.").rpartition(".")[2], parts) or "")
+    near = nearest(pattern.strip("*?."), names)
     if near is not None:
         return f"{start} (did you mean {near!r}?): correct it"
     shown = ", ".join(map(repr, names[:3]))
@@ -286,13 +267,8 @@ def build_scheduler(scheduler: SchedulerOrFactory | None, optimizer: Optimizer |
         return None
     if optimizer is None:
         raise ValueError("a scheduler was given and no optimizer to schedule; pass optimizer=…")
-    if not callable(getattr(scheduler, "step", None)) or isinstance(scheduler, type):
-        if not callable(scheduler):
-            raise TypeError(
-                f"scheduler is a {type(scheduler).__name__}; pass an instance such as "
-                "torch.optim.lr_scheduler.StepLR(optimizer, 30), or a callable that makes one of "
-                "the optimizer"
-            )
+    is_made = callable(getattr(scheduler, "step", None)) and not isinstance(scheduler, type)
+    if callable(scheduler) and not is_made:
         scheduler = scheduler(optimizer)
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise TypeError(
@@ -302,13 +278,12 @@ def build_scheduler(scheduler: SchedulerOrFactory | None, optimizer: Optimizer |
         )
     if not callable(getattr(scheduler, "step", None)):
         raise TypeError(
-            f"the callable given as scheduler made a {type(scheduler).__name__}, which has no "
-            "step method; return a scheduler of torch.optim.lr_scheduler"
+            f"scheduler is a {type(scheduler).__name__} without a step method; pass one of "
+            "torch.optim.lr_scheduler, or a callable that makes one of the optimizer"
         )
-    if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
-        scheduled = getattr(scheduler, "optimizer", optimizer)
-    else:  # accelerate's wrapper holds the scheduler, and several optimizers
-        scheduled = getattr(getattr(scheduler, "scheduler", scheduler), "optimizer", optimizer)
+    # A wrapper, such as accelerate's, holds the scheduler, and several optimizers.
+    inner = getattr(scheduler, "scheduler", scheduler)
+    scheduled = getattr(inner, "optimizer", optimizer)
     if innermost_optimizer(scheduled) is not innermost_optimizer(optimizer):
         raise ValueError(
             "the scheduler belongs to another optimizer; build it from the one given as "

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from automicro.errors import PeerLostError
-from automicro.memory.device import device_identity
 from automicro.sharding import num_ranks
 from automicro.torch_private_distributed import HashStore, PrefixStore, Store
 
@@ -100,7 +99,7 @@ def own_device(device: torch.device | str, place: Process) -> torch.device | str
     A device with an index stays what it is, and so does ``"auto"`` where there is no accelerator,
     whatever torch was built for: what pip installs on Linux is built for CUDA on any machine.
     Where a process sees one accelerator alone, it takes that: many clusters show each process its
-    own. Whether it is another's as well, `meet` finds out.
+    own.
 
     Raises:
         ValueError: more processes on this machine than accelerators.
@@ -131,8 +130,7 @@ def meet(device: torch.device, place: Process) -> None:
     left in the store would mislead those of this one.
 
     Raises:
-        ValueError: several processes, and nothing says where they meet, or two of them are on one
-            device and would communicate by what takes one process on each.
+        ValueError: several processes, and nothing says where they meet.
         PeerLostError: some of them did not come.
     """
     if dist.is_initialized():
@@ -142,12 +140,9 @@ def meet(device: torch.device, place: Process) -> None:
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
     try:
-        store = _store(place)
-        if has_own:
-            require_own_device(store, place, device_identity(device), str(device))
         dist.init_process_group(
             f"cpu:gloo,{device.type}:{own_backend}" if has_own else "gloo",
-            store=store,
+            store=_store(place),
             rank=place.rank,
             world_size=place.world_size,
             device_id=device if has_own else None,
@@ -158,30 +153,6 @@ def meet(device: torch.device, place: Process) -> None:
             "logs have the cause: start all processes again"
         ) from error
     atexit.register(part)
-
-
-def require_own_device(store: Store, place: Process, identity: str | None, device: str) -> None:
-    """Refuse a device that two processes have, on all ranks. All ranks call it.
-
-    NCCL refuses it too, but as an invalid usage, and after it has connected.
-
-    Raises:
-        ValueError: two processes are on one device.
-
-    >>> require_own_device(HashStore(), Process(), "GPU-1", "cuda:0")
-    """
-    keys = [f"automicro/device/{rank}" for rank in range(place.world_size)]
-    store.set(keys[place.rank], identity or "")
-    ranks: dict[str, int] = {}
-    for rank, each in enumerate(store.multi_get(keys)):
-        first = ranks.setdefault(each.decode(), rank) if each else rank
-        if first != rank:
-            raise ValueError(
-                f"ranks {first} and {rank} are both on one device ({each.decode()}; this process "
-                f"has {device}), and their communicator takes one process on each; start as many "
-                "processes on a machine as it has devices (torchrun --nproc-per-node), let each "
-                "see one of its own (CUDA_VISIBLE_DEVICES), or pass device='cpu'"
-            )
 
 
 def leave() -> None:

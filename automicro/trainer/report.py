@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from automicro.events.run import GlobalBatch, LoopState, Sizes, describe_hours
-from automicro.showing import html_table
 from automicro.trainer.progress import describe_number
 from automicro.units import format_bytes
 
@@ -106,10 +105,6 @@ class FitSummary:
             level=self.level,
             nested=self.nested_sizes,
         )
-
-    def _repr_html_(self) -> str:
-        """For notebooks."""
-        return html_table("training", self._rows())
 
     def __str__(self) -> str:
         rows = self._rows()

@@ -88,19 +88,17 @@ def _seed(name: str, given: int | None) -> dict[str, str]:
 
 def _modules(name: str, given: Any) -> dict[str, str]:
     found: dict[str, str] = {}
-    for index, module in enumerate([given] if isinstance(given, nn.Module) else given):
-        which = name if isinstance(given, nn.Module) else f"{name}[{index}]"
+    modules = {name: given}
+    if not isinstance(given, nn.Module):
+        modules = {f"{name}[{index}]": each for index, each in enumerate(given)}
+    for which, module in modules.items():
         found[which] = type(module).__qualname__
-        found |= {f"{each} of {which}": text for each, text in _structure(module)}
+        for key, parameter in module.named_parameters():
+            frozen = "" if parameter.requires_grad else ", frozen"
+            found[f"parameter {key!r} of {which}"] = _form(parameter) + frozen
+        for key, buffer in module.named_buffers():
+            found[f"buffer {key!r} of {which}"] = _form(buffer)
     return found
-
-
-def _structure(module: nn.Module) -> Iterator[tuple[str, str]]:
-    for name, parameter in module.named_parameters():
-        frozen = "" if parameter.requires_grad else ", frozen"
-        yield f"parameter {name!r}", _form(parameter) + frozen
-    for name, buffer in module.named_buffers():
-        yield f"buffer {name!r}", _form(buffer)
 
 
 def _form(tensor: Any) -> str:
@@ -190,7 +188,11 @@ def of_all_ranks(ranks: Ranks, value: Any, point: str) -> list[Any]:
 
 _SHOWN = 8
 _SHORT = 300  # letters
-_MISSING = "there is none"
+_GIVE_THE_SAME = (
+    "Give every rank the same. All ranks train, evaluate, count metrics and save checkpoints "
+    "together, and rank 0 alone shows and logs what comes of it: nothing of this has to be left "
+    "out elsewhere."
+)
 
 
 def require_same(outline: Callable[[], Outline], *, what: str = "options") -> None:
@@ -225,23 +227,14 @@ def _describe_differences(outlines: Sequence[Outline], *, what: str) -> str:
     together, and rank 0 alone shows and logs what comes of it: nothing of this has to be left out \
     elsewhere.
     """
-    names = list(dict.fromkeys(name for each in outlines for name in each))
     lines = []
-    for name in names:
-        values = [each.get(name, _MISSING) for each in outlines]
+    for name in dict.fromkeys(name for each in outlines for name in each):
+        values = [each.get(name, "there is none") for each in outlines]
         if len(set(values)) > 1:
             lines.append(f"  {name}: {_by_rank(values)}")
-    more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    return "\n".join(
-        [
-            f"ranks were given different {what}:",
-            *lines[:_SHOWN],
-            *more,
-            "Give every rank the same. All ranks train, evaluate, count metrics and save "
-            "checkpoints together, and rank 0 alone shows and logs what comes of it: nothing of "
-            "this has to be left out elsewhere.",
-        ]
-    )
+    if len(lines) > _SHOWN:
+        lines[_SHOWN:] = [f"  and {len(lines) - _SHOWN} more"]
+    return "\n".join([f"ranks were given different {what}:", *lines, _GIVE_THE_SAME])
 
 
 def _by_rank(values: Sequence[str]) -> str:

@@ -222,12 +222,6 @@ def _expected(loader: object, num_devices: int, accumulate_batches: int) -> Glob
     )
 
 
-_PLAIN_SCHEDULE = (
-    "a LambdaLR saves what its callable objects hold, so use a function, or an object that holds "
-    "numbers"
-)
-
-
 def assemble_fit(
     loader: Iterable[Any] | None,
     context: RunContext,
@@ -310,7 +304,7 @@ def assemble_fit(
             seconds.require_for("checkpoint interval", Duration.parse(config.interval))
         metrics_of = {f"metrics of {each.name or 'eval'}": each.metrics for each in evaluations}
         parts = {
-            "scheduler": Part(owner=schedule, remedy=_PLAIN_SCHEDULE),
+            "scheduler": Part(owner=schedule),
             "scaler": Part(owner=scaler),
             "sizes": Part(owner=microbatcher),
             "metrics": Part(owner=metrics, scope=Scope.EPOCH),
@@ -348,7 +342,6 @@ def assemble_fit(
         settings=RunSettings(
             run=run,
             options=options,
-            policies=factory.policies,
             parallel=placed.name,
             expected=_expected(loader, ranks.world_size, accumulate_batches),
             accumulation=chosen,

@@ -127,10 +127,7 @@ def say_on_stderr(line: str) -> None:
 
 @contextlib.contextmanager
 def catching_signals(
-    *,
-    saves: bool = False,
-    has_peers: bool = False,
-    say: Callable[[str], None] = say_on_stderr,
+    *, saves: bool = False, has_peers: bool = False, say: Callable[[str], None] = say_on_stderr
 ) -> Iterator[Interruption]:
     """Take note of the first Ctrl-C and the first SIGTERM, and let the second stop the run.
 

@@ -17,7 +17,7 @@ from automicro.trainer.context import RunContext, TrainedBatch
 from automicro.trainer.counting import Counter
 from automicro.trainer.metrics import MetricSet
 from automicro.trainer.optimizer import Update
-from automicro.trainer.progress import level_line, place_of, size_lines
+from automicro.trainer.progress import place_of, size_lines
 
 MOST_IN_A_ROW = 50  # a model whose weights are NaN never recovers
 
@@ -160,7 +160,7 @@ class TrainingStep:
         if result.level not in self._told:
             self._told.add(result.level)
             does = self.microbatcher.describe_level(result.level)
-            progress.line(level_line("train", result.level, does))
+            progress.line(f"train: too large as it is, so {does} ({result.level})")
         state.train.count(result)
         norm = None
         if result.is_committed:

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from automicro.errors import DeterminismWarning, add_note, text_of, warn
+from automicro.errors import DeterminismWarning, add_note, warn
 from automicro.memory.budget import active_budget
 from automicro.memory.device import limit_memory
 from automicro.memory.residents import track_residents
@@ -24,11 +24,6 @@ from automicro.trainer.progress import Progress, make_progress
 
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_VALUES = (":4096:8", ":16:8")
-
-_SIGNS = (
-    "does not have a deterministic implementation",
-    "Deterministic behavior was enabled with either",  # cuBLAS without its variable
-)
 
 
 def prepare_cublas(device: torch.device | str) -> None:
@@ -59,14 +54,10 @@ def prepare_cublas(device: torch.device | str) -> None:
         "leave deterministic=True out"
     )
     if value is not None:
-        raise ValueError(
-            f"deterministic=True, but the environment has {CUBLAS_VARIABLE}={value}, with which "
-            f"cuBLAS is not deterministic; {remedy}"
-        )
+        raise ValueError(f"{CUBLAS_VARIABLE}={value} is not deterministic; {remedy}")
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         warn(
-            f"deterministic=True on {device} needs {CUBLAS_VARIABLE}, and CUDA is in use already "
-            "(the model lies on the device, perhaps). It is set now; if matrices have been "
+            f"{CUBLAS_VARIABLE} is set while CUDA is in use already: if matrices have been "
             "multiplied on the device before, cuBLAS does not see it, and runs may differ. Make "
             f"the Trainer before anything computes there, or {remedy}",
             DeterminismWarning,
@@ -84,8 +75,7 @@ def deterministic_algorithms(device: torch.device) -> Iterator[None]:
     reads what it never wrote would differ from run to run, unnoticed.
 
     Raises:
-        RuntimeError: an operation has no deterministic implementation. That is torch's own error,
-            with a note that says what helps.
+        RuntimeError: an operation has no deterministic implementation: torch's own error.
 
     Example:
         >>> with deterministic_algorithms(torch.device("cpu")):
@@ -103,14 +93,6 @@ def deterministic_algorithms(device: torch.device) -> Iterator[None]:
         cudnn.benchmark = False
         cudnn.deterministic = True
         yield
-    except RuntimeError as error:
-        if any(sign in text_of(error) for sign in _SIGNS):
-            add_note(
-                error,
-                "automicro: deterministic=True asks for this error; replace the operation by one "
-                "that is deterministic, or leave deterministic=True out",
-            )
-        raise
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warns)
         set_inductor_deterministic(compiled)

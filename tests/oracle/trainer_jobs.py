@@ -1,4 +1,4 @@
-"""Random runs of the Trainer, and the same runs by a loop that anybody would write."""
+"""Random runs of the Trainer, and the same runs as a plain loop."""
 
 import dataclasses
 import functools
@@ -86,7 +86,7 @@ LOSSES: dict[str, Callable[[], Any]] = {
 
 
 class Failing(nn.Module):
-    """Runs out of memory at the forwards whose numbers were given, with more than two rows."""
+    """Runs out of memory at the forwards with given numbers, if they have more than two rows."""
 
     def __init__(self, fails: tuple[int, ...]) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Failing(nn.Module):
 
 @dataclasses.dataclass
 class Ended:
-    """Where a run ended."""
+    """Final state of a run."""
 
     parameters: list[Tensor]
     steps: int

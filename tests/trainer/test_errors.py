@@ -74,7 +74,7 @@ def test_a_batch_of_another_structure_is_named_by_its_place() -> None:
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
-        ([], r"^train_dataloader \(list\) gave no batch; check its dataset"),
+        ([], r"^train_dataloader \(list\) gave no batch: check its dataset"),
         (DataLoader(make_data(0), batch_size=4), r"its dataset is empty; check the path"),
         (
             DataLoader(make_data(3), batch_size=4, drop_last=True),
@@ -106,8 +106,8 @@ def test_an_iterator_for_several_epochs_is_refused_before_anything_trains() -> N
             ValueError,
             "2 of the optimizer's 2 parameters are not in the model",
         ),
-        ({"scheduler": 3}, TypeError, "scheduler is a int; pass an instance"),
-        ({"scheduler": lambda _: 3}, TypeError, "made a int, which has no step method"),
+        ({"scheduler": 3}, TypeError, "scheduler is a int without a step method"),
+        ({"scheduler": lambda _: 3}, TypeError, "scheduler is a int without a step"),
         (
             {"scheduler": schedule(adam(nn.Linear(2, 2).parameters()))},
             ValueError,

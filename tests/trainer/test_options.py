@@ -76,7 +76,7 @@ def grouped(group: dict[str, Any]) -> ParameterGroups:
             "did you mean 'weight_decay'",
         ),
         ({"optimizer": grouped({"params": "*.bais"})}, "matches no parameter of the model"),
-        ({"compile": {"mode": "reduce-overhead"}}, "captures CUDA graphs, and the microbatch size"),
+        ({"compile": {"mode": "reduce-overhead"}}, "captures CUDA graphs, but the microbatch size"),
         ({"compile": True, "memory_limit": "1MiB"}, "silently runs everything uncompiled"),
     ],
     ids=str,

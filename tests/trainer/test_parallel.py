@@ -1,6 +1,5 @@
 """What several processes need before they meet: places, blocks, samplers, refusals."""
 
-import re
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +30,6 @@ from automicro.trainer.processes import (
     name_of_start,
     own_device,
     process_in_environment,
-    require_own_device,
 )
 from tests.config_jobs import load_config
 
@@ -114,27 +112,6 @@ def in_threads(world_size: int, work: Callable[[int], Any]) -> list[Any]:
     with ThreadPoolExecutor(world_size) as pool:
         futures = [pool.submit(work, rank) for rank in range(world_size)]
         return [each.exception(timeout=30) or each.result() for each in futures]
-
-
-def test_processes_on_one_gpu_are_told_so_before_their_communicator_is() -> None:
-    store = HashStore()
-
-    def begin(rank: int, identity: str | None) -> None:
-        require_own_device(store, Process(rank=rank, world_size=4), identity, "cuda:0")
-
-    two_nodes = ["GPU-a", "GPU-b", "GPU-c", "GPU-d"]
-    assert in_threads(4, lambda rank: begin(rank, two_nodes[rank])) == [None] * 4
-    store = HashStore()
-    unknown = [None, "GPU-b", None, "GPU-c"]
-    assert in_threads(4, lambda rank: begin(rank, unknown[rank])) == [None] * 4
-    store = HashStore()
-    shared = ["GPU-a", "GPU-b", "GPU-b", "GPU-d"]
-    errors = in_threads(4, lambda rank: begin(rank, shared[rank]))
-    assert {type(each) for each in errors} == {ValueError}
-    [text] = {str(each) for each in errors}  # all ranks end, with the same words
-    assert re.match(r"ranks 1 and 2|ranks 2 and 1", text)
-    assert "GPU-b" in text
-    assert "CUDA_VISIBLE_DEVICES" in text
 
 
 def test_each_start_has_a_name_of_its_own_whatever_earlier_ones_left_in_the_store() -> None:

@@ -216,7 +216,7 @@ def test_what_has_no_indices_is_passed_over_without_workers() -> None:
     trainer = make_trainer(Model(), loader)
     trainer.fit()
     worst = reported(trainer).batches[0]
-    assert (worst.index, worst.dataset_rows, worst.cost) == (1, None, 2 * 2 * 30)
+    assert (worst.index, worst.dataset_rows, worst.cost) == (1, (), 2 * 2 * 30)
     assert trainer.state.batch == 2
 
 

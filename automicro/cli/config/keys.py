@@ -107,10 +107,10 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
             made="function",
             read="automicro.lengths.unit.check_unit",
         ),
-        "nested": Option(read="automicro.nested.parts.check_nested"),
+        "nested": Option(read="automicro.nested.parts.Nested"),
         "when_too_large": Option(
             words="error, recompute, offload, nested, a list of these, or auto",
-            read="automicro.savers.levels.check_levels",
+            read="automicro.savers.levels.WhenTooLarge",
         ),
         "padding": Option(read="automicro.lengths.padding.Padding"),
         "cut_padding": Option(

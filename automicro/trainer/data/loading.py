@@ -158,23 +158,6 @@ def write_generators(generators: Mapping[str, Generator], states: Mapping[str, A
             set_state(each, state.cpu() if isinstance(state, Tensor) else state)
 
 
-def generator_states(loader: object) -> dict[str, Any]:
-    """Where a loader's own stand, as tensors and plain values.
-
-    Example:
-        >>> class Loader:
-        ...     order = None
-        >>> generator_states(Loader())
-        {}
-    """
-    return read_generators(find_generators(loader))
-
-
-def restore_generators(loader: object, states: Mapping[str, Any]) -> None:
-    """Put a loader's own back where `generator_states` found them."""
-    write_generators(find_generators(loader), states)
-
-
 def check_loader(name: str, loader: object) -> None:
     """Refuse what gives no batches.
 
@@ -277,8 +260,29 @@ def rest(iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 def empty(loader: object, name: str) -> DataLoaderError:
-    """The error that a pass gave no batch, with what may be the reason."""
-    return DataLoaderError(_why_empty(loader, name))
+    """The error that a pass gave no batch, with what may be the reason.
+
+    >>> empty(iter([]), "eval_dataloader").args[0].split(":")[0]
+    'eval_dataloader (list_iterator) gave no batch'
+    """
+    why = "check its dataset and its sampler, which must give at least one batch in every pass"
+    dataset = getattr(loader, "dataset", None)
+    rows = num_batches(dataset) if dataset is not None else None
+    most = getattr(loader, "batch_size", None) or 0
+    most *= getattr(getattr(loader, "batch_sampler", None), "world_size", 1)
+    if isinstance(loader, Iterator):
+        why = (
+            "it is an iterator and used up, because an iterator can be passed over only once; pass "
+            "something that starts again for each epoch, such as a DataLoader or a list"
+        )
+    elif rows and rows < most and getattr(loader, "drop_last", False):
+        why = (
+            f"its dataset has {rows} rows, fewer than the {most} of a batch, and drop_last=True "
+            "drops them; use drop_last=False or a smaller batch"
+        )
+    elif rows == 0:
+        why = "its dataset is empty; check the path and the filters"
+    return DataLoaderError(f"{name} ({type(loader).__name__}) gave no batch: {why}")
 
 
 def grouped(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
@@ -367,15 +371,10 @@ def choose_accumulation(size: Duration, loader: object, num_devices: int) -> int
     }[size.unit]
     if not held:
         what = size.unit.name.lower()
-        remedy = (
-            "give a DataLoader with a batch_size"
-            if size.unit is Unit.SAMPLES
-            else f"let its batches come from a LengthBatchSampler with lengths of unit='{what}' "
-            "(sampling_mode and its unit in a config)"
-        )
         raise ValueError(
-            f"{said}: nothing says how many {what} a batch of train_dataloader has; {remedy}, or "
-            "give a number of batches"
+            f"{said}: nothing says how many {what} a batch of train_dataloader has; give a "
+            f"DataLoader with a batch_size, one whose LengthBatchSampler has unit='{what}' "
+            "(sampling_mode and its unit in a config), or a number of batches"
         )
     return max(1, math.ceil(size.value / (held * num_devices) - 1e-9))
 
@@ -424,30 +423,6 @@ def announce_epoch(loader: object, epoch: int) -> None:
 def _is_loader(value: object) -> bool:
     """Whether it gives batches, where a batch was expected."""
     return isinstance(value, DataLoader | Iterator) or comes_from(value, "automicro.Evaluator")
-
-
-def _why_empty(loader: object, name: str) -> str:
-    if isinstance(loader, Iterator):
-        return (
-            f"{name} gave no batch: it is an iterator ({type(loader).__name__}) and used up, "
-            "because an iterator can be passed over only once; pass something that starts again "
-            "for each epoch, such as a DataLoader or a list"
-        )
-    dataset = getattr(loader, "dataset", None)
-    rows = num_batches(dataset) if dataset is not None else None
-    batch_size = getattr(loader, "batch_size", None)
-    most = (batch_size or 0) * getattr(getattr(loader, "batch_sampler", None), "world_size", 1)
-    if rows and rows < most and getattr(loader, "drop_last", False):
-        return (
-            f"{name} gave no batch: its dataset has {rows} rows, fewer than the {most} of a batch, "
-            "and drop_last=True drops them; use drop_last=False or a smaller batch"
-        )
-    if rows == 0:
-        return f"{name} gave no batch: its dataset is empty; check the path and the filters"
-    return (
-        f"{name} ({type(loader).__name__}) gave no batch; check its dataset and its sampler: it "
-        "must give at least one batch in every pass"
-    )
 
 
 def _is_indexable(loader: object) -> bool:

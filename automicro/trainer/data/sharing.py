@@ -273,11 +273,7 @@ class LoaderSharing:
         # subclass may take other arguments.
         shared = copy.copy(loader)
         forget_workers(shared)
-        place = {
-            "rank": self.place.rank,
-            "world_size": self.place.world_size,
-            "seed": self.seed,
-        }
+        place = {"rank": self.place.rank, "world_size": self.place.world_size, "seed": self.seed}
         batch_sampler: Any = loader.batch_sampler
         if batch_sampler is None:
             vars(shared)["sampler"] = SharedSampler(loader.sampler, **place)
@@ -307,9 +303,8 @@ def _not_shared(loader: object, name: str, place: Process) -> str:
     owner = type(loader if dataset is None else dataset).__name__
     return (
         f"{name} is {what} ({owner}), and each of {place.world_size} ranks would get all of its "
-        "rows; pass a DataLoader over a data set with a length, whose rows are shared out, or "
-        "let it give each rank rows of its own (by torch.distributed.get_rank()) and say so by "
-        f"setting {ITSELF} = True on the loader or the data set"
+        "rows; pass a DataLoader over a data set with a length, or let it give each rank rows of "
+        f"its own and say so by setting {ITSELF} = True on the loader or the data set"
     )
 
 

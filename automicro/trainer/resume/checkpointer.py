@@ -11,7 +11,7 @@ import torch
 from automicro.batch.device import on_host
 from automicro.checkpoints.reading import FoundCheckpoint
 from automicro.checkpoints.store import CheckpointConfig, CheckpointStore
-from automicro.errors import CheckpointError, CheckpointWarning, RankError, suggestion, warn
+from automicro.errors import CheckpointError, CheckpointWarning, suggestion, warn
 from automicro.events.run import IN_EVALUATION, NO_EVALUATION, ExpectedValues
 from automicro.memory.oom import once_more
 from automicro.trainer.context import RunContext
@@ -179,8 +179,9 @@ class Checkpointer:
     def _save(self, batch: int, metrics: Mapping[str, float]) -> None:
         snapshot = self._store.together(self._gather)
         try:
-            with on_host():  # where copies of the background lie
-                path = self._write(snapshot, step=batch, metrics=metrics)
+            with on_host():  # where what is written is read
+                own = self._snapshot.own(snapshot)
+                path = self._store.save(snapshot, step=batch, metrics=metrics, own=own)
         except CheckpointError as error:
             if not isinstance(error.__cause__, OSError):
                 raise  # a state that no checkpoint can hold will be one next time, too
@@ -197,18 +198,3 @@ class Checkpointer:
         return once_more(
             self._snapshot.gather, self._context.device, doing="gathering a checkpoint"
         )
-
-    def _write(self, snapshot: dict[str, Any], *, step: int, metrics: Mapping[str, float]) -> Path:
-        own = self._snapshot.own(snapshot)
-        if self._config.asynchronous:
-            self._store.save_async(snapshot, step=step, metrics=metrics, own=own)
-            return self._store.folder
-        return self._store.save(snapshot, step=step, metrics=metrics, own=own)
-
-    def finish(self) -> None:
-        """Wait for what is written in the background; a failure is a warning."""
-        try:
-            self._store.wait()
-        except (CheckpointError, RankError) as error:
-            self._saved_at = None
-            warn(f"the last checkpoint was not written: {error}", CheckpointWarning)

@@ -125,7 +125,6 @@ class Subject:
     num_rows: int = 60
     max_duration: str = "3ep"
     interval: str | None = "2ba"
-    asynchronous: bool = False
     keep_last: int | None = 2
     keep_best: int = 0
     optimizer: str = "AdamW"
@@ -187,7 +186,6 @@ class Job:
             interval=subject.interval,
             keep_last=subject.keep_last,
             keep_best=subject.keep_best,
-            asynchronous=subject.asynchronous,
         )
         self.own: list[Callback] = [Tally()]
         if subject.average:
@@ -210,11 +208,11 @@ class Job:
             # Refined sizes follow from measured memory, of which a life that was taken up again
             # holds a little more or less; those of halving follow from what failed.
             microbatch_size=(
-                8 if is_deep else None if subject.batchnorm else Halving(refine=False, grow=False)
+                8 if is_deep else None if subject.batchnorm else Halving(refine=False)
             ),
             when_too_large=subject.when_too_large,
-            nested={"7": Halving(refine=False, grow=False)} if subject.nested else None,
-            eval_microbatch_size=Halving(refine=False, grow=False),
+            nested={"7": Halving(refine=False)} if subject.nested else None,
+            eval_microbatch_size=Halving(refine=False),
             microbatch_unit=cost_of if subject.by_cost else "rows",
             memory_limit=subject.memory_limit,
             precision=subject.precision,
@@ -264,7 +262,6 @@ def draw(seed: int) -> Subject:
         num_rows=choose.choice([48, 60, 64, 70]),
         max_duration=choose.choice(["3ep", "10ba", "7ba", "150sp", "2ep"]),
         interval=choose.choice(["1ba", "2ba", "3ba", "5ba", "1ep", "2ep", "40sp", "100sp"]),
-        asynchronous=choose.random() < 0.3,
         keep_last=choose.choice([1, 2, 3, None]),
         keep_best=choose.choice([0, 1]) if evaluators == 1 else 0,
         optimizer=choose.choice(sorted(OPTIMIZERS)),

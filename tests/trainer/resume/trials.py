@@ -65,15 +65,14 @@ def kill_and_resume(seed: int, folder: Path, *, first_kind: str | None = None) -
     undisturbed = live(subject, folder / "undisturbed", name="only")
     disturbed = folder / "disturbed"
     checkpoints = Checkpoints(disturbed / "checkpoints")
-    # With saving in the background, one more may not be complete yet.
-    most = _longest(undisturbed) * (2 if subject.asynchronous else 1)
+    most = _longest(undisturbed)
     kills: list[Kill] = []
     point = _choose_point(choose, undisturbed.passed, first_kind)
     life = live(subject, disturbed, name="life-0", at=point)
     while life.exit_code != 0:
         assert life.exit_code == KILLED, life
         kind, before = point[0], life
-        checkpoints.check(before, asynchronous=subject.asynchronous)
+        checkpoints.check(before)
         is_damaged = choose.random() < 0.2 and checkpoints.cut_newest_short(choose)
         expected, num_damaged = checkpoints.newest_good()
         is_last = len(kills) + 1 >= MOST_LIVES or choose.random() < 0.5
@@ -116,14 +115,14 @@ class Checkpoints:
         self._folder = folder
         self._damaged: set[Path] = set()
 
-    def check(self, life: Life, *, asynchronous: bool) -> None:
+    def check(self, life: Life) -> None:
         """Assert that what a killed process left is whole, and that nothing is missing."""
         for path in set(list_checkpoints(self._folder)) - self._damaged:
             verify(path)
-        # One in the background is complete once the next one has begun.
-        complete = [life.resumed_at or 0, *life.saved][: -1 if asynchronous else None]
         step, _ = self.newest_good()
-        assert step >= max(complete, default=0), "a checkpoint that was complete is lost"
+        assert step >= max([life.resumed_at or 0, *life.saved]), (
+            "a checkpoint that was complete is lost"
+        )
 
     def newest_good(self) -> tuple[int, int]:
         """After how many batches it was saved, and how many damaged ones are newer."""
