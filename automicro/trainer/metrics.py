@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from automicro.checkpoints.state import put_together, take_apart
+from automicro.checkpoints.state import take_apart
 from automicro.errors import CheckpointError, CheckpointWarning, add_note, warn
 from automicro.memory.oom import once_more
 from automicro.sharding import num_ranks
@@ -360,10 +360,9 @@ class _MetricState:
         return {
             "class": self.class_name,
             "own": self._metric.state_dict() if self._saves_itself else None,
-            "states": {name: copy.copy(value) for name, value in self._counts().items()},
+            "states": dict(self._counts()),
             "updates": self._metric.update_count if self._is_known else 0,
-            # In other containers than those it counts in.
-            "attributes": put_together(*take_apart(changed)),
+            "attributes": changed,
         }
 
     def refusal(self, state: Mapping[str, Any]) -> str | None:

@@ -110,20 +110,10 @@ class SharedBatchSampler(_OneOrder):
         [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7]]]
     """
 
-    def __init__(
-        self,
-        sampler: Indices,
-        batch_size: int,
-        *,
-        drop_last: bool,
-        rank: int,
-        world_size: int,
-        seed: int,
-    ) -> None:
-        super().__init__(sampler, rank=rank, world_size=world_size, seed=seed)
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-        self.per_batch = batch_size * world_size
+    def __init__(self, sampler: Indices, batch_size: int, *, drop_last: bool, **place: int) -> None:
+        super().__init__(sampler, **place)
+        self.batch_size, self.drop_last = batch_size, drop_last
+        self.per_batch = batch_size * self.world_size
 
     def __iter__(self) -> Iterator[list[int]]:
         order = self.order()
@@ -248,10 +238,9 @@ class LoaderSharing:
                 return loader
         if self.has_parted_layers:
             raise ValueError(
-                f"the model has layers that are parted among ranks (tensor parallelism), and "
-                f"nothing says which ranks need the same rows of {name}; give it a "
-                "DistributedSampler with the rank and the number of the data-parallel groups, or "
-                f"set {ITSELF} = True on it"
+                f"ranks hold parts of layers (tensor parallelism), and nothing says which need the "
+                f"same rows of {name}; give it a DistributedSampler over the data-parallel groups, "
+                f"or set {ITSELF} = True on it"
             )
         if isinstance(batch_sampler, LengthBatchSampler):
             if batch_sampler.has_place:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from automicro.batch.device import on_host
-from automicro.checkpoints.reading import FoundCheckpoint
+from automicro.checkpoints.peers import together
+from automicro.checkpoints.reading import FoundCheckpoint, open_checkpoint
 from automicro.checkpoints.store import CheckpointConfig, CheckpointStore
 from automicro.errors import CheckpointError, CheckpointWarning, suggestion, warn
 from automicro.events.run import IN_EVALUATION, NO_EVALUATION, ExpectedValues
@@ -125,11 +126,11 @@ class Checkpointer:
             return None
         with on_host():
             chosen = self._choose()
-            opened = None if chosen is None else self._store.open(chosen)
+            opened = None if chosen is None else open_checkpoint(chosen, peers=self._snapshot.peers)
         if opened is None:
             return None
-        self._store.together(partial(self._snapshot.compare, opened))
-        saved = self._store.together(partial(self._snapshot.restore, opened))
+        together(self._snapshot.peers, partial(self._snapshot.compare, opened))
+        saved = together(self._snapshot.peers, partial(self._snapshot.restore, opened))
         state, progress = self._context.state, self._context.progress
         self._interval.catch_up(state)
         # One of another folder is saved here, too, even if there is nothing left to train.
@@ -177,7 +178,7 @@ class Checkpointer:
             self._save(self._context.state.batch, metrics)
 
     def _save(self, batch: int, metrics: Mapping[str, float]) -> None:
-        snapshot = self._store.together(self._gather)
+        snapshot = together(self._snapshot.peers, self._gather)
         try:
             with on_host():  # where what is written is read
                 own = self._snapshot.own(snapshot)

@@ -32,20 +32,10 @@ def optimizer_state(
     names = _names(optimizer, modules)
     saved = optimizer.state_dict()
     _refuse_unsharded(optimizer, names)
-    own = {key: values for key, values in saved["state"].items() if not isinstance(key, int)}
-    unnamed = [repr(key) for key in own if not isinstance(key, str)]
-    if unnamed:
-        raise CheckpointError(
-            f"{type(optimizer).__name__} keeps state by {', '.join(unnamed)}, and a checkpoint "
-            "knows parameters and text; key optimizer.state by these"
-        )
+    state = saved["state"]
     return {
-        "state": {
-            names[index]: _copied(values)
-            for index, values in saved["state"].items()
-            if index not in own
-        },
-        "own": {key: _copied(values) for key, values in own.items()},
+        "state": {names[key]: each for key, each in state.items() if isinstance(key, int)},
+        "own": {key: each for key, each in state.items() if not isinstance(key, int)},
         "groups": [
             {
                 **{name: value for name, value in group.items() if name != "params"},
@@ -62,9 +52,9 @@ def named_parameters(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Par
     >>> [name for name, _ in named_parameters([nn.Linear(2, 1), nn.Linear(1, 1)])]
     ['weight', 'bias', 'modules[0].weight', 'modules[0].bias']
     """
-    for prefix, module in zip(_prefixes(modules), modules, strict=True):
+    for index, module in enumerate(modules):
         for name, parameter in module.named_parameters():
-            yield f"{prefix}{name}", parameter
+            yield f"modules[{index - 1}].{name}" if index else name, parameter
 
 
 def load_optimizer_state(
@@ -80,8 +70,8 @@ def load_optimizer_state(
     optimizer.load_state_dict(
         {
             "state": {
-                **{indices[name]: _copied(values) for name, values in state["state"].items()},
-                **{key: _copied(values) for key, values in state["own"].items()},
+                **{indices[name]: values for name, values in state["state"].items()},
+                **state["own"],
             },
             "param_groups": [
                 {
@@ -123,10 +113,6 @@ _ADDED = (
 )
 
 
-def _copied(values: Any) -> Any:
-    return dict(values) if isinstance(values, Mapping) else values
-
-
 def _names(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]) -> list[str]:
     """Of the optimizer's parameters, in torch's order."""
     named = {id(parameter): name for name, parameter in named_parameters(modules)}
@@ -157,10 +143,6 @@ def _refuse_unsharded(optimizer: torch.optim.Optimizer, names: Sequence[str]) ->
                     "which no checkpoint can put back on another number of ranks; use an "
                     "optimizer whose state has the shape of its parameter, such as AdamW"
                 )
-
-
-def _prefixes(modules: Sequence[nn.Module]) -> list[str]:
-    return ["", *(f"modules[{index}]." for index in range(len(modules) - 1))]
 
 
 # Counters of a schedule, and what repeats the optimizer's own options.
