@@ -84,7 +84,8 @@ class Counter:
         """The amount of several batches; None where nothing says what it is.
 
         Raises:
-            ValueError: the callable gave no such number, or a duration counts what is not known.
+            TypeError: the callable gave no number.
+            ValueError: it gave one that cannot be, or a duration counts what is not known.
         """
         if self._count is None and self._unit is Unit.SECONDS:
             return known
@@ -108,7 +109,8 @@ class Counter:
         is_number = isinstance(number, kinds) and not isinstance(number, bool)
         if not (is_number and math.isfinite(number) and number >= 0):
             kind = "a whole number from 0" if is_whole else "a number from 0"
-            raise ValueError(
+            error = ValueError if is_number else TypeError
+            raise error(
                 f"{self._name} gave {value!r} ({type(value).__name__}), not {kind}; return the "
                 f"{_WORDS[self._unit]} of the batch"
             )

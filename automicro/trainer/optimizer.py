@@ -20,7 +20,6 @@ from automicro.options import (
     innermost_optimizer,
 )
 from automicro.ranks.interface import Ranks
-from automicro.showing import short
 from automicro.values import comes_from, read_scalars
 
 ParameterGroups: TypeAlias = Sequence[Mapping[str, Any]]
@@ -108,7 +107,7 @@ def _read_group(where: str, group: object) -> list[str]:
     patterns: Any = [params] if isinstance(params, str) else params
     is_listed = isinstance(patterns, list | tuple) and len(patterns) > 0
     if not is_listed or not all(isinstance(each, str) for each in patterns):
-        raise TypeError(f"{where} is {short(group)}, without names in 'params': {FORM}")
+        raise TypeError(f"{where} is {group!r:.60}, without names in 'params': {FORM}")
     return list(patterns)
 
 

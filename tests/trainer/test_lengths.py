@@ -77,9 +77,9 @@ def test_seconds_that_nobody_counts_are_refused_with_max_time_for_those_who_mean
         trainer.fit(duration="2h")
 
 
-@pytest.mark.parametrize("seconds", ["1", -1.0])
-def test_seconds_that_are_none_are_refused(seconds: Any) -> None:
-    with pytest.raises(ValueError, match="count_seconds gave"):
+@pytest.mark.parametrize(("seconds", "error"), [("1", TypeError), (-1.0, ValueError)])
+def test_seconds_that_are_none_are_refused(seconds: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="count_seconds gave"):
         make_trainer(count_seconds=lambda batch: seconds).fit()
     with pytest.raises(TypeError, match="count_seconds=5 cannot be called"):
         make_trainer(count_seconds=5)
