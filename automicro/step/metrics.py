@@ -414,7 +414,8 @@ class MetricUpdates(Feature):
 
 def _known_reason(metric: Any) -> str:
     """Why the value of a metric of torchmetrics depends on how its rows are cut; else empty."""
-    if not is_of_torchmetrics(metric):
+    torchmetrics = sys.modules.get("torchmetrics")  # code that made one has imported it
+    if torchmetrics is None or not isinstance(metric, torchmetrics.Metric):
         return ""
     names = {each.__name__ for each in type(metric).__mro__}
     if "Running" in names:
@@ -430,9 +431,10 @@ def _known_reason(metric: Any) -> str:
 
 def _members(metric: Any) -> Sequence[Any]:
     """The metrics of a collection, each on its own."""
-    if is_of_torchmetrics(metric, "MetricCollection"):
-        return list(metric.values(copy_state=False))
-    return [metric]
+    kind = getattr(sys.modules.get("torchmetrics"), "MetricCollection", None)
+    if kind is None or not isinstance(metric, kind):
+        return [metric]
+    return list(metric.values(copy_state=False))
 
 
 def _is_unknown(metric: Any) -> bool:
