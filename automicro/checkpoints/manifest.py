@@ -33,11 +33,7 @@ class FileSum:
 
     @classmethod
     def of(cls, path: Path) -> "FileSum":
-        """Read a file from its beginning to its end.
-
-        Raises:
-            OSError: it cannot be read.
-        """
+        """Read a file from its beginning to its end."""
         size = crc32 = 0
         # Into one buffer again and again: a file may be larger than the memory.
         with path.open("rb", buffering=0) as file:
@@ -92,11 +88,7 @@ class NewFolder:
 
     @contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:
-        """Open a new file. At the end of the block it is on the disk and its sum is known.
-
-        Raises:
-            OSError: it could not be written.
-        """
+        """Open a new file. At the end of the block it is on the disk and its sum is known."""
         with _SummedFile(self.path / name) as raw:
             # Large blocks pass by the buffer, so they are not copied.
             stream = io.BufferedWriter(raw, _BUFFER_BYTES)
@@ -115,11 +107,7 @@ class NewFolder:
             self.sums[name] = raw.sum()
 
     def rename(self, old: str, new: str) -> None:
-        """Give a file that was written another name.
-
-        Raises:
-            OSError: it could not be renamed.
-        """
+        """Give a file that was written another name."""
         files.replace(self.path / old, self.path / new)
         self.sums[new] = self.sums.pop(old)
 
@@ -152,11 +140,7 @@ class Manifest:
 def write_manifest(
     new: NewFolder, *, step: int, metrics: Mapping[str, float], world_size: int = 1
 ) -> None:
-    """Write the manifest of all files in a new folder.
-
-    Raises:
-        OSError: it could not be written.
-    """
+    """Write the manifest of all files in a new folder."""
     content = {
         "format": FORMAT,
         "step": step,
@@ -202,10 +186,6 @@ def verify(folder: Path, *, contents: bool = True, share: slice = _ALL) -> Manif
         folder: of the checkpoint.
         contents: read every file to the end. Without, only their sizes are compared.
         share: of which files to read, where other ranks read the others.
-
-    Raises:
-        DamagedCheckpointError: a file is missing, incomplete or was changed; the message names it.
-        CheckpointError: it has another format.
     """
     manifest = _read_manifest(folder)
     read = set(list(manifest.files)[share]) if contents else ()

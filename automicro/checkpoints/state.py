@@ -30,9 +30,6 @@ _ARRAY = "array of numpy"  # the key under which its dtype stands, beside its sh
 def take_apart(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The structure of a state, and its tensors by their place, like ``model.0.weight``.
 
-    Raises:
-        CheckpointError: something in it is neither, so that loading it would run code.
-
     Example:
         >>> structure, tensors = take_apart({"model": {"w": torch.ones(2)}, "epoch": 3})
         >>> structure["model"]["w"].device, structure["epoch"], tensors
@@ -205,11 +202,7 @@ class Share:
     def of(
         cls, state: Mapping[str, Any], *, own: Mapping[str, Any] | None = None, rank: int = 0
     ) -> "Share":
-        """The share of a rank.
-
-        Raises:
-            CheckpointError: no checkpoint can hold it.
-        """
+        """The share of a rank."""
         structure, tensors = take_apart(state)
         sharded = {name: each for name, each in tensors.items() if is_sharded(each)}
         names = zlib.crc32(repr([(name, *each.shape) for name, each in sharded.items()]).encode())

@@ -73,10 +73,6 @@ class FailedBatch:
 def save_batch(path: str | os.PathLike[str], failed: FailedBatch) -> None:
     """Keep a batch in a file: tensors on the host, and plain values, without any code.
 
-    Raises:
-        UnreadableBatchError: it is too large, or holds what is neither.
-        OSError: the file cannot be written.
-
     Example:
         >>> import tempfile
         >>> folder = tempfile.TemporaryDirectory()
@@ -106,13 +102,7 @@ def save_batch(path: str | os.PathLike[str], failed: FailedBatch) -> None:
 
 
 def load_batch(path: str | os.PathLike[str], *, like: Any = None) -> FailedBatch:
-    """Read a batch that `save_batch` kept. Nothing in the file is run.
-
-    Raises:
-        UnreadableBatchError: the file is none of these, is damaged, or its batch is of a class that
-            only ``like`` can tell.
-        OSError: it cannot be read.
-    """
+    """Read a batch that `save_batch` kept. Nothing in the file is run."""
     try:
         with on_host():
             content = torch.load(path, map_location="cpu", weights_only=True)

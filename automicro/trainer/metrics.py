@@ -62,9 +62,6 @@ def _on_device_of(metric: Any, value: Any) -> Any:
 def model_metrics(model: Any, *, is_train: bool) -> dict[str, Any] | None:
     """The metrics by name that a model with Composer's interface has.
 
-    Raises:
-        TypeError: ``get_metrics`` gave something else than metrics.
-
     Example:
         >>> model_metrics(nn.Linear(2, 1), is_train=True) is None
         True
@@ -89,10 +86,6 @@ def model_metrics(model: Any, *, is_train: bool) -> dict[str, Any] | None:
 
 class MetricSet:
     """Clones of metrics, on the device.
-
-    Raises:
-        TypeError: something in it is no metric.
-        ValueError: a metric is called ``"loss"``, the name of the loss.
 
     >>> from torchmetrics import MeanMetric
     >>> metrics = MetricSet({"size": MeanMetric()}, torch.device("cpu"))
@@ -177,9 +170,6 @@ class MetricSet:
         """The state for a rank, where another number of ranks has counted.
 
         The first goes on with what all have counted, the others with nothing.
-
-        Raises:
-            CheckpointError: the counts of a metric cannot be put together.
         """
         merged = {}
         for name, each in self._states.items():
@@ -396,9 +386,6 @@ class _MetricState:
 
     def reshard(self, states: Sequence[Mapping[str, Any]], *, rank: int) -> dict[str, Any]:
         """The counts of a rank where another number of ranks saved: the first has all of them.
-
-        Raises:
-            CheckpointError: its counts cannot be put together.
 
         >>> from torchmetrics import SumMetric
         >>> metric = SumMetric()

@@ -34,11 +34,6 @@ def group_parameters(model: nn.Module, groups: ParameterGroups) -> list[dict[str
     their own, without options, in front of the others. A parameter that a model has under several
     names (tied weights) goes by any of them.
 
-    Raises:
-        TypeError: groups that are not such mappings.
-        ValueError: a name that no parameter has, or a group whose parameters are all in earlier
-            ones.
-
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
     >>> rest, undecayed = group_parameters(model, [{"params": "1.*", "weight_decay": 0.0}])
     >>> len(rest["params"]), len(undecayed["params"]), undecayed["weight_decay"]
@@ -70,9 +65,6 @@ def group_parameters(model: nn.Module, groups: ParameterGroups) -> list[dict[str
 
 def check_group_options(optimizer: Optimizer, groups: ParameterGroups) -> None:
     """Refuse options that the optimizer does not have: torch keeps them and never looks at them.
-
-    Raises:
-        ValueError: an option that the optimizer does not have.
 
     >>> import torch
     >>> model = nn.Linear(2, 2)
@@ -150,13 +142,6 @@ def build_optimizer(
 ) -> Optimizer | None:
     """The optimizer, built from the model's parameters where a callable was given.
 
-    Raises:
-        TypeError: neither an optimizer nor something that makes one.
-        ValueError: an optimizer of another model, or groups that do not fit.
-
-    Warns:
-        UserWarning: the loss has parameters that are not trained.
-
     >>> model = nn.Linear(2, 2)
     >>> type(build_optimizer(torch.optim.AdamW, model, [model])).__name__
     'AdamW'
@@ -220,10 +205,6 @@ def _warn_of_untrained(loss_fn: nn.Module, optimizer: Optimizer) -> None:
 def build_scheduler(scheduler: SchedulerOrFactory | None, optimizer: Optimizer | None) -> Any:
     """The scheduler, built from the optimizer where a callable was given.
 
-    Raises:
-        TypeError: nothing that can be stepped after each batch.
-        ValueError: no optimizer to schedule, or the scheduler of another one.
-
     >>> optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
     >>> build_scheduler(torch.optim.lr_scheduler.ConstantLR, optimizer).get_last_lr()
     [0.000333...]
@@ -263,9 +244,6 @@ SCHEDULER_INTERVALS = ("batch", "epoch")
 
 def read_scheduler_interval(scheduler: object, given: str | None) -> str:
     """After what the scheduler is stepped.
-
-    Raises:
-        ValueError: it is not known, missing, or other than what the scheduler says.
 
     >>> read_scheduler_interval(object(), "epoch")
     'epoch'
@@ -379,11 +357,7 @@ class Update:
         return self.scaler.read(self.optimizer, numbers)
 
     def step(self) -> bool:
-        """Step once; whether gradients did not overflow.
-
-        Raises:
-            OptimizerStepError: memory ran out inside the optimizer's step.
-        """
+        """Step once; whether gradients did not overflow."""
         return step_optimizer(self.optimizer, self.device, scaler=self.scaler)
 
     def clear(self) -> None:

@@ -20,9 +20,6 @@ PARALLEL_MODES = ("ddp", "fsdp")
 def read_parallel(parallel: str | None) -> str | None:
     """A valid way to be parallel, or None.
 
-    Raises:
-        ValueError: there is no such way.
-
     >>> read_parallel("ddp"), read_parallel(None)
     ('ddp', None)
     """
@@ -40,9 +37,6 @@ def check_parallel(
     optimizer: object = None,
 ) -> None:
     """Refuse what several processes cannot train together.
-
-    Raises:
-        ValueError: each with its remedy.
 
     >>> check_parallel(None, [nn.Linear(2, 2)], Process())
     """

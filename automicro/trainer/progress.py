@@ -480,9 +480,6 @@ class Progress:
 def make_progress(enabled: bool, console: Console | None = None) -> Progress:
     """The way to show progress that suits where the output goes.
 
-    Raises:
-        TypeError: ``enabled`` is not True or False.
-
     >>> with make_progress(False) as progress:
     ...     progress.line("unread")
     """

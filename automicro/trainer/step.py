@@ -44,11 +44,7 @@ class FinitenessGuard:
         return _is_finite if self.decides else None
 
     def object_to(self, loss: float, norm: float | None, state: LoopState) -> str | None:
-        """None where the optimizer may step, else what is not finite, in words.
-
-        Raises:
-            NonFiniteLossError: the mode is "stop", or too many batches were skipped in a row.
-        """
+        """None where the optimizer may step, else what is not finite, in words."""
         if not self.decides:
             return None
         what = _describe_loss(loss, norm)
@@ -66,9 +62,6 @@ class FinitenessGuard:
         """The error for a batch whose gradients overflowed in half precision.
 
         The scale of the loss is lowered then, so it is no error unless it goes on for long.
-
-        Raises:
-            NonFiniteLossError: too many batches were skipped in a row.
         """
         return self._skip("gradients overflowed, so the scale of the loss was lowered", state)
 
@@ -131,9 +124,6 @@ class TrainingStep:
         """Train on an optimization batch, and write down what came of it.
 
         Returns None where no rank has rows, and nothing was done.
-
-        Raises:
-            NonFiniteLossError: before the optimizer steps.
         """
         start = time.perf_counter()
         update, context = self.update, self.context

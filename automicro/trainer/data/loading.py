@@ -160,9 +160,6 @@ def write_generators(generators: Mapping[str, Generator], states: Mapping[str, A
 def check_loader(name: str, loader: object) -> None:
     """Refuse what gives no batches.
 
-    Raises:
-        TypeError: it cannot be iterated over, or gives keys or loaders.
-
     >>> check_loader("train_dataloader", [("a", "batch")])
     """
     if isinstance(loader, Mapping):
@@ -190,9 +187,6 @@ def check_loader(name: str, loader: object) -> None:
 def check_passes(loader: object, duration: Duration) -> None:
     """Refuse an iterator where several passes are asked for.
 
-    Raises:
-        ValueError: it can be passed over only once.
-
     >>> check_passes([1, 2], Duration.parse("2ep"))
     """
     if isinstance(loader, Iterator) and duration.unit is Unit.EPOCHS and duration.value > 1:
@@ -211,9 +205,6 @@ def fetch(loader: Any, name: str, *, may_be_empty: bool = False) -> Iterator[Any
 
     Persistent workers draw a seed when they start and not with every pass, so that a run that is
     taken up would draw one more than the undisturbed one: random numbers are put back after it.
-
-    Raises:
-        DataLoaderError: there is not one batch.
 
     >>> list(fetch([1, 2], "train_dataloader"))
     [1, 2]
@@ -332,9 +323,6 @@ def average_batch(loader: object) -> AverageBatch | None:
 
 def choose_accumulation(size: Duration, loader: object, num_devices: int) -> int:
     """How many batches of each device make up an optimization batch that reaches a size.
-
-    Raises:
-        ValueError: the size of a batch is unknown.
 
     >>> rows = torch.utils.data.TensorDataset(torch.zeros(64))
     >>> choose_accumulation(Duration.parse("100sp"), DataLoader(rows, batch_size=8), 4)

@@ -216,12 +216,6 @@ class LoaderSharing:
 
         A ``DataLoader`` over a data set with a length gets a sampler that shares the rows out; all
         else about it stays. A `LengthBatchSampler` shares them out itself. All ranks call it.
-
-        Raises:
-            ValueError: data of which every rank would get all, or some twice in an evaluation.
-
-        Warns:
-            UserWarning: rows that come twice in an epoch.
         """
         place = self.place
         dataset = getattr(loader, "dataset", None)

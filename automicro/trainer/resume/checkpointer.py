@@ -26,9 +26,6 @@ _NO_METRICS: Mapping[str, float] = MappingProxyType({})
 def read_checkpoint(checkpoint: object) -> CheckpointConfig | None:
     """The config, or None.
 
-    Raises:
-        TypeError: anything else.
-
     >>> read_checkpoint(None) is None
     True
     """
@@ -41,9 +38,6 @@ def read_checkpoint(checkpoint: object) -> CheckpointConfig | None:
 
 def check_best_metric(config: CheckpointConfig, expected: ExpectedValues) -> None:
     """Refuse a metric to keep the best by that no evaluation in training gives.
-
-    Raises:
-        ValueError: names it, and those that there are.
 
     >>> check_best_metric(CheckpointConfig(folder="runs/a"), ExpectedValues())
     """
@@ -62,9 +56,6 @@ def check_best_metric(config: CheckpointConfig, expected: ExpectedValues) -> Non
 
 def check_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose state no rank has whole, so that none can save it.
-
-    Raises:
-        ValueError: names it.
 
     >>> check_optimizer_state(torch.optim.SGD([torch.zeros(1, requires_grad=True)]))
     """
@@ -117,10 +108,6 @@ class Checkpointer:
         """Go on from a checkpoint, if the config says so and there is one; what was loaded.
 
         Random numbers are left for the caller to put back, after whatever else draws some.
-
-        Raises:
-            CheckpointError: it is of another run, or all are damaged, or the one that was asked
-                for is not there.
         """
         if self._config.resume == "never":
             return None
@@ -162,11 +149,7 @@ class Checkpointer:
             self.save(metrics)
 
     def rehearse(self) -> None:
-        """Refuse now what no checkpoint can hold, before anything was trained.
-
-        Raises:
-            CheckpointError: something of the run has a state that cannot be saved.
-        """
+        """Refuse now what no checkpoint can hold, before anything was trained."""
         with on_host():  # where random numbers lie
             self._snapshot.rehearse()
 

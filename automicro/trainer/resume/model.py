@@ -100,11 +100,7 @@ class ModuleState:
         }
 
     def compare(self, opened: FoundCheckpoint) -> None:
-        """Refuse the checkpoint of other models.
-
-        Raises:
-            CheckpointError: names, shapes or dtypes differ.
-        """
+        """Refuse the checkpoint of other models."""
         here = [module.state_dict() for module in self._modules]
         refuse_differences(
             opened,
@@ -118,11 +114,7 @@ class ModuleState:
         return {place: each for place, each in tensors_of(state).items() if is_sharded(each)}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Put back what was not read in place.
-
-        Raises:
-            CheckpointError: a model's own ``load_state_dict`` refuses it.
-        """
+        """Put back what was not read in place."""
         for module, state in zip(self._modules, saved["modules"], strict=True):
             _load(module, state)
         self.restore_own(saved)

@@ -60,11 +60,7 @@ def named_parameters(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Par
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module], state: Mapping[str, Any]
 ) -> None:
-    """Go on with the state and the options that `optimizer_state` gave.
-
-    Raises:
-        CheckpointError: the groups hold other parameters.
-    """
+    """Go on with the state and the options that `optimizer_state` gave."""
     compare_groups(optimizer, modules, state)
     indices = {name: index for index, name in enumerate(_names(optimizer, modules))}
     optimizer.load_state_dict(
@@ -87,11 +83,7 @@ def load_optimizer_state(
 def compare_groups(
     optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module], state: Mapping[str, Any]
 ) -> None:
-    """Refuse the state of an optimizer of other parameters.
-
-    Raises:
-        CheckpointError: the groups hold other parameters.
-    """
+    """Refuse the state of an optimizer of other parameters."""
     names = _names(optimizer, modules)
     here = [len(group["params"]) for group in optimizer.param_groups]
     listed = [name for group in state["groups"] for name in group["names"]]
@@ -209,11 +201,7 @@ def _plain(place: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def refuse_other_classes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Refuse the checkpoint of a run with another optimizer or scheduler.
-
-    Raises:
-        CheckpointError: names both classes.
-    """
+    """Refuse the checkpoint of a run with another optimizer or scheduler."""
     for what, name in given["classes"].items():
         was = saved["classes"].get(what)
         if was != name:
