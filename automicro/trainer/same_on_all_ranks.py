@@ -15,7 +15,7 @@ from automicro.events.callback import Callback
 from automicro.ranks.interface import Ranks
 from automicro.sharding import num_ranks
 from automicro.torch_private import is_uninitialized
-from automicro.trainer.data.described import describe_for_ranks
+from automicro.trainer.data.sharing import describe_for_ranks
 from automicro.trainer.evaluators import Evaluator
 from automicro.trainer.resume.optimizer import given_options
 from automicro.values import as_text

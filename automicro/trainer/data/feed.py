@@ -11,7 +11,6 @@ from automicro.data import LengthBatchSampler
 from automicro.errors import CheckpointError, CheckpointWarning, DataLoaderError, warn
 from automicro.ranks.interface import Ranks
 from automicro.torch_private import forget_workers
-from automicro.trainer.data.described import IN_A_RUN, OF_SHARED_ORDER, changed, describe_loader
 from automicro.trainer.data.loading import (
     announce_epoch,
     begin,
@@ -26,7 +25,13 @@ from automicro.trainer.data.loading import (
     write_attributes,
     write_generators,
 )
-from automicro.trainer.data.sharing import shared_sampler
+from automicro.trainer.data.sharing import (
+    IN_A_RUN,
+    OF_SHARED_ORDER,
+    changed,
+    describe_loader,
+    shared_sampler,
+)
 from automicro.trainer.same_on_all_ranks import require_same_order
 from automicro.values import same_values
 

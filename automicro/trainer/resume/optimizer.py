@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from automicro.errors import CheckpointError, CheckpointWarning, warn
 from automicro.sharding import is_sharded
-from automicro.trainer.data.described import changed
+from automicro.trainer.data.sharing import changed
 
 
 def optimizer_state(
