@@ -21,12 +21,7 @@ _BUFFER_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class FileSum:
-    """Size and checksum of a file.
-
-    Attributes:
-        size: in bytes.
-        crc32: of all its bytes.
-    """
+    """Size and checksum of a file."""
 
     size: int
     crc32: int
@@ -75,12 +70,7 @@ class _SummedFile(io.FileIO):
 
 
 class NewFolder:
-    """A folder that is being filled with files.
-
-    Attributes:
-        path: of the folder.
-        sums: of the files written into it so far, by name.
-    """
+    """A folder that is being filled with files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -122,14 +112,7 @@ _REMEDY = "it was cut short or changed; load another checkpoint, and delete this
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The step, the metrics and the files of a checkpoint.
-
-    Attributes:
-        step: optimization batches done.
-        metrics: values by name.
-        files: the sum of every file but the manifest, by name.
-        world_size: how many ranks saved it.
-    """
+    """The step, the metrics and the files of a checkpoint."""
 
     step: int
     metrics: Mapping[str, float]

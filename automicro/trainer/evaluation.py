@@ -77,17 +77,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Evaluation:
-    """Evaluates whole batches, at a size of its own.
-
-    Attributes:
-        name: of the evaluation; empty where there is only one.
-        dataloader: the data to evaluate on, of several ranks this one's part.
-        max_batches: of each pass; None for all.
-        microbatcher: runs the forward.
-        metrics: count every row once, from zero in each pass.
-        interval: how often.
-        loader_name: of the argument, for errors.
-    """
+    """Evaluates whole batches, at a size of its own."""
 
     name: str
     dataloader: Iterable[Any]
@@ -250,17 +240,7 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EvaluationFactory:
-    """Makes evaluations: each with metrics and, where it asks for them, a size of its own.
-
-    Attributes:
-        microbatcher: the trainer's, for one evaluation without a name.
-        make_microbatcher: makes one for a named evaluation, whose size is found apart.
-        metrics: of those that give none of their own.
-        microbatch_size: the same.
-        interval: the same.
-        device: where metrics lie.
-        share: gives this rank its part of a loader.
-    """
+    """Makes evaluations: each with metrics and, where it asks for them, a size of its own."""
 
     microbatcher: Microbatcher
     make_microbatcher: Callable[..., Microbatcher]

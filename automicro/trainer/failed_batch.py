@@ -181,13 +181,7 @@ def _name_of(value: Any) -> str:
 
 @dataclass(kw_only=True)
 class Failures:
-    """Keeps a batch that does not fit even in the smallest microbatches.
-
-    Attributes:
-        device: that is too small.
-        rank: of this process.
-        folder: where to keep it; None for a new folder among the system's temporary files.
-    """
+    """Keeps a batch that does not fit even in the smallest microbatches."""
 
     device: torch.device
     rank: int = 0

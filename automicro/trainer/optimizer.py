@@ -305,19 +305,7 @@ class OptimizerMode:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Update:
-    """The update from a gradient: unscale, clip, step, clear; then the scheduler.
-
-    Attributes:
-        optimizer: steps once per batch.
-        modules: whose gradients are cleared.
-        scaler: of the loss in half precision, which gives the microbatcher its backward; None
-            for none.
-        grad_clip_norm: the largest norm of the gradient; None for any.
-        scheduler: steps once per optimizer step, or once per epoch; None for none.
-        scheduler_interval: after what it is stepped: one of `SCHEDULER_INTERVALS`.
-        device: where it all happens.
-        ranks: all that train the model.
-    """
+    """The update from a gradient: unscale, clip, step, clear; then the scheduler."""
 
     optimizer: Optimizer
     modules: Sequence[nn.Module]

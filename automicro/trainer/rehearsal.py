@@ -366,20 +366,7 @@ class RehearsalReport:
 
 @dataclass(kw_only=True, eq=False)
 class Rehearsal:
-    """Runs the costliest batches before the first step of a run, and rolls all of it back.
-
-    Attributes:
-        loader: of the data to train on.
-        microbatcher: of training, whose sizes stay.
-        metrics: of training, updated and put back.
-        evaluations: all; those that happen in the run are rehearsed.
-        context: of the run.
-        count_rows: of a batch.
-        accumulate_batches: how many batches of the loader make up an optimization batch.
-        repeatable: whether no clock may decide what is found.
-        report: of what was found, once all is done.
-        at: where it stands while it runs, for errors.
-    """
+    """Runs the costliest batches before the first step of a run, and rolls all of it back."""
 
     loader: Any
     microbatcher: Microbatcher

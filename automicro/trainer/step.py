@@ -82,17 +82,7 @@ def _is_finite(loss: Tensor) -> bool:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingStep:
-    """One optimization batch: its gradient, the optimizer's step, and what is counted.
-
-    Attributes:
-        microbatcher: gives the gradient.
-        update: what becomes of it.
-        metrics: updated with every row.
-        guard: decides about losses that are not finite.
-        tokens: counts the tokens of batches.
-        seconds: counts the seconds of data in them.
-        context: of the run; its state is written here.
-    """
+    """One optimization batch: its gradient, the optimizer's step, and what is counted."""
 
     microbatcher: Microbatcher
     update: Update

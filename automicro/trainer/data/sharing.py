@@ -190,12 +190,6 @@ ITSELF = "is_sharded"
 class LoaderSharing:
     """Gives each rank its part of loaders.
 
-    Attributes:
-        place: of this process.
-        seed: of the order of rows, the same on all ranks.
-        device: where ranks can exchange tensors.
-        has_parted_layers: whether some ranks hold parts of one layer, and so need the same rows.
-
     Example:
         >>> from torch.utils.data import TensorDataset
         >>> loader = DataLoader(TensorDataset(torch.arange(5)), batch_size=2)
@@ -209,7 +203,7 @@ class LoaderSharing:
     _: KW_ONLY
     seed: int
     device: torch.device
-    has_parted_layers: bool = False
+    has_parted_layers: bool = False  # then some ranks need the same rows
 
     def share(self, loader: Any, name: str, *, is_evaluated: bool = False) -> Any:
         """This rank's part of a loader: the loader itself, where it is shared already.
