@@ -161,27 +161,16 @@ def _without_data(tensor: Tensor) -> Tensor:
 
 def _dense(place: str, leaf: Tensor) -> Tensor:
     if is_uninitialized(leaf):
-        raise CheckpointError(
-            f"{place} is of a lazy module that has no shape yet; run one forward before saving it"
-        )
-    tensor = leaf.detach()
-    if is_sharded(tensor) and is_pending(tensor):
-        raise CheckpointError(
-            f"{place} is a DTensor that is still to be summed over ranks, which a checkpoint "
-            "cannot hold; give it another placement with redistribute()"
-        )
-    if tensor.is_meta:
-        raise CheckpointError(
-            f"{place} is on the meta device, without data; give the model its parameters before "
-            "saving it"
-        )
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
-        raise CheckpointError(
-            f"{place} is {kind}, which a checkpoint cannot hold; leave it out, or save "
-            "tensor.to_dense() or tensor.dequantize()"
-        )
-    return tensor
+        why = "of a lazy module that has no shape yet; run one forward before saving it"
+    elif is_sharded(leaf) and is_pending(leaf):
+        why = "a DTensor that is still to be summed over ranks; give it another with redistribute()"
+    elif leaf.is_meta:
+        why = "on the meta device, without data; give the model its parameters before saving it"
+    elif leaf.layout is not torch.strided or leaf.is_quantized:
+        why = "sparse or quantized; save tensor.to_dense() or tensor.dequantize()"
+    else:
+        return leaf.detach()
+    raise CheckpointError(f"{place} is {why}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from automicro.memory.device import capacity_bytes
 from automicro.memory.oom import is_out_of_memory
 from automicro.units import format_bytes
 
-FORMAT, VERSION = "automicro: a batch that did not fit", 1
+FORMAT = "automicro: a batch that did not fit, 1"
 MOST_BYTES = 256 * 2**20
 """Of a batch in a file. Larger ones are not kept."""
 KEPT = "failed-batch-"
@@ -94,7 +94,6 @@ def save_batch(path: str | os.PathLike[str], failed: FailedBatch) -> None:
             )
         content = {
             "format": FORMAT,
-            "version": VERSION,
             **{each.name: getattr(failed, each.name) for each in dataclasses.fields(failed)},
             "batches": [_plain(each) for each in failed.batches],
         }
@@ -115,11 +114,6 @@ def load_batch(path: str | os.PathLike[str], *, like: Any = None) -> FailedBatch
         ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UnreadableBatchError(f"{path} holds no batch that automicro has kept")
-    if content.get("version") != VERSION:
-        raise UnreadableBatchError(
-            f"{path} was written by another automicro (format {content.get('version')!r}, and this "
-            f"one reads {VERSION}): use that one"
-        )
     try:
         fields = {each.name: content[each.name] for each in dataclasses.fields(FailedBatch)}
         fields["batches"] = [_rebuilt(each, like) for each in fields["batches"]]

@@ -292,13 +292,12 @@ def _check_padding(sampler: DistributedSampler[Any], name: str, *, is_evaluated:
         return
     twice = f"{more} of its {rows} rows come twice" if more > 0 else f"it leaves out {-more} rows"
     text = (
-        f"{name} has a DistributedSampler for {sampler.num_replicas} ranks, with which {twice} "
-        "in every pass"
+        f"{name} has a DistributedSampler for {sampler.num_replicas} ranks, with which {twice} in "
+        "every pass; leave it out: the Trainer shares the rows out, each exactly once"
     )
-    remedy = "leave it out: the Trainer shares the rows out, each exactly once"
-    if is_evaluated:
-        raise ValueError(f"{text}, so losses and metrics would be wrong; {remedy}")
-    warn(f"{text}; {remedy}", UserWarning)
+    if is_evaluated:  # losses and metrics would be wrong
+        raise ValueError(text)
+    warn(text, UserWarning)
 
 
 # Loaders in plain values that decide which rows their batches have, for ranks and runs

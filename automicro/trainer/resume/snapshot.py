@@ -190,10 +190,9 @@ class Snapshot:
                 states[name] = part.owner.reshard(of_all, rank=rank)
             except CheckpointError as error:
                 raise CheckpointError(
-                    f"the checkpoint was saved by {_ranks(was)} after {batches} batches of an "
-                    f"epoch, and this run has {_ranks(now)}, which share the rows in "
-                    f"another way: {error}. Otherwise go on with {_ranks(was)}, or from a "
-                    "checkpoint of the end of an epoch"
+                    f"{_ranks(was)} saved it after {batches} batches of an epoch, and "
+                    f"{_ranks(now)} share the rows in another way: {error}. Otherwise go on with "
+                    f"{_ranks(was)}, or from a checkpoint of the end of an epoch"
                 ) from error
 
     def _parameter_names(self) -> set[str]:
