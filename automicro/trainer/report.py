@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from automicro.events.run import GlobalBatch, LoopState, Sizes, describe_hours
 from automicro.trainer.progress import count_of, describe_number
@@ -164,16 +165,8 @@ def _count(number: float | None) -> str:
     return "" if number is None else f"{number:,.0f}"
 
 
-def summarize(
-    state: LoopState,
-    *,
-    stop_reason: str | None,
-    peak_memory_bytes: int | None,
-    num_devices: int,
-    loss_average_is: str,
-    rehearsed: str | None,
-) -> FitSummary:
-    """Gather what the loop wrote down."""
+def summarize(state: LoopState, *, num_devices: int, **more: Any) -> FitSummary:
+    """Gather what the loop wrote down, and what else is told of a run, by its name."""
     cut = state.train.cut
     assert cut is not None
     assert state.loss is not None
@@ -182,7 +175,6 @@ def summarize(
         seconds=state.train.seconds + state.eval.seconds,
         samples_per_second=state.samples / seconds,
         tokens_per_second=None if state.tokens is None else state.tokens / seconds,
-        peak_memory_bytes=peak_memory_bytes,
         epochs=state.epoch,
         steps=state.batch - state.skipped,
         skipped_steps=state.skipped,
@@ -201,9 +193,7 @@ def summarize(
         batch_size=cut.num_rows,
         eval_microbatch_size=None if state.eval.cut is None else state.eval.cut.microbatch_size,
         train_loss=state.loss,
-        loss_average_is=loss_average_is,
-        rehearsed=rehearsed,
-        stop_reason=stop_reason,
         train_metrics=state.train.metrics,
         eval_metrics=state.eval.metrics,
+        **more,
     )

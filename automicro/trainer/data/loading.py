@@ -177,7 +177,9 @@ def check_loader(name: str, loader: object) -> None:
             f"{name} is a {type(loader).__name__} of {len(loader)}, and not of batches: "
             f"{', '.join(type(each).__name__ for each in loader)}; {remedy}"
         )
-    if loader is not None and not isinstance(loader, Iterable) and not _is_indexable(loader):
+    # What has indices can be iterated over as well, but a class has none of its own.
+    is_indexable = hasattr(type(loader), "__getitem__") and not isinstance(loader, type)
+    if not (loader is None or isinstance(loader, Iterable) or is_indexable):
         raise TypeError(
             f"{name} is a {type(loader).__name__} and cannot be iterated over; pass a "
             "torch.utils.data.DataLoader, or any iterable of whole batches"
@@ -389,7 +391,3 @@ def announce_epoch(loader: object, epoch: int) -> None:
 def _is_loader(value: object) -> bool:
     """Whether it gives batches, where a batch was expected."""
     return isinstance(value, DataLoader | Iterator) or comes_from(value, "automicro.Evaluator")
-
-
-def _is_indexable(loader: object) -> bool:
-    return hasattr(type(loader), "__getitem__") and not isinstance(loader, type)

@@ -6,8 +6,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
 from automicro.batch.device import on_host
 from automicro.checkpoints.peers import together
 from automicro.checkpoints.reading import FoundCheckpoint, open_checkpoint
@@ -51,19 +49,6 @@ def check_best_metric(config: CheckpointConfig, expected: ExpectedValues) -> Non
             f"checkpoint.best_metric={name!r}{hint} is not a value of an evaluation in training, "
             f"and keep_best={config.keep_best} keeps by such: "
             + (f"give one such as {', '.join(there)}" if there else NO_EVALUATION)
-        )
-
-
-def check_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose state no rank has whole, so that none can save it.
-
-    >>> check_optimizer_state(torch.optim.SGD([torch.zeros(1, requires_grad=True)]))
-    """
-    if callable(getattr(optimizer, "consolidate_state_dict", None)):
-        raise ValueError(
-            f"{type(optimizer).__name__} shares its state out among the ranks, none of which has "
-            "what a checkpoint saves; with checkpoint=…, use parallel='fsdp', whose optimizer "
-            "state is shared out and saved, or the optimizer inside of it with parallel='ddp'"
         )
 
 
