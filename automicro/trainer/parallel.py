@@ -1,6 +1,7 @@
 """Models over several devices: put into DDP or FSDP2 here, or wrapped by the user already."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -133,38 +134,29 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
             found.update((id(block), block) for block in blocks)
             inside |= {id(each) for block in blocks for each in block.modules()}
     owners = _owners(model)
-    return [block for block in found.values() if not _shares_parameters(block, owners)]
+    # One that shares a parameter has fewer of its owners than the model.
+    return [each for each in found.values() if _owners(each).items() <= owners.items()]
 
 
-def _owners(model: nn.Module) -> dict[int, set[int]]:
-    """The modules, by identity, that have each parameter as their own."""
-    owners: dict[int, set[int]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(id(module))
-    return owners
-
-
-def _shares_parameters(block: nn.Module, owners: Mapping[int, set[int]]) -> bool:
-    inside = set(map(id, block.modules()))
-    return any(owners[id(parameter)] - inside for parameter in block.parameters())
+def _owners(module: nn.Module) -> dict[int, int]:
+    """How many modules have each parameter as their own, by its identity."""
+    each = (one for owner in module.modules() for one in owner.parameters(recurse=False))
+    return dict(Counter(map(id, each)))
 
 
 def _repeated(module: nn.Module) -> Iterator[nn.Module]:
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return
-    members = [each for each in module if _is_made_of_modules(each)]
-    classes = [type(each) for each in members]
-    for each in members:
-        if classes.count(type(each)) > 1:
-            yield each
-
-
-def _is_made_of_modules(module: nn.Module) -> bool:
-    has_parameters = next(module.parameters(), None) is not None
-    # A list has no forward that could gather it.
-    is_called = not isinstance(module, nn.ModuleList | nn.ModuleDict)
-    return has_parameters and is_called and next(module.children(), None) is not None
+    members = [
+        each
+        for each in module
+        if next(each.parameters(), None) is not None
+        and next(each.children(), None) is not None
+        # A list has no forward that could gather it.
+        and not isinstance(each, nn.ModuleList | nn.ModuleDict)
+    ]
+    classes = Counter(map(type, members))
+    yield from (each for each in members if classes[type(each)] > 1)
 
 
 def splits_layers(modules: Sequence[nn.Module]) -> bool:

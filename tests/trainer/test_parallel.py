@@ -195,7 +195,7 @@ def test_a_distributed_sampler_that_repeats_rows_is_told_of_and_refused_in_evalu
     loader = DataLoader(ROWS, batch_size=2, sampler=sampler)
     with pytest.warns(UserWarning, match="1 of its 11 rows come twice in every pass"):
         assert share(loader, 0, 2) is loader
-    with pytest.raises(ValueError, match="losses and metrics would be wrong; leave it out"):
+    with pytest.raises(ValueError, match="1 of its 11 rows come twice in every pass; leave it out"):
         share(loader, 0, 2, is_evaluated=True)
 
 
