@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from automicro import Halving, Trainer
 from automicro.events.callback import Callback
 from automicro.events.run import Run
+from automicro.features import RememberSizes
 from automicro.memory.device import read_counts
 from automicro.step.results import StepResult
 
@@ -130,7 +131,7 @@ def trace(
         callbacks=[neighbour, recorder],
         memory_limit=limit,
         microbatch_size=microbatch_size,
-        remember_sizes=False,
+        features=[RememberSizes(False)],
         device="cpu",
         progress=False,
     ).fit()
@@ -179,7 +180,7 @@ def draw(data: dict[str, Any], picture: pathlib.Path) -> None:
 
 def main() -> None:
     data = trace()
-    data["halving"] = trace(microbatch_size=Halving(refine=False, grow=False))["batches"]
+    data["halving"] = trace(microbatch_size=Halving(refine=False))["batches"]
     lines = {name: json.dumps(value) for name, value in data.items()}
     for name in ("batches", "halving"):
         lines[name] = lines[name].replace("[{", "[\n{").replace("}, {", "},\n{")

@@ -17,9 +17,8 @@ import torch
 import transformers
 from torch import nn
 
-from automicro.batch.layout import BatchLayout
 from automicro.tools.plan.devices import DEVICES
-from automicro.tools.plan.dry_run import Conditions, DryRun, Job
+from automicro.tools.plan.dry_run import Conditions, DryRun
 from automicro.tools.plan.plan import Planner
 from automicro.units import format_bytes
 
@@ -85,8 +84,7 @@ def planned(family: Family) -> list[tuple[int, list[str]]]:
     """For each number of ranks, a field of each device."""
     ids = torch.zeros(1, family.length, dtype=torch.long)
     batch: Any = {"input_ids": ids, "labels": ids}
-    job = Job(model=family.make, batch=batch, layout=BatchLayout(), optimizer=torch.optim.AdamW)
-    steps = DryRun(job)
+    steps = DryRun(model=family.make, batch=batch, optimizer=torch.optim.AdamW)
     conditions = Conditions(precision="bf16", savers=("recompute",))
     planners = {ranks: Planner(steps, conditions, ranks, 2 * SIZES[-1]) for ranks in RANKS}
     return [

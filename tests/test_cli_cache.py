@@ -19,19 +19,19 @@ from tests.remembered.test_remembering import KEY, SIZE, size_of
 
 DAY = 86400
 NOW = 1_800_000_000.0
-GPT2 = dataclasses.replace(
-    KEY,
-    model="GPT2LMHeadModel",
-    parameters=124_439_808,
-    device="NVIDIA H100",
-    memory_bytes=80 << 30,
-    precision="bf16",
-    compiled=True,
-    rows=512,
-    shapes={"input_ids": "int64[?]"},
-    world_size=8,
-)
-EVAL = dataclasses.replace(KEY, phase="eval", memory_bytes=None)
+GPT2 = {
+    **KEY,
+    "model": "GPT2LMHeadModel",
+    "parameters": 124_439_808,
+    "device": "NVIDIA H100",
+    "memory_bytes": 80 << 30,
+    "precision": "bf16",
+    "compiled": True,
+    "rows": 512,
+    "shapes": {"input_ids": "int64[?]"},
+    "world_size": 8,
+}
+EVAL = {**KEY, "phase": "eval", "memory_bytes": None}
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def cache(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> SizeCache:
 
 
 def left(cache: SizeCache) -> list[tuple[str, str]]:
-    return [(entry.key.model, entry.key.phase) for entry in cache.entries()]
+    return [(entry.key["model"], entry.key["phase"]) for entry in cache.entries()]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def left(cache: SizeCache) -> list[tuple[str, str]]:
 def test_no_two_lines_look_alike(
     other: dict[str, Any], own_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for key in (KEY, dataclasses.replace(KEY, **other)):
+    for key in (KEY, {**KEY, **other}):
         SizeCache().remember(size_of(16, key))
     assert main(["cache"]) == 0
     _, *lines = capsys.readouterr().out.splitlines()[:3]
@@ -76,7 +76,7 @@ def test_in_json_what_many_tensors_hold_is_whole_and_in_the_table_it_is_short(
     shapes = dict.fromkeys(names, "int64[128]") | {
         "a": "float32[2]", "b": "float32[3]", "c": "bool[]", "d": "uint8[4]",
     }  # fmt: skip
-    SizeCache().remember(size_of(16, dataclasses.replace(KEY, shapes=shapes)))
+    SizeCache().remember(size_of(16, {**KEY, "shapes": shapes}))
     assert main(["cache"]) == 0
     assert "3 × int64[128], float32[2], float32[3], 2 more" in capsys.readouterr().out
     assert main(["cache", "--json"]) == 0
@@ -177,7 +177,7 @@ def test_what_cannot_be_removed_is_told_and_ends_with_1(
 def test_text_of_a_file_neither_marks_up_nor_steers_the_terminal(
     own_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    SizeCache().remember(size_of(16, dataclasses.replace(KEY, model="[red]\x1b[2J|Net")))
+    SizeCache().remember(size_of(16, {**KEY, "model": "[red]\x1b[2J|Net"}))
     assert main(["cache"]) == 0
     assert capsys.readouterr().out.splitlines()[1].startswith("[red]?[2J|Net  ")
     assert main(["cache", "--markdown"]) == 0
@@ -217,7 +217,7 @@ def test_unknown_arguments_are_named(
 def test_a_closed_pipe_is_no_traceback(own_cache: Path) -> None:
     cache = SizeCache()
     for rows in range(64, 364):
-        cache.remember(size_of(16, dataclasses.replace(KEY, rows=rows)))
+        cache.remember(size_of(16, {**KEY, "rows": rows}))
     command = f"{sys.executable} -m automicro cache | head -n 1"
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", command],

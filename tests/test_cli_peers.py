@@ -88,8 +88,8 @@ def test_who_stops_because_of_another_says_so_in_a_line(
 
 LOST = (
     "rank 1 of 2 could not go on at 'the collectives of a batch': rank 0 of 2 gone or stuck. "
-    "Nothing can be retried without all ranks: start again from the last checkpoint; the log of "
-    "the missing rank, or the kernel's (out of memory on the host), has the cause"
+    "A retry needs all ranks: start again from the last checkpoint; the log of the missing rank, "
+    "or the kernel's (out of memory on the host), has the cause"
 )
 
 

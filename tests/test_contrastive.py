@@ -183,7 +183,7 @@ def test_microbatcher_and_trainer_have_the_gradient_of_the_whole_batch() -> None
 @pytest.mark.parametrize("size", ["auto", 4])
 def test_a_batch_that_would_be_cut_is_refused(argument: str, size: Any) -> None:
     sizes: Any = {"microbatch_size": None, "eval_microbatch_size": None, argument: size}
-    message = rf"{argument}={size!r}, and Contrastive compares all rows .*give {argument}=None"
+    message = rf"{argument}={size!r}, but Contrastive compares all rows .*give {argument}=None"
     with pytest.raises(ValueError, match=message):
         Microbatcher(contrastive(), loss_average="samples", **sizes)
 
@@ -264,7 +264,7 @@ def test_wrong_uses_are_refused_with_their_remedy() -> None:
     with pytest.raises(BatchError, match="the batch has text, and the encoders are image, text"):
         model(text=batch["text"])
     batch["image"] = batch["image"][:5]
-    with pytest.raises(BatchError, match="'text' and 'image' give 13 and 5 rows"):
+    with pytest.raises(BatchError, match=r"'text': 13, 'image': 5. rows"):
         model(**batch)
     bad = Contrastive(towers(), lambda one, other: one.sum(1))
     with pytest.raises(LossError, match=r"the loss has the shape \(13,\); give one number"):

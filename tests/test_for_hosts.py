@@ -114,7 +114,7 @@ def test_state_that_cannot_be_copied_is_named() -> None:
         Mlp(), loss_fn=nn.CrossEntropyLoss(), features=[StepState([held])], probe=False
     )
     with pytest.raises(
-        TypeError, match=r"state\[0\]\['rows'\] \(of type generator\) cannot be put back.*pass"
+        TypeError, match=r"state\[0\]\['rows'\] \(of type generator\) cannot be restored.*pass"
     ):
         step.backward((x, y))
 
@@ -253,7 +253,7 @@ def test_a_known_model_is_read_off_though_forward_is_given() -> None:
 
 
 def test_a_model_that_declares_nothing_cannot_be_read_off() -> None:
-    with pytest.raises(ValueError, match=r"loss_average='model' was given, and Mlp declares"):
+    with pytest.raises(ValueError, match=r"loss_average='model' was given, but Mlp declares"):
         Microbatcher(Mlp(), forward=lambda model, batch: model(batch), loss_average="model")
 
 

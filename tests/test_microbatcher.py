@@ -319,7 +319,7 @@ def test_a_squeeze_of_one_row_is_named(rows: int, size: int, which: str) -> None
         microbatcher.backward((torch.randn(rows, 8), torch.randint(3, (rows,))))
     [note] = caught.value.__notes__
     assert note.startswith(f"automicro: {which}; ")
-    assert note.endswith("name the dimension, as in .squeeze(-1)")
+    assert note.endswith("name the dimension to squeeze, as in .squeeze(-1)")
 
 
 def of_groups(model: nn.Module, batch: Any) -> Tensor:

@@ -102,7 +102,7 @@ def test_each_thing_shows_itself_in_one_line() -> None:
         (EarlyStopping("eval/loss", patience=5), "EarlyStopping("),
         (LearningRateMonitor(), "LearningRateMonitor()"),
         (FreezeSchedule({"encoder.*": "100ba"}), "FreezeSchedule("),
-        (Halving(margin=0.05), "Halving(initial=None, margin=0.05)"),
+        (Halving(multiple_of=4), "Halving(initial=None, multiple_of=4)"),
         (Fixed(4), "Fixed(4)"),
         (Callback(), "Callback()"),
     ],

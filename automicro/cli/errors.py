@@ -1,7 +1,6 @@
 """How errors and warnings are shown: exit codes, and the line of the user's own code."""
 
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -40,7 +39,6 @@ STANDARD_LIBRARY = Path(os.__file__).parent
 INSTALLED = ("site-packages", "dist-packages")
 # Torch calls back into automicro with every operation: what is below is torch again.
 BELOW_TORCH = ("__torch_dispatch__", "__torch_function__")
-PRIVATE_OF_TORCH = f"torch{os.sep}_"
 # Only the author of the line can have meant these.
 SLIPS = (AssertionError, AttributeError, KeyError, NameError)
 # A worker process of a DataLoader sends its traceback as text.
@@ -62,31 +60,12 @@ def show_failure(error: BaseException, *, debug: bool) -> int:
         return code
     is_ours = is_bug_of_ours(error)
     if debug or is_ours:
-        _print_traceback(error)
+        traceback.print_exception(error)
     complain(text)
     _leave_for_torchrun(error, text)
     if not (debug or is_ours) and _has_more_to_show(error):
         print(DEBUG_HINT, file=sys.stderr)
     return code
-
-
-def _print_traceback(error: BaseException) -> None:
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if console.is_terminal:
-        from rich.traceback import Traceback
-
-        # Frames of torch without their code: a page of it would hide the user's own lines.
-        torch = [sys.modules["torch"]] if "torch" in sys.modules else []
-        shown = Traceback.from_exception(type(error), error, error.__traceback__, suppress=torch)
-        # Notes come with the message below.
-        shown.trace.stacks[0].notes = []
-        console.print(shown)
-        return
-    plain = traceback.TracebackException.from_exception(error)
-    plain.__notes__ = None
-    print("".join(plain.format()), end="", file=sys.stderr)
 
 
 def summarize_error(error: BaseException) -> str:
@@ -209,8 +188,7 @@ def _describe(error: BaseException) -> tuple[int, str]:
     if is_bug_of_ours(error):
         bug = "this is a bug of automicro and no mistake of yours: report it with what is above"
         return FAILED, "\n  ".join([_headline(error), *_notes(error), bug])
-    where = _users_place(error) or _librarys_place(error)
-    return FAILED, f"the run failed: {_in_words(error, where)}"
+    return FAILED, f"the run failed: {_in_words(error, _users_place(error))}"
 
 
 def _headline(error: BaseException) -> str:
@@ -275,37 +253,6 @@ def _users_place(error: BaseException) -> str | None:
         if is_users(place.filename):
             return _describe_place(place)
     return None
-
-
-def _librarys_place(error: BaseException) -> str | None:
-    """The innermost line of a library that an error passed through, and what was called there.
-
-    >>> import torch
-    >>> try:
-    ...     torch.nn.Linear(2, 2)(torch.zeros(3))
-    ... except RuntimeError as error:
-    ...     _librarys_place(error)
-    'torch/nn/modules/linear.py:..., in forward, called by Linear'
-    """
-    # Only what lies behind the last line of automicro's is the library's doing. Torch's private
-    # files tell a user nothing.
-    behind = itertools.takewhile(lambda place: not _is_ours(place.filename), _places(error)[::-1])
-    place = next((each for each in behind if PRIVATE_OF_TORCH not in each.filename), None)
-    if place is None or is_users(place.filename):
-        return None
-    return f"{shorten(place.filename)}:{place.lineno}, in {place.name}{_caller(error)}"
-
-
-def _caller(error: BaseException) -> str:
-    """The innermost module, loss, optimizer or scheduler that an error passed through."""
-    import torch
-
-    kinds = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
-    for frame, _ in reversed([*_frames(error)]):
-        one = frame.f_locals.get("self")
-        if isinstance(one, kinds) and not _is_ours(frame.f_code.co_filename):
-            return f", called by {type(one).__name__}"
-    return ""
 
 
 def is_refusal(error: BaseException) -> bool:

@@ -67,10 +67,8 @@ class Job:
                 raise
 
     def _located(self, text: str, keys: Sequence[str]) -> str:
-        """A message with the lines that it is about, and what else has a part in their values."""
-        said, *notes = text.split("\n", 1)
-        whole = [said + self.loaded.sources.borrowed(keys), *notes]
-        return f"{self.loaded.sources.origin(keys)}: " + "\n".join(whole)
+        """A message with the lines that it is about."""
+        return f"{self.loaded.sources.origin(keys)}: {text}"
 
     def _count_processes(self) -> int:
         try:

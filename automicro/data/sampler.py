@@ -341,21 +341,6 @@ class LengthBatchSampler(Sampler[list[int]]):
         totals = {unit: float(each.sum()) / count for unit, each in self._by_unit.items()}
         return AverageBatch(rows=self.num_rows / count, **totals)
 
-    def padding_share(self) -> float:
-        """Which share of the epoch is padding, if rows are as long as their batch's longest.
-
-        Raises:
-            ValueError: there are no lengths.
-
-        >>> LengthBatchSampler(
-        ...     mode="fixed", lengths=[4, 2], batch_size=2, shuffle=False
-        ... ).padding_share()
-        0.25
-        """
-        if "lengths" not in self._known:
-            raise ValueError("nothing says how long rows are: give lengths=…")
-        return self.plan().padding_share(self._known["lengths"])
-
     def state_dict(self, *, batches_given: int | None = None) -> dict[str, int]:
         """Where the epoch stands, alike on all ranks.
 
@@ -460,16 +445,14 @@ def with_batch_sampler(loader: Any, sampler: Iterable[list[int]]) -> DataLoader[
     >>> [batch.tolist() for batch in loader]
     [[1, 3], [2]]
     """
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        what = type(loader.dataset if isinstance(loader, DataLoader) else loader).__name__
+    if (
+        not isinstance(loader, DataLoader)
+        or isinstance(loader.dataset, IterableDataset)
+        or loader.batch_sampler is None
+    ):
         raise TypeError(
-            f"rows of a {what} cannot be chosen: give a torch.utils.data.DataLoader over a data "
-            "set with places and a length"
-        )
-    if loader.batch_sampler is None:
-        raise TypeError(
-            "the loader has batch_size=None, so its data set makes batches itself: give a loader "
-            "that cuts them"
+            f"rows of {loader!r} cannot be chosen: give a torch.utils.data.DataLoader over a data "
+            "set with places and a length, which cuts batches itself (no batch_size=None)"
         )
     # A copy keeps workers, collation and whatever else a subclass has; the constructor of a
     # subclass may take other arguments.
@@ -538,11 +521,9 @@ def _read_sizes(sizes: int | Sequence[int] | None, edges: Sequence[float] | None
         return (read_count("batch_size", sizes),)
     wanted = 0 if edges is None else len(edges) + 1
     if len(sizes) != wanted:
-        each = f"or {wanted}, for each bucket and for what is longer"
-        none = "as only mode='1D-bucketing' has buckets that are known before"
         raise ValueError(
-            f"batch_size={list(sizes)} has {len(sizes)} numbers: give one, "
-            f"{each if wanted else none}"
+            f"batch_size={list(sizes)} has {len(sizes)} numbers: give one, or in "
+            f"mode='1D-bucketing' one for each bucket and for what is longer ({wanted} here)"
         )
     return tuple(read_count("batch_size", each) for each in sizes)
 

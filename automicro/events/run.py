@@ -177,8 +177,8 @@ class LoopState:
                 what, of_batch = ("seconds of data", "seconds")
             raise ValueError(
                 f"something here counts {what}, and those of the batches are not known; pass "
-                f"count_{name}=…, a callable from a batch to its {of_batch}, or count batches or "
-                "samples instead (100ba, 3200sp)"
+                f"features=[CountData({name}=…)] (count_{name} in a config) with a callable from a "
+                f"batch to its {of_batch}, or count batches or samples instead (100ba, 3200sp)"
             )
         # Durations are compared in whole numbers, and 0.1 + 0.2 seconds must not miss one.
         return math.floor((amount or 0) + _ROUNDING)

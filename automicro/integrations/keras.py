@@ -172,6 +172,11 @@ def _refuse(model: Any) -> None:
         raise ValueError(f"automicro cannot be enabled for this {type(model).__name__}: {why}")
 
 
+def _fold_of(place: str) -> str | None:
+    is_entry = place.endswith("]") and place[-2:-1].isdigit()
+    return "sum" if is_entry and not place.startswith("model.") else None
+
+
 class Enabled(Results):
     """The replacement for the steps of one model; made by `enable`, as ``model.automicro``."""
 
@@ -191,7 +196,7 @@ class Enabled(Results):
             self._is_of_a_user,
             _HOSTS,
             # A metric's own list has an entry for each update: what it comes to is its affair.
-            apart=tuple(f"{digit}]" for digit in range(10)),
+            fold_of=_fold_of,
         )
         read_average(model, self._average)  # refuse now what the first batch would be refused for
         self._replacements = Replacements()

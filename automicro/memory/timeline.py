@@ -2,8 +2,7 @@
 
 A `Recorder` is the counter of a simulated device that also writes down every storage: when it came
 and went, and whose it is. What it wrote is a `Trace`: played again, as it was or with some owners'
-storages smaller, it tells the peak and what held it. `record_step` does so with a step of the
-caller's.
+storages smaller, it tells the peak and what held it.
 """
 
 import bisect
@@ -14,14 +13,13 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
 
-from automicro.memory.budget import GRANULE, refuse_compiled, tensors_of
+from automicro.memory.budget import GRANULE
 from automicro.memory.ledger import Change, CountingMode, Entry, StorageLedger
 from automicro.torch_private import node_in_backward, num_nodes_made
 
@@ -34,7 +32,6 @@ ACTIVATIONS = "activations"
 BACKWARD = "temporaries of the backward"
 
 _OUTSIDE = "outside of modules"
-_IN_PICTURES = {OPTIMIZER: "optimizer", BACKWARD: "backward"}
 _MOST_SAMPLES = 500
 
 
@@ -154,16 +151,12 @@ class _WritingLedger(StorageLedger):
 
     def __init__(self) -> None:
         super().__init__()
-        self.host = ""
         self.owner = Owner(ACTIVATIONS)  # of what comes next
         self.owners: list[Owner] = []
         self.numbers: list[int] = []
         self.deltas: list[int] = []
         self._sizes: list[int] = []  # of each, now
         self._number_of: dict[int, int] = {}  # of a live storage, by its key
-
-    def _lies_on_host(self, tensor: Tensor) -> bool:
-        return self._new_on_host or tensor.device.type == self.host
 
     def _recount(self, entry: Entry, changes: list[Change]) -> None:
         before = entry.counted_bytes
@@ -207,6 +200,7 @@ class Recorder(CountingMode):
     """Counts like a simulated device without a limit, and writes down what it sees.
 
     Example:
+        >>> import torch
         >>> recorder = Recorder()
         >>> with recorder, recorder.owning("batch"):
         ...     x = torch.zeros(256)
@@ -246,13 +240,6 @@ class Recorder(CountingMode):
         # before it.
         return Owner(BACKWARD, self._makers[bisect.bisect_right(self._first_nodes, node) - 1])
 
-    def own(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Take tensors for this kind, also those that were seen before."""
-        self.ledger.owner = Owner(kind)
-        for tensor in tensors:
-            self.ledger.see((tensor,), [])
-            self.ledger.give(tensor, Owner(kind))
-
     @contextlib.contextmanager
     def owning(self, kind: str) -> Iterator[None]:
         """Take what comes inside for this kind."""
@@ -264,9 +251,7 @@ class Recorder(CountingMode):
             self._kind = before
 
     @contextlib.contextmanager
-    def watching(
-        self, modules: Iterable[nn.Module], *, root: Callable[[nn.Module], str] = lambda _: ""
-    ) -> Iterator[None]:
+    def watching(self, modules: Iterable[nn.Module]) -> Iterator[None]:
         """Tell inside which module each storage comes, and which ones are gradients."""
         names: dict[int, str] = {}
         parameters: dict[int, nn.Parameter] = {}
@@ -274,7 +259,7 @@ class Recorder(CountingMode):
             parameters |= {id(found): found for found in each.parameters() if found.requires_grad}
             for name, module in each.named_modules():
                 # The first name, as a module may be reached by several.
-                names.setdefault(id(module), name or root(each))
+                names.setdefault(id(module), name)
 
         def enter(module: nn.Module, _: Any) -> None:
             if id(module) in names:
@@ -322,71 +307,3 @@ class Recorder(CountingMode):
             np.array(ledger.deltas, dtype=np.int64),
             list(ledger.owners),
         )
-
-
-def record_step(
-    step: Callable[[], object],
-    *,
-    modules: Iterable[nn.Module],
-    optimizer: torch.optim.Optimizer | None = None,
-    batch: object = None,
-) -> list[tuple[float, dict[str, int]]]:
-    """Run a step, and tell after its operations how much each owner holds.
-
-    Every storage is counted once, rounded up to 512 bytes, from the operation that makes it until
-    nothing refers to it, saved tensors of autograd included. It is its innermost module's; what
-    turns out to be a gradient or optimizer state is that. What kernels take for themselves is not
-    seen; nor is host memory where the modules lie on another device. Nothing is changed: the step
-    is the caller's own, and computes what it computes without.
-
-    Args:
-        step: forward, backward and what else belongs to it, without arguments.
-        modules: whose names are used; those of the first one as they are.
-        optimizer: whose state is told apart.
-        batch: tensors, in lists and mappings, that are the batch's.
-
-    Returns:
-        Numbers of operations, and bytes by owner, for `automicro.tools.pictures.timeline`: of
-        operations that fall together the one with the most held.
-
-    Raises:
-        ValueError: a module is compiled; see `refuse_compiled`.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
-        >>> x = torch.randn(32, 64)
-        >>> samples = record_step(lambda: model(x).sum().backward(), modules=[model], batch=x)
-        >>> sorted(samples[-1][1].items())
-        [('batch', 8192), ('gradients', 17920), ('parameters', 17920)]
-        >>> max(held.get("0", 0) for _, held in samples)  # what the first layer computed
-        8192
-    """
-    modules = list(modules)
-    for module in modules:
-        refuse_compiled(module)
-    parameters = [parameter for module in modules for parameter in module.parameters()]
-    state = [] if optimizer is None else [optimizer]
-    recorder = Recorder()
-    # Then what lies on the host takes nothing of the device.
-    if parameters and all(each.device.type != "cpu" for each in parameters):
-        recorder.ledger.host = "cpu"
-    recorder.own(PARAMETERS, parameters)
-    recorder.own(BUFFERS, (buffer for module in modules for buffer in module.buffers()))
-    recorder.own(GRADIENTS, (each.grad for each in parameters if each.grad is not None))
-    recorder.own(OPTIMIZER, tensors_of(state))
-    with recorder.owning(BATCH):
-        recorder.ledger.see((batch,), [])
-    with recorder, recorder.watching(modules, root=lambda module: type(module).__name__):
-        step()
-    # Again, because a first step makes the state.
-    recorder.own(OPTIMIZER, tensors_of(state))
-    return [
-        (float(event + 1), held)
-        for event, held in recorder.trace().samples(
-            lambda owner: (
-                owner.module
-                if owner.kind == ACTIVATIONS
-                else _IN_PICTURES.get(owner.kind, owner.kind)
-            )
-        )
-    ]

@@ -39,6 +39,7 @@ from automicro.nested.slices import (
     Call,
     Joined,
     Standing,
+    apply,
     computed_again,
     naming,
     refuse_twice,
@@ -512,10 +513,6 @@ class _ToDevice(torch.autograd.Function):
         return to_host(gradients[0], waits=True), None
 
 
-def _apply(operation: Any, *given: Any) -> Any:
-    return operation.apply(*given)
-
-
 def split_at_norms(call: Call, stages: Stages) -> Any:
     """The outputs of a part with BatchNorm for all rows, slice by slice."""
     sizes = call.sizes()
@@ -618,7 +615,7 @@ class _Stage:
         stages, spec, devices = self._stages, self._spec, self._devices
         scaled = dict(zip(self.norms, affine, strict=True))
         values = {
-            node: _apply(_ToDevice, each, devices[node]) if node in devices else each
+            node: apply(_ToDevice, each, devices[node]) if node in devices else each
             for node, each in zip(spec.inputs, given, strict=True)
         }
         with self._holding(tensors):
@@ -632,7 +629,7 @@ class _Stage:
             # A few rows show what a layer does with its statistics.
             if self._is_first:
                 _require_usual(str(node.target), stages.norms[node], x.detach()[:4])
-            moments.append((x.numel() // x.shape[1], *_apply(_Moments, x, known[node])))
+            moments.append((x.numel() // x.shape[1], *apply(_Moments, x, known[node])))
         self._is_first = False
         # Last: a backward computes no further than it needs, and copies nothing.
         return [self._put(node, made[node]) for node in spec.outputs], moments, outputs
@@ -640,7 +637,7 @@ class _Stage:
     def _put(self, node: fx.Node, value: Any) -> Any:
         if isinstance(value, Tensor):
             self._devices[node] = value.device
-            return _apply(_ToHost, value)
+            return apply(_ToHost, value)
         if tensor_leaves({"": value}):
             kind = type(value).__name__
             self._stages.refuse(f"{node.name}, a {kind}, holds tensors, and would have to wait")

@@ -1,9 +1,5 @@
 """Memory for an optimizer's first step: predicted by a copy on stand-ins, held back until then.
 
-Many optimizers keep lists of tensors, counters, or another optimizer in attributes of their own. So
-all of it is copied, with stand-ins in place of tensors, and what a step changes elsewhere (in a
-closure, a global, a class) is put back.
-
 Most optimizers build their state in the first ``step()``, so a size found for the first batch is
 too large for the second. State is never stepped into being: that would leave AdamW at step 1 and
 change training. Instead it is predicted, and placeholders of the sizes that it will take are held
@@ -12,14 +8,12 @@ on the device.
 
 import collections
 import contextlib
-import copy
-import functools
 import logging
 import operator
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -34,19 +28,13 @@ from automicro.sharding import local
 from automicro.state.capture import capture
 from automicro.torch_private import (
     STEP_HOOKS,
+    FakeTensor,
     FakeTensorMode,
-    OperationMode,
     calls_step_hooks,
     is_collective,
-    schema_of,
     without_global_step_hooks,
 )
 from automicro.values import OBJECT, Kind, kinds_of, walk
-
-
-class _UncopyableError(TypeError):
-    """A step of a copy cannot stand for one of the optimizer. The message says why."""
-
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +62,10 @@ def predict_step_memory(
 ) -> StepMemory:
     """Predict the memory of an optimizer's first step of some parameters, on their device.
 
-    A real copy of the optimizer steps, on fake tensors, which have shapes but no data. Optimizers
-    that read values back (Adafactor, ASGD) are run on zeros on the host instead, one parameter at
-    a time. Nothing of the original moves, and no hook or scheduler hears of it: where that cannot
-    be had, nothing is run, and `StepMemory.unknown` says why.
+    A copy of the optimizer without state steps fake parameters, which have shapes but no data.
+    Nothing of the original moves, and no hook or scheduler hears of it. A step that reads values
+    back (Adafactor, ASGD), or uses other tensors than parameters and state, is not predicted:
+    `StepMemory.unknown` says why.
 
     Example:
         >>> model = nn.Linear(256, 128, bias=False)
@@ -87,94 +75,28 @@ def predict_step_memory(
         [131072, 131072]
     """
     budget = active_budget()
-    optimizers = {str(number): each for number, each in enumerate(_optimizers_in(optimizer))}
-    captured = capture(optimizers, skip=[Tensor])
+    # The copy shares what its attributes hold, and a step may count in a closure or a class.
+    inside = (each for _, each in walk({"": optimizer}, _kinds))
+    optimizers = [each for each in inside if isinstance(each, torch.optim.Optimizer)]
+    captured = capture(dict(zip(map(str, optimizers), optimizers, strict=True)), skip=[Tensor])
     try:
         with contextlib.ExitStack() as stack:
             if budget is not None:  # stand-ins do not count
                 stack.enter_context(budget.host())
             # A step of the copy is no step of the run, to whatever watches steps.
             stack.enter_context(undisturbed())
-            return _predict(optimizer, parameters, on_accelerator)
+            stack.enter_context(FakeTensorMode())
+            return _dry_run(optimizer, parameters, on_accelerator)
+    except Exception as error:
+        is_ours = isinstance(error, _UnpredictableError)
+        return StepMemory(unknown=str(error) if is_ours else describe_error(error))
     finally:
         captured.put_back()
-
-
-def _predict(
-    optimizer: torch.optim.Optimizer,
-    parameters: Sequence[nn.Parameter],
-    on_accelerator: bool | None,
-) -> StepMemory:
-    dry_run = functools.partial(_dry_run, optimizer, on_accelerator=on_accelerator)
-    try:
-        # Without memory and in no time, where the optimizer does nothing with values.
-        with FakeTensorMode():
-            return dry_run(parameters, others=_zeros, keeps=_zeros)
-    except _UncopyableError as error:
-        return StepMemory(unknown=str(error))
-    except Exception as error:
-        logger.debug(
-            "the optimizer cannot step on fake tensors (%s); using zeros", describe_error(error)
-        )
-    try:
-        # One at a time: zeros of all of them would take as much host memory as the model does.
-        each = [dry_run([parameter], others=None, keeps=_only_a_number) for parameter in parameters]
-    except Exception as error:
-        is_ours = isinstance(error, _UncopyableError)
-        return StepMemory(unknown=str(error) if is_ours else describe_error(error))
-    return StepMemory(
-        [num_bytes for one in each for num_bytes in one.state_bytes],
-        max((one.temporary_bytes for one in each), default=0),
-    )
 
 
 def _kinds(kind: type) -> tuple[Kind, ...]:
     """As a walk has them, into optimizers too."""
     return kinds_of(kind) or ((OBJECT,) if issubclass(kind, torch.optim.Optimizer) else ())
-
-
-def _optimizers_in(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Itself, and those inside of it."""
-    found = (each for _, each in walk({"": optimizer}, _kinds))
-    return [each for each in found if isinstance(each, torch.optim.Optimizer)]
-
-
-def _copied(
-    optimizer: torch.optim.Optimizer,
-    stand_ins: Mapping[int, Tensor],
-    keeps: Callable[[Tensor], Tensor],
-) -> torch.optim.Optimizer:
-    """A copy without state, without hooks, with the ``step`` of its class."""
-    # `deepcopy` takes what `memo` has, and so puts stand-ins in the place of all tensors.
-    optimizers, memo = _optimizers_in(optimizer), dict[int, Any](stand_ins)
-    parts = {
-        id(each): {
-            name: value
-            for name, value in vars(each).items()  # schedulers patch `step` on the instance
-            if name not in ("state", "step", *STEP_HOOKS)
-        }
-        for each in optimizers
-    }
-    for each in optimizers:
-        memo[id(each)] = object.__new__(type(each))
-        if "state" in vars(each):  # others may share it
-            memo[id(each.state)] = collections.defaultdict(dict)
-    held = [
-        each for _, each in walk({str(key): part for key, part in parts.items()}, _kinds)
-    ]  # so that no id is given twice
-    for value in held:
-        if isinstance(value, Tensor) and id(value) not in memo:
-            memo[id(value)] = keeps(value)
-        elif isinstance(value, torch.Generator):
-            memo[id(value)] = value.clone_state()
-    for each in optimizers:
-        table = vars(memo[id(each)])
-        table.update(copy.deepcopy(parts[id(each)], memo))
-        table.update({name: collections.OrderedDict() for name in STEP_HOOKS if name in vars(each)})
-        if "state" in vars(each):
-            table["state"] = memo[id(each.state)]
-    copied: torch.optim.Optimizer = memo[id(optimizer)]
-    return copied
 
 
 @contextlib.contextmanager
@@ -195,84 +117,55 @@ def undisturbed() -> Iterator[None]:
 def _dry_run(
     optimizer: torch.optim.Optimizer,
     parameters: Sequence[nn.Parameter],
-    *,
-    others: Callable[[Tensor], Tensor] | None,
-    keeps: Callable[[Tensor], Tensor],
     on_accelerator: bool | None,
 ) -> StepMemory:
     """Let a copy of the optimizer step stand-ins of the parameters, and count."""
-    wanted = {id(parameter) for parameter in parameters}
-    everything = [p for group in optimizer.param_groups for p in group["params"]]
-    counter = CountingMode(None)
-    # Around the stand-ins as well: what is made inside is what a step may write to.
-    with _OwnTensorsOnly():
-        stand_ins: dict[int, Tensor] = {}
-        for parameter in everything:
-            if id(parameter) in wanted:
-                value = nn.Parameter(_zeros(parameter), requires_grad=parameter.requires_grad)
-                value.grad = torch.zeros_like(value)
-                stand_ins[id(parameter)] = value
-            elif others is not None:
-                value = nn.Parameter(others(parameter), requires_grad=parameter.requires_grad)
-                stand_ins[id(parameter)] = value
-            else:
-                stand_ins[id(parameter)] = parameter  # only to be left out
-        copied = _copied(optimizer, stand_ins, keeps)
-        left_out = {id(each) for each in everything}
-        for group, given in zip(copied.param_groups, optimizer.param_groups, strict=True):
-            group["params"] = [each for each in group["params"] if id(each) not in left_out]
-            group.update(_options(given, on_accelerator))
-        resident = [each for each in stand_ins.values() if id(each) not in left_out]
-        counter.ledger.see([*resident, *(each.grad for each in resident)], [])
-        resident_bytes = counter.ledger.allocated_bytes
-        with counter:
-            copied.step()
+    stand_ins: dict[int, nn.Parameter] = {}
+    for parameter in parameters:
+        part = local(parameter)
+        value = nn.Parameter(torch.zeros(part.shape, dtype=part.dtype))
+        value.requires_grad_(parameter.requires_grad)
+        value.grad = torch.zeros_like(value)
+        stand_ins[id(parameter)] = value
+    groups = []
+    for group in optimizer.param_groups:
+        own = [stand_ins[id(each)] for each in group["params"] if id(each) in stand_ins]
+        groups.append({**group, **_options(group, on_accelerator), "params": own})
+    copied = object.__new__(type(optimizer))
+    table = vars(copied)
+    table.update(vars(optimizer), param_groups=groups, state=collections.defaultdict(dict))
+    table.pop("step", None)  # schedulers patch it on the instance
+    table.update({name: collections.OrderedDict() for name in STEP_HOOKS if name in table})
+    counter = _StepCounter(None)
+    counter.ledger.see([*stand_ins.values(), *(each.grad for each in stand_ins.values())], [])
+    resident_bytes = counter.ledger.allocated_bytes
+    with counter:
+        copied.step()
     # By id: what several parameters share is built once.
     held = {id(each): each.nbytes for each in _tensors(list(copied.state.values()))}
     kept_bytes = counter.ledger.allocated_bytes - resident_bytes
     return StepMemory(list(held.values()), max(counter.peak_bytes - resident_bytes - kept_bytes, 0))
 
 
-class _OwnTensorsOnly(OperationMode):
-    """Lets nothing be written that was not made inside: whatever was overlooked cannot move."""
+class _UnpredictableError(Exception):
+    """A step of the copy cannot stand for one of the optimizer. The message says why."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._made_inside: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+class _StepCounter(CountingMode):
+    """Counts what a step on fake tensors makes, and lets it touch nothing else."""
 
     def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if is_collective(func):
-            raise _UncopyableError("its step communicates with other processes")
-        written = _tensors(_written(func, args, kwargs))
-        if not all(self._is_from_inside(each.untyped_storage()) for each in written):
-            raise _UncopyableError(
-                f"its step writes ({func}) to a tensor that it does not hold itself"
+            raise _UnpredictableError("its step communicates with other processes")
+        # torch.tensor(…) begins with one that has data, and that nothing else holds.
+        is_new = func is torch.ops.aten.lift_fresh.default
+        if not is_new and not all(
+            isinstance(each, FakeTensor) for each in _tensors((args, kwargs))
+        ):
+            raise _UnpredictableError(
+                f"its step uses ({func}) a tensor that is no parameter and no state"
             )
-        output = func(*args, **kwargs)
-        given = set()
-        if func is not torch.ops.aten.lift_fresh.default:  # torch.tensor(…): a new tensor, too
-            given = {id(each.untyped_storage()) for each in _tensors((args, kwargs))}
-        for each in _tensors(output):
-            storage = each.untyped_storage()
-            if id(storage) not in given:
-                # Weakly, and compared with `is`: the id of a storage that is gone may be another's.
-                self._made_inside[id(storage)] = weakref.ref(storage)
-        return output
-
-    def _is_from_inside(self, storage: torch.UntypedStorage) -> bool:
-        known = self._made_inside.get(id(storage))
-        return known is not None and known() is storage
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """The arguments that an operation writes into."""
-    schema = schema_of(func)
-    if schema is None:  # a higher-order operator: any of them
-        yield from (args, kwargs)
-        return
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield args[position] if position < len(args) else kwargs.get(argument.name)
+        return super().run(func, types, args, kwargs)
 
 
 def _tensors(value: object) -> Iterator[Tensor]:
@@ -285,17 +178,6 @@ def _tensors(value: object) -> Iterator[Tensor]:
             yield from _tensors(each)
 
 
-def _zeros(tensor: Tensor) -> Tensor:
-    part = local(tensor)
-    return torch.zeros(part.shape, dtype=part.dtype)
-
-
-def _only_a_number(tensor: Tensor) -> Tensor:
-    if tensor.numel() > 1:
-        raise _UncopyableError("it keeps tensors in attributes, and reads values while it steps")
-    return _zeros(tensor)
-
-
 def _options(group: Mapping[str, Any], on_accelerator: bool | None) -> dict[str, Any]:
     """Options of a group that differ for stand-ins, which lie on the host."""
     changes: dict[str, Any] = {}
@@ -303,8 +185,8 @@ def _options(group: Mapping[str, Any], on_accelerator: bool | None) -> dict[str,
     has_tensor_rate = isinstance(group.get("lr"), Tensor)
     if is_capturable:  # refused there; the state is the same
         changes["capturable"] = False
-        if has_tensor_rate:  # as well; reading it would wait for the device
-            changes["lr"] = 0.0
+    if has_tensor_rate:  # a tensor with data
+        changes["lr"] = 0.0
     if on_accelerator is None:
         on_accelerator = any(parameter.device.type != "cpu" for parameter in group["params"])
     on_accelerator &= is_capturable or not has_tensor_rate  # torch takes the loop then

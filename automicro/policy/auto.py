@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,11 +43,9 @@ NOISE = 0.05  # by which peaks of the same microbatch differ: rounding and fragm
 # Batches: of the first wait after a size that had fitted failed, and until a failure that nothing
 # explains is tried again. Both double.
 FIRST_WAIT, FIRST_RETRY = 16, 256
-# Batches of a trial for the sake of time, and as many before it; of the last ones, how many show a
-# sign; and batches without trials after one that did not pay. The smaller size is kept if it takes
-# less than this share of the time, by so many times what the spread explains.
-TRIAL, SIGNS, FIRST_PAUSE, FASTER, SPREADS = 3, 2, 32, 0.95, 2.5
-MOST_TIMES = 16  # sizes whose seconds are kept
+# Batches of a trial for the sake of time, and as many before it; how many of these show a sign;
+# batches without trials after one that did not pay; and the share of the time that has to remain.
+TRIAL, SIGNS, FIRST_PAUSE, FASTER = 3, 2, 32, 0.95
 
 
 @dataclass(kw_only=True, slots=True)
@@ -96,22 +94,20 @@ class Point:
 
 
 @dataclass
-class Faster:
-    """Tries a smaller size where there is a sign that it is faster; keeps it where it is.
+class Pressure:
+    """Tries one microbatch more where the allocator runs short in batch after batch.
 
-    Signs are allocator retries in batch after batch, for which one microbatch more is tried; and
-    that a smaller size took less time when it ran in passing: while halving, to measure what rows
-    need, or before sizes grew. Of a sign alone nothing follows: the smaller size runs for three
-    batches, which are compared with the three before them.
+    Of an allocator's retries alone nothing follows: the smaller size runs for three batches, and
+    is kept where they are faster than the three before them.
 
-    >>> faster = Faster()
+    >>> pressure = Pressure()
     >>> for _ in range(3):
-    ...     faster.observe(seconds=2.0, elements=8.0, retries=1, smaller=4.0, is_limited=False)
-    >>> faster.most
+    ...     pressure.observe(seconds=2.0, elements=8.0, retries=1, smaller=4.0)
+    >>> pressure.most
     4.0
     >>> for _ in range(3):
-    ...     faster.observe(seconds=1.0, elements=4.0, retries=0, smaller=2.0, is_limited=False)
-    >>> faster.most  # kept
+    ...     pressure.observe(seconds=1.0, elements=4.0, retries=0, smaller=2.0)
+    >>> pressure.most  # kept
     4.0
     """
 
@@ -119,69 +115,44 @@ class Faster:
     kept: float | None = None
     elements: float = 0.0  # of the last batch
     pressed: bool = False  # whether its allocator had to try again
-    signs: list[bool] = field(default_factory=list)
+    signs: list[bool] = field(default_factory=list)  # the same of the last ones
     before: list[float] = field(default_factory=list)  # seconds at this size, but for the first
     trial: list[float] | None = None
     pause: int = FIRST_PAUSE
     ignored: int = 0
-    watches: bool = False
-    passing: list[list[Any]] = field(default_factory=list)  # elements, and their last seconds
 
     @property
     def compares(self) -> bool:
         """Whether the seconds of the next attempt are compared with others."""
-        if self.trial is not None or self.watches:
+        if self.trial is not None:
             return True
         return not self.ignored and (self.pressed or any(self.signs))
 
     def observe(
-        self,
-        *,
-        seconds: float,
-        elements: float,
-        retries: int,
-        smaller: float | None,
-        is_limited: bool,
+        self, *, seconds: float, elements: float, retries: int, smaller: float | None
     ) -> None:
         """Learn from an attempt that fitted."""
         is_timed, self.pressed = self.compares, retries > 0
-        timed: list[float] = next((each for own, each in self.passing if own == elements), [])
-        if is_timed:
-            timed = [*timed[1 - TRIAL :], seconds]
-            others = [each for each in self.passing if each[0] != elements]
-            self.passing = [*others[1 - MOST_TIMES :], [elements, timed]]
-        self.watches = is_limited and len(timed) < TRIAL
-        if self.trial is not None:
-            assert self.most is not None
+        if self.most is not None and self.trial is not None:
             if elements <= self.most * (1 + ROUNDING):
                 self.trial.append(seconds)
                 if len(self.trial) == TRIAL:
                     self._decide(elements)
         elif elements != self.elements:
             self.elements, self.before, self.signs = elements, [], []
-            self.watches = is_limited
         elif self.ignored:
             self.ignored -= 1
         else:
             if is_timed:
                 self.before = [*self.before[1 - TRIAL :], seconds]
-            self.watches |= is_limited and len(self.before) < TRIAL
             self.signs = [*self.signs[1 - TRIAL :], self.pressed]
-            if not (sum(self.signs) >= SIGNS and self.before and smaller is not None):
-                smaller = self._faster_in_passing() if len(self.before) == TRIAL else None
-            if smaller is not None:
+            if smaller is not None and self.before and sum(self.signs) >= SIGNS:
                 self.most, self.trial, self.signs = smaller, [], []
-
-    def _faster_in_passing(self) -> float | None:
-        """The smaller size that took least, if that was less than now; None for none."""
-        known = {own: statistics.median(timed) for own, timed in self.passing}
-        bound = FASTER * statistics.median(self.before)
-        known = {own: took for own, took in known.items() if own < self.elements and took < bound}
-        return min(known, key=lambda own: known[own], default=None)
 
     def _decide(self, elements: float) -> None:
         assert self.trial is not None
-        if _is_faster(self.trial, self.before):
+        # Against the fastest of those before, so that one disturbed step decides nothing.
+        if statistics.median(self.trial) < FASTER * min(self.before):
             self.kept, self.elements, self.before = self.most, elements, self.trial
         else:
             self.most, self.ignored, self.pause = self.kept, self.pause, 2 * self.pause
@@ -191,26 +162,6 @@ class Faster:
         """Lift the limit: memory is not what it was. What was ignored stays so."""
         self.most = self.kept = self.trial = None
         self.before, self.signs = [], []
-
-
-def _is_faster(after: Sequence[float], before: Sequence[float]) -> bool:
-    """Whether batches took less time, and by more than their spread explains.
-
-    >>> _is_faster([1.0, 1.01, 3.0], [1.2, 1.21, 1.22])
-    True
-    >>> _is_faster([0.8, 1.0, 1.3], [0.9, 1.2, 1.4])
-    False
-    """
-    gap = statistics.median(before) - statistics.median(after)
-    # Of both together: three are too few to tell a spread, and one of them may be disturbed.
-    deviations = [
-        deviation
-        for each in (after, before)
-        for deviation in sorted(abs(one - statistics.median(each)) for one in each)[1:]
-    ]
-    spread = 1.4826 * statistics.median(deviations or [0.0])
-    error = spread * math.sqrt(1 / len(after) + 1 / len(before))
-    return gap > max((1 - FASTER) * statistics.median(before), SPREADS * error)
 
 
 @dataclass
@@ -224,17 +175,14 @@ class Learned:
     ceiling: int | None = None  # rows to try next in a batch that ran out of memory
     room: int | None = None  # bytes that the last attempt could have
     has_probed: bool = False  # a smaller size was measured
-    may_double: bool = False  # a failure was forgotten that nothing explains
     has_failed: bool = False
     is_rehearsed: bool = False
-    is_unsettled: bool = False  # memory changes: from now on each failure doubles the wait
     batches: int = 0
-    trials: int = 0  # that failed since memory changed
-    wait: int = 0
+    wait: int = 0  # without trials after a failure, once memory was seen to change
     quiet_until: int = 0
     retry: int = FIRST_RETRY
     aside: int = FIRST_WAIT  # until a failure of a small batch is tried again
-    faster: Faster = field(default_factory=Faster)
+    pressure: Pressure = field(default_factory=Pressure)
 
 
 class Halving(Policy):
@@ -253,19 +201,17 @@ class Halving(Policy):
     - *Grow*: a size that failed is tried again when the device reports what it lacked, when peaks
       have fallen, or, where nothing explains the failure, after many batches. With each
       disappointment the wait doubles.
-    - A size at which the allocator had to try again, or that took longer than a smaller one did
-      when it ran in passing, is given up for the smaller one if three batches show it to be faster.
+    - A size at which the allocator had to try again in batch after batch is given up for one
+      microbatch more if three batches show that to be faster.
 
-    ``Halving(refine=False, grow=False)`` only halves, as Composer does, but in balanced slices.
+    ``Halving(refine=False)`` only halves, as Composer does, but in balanced slices.
 
     Args:
         initial: rows to start from instead of the whole batch.
-        refine: whether to try fewer microbatches than halving found.
-        grow: whether sizes that failed may be tried again.
+        refine: whether to try larger sizes than halving found.
         max_microbatch_size: never propose more rows than these.
         multiple_of: propose multiples of it, where the batch has more rows. If that many rows do
             not fit, smaller sizes are used all the same, with a warning in the log.
-        margin: the share of the device's capacity that trials leave free.
 
     Attributes:
         may_measure: whether a batch may be cut smaller than fits only to measure what its rows
@@ -276,8 +222,8 @@ class Halving(Policy):
 
     Raises:
         TypeError: if a number of rows is not an int.
-        ValueError: if a number of rows is below 1, the margin is not in [0, 1), or the largest
-            size is smaller than what it must be a multiple of.
+        ValueError: if a number of rows is below 1, or the largest size is smaller than what it
+            must be a multiple of.
 
     >>> policy = Halving()
     >>> policy.propose(10)
@@ -292,46 +238,34 @@ class Halving(Policy):
         *,
         initial: int | None = None,
         refine: bool = True,
-        grow: bool = True,
         max_microbatch_size: int | None = None,
         multiple_of: int = 1,
-        margin: float = 0.0,
     ) -> None:
         for name, rows in (("initial", initial), ("max_microbatch_size", max_microbatch_size)):
             if rows is not None:
                 require_size(rows, name=name)
         self.multiple_of = require_size(multiple_of, name="multiple_of")
-        if not 0 <= margin < 1:
-            raise ValueError(
-                f"margin is {margin}, but it is the share of the capacity to leave free: give a "
-                f"number from 0 to below 1, such as 0.05"
-            )
         if max_microbatch_size is not None and max_microbatch_size < self.multiple_of:
             raise ValueError(
                 f"max_microbatch_size={max_microbatch_size} is below multiple_of={multiple_of}: no "
                 f"size can be both; raise the one or lower the other"
             )
-        self._initial, self._max = initial, max_microbatch_size
-        self._refine, self._grow, self._margin = refine, grow, margin
+        self._initial, self._refine, self._max = initial, refine, max_microbatch_size
         self._learned = Learned(start=None if initial is None else [int(initial), None])
         # What was decided last, by what was asked; None where something was learned since.
         self._decided: tuple[tuple[Any, ...], tuple[int, bool]] | None = None
 
     def __repr__(self) -> str:
-        options = {
-            "refine": (self._refine, True),
-            "grow": (self._grow, True),
-            "max_microbatch_size": (self._max, None),
-            "multiple_of": (self.multiple_of, 1),
-            "margin": (self._margin, 0.0),
-        }
-        told = [f"{name}={value}" for name, (value, usual) in options.items() if value != usual]
+        others = {"refine": self._refine, "max_microbatch_size": self._max}
+        others["multiple_of"] = self.multiple_of
+        usual = {"refine": True, "max_microbatch_size": None, "multiple_of": 1}
+        told = [f"{name}={value}" for name, value in others.items() if value != usual[name]]
         return f"Halving({', '.join([f'initial={self._initial}', *told])})"
 
     @property
     def compares_seconds(self) -> bool:
         """Whether the seconds of the next attempt are compared, so that they have to be right."""
-        return self._learned.faster.compares
+        return self._learned.pressure.compares
 
     def suggest(self, rows: int, cost: float | None = None, *, level: int = 0) -> bool:
         """Start from a size that an earlier run found; nothing is lost if it is wrong.
@@ -394,30 +328,27 @@ class Halving(Policy):
         known = self._learned
         if known.ceiling is not None:
             return self._cut(num_rows, cost, known.ceiling), False
-        rows, fails = self._bracket(num_rows, cost)
-        size = self._cut(num_rows, cost, self._known_rows(num_rows, cost, rows, fails))
+        fits, fails = self._bracket(num_rows, cost)
+        chord = self._chord(cost)
+        predicted = self._predicted_rows(chord, cost)
+        size = self._cut(num_rows, cost, self._known_rows(num_rows, cost, fits, fails, predicted))
         is_quiet = known.is_rehearsed or known.batches < known.quiet_until
         if size == num_rows or not known.fits or is_quiet:
             return size, False
         most = math.ceil(fails - ROUNDING) - 1 if fails < math.inf else num_rows
         # Trials that halve the bracket fail no more often than its logarithm.
-        halfway = (rows + fails) / 2 + ROUNDING
-        chord = self._chord(cost)
-        predicted = self._predicted_rows(chord, cost)
+        halfway = (fits + fails) / 2 + ROUNDING
         if predicted is None:
-            doubled = 2 * size if known.may_double else size
-            return max(size, self._cut(num_rows, cost, min(most, doubled))), False
-        trial = min(predicted, most, halfway)
-        if (larger := self._cut(num_rows, cost, trial)) > size:
+            # Without peaks, larger sizes are tried again once nothing is known to be against them.
+            doubles = fails == math.inf and known.retry > FIRST_RETRY
+            return max(size, self._cut(num_rows, cost, size * (1 + doubles))), False
+        if (larger := self._cut(num_rows, cost, min(predicted, most, halfway))) > size:
             return larger, False
         # The next cut is nearest to what was measured: there the prediction needs no reserve.
         count = -(-num_rows // size)
         following = cut_size(num_rows, -(-num_rows // (count - 1)), multiple_of=self.multiple_of)
         exact = self._predicted_rows(chord, cost, error=0.0) or 0.0
-        # Where costs differ from batch to batch there is often none within the lower half of a
-        # bracket; once as many trials have failed as its logarithm, that ends.
-        bound = most if known.trials <= num_rows.bit_length() else min(most, halfway)
-        if following <= min(exact, bound) and self._cut(num_rows, cost, following) > size:
+        if following <= min(exact, most) and self._cut(num_rows, cost, following) > size:
             return following, False
         # With one peak, what rows need cannot be told from what every size needs.
         if known.has_probed or chord[1] is not None or self._cut(num_rows, cost, most) <= size:
@@ -425,31 +356,25 @@ class Halving(Policy):
         smaller = self._cut(num_rows, cost, -(-size // 2))
         if self.may_measure and self.multiple_of <= smaller < size:
             return smaller, True
-        # Nothing smaller to measure: twice as many, if nothing is against it.
-        more: float = size
-        if fails == math.inf and not known.faster.pressed:
-            more = 2 * size
-        elif not self.may_measure:
-            more = min(most, halfway)
-        return max(size, self._cut(num_rows, cost, more)), False
+        # With nothing smaller to measure, a larger size shows what rows need.
+        has_space = fails == math.inf and not known.pressure.pressed
+        if has_space or not self.may_measure:
+            size = max(size, self._cut(num_rows, cost, min(2 * size, most, halfway)))
+        return size, False
 
     def _cut(self, num_rows: int, cost: float, most_rows: float) -> int:
         """Return the size of the coarsest cut within all limits."""
         most = min(num_rows, most_rows, math.inf if self._max is None else self._max)
-        if self._learned.faster.most is not None:
-            most = min(most, self._learned.faster.most / cost + ROUNDING)
+        if self._learned.pressure.most is not None:
+            most = min(most, self._learned.pressure.most / cost + ROUNDING)
         return cut_size(num_rows, max(1, int(most)), multiple_of=self.multiple_of)
 
     def _bracket(self, num_rows: int, cost: float) -> tuple[float, float]:
         """The most rows that fitted and the fewest that failed; 0 and infinity for not known."""
         known, fails, fits = self._learned, math.inf, 0.0
         for each in known.failures.values():
-            if not each.holds_for(num_rows):
-                continue
-            if each.is_alike(cost):
-                fails = min(fails, each.elements)
-            elif each.cost < cost:
-                fails = min(fails, each.rows * cost)
+            if each.holds_for(num_rows) and (each.is_alike(cost) or each.cost < cost):
+                fails = min(fails, each.elements if each.is_alike(cost) else each.rows * cost)
         # Scaling by rows × cost is safe downwards from a higher cost, where memory grows at least
         # with the cost. Upwards it may fail, so it is done from the nearest cost only.
         lowest = cost if known.is_rehearsed else cost / ALIKE
@@ -463,24 +388,20 @@ class Halving(Policy):
                 fits = max(fits, each.rows * cost)
         return fits / cost, fails / cost
 
-    def _known_rows(self, num_rows: int, cost: float, fits: float, fails: float) -> float:
+    def _known_rows(
+        self, num_rows: int, cost: float, fits: float, fails: float, predicted: float | None
+    ) -> float:
         """Return how many rows to use where no peak predicts that more have room."""
-        known, start = self._learned, self._starting_rows(num_rows, cost)
+        known, start = self._learned, num_rows
+        if known.start is not None:
+            rows, per_row = known.start
+            start = rows if per_row is None else max(1, int(rows * per_row / cost + ROUNDING))
         if not fits:
             return start if fails == math.inf else min(start, math.ceil(fails / 2 - ROUNDING))
         rows = max(1, int(fits + ROUNDING))
-        if known.has_failed or fails < math.inf:
-            return rows
-        predicted = self._predicted_rows(self._chord(cost), cost)
         has_room = known.is_rehearsed and predicted is not None and predicted >= num_rows
-        return max(start, rows) if predicted is None or has_room else rows
-
-    def _starting_rows(self, num_rows: int, cost: float) -> int:
-        """Return the rows to start from, the whole batch if nothing else was said."""
-        if self._learned.start is None:
-            return num_rows
-        rows, per_row = self._learned.start
-        return rows if per_row is None else max(1, int(rows * per_row / cost + ROUNDING))
+        is_open = not known.has_failed and fails == math.inf
+        return max(start, rows) if is_open and (predicted is None or has_room) else rows
 
     def _predicted_rows(self, chord: Chord, cost: float, *, error: float = ERROR) -> float | None:
         """Return how many rows should have room, with the prediction's error; None if unknown."""
@@ -509,7 +430,7 @@ class Halving(Policy):
         """Learn from an attempt: what fits, what fails, and what it took."""
         cost, held = require_cost(outcome.cost), outcome.resident_bytes or 0
         if outcome.capacity_bytes is not None:
-            self._learned.room = int(outcome.capacity_bytes * (1 - self._margin)) - held
+            self._learned.room = outcome.capacity_bytes - held
         point = Point(rows=outcome.microbatch_size, cost=cost)
         if outcome.peak_bytes is not None:
             point.need = max(0, outcome.peak_bytes - held)
@@ -524,9 +445,8 @@ class Halving(Policy):
 
     def _record_fit(self, outcome: Outcome, point: Point) -> None:
         known, rows, cost = self._learned, point.rows, point.cost
-        has_changed = known.has_failed or known.start is not None
         if known.ceiling is None:
-            if has_changed:
+            if known.has_failed or known.start is not None:
                 # Asked before this point is added.
                 before = int(self._bracket(outcome.num_rows, cost)[0] + ROUNDING)
                 self.grown_from = before if 0 < before * (1 + GROWTH) < rows else None
@@ -535,7 +455,7 @@ class Halving(Policy):
         known.ceiling = None
         known.batches += 1
         fell = self._fell(point)
-        if self._grow and known.failures:
+        if self._refine and known.failures:
             self._lift(outcome.num_rows, point, fell=fell)
         key = _bucket(point)
         larger = known.fits.get(key)
@@ -546,12 +466,11 @@ class Halving(Policy):
         # Only where there is a real allocator do seconds say anything of the device.
         if outcome.seconds is not None and outcome.alloc_retries is not None:
             smaller = self._cut(outcome.num_rows, cost, rows - 1)
-            self._learned.faster.observe(
+            known.pressure.observe(
                 seconds=outcome.seconds / (outcome.num_rows * cost),
                 elements=point.elements,
                 retries=outcome.alloc_retries,
                 smaller=smaller * cost if self.multiple_of <= smaller < rows else None,
-                is_limited=has_changed,
             )
 
     def _fell(self, point: Point) -> bool:
@@ -568,67 +487,39 @@ class Halving(Policy):
 
     def _lift(self, num_rows: int, fitted: Point, *, fell: bool) -> None:
         """Forget failures that need not repeat."""
-        known, has_room, is_old = self._learned, False, False
+        known, is_news = self._learned, False
         for key, each in list(known.failures.items()):
             is_over = each.until is not None and each.until <= known.batches
-            is_for_all = each.within is None
+            has_room = each.within is None and (fell or each.has_room_in(known.room))
             if each.is_part_of(fitted) and each.holds_for(num_rows):
                 del known.failures[key]
-            elif known.is_rehearsed:
-                continue
-            elif is_for_all and (fell or each.has_room_in(known.room)):
-                has_room = True
+            elif not known.is_rehearsed and (has_room or is_over):
                 del known.failures[key]
-            elif is_over:
-                is_old |= is_for_all
-                del known.failures[key]
-        if is_old:
-            known.retry, known.may_double = 2 * known.retry, True
-        if has_room or is_old:
-            known.is_unsettled, known.trials = True, 0
-            self._learned.faster.forget()
+                is_news |= each.within is None
+                if not has_room and each.within is None:
+                    known.retry *= 2
+        if is_news:
+            known.wait = max(known.wait, FIRST_WAIT // 2)
+            known.pressure.forget()
 
     def _record_failure(self, num_rows: int, point: Point) -> None:
         known, rows, cost = self._learned, point.rows, point.cost
         point.room = known.room
-        proven = max((each.rows for each in known.fits.values() if each.cost >= cost), default=None)
-        if not point.is_explained and proven is not None and num_rows < proven:
+        proven = max((each.rows for each in known.fits.values() if each.cost >= cost), default=0)
+        half = -(-rows // 2)
+        if not point.is_explained and num_rows < proven:
             # The batch is smaller than what had fitted: it tells only of others like it.
-            if known.ceiling is None:
-                known.aside *= 2
+            known.aside *= 1 if known.ceiling else 2
             point.within, point.until = num_rows, known.batches + known.aside // 2
-            _keep(known.failures, (_class(cost), num_rows), point)
-            known.ceiling = -(-rows // 2)
-            return
-        regressed = any(point.is_part_of(each) for each in known.fits.values())
-        # An explained failure waits for room, and any other for its time.
-        point.until = None if point.is_explained else known.batches + known.retry
-        smallest = known.failures.get((_class(cost), None))
-        if smallest is None or point.elements <= smallest.elements:
-            _keep(known.failures, (_class(cost), None), point)
-        known.has_failed, known.may_double = True, False
-        known.trials = 0 if regressed else known.trials + (proven is not None)
-        known.is_unsettled |= regressed
-        if known.is_unsettled:
-            known.wait = max(FIRST_WAIT, 2 * known.wait)
-            known.quiet_until = max(known.quiet_until, known.batches + known.wait)
-        half = min(-(-rows // 2), self._starting_rows(rows, cost))
-        if regressed:  # memory is not what it was: nothing larger than half is known
-            for key, each in list(known.fits.items()):
-                each.need = None
-                if each.elements > point.elements / 2:
-                    del known.fits[key]
-            known.has_probed, proven = False, None
-            self._learned.faster.forget()
-        if proven is None:
             known.ceiling = half
         else:
-            # Where peaks are measured, later trials narrow a bracket however wide.
-            known.ceiling = (
-                max(proven, half)
-                if self._predicted_rows(self._chord(cost), cost) is None
-                else proven
-            )
+            # An explained failure waits for room, and any other for its time.
+            point.until = None if point.is_explained else known.batches + known.retry
+            known.has_failed = True
+            known.ceiling = self._after_failure(point, half, proven)
+        key = _class(cost), point.within
+        if key not in known.failures or point.elements <= known.failures[key].elements:
+            _keep(known.failures, key, point)
         if known.ceiling < self.multiple_of <= rows:
             logger.warning(
                 "automicro: %d rows do not fit: sizes are not multiples of multiple_of=%d now",
@@ -636,32 +527,46 @@ class Halving(Policy):
                 self.multiple_of,
             )
 
+    def _after_failure(self, point: Point, half: int, proven: int) -> int:
+        """The rows to try next in this batch; what the failure disproves is forgotten."""
+        known = self._learned
+        regressed = any(point.is_part_of(each) for each in known.fits.values())
+        if regressed or known.wait:  # memory changes: each failure doubles the wait
+            known.wait = max(FIRST_WAIT, 2 * known.wait)
+            known.quiet_until = max(known.quiet_until, known.batches + known.wait)
+        if regressed:  # memory is not what it was: nothing larger than half is known
+            known.fits = {
+                key: dataclasses.replace(each, need=None)
+                for key, each in known.fits.items()
+                if each.elements <= point.elements / 2
+            }
+            known.has_probed, proven = False, 0
+            known.pressure.forget()
+        if known.start is not None and known.start[1] is None:
+            half = min(half, known.start[0])
+        # Where peaks are measured, later trials narrow a bracket however wide.
+        is_measured = self._predicted_rows(self._chord(point.cost), point.cost) is not None
+        return proven if proven and is_measured else max(proven, half)
+
     def state_dict(self) -> dict[str, Any]:
         """Return everything learned; ``limit`` are rows, None while every batch went whole."""
         known = self._learned
         limit = known.ceiling or (known.start and known.start[0])
         if known.ceiling is None and known.has_failed:
             limit = max((each.rows for each in known.fits.values()), default=None)
-        return {
-            "kind": "Halving",
-            "limit": limit,
-            "learned": dataclasses.asdict(known)
-            | {
-                # As lists: in JSON, no tuple can be a key.
-                name: [dataclasses.asdict(each) for each in points.values()]
-                for name, points in (("fits", known.fits), ("failures", known.failures))
-            },
-        }
+        learned = dataclasses.asdict(known)
+        # As lists: in JSON, no tuple can be a key.
+        learned |= {name: list(learned[name].values()) for name in ("fits", "failures")}
+        return {"kind": "Halving", "limit": limit, "learned": learned}
 
     def _load(self, state: dict[str, Any]) -> None:
         told = dict(state["learned"])
         if told.keys() != Learned.__dataclass_fields__.keys():
             raise KeyError(*told.keys() ^ Learned.__dataclass_fields__.keys())
-        fits = [Point(**each) for each in told["fits"]]
-        failures = [Point(**each) for each in told["failures"]]
+        fits, failures = ([Point(**each) for each in told[name]] for name in ("fits", "failures"))
         told["fits"] = {_bucket(each): each for each in fits}
         told["failures"] = {(_class(each.cost), each.within): each for each in failures}
-        self._learned = Learned(**told | {"faster": Faster(**told["faster"])})
+        self._learned = Learned(**told | {"pressure": Pressure(**told["pressure"])})
         self._decided = None
 
 

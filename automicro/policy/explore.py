@@ -21,7 +21,7 @@ from automicro.policy.policy import (
     require_cost,
     require_size,
 )
-from automicro.policy.race import Arm, Finding, Race, Value
+from automicro.policy.race import Arm, Finding, Measurement, Race, Value
 
 # A doubling of the size is expected to save this share of the time, until it is measured.
 EXPECTED = 0.1
@@ -190,6 +190,12 @@ class Explore(Ladder):
         if current is None or self._progress.is_recovering:
             return False
         return current[0] == self.levels[self.level]
+
+    @property
+    def measurements(self) -> Sequence[Measurement]:
+        """The steps that were measured, of what still fits."""
+        race = self._progress.race
+        return [] if race is None else [each for each in race.measurements if each[0] in race.arms]
 
     def level_for(self, num_rows: int, cost: float | None = None) -> int:
         """Return the level of the round, or of the choice, or a higher one that a batch needs.

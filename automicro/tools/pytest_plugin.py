@@ -86,7 +86,7 @@ def _judged(
         return report, ""
     # For its size alone: what is shown is the report of the whole batch.
     cut = _planned(model, batch, {**options, "remedies": False})
-    most = f"at most {cut.largest_size}" if cut.fits else "not even one"
+    most = f"at most {cut.microbatch_size}" if cut.fits else "not even one"
     rows = f"{most} of its {cut.num_rows} rows would"
     return report, f"the batch does not fit whole: {rows}, and whole=True asks for all\n{report}"
 

@@ -13,15 +13,15 @@ from automicro.units import Duration, Unit
 
 _HOW = {
     Unit.TOKENS: (
-        "pass count_tokens=…, a callable from a batch to its number of tokens, such as "
-        "count_tokens=lambda batch: batch['input_ids'].numel(); a config names one of yours with "
+        "pass features=[CountData(tokens=…)] with a callable from a batch to its number of tokens, "
+        "such as lambda batch: batch['input_ids'].numel(); a config has count_tokens: "
         "{call: pkgutil.resolve_name, args: {name: my_data.count_tokens}}"
     ),
     Unit.SECONDS: (
-        "pass count_seconds=…, a callable from a batch to its seconds, such as "
-        "count_seconds=lambda batch: float(batch['seconds'].sum()), or batches of a "
-        "LengthBatchSampler with unit='seconds' (sampling_mode.unit in a config); a limit in time "
-        "is max_time='2h30m'"
+        "pass features=[CountData(seconds=…)] (count_seconds in a config) with a callable from a "
+        "batch to its seconds, such as lambda batch: float(batch['seconds'].sum()), or batches of "
+        "a LengthBatchSampler with unit='seconds' (sampling_mode.unit in a config); a limit in "
+        "time is max_time='2h30m'"
     ),
 }
 _WORDS = {Unit.TOKENS: "tokens", Unit.SECONDS: "seconds of data"}

@@ -44,7 +44,6 @@ class Fit:
         evaluations: in between.
         checkpointer: saves; None for no checkpoints.
         rehearsal: of the costliest batches, before the first step; None for none.
-        max_seconds: how long one call may take; None for as long as it takes.
         settings: what runs, for the first line and for the loggers.
     """
 
@@ -54,7 +53,6 @@ class Fit:
     evaluations: EvaluationPlan
     checkpointer: Checkpointer | None
     rehearsal: Rehearsal | None
-    max_seconds: float | None
     settings: RunSettings
     _is_running: bool = False
     _is_taken_up: bool = False
@@ -128,8 +126,8 @@ class Fit:
                 "give a longer max_duration from the start"
             )
 
-    def run(self) -> FitSummary:
-        """Begin, or go on; train until the duration is reached; end in order.
+    def run(self, max_seconds: float | None = None) -> FitSummary:
+        """Begin, or go on; train until the duration is reached, or the time; end in order.
 
         Raises:
             KeyboardInterrupt: Ctrl-C, after the batch that ran is done and saved.
@@ -144,7 +142,7 @@ class Fit:
         if not self._run.model.training:
             self._run.model.train()
         context.mode.train()
-        self._time_limit, self._first_batch = TimeLimit(self.max_seconds), self._state.batch
+        self._time_limit, self._first_batch = TimeLimit(max_seconds), self._state.batch
         self._has_agreed_to_stop = False
         try:
             context.forget()  # what was said outside of training is of no step of it

@@ -5,6 +5,7 @@ import fnmatch
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -20,14 +21,50 @@ from automicro.options import (
     innermost_optimizer,
 )
 from automicro.ranks.interface import Ranks
-from automicro.values import comes_from, read_scalars
-
-ParameterGroups: TypeAlias = Sequence[Mapping[str, Any]]
+from automicro.values import as_text, comes_from, read_scalars
 
 FORM = "write mappings such as {'params': ['*.bias'], 'weight_decay': 0.0}"
 
 
-def group_parameters(model: nn.Module, groups: ParameterGroups) -> list[dict[str, Any]]:
+class ParameterGroups:
+    """An optimizer to be built with options of their own for some parameters, by their names.
+
+    Args:
+        optimizer: a callable that makes one, as for the `Trainer`.
+        groups: mappings such as ``{"params": ["*.bias", "*norm*"], "weight_decay": 0.0}``, with
+            ``*``, ``?`` and ``[…]`` as in `fnmatch`. The first that matches counts.
+
+    Raises:
+        TypeError, ValueError: groups that say nothing, or an optimizer that is built already.
+
+    >>> groups = [{"params": "bias", "weight_decay": 0.0}]
+    >>> built = ParameterGroups(torch.optim.AdamW, groups).build(nn.Linear(2, 2))
+    >>> [group["weight_decay"] for group in built.param_groups]
+    [0.01, 0.0]
+    """
+
+    def __init__(self, optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+        read_patterns(groups)
+        if isinstance(optimizer, Optimizer) or not callable(optimizer):
+            raise ValueError(
+                "parameter_groups sorts the parameters for an optimizer that is still to be built; "
+                "pass optimizer= as a callable such as torch.optim.AdamW, or build the optimizer "
+                "with groups of its own"
+            )
+        self._optimizer, self._groups = optimizer, groups
+
+    def __repr__(self) -> str:
+        return f"ParameterGroups({as_text(self._optimizer)}, {as_text(self._groups)})"
+
+    def build(self, model: nn.Module) -> Any:
+        """The optimizer of a model's parameters."""
+        made = self._optimizer(group_parameters(model, self._groups))
+        if isinstance(made, Optimizer):
+            check_group_options(made, self._groups)
+        return made
+
+
+def group_parameters(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Sort a model's parameters into groups, in the form that optimizers of torch take.
 
     Each parameter is in one group: the first that names it. Those that none names make a group of
@@ -63,7 +100,7 @@ def group_parameters(model: nn.Module, groups: ParameterGroups) -> list[dict[str
     return [*rest, *grouped]
 
 
-def check_group_options(optimizer: Optimizer, groups: ParameterGroups) -> None:
+def check_group_options(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
     """Refuse options that the optimizer does not have: torch keeps them and never looks at them.
 
     >>> import torch
@@ -114,7 +151,7 @@ def _nothing_named(index: int, pattern: str, names: Sequence[str]) -> str:
     return f"{start}: use names such as {shown}, with * for any letters"
 
 
-OptimizerOrFactory: TypeAlias = Optimizer | Callable[[list[Any]], Optimizer]
+OptimizerOrFactory: TypeAlias = Optimizer | ParameterGroups | Callable[[list[Any]], Optimizer]
 SchedulerOrFactory: TypeAlias = torch.optim.lr_scheduler.LRScheduler | Callable[[Optimizer], Any]
 
 
@@ -137,7 +174,6 @@ def build_optimizer(
     optimizer: OptimizerOrFactory | None,
     model: nn.Module,
     modules: list[nn.Module],
-    groups: ParameterGroups = (),
     loss_fn: object = None,
 ) -> Optimizer | None:
     """The optimizer, built from the model's parameters where a callable was given.
@@ -146,21 +182,19 @@ def build_optimizer(
     >>> type(build_optimizer(torch.optim.AdamW, model, [model])).__name__
     'AdamW'
     """
-    if groups and (optimizer is None or isinstance(optimizer, Optimizer)):
-        raise ValueError(
-            "parameter_groups sorts the parameters for an optimizer that is still to be built; "
-            "pass optimizer= as a callable such as torch.optim.AdamW, or build the optimizer with "
-            "groups of its own"
-        )
-    if callable(optimizer) and not isinstance(optimizer, Optimizer):
-        made = optimizer(group_parameters(model, groups) if groups else list(model.parameters()))
+    build: Callable[[], Any] | None = None
+    if isinstance(optimizer, ParameterGroups):
+        build = partial(optimizer.build, model)
+    elif callable(optimizer) and not isinstance(optimizer, Optimizer):
+        build = partial(optimizer, list(model.parameters()))
+    if build is not None:
+        made = build()
         if not isinstance(made, Optimizer):
             raise TypeError(
                 f"optimizer={optimizer!r} made a {type(made).__name__} of the model's parameters, "
                 "not a torch.optim.Optimizer; return the optimizer"
             )
         optimizer = made
-        check_group_options(optimizer, groups)
     innermost = check_optimizer(optimizer, modules)
     if _only_hands_on(optimizer):
         optimizer = innermost

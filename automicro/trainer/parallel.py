@@ -33,7 +33,6 @@ def check_parallel(
     place: Process,
     *,
     compiles: bool = False,
-    channels_last: bool = False,
     loss_fn: object = None,
     optimizer: object = None,
 ) -> None:
@@ -76,10 +75,11 @@ def check_parallel(
             f"{type(optimizer).__name__} has from before; pass a callable that makes it, such as "
             "optimizer=torch.optim.AdamW or functools.partial(torch.optim.AdamW, lr=0.01)"
         )
-    if parallel == "fsdp" and channels_last:
+    odd = [name for name, each in modules[0].named_parameters() if not each.is_contiguous()]
+    if parallel == "fsdp" and odd:
         raise ValueError(
-            "parallel='fsdp' shards parameters that are contiguous, and channels_last=True gives "
-            "those of convolutions another memory format; leave it out, or use parallel='ddp'"
+            f"parallel='fsdp' shards parameters that are contiguous, and {odd[0]!r} has another "
+            "memory format, such as channels_last; leave the model as it is, or use parallel='ddp'"
         )
     if parallel == "fsdp" and (compiles or is_compiled(modules[0])):
         raise ValueError(

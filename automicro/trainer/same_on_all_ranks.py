@@ -12,15 +12,17 @@ from torch import nn
 from automicro.callbacks import ExponentialMovingAverage
 from automicro.errors import DesyncError, facts_of
 from automicro.events.callback import Callback
+from automicro.features import WORDS
 from automicro.ranks.interface import Ranks
 from automicro.sharding import num_ranks
+from automicro.step.feature import Feature
 from automicro.torch_private import is_uninitialized
 from automicro.trainer.data.sharing import describe_for_ranks
 from automicro.trainer.evaluators import Evaluator
 from automicro.trainer.resume.optimizer import given_options
 from automicro.values import as_text
 
-MAY_DIFFER = frozenset({"device", "loggers", "max_time", "memory_limit", "probe", "progress"})
+MAY_DIFFER = frozenset({"device", "loggers", "memory_limit", "probe", "progress"})
 """Arguments of the `Trainer` that rank 0 alone uses, or that ranks agree on in the run."""
 
 Outline: TypeAlias = Mapping[str, str]
@@ -111,6 +113,13 @@ def _callbacks(name: str, given: Iterable[Callback]) -> dict[str, str]:
     return {f"{name} that change batches, gradients or weights": ", ".join(changing) or "none"}
 
 
+def _features(name: str, given: Iterable[Feature]) -> dict[str, str]:
+    """Those that words of a config stand for; one of the user's may observe on one rank alone."""
+    compared = {word.feature for word in WORDS.values()}
+    kinds = [(type(each).__name__, vars(each)) for each in given]
+    return {name: as_text({kind: held for kind, held in kinds if kind in compared})}
+
+
 def _changes_training(callback: Callback) -> bool:
     kind = type(callback)
     overrides = any(
@@ -123,6 +132,7 @@ def _changes_training(callback: Callback) -> bool:
 _SPECIAL: Mapping[str, Callable[[str, Any], dict[str, str]]] = {
     "callbacks": _callbacks,
     "eval_dataloader": outline_evaluations,
+    "features": _features,
     "metrics": lambda name, given: {name: _metrics(given)},
     "model": _modules,
     "modules": _modules,

@@ -13,27 +13,21 @@ from automicro.checkpoints.peers import open_peers
 from automicro.compilation import compile_model
 from automicro.data import LengthBatchSampler
 from automicro.events.run import GlobalBatch
-from automicro.features import WORDS, with_features
+from automicro.features import WORDS, CountData, NonFinite, TrainerFeature, last_of, with_features
 from automicro.lengths.unit import unit_name
 from automicro.microbatcher import Microbatcher
 from automicro.modules import is_parallel
 from automicro.optimizer.step import GradientScaler
-from automicro.options import (
-    check_choice,
-    read_accumulation,
-    read_amount,
-    read_flag,
-    read_time,
-    resolve_device,
-    unwrapped,
-)
+from automicro.options import read_amount, resolve_device, unwrapped
 from automicro.policy.choose import make_policy
+from automicro.step.feature import Feature
 from automicro.trainer.context import RunContext
 from automicro.trainer.counting import Counter
 from automicro.trainer.data.feed import Feed
 from automicro.trainer.data.loading import (
     average_batch,
     choose_accumulation,
+    read_accumulation,
 )
 from automicro.trainer.data.sharing import LoaderSharing, shared_sampler
 from automicro.trainer.device import choose_device, seed_everything
@@ -57,12 +51,7 @@ from automicro.trainer.resume.checkpointer import (
 )
 from automicro.trainer.resume.snapshot import Part, Scope, Snapshot
 from automicro.trainer.same_on_all_ranks import outline_given, outline_options, require_same
-from automicro.trainer.step import (
-    NON_FINITE_MODES,
-    FinitenessGuard,
-    TrainingStep,
-)
-from automicro.trainer.surroundings import to_channels_last
+from automicro.trainer.step import FinitenessGuard, TrainingStep
 from automicro.units import Duration, Unit
 
 
@@ -93,7 +82,7 @@ class PlacedModel:
             everything,
             self.place,
             compiles=bool(options["compile"]),
-            **{name: options[name] for name in ("channels_last", "loss_fn", "optimizer")},
+            **{name: options[name] for name in ("loss_fn", "optimizer")},
         )
         self.is_shared = is_wrapped or self._parallel is not None
         if self._parallel is not None:
@@ -118,14 +107,12 @@ class PlacedModel:
         """Move the model, let the processes meet, and wrap it. All ranks call it.
 
         Raises:
-            ValueError: nothing in the model has channels, or the processes cannot meet.
+            ValueError: the processes cannot meet.
             DesyncError: ranks were given different things.
         """
         resolve_device(None, self.model)  # refuses a model without data, which cannot be moved
         for module in self.modules:  # before an optimizer is built of it
             module.to(self.device)
-        if read_flag("channels_last", self._options["channels_last"]):
-            to_channels_last(*self.modules)
         if self._parallel is not None:
             meet(self.device, self.place)
         # Before anything else that ranks do together, and where those would wait that differ.
@@ -175,7 +162,14 @@ class MicrobatcherFactory:
     """
 
     def __init__(self, placed: PlacedModel, options: Mapping[str, Any]) -> None:
-        unit = unit_name(options["microbatch_unit"])
+        # Whether sizes are remembered is an option of each microbatcher by now.
+        self._features = [
+            each
+            for each in options["features"]
+            if not isinstance(each, TrainerFeature) and type(each).__name__ != "RememberSizes"
+        ]
+        sized = last_of("MicrobatchUnit", self._features)
+        unit = unit_name(options["microbatch_unit"] if sized is None else sized.unit)
         self.policies = (
             make_policy(options["microbatch_size"], unit=unit),
             make_policy(options["eval_microbatch_size"], name="eval_microbatch_size", unit=unit),
@@ -199,11 +193,12 @@ class MicrobatcherFactory:
 
     def make_for_callback(self, **options: Any) -> Microbatcher:
         """A microbatcher for passes of a callback's own: unscaled, its sizes not remembered."""
-        return self.make(**{"backward": Tensor.backward, "remember_sizes": False, **options})
+        return self.make(**{"backward": Tensor.backward, "remember_sizes": None, **options})
 
-    def make(self, **options: Any) -> Microbatcher:
-        """A microbatcher of the model."""
-        microbatcher = Microbatcher(self._model, **with_features({**self._options, **options}))
+    def make(self, *, features: Sequence[Feature] = (), **options: Any) -> Microbatcher:
+        """A microbatcher of the model, with the features of the run and further ones."""
+        given = {**self._options, **options, "features": [*self._features, *features]}
+        microbatcher = Microbatcher(self._model, **with_features(given))
         if self._is_scaled and self.scaler is None:
             self.scaler = GradientScaler(self._device, ranks=microbatcher.ranks)
         return microbatcher
@@ -254,13 +249,14 @@ def assemble_fit(
     scheduler_interval = read_scheduler_interval(schedule, options["scheduler_interval"])
     require_same(partial(outline_given, optimizer, schedule), what="optimizers")
     grad_clip_norm = read_amount("grad_clip_norm", options["grad_clip_norm"])
-    guard = FinitenessGuard(check_choice("non_finite", options["non_finite"], NON_FINITE_MODES))
+    non_finite = last_of("NonFinite", options["features"]) or NonFinite()
+    counts = last_of("CountData", options["features"]) or CountData()
     rehearse = read_rehearsal(options["rehearse"])
     durations = {"max_duration": run.max_duration, "eval_interval": every}
-    tokens = Counter(Unit.TOKENS, options["count_tokens"], **durations)
+    tokens = Counter(Unit.TOKENS, counts.tokens, **durations)
     sampler = shared_sampler(loader)
     is_known = isinstance(sampler, LengthBatchSampler) and "seconds" in sampler.units
-    seconds = Counter(Unit.SECONDS, options["count_seconds"], is_known=is_known, **durations)
+    seconds = Counter(Unit.SECONDS, counts.seconds, is_known=is_known, **durations)
     if loader is None:
         return None
     if optimizer is None:
@@ -332,7 +328,7 @@ def assemble_fit(
             microbatcher=microbatcher,
             update=update,
             metrics=metrics,
-            guard=guard,
+            guard=FinitenessGuard(non_finite.mode),
             tokens=tokens,
             seconds=seconds,
             context=context,
@@ -342,7 +338,6 @@ def assemble_fit(
         evaluations=plan,
         checkpointer=checkpointer,
         rehearsal=rehearsal,
-        max_seconds=read_time("max_time", options["max_time"]),
         settings=RunSettings(
             run=run,
             options=options,

@@ -19,7 +19,6 @@ from automicro.trainer.metrics import MetricSet
 from automicro.trainer.optimizer import Update
 from automicro.trainer.progress import place_of, size_lines
 
-NON_FINITE_MODES = ("stop", "skip", "ignore")
 MOST_IN_A_ROW = 50  # a model whose weights are NaN never recovers
 
 
@@ -57,7 +56,8 @@ class FinitenessGuard:
         raise NonFiniteLossError(
             f"{what} in {place_of(state)}; the optimizer did not step. Lower the learning rate, "
             "warm it up, clip gradients (grad_clip_norm=1.0), look for NaN and infinite values in "
-            "this batch, or leave such batches out with non_finite='skip'"
+            "this batch, or leave such batches out with NonFinite('skip') (in a config "
+            "non_finite: skip)"
         )
 
     def take_note_of_step(self) -> None:

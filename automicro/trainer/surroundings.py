@@ -1,4 +1,4 @@
-"""The surroundings of a run: determinism, the memory limit and format, notes on errors."""
+"""The surroundings of a run: determinism, the memory limit, notes on errors."""
 
 import contextlib
 import os
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
 from automicro.errors import DeterminismWarning, add_note, warn
 from automicro.memory.budget import active_budget
@@ -116,44 +116,6 @@ def refuse_lazy(option: str, modules: Iterable[nn.Module]) -> None:
                     "first batch and has none yet; run the model on one row before, give the layer "
                     "its shape, or leave the option out"
                 )
-
-
-FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
-def to_channels_last(*modules: nn.Module) -> None:
-    """Give every 4-D and 5-D parameter and buffer the memory format with the channels last.
-
-    Values, shapes and the parameters themselves stay, so an optimizer may have them already.
-    Inputs need not be converted: a convolution takes the format from its weight, and hands it on
-    to the layers behind it; the gradients and the optimizer's state have it, too. Do it after the
-    model was moved and before it is compiled.
-
-    Raises:
-        ValueError: nothing in them has four or five dimensions, or a lazy layer has no shape yet.
-
-    Example:
-        >>> model = nn.Conv2d(3, 8, 3)
-        >>> to_channels_last(model)
-        >>> model.weight.is_contiguous(memory_format=torch.channels_last)
-        True
-        >>> model(torch.zeros(2, 3, 8, 8)).is_contiguous(memory_format=torch.channels_last)
-        True
-    """
-    refuse_lazy("channels_last=True", modules)
-    tensors = [each for module in modules for each in [*module.parameters(), *module.buffers()]]
-    found = [tensor for tensor in tensors if _has_channels(tensor)]
-    if not found:
-        raise ValueError(
-            "channels_last=True needs parameters of 4 or 5 dimensions, which convolutions over "
-            f"images or volumes have, and {type(modules[0]).__name__} has none; leave it out"
-        )
-    for tensor in found:
-        tensor.data = tensor.data.to(memory_format=FORMATS[tensor.dim()])
-
-
-def _has_channels(tensor: Tensor) -> bool:
-    return tensor.dim() in FORMATS and tensor.layout is torch.strided
 
 
 @dataclass(kw_only=True, eq=False)

@@ -156,7 +156,7 @@ def test_where_an_object_cannot_be_copied_writing_into_its_tensors_is_named() ->
         return model(torch.cat([row.value for row in batch]))
 
     rows = [Open(torch.rand(2)) for _ in range(8)]
-    with pytest.raises(RollbackError, match=r"lies in an object of the batch.*clone"):
+    with pytest.raises(RollbackError, match=r"inside an opaque object of the batch.*clone"):
         gradient(Waves(most=8), "auto", rows, run)
 
 

@@ -229,7 +229,7 @@ def test_a_batch_of_a_form_that_was_cut_before_is_not_read_again(
 def test_offsets_of_bags_are_not_told_to_be_shared(stops: list[int]) -> None:
     offsets = torch.tensor([0, 3, 7, 9, *stops])
     with pytest.raises(
-        BatchError, match="'offsets' seems to say where each row begins in 'flat'"
+        BatchError, match="'offsets' seems to hold the offsets of the rows in 'flat'"
     ) as e:
         num_rows({"flat": torch.arange(17), "offsets": offsets, "y": torch.zeros(4)})
     assert "a list of one tensor per row" in str(e.value)

@@ -356,7 +356,7 @@ class Callable8:
     ("part", "message"),
     [
         (Data(x=torch.zeros(8, 2)), "'part' is of type Data.*register_batch_type"),
-        (Callable8(), "'part' is of type Callable8, which can be called, and its 'x' has 8 rows"),
+        (Callable8(), "'part' is of type Callable8, which is callable, but its 'x' has 8 rows"),
         ((n for n in range(8)), "generator.*read only once.*list"),
         (map(str, range(8)), "map.*read only once.*list"),
         ({1, 2}, "set.*no order.*sorted list"),

@@ -184,7 +184,7 @@ def test_rows_grow_until_memory_runs_out_and_training_goes_on(kind: str, is_plai
         return trainer_with(images if make is Images else words, *extra, **given).fit()
 
     model, sizes = make(), Sizes()
-    size = Halving(refine=False, grow=False) if is_plain else "auto"
+    size = Halving(refine=False) if is_plain else "auto"
     summary = train(model, sizes, memory_limit=limit, microbatch_size=size)
     assert sizes.ooms[0] == 0
     assert sizes.sizes[-1] < sizes.sizes[0]

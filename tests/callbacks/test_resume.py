@@ -62,8 +62,8 @@ class Job:
             memory_limit="430KiB",
             # Sizes that follow from what failed: refined ones go by measured memory, of which a
             # resumed process holds a little more or less.
-            microbatch_size=Halving(refine=False, grow=False),
-            eval_microbatch_size=Halving(refine=False, grow=False),
+            microbatch_size=Halving(refine=False),
+            eval_microbatch_size=Halving(refine=False),
             seed=4,
             checkpoint=CheckpointConfig(folder=folder / "checkpoints", interval="3ba"),
         )

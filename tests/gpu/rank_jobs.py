@@ -34,7 +34,7 @@ def train(
     torch.use_deterministic_algorithms(True)
     net = DistributedDataParallel(model(Hungry(*demand)), device_ids=[DEVICE.index])
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    policy = Halving(refine=False, grow=False)
+    policy = Halving(refine=False)
     step = microbatcher(net, policy, optimizer=optimizer, probe=False)
     torch.manual_seed(100 + rank)
     ooms = []

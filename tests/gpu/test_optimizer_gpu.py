@@ -46,7 +46,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD, momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "RMSprop, momentum": functools.partial(torch.optim.RMSprop, momentum=0.9),
     "Adagrad": torch.optim.Adagrad,
-    "Adafactor": torch.optim.Adafactor,
 }
 PARAMETERS = [(4096, 4096), (4096, 1024), (1024, 4096), (4096,)]  # about 100 MiB
 

@@ -167,7 +167,7 @@ def test_a_peer_that_stops_is_heard_of_on_a_device_thread_and_the_step_is_repeat
 ) -> None:
     """The error goes from Python through autograd's and DDP's C++ and back."""
     found = []
-    for policy in (Fixed(HALF), Halving(refine=False, grow=False)):
+    for policy in (Fixed(HALF), Halving(refine=False)):
         net = wrapped("ddp")
         step = microbatcher(net, policy, probe=False)
         exchange = PeerFails(exchange_over_gloo())

@@ -66,7 +66,7 @@ def test_training_ends_at_three_microbatches_where_halving_ends_at_four(
     room_bytes: int, record_property: Record
 ) -> None:
     found: dict[str, list[Any]] = {}
-    for name, size in (("halving", Halving(refine=False, grow=False)), ("auto", "auto")):
+    for name, size in (("halving", Halving(refine=False)), ("auto", "auto")):
         net = net_for_sizes()
         step = microbatcher(net, size)
         results = []

@@ -129,7 +129,7 @@ def test_half_precision_that_ran_out_of_memory_has_the_same_bits(
     fused: bool, record_property: Record
 ) -> None:
     found = []
-    for size, limit in ((ROWS // 2, 64 * ROOM), (Halving(refine=False, grow=False), ROOM)):
+    for size, limit in ((ROWS // 2, 64 * ROOM), (Halving(refine=False), ROOM)):
         net = model(Hungry(64, 0))
         with room(limit):
             summary = trainer(
@@ -164,7 +164,7 @@ def test_a_report_of_running_out_of_memory_says_what_lies_on_the_device(tmp_path
 
 def test_a_compiled_microbatcher_gives_the_bits_of_its_sizes() -> None:
     found = []
-    for size, limit in ((ROWS // 2, 64 * ROOM), (Halving(refine=False, grow=False), ROOM)):
+    for size, limit in ((ROWS // 2, 64 * ROOM), (Halving(refine=False), ROOM)):
         torch.compiler.reset()
         net = model(
             uncompiled(PHASES["backward"])

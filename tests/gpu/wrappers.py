@@ -89,7 +89,7 @@ def ends_with_and_without_failure(
     for is_scripted in (False, True):
         net = make()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-        policy = Halving(refine=False, grow=False)
+        policy = Halving(refine=False)
         step = microbatcher(net, policy, optimizer=optimizer, probe=False)
         torch.manual_seed(3)
         failures = []

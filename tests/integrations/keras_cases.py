@@ -525,7 +525,7 @@ def test_a_loss_that_may_compare_rows_is_said_to_be_unchecked_where_no_two_fit(l
     model = classifier(loss=loss, metrics=None)
     model.layers[0].register_forward_pre_hook(run_out)
     enable(model)
-    with pytest.warns(UserWarning, match="could not check that the loss is a mean over samples"):
+    with pytest.warns(UserWarning, match="the assumption that the loss is a mean over samples"):
         model.fit(INPUTS, LABELS, batch_size=8, epochs=4, verbose=0)
     assert model.automicro.last.loss_average_is == "unchecked"
 

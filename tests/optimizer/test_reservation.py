@@ -52,6 +52,10 @@ def test_prediction_equals_what_the_first_step_allocates(
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(map(torch.equal, before, model.parameters()))
     assert len(optimizer.state) == len(before) - len(stateless)
+    if name in ("ASGD", "Adafactor"):  # their steps read values back
+        assert predicted is not None
+        assert "_local_scalar_dense" in str(predicted.unknown)
+        return
     budget = MemoryBudget(None).track(model, optimizer)
     resident_bytes = budget.allocated_bytes
     with budget:

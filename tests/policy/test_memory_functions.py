@@ -41,7 +41,7 @@ def test_a_thousand_memory_functions_end_near_the_optimum_after_few_failures() -
 @pytest.mark.sweep
 def test_plain_halving_misses_the_optimum_that_refining_finds() -> None:
     devices = [make_device(seed, "affine") for seed in range(60)]
-    plain = [train(device, Halving(refine=False, grow=False)) for device in devices]
+    plain = [train(device, Halving(refine=False)) for device in devices]
     refined = [train(device, Halving()) for device in devices]
     assert sum(run.gap > run.gap_allowed for run in plain) >= 5
     assert sum(run.gap for run in refined) == 0

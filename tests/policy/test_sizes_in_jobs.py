@@ -92,7 +92,7 @@ def limit_for(rows: int, *, training: bool) -> int:
 
 def test_training_ends_at_three_microbatches_where_halving_ends_at_four() -> None:
     limit = limit_for(ROWS // 3, training=True)
-    _, halving = train(Halving(refine=False, grow=False), limit=limit)
+    _, halving = train(Halving(refine=False), limit=limit)
     model, auto = train("auto", limit=limit)
     assert halving.sizes[-1] == ROWS // 4
     assert auto.sizes[-1] == ROWS // 3
@@ -123,7 +123,7 @@ def test_gradients_at_the_sizes_that_were_found_are_those_at_the_same_sizes_with
 def test_evaluation_ends_at_three_microbatches_on_its_own() -> None:
     limit = limit_for(ROWS // 3, training=False)
     found = {}
-    for name, size in (("halving", Halving(refine=False, grow=False)), ("auto", "auto")):
+    for name, size in (("halving", Halving(refine=False)), ("auto", "auto")):
         step = Microbatcher(
             Reader(), loss_fn=loss_fn, eval_microbatch_size=size, memory_limit=limit, probe=False
         )
@@ -301,12 +301,6 @@ def test_slices_are_multiples_of_what_was_asked_for(rows: int) -> None:
         assert sum(used) == rows
         assert all(each % 8 == 0 for each in used[:-1])
     assert result.microbatch_size == min(rows, 24)
-
-
-def test_a_margin_keeps_sizes_from_growing_into_it() -> None:
-    limit = limit_for(ROWS // 3, training=True)
-    assert sizes_of(Halving(), limit=limit)[-1].num_microbatches == 3
-    assert sizes_of(Halving(margin=0.2), limit=limit)[-1].num_microbatches == 4
 
 
 def test_a_config_says_what_sizes_must_be() -> None:

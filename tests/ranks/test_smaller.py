@@ -30,7 +30,7 @@ LEVELS = ["recompute", "offload"]  # in order; "auto" would choose by the clock
 
 
 def part(size: int) -> Halving:
-    return Halving(initial=size, refine=False, grow=False)
+    return Halving(initial=size, refine=False)
 
 
 def options_of(what: str, draw: random.Random) -> dict[str, Any]:

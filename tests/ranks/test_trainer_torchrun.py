@@ -221,7 +221,7 @@ def test_who_outlives_a_killed_rank_says_it_whole_and_how_to_go_on(
     said = run.end()
     assert run.process.returncode == 1
     [line] = re.findall(r"(?m)^automicro: (rank 0 of 2 could not go on at .*)$", said)
-    assert "rank 1 of 2 gone or stuck. Nothing can be retried without all ranks: " in line
+    assert "rank 1 of 2 gone or stuck. A retry needs all ranks: " in line
     assert "failed attempt" not in line
     assert end in line
     assert line.endswith("it can go on" if not options else "goes on from there")

@@ -31,7 +31,7 @@ def train(
     else:
         fully_shard(net, mesh=init_device_mesh("standin", (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(wrapped.parameters())
-    policy = Halving(refine=False, grow=False) if size is None else Fixed(ROWS)
+    policy = Halving(refine=False) if size is None else Fixed(ROWS)
     step = Microbatcher(
         wrapped, loss_fn=nn.CrossEntropyLoss(), microbatch_size=policy, optimizer=optimizer
     )

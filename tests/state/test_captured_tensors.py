@@ -137,7 +137,7 @@ def test_a_large_buffer_is_copied_until_it_is_seen_not_to_change():
         captured.let_go()
         captured = captured.again()
     buffer.data[0] = 9
-    with pytest.raises(RollbackError, match=r"model\.kept: .* past its version"):
+    with pytest.raises(RollbackError, match=r"model\.kept: .* without a new version"):
         captured.put_back()
 
 

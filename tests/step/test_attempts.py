@@ -351,7 +351,7 @@ def test_a_device_that_is_full_without_any_row_is_said_with_its_parts_and_its_re
     held = ResidentMemory(parameters=1024, gradients=1024, optimizer_state=3072, limit=4096)
     assert refusal(held) == (
         "a microbatch of 1 of 2 rows does not fit, and no size can (tried: 2, 1): parameters 1.00 "
-        "KiB, gradients 1.00 KiB, optimizer state 3.00 KiB come to 5.00 KiB without any row, and "
+        "KiB, gradients 1.00 KiB, optimizer state 3.00 KiB take 5.00 KiB without any row, and "
         "the limit is 4.00 KiB.\n"
         "The state is as before the step. What helps:\n"
         "- an optimizer with less state\n"

@@ -196,7 +196,7 @@ def test_a_fixed_size_that_leaves_one_row_alone_says_what_to_do() -> None:
     )
     with pytest.raises(ValueError, match="more than 1 value per channel") as raised:
         microbatcher.backward((torch.randn(5, 4), torch.zeros(5, dtype=torch.long)))
-    assert "slices of at most 2 of 5 rows leave one alone" in raised.value.__notes__[0]
+    assert "slices of at most 2 of 5 rows leave a single row" in raised.value.__notes__[0]
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

@@ -444,7 +444,7 @@ def test_a_state_of_rows_is_refused_by_one_of_tokens() -> None:
     rows = Microbatcher(Reader(), loss_average="tokens")
     tokens = Microbatcher(Reader(), loss_average="tokens", features=[MicrobatchUnit("tokens")])
     tokens.load_state_dict(tokens.state_dict())
-    with pytest.raises(ValueError, match="the sizes of this state are rows"):
+    with pytest.raises(ValueError, match="the sizes of this state are in rows"):
         tokens.load_state_dict(rows.state_dict())
 
 

@@ -62,7 +62,7 @@ def evaluated(
     metrics: Any, batch: Any, *fails_at: int, call: str = "evaluate", size: int = 4
 ) -> None:
     model = Given(*fails_at)
-    policy = Halving(initial=size, refine=False, grow=False)
+    policy = Halving(initial=size, refine=False)
     result = getattr(
         Microbatcher(
             model, loss_fn=mean, microbatch_size=policy, eval_microbatch_size=policy, probe=False
@@ -102,7 +102,7 @@ COUNTED: dict[str, Callable[[], Any]] = {
 def test_what_a_metric_counts_is_uncounted(kind: str, call: str) -> None:
     batches = [(torch.randn(ROWS), torch.randint(3, (ROWS,)).float()) for _ in range(3)]
     disturbed, clean = COUNTED[kind](), COUNTED[kind]()
-    policy = Halving(initial=4, refine=False, grow=False)
+    policy = Halving(initial=4, refine=False)
     options: dict[str, Any] = {"loss_fn": mean, "probe": False}
     if kind == "a list of torchmetrics":
         update = UpdateMetric(lambda metric, outputs, batch: metric.update(outputs))

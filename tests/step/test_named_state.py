@@ -260,7 +260,7 @@ def test_evaluation_under_inference_mode_recovers_and_counts_once(inner: bool) -
     mb = Microbatcher(
         model,
         loss_fn=nn.CrossEntropyLoss(),
-        eval_microbatch_size=Halving(initial=4, refine=False, grow=False),
+        eval_microbatch_size=Halving(initial=4, refine=False),
     )
     with torch.inference_mode(inner):
         batches = [(data(seed)[0], torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])) for seed in range(3)]

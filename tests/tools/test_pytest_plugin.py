@@ -74,7 +74,7 @@ CASES = {
     "fits": ('"64MiB"', None),
     "fits_in_microbatches": ('"8MiB"', None),
     "fits_a_device": ('device="a100-80gb", rows=32', None),
-    "not_whole": ('"8MiB", whole=True', "does not fit whole: at most 2180 of its 4096 rows would"),
+    "not_whole": ('"8MiB", whole=True', "does not fit whole: at most 2048 of its 4096 rows would"),
     "no_row": ('"512KiB"', "Net does not fit: not even one row fits"),
     "no_row_whole": ('"512KiB", whole=True', "whole: not even one of its 4096 rows would"),
     "of_what": ("", 'give it, as in @pytest.mark.fits("24GiB"), or name a device'),

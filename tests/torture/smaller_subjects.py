@@ -19,7 +19,7 @@ LEVELS = ["recompute", "offload"]  # in order; "auto" would choose by the clock
 
 def halving(initial: int) -> Halving:
     """Sizes of a part: from so many rows, downwards alone."""
-    return Halving(initial=initial, refine=False, grow=False)
+    return Halving(initial=initial, refine=False)
 
 
 class Tail(nn.Module):

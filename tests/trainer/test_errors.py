@@ -118,7 +118,7 @@ def test_an_iterator_for_several_epochs_is_refused_before_anything_trains() -> N
         (
             {"max_duration": "1e2ba"},
             ValueError,
-            "write it like '2ep', '500ba', '10000sp', '1e6tok' or '100h'$",
+            "write it like '2ep', '500ba', '10000sp', '1e6tok' or '100h' of data",
         ),
         ({"grad_clip_norm": 0}, ValueError, "grad_clip_norm=0 must be above 0"),
         ({"grad_clip_norm": "1"}, TypeError, "grad_clip_norm is '1', not a number"),
@@ -132,7 +132,6 @@ def test_an_iterator_for_several_epochs_is_refused_before_anything_trains() -> N
         ({"metrics": {"x": 3}}, TypeError, "no metric"),
         ({"memory_limit": "lots"}, ValueError, "cannot read 'lots' as an amount of memory"),
         ({"batchnorm": "warm"}, ValueError, "did you mean 'warn'"),
-        ({"non_finite": "skpi"}, ValueError, r"did you mean 'skip'\?\); use one of stop, skip, ig"),
         ({"accumulate_batches": 1.5}, TypeError, "1.5, not a whole number; pass an int such as 1"),
         ({"accumulate_batches": True}, TypeError, "True, not a whole number; pass an int"),
     ],

@@ -19,6 +19,7 @@ from automicro import (
 )
 from automicro.callbacks import EarlyStopping
 from automicro.events.run import Run
+from automicro.features import NonFinite
 from tests.trainer.runs import make_data, make_loader, make_model, make_trainer
 
 
@@ -36,7 +37,7 @@ def test_a_batch_that_is_skipped_leaves_no_trace_in_the_model_and_the_metrics() 
             loss_fn=nn.CrossEntropyLoss(),
             optimizer=partial(torch.optim.SGD, lr=0.1),
             metrics={"accuracy": MulticlassAccuracy(3)},
-            non_finite="skip",
+            features=[NonFinite("skip")],
             device="cpu",
             progress=False,
         )
@@ -110,7 +111,7 @@ def test_early_stopping_waits_for_the_evaluation_that_it_names() -> None:
 def test_intervals_in_tokens_that_nobody_can_count_are_refused() -> None:
     evaluator = Evaluator(dataloader=make_loader(), interval="10tok")
     trainer = make_trainer(make_model(), eval_dataloader=evaluator)
-    with pytest.raises(ValueError, match=r"those of the batches are not known; pass count_tokens="):
+    with pytest.raises(ValueError, match=r"pass .*CountData"):
         trainer.fit()
 
 

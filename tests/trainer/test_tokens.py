@@ -62,8 +62,11 @@ def test_something_that_cannot_be_called_is_named() -> None:
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"pixels": IDS, "labels": IDS}, r"nor input_ids \(it has labels, pixels\); pass count"),
-        (IDS, "nothing says how many a batch of type Tensor has; pass count_tokens="),
+        (
+            {"pixels": IDS, "labels": IDS},
+            r"nor input_ids \(it has labels, pixels\); pass .*CountData",
+        ),
+        (IDS, "nothing says how many a batch of type Tensor has; pass .*CountData"),
     ],
 )
 def test_a_duration_in_tokens_that_cannot_be_counted_is_explained(batch: Any, message: str) -> None:

@@ -91,7 +91,7 @@ def _choose_sizes(
         raise ConfigError(f"--older-than: {error}") from error
     return lambda size: (
         (older_than is None or size.written_at <= until)
-        and (model is None or model.lower() in size.key.model.lower().split(" + "))
+        and (model is None or model.lower() in size.key["model"].lower().split(" + "))
     )
 
 
@@ -100,7 +100,7 @@ def _as_values(size: RememberedSize, cache: SizeCache) -> dict[str, object]:
     return {
         **dataclasses.asdict(size),
         "num_microbatches": _num_microbatches(size),
-        "file": f"{cache.folder}/{size.key.file}",
+        "file": f"{cache.folder}/{size.file}",
     }
 
 
@@ -110,7 +110,7 @@ def as_markdown(sizes: Sequence[RememberedSize]) -> str:
     rows = [list(_COLUMNS), rules, *_cells(sizes, _COLUMNS)]
     lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
     if sizes:
-        named = sorted({f"automicro {s.key.automicro} on torch {s.key.torch}" for s in sizes})
+        named = sorted({"automicro {automicro} on torch {torch}".format(**s.key) for s in sizes})
         when = sorted({_date(size) for size in sizes})
         dates = " to ".join(dict.fromkeys((when[0], when[-1])))
         lines += ["", f"Measured {dates} with {', '.join(named)}."]
@@ -135,7 +135,8 @@ def _cells(
 
 
 def _num_microbatches(size: RememberedSize) -> int:
-    return -(-size.key.rows // size.microbatch_size)
+    rows: int = size.key["rows"]
+    return -(-rows // size.microbatch_size)
 
 
 def _date(size: RememberedSize) -> str:
@@ -155,18 +156,20 @@ def _one_row(shapes: Mapping[str, str]) -> str:
 
 
 def _device(size: RememberedSize) -> str:
-    key = size.key
-    memory = "" if key.memory_bytes is None else f", {format_bytes(key.memory_bytes)}"
-    return f"{key.device}{memory}" + (f" × {key.world_size}" if key.world_size > 1 else "")
+    memory, ranks = size.key["memory_bytes"], size.key["world_size"]
+    text = size.key["device"] + ("" if memory is None else f", {format_bytes(memory)}")
+    return f"{text} × {ranks}" if ranks > 1 else text
 
 
 _COLUMNS: Mapping[str, Callable[[RememberedSize], object]] = {
-    "model": lambda size: size.key.model,
-    "parameters": lambda size: describe_count(size.key.parameters),
+    "model": lambda size: size.key["model"],
+    "parameters": lambda size: describe_count(size.key["parameters"]),
     "device": _device,
-    "precision": lambda size: size.key.precision + (", compiled" if size.key.compiled else ""),
-    "phase": lambda size: size.key.phase,
-    "batch (rows)": lambda size: size.key.rows,
+    "precision": lambda size: (
+        size.key["precision"] + (", compiled" if size.key["compiled"] else "")
+    ),
+    "phase": lambda size: size.key["phase"],
+    "batch (rows)": lambda size: size.key["rows"],
     "microbatch size (rows)": lambda size: size.microbatch_size,
     "microbatches": _num_microbatches,
     "peak memory": lambda size: "–" if size.peak_bytes is None else format_bytes(size.peak_bytes),
@@ -176,10 +179,10 @@ _NUMBERS = (
 )
 _COLUMNS_OF_TEXT: Mapping[str, Callable[[RememberedSize], object]] = {
     "level": lambda size: size.level,
-    "optimizer": lambda size: size.key.optimizer or "–",
-    "one row": lambda size: _one_row(size.key.shapes),
+    "optimizer": lambda size: size.key["optimizer"] or "–",
+    "one row": lambda size: _one_row(size.key["shapes"]),
     "written": _date,
-    "file": lambda size: f"{size.key.file[:_FILE_LETTERS]}…",
+    "file": lambda size: f"{size.file[:_FILE_LETTERS]}…",
 }
 
 COMMAND = Command(

@@ -13,7 +13,7 @@ import re
 import shutil
 import textwrap
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from automicro.cli.arguments import Command, reading
 from automicro.cli.config.keys import GROUPS, KEYS, TO_TRAIN
@@ -97,23 +97,29 @@ def documentation() -> dict[str, str]:
     """Return what each key means, as a config writes it: null in place of None.
 
     The Trainer's docstring explains its options, that of the Microbatcher those that the Trainer
-    only hands on, and that of RunConfig the rest. Keys inside of others are explained by what
-    these describe.
+    only hands on, those of features their words, and that of RunConfig the rest. Keys inside of
+    others are explained by what these describe.
 
     >>> documentation()["seed"][:27]
     'seeds Python, NumPy and tor'
     """
     from automicro.cli.config.schema import SECTIONS, RunConfig
+    from automicro.features import WORDS, class_of
     from automicro.microbatcher import Microbatcher
     from automicro.trainer.trainer import Trainer
 
     ours, trainer, primitive = map(read_entries, (RunConfig, Trainer, Microbatcher))
-    found = {**trainer, **ours}
+    features = {
+        name: read_entries(class_of(word.feature))[word.argument]
+        for name, word in WORDS.items()
+        if word.argument is not None
+    }
+    found = {**features, **trainer, **ours}
     texts = {
         key: primitive.get(key, "") if _is_elsewhere(found.get(key)) else found[key] for key in KEYS
     }
-    for section, owner in SECTIONS.items():
-        texts |= {f"{section}.{name}": text for name, text in read_entries(owner).items()}
+    for section, (_, documented) in SECTIONS.items():
+        texts |= {f"{section}.{name}": text for name, text in read_entries(documented).items()}
     # CheckpointConfig does not know run_dir: the folder in it is the command line's default.
     texts["checkpoint.folder"] += " Unless given, checkpoints in `run_dir`."
     return {key: _in_yaml(text) for key, text in texts.items()}
@@ -154,7 +160,7 @@ def _describe_keys() -> dict[str, list[Key]]:
     return {**groups, "What a node holds": [call, Key("args", "a mapping", "{}", node["args"])]}
 
 
-def read_entries(documented: type) -> dict[str, str]:
+def read_entries(documented: Any) -> dict[str, str]:
     """Return what a class's docstring says of each argument or attribute, in one line each.
 
     >>> from automicro.cli.config.schema import CallConfig

@@ -48,9 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the batch, if not those of the training data's",
     )
     parser.add_argument(
-        "--recompute", action="store_true", help="plan with repeated blocks computed again"
-    )
-    parser.add_argument(
         "--eval", action="store_true", help="plan the forward of an evaluation, not a training step"
     )
 
@@ -82,9 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         config = recipe.config
         with job.making():
             options = {
-                **options_of(
-                    recipe, "gradient_sums", "when_too_large", "nested", "sync", "batch_layout"
-                ),
+                **options_of(recipe, "gradient_sums", "when_too_large", "nested", "batch_layout"),
                 "precision": config.precision,
                 "loss_fn": recipe.make("loss_fn"),
                 "forward": recipe.make("forward"),
@@ -95,7 +90,6 @@ def run(arguments: argparse.Namespace) -> int:
                 "device": arguments.device or "cuda",
                 "rows": arguments.rows,
                 "ranks": arguments.ranks,
-                "recompute": arguments.recompute,
                 "train": not arguments.eval,
             }
             data = recipe.make("train_dataloader")
@@ -120,7 +114,7 @@ COMMAND = Command(
     doc=__doc__,
     examples=(
         "automicro plan job.yaml --device a100-80gb",
-        "automicro plan job.yaml --memory 24GiB --ranks 8 --recompute",
+        "automicro plan job.yaml --memory 24GiB --ranks 8 when_too_large=recompute",
         "automicro plan job.yaml --memory 24GiB train_dataloader.args.batch_size=512 --json",
     ),
     exit_codes={0: "it fits", 1: "not even one row fits, or the run failed"},

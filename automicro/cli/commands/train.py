@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         if config.run_dir is not None:
             trainer.keep_failures_in(config.run_dir)
         with going_on:
-            summary = trainer.fit()
+            summary = trainer.fit(max_time=config.max_time)
         # On every rank, although one writes: they are gathered, and the others would wait for one
         # that is missing.
         weights = whole_state_dict(model) if config.run_dir is not None else {}

@@ -6,7 +6,6 @@ below a number, and neither tells afterwards which line of which file a value is
 """
 
 import contextlib
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from automicro.cli.arguments import no_such_file
-from automicro.cli.config.nodes import NODE_KEYS, REFERENCE, leaves
+from automicro.cli.config.nodes import NODE_KEYS, leaves
 from automicro.cli.errors import is_bug_of_ours, summarize_error
 from automicro.errors import ConfigError, about, keys_of
 from automicro.memory.oom import first_line
@@ -104,20 +103,6 @@ class Sources:
             for name in sorted(found, key=[*self._sets].index)
         )
 
-    def borrowed(self, keys: Collection[str]) -> str:
-        """A clause that says what to set where one of the keys has another key's value.
-
-        >>> sources = Sources(["configs/speech.yaml"])
-        >>> sources.borrowed(["scheduler.args.total"])
-        '; scheduler.args.total is ${max_duration}: set max_duration, or scheduler.args.total alone'
-        """
-        values = leaves(self.tree)
-        for key in keys:
-            other = REFERENCE.fullmatch(str(values.get(key)))
-            if other:
-                return f"; {key} is {other[0]}: set {other[1]}, or {key} alone"
-        return ""
-
     def _names(self, key: str) -> set[str]:
         """The last sources of what lies in a key, or of what it lies in."""
         inside = [leaf for leaf in leaves(self.tree) if f"{leaf}.".startswith(f"{key}.")]
@@ -156,7 +141,7 @@ def read_file(path: Path) -> tuple[Tree, Mapping[str, int]]:
     try:
         tree = OmegaConf.to_container(OmegaConf.create(text))
     except yaml.YAMLError as error:
-        raise ConfigError(_describe_yaml_error(error, path, text)) from error
+        raise ConfigError(_describe_yaml_error(error, path)) from error
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None)
         where = f"{key}: " if key else ""
@@ -192,24 +177,14 @@ def _lines(node: Any, key: str = "") -> Iterator[tuple[str, int]]:
         yield from _lines(value, here)
 
 
-def _describe_yaml_error(error: Exception, path: Path, text: str) -> str:
+def _describe_yaml_error(error: Exception, path: Path) -> str:
     mark = getattr(error, "problem_mark", None)
     place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
     problem = getattr(error, "problem", None) or str(error)
-    lines = text.splitlines()
-    line = lines[min(mark.line, len(lines) - 1)] if mark and lines else ""
-    return f"{place}: not valid YAML: {problem}; {_remedy(problem, line)}"
-
-
-def _remedy(problem: str, line: str) -> str:
-    if "\\t" in problem or "\t" in line[: len(line) - len(line.lstrip())]:
-        return "indent with spaces in place of tabs"
-    unquoted = re.search(r"""(?<!['"\w])\$\{[^{}]*\}""", line)
-    if unquoted and re.search(r"[{\[]", line[: unquoted.start()]):
-        return f"inside of braces and brackets quote an interpolation, as '{unquoted[0]}'"
-    if problem.startswith("found duplicate key") and problem.split()[-1] in NODE_KEYS:
-        return f"indent {problem.split()[-1]}: below the key that it belongs to"
-    return "correct this line or the one above it"
+    return (
+        f"{place}: not valid YAML: {problem}: correct this line or the one above it; indent with "
+        "spaces, and quote ${…} inside of braces"
+    )
 
 
 def read_value(text: str) -> Any:
@@ -287,29 +262,21 @@ def _apply_override(tree: Tree, override: str) -> tuple[str, Any]:
             f"such as 'optimizer.args={{lr: 0.1}}'"
         ) from error
     target: Any = tree
-    for depth, part in enumerate(way):
-        place = _place(target, part, ".".join(way[:depth]), name)
+    for depth, part in enumerate([*way, last]):
+        place: Any = part
+        if isinstance(target, list) and part.isdecimal() and int(part) < len(target):
+            place = int(part)
+        elif not isinstance(target, dict):
+            here = ".".join(way[:depth])
+            raise ConfigError(
+                f"{name} goes below {here}, which is {target!r} and has no {part!r} in it: replace "
+                f"it as a whole with {here}=VALUE"
+            )
+        if depth == len(way):
+            target[place] = value
+            break
         inner = target.get(place) if isinstance(target, dict) else target[place]
         if inner is None:
             inner = target[place] = {}
-        if not isinstance(inner, dict | list):
-            here = ".".join(way[: depth + 1])
-            raise ConfigError(
-                f"{name} goes below {here}, which is {inner!r} and holds no keys: replace it as a "
-                f"whole with {here}=VALUE"
-            )
         target = inner
-    target[_place(target, last, ".".join(way), name)] = value
     return key, value
-
-
-def _place(target: Any, part: str, key: str, name: str) -> Any:
-    if isinstance(target, dict):
-        return part
-    if not part.isdecimal() or int(part) >= len(target):
-        choice = f"use a number from 0 to {len(target) - 1}, or replace" if target else "replace"
-        raise ConfigError(
-            f"{name} asks for {part!r} in {key}, a list of {len(target)}: {choice} the list with "
-            f"'{key}=[…]'"
-        )
-    return int(part)

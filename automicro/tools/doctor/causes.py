@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
+from automicro.tools import Remedy
 from automicro.tools.doctor import holders as kinds
 from automicro.tools.doctor.holders import Holder
 from automicro.units import format_bytes
@@ -57,14 +58,6 @@ class Device:
         """Whether the request would have been served, had the free pieces been one."""
         asked, is_known = self.requested_bytes, self.allocated_bytes is not None
         return is_known and self.unallocated_bytes >= (asked or 0) > (self.largest_free_bytes or 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Remedy:
-    """A remedy, and the bytes that it is predicted to give back."""
-
-    text: str
-    saved_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)

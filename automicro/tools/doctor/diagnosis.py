@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from automicro.tools.doctor.causes import Cause, Device, Remedy, choose_remedies, find_causes
+from automicro.tools import Remedy, table
+from automicro.tools.doctor.causes import Cause, Device, choose_remedies, find_causes
 from automicro.tools.doctor.holders import STEP, Holder, find_holders, read_snapshot
 from automicro.units import format_bytes, parse_bytes
 
@@ -72,8 +73,7 @@ class Diagnosis:
 
 
 def _table(title: str, rows: Sequence[tuple[int, str]]) -> list[str]:
-    lines = [f"{format_bytes(num_bytes):>14}  {text}" for num_bytes, text in rows]
-    return ["", title, *lines] if rows else []
+    return ["", title, *table(rows)] if rows else []
 
 
 def diagnose(path: str | os.PathLike[str], *, memory: str | int | None = None) -> Diagnosis:

@@ -10,7 +10,6 @@ copies of buffers, the optimizer's state, the microbatch on the device.
 import contextlib
 import copy
 import functools
-import logging
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.errors import BatchError, LossError, UntraceableModelError, describe_error
-from automicro.loss.conventions import Convention, choose_convention
+from automicro.loss.conventions import choose_convention
 from automicro.loss.passes import extra_pass
 from automicro.memory.timeline import BATCH, BUFFERS, GRADIENTS, OPTIMIZER, PARAMETERS, Owner, Trace
 from automicro.modules import evaluation_mode
@@ -41,8 +40,6 @@ from automicro.tools.plan.kernels import STEP, TAIL, StepRecorder
 from automicro.torch_private import FakeTensorMode, is_uninitialized, is_wrapper
 from automicro.transaction.gradients import NARROW
 from automicro.transaction.rng import NothingDrawn
-
-logger = logging.getLogger(__name__)
 
 _FEW = (2, 8)  # rows of the steps that compute
 
@@ -67,12 +64,12 @@ class Conditions:
     finer: int = 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """The job to plan, as the caller has it.
+@dataclass(kw_only=True)
+class DryRun:
+    """Runs steps of a job on a copy of its model.
 
     Attributes:
-        model: a module, or a function that makes one.
+        model: a module, or a function that makes one; then the copy.
         batch: a batch of any number of rows.
         layout: of the batch.
         loss_fn: as `Microbatcher`, like the next two.
@@ -83,11 +80,22 @@ class Job:
         before_ampere: whether that is an older one; see `Device`.
         when_too_large: as `Microbatcher`, like the next.
         nested: see there.
+        is_fake: whether nothing is computed; else the copy runs on the CPU.
+        assumptions: about kernels, in sentences.
+        levels: those of the copy, whose savers `Conditions` name.
+
+    Example:
+        >>> model, batch = nn.Linear(256, 4), (torch.zeros(8, 256), torch.zeros(8, 4))
+        >>> dry_run = DryRun(
+        ...     model=model, batch=batch, loss_fn=nn.MSELoss(), optimizer=torch.optim.SGD
+        ... )
+        >>> dry_run.step(8, splits=False).peak_bytes
+        20480
     """
 
-    model: nn.Module | Callable[[], nn.Module]
+    model: Any
     batch: Any
-    layout: BatchLayout
+    layout: BatchLayout = field(default_factory=BatchLayout)
     loss_fn: Callable[..., Any] | None = None
     forward: Callable[..., Any] | None = None
     modules: Sequence[nn.Module] = ()
@@ -96,58 +104,32 @@ class Job:
     before_ampere: bool = False
     when_too_large: Savers = "error"
     nested: Mapping[str, Any] | None = None
-
-
-@dataclass
-class DryRun:
-    """Runs steps of a job on a copy of its model.
-
-    Example:
-        >>> model, batch = nn.Linear(256, 4), (torch.zeros(8, 256), torch.zeros(8, 4))
-        >>> job = Job(
-        ...     model=model, batch=batch, layout=BatchLayout(), loss_fn=nn.MSELoss(),
-        ...     optimizer=torch.optim.SGD,
-        ... )
-        >>> dry_run = DryRun(job)
-        >>> dry_run.step(8, splits=False).peak_bytes
-        20480
-    """
-
-    job: Job
     is_fake: bool = True
-    _mode: FakeTensorMode = field(init=False)
-    _modules: list[nn.Module] = field(init=False)
-    _convention: Convention = field(init=False)
-    _without_gradient: set[int] | None = field(default=None, init=False)
-    assumptions: set[str] = field(default_factory=set, init=False)
-    # By rows, whether they are some of a batch, and conditions: the step, and its largest slices.
-    _steps: dict[tuple[int, bool, Conditions], tuple[Trace, dict[str, int]]] = field(
-        default_factory=dict, init=False
-    )
-    _savers: dict[str, Saver] = field(default_factory=dict, init=False)
-    levels: list[Level] = field(init=False)
 
     def __post_init__(self) -> None:
         # A model's code may hold real tensors outside of its tables: in lists, or as globals.
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        job = self.job
-        model = job.model if isinstance(job.model, nn.Module) else self._made(job.model)
-        roots = [model, *job.modules]
-        if isinstance(job.loss_fn, nn.Module):
-            roots.append(job.loss_fn)
-        _refuse_others(roots, {"forward": job.forward, "loss_fn": job.loss_fn})
-        self._modules, loss_fn, forward = self._copied(roots, job.loss_fn, job.forward)
-        self._convention = choose_convention(self._modules[0], forward=forward, loss_fn=loss_fn)
-        self.num_rows = job.layout.num_rows(job.batch)
-        self._nested = Nested(job.nested).attach_to(self.model, SizedParts(self._modules))
-        self.levels = self._levels_of(job.when_too_large)
+        model = self.model if isinstance(self.model, nn.Module) else self._made(self.model)
+        roots = [model, *self.modules]
+        if isinstance(self.loss_fn, nn.Module):
+            roots.append(self.loss_fn)
+        _refuse_others(roots, {"forward": self.forward, "loss_fn": self.loss_fn})
+        self._modules, loss_fn, forward = self._copied(roots, self.loss_fn, self.forward)
+        self.model: nn.Module = self._modules[0]
+        found = {id(p): p for module in self._modules for p in module.parameters()}
+        self.parameters: list[nn.Parameter] = list(found.values())
+        self._convention = choose_convention(self.model, forward=forward, loss_fn=loss_fn)
+        self.num_rows = self.layout.num_rows(self.batch)
+        self._nested = Nested(self.nested).attach_to(self.model, SizedParts(self._modules))
+        self.assumptions: set[str] = set()
+        self._without_gradient: set[int] | None = None
+        # By rows, whether they are some of a batch, and conditions: the step, and its largest
+        # slices.
+        self._steps: dict[tuple[int, bool, Conditions], tuple[Trace, dict[str, int]]] = {}
+        self._savers: dict[str, Saver] = {}
+        self.levels = self._levels_of(self.when_too_large)
 
     def _levels_of(self, when_too_large: Savers) -> list[Level]:
-        """Those of the copy. Their savers are what `Conditions` name from then on.
-
-        Raises:
-            TypeError, ValueError: as `make_levels`.
-        """
         levels = make_levels(when_too_large, self._modules, torch.device("cpu"))
         for saver in levels[-1].savers:  # the last level has all of them
             if isinstance(saver, Recompute) and self.is_fake:
@@ -159,7 +141,7 @@ class DryRun:
             self._savers[saver.name] = saver
         return levels
 
-    def saver(self, name: str) -> Saver | None:
+    def saver(self, name: str) -> "Saver | None":
         """That of ``when_too_large``; None where it has nothing to do for this model."""
         if name not in self._savers:
             with contextlib.suppress(ValueError):  # no repeated blocks, no language model
@@ -179,30 +161,15 @@ class DryRun:
         self.step(rows, splits=splits, conditions=conditions)
         return self._steps[rows, splits, conditions][1]
 
-    @property
-    def model(self) -> nn.Module:
-        """The copy."""
-        return self._modules[0]
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """Of the copy, each once."""
-        found = {id(p): p for module in self._modules for p in module.parameters()}
-        return list(found.values())
-
     def _made(self, make: Callable[[], Any]) -> nn.Module:
         with undisturbed():
             try:
                 with torch.device("meta" if self.is_fake else "cpu"):
                     model = make()
-            except Exception as error:
+            except Exception:
                 if not self.is_fake:
                     raise
-                logger.debug(
-                    "the model cannot be made on the meta device (%s); on the CPU",
-                    describe_error(error),
-                )
-                model = make()
+                model = make()  # some models read their numbers while they are made
         if not isinstance(model, nn.Module):
             raise TypeError(
                 f"the function that makes the model returned {model!r} of type "
@@ -264,7 +231,7 @@ class DryRun:
     @functools.cached_property
     def step_memory(self) -> StepMemory:
         """The memory that the first step of the optimizer allocates."""
-        given = self.job.optimizer
+        given = self.optimizer
         if given is None:
             return StepMemory()
         parameters = [p for p in self.parameters if p.requires_grad]
@@ -276,7 +243,7 @@ class DryRun:
         else:
             optimizer = given(parameters)
         return predict_step_memory(
-            optimizer, parameters, on_accelerator=self.job.on_accelerator or None
+            optimizer, parameters, on_accelerator=self.on_accelerator or None
         )
 
     # One step
@@ -329,7 +296,7 @@ class DryRun:
                 part.load_state_dict({})
                 part.finer = conditions.finer
         recorder = StepRecorder(
-            on_accelerator=self.job.on_accelerator, before_ampere=self.job.before_ampere
+            on_accelerator=self.on_accelerator, before_ampere=self.before_ampere
         )
         with contextlib.ExitStack() as stack:
             for manager in (
@@ -357,12 +324,10 @@ class DryRun:
 
     def _rows(self, rows: int) -> Any:
         if rows == self.num_rows:
-            return self.job.batch
+            return self.batch
         if rows < self.num_rows:
-            return self.job.layout.split(self.job.batch, [rows, self.num_rows - rows])[0]
-        return self.job.layout.take_rows(
-            self.job.batch, [index % self.num_rows for index in range(rows)]
-        )
+            return self.layout.split(self.batch, [rows, self.num_rows - rows])[0]
+        return self.layout.take_rows(self.batch, [index % self.num_rows for index in range(rows)])
 
     def _step(
         self, recorder: StepRecorder, microbatch: Any, splits: bool, conditions: Conditions

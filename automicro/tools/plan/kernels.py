@@ -62,18 +62,6 @@ class StepRecorder(Recorder):
         self.assumptions: set[str] = set()
         self._after_last_part = 0  # storages that were there when the last submodule ended
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Answer at once which device a stand-in lies on, which is most of what is asked."""
-        if func is _DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
     def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run one operation, and write down what its kernel keeps and takes, too."""
         output = super().run(func, types, args, kwargs)
@@ -115,8 +103,6 @@ class StepRecorder(Recorder):
         enable_gqa: bool = False,
     ) -> Tensor | None:
         if not isinstance(query, FakeTensor):
-            if dropout_p:
-                self.assumptions.add(_AS_ON_CPU)
             return None
         if attn_mask is not None and attn_mask.dtype is torch.bool:
             # Kernels add a mask to the scores, so a boolean one becomes numbers, which take more.
@@ -167,7 +153,6 @@ _FUSED = (
     "attention by a GPU's fused kernels (flash, memory-efficient), which keep no matrix of scores"
 )
 _NOT_FUSED = "attention with whole matrices of scores, as a GPU has no fused kernel for {}"
-_AS_ON_CPU = "attention with dropout as the CPU computes it, with whole matrices of scores"
 _PADDED_TO = 8  # numbers of a head for flash attention, places of a mask
 _HALF = (torch.float16, torch.bfloat16)
 _Heads: TypeAlias = tuple[Tensor, Tensor, Tensor]  # queries, keys, values
@@ -257,7 +242,6 @@ def _efficient(
     return found
 
 
-_DEVICE = torch.ops.prim.device.default
 _CAST = torch.ops.aten._to_copy.default
 _CONVOLUTION = torch.ops.aten.convolution.default
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default

@@ -1,9 +1,9 @@
 """The largest microbatch that will fit, before anything is allocated."""
 
 import bisect
+import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from automicro.batch.layout import BatchLayout, balanced_sizes
+from automicro.batch.layout import BatchLayout
 from automicro.errors import (
     BatchError,
     LossError,
@@ -20,31 +20,25 @@ from automicro.errors import (
     text_of,
 )
 from automicro.memory.timeline import BACKWARD, GRADIENTS, OPTIMIZER, PARAMETERS, Owner, Trace
-from automicro.nested.parts import check_nested
+from automicro.nested.parts import Nested
 from automicro.options import (
     GRADIENT_SUMS,
     PRECISIONS,
-    SYNCS,
     check_choice,
     check_model,
     check_modules,
     check_unwrapped,
     read_count,
 )
-from automicro.savers.levels import NESTED, Level, Savers, check_levels
+from automicro.policy.policy import canonical_size
+from automicro.savers.levels import NESTED, Savers, WhenTooLarge
 from automicro.savers.offload import OFFLOAD
 from automicro.savers.recompute import RECOMPUTE, repeated_blocks
+from automicro.tools import Remedy
 from automicro.tools.plan.devices import find_device, read_memory
-from automicro.tools.plan.dry_run import Conditions, DryRun, Job
+from automicro.tools.plan.dry_run import Conditions, DryRun
 from automicro.tools.plan.kernels import CASTS, GATHERED, STAYING, STEP, TAIL
-from automicro.tools.plan.report import (
-    LevelPlan,
-    PlanReport,
-    Remedy,
-    breakdown_of,
-    modules_of,
-    samples_of,
-)
+from automicro.tools.plan.report import LevelPlan, PlanReport
 
 # Of what comes and goes in a step, what a plan may be wrong by; then of all of it.
 _ERROR = 0.03
@@ -94,7 +88,7 @@ class Planner:
         widest = max((parameter.itemsize for parameter in model.parameters()), default=4)
         return int(gathered * min(dtype.itemsize / widest, 1.0))
 
-    def trace(self, size: int, *, defers: bool = False) -> Trace:
+    def trace(self, size: int) -> Trace:
         """A step whose microbatches have this many rows, as one rank holds it."""
         trace = self.steps.step(size, splits=size < self.rows, conditions=self.conditions)
 
@@ -103,8 +97,7 @@ class Planner:
                 return 1 / self.tail_slices
             if self.num_ranks > 1 and owner.kind == CASTS:  # gathered as such
                 return 0.0
-            is_shard = owner.kind in _SHARDED and not (defers and owner.kind == GRADIENTS)
-            return 1 / self.num_ranks if is_shard else 1.0
+            return 1 / self.num_ranks if owner.kind in _SHARDED else 1.0
 
         if self.num_ranks == self.tail_slices == 1:
             return trace
@@ -123,7 +116,7 @@ class Planner:
         share = _ERROR_OF_LEVELS if self.conditions.savers else _ERROR
         if not self.steps.is_fake:
             share = _MEASURED_ERROR
-        lost = _FRAGMENTATION if self.steps.job.on_accelerator else _KERNELS_OF_CPU
+        lost = _FRAGMENTATION if self.steps.on_accelerator else _KERNELS_OF_CPU
         return int(share * moving + lost * trace.peak_bytes) + _LEAST_BYTES
 
     def need(self, size: int) -> int:
@@ -133,32 +126,13 @@ class Planner:
             self.points[size] = trace.peak_bytes, self.margin(trace)
         return sum(self.points[size])
 
-    def deferred_bytes(self, size: int) -> int | None:
-        """The same where gradients of whole parameters wait for the last microbatch.
-
-        None where nothing waits: on one rank, with one microbatch, without a backward.
-        """
-        if self.num_ranks == 1 or size >= self.rows or not self.conditions.train:
-            return None
-        trace = self.trace(size, defers=True)
-        return trace.peak_bytes + self.margin(trace)
-
     def largest(self, limit_bytes: int) -> int:
-        """The most rows that fit; 0 where one does not. What is returned was looked at."""
-        if self.need(1) > limit_bytes:
-            return 0
+        """The most rows that fit of those that cuts into balanced microbatches have; 0 for none."""
         if self.need(self.rows) <= limit_bytes:
             return self.rows
-        fits, fails, is_halved = 1, self.rows, True
-        while fails - fits > 1:
-            before = fails - fits
-            slope = (self.need(fails) - self.need(fits)) / before
-            # Peaks are lines for the most part; where they are not, halving bounds the looks.
-            guess = fits + int((limit_bytes - self.need(fits)) / slope)
-            size = max(fits + 1, min(guess if is_halved else math.isqrt(fits * fails), fails - 1))
-            fits, fails = (fits, size) if self.need(size) > limit_bytes else (size, fails)
-            is_halved = not is_halved or 2 * (fails - fits) <= before
-        return fits
+        sizes = sorted({canonical_size(self.rows, size) for size in range(1, self.rows)})
+        # What comes before the place that is found was looked at, and fitted.
+        return [0, *sizes][bisect.bisect_right(sizes, limit_bytes, key=self.need)]
 
     def with_coarsest_slices(self, size: int, limit_bytes: int | None) -> "Planner":
         """The same with the largest slices of parts with which a microbatch fits.
@@ -181,72 +155,58 @@ class Planner:
         """Rows of the largest slice of each part with a size of its own, by its name."""
         return self.steps.slices(size, splits=size < self.rows, conditions=self.conditions)
 
-    def level(
-        self, level: Level, size: int, limit_bytes: int | None, *, may_defer: bool
-    ) -> LevelPlan:
-        """The plan of a level, in bytes and words."""
-        told = balanced_sizes(self.rows, size or 1)[0]
-        needed_bytes = self.need(told)
-        peak_bytes, margin = self.points[told]
+    def level(self, name: str, size: int, limit_bytes: int | None) -> LevelPlan:
+        """The plan of a level, for microbatches of a size."""
+        needed_bytes = self.need(size)
+        peak_bytes, margin = self.points[size]
         return LevelPlan(
-            name=level.name,
-            how=level.describe(),
-            largest_size=size,
-            microbatch_size=told,
-            num_microbatches=-(-self.rows // told),
-            fits=size > 0 and (limit_bytes is None or needed_bytes <= limit_bytes),
+            name=name,
+            microbatch_size=size,
+            num_microbatches=-(-self.rows // size),
+            fits=limit_bytes is None or needed_bytes <= limit_bytes,
             peak_bytes=peak_bytes,
             margin_bytes=margin,
-            nested_sizes=self.slices(told),
-            deferred_bytes=self.deferred_bytes(told) if may_defer else None,
+            nested_sizes=self.slices(size),
         )
 
     def remedies(self, size: int, limit_bytes: int | None) -> list[Remedy]:
         """The needs of the same size with each remedy, the most helpful first."""
         found: list[Remedy] = []
-        for name, how, planner in self._changed(size):
-            try:
+        for text, planner in self._changed(size):
+            # A remedy that cannot be planned is no reason to plan nothing.
+            with contextlib.suppress(UntraceableModelError):
                 needed = planner.need(size)
-            except UntraceableModelError:
-                continue  # a remedy that cannot be planned is no reason to plan nothing
-            if needed < self.need(size):
-                found.append(
-                    Remedy(
-                        name=name,
-                        how=how,
-                        peak_bytes=planner.points[size][0],
-                        saved_bytes=self.need(size) - needed,
-                        fits=limit_bytes is None or needed <= limit_bytes,
-                    )
-                )
-        return sorted(found, key=lambda remedy: -remedy.saved_bytes)
+                saved, fits = self.need(size) - needed, limit_bytes is None or needed <= limit_bytes
+                found.append(Remedy(text=text, saved_bytes=saved, fits=fits))
+        helping = [each for each in found if each.saved_bytes > 0]
+        return sorted(helping, key=lambda remedy: -remedy.saved_bytes)
 
-    def _changed(self, size: int) -> Iterator[tuple[str, str, "Planner"]]:
-        """The changes that may help: a word, how to make it, and the planner with it."""
+    def _changed(self, size: int) -> Iterator[tuple[str, "Planner"]]:
+        """The changes that may help: how to make each, and the planner with it."""
         savers = self.conditions.savers
         if self.conditions.train and self.steps.is_fake:
             for name in (RECOMPUTE, OFFLOAD):
                 saver = self.steps.saver(name)
                 if saver is not None and name not in savers:
-                    how = f"{saver.describe()} (when_too_large={name!r})"
-                    yield name, how, self.otherwise(savers=(*savers, name))
+                    how = f"{name}: {saver.describe()} (when_too_large={name!r})"
+                    yield how, self.otherwise(savers=(*savers, name))
             if self.conditions.precision == "fp32":
-                yield "bf16", "precision='bf16'", self.otherwise(precision="bf16")
-            how = f"compute the outputs and their loss in {_SLICES} slices"
+                yield "bf16: precision='bf16'", self.otherwise(precision="bf16")
+            how = f"tail: compute the outputs and their loss in {_SLICES} slices"
             if self.slices(size):
                 pass  # some part is in slices already
             elif self.steps.saver(NESTED) is not None:
                 # By tokens: there may be fewer rows than slices.
                 options = {"microbatch_size": "auto", "microbatch_unit": "tokens"}
                 how = f"{how} (nested={ {'tail': options} })"
-                yield "tail", how, self.otherwise(savers=(*savers, NESTED), finer=_SLICES)
+                yield how, self.otherwise(savers=(*savers, NESTED), finer=_SLICES)
             else:
                 how += " (a function of their own, with a size of its own by automicro.split)"
-                yield "tail", how, dataclasses.replace(self, tail_slices=_SLICES)
+                yield how, dataclasses.replace(self, tail_slices=_SLICES)
         for num_ranks in (factor * self.num_ranks for factor in _RANKS):
-            how = "shard parameters, gradients and optimizer state (fully_shard)"
             sharded = dataclasses.replace(self, num_ranks=num_ranks)
-            yield f"shards over {num_ranks} ranks", how, sharded
+            how = "shard parameters, gradients and optimizer state (fully_shard)"
+            yield f"{num_ranks} ranks: {how}", sharded
 
 
 def _bytes_of(module: nn.Module) -> int:
@@ -267,10 +227,8 @@ def plan(
     ranks: int = 1,
     precision: str = "fp32",
     gradient_sums: str = "fp32",
-    recompute: bool = False,
     when_too_large: Savers = "error",
     nested: Mapping[str, Any] | None = None,
-    sync: str = "each",
     train: bool = True,
     modules: Iterable[nn.Module] = (),
     batch_layout: int | Mapping[str, Any] = 0,
@@ -300,17 +258,14 @@ def plan(
             ``"cuda"`` for any other accelerator; ``"cpu"``.
         rows: of the optimization batch, on each rank; those of ``batch`` unless given.
         microbatch_size: tell of this size, in rows, in place of the largest that fits.
-        ranks: on which parameters, gradients and optimizer state are sharded (``fully_shard``);
-            all figures are then of one of them.
+        ranks: on which parameters, gradients and optimizer state are sharded (``fully_shard``,
+            reduced with each microbatch); all figures are then of one of them.
         precision: as in `Microbatcher`, and so ``gradient_sums``.
         gradient_sums: see there.
-        recompute: whether repeated blocks are computed again in the backward, at every level.
         when_too_large: as in `Microbatcher`: the report has the largest microbatch of each level,
             and tells of the first at which one fits.
         nested: sizes of parts, as a mapping in `Microbatcher`. Where they adapt, a microbatch fits
             that does with slices of one row; told are the largest slices that fit then.
-        sync: as in `Microbatcher`: with ``"auto"`` each level says what it needs where shards are
-            reduced with the last microbatch alone. It is no reason for a smaller microbatch.
         train: a training step; False for the forward of an evaluation.
         modules: see there.
         batch_layout: see there.
@@ -343,19 +298,19 @@ def plan(
         precision=check_choice("precision", precision, PRECISIONS),
         gradient_sums=check_choice("gradient_sums", gradient_sums, GRADIENT_SUMS),
         train=train,
-        savers=(RECOMPUTE,) if recompute else (),
         # A microbatch fits if it does with the finest slices; coarser ones are looked for
         # afterwards.
         finer=1 << _FINEST,
     )
-    check_levels(when_too_large)
-    check_nested(nested)
-    check_choice("sync", sync, SYNCS)
+    WhenTooLarge(when_too_large)
+    Nested(nested)
     num_ranks = read_count("ranks", ranks)
-    job = Job(
+    layout = BatchLayout(batch_layout)
+    run = functools.partial(
+        DryRun,
         model=model,
         batch=batch,
-        layout=BatchLayout(batch_layout),
+        layout=layout,
         loss_fn=loss_fn,
         forward=forward,
         modules=check_modules(modules),
@@ -366,58 +321,50 @@ def plan(
         when_too_large=when_too_large if train else "error",
         nested=nested,
     )
-    num_rows = job.layout.num_rows(batch) if rows is None else read_count("rows", rows)
+    num_rows = layout.num_rows(batch) if rows is None else read_count("rows", rows)
     given = None if microbatch_size is None else read_count("microbatch_size", microbatch_size)
 
     def planned(steps: DryRun, why: str) -> PlanReport:
         found = []
         for level in steps.levels:
-            savers = (*conditions.savers, *(each.name for each in level.savers))
-            at_level = dataclasses.replace(conditions, savers=tuple(dict.fromkeys(savers)))
+            savers = tuple(each.name for each in level.savers)
+            at_level = dataclasses.replace(conditions, savers=savers)
             planner = Planner(steps, at_level, num_ranks, num_rows)
             if given is not None or limit_bytes is None:
-                size = min(given or num_rows, num_rows)
+                size = canonical_size(num_rows, min(given or num_rows, num_rows))
             else:
-                size = planner.largest(limit_bytes)
-            told = balanced_sizes(num_rows, size or 1)[0]
-            planner = planner.with_coarsest_slices(told, limit_bytes)
-            found.append(
-                (planner, planner.level(level, size, limit_bytes, may_defer=sync == "auto"))
-            )
+                size = planner.largest(limit_bytes) or 1
+            planner = planner.with_coarsest_slices(size, limit_bytes)
+            found.append((planner, planner.level(level.name, size, limit_bytes)))
         # Of the first level that fits.
         planner, level_plan = next((each for each in found if each[1].fits), found[0])
         assumptions = tuple(sorted(steps.assumptions))  # remedies may need others
-        told = level_plan.microbatch_size
-        trace = planner.trace(told)
+        size = level_plan.microbatch_size
         return PlanReport(
             **vars(level_plan),
             model=type(steps.model).__name__,
             device=device,
             limit_bytes=limit_bytes,
             num_rows=num_rows,
-            breakdown=breakdown_of(trace),
-            modules=modules_of(trace),
             points=tuple((each, planner.points[each][0]) for each in sorted(planner.points)),
-            remedies=tuple(planner.remedies(told, limit_bytes) if remedies else ()),
+            remedies=tuple(planner.remedies(size, limit_bytes) if remedies else ()),
             num_parameters=sum(p.numel() for p in steps.model.parameters()),
             ranks=num_ranks,
             precision=precision,
             train=train,
-            recompute=RECOMPUTE in planner.conditions.savers,
             levels=tuple(level_plan for _, level_plan in found),
-            is_measured=not steps.is_fake,
             why_measured=why,
             assumptions=assumptions,
             state_unknown=steps.step_memory.unknown or "",
-            samples=samples_of(trace),
+            trace=planner.trace(size),
         )
 
     try:
-        return planned(DryRun(job), "")
+        return planned(run(), "")
     except UntraceableModelError as error:
         why = text_of(error)
         try:
-            return planned(DryRun(job, is_fake=False), why)
+            return planned(run(is_fake=False), why)
         except (BatchError, LossError):
             raise
         except Exception as second:

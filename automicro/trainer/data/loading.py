@@ -16,8 +16,9 @@ from automicro.checkpoints.rng import restore_rng_state, rng_state
 from automicro.data import LengthBatchSampler
 from automicro.data.sampler import AverageBatch
 from automicro.errors import DataLoaderError
+from automicro.options import read_count
 from automicro.reach import generators_in, kinds_of_loading
-from automicro.units import Duration, Unit
+from automicro.units import Duration, Unit, read_duration
 from automicro.values import comes_from, is_generator, same_values, set_state, state_of
 
 Generator: TypeAlias = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
@@ -321,6 +322,27 @@ def average_batch(loader: object) -> AverageBatch | None:
         return sampler.average_batch()
     batch_size = getattr(loader, "batch_size", None)
     return AverageBatch(rows=float(batch_size)) if isinstance(batch_size, int) else None
+
+
+def read_accumulation(value: object) -> int | Duration:
+    """How many batches make up an optimization batch, or the size that they are to reach.
+
+    Raises:
+        TypeError: neither a whole number nor text.
+        ValueError: too small, or text that is no size.
+
+    >>> read_accumulation(4), read_accumulation("1024sp")
+    (4, Duration.parse('1024sp'))
+    """
+    if not isinstance(value, str | Duration):
+        return read_count("accumulate_batches", value)
+    size = read_duration("accumulate_batches", value)
+    if size.unit is Unit.EPOCHS:
+        raise ValueError(
+            f"accumulate_batches={str(value)!r} is not the size of a batch; give a number of "
+            "batches, or a size as in '1024sp' (samples), '1e6tok' (tokens), '5h' (hours of data)"
+        )
+    return size.value if size.unit is Unit.BATCHES else size
 
 
 def choose_accumulation(size: Duration, loader: object, num_devices: int) -> int:

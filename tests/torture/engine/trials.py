@@ -340,7 +340,7 @@ class Trials:
 
     def _policy(self) -> Halving:
         # On a device that counts its memory, sizes would also grow, without any fault.
-        return Halving(initial=self.first_size, refine=False, grow=False)
+        return Halving(initial=self.first_size, refine=False)
 
     def _run_reference(self, cut: Cut, later: tuple[Cut, ...]) -> Reference:
         scene = self.scene

@@ -18,6 +18,7 @@ from automicro.callbacks import EarlyStopping, ExponentialMovingAverage
 from automicro.checkpoints.store import CheckpointConfig
 from automicro.events.callback import Callback
 from automicro.events.run import Run
+from automicro.features import RememberSizes
 from automicro.loggers import CSVLogger, JSONLinesLogger
 from automicro.step.results import StepResult
 from automicro.trainer.evaluators import Evaluator
@@ -200,7 +201,7 @@ class Job:
             self.model,
             LOADERS[subject.loader](subject.num_rows),
             eval_dataloader=_evaluators(subject.evaluators),
-            remember_sizes=False,  # each life begins as the first one did
+            features=[RememberSizes(False)],  # each life begins as the first one did
             loss_fn=nn.CrossEntropyLoss(),
             optimizer=self.optimizer,
             scheduler=self.scheduler,
@@ -211,11 +212,11 @@ class Job:
             # Refined sizes follow from measured memory, of which a life that was taken up again
             # holds a little more or less; those of halving follow from what failed.
             microbatch_size=(
-                8 if is_deep else None if subject.batchnorm else Halving(refine=False, grow=False)
+                8 if is_deep else None if subject.batchnorm else Halving(refine=False)
             ),
             when_too_large=subject.when_too_large,
-            nested={"7": Halving(refine=False, grow=False)} if subject.nested else None,
-            eval_microbatch_size=Halving(refine=False, grow=False),
+            nested={"7": Halving(refine=False)} if subject.nested else None,
+            eval_microbatch_size=Halving(refine=False),
             microbatch_unit=cost_of if subject.by_cost else "rows",
             memory_limit=subject.memory_limit,
             precision=subject.precision,

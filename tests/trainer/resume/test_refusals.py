@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from automicro import Trainer
+from automicro import ParameterGroups, Trainer
 from automicro.callbacks import EarlyStopping
 from automicro.checkpoints.manifest import MANIFEST
 from automicro.checkpoints.store import CheckpointConfig
@@ -53,7 +53,11 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], Mapping[str, Any], str]] = {
     ),
     "other groups": (
         model,
-        {"parameter_groups": [{"params": ["*.bias"], "weight_decay": 0.0}]},
+        {
+            "optimizer": ParameterGroups(
+                torch.optim.AdamW, [{"params": ["*.bias"], "weight_decay": 0.0}]
+            )
+        },
         r"groups of \[6\] parameters, and this one of \[3, 3\]",
     ),
     "another optimizer": (
