@@ -65,7 +65,7 @@ class FinitenessGuard:
         self._in_a_row = 0
 
     def skip(self, what: str, state: LoopState) -> str:
-        """What is said of a batch that is left out; too many in a row are an error."""
+        """Leave a batch out, in words; too many in a row are an error."""
         self._in_a_row += 1
         if self._in_a_row <= MOST_IN_A_ROW:
             return f"{what} in {place_of(state)}"
