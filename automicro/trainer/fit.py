@@ -77,11 +77,7 @@ class Fit:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """One call at a time: two would write the same state.
-
-        Raises:
-            ValueError: another one has not returned yet.
-        """
+        """One call at a time: two would write the same state."""
         if self._is_running:
             raise ValueError(
                 "fit() was called while fit() of the same Trainer is running, as in one of its "
@@ -95,11 +91,7 @@ class Fit:
             self._is_running = False
 
     def extend(self, duration: Duration) -> None:
-        """Train for that much more than is done.
-
-        Raises:
-            ValueError: the run is saved, or its tokens are not known.
-        """
+        """Train for that much more than is done."""
         if self.checkpointer is not None:
             raise ValueError(
                 f"fit(duration='{duration}') goes on from wherever training stands, so a run that "
@@ -113,11 +105,7 @@ class Fit:
         self.step.tokens.require_for("duration", until)
 
     def require_more(self) -> None:
-        """Refuse to train where all is done.
-
-        Raises:
-            ValueError: ``max_duration`` is reached.
-        """
+        """Refuse to train where all is done."""
         if self._has_reached_duration and self._is_complete:
             raise ValueError(
                 f"fit() has trained for max_duration='{self._run.max_duration}' already "
@@ -127,12 +115,7 @@ class Fit:
             )
 
     def run(self, max_seconds: float | None = None) -> FitSummary:
-        """Begin, or go on; train until the duration is reached, or the time; end in order.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C, after the batch that ran is done and saved.
-            SystemExit: SIGTERM, the same.
-        """
+        """Begin, or go on; train until the duration is reached, or the time; end in order."""
         context, saver = self.context, self.checkpointer
         reset_peak(self._run.device)
         self._run.requests.stop_reason = None

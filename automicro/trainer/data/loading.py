@@ -327,10 +327,6 @@ def average_batch(loader: object) -> AverageBatch | None:
 def read_accumulation(value: object) -> int | Duration:
     """How many batches make up an optimization batch, or the size that they are to reach.
 
-    Raises:
-        TypeError: neither a whole number nor text.
-        ValueError: too small, or text that is no size.
-
     >>> read_accumulation(4), read_accumulation("1024sp")
     (4, Duration.parse('1024sp'))
     """
