@@ -59,16 +59,10 @@ def check_parallel(
         if any(each.requires_grad for each in module.parameters()):
             what = "loss_fn" if module is loss_fn else "modules"
             raise ValueError(
-                f"parallel={parallel!r} wraps the model, and {what} has a "
-                f"{type(module).__name__} with parameters to train outside of it, whose gradients "
-                "would not be averaged; make it a part of the model, or freeze it with "
-                "requires_grad_(False)"
+                f"parallel={parallel!r} would not average the gradients of {what} "
+                f"({type(module).__name__}), which is outside of the model; make it a part of the "
+                "model, or freeze it with requires_grad_(False)"
             )
-    if not any(each.requires_grad for each in modules[0].parameters()):
-        raise ValueError(
-            f"parallel={parallel!r}, and the model ({type(modules[0]).__name__}) has no parameter "
-            "that takes a gradient, so there is nothing to share; leave parallel out"
-        )
     if parallel == "fsdp" and isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
             "parallel='fsdp' puts shards in the place of the parameters, which this "
@@ -83,9 +77,8 @@ def check_parallel(
         )
     if parallel == "fsdp" and (compiles or is_compiled(modules[0])):
         raise ValueError(
-            "parallel='fsdp' and compile do not go together here: a model compiled as a whole "
-            "would hold the gathering of its shards inside of compiled code; use parallel='ddp', "
-            "or compile each block, wrap it with fully_shard yourself, and leave both out"
+            "parallel='fsdp' and compile do not go together here; use parallel='ddp', or compile "
+            "each block, wrap it with fully_shard yourself, and leave both out"
         )
 
 

@@ -257,7 +257,6 @@ CHANNELS_LAST: dict[str, Any] = {"memory_format": torch.channels_last}
             {"parallel": "fsdp", "model": nn.Conv2d(2, 2, 3).to(**CHANNELS_LAST)},
             "'weight' has another memory format",
         ),
-        ({"parallel": "ddp", "model": nn.ReLU()}, "no parameter that takes a gradient"),
         ({"parallel": "ddp", "more": [nn.Linear(2, 2)]}, "make it a part of the model"),
     ],
 )
