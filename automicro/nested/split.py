@@ -19,6 +19,7 @@ from automicro.batchnorm import batchnorm_message, sees_the_batch
 from automicro.errors import (
     BatchError,
     BatchNormWarning,
+    GradientWarning,
     UnsplittableModelError,
     add_note,
     facts_of,
@@ -478,10 +479,21 @@ class NestedSplit:
 
         Warns:
             BatchNormWarning: it has BatchNorm in training mode.
+            GradientWarning: forward hooks would run for each slice.
         """
         if len(sizes) < 2 or self._has_warned:
             return
         self._has_warned = True
+        owners = self._known.index.owners
+        # Hooks of the part itself run once, around all slices.
+        hooked = [name for name, each in owners if each._forward_hooks and each is not self._part]
+        if hooked:
+            warn(
+                f"forward hooks inside {self.name}, a part with its own size, run for each slice "
+                f"({', '.join(hooked[:4])}), and again in the backward; let the forward return "
+                "the values that they keep",
+                GradientWarning,
+            )
         names = self.batchnorms()
         if names and not self._is_exact:
             message = batchnorm_message(names, max(sizes), sum(sizes), remedy=_WITHOUT_BATCHNORM)
