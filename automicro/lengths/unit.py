@@ -204,8 +204,6 @@ class _SortedRows:
 
     def cut(self, microbatches: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
         """Microbatches of these rows, each without the padding that all of its rows have."""
-        if not self.groups:
-            return list(microbatches)
         return [
             cut_padding(microbatch, self.groups, rows)
             for microbatch, rows in zip(microbatches, _slices_of(sizes), strict=True)
@@ -225,27 +223,18 @@ class _SortedRows:
         rows = _slices_of(sizes)
         windows = {g.name: [g.window(each) for each in rows] for g in self.groups}
         padded = {group.name: group.padded for group in self.groups}
-        leaves = [tensor_leaves(output) for output in outputs]
-        dims = {
-            path: length_dims(
-                [tensor for _, tensor in column], windows, self.output_dims.get(path, {})
-            )
-            for column in zip(*leaves, strict=False)
-            for path, _ in column[:1]
-        }
-        whole = []
-        for index, (output, own) in enumerate(zip(outputs, leaves, strict=True)):
-            restored: dict[int, Tensor] = {}
-            for path, tensor in own:
+        restored: list[dict[int, Tensor]] = [{} for _ in outputs]
+        for column in zip(*map(tensor_leaves, outputs), strict=False):
+            path, tensors = column[0][0], [tensor for _, tensor in column]
+            dims = length_dims(tensors, windows, self.output_dims.get(path, {}))
+            for index, tensor in enumerate(tensors):
                 places = {
                     dim: (windows[name][index][0], padded[name])
-                    for dim, name in dims.get(path, {}).items()
+                    for dim, name in dims.items()
                     if tensor.shape[dim] < padded[name]
                 }
-                if places:
-                    restored[id(tensor)] = restore_padding(tensor, places, fill=fill)
-            whole.append(replace_tensors(output, restored))
-        return whole
+                restored[index][id(tensor)] = restore_padding(tensor, places, fill=fill)
+        return [replace_tensors(*each) for each in zip(outputs, restored, strict=True)]
 
     def _costs(self, sizes: Sequence[int]) -> list[float]:
         return [
