@@ -411,9 +411,8 @@ class CostUnit(Unit):
         if self.name == TOKENS and not groups:
             raise BatchError(
                 "microbatch_unit='tokens' counts the tokens of each row, and nothing in the batch "
-                "tells them: it has no attention_mask of (rows, length), rows first, and no tensor "
-                "of lengths; name one, as in padding={'tokens': 'token_lengths'}, give a function "
-                "from a batch of one row to its cost, or count 'rows'"
+                "tells them: no attention_mask of (rows, length), rows first, and no tensor of "
+                "lengths; name one, as in padding={'tokens': 'token_lengths'}, or count 'rows'"
             )
         return groups
 
@@ -454,8 +453,7 @@ class CostUnit(Unit):
         raise BatchError(
             "microbatch_unit='seconds' reads how long each row is from a tensor called 'seconds' "
             "or 'durations', and the batch has none of one number per row; let the collate "
-            "function give it, or give a function of your own, as in microbatch_unit=lambda row: "
-            "row['audio_lengths'].item() / 16_000"
+            "function give it, or let microbatch_unit be a function of a row"
         )
 
     def _costs(self, batch: Any, num_rows: int) -> tuple[Array, Combine]:
@@ -474,8 +472,7 @@ class CostUnit(Unit):
         if costliest < 1:
             raise BatchError(
                 f"microbatch_unit gave {costliest:.3g} for the costliest row of a batch, and "
-                "budgets are whole numbers; return the cost in a smaller unit, 1000 times as much, "
-                "say"
+                "budgets are whole numbers; return the cost in a smaller unit"
             )
         return table, _product
 
@@ -483,10 +480,7 @@ class CostUnit(Unit):
 def _checked(costs: Array, who: str) -> Array:
     wrong = costs[~(np.isfinite(costs) & (costs > 0))]
     if wrong.size:
-        raise BatchError(
-            f"{who} tells a cost of {wrong.flat[0]} for a row; every row costs a positive, finite "
-            "number"
-        )
+        raise BatchError(f"{who} tells a cost of {wrong.flat[0]}; give positive, finite numbers")
     return costs
 
 
