@@ -2,7 +2,6 @@
 
 import atexit
 import functools
-import hashlib
 import os
 import sys
 import time
@@ -21,7 +20,6 @@ from automicro.sharding import num_ranks
 from automicro.torch_private_distributed import HashStore, PrefixStore, Store
 
 _MEETING = timedelta(minutes=10)
-_PATIENCE = timedelta(seconds=5)
 _POLL_SECONDS = 0.02
 
 
@@ -47,9 +45,6 @@ class Process:
 
 def process_in_environment() -> Process:
     """Who this process is by the variables that torchrun sets; alone without them.
-
-    Raises:
-        ValueError: variables that are no numbers, or not all of them.
 
     >>> process_in_environment()
     Process(rank=0, world_size=1, local_rank=0)
@@ -103,9 +98,6 @@ def own_device(device: torch.device | str, place: Process) -> torch.device | str
     Where a process sees one accelerator alone, it takes that: many clusters show each process its
     own.
 
-    Raises:
-        ValueError: more processes on this machine than accelerators.
-
     >>> own_device("cpu", Process(rank=1, world_size=2, local_rank=1))
     'cpu'
     """
@@ -130,10 +122,6 @@ def meet(device: torch.device, place: Process) -> None:
 
     It meets in a part of the store that is this start's alone: what processes of an earlier one
     left in the store would mislead those of this one.
-
-    Raises:
-        ValueError: several processes, and nothing says where they meet.
-        PeerLostError: some of them did not come.
     """
     if dist.is_initialized():
         return
@@ -176,31 +164,6 @@ def agreed_time(now: str) -> str:
         # What is there is of an earlier start, whose folder this one goes on in.
         return str(store.compare_set(key, "", now).decode())
     return str(store.get(key).decode())
-
-
-def is_said_by_first(text: str) -> bool | None:
-    """Whether rank 0 says the very same as its last words; None where that cannot be known.
-
-    Rank 0 leaves what it says in the store of torchrun, and the others wait a little for it.
-
-    >>> is_said_by_first("no such file") is None
-    True
-    """
-    place = place_for_output()
-    if place.world_size == 1 or not _has_agent_store():
-        return None
-    # What an earlier start said is still there.
-    key = f"automicro/said in start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    own = hashlib.sha256(text.encode()).hexdigest()
-    try:
-        store = _tcp_store(place)
-        if place.is_first:
-            store.set(key, own)
-            return False
-        store.wait([key], _PATIENCE)
-        return bool(store.get(key).decode() == own)
-    except (RuntimeError, ValueError):  # rank 0 has not said anything, or the store is gone
-        return False
 
 
 def part() -> None:
@@ -248,9 +211,6 @@ def name_of_start(store: Store, place: Process) -> str:
 
     torchrun's restart count is no such name: each agent counts the failures of its own host. So
     each process says hello with a word of its own, and rank 0 answers to that word.
-
-    Raises:
-        PeerLostError: some did not come.
 
     >>> len(name_of_start(HashStore(), Process()))
     32
