@@ -243,9 +243,9 @@ class Padding:
             partners = [other for other in candidates if other not in read.taken]
             if not partners and not candidates and path not in self._sources:
                 raise BatchError(
-                    f"{path!r} looks like the lengths of rows, and no tensor of the batch has "
-                    f"that name; say which one is padded to them, as in padding={{'audio': "
-                    f"{path!r}}}, or padding={{{path!r}: None}} if they are no such lengths"
+                    f"{path!r} looks like the lengths of rows, and no tensor has that name; say "
+                    f"which one is padded to them, padding={{'audio': {path!r}}}, or say "
+                    f"padding={{{path!r}: None}} if they are no such lengths"
                 )
             for other in partners:
                 dim = self._padded_dim(other, read.leaves[other], path, int(lengths.max()))

@@ -300,8 +300,7 @@ def _message(verdict: int, why: str) -> str:
         return f"padding is not cut, because nothing shows that it may be ({why}): {_DECLARE}"
     return (
         f"the model computes something else without padding ({why}), so slices keep the batch's "
-        "padding, and save no time. What helps: a mask in all that looks along the length "
-        "(attention, pooling, convolutions), position_ids beside texts that are padded on the "
-        "left, labels of -100 where there is padding and, on the left, at the first word, which is "
-        f"predicted from padding; {_DECLARE}"
+        "padding, and save no time. Mask all that looks along the length; of texts that are padded "
+        "on the left, give position_ids, and labels of -100 at the first word, too; "
+        f"{_DECLARE}"
     )

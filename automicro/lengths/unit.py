@@ -204,8 +204,6 @@ class _SortedRows:
 
     def cut(self, microbatches: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
         """Microbatches of these rows, each without the padding that all of its rows have."""
-        if not self.groups:
-            return list(microbatches)
         return [
             cut_padding(microbatch, self.groups, rows)
             for microbatch, rows in zip(microbatches, _slices_of(sizes), strict=True)
@@ -225,27 +223,18 @@ class _SortedRows:
         rows = _slices_of(sizes)
         windows = {g.name: [g.window(each) for each in rows] for g in self.groups}
         padded = {group.name: group.padded for group in self.groups}
-        leaves = [tensor_leaves(output) for output in outputs]
-        dims = {
-            path: length_dims(
-                [tensor for _, tensor in column], windows, self.output_dims.get(path, {})
-            )
-            for column in zip(*leaves, strict=False)
-            for path, _ in column[:1]
-        }
-        whole = []
-        for index, (output, own) in enumerate(zip(outputs, leaves, strict=True)):
-            restored: dict[int, Tensor] = {}
-            for path, tensor in own:
+        restored: list[dict[int, Tensor]] = [{} for _ in outputs]
+        for column in zip(*map(tensor_leaves, outputs), strict=False):
+            path, tensors = column[0][0], [tensor for _, tensor in column]
+            dims = length_dims(tensors, windows, self.output_dims.get(path, {}))
+            for index, tensor in enumerate(tensors):
                 places = {
                     dim: (windows[name][index][0], padded[name])
-                    for dim, name in dims.get(path, {}).items()
+                    for dim, name in dims.items()
                     if tensor.shape[dim] < padded[name]
                 }
-                if places:
-                    restored[id(tensor)] = restore_padding(tensor, places, fill=fill)
-            whole.append(replace_tensors(output, restored))
-        return whole
+                restored[index][id(tensor)] = restore_padding(tensor, places, fill=fill)
+        return [replace_tensors(*each) for each in zip(outputs, restored, strict=True)]
 
     def _costs(self, sizes: Sequence[int]) -> list[float]:
         return [
@@ -422,9 +411,8 @@ class CostUnit(Unit):
         if self.name == TOKENS and not groups:
             raise BatchError(
                 "microbatch_unit='tokens' counts the tokens of each row, and nothing in the batch "
-                "tells them: it has no attention_mask of (rows, length), rows first, and no tensor "
-                "of lengths; name one, as in padding={'tokens': 'token_lengths'}, give a function "
-                "from a batch of one row to its cost, or count 'rows'"
+                "tells them: no attention_mask of (rows, length), rows first, and no tensor of "
+                "lengths; name one, as in padding={'tokens': 'token_lengths'}, or count 'rows'"
             )
         return groups
 
@@ -465,8 +453,7 @@ class CostUnit(Unit):
         raise BatchError(
             "microbatch_unit='seconds' reads how long each row is from a tensor called 'seconds' "
             "or 'durations', and the batch has none of one number per row; let the collate "
-            "function give it, or give a function of your own, as in microbatch_unit=lambda row: "
-            "row['audio_lengths'].item() / 16_000"
+            "function give it, or let microbatch_unit be a function of a row"
         )
 
     def _costs(self, batch: Any, num_rows: int) -> tuple[Array, Combine]:
@@ -485,8 +472,7 @@ class CostUnit(Unit):
         if costliest < 1:
             raise BatchError(
                 f"microbatch_unit gave {costliest:.3g} for the costliest row of a batch, and "
-                "budgets are whole numbers; return the cost in a smaller unit, 1000 times as much, "
-                "say"
+                "budgets are whole numbers; return the cost in a smaller unit"
             )
         return table, _product
 
@@ -494,10 +480,7 @@ class CostUnit(Unit):
 def _checked(costs: Array, who: str) -> Array:
     wrong = costs[~(np.isfinite(costs) & (costs > 0))]
     if wrong.size:
-        raise BatchError(
-            f"{who} tells a cost of {wrong.flat[0]} for a row; every row costs a positive, finite "
-            "number"
-        )
+        raise BatchError(f"{who} tells a cost of {wrong.flat[0]}; give positive, finite numbers")
     return costs
 
 

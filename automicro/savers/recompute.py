@@ -384,10 +384,8 @@ class _Run(AsItStood):
             raise block.leave_out(f"{_OTHERWISE} ({describe_error(error)})") from error
         add_note(
             error,
-            f"automicro: {block.name} was computed again in the backward (when_too_large), and its "
-            "first forward went through; where it goes by something that changed since, leave it "
-            "out, by naming those that are to be computed again: "
-            'when_too_large={"recompute": ["encoder.layers.*"]}',
+            f"automicro: {block.name} was computed again in the backward; where it goes by what "
+            "changed since, name the other blocks: when_too_large={'recompute': ['layers.*']}",
         )
 
 
