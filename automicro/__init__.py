@@ -1,6 +1,6 @@
 """automicro: full optimization batches on any memory.
 
-Hand over whole batches; a `Microbatcher` cuts them into microbatches that fit, retries smaller
+Pass whole batches. A `Microbatcher` splits them into microbatches that fit, retries with smaller
 ones after running out of memory, and leaves the exact gradient of the whole batch in ``.grad``.
 """
 
@@ -68,11 +68,12 @@ if TYPE_CHECKING:
     from automicro.tools.plan.report import PlanReport as PlanReport
     from automicro.tools.replay import replay as replay
     from automicro.trainer.evaluators import Evaluator as Evaluator
+    from automicro.trainer.optimizer import ParameterGroups as ParameterGroups
     from automicro.trainer.report import FitSummary as FitSummary
     from automicro.trainer.trainer import Trainer as Trainer
 
-# Imported when they are first asked for: torch takes seconds, and a user of the command line may
-# want to stop it meanwhile.
+# Imported on first use: torch takes seconds to import, and a command-line user might want to
+# interrupt that.
 _EXPORTS = {
     "automicro.batch.layout": "num_rows split_batch",
     "automicro.batch.types": "register_batch_type",
@@ -107,6 +108,7 @@ _EXPORTS = {
     "automicro.tools.plan.report": "PlanReport",
     "automicro.tools.replay": "replay",
     "automicro.trainer.evaluators": "Evaluator",
+    "automicro.trainer.optimizer": "ParameterGroups",
     "automicro.trainer.report": "FitSummary",
     "automicro.trainer.trainer": "Trainer",
 }
@@ -121,11 +123,11 @@ if not TYPE_CHECKING:
         if home is not None:
             value = getattr(importlib.import_module(home), name)
         elif not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
-            # A submodule, which nothing may have imported yet.
+            # A submodule that might not be imported yet.
             return importlib.import_module(f"{__name__}.{name}")
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        # Kept, so that this function is asked for each name once.
+        # Cached, so that this function is called once per name.
         globals()[name] = value
         return value
 

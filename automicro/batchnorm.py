@@ -1,8 +1,8 @@
-"""BatchNorm: finding the layers that see a slice where they saw the batch, and saying so.
+"""BatchNorm: detection of layers that normalize slices instead of the batch, and messages.
 
-BatchNorm normalises with the mean and variance of the rows it sees at once. Cut into slices it
-sees fewer, so its output, its gradients and its running statistics are others than the whole
-batch's. No weighting of losses can repair that; it can only be found and said.
+BatchNorm normalizes with the mean and variance of the rows that it receives at once. With slices
+these are fewer rows, so its output, gradients and running statistics differ from those of the whole
+batch. No weighting of losses can correct that; it can only be detected and reported.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,20 +14,19 @@ from automicro.torch_private import AnyBatchNorm
 
 _NAMES_SHOWN = 5
 _REMEDY = (
-    'Or say batchnorm="ignore" to accept it, "error" to refuse to split, "disable" to train on '
+    'Or set batchnorm="ignore" to accept it, "error" to refuse to split, "disable" to train on '
     "whole batches only."
 )
 
 
 def find_batchnorm(model: nn.Module) -> list[str]:
-    """Return the names of the layers that would see a microbatch where they saw the batch.
+    """Return the names of the layers that would normalize a microbatch instead of the batch.
 
-    Found are BatchNorm in training mode (also synchronised, lazy and derived classes), and
-    BatchNorm without running statistics in any mode. InstanceNorm normalises each row by itself:
-    the running statistics that it may track are buffers that change. Parameters that require no
-    gradient do not freeze statistics, ``eval()`` does. Names are those of
-    ``model.named_modules()``, each layer once; if the model itself is such a layer, it goes by its
-    class.
+    These are BatchNorm in training mode (including synchronized, lazy and derived classes), and
+    BatchNorm without running statistics in any mode. InstanceNorm is not included, because it
+    normalizes each row separately; running statistics that it tracks count as changing buffers.
+    ``eval()`` freezes statistics, ``requires_grad_(False)`` does not. Names are as in
+    ``model.named_modules()``, each layer once; the model itself has the name of its class.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.LayerNorm(8))
     >>> find_batchnorm(model), find_batchnorm(model.eval())
@@ -37,9 +36,7 @@ def find_batchnorm(model: nn.Module) -> list[str]:
 
 
 def batchnorm_buffers(model: nn.Module) -> set[str]:
-    """Return the names, as in ``model.named_buffers()``, of the buffers of those layers.
-
-    A layer that is shared has a name for each place where it stands.
+    """Return the names of these layers' buffers, one for each place of a shared layer.
 
     >>> sorted(batchnorm_buffers(nn.Sequential(nn.BatchNorm1d(8))))
     ['0.num_batches_tracked', '0.running_mean', '0.running_var']
@@ -54,10 +51,7 @@ def batchnorm_buffers(model: nn.Module) -> set[str]:
 def batchnorm_message(
     names: Sequence[str], rows_now: int, rows_full: int, *, remedy: str = _REMEDY
 ) -> str:
-    """Return what a ``BatchNormWarning`` says: which layers, what they see, what to do.
-
-    ``rows_now`` are the rows of the largest microbatch, ``rows_full`` those of the batch; the
-    ``remedy`` says what else can be done.
+    """Return the text of a ``BatchNormWarning``: the layers, the effect, the remedies.
 
     >>> batchnorm_message(["bn1"], 64, 512)[:63]
     '1 layer averages over 64 rows at a time instead of 512: bn1. Gr'
@@ -65,7 +59,7 @@ def batchnorm_message(
     return (
         f"{_averages(names, rows_now, rows_full)}. "
         f"Gradients and running statistics are therefore not those of the whole batch. "
-        f'To make them exact, give batchnorm="exact" (two forwards a row, and what waits on the '
+        f'To make them exact, set batchnorm="exact" (two forwards per row, and memory on the '
         f"host), use GroupNorm or LayerNorm, or freeze the statistics with .eval() on these "
         f"layers; on several ranks SyncBatchNorm averages over one microbatch of each. "
         f"{remedy}"
@@ -73,7 +67,7 @@ def batchnorm_message(
 
 
 def evaluation_message(names: Sequence[str], rows_now: int, rows_full: int) -> str:
-    """Return the same of an evaluation, where only layers without running statistics do so.
+    """Return the same for an evaluation, which affects only layers without running statistics.
 
     >>> evaluation_message(["bn1"], 64, 512)[:75]
     '1 layer averages over 64 rows at a time instead of 512: bn1, in evaluation '
@@ -95,7 +89,7 @@ def _averages(names: Sequence[str], rows_now: int, rows_full: int) -> str:
 
 
 def needs_two_rows(exception: BaseException) -> bool:
-    """Return whether BatchNorm refused an input with one value per channel.
+    """Whether BatchNorm refused an input with one value per channel.
 
     >>> import torch
     >>> try:
@@ -104,7 +98,7 @@ def needs_two_rows(exception: BaseException) -> bool:
     ...     print(needs_two_rows(error))
     True
     """
-    # Torch has no class of its own for it: its words are all there is to know it by.
+    # Torch has no class for this error, so only its text identifies it.
     return isinstance(exception, ValueError) and text_of(exception).startswith(
         "Expected more than 1 value per channel when training"
     )
@@ -117,12 +111,12 @@ def _layers(model: nn.Module, *, remove_duplicate: bool) -> Iterator[tuple[str, 
 
 
 def sees_the_batch(module: nn.Module) -> bool:
-    """Return whether a layer normalises with statistics of the rows it sees at once.
+    """Whether a layer normalizes with statistics of the rows that it receives at once.
 
     >>> sees_the_batch(nn.BatchNorm1d(2)), sees_the_batch(nn.BatchNorm1d(2).eval())
     (True, False)
     """
     if isinstance(module, AnyBatchNorm):
-        # Without running statistics there is nothing else to normalise with, in eval mode too.
+        # Without running statistics it normalizes with those of the batch, even in eval mode.
         return module.training or (module.running_mean is None and module.running_var is None)
     return False

@@ -1,4 +1,4 @@
-"""State that goes from batch to batch, such as a recurrent model's, beside the batch."""
+"""State that is carried from batch to batch, such as that of a recurrent model."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ from automicro.step.setup import Carrying, Setup
 
 
 class _CarriedLayout(BatchLayout):
-    """Where a batch and the state beside it have their rows.
+    """The layout of a batch together with its state.
 
     >>> import torch
     >>> layout = _CarriedLayout(0, 1)
@@ -36,9 +36,9 @@ class _CarriedLayout(BatchLayout):
         if carried != num_rows:
             raise BatchError(
                 f"The rows of the carry and of the batch disagree: {carried} and {num_rows}. "
-                "Pass the state of the same rows (drop_last=True gives every batch as many), or "
-                "carry=None to begin anew. Let Carry(…) say where the state has its rows, "
-                "and batch_layout=… the batch: both are 1 where time comes first."
+                "Pass the state of the same rows (drop_last=True makes all batches equal), or "
+                "carry=None to start again. Carry(…) names the dimension of the rows in the state, "
+                "and batch_layout=… in the batch: both are 1 if time comes first."
             )
         return num_rows
 
@@ -72,14 +72,14 @@ class _CarriedLayout(BatchLayout):
 
 
 class Carry(Feature):
-    """State goes from batch to batch, such as a recurrent model's.
+    """State that is carried from batch to batch, such as that of a recurrent model.
 
-    ``forward(model, microbatch, carry)`` takes the state of its rows, None at the start, and
+    ``forward(model, microbatch, carry)`` receives the state of its rows, None at the start, and
     returns a mapping with ``"loss"`` and ``"carry"``; see `Microbatcher.backward`.
 
     Args:
-        layout: where the state has its rows: a dimension (1 of an ``nn.LSTM``'s), or a mapping as
-            ``batch_layout`` has it.
+        layout: the dimension of the state that holds the rows (1 for an ``nn.LSTM``), or a mapping
+            as for ``batch_layout``.
     """
 
     def __init__(self, layout: int | Mapping[str, Any]) -> None:
@@ -90,11 +90,9 @@ class Carry(Feature):
 
 
 class _WithState(Carrying):
-    """Batches with their state beside them.
+    """Batches together with their state."""
 
-    What the caller gave knows batches as the data loader gives them, without the state.
-    """
-
+    # Functions of the caller still receive batches without their state.
     is_on = True
 
     def __init__(
@@ -110,9 +108,9 @@ class _WithState(Carrying):
     def refuse_several(self, batches: Iterable[Any]) -> None:
         if not all(isinstance(each, Carried) for each in batches):
             raise ValueError(
-                "accumulate takes batches as if they were one, and with Carry(…) each begins "
-                "where the one before ended; call backward for each of them before the optimizer's "
-                "step, with carry=result.carry of the one before"
+                "accumulate treats batches as one, but with Carry(…) each continues from the "
+                "previous one; call backward for each of them before the optimizer's step, with "
+                "carry=result.carry of the previous one"
             )
 
     def hiding(self, function: Any) -> Any:
@@ -124,7 +122,7 @@ class _WithState(Carrying):
         def told(*arguments: Any, **options: Any) -> Any:
             return function(*map(_without_carry, arguments), **options)
 
-        # `updated=()`: a loss may be a module, whose attributes would be copied as they are.
+        # `updated=()`, because the attributes of a loss that is a module would be copied.
         return functools.update_wrapper(told, function, updated=())
 
 

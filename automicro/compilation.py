@@ -1,9 +1,9 @@
-"""Compiled models: accepting ``torch.compile``'s options, and sizes that change under it.
+"""Compiled models: options of ``torch.compile``, and microbatch sizes that change.
 
-The size of a microbatch is free to change, and a compiler likes to build sizes into its code. So
-the dimension of the rows is marked dynamic before each forward, few-row forwards that are no
-training (the probe, lazy layers) run uncompiled, and modes that capture CUDA graphs are refused:
-a captured graph has one size, and its pool keeps the memory of sizes that failed.
+A compiler prefers to specialize code for sizes, but the microbatch size can change. So the row
+dimension is marked dynamic before each forward, and small forwards outside training (checks, lazy
+layers) run uncompiled. Modes that capture CUDA graphs are refused: a captured graph has one size,
+and its pool keeps the memory of sizes that failed.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _REMEDY = (
 )
 _WHY = (
     "a captured graph has one size, and its pool keeps the memory of sizes that failed, so a "
-    "smaller one would not fit either"
+    "smaller size would not fit either"
 )
 
 CompileOptions = bool | Mapping[str, Any]
@@ -50,16 +50,10 @@ def check_compile(
     device: torch.device,
     memory_limit: str | int | float | None = None,
 ) -> dict[str, Any] | None:
-    """The keyword arguments for ``torch.compile``; None where nothing is to be compiled.
+    """Return the keyword arguments for ``torch.compile``, or None if nothing is to be compiled.
 
-    Raises:
-        TypeError: the options are none of these.
-        ValueError: an unknown keyword, mode, backend or option, CUDA graphs with sizes that change,
-            or a simulated memory limit, under which nothing runs compiled.
-
-    Example:
-        >>> check_compile({"mode": "max-autotune"}, sizes_change=False, device=torch.device("cpu"))
-        {'mode': 'max-autotune'}
+    >>> check_compile({"mode": "max-autotune"}, sizes_change=False, device=torch.device("cpu"))
+    {'mode': 'max-autotune'}
     """
     if options is False:
         return None
@@ -73,54 +67,45 @@ def check_compile(
     capturing = _capturing(keywords)
     if capturing is not None and sizes_change:
         raise ValueError(
-            f"compile with {capturing} captures CUDA graphs, and the microbatch size may change: "
+            f"compile with {capturing} captures CUDA graphs, but the microbatch size can change: "
             f"{_WHY}; {_REMEDY}"
         )
     if device.type == "cpu" and (memory_limit is not None or active_budget() is not None):
         limit = "a MemoryBudget" if memory_limit is None else f"memory_limit={memory_limit!r}"
         raise ValueError(
-            f"compile={options!r} together with {limit} on the CPU: the simulated device looks at "
-            "every operation, and under that torch silently runs everything uncompiled; leave "
-            "out either of them"
+            f"compile={options!r} does not work with {limit} on the CPU: the simulated device "
+            "intercepts every operation, and torch then silently runs everything uncompiled; "
+            "leave out one of them"
         )
     return keywords
 
 
 def compile_model(model: nn.Module, options: CompileOptions, **conditions: Any) -> None:
-    """Compile a model in place, so that the names in its state dict stay.
+    """Compile a model in place, which keeps the names in its state dict.
 
-    Compilation itself happens at the first forward. Do it after the model was moved and its
-    memory format was changed.
-
-    Raises:
-        TypeError, ValueError: as `check_compile`, or the model is compiled already.
-
-    Example:
-        >>> model = nn.Linear(2, 2)
-        >>> compile_model(model, {"backend": "eager"}, sizes_change=True)
-        >>> model(torch.ones(3, 2)).shape, list(model.state_dict())
-        (torch.Size([3, 2]), ['weight', 'bias'])
+    >>> model = nn.Linear(2, 2)
+    >>> compile_model(model, {"backend": "eager"}, sizes_change=True)
+    >>> model(torch.ones(3, 2)).shape, list(model.state_dict())
+    (torch.Size([3, 2]), ['weight', 'bias'])
     """
+    # Compilation itself happens at the first forward, so the model is moved and its memory format
+    # is changed before.
     home = next((each.device for each in model.parameters()), torch.device("cpu"))
     keywords = check_compile(options, **{"device": home, **conditions})
     if keywords is None:
         return
     if is_compiled(model):
         raise ValueError(
-            f"compile={options!r}, but the model ({type(model).__name__}) is compiled already; "
-            "leave compile out, or pass the model as it was before torch.compile"
+            f"compile={options!r}, but the model ({type(model).__name__}) is already compiled; "
+            "leave compile out, or pass the model from before torch.compile"
         )
     if isinstance(keywords.get("options"), Mapping):
-        keywords["options"] = dict(keywords["options"])  # torch takes entries out of it
+        keywords["options"] = dict(keywords["options"])  # torch removes entries from it
     compile_in_place(model, **keywords)
 
 
 def captures_cuda_graphs(modules: Iterable[nn.Module]) -> bool:
-    """Whether some module was compiled to CUDA graphs, whose outputs the next run overwrites.
-
-    >>> captures_cuda_graphs([nn.Linear(2, 2)])
-    False
-    """
+    """Return whether a module captures CUDA graphs, whose outputs the next run overwrites."""
     return next(_captured(modules), None) is not None
 
 
@@ -135,34 +120,25 @@ def _captured(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
 
 def refuse_cuda_graphs(modules: Iterable[nn.Module], *, sizes_change: bool) -> None:
-    """Refuse modules compiled to CUDA graphs, where sizes may change.
-
-    Raises:
-        ValueError: one of them captures CUDA graphs. The message names it.
-
-    Example:
-        >>> refuse_cuda_graphs([nn.Linear(2, 2)], sizes_change=True)
-    """
+    """Refuse modules compiled to CUDA graphs if sizes can change."""
     if not sizes_change:
         return
     for name, part in _captured(modules):
         raise ValueError(
             f"{name or 'the model'} ({type(part).__name__}) was compiled to CUDA graphs "
-            "(mode 'reduce-overhead' or 'max-autotune'), and the microbatch size may "
+            "(mode 'reduce-overhead' or 'max-autotune'), but the microbatch size can "
             f"change: {_WHY}; {_REMEDY}"
         )
 
 
 def uncompiled() -> contextlib.AbstractContextManager[Any]:
-    """Run everything uncompiled: forwards of a few rows that need no code of their own.
+    """Return a context that runs everything uncompiled, for forwards of a few rows.
 
-    Costs microseconds, and nothing where torch's compiler was never loaded.
-
-    Example:
-        >>> with uncompiled():
-        ...     nn.Linear(2, 2)(torch.ones(1, 2)).shape
-        torch.Size([1, 2])
+    >>> with uncompiled():
+    ...     nn.Linear(2, 2)(torch.ones(1, 2)).shape
+    torch.Size([1, 2])
     """
+    # Entering a stance costs microseconds, and loading the compiler costs seconds.
     if not compiler_is_loaded():
         return contextlib.nullcontext()
     stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
@@ -171,24 +147,21 @@ def uncompiled() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def dynamic_rows(microbatch: Any, row_dims: Mapping[str, int]) -> Iterator[None]:
-    """Mark the rows of a microbatch as a size that changes, for forwards that may be compiled.
+    """Mark the rows of a microbatch as a changing size, for forwards that might be compiled.
 
-    The mark is a wish: code that needs one size is compiled for that size. One row is special to
-    the compiler and costs a compilation of its own. A jagged, packed or registered part is not
-    marked: torch compiles a second time when its size first changes, and then for any size.
-
-    The marks are gone afterwards, because the tensors may be the caller's own.
-
-    Example:
-        >>> batch = (torch.zeros(4, 2), torch.zeros(4))
-        >>> with dynamic_rows(batch, {"0": 0, "1": 0}):
-        ...     loss = batch[0].sum()
+    >>> batch = (torch.zeros(4, 2), torch.zeros(4))
+    >>> with dynamic_rows(batch, {"0": 0, "1": 0}):
+    ...     loss = batch[0].sum()
     """
+    # The mark is a hint: code that needs a fixed size is compiled for it, and a single row is
+    # always compiled separately. Jagged, packed and registered parts are not marked: torch
+    # recompiles them once for any size. Marks are removed, because the tensors might belong to the
+    # caller.
     if not row_dims:
         yield
         return
-    # Looking for what is compiled would cost more than the marks, a microsecond each, and would
-    # miss compiled functions.
+    # Searching for compiled code would cost more than the marks, a microsecond each, and would miss
+    # compiled functions.
     marked = [
         (tensor, mark_dynamic(tensor, row_dims[path]))
         for path, tensor in tensor_leaves(microbatch)
@@ -217,7 +190,7 @@ def _check_keywords(keywords: Mapping[str, Any]) -> None:
         )
     backend = keywords.get("backend", "inductor")
     if isinstance(backend, str):
-        # Unless told otherwise torch leaves out those for debugging, which it takes all the same.
+        # By default torch omits debugging backends, which are accepted all the same.
         backends = torch.compiler.list_backends(exclude_tags=())
         if backend not in backends:
             usual = ", ".join(torch.compiler.list_backends())
@@ -225,7 +198,7 @@ def _check_keywords(keywords: Mapping[str, Any]) -> None:
                 f"compile has backend={backend!r}, which torch does not know"
                 f"{suggestion(backend, backends)}; use one of {usual}, or a callable"
             )
-    # Modes and options are a backend's own, and those of others cannot be looked up.
+    # Modes and options belong to a backend, and those of other backends cannot be looked up.
     if backend != "inductor":
         return
     if mode is not None and mode not in compile_modes():
@@ -244,7 +217,7 @@ def _check_keywords(keywords: Mapping[str, Any]) -> None:
 
 
 def _capturing(keywords: Mapping[str, Any]) -> str | None:
-    """The setting that asks for CUDA graphs, if there is one."""
+    """Return the setting that requests CUDA graphs, if there is one."""
     if keywords.get("backend") == "cudagraphs":
         return "backend='cudagraphs'"
     if keywords.get("backend", "inductor") != "inductor":

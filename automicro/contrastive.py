@@ -20,14 +20,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from automicro.errors import BatchError, LossError, add_note
-from automicro.memory.oom import Failure, classify
+from automicro.errors import BatchError, LossError
 from automicro.nested.split import split
 from automicro.policy.policy import Policy
 from automicro.step.parts import attached_to
-from automicro.units import format_bytes
 
-Group: TypeAlias = "dist.ProcessGroup | None"
 Size: TypeAlias = int | str | Policy | None
 
 
@@ -101,35 +98,19 @@ class Contrastive(nn.Module):
 
         Raises:
             BatchError: there is none for an encoder, or encoders gave unlike rows.
-            torch.OutOfMemoryError: representations do not fit, even with the smallest slices.
         """
         if set(inputs) != set(self.encoders):
             raise BatchError(
                 f"the batch has {', '.join(sorted(inputs)) or 'nothing'}, and the encoders are "
                 f"{', '.join(sorted(self.encoders))}; name what each of them encodes"
             )
-        encoded: dict[str, Tensor] = {}
-        try:
-            for name, encoder in self.encoders.items():
-                encoded[name] = _encode(name, encoder, inputs[name])
-            if len(set(map(len, encoded.values()))) > 1:
-                names = " and ".join(map(repr, encoded))
-                counts = " and ".join(str(len(each)) for each in encoded.values())
-                raise BatchError(
-                    f"the encoders {names} give {counts} rows; row by row they belong together"
-                )
-            loss = self.loss(*encoded.values())
-        except Exception as error:
-            if classify(error) is Failure.RETRYABLE:
-                held = format_bytes(sum(each.nbytes for each in encoded.values()))
-                add_note(
-                    error,
-                    f"automicro: {len(encoded)} of {len(self.encoders)} representations of all "
-                    f"rows were there ({held}, and as much for their gradients); where encoders of "
-                    'microbatch_size="auto" do not fit beside these, take smaller batches, fewer '
-                    "features, or more devices",
-                )
-            raise
+        encoded = {
+            name: _encode(name, encoder, inputs[name]) for name, encoder in self.encoders.items()
+        }
+        counts = {name: len(each) for name, each in encoded.items()}
+        if len({*counts.values()}) > 1:
+            raise BatchError(f"the encoders give {counts} rows; row by row they belong together")
+        loss = self.loss(*encoded.values())
         if loss.dim():
             raise LossError(
                 f"the loss has the shape {tuple(loss.shape)}; give one number for all rows, such "
@@ -168,8 +149,6 @@ class InfoNCE(nn.Module):
         trains_temperature: whether its logarithm is a parameter.
         is_symmetric: whether positives have to find their anchors, too.
         microbatch_size: anchors whose similarities are computed at a time.
-        gathers: whether rows of other ranks are compared.
-        group: of these ranks; all, unless given.
 
     Raises:
         ValueError: a temperature that is not positive.
@@ -188,8 +167,6 @@ class InfoNCE(nn.Module):
         trains_temperature: bool = True,
         is_symmetric: bool = True,
         microbatch_size: Size = "auto",
-        gathers: bool = True,
-        group: Group = None,
     ) -> None:
         super().__init__()
         # So written, it refuses NaN, too.
@@ -200,7 +177,7 @@ class InfoNCE(nn.Module):
             self.log_scale = nn.Parameter(log_scale)
         else:
             self.register_buffer("log_scale", log_scale)
-        self.is_symmetric, self.gathers, self.group = is_symmetric, gathers, group
+        self.is_symmetric = is_symmetric
         self.similarities = _Similarities()
         split(
             self.similarities,
@@ -226,18 +203,15 @@ class InfoNCE(nn.Module):
             F.normalize(each, dim=-1) for each in (anchors, positives, *negatives)
         )
         scale = self.log_scale.exp().to(anchors.device)  # encoders may have been moved without it
-        among, first = self._of_all(positives)
+        among, first = gather_rows(positives)
         # Rows of lower ranks come before this one's among those of all.
         targets = first + torch.arange(len(anchors), device=anchors.device)
-        among = torch.cat([among, *(self._of_all(each)[0] for each in others)])
+        among = torch.cat([among, *(gather_rows(each)[0] for each in others)])
         loss: Tensor = self.similarities(anchors, among, scale, targets)
         if self.is_symmetric:
-            among, _ = self._of_all(anchors)
+            among, _ = gather_rows(anchors)
             loss = (loss + self.similarities(positives, among, scale, targets)) / 2
         return loss
-
-    def _of_all(self, rows: Tensor) -> tuple[Tensor, int]:
-        return gather_rows(rows, self.group) if self.gathers else (rows, 0)
 
 
 class _Similarities(nn.Module):
@@ -247,7 +221,7 @@ class _Similarities(nn.Module):
         return F.cross_entropy(scale * anchors @ candidates.T, targets)
 
 
-def gather_rows(rows: Tensor, group: Group = None) -> tuple[Tensor, int]:
+def gather_rows(rows: Tensor) -> tuple[Tensor, int]:
     """The rows of all ranks, in their order, with their gradients; and which of them is ours.
 
     Ranks may have different numbers of rows. The gradient of a row is the sum of what all ranks
@@ -255,7 +229,6 @@ def gather_rows(rows: Tensor, group: Group = None) -> tuple[Tensor, int]:
 
     Args:
         rows: of (rows, …), with the same dimensions behind the rows on all ranks.
-        group: of the ranks; all, unless given.
 
     Returns:
         The rows of all ranks, and the number of the first of this one.
@@ -263,34 +236,16 @@ def gather_rows(rows: Tensor, group: Group = None) -> tuple[Tensor, int]:
     >>> gather_rows(torch.ones(3, 2))[1]
     0
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return rows, 0
+    from torch.distributed.nn.functional import all_gather
+
     # Ranks exchange their numbers of rows first, because all_gather() takes tensors of one size:
     # rows are padded to the most that a rank has.
-    count = torch.tensor([len(rows)], device=rows.device)
-    counts = [torch.empty_like(count) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(counts, count, group=group)
-    sizes = [int(each) for each in torch.cat(counts).tolist()]
-    gathered: Tensor = _Gathered.apply(rows, sizes, group)  # type: ignore[no-untyped-call]
-    return gathered, sum(sizes[: dist.get_rank(group)])
-
-
-class _Gathered(torch.autograd.Function):
-    """The rows of all ranks; backward gives each rank the sum of all gradients of its rows."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sizes: list[int], group: Group) -> Tensor:
-        ctx.sizes, ctx.group = sizes, group
-        padded = rows.new_zeros((max(sizes), *rows.shape[1:]))
-        padded[: len(rows)] = rows
-        gathered = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(gathered, padded, group=group)
-        return torch.cat([each[:size] for each, size in zip(gathered, sizes, strict=True)])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        # A copy, because all_reduce() writes into it, and autograd may hand the same gradient to
-        # others.
-        summed = gradients[0].contiguous().clone()
-        dist.all_reduce(summed, group=ctx.group)
-        return torch.split(summed, ctx.sizes)[dist.get_rank(ctx.group)], None, None
+    own = torch.tensor([len(rows)], device=rows.device)
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, own)
+    counts = torch.cat(every).tolist()
+    padded = torch.cat([rows, rows.new_zeros((max(counts) - len(rows), *rows.shape[1:]))])
+    gathered = zip(all_gather(padded), counts, strict=True)  # type: ignore[no-untyped-call]
+    return torch.cat([each[:count] for each, count in gathered]), sum(counts[: dist.get_rank()])

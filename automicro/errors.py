@@ -1,46 +1,45 @@
-"""Every error and warning that automicro raises on its own account.
+"""Errors and warnings that automicro raises.
 
 ::
 
     AutomicroError
-    ├── BatchError (ValueError)                 a batch that cannot be cut into microbatches
-    ├── LossError (ValueError)                  a forward that gives no usable loss
+    ├── BatchError (ValueError)                 a batch cannot be split into microbatches
+    ├── LossError (ValueError)                  a forward returns no usable loss
     │   └── NonFiniteLossError                  the loss of a batch is NaN or infinite
-    ├── UnsplittableModelError (ValueError)     BatchNorm, where batchnorm="error" forbids it
-    ├── UntraceableModelError (ValueError)      a model that cannot be planned without data
-    ├── DataLoaderError (ValueError)            a loader that gives no batch
-    ├── ConfigError (ValueError)                a configuration that cannot be read
+    ├── UnsplittableModelError (ValueError)     BatchNorm, and batchnorm="error" forbids it
+    ├── UntraceableModelError (ValueError)      a model cannot be planned without data
+    ├── DataLoaderError (ValueError)            a loader yields no batch
+    ├── ConfigError (ValueError)                a configuration cannot be read
     ├── SampleTooLargeError (torch.OutOfMemoryError)   not even one row fits
-    ├── OptimizerStepError (RuntimeError)       memory ran out inside optimizer.step()
-    ├── RollbackError (RuntimeError)            the state before a step cannot be put back
-    ├── RankError (RuntimeError)                several ranks cannot go on together
+    ├── OptimizerStepError (RuntimeError)       out of memory inside optimizer.step()
+    ├── RollbackError (RuntimeError)            the state before a step cannot be restored
+    ├── RankError (RuntimeError)                several ranks cannot continue together
     │   ├── PeerStoppedError                    a peer ended the attempt; rolled back and retried
-    │   ├── PeerFailedError                     an exception on another rank, which it names
+    │   ├── PeerFailedError                     another rank raised an exception
     │   ├── PeerLostError                       a peer is gone or does not answer
     │   └── DesyncError                         ranks are at different points of the program
-    └── CheckpointError (RuntimeError)          a checkpoint that cannot be written or loaded
-        └── DamagedCheckpointError              one that is incomplete, or was changed since
+    └── CheckpointError (RuntimeError)          a checkpoint cannot be written or loaded
+        └── DamagedCheckpointError              a checkpoint is incomplete or was changed
 
     AutomicroWarning (UserWarning)
-    ├── BatchNormWarning                        statistics over the batch see fewer rows
+    ├── BatchNormWarning                        batch statistics cover fewer rows
     ├── BufferWarning                           other buffers depend on the microbatch size
-    ├── StateWarning                            something a forward reaches cannot be put back
-    ├── GradientWarning                         something sees the parts of a gradient
+    ├── StateWarning                            some state of the forward cannot be restored
+    ├── GradientWarning                         code observes partial gradients
     ├── MetricWarning                           a metric or an output depends on the microbatch
     │                                           size, or a metric is added to the losses
-    ├── LossAverageWarning                      the loss is not the average it was taken for
-    ├── PaddingWarning                          padding stays, or labels count in it
-    ├── DeterminismWarning                      runs may differ although they should not
-    ├── CheckpointWarning                       a checkpoint skipped, not written or not removed
-    ├── LoggerWarning                           a logger failed; the run goes on
+    ├── LossAverageWarning                      the loss does not average as was assumed
+    ├── PaddingWarning                          padding is kept, or labels count in it
+    ├── DeterminismWarning                      runs might differ although they should not
+    ├── CheckpointWarning                       a checkpoint was skipped, not written or not removed
+    ├── LoggerWarning                           a logger failed; the run continues
     └── SizeCacheWarning                        a remembered size cannot be read or written
 
-Misuse that needs no name of its own is a plain ``ValueError`` or ``TypeError``. Errors that are
-not automicro's (a bug in the model, Ctrl-C) pass through unchanged, with the state as it was
-before the step. Their texts are quoted by `text_of` and `describe_error`, and notes are added by
-`add_note`, which work for errors of any class. Notes are for people: what
-automicro itself has to know of an exception, such as that the other ranks were told of it, is set
-by `remember` and read by `facts_of`.
+Other misuse raises a plain ``ValueError`` or ``TypeError``. Errors that do not come from automicro
+(a bug in the model, Ctrl-C) pass through unchanged, with the state rolled back to before the step.
+
+`text_of`, `describe_error` and `add_note` work for exceptions of any class. Notes are for people;
+facts that automicro itself needs are stored by `remember` and read by `facts_of`.
 """
 
 import contextlib
@@ -59,9 +58,7 @@ if TYPE_CHECKING:
 
 
 def text_of(error: BaseException) -> str:
-    r"""The text of an exception, which can be written anywhere; never raises.
-
-    ``__str__`` may be anybody's, and a file name with a lone surrogate is no UTF-8.
+    r"""Return the text of an exception as valid UTF-8; never raises.
 
     >>> text_of(ValueError("bad\udc80name"))
     'bad\\udc80name'
@@ -74,7 +71,7 @@ def text_of(error: BaseException) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Class and text of an exception; where it was raised, if it has no text.
+    """Return class and text of an exception, or where it was raised if it has no text.
 
     >>> describe_error(KeyError("x")), describe_error(MemoryError())
     ("KeyError: 'x'", 'MemoryError')
@@ -90,20 +87,20 @@ def describe_error(error: BaseException) -> str:
 
 
 def nearest(name: object, known: Iterable[object]) -> str | None:
-    """The known name that was most likely meant, whatever its case; None where none is near.
+    """Return the known name that was most likely meant, ignoring case, or None if none is close.
 
     >>> nearest("linaer", ["linear", "Linear"]), nearest("colour", ["model"])
     ('Linear', None)
     """
-    # Classes are often meant by the name of the module that they are in.
-    # In reverse, so that the last to be kept is the upper case: Linear, and not the module linear.
+    # A class is often meant when the name of its module is given. Reverse order keeps the
+    # upper-case name: the class Linear rather than the module linear.
     spelled = {each.lower(): each for each in sorted(map(str, known), reverse=True)}
     near = difflib.get_close_matches(str(name).lower(), spelled, n=1)
     return spelled[near[0]] if near else None
 
 
 def suggestion(name: object, known: Iterable[object]) -> str:
-    """A hint to be put behind a wrong name; empty where nothing is near.
+    """Return a hint to append to a wrong name, empty if no known name is close.
 
     >>> suggestion("optimzer", ["model", "optimizer"])
     " (did you mean 'optimizer'?)"
@@ -113,35 +110,23 @@ def suggestion(name: object, known: Iterable[object]) -> str:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note where the exception's class allows it: some refuse to be changed.
-
-    >>> error = ValueError("x")
-    >>> add_note(error, "automicro: seen")
-    >>> error.__notes__
-    ['automicro: seen']
-    """
+    """Add a note to an exception, unless its class refuses changes."""
     with contextlib.suppress(Exception):
         error.add_note(note)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stopped:
-    """A run that was asked to end, and ended in order.
-
-    Attributes:
-        by: what asked: ``"Ctrl-C"`` or ``"SIGTERM"``.
-        where: training stood, in words.
-        checkpoint: that was saved there; None for none.
-        remedy: how to go on; empty where it is not known.
+    """A run that stopped in good order because it was asked to.
 
     >>> print(Stopped(by="Ctrl-C", where="after batch 12"))
     Ctrl-C: stopped after batch 12, without a checkpoint
     """
 
-    by: str
-    where: str
-    checkpoint: str | None = None
-    remedy: str = ""
+    by: str  # what asked: "Ctrl-C" or "SIGTERM"
+    where: str  # how far training had come, such as "after batch 12"
+    checkpoint: str | None = None  # path of the checkpoint saved then, or None
+    remedy: str = ""  # how to continue; empty if unknown
 
     def __str__(self) -> str:
         saved = "without a checkpoint" if self.checkpoint is None else f"saved in {self.checkpoint}"
@@ -151,15 +136,7 @@ class Stopped:
 
 @dataclass(frozen=True, kw_only=True)
 class Bystander:
-    """A participant of a step beside the model, its loss and its optimizer.
-
-    Attributes:
-        kind: ``"callback"``, ``"feature"``, ``"metric"``, or ``"joining of"`` outputs.
-        name: which.
-
-    >>> print(Bystander(kind="metric", name="'f1'"))
-    the metric 'f1'
-    """
+    """A participant in a step other than the model, its loss and its optimizer."""
 
     kind: str
     name: str
@@ -170,7 +147,7 @@ class Bystander:
 
 @dataclass(frozen=True, kw_only=True)
 class _Facts:
-    """Facts about an exception, of any class."""
+    """Facts that automicro keeps about an exception of any class."""
 
     is_told: bool = False
     stopped: Stopped | None = None
@@ -185,7 +162,7 @@ _FACTS = "__automicro_facts__"
 
 
 def remember(error: BaseException, **facts: Any) -> None:
-    """Keep with an exception what is known of it: some of the attributes of `_Facts`.
+    """Store facts, which are attributes of `_Facts`, with an exception.
 
     >>> error = KeyboardInterrupt()
     >>> remember(error, is_told=True)
@@ -193,13 +170,13 @@ def remember(error: BaseException, **facts: Any) -> None:
     (True, False)
     """
     known = replace(facts_of(error), **facts)
-    with contextlib.suppress(Exception):  # it is no reason for another error
-        # Past the class's own __setattr__, which may refuse.
+    with contextlib.suppress(Exception):  # a failure here must not hide the error
+        # Bypass the class's own __setattr__, which may refuse.
         BaseException.__setattr__(error, _FACTS, known)
 
 
 def blame(error: BaseException, culprit: Bystander, doing: str) -> None:
-    """Note what beside the step an exception was raised in; what lies inside of it knows better.
+    """Note which bystander raised an exception; the innermost one is kept.
 
     >>> error = MemoryError()
     >>> blame(error, Bystander(kind="metric", name="'f1'"), "while updating the metric 'f1'")
@@ -212,38 +189,26 @@ def blame(error: BaseException, culprit: Bystander, doing: str) -> None:
 
 
 def bystander(error: BaseException) -> str | None:
-    """The participant beside the step that raised an exception, in words; None if none did.
-
-    >>> bystander(MemoryError()) is None
-    True
-    """
+    """Return a description of the bystander that raised an exception, or None."""
     found = facts_of(error).bystander
     return None if found is None else str(found)
 
 
 def facts_of(error: BaseException) -> _Facts:
-    """The facts about an exception; none unless `remember` was called.
-
-    >>> facts_of(ValueError()) == _Facts()
-    True
-    """
-    # Past __getattr__, which may be a user's.
+    """Return the facts stored with an exception."""
+    # Bypass __getattr__, which may be user code.
     found = vars(error).get(_FACTS)
     return found if isinstance(found, _Facts) else _Facts()
 
 
 def keys_of(error: BaseException) -> tuple[str, ...]:
-    """The arguments, or the dotted keys of a config, that an error is about; none if unknown.
-
-    >>> keys_of(ValueError())
-    ()
-    """
+    """Return the arguments, or dotted config keys, that an error is about."""
     return facts_of(error).keys
 
 
 @contextlib.contextmanager
 def about(*keys: object) -> Iterator[None]:
-    """Remember of each error which keys it is about; what lies inside knows better.
+    """Record with each error which keys it is about; the innermost keys are kept.
 
     >>> try:
     ...     with about("model"), about("model.args"):
@@ -261,19 +226,19 @@ def about(*keys: object) -> Iterator[None]:
 
 
 class AutomicroError(Exception):
-    """Base of all errors that automicro raises."""
+    """Base class of all errors that automicro raises."""
 
 
 class BatchError(AutomicroError, ValueError):
-    """A batch cannot be cut into microbatches without guessing or dropping rows."""
+    """The batch cannot be split into microbatches without guessing or dropping rows."""
 
 
 class LossError(AutomicroError, ValueError):
-    """A forward gave no loss, or one that cannot be differentiated."""
+    """The forward returned no loss, or a loss that cannot be differentiated."""
 
 
 class LossAverageError(LossError):
-    """A few rows have shown another average than the loss was taken for, with ``probe="error"``."""
+    """A check of a few rows contradicts the assumed loss average (with ``probe="error"``)."""
 
 
 class NonFiniteLossError(LossError):
@@ -281,104 +246,100 @@ class NonFiniteLossError(LossError):
 
 
 class UnsplittableModelError(AutomicroError, ValueError):
-    """The model computes statistics over the batch and ``batchnorm="error"`` forbids to split."""
+    """The model computes batch statistics, and ``batchnorm="error"`` forbids splitting."""
 
 
 class UntraceableModelError(AutomicroError, ValueError):
-    """The model cannot be run on tensors without data. The message has its line, and what to do."""
+    """The model cannot run on tensors without data. The message names the line and a remedy."""
 
 
 class DataLoaderError(AutomicroError, ValueError):
-    """A data loader gave no batch."""
+    """A data loader yielded no batch."""
 
 
 class ConfigError(AutomicroError, ValueError):
-    """A configuration or a command line cannot be read. The message names key, value, remedy."""
+    """A configuration or command line cannot be read. The message names key, value and remedy."""
 
 
 class OptimizerStepError(AutomicroError, RuntimeError):
-    """Memory ran out inside ``optimizer.step()`` or gradient clipping, which may be half applied.
+    """Out of memory in ``optimizer.step()`` or gradient clipping, which might be half applied.
 
-    The message says what may have changed. Of parameters or optimizer state, continue from a
-    checkpoint.
+    The message names the state that might have changed. If that includes parameters or optimizer
+    state, resume from a checkpoint.
     """
 
 
 class RollbackError(AutomicroError, RuntimeError):
-    """The state before the step could not be put back. Continue from a checkpoint."""
+    """The state before the step could not be restored. Resume from a checkpoint."""
 
 
 class RankError(AutomicroError, RuntimeError):
-    """Several ranks cannot go on together. The others are told, and raise too."""
+    """Several ranks cannot continue together. All ranks are notified and raise."""
 
 
 class PeerStoppedError(RankError):
-    """Another rank ended the attempt. All ranks roll back; it is raised inside steps only.
+    """Another rank ended the attempt. All ranks roll back; raised inside steps only."""
 
-    Attributes:
-        culprit: the lowest rank that did, where it is known.
-    """
-
-    culprit: int | None = None
+    culprit: int | None = None  # the lowest rank that did so, or None if unknown
 
 
 class PeerFailedError(RankError):
-    """Another rank failed for good. The message names it and repeats its error."""
+    """Another rank failed permanently. The message names the rank and repeats its error."""
 
 
 class PeerLostError(RankError):
-    """A peer is gone or does not answer: killed, stopped, cut off, or late by a timeout."""
+    """A peer is gone or does not answer: killed, stopped, disconnected, or past a timeout."""
 
 
 class DesyncError(RankError):
-    """Ranks are at different points of the program, or were given different options."""
+    """Ranks are at different points of the program, or have different options."""
 
 
 class CheckpointError(AutomicroError, RuntimeError):
-    """A checkpoint cannot be written or loaded. Older ones are as they were."""
+    """A checkpoint cannot be written or loaded. Older checkpoints are unchanged."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint is incomplete, or was changed since. The message names the file."""
+    """A checkpoint is incomplete or was changed after saving. The message names the file."""
 
 
 class AutomicroWarning(UserWarning):
-    """Base of all warnings that automicro gives."""
+    """Base class of all warnings that automicro emits."""
 
 
 class BatchNormWarning(AutomicroWarning):
-    """Layers that average over the batch now see one microbatch at a time."""
+    """Layers that average over the batch now average over one microbatch at a time."""
 
 
 class BufferWarning(AutomicroWarning):
-    """A forward changes buffers or sets parameters, which then depend on the microbatch size."""
+    """A forward changes buffers or parameters, which then depend on the microbatch size."""
 
 
 class StateWarning(AutomicroWarning):
-    """A forward reaches something that cannot be put back after a failed attempt."""
+    """A forward uses state that cannot be restored after a failed attempt."""
 
 
 class GradientWarning(AutomicroWarning):
-    """Something sees, or adds to, the gradients of microbatches one by one."""
+    """Other code reads or changes the gradients of single microbatches."""
 
 
 class MetricWarning(AutomicroWarning):
-    """A metric, an output or a number beside the loss depends on the microbatch size.
+    """A metric, an output or a logged number depends on the microbatch size.
 
-    Or it stands among the losses, and is added to them.
+    Also emitted if such a number is among the losses, and is therefore added to them.
     """
 
 
 class LossAverageWarning(AutomicroWarning):
-    """The loss is not the average that it was taken for, so splitting changes the gradient."""
+    """The loss does not average as was assumed, so splitting changes the gradient."""
 
 
 class PaddingWarning(AutomicroWarning):
-    """Padding is not cut, because rows would compute something else, or labels count in it."""
+    """Padding is not trimmed because that would change results, or labels count in it."""
 
 
 class DeterminismWarning(AutomicroWarning):
-    """A run was asked to give the same bits each time, and may not."""
+    """A run that should be reproducible bit for bit might not be."""
 
 
 class CheckpointWarning(AutomicroWarning):
@@ -386,11 +347,11 @@ class CheckpointWarning(AutomicroWarning):
 
 
 class LoggerWarning(AutomicroWarning):
-    """A logger failed, or a value cannot be logged. The run goes on."""
+    """A logger failed, or a value cannot be logged. The run continues."""
 
 
 class SizeCacheWarning(AutomicroWarning):
-    """A remembered size cannot be read, written or removed. The run finds its sizes anew."""
+    """A remembered size cannot be read, written or removed. The run searches again."""
 
 
 if TYPE_CHECKING:
@@ -401,8 +362,8 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> type[Exception]:
-        # Made when it is first asked for: torch, whose class is its base, takes a second to import,
-        # and a mistyped command line needs another error.
+        # Created on first use: its base class needs torch, which takes a second to import, and a
+        # mistyped command line must be answered without it.
         if name != "SampleTooLargeError":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         import torch
@@ -411,7 +372,7 @@ else:
         made = type(
             name, (AutomicroError, torch.OutOfMemoryError), {"__doc__": doc, "__module__": __name__}
         )
-        # One class for all who ask, also of two threads at once: except clauses compare classes.
+        # Except clauses compare classes, so two threads must get the same one.
         return globals().setdefault(name, made)
 
 
@@ -421,19 +382,18 @@ _PACKAGE = Path(__file__).parent
 def warn(message: str, category: type[Warning]) -> None:
     """Warn at the line that called into automicro.
 
-    ``warnings.warn`` shows one text once per line of code in a process. The caller keeps
-    count for an object of its own, so a second object with the same trouble is heard too.
+    ``warnings.warn`` shows a text once per line of code and process. This function shows it each
+    time; callers count for themselves, so each object can warn once.
 
     Raises:
         Warning: filters turn the category into an error.
 
-    Example:
-        >>> with warnings.catch_warnings(record=True) as caught:
-        ...     warnings.simplefilter("default")
-        ...     for _ in range(2):
-        ...         warn("mind the gap", UserWarning)
-        >>> len(caught)
-        2
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("default")
+    ...     for _ in range(2):
+    ...         warn("mind the gap", UserWarning)
+    >>> len(caught)
+    2
     """
     here = sys._getframe(1)
     frame: FrameType | None = here
@@ -451,6 +411,6 @@ def warn(message: str, category: type[Warning]) -> None:
 
 
 def _is_ours(frame: FrameType) -> bool:
-    # A context that warns when it is left does so in a frame of contextlib's.
+    # A context manager that warns on exit is called from a frame of contextlib.
     path = frame.f_code.co_filename
     return path == contextlib.__file__ or _PACKAGE in Path(path).parents

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
 from automicro.errors import suggestion
 from automicro.loss.averages import LossAverage
-from automicro.options import GRADIENT_SUMS, SYNCS, check_choice
+from automicro.options import GRADIENT_SUMS, NON_FINITE_MODES, SYNCS, check_choice
 from automicro.step.feature import Feature
 from automicro.step.setup import Setup
 from automicro.units import duration_meant
@@ -26,11 +26,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Carry",
+    "CountData",
     "EvalLossAverage",
     "Feature",
     "GradientSums",
     "MicrobatchUnit",
     "Nested",
+    "NonFinite",
     "RankReduction",
     "RememberSizes",
     "Repeatable",
@@ -68,12 +70,12 @@ class EvalLossAverage(Feature):
 
 
 class GradientSums(Feature):
-    """Chooses what gradients of parameters in bf16 or fp16 add up in, where a batch is split.
+    """Chooses what gradients of parameters in half precision add up in, where a batch is split.
 
     Args:
-        sums: ``"fp32"``, as without this feature, which rounds once, as a whole batch does, and
-            holds four bytes for each number meanwhile; or ``"native"``, the parameters' own type.
-            On several ranks it is always their own.
+        sums: ``"fp32"``, which rounds once, as a whole batch does, and holds four bytes for each
+            number meanwhile; or ``"native"``, the parameters' own type. On several ranks it is
+            always their own.
 
     Raises:
         ValueError: another word.
@@ -159,6 +161,51 @@ class UpdateMetric(Feature):
         setup.functions["update_metric"] = self._update
 
 
+class TrainerFeature(Feature):
+    """A feature of the Trainer's own loop, which a loop around a `Microbatcher` writes itself."""
+
+    def attach(self, setup: Setup) -> None:
+        name = type(self).__name__
+        raise TypeError(
+            f"{name} is a feature of the Trainer's loop, and a Microbatcher has none; do in your "
+            f"own loop what {name} says, and leave it out of features"
+        )
+
+
+class CountData(TrainerFeature):
+    """Counts what batches hold, for durations in tokens or hours, and for the speed.
+
+    Args:
+        tokens: gives the tokens in a batch of the loader. Without it they are the sum of
+            ``attention_mask``, or the elements of ``input_ids``.
+        seconds: gives the seconds of data in one. Without it they are those that a
+            `LengthBatchSampler` knows.
+    """
+
+    def __init__(
+        self,
+        tokens: Callable[[Any], int] | None = None,
+        seconds: Callable[[Any], float] | None = None,
+    ) -> None:
+        self.tokens, self.seconds = tokens, seconds
+
+
+class NonFinite(TrainerFeature):
+    """Chooses what becomes of a batch whose loss or gradient is NaN or infinite.
+
+    Args:
+        mode: what to do where the loss of a batch, or the norm of its gradient where that is
+            clipped, is NaN or infinite: ``"stop"`` with an error before the optimizer steps,
+            ``"skip"`` the batch and say so, or ``"ignore"`` it and step.
+
+    Raises:
+        ValueError: another word.
+    """
+
+    def __init__(self, mode: str = "stop") -> None:
+        self.mode = check_choice("non_finite", mode, NON_FINITE_MODES)
+
+
 class Word(NamedTuple):
     """The word for a feature, or for one of its arguments, outside of a Microbatcher.
 
@@ -184,10 +231,13 @@ WORDS = {
     "gradient_sums": Word("GradientSums", "sums", "fp32"),
     "carry_layout": Word("Carry", "layout", None),
     "update_metric": Word("UpdateMetric", "update", None),
+    "count_tokens": Word("CountData", "tokens", None),
+    "count_seconds": Word("CountData", "seconds", None),
+    "non_finite": Word("NonFinite", "mode", "stop"),
     "state": Word("StepState", "values", ()),
     "scales_for_ranks": Word("RankReduction", "scales", True),
     "sync": Word("RankReduction", "sync", "each"),
-    "remember_sizes": Word("RememberSizes", None, False),
+    "remember_sizes": Word("RememberSizes", "wanted", None),
     "repeatable": Word("Repeatable", None, False),
 }
 """Each word that says something makes a feature; those of one feature make it together."""
@@ -214,9 +264,15 @@ def with_features(words: Mapping[str, Any]) -> dict[str, Any]:
             for name, word in named.items()
             if word.argument is not None
         }
-        features.append(_class_of(feature)(**given))
+        features.append(class_of(feature)(**given))
     others = {name: value for name, value in words.items() if name not in WORDS}
     return {**others, "features": features} if features else others
+
+
+def last_of(name: str, features: Iterable[Feature]) -> Any:
+    """The last feature of a class of this module, which is the one that counts; None for none."""
+    # A feature that is not loaded yet is not among them.
+    return next((f for f in reversed([*features]) if type(f).__name__ == name), None)
 
 
 def exact_batchnorm(microbatch_size: Any) -> Feature:
@@ -264,6 +320,8 @@ def _in_place(cls: str, name: str, value: Any, known: Mapping[str, Any]) -> str:
             ": what is beside the path of a batch is a feature. Give "
             f"features=[automicro.features.{word.feature}({argument})]"
         )
+    if name in INSTEAD:
+        return f"; {INSTEAD[name]}"
     if name == "metrics":
         return "; give them with each batch: backward(batch, metrics) and evaluate(batch, metrics)"
     duration = duration_meant(value, name)
@@ -274,7 +332,15 @@ def _in_place(cls: str, name: str, value: Any, known: Mapping[str, Any]) -> str:
     return f"{near}; help(automicro.{cls}) lists those that there are"
 
 
-def _class_of(feature: str) -> Callable[..., Feature]:
+INSTEAD = {
+    "channels_last": "convert the model: model.to(memory_format=torch.channels_last)",
+    "max_time": "give it to fit(max_time='2h30m')",
+    "parameter_groups": "give optimizer=automicro.ParameterGroups(torch.optim.AdamW, [{…}])",
+}
+
+
+def class_of(feature: str) -> Callable[..., Feature]:
+    """The class of a feature by its name here."""
     found: Callable[..., Feature] = globals().get(feature) or __getattr__(feature)
     return found
 

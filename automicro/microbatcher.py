@@ -1,4 +1,4 @@
-"""The primitive: a whole optimization batch in, its exact gradient out, however little memory.
+"""The primitive that turns a whole optimization batch into its exact gradient, in little memory.
 
 ``backward`` and ``evaluate`` share one shape: propose a size, cut the batch, attempt it inside a
 transaction, commit or roll back, and try smaller slices after running out of memory.
@@ -59,7 +59,7 @@ from automicro.transaction.gradients import GradientHistory
 
 
 class Microbatcher:
-    """Runs forward and backward of whole batches on a device too small for them.
+    """Forward and backward of whole batches, exact, on a device that is too small for them.
 
     Example:
         >>> import torch
@@ -77,52 +77,49 @@ class Microbatcher:
         (32, 32, 1)
 
     Args:
-        model: the model. Wrapped in ``DistributedDataParallel`` or by ``fully_shard``, it is
-            trained by all ranks together, which make the same calls in the same order.
+        model: the model. If it is wrapped in ``DistributedDataParallel`` or by ``fully_shard``, all
+            ranks train it together and must make the same calls in the same order.
         loss_fn: ``loss_fn(model(inputs), targets)`` on batches of ``(inputs, targets)``.
-        forward: ``forward(model, microbatch)`` returning the loss, ``(loss, outputs)`` or a
-            mapping with ``"loss"``. One that takes ``num_items_in_batch``, too, is told how many
-            targets count, and divides its loss by them. Without ``loss_fn`` and ``forward``, the
-            model has Composer's interface or is called as ``model(**batch).loss``.
+        forward: ``forward(model, microbatch)`` that returns the loss, ``(loss, outputs)`` or a
+            mapping with ``"loss"``. If it has a parameter ``num_items_in_batch``, it receives the
+            number of targets that count and divides its loss by it. Without ``loss_fn`` and
+            ``forward``, the model has Composer's interface or is called as ``model(**batch).loss``.
         backward: replaces ``loss.backward()``, for loss scalers and other trainers.
         microbatch_size: rows: an int, ``"auto"``, ``"explore"`` (the fastest that fits), None (the
             whole batch), or a policy.
         eval_microbatch_size: the same for `evaluate`.
         loss_average: what the loss is a mean over: ``"samples"``, ``"tokens"``, ``"none"`` (a
-            sum), a callable from a microbatch to what its loss was divided by, a mapping of these
-            by the name of the loss, ``{"language": "tokens", "balance": "samples"}``,
-            ``"auto"`` to read it off the loss or the model, or ``"model"`` to read it off a model
-            of Hugging Face's whose loss ``forward`` hands on.
+            sum), a callable from a microbatch to the divisor of its loss, a mapping of these by
+            the name of the loss, ``{"language": "tokens", "balance": "samples"}``, ``"auto"`` to
+            infer it from the loss or the model, or ``"model"`` to infer it from a Hugging Face
+            model whose loss ``forward`` returns.
         batchnorm: what to do when a batch is split although layers average over it: ``"warn"``,
-            ``"error"``, ``"disable"`` (train on whole batches), ``"ignore"``; or ``"exact"``: with
+            ``"error"``, ``"disable"`` (train on whole batches), ``"ignore"``; or ``"exact"``: use
             the statistics of the whole batch, at the price of a second forward, for models that
             ``torch.fx`` can trace (see ``docs/checks.md``).
-        optimizer: memory for its state is reserved while sizes are found. It may be wrapped, as
-            accelerate and Lightning do. Its ``train()`` and ``eval()``, which schedule-free ones
-            have, are the caller's to call.
-        modules: further modules that take part, whose gradients and buffers change.
-        device: where the model computes; its parameters' device unless given.
+        optimizer: memory for its state is reserved while sizes are found. Optimizers wrapped by
+            accelerate or Lightning work, too. The caller calls the ``train()`` and ``eval()`` of
+            schedule-free optimizers.
+        modules: additional modules whose gradients and buffers a step changes.
+        device: where the model computes; by default the device of its parameters.
         memory_limit: bytes or text such as ``"24MiB"``: a `MemoryBudget` on a CPU, the process's
-            share of the device on CUDA, where ``"80%"`` or 0.8 say it, too.
+            share of the device on CUDA, where ``"80%"`` or 0.8 work, too.
         precision: ``"fp32"``, or ``"bf16"`` or ``"fp16"`` for autocast of the forward and the
             loss. ``"fp16"`` needs a ``backward`` that scales the loss.
         batch_layout: which dimension holds the rows, and which parts are shared; see
             `split_batch`.
-        probe: whether to compare, at the first batches that could be split, the gradient of a few
-            rows with those of two parts of them.
-        features: what stands beside the path of a batch: nested parts, memory savers, sizes in
-            tokens, remembered sizes and more, of `automicro.features`; observers (`Observing`); or
-            a `Feature` of yours.
+        probe: whether to check, on the first batches that could be split, that a few rows have the
+            same gradient in one part and in two. ``"error"`` raises a `LossAverageError` instead
+            of a warning if they show that the loss averages over something else.
+        features: additions from `automicro.features` (nested parts, memory savers, sizes in
+            tokens, remembered sizes, …), observers (`Observing`), or a `Feature` of your own.
 
     Attributes:
-        wants_to_stop: set it on any rank to ask for the end of the run: the next batch is still
-            trained, and its result says so on every rank.
+        wants_to_stop: set it on any rank to ask for the end of the run. The next batch is still
+            trained, and its result reports the request on every rank.
 
     Raises:
-        TypeError, ValueError: arguments that make no sense, each with its remedy.
-
-    With ``probe="error"`` a look that shows another average than the loss was taken for is a
-    `LossAverageError` of `backward` or `evaluate`, and not a warning.
+        TypeError, ValueError: an argument is invalid; the message names the remedy.
     """
 
     @answering_unknown
@@ -150,12 +147,12 @@ class Microbatcher:
         check_model(model)
         everything = [model, *check_modules(modules)]
         if isinstance(loss_fn, nn.Module) and loss_fn not in everything:
-            everything.append(loss_fn)  # it may hold parameters and buffers of its own
+            everything.append(loss_fn)  # it might hold parameters and buffers
         sizes = {"microbatch_size": microbatch_size, "eval_microbatch_size": eval_microbatch_size}
         # Before anything is attached, so that a refused construction leaves the model as it was.
         _refuse_to_cut(everything, **sizes)
         innermost = check_optimizer(optimizer, everything)
-        ranks = find_ranks(everything)  # before all that may fail on one rank alone
+        ranks = find_ranks(everything)  # before anything that can fail on a single rank
         setup = Setup(
             model=unwrapped(model),
             modules=everything,
@@ -168,27 +165,27 @@ class Microbatcher:
         )
         asked = check_features(features)
         if check_choice("batchnorm", batchnorm, BATCHNORM_MODES) == "exact":
-            # A feature like any other, so that the step needs to know nothing of it.
+            # It is an ordinary feature, so that the step needs no code for it.
             asked.append(exact_batchnorm(microbatch_size))
         for feature in asked:
             feature.attach(setup)
-        # Only now that each feature has said what it wants of the step.
+        # Features may change the setup while they attach, so the unit is checked after them.
         setup.unit.check(setup)
         self._setup, self._model, self._modules = setup, model, everything
         self._ranks, self._device, self._index = ranks, setup.device, setup.index
         self._levels = levels = list(setup.levels(setup))
 
-        # Two phases, as an evaluation keeps no activations and finds a far larger size.
+        # Evaluation has its own phase: it keeps no activations, so far larger sizes fit.
         self._train = make_phase("train", microbatch_size, setup, levels)
         self._eval = make_phase("eval", eval_microbatch_size, setup)
-        # Graphs replay the addresses and shapes of their recording.
+        # CUDA graphs replay fixed addresses and shapes, so sizes must not change.
         refuse_cuda_graphs(everything, sizes_change=self._train.adapts or self._eval.adapts)
         whole = self._train.policy
         if microbatch_size is not None:
             whole = leveled(Fixed(None), levels, setup)
         self._split_guard = SplitGuard(self._index, batchnorm, whole)
 
-        # The caller's functions were written without a state that is carried along.
+        # The caller's functions expect batches without the carried state.
         hiding = setup.carrying.hiding
         convention = choose_convention(
             setup.model,
@@ -220,7 +217,7 @@ class Microbatcher:
         )
         self._sort = None if setup.sorter is None else setup.sorter(setup, computation)
         update_metric = hiding(setup.functions.get("update_metric"))
-        # Where all rows are compared, parts of a few rows have another gradient by nature.
+        # If the model compares all rows, parts of a few rows have other gradients by design.
         is_checked = check_probe(probe) and comparing_rows(everything) is None
         reservation = None
         if setup.optimizer is not None:
@@ -276,17 +273,17 @@ class Microbatcher:
     def microbatch_size(self) -> int | None:
         """Size of the largest microbatch of the last training batch; None before the first.
 
-        In rows, or in the `MicrobatchUnit`.
+        In rows, or in the unit of `MicrobatchUnit`.
         """
         return self._train.size
 
     @property
     def eval_microbatch_size(self) -> int | None:
-        """The same of the last evaluated batch."""
+        """Size of the largest microbatch of the last evaluated batch; None before the first."""
         return self._eval.size
 
     def describe_level(self, level: str) -> str:
-        """Describe the level that a result names.
+        """Describe a level that a result names.
 
         Example:
             >>> from automicro.features import WhenTooLarge
@@ -300,27 +297,27 @@ class Microbatcher:
 
     @property
     def loss_average_is(self) -> str:
-        """How sure it is what the loss averages over; see `StepResult`."""
+        """How reliably the average of the loss is known; see `StepResult`."""
         return self._engine.checks.loss_average_is
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks that train together; one where the model is not wrapped for several."""
+        """The ranks that train together; a single one if the model has no wrapper for several."""
         return self._ranks
 
     @property
     def reach(self) -> Reach:
-        """Modules and generators that the modules and functions of a step get at by themselves."""
+        """Modules and generators that the modules and functions of a step reach on their own."""
         return self._setup.reach
 
     def unsaved_state(self, batch: Any) -> list[str]:
-        """Names of attributes and variables that forwards change, and no checkpoint holds.
+        """Return names of attributes and variables that forwards change but no checkpoint holds.
 
-        A few forwards of two rows, which leave no trace. None with ``probe=False``, or on several
-        ranks.
+        It runs a few forwards of two rows and rolls them back. The list is empty with
+        ``probe=False`` and on several ranks.
 
         Args:
-            batch: to take rows of.
+            batch: supplies the rows.
         """
         if not self._ranks.is_alone:
             return []
@@ -329,16 +326,16 @@ class Microbatcher:
             return self._engine.checks.unsaved_state(batch, num_rows)
 
     def state_dict(self) -> dict[str, Any]:
-        """The sizes that were found, as plain values."""
+        """Return the sizes found so far, as plain values."""
         state = {"train": self._train.state_dict(), "eval": self._eval.state_dict()}
         nested = self._setup.parts.state_dict()
         return state | ({"nested": nested} if nested else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with sizes that were found earlier.
+        """Resume from sizes that were found earlier.
 
         Raises:
-            ValueError: a state of other policies than these.
+            ValueError: the state belongs to other policies.
         """
         # Before anything is loaded: the state of something else leaves all sizes as they were.
         check_state(state, {"train": None, "eval": None})
@@ -349,23 +346,24 @@ class Microbatcher:
     def backward(
         self, batch: Any, metrics: Any = None, *, return_outputs: Where = False, carry: Any = None
     ) -> StepResult:
-        """Forward and backward of a whole batch: its exact gradient is added to ``.grad``.
+        """Run forward and backward of a whole batch and add its exact gradient to ``.grad``.
 
         Args:
-            batch: the full optimization batch, on the host or on the device. Of several ranks,
-                each brings its own, of any number of rows; None where its data have run out.
-            metrics: torchmetrics to update, each row once.
-            return_outputs: whether to give the outputs of all rows, detached, in order: True where
-                the batch lies, ``"host"``, or ``"device"``. They take memory there.
-            carry: the state that the batch before left, ``result.carry``, of as many rows; None at
-                the start. It needs a `Carry`.
+            batch: the full optimization batch, on the host or on the device. Each of several ranks
+                passes its own, of any number of rows, or None once its data have run out.
+            metrics: torchmetrics to update with each row once.
+            return_outputs: whether to return the outputs of all rows, detached, in order: True
+                leaves them on the device of the batch, ``"host"`` and ``"device"`` put them there.
+                They take memory there.
+            carry: the state that the previous batch left, ``result.carry``, with the same number of
+                rows; None at the start. It needs a `Carry`.
 
         Raises:
             SampleTooLargeError: the smallest microbatch does not fit.
-            BatchError: the batch cannot be cut, or ``carry`` has other rows.
-            LossError: the forward gives no usable loss, or no state to carry.
+            BatchError: the batch cannot be cut, or ``carry`` has another number of rows.
+            LossError: the forward returns no usable loss, or no state to carry.
 
-        After any exception but a `RollbackError` the state is as it was before the call.
+        After any exception except `RollbackError`, the state is as it was before the call.
 
         Example:
             >>> from automicro.features import Carry
@@ -394,22 +392,23 @@ class Microbatcher:
         accept: Callable[[Tensor], bool] | None = None,
         return_outputs: Where = False,
     ) -> StepResult:
-        """Forward and backward of several batches as if they were one.
+        """Run forward and backward of several batches as if they were one.
 
-        Their loss has one denominator, so the gradient is that of all their rows in one batch,
-        however many of them (or of their tokens) each batch has. They are one transaction.
+        Their loss has one denominator, so the gradient equals that of all their rows in one batch,
+        even if the batches differ in rows or tokens. They form one transaction.
 
         Args:
-            batches: what a data loader gave, one after the other; at least one. A rank of several
-                whose data have run out gives none, as long as others have some.
-            metrics: torchmetrics to update, each row once.
-            accept: given the loss, says whether to keep the step. False leaves no trace of it: no
-                gradient, no count in a metric or a BatchNorm; see `StepResult.is_committed`. The
-                loss and its parts come to the host for it, in one read.
-            return_outputs: as `backward`, of all batches together.
+            batches: consecutive batches of a data loader, at least one. A rank whose data have run
+                out passes an empty list while other ranks still have batches.
+            metrics: torchmetrics to update with each row once.
+            accept: receives the loss and returns whether to keep the step. After False, no gradient
+                and no count in a metric or a BatchNorm remains; see `StepResult.is_committed`. The
+                loss and its parts are copied to the host for it, in one transfer.
+            return_outputs: as in `backward`, for all batches together.
 
         Raises:
-            ValueError: no batch, or state is carried between them. Else as `backward`.
+            ValueError: there is no batch, or state is carried between them. Others as in
+                `backward`.
 
         Example:
             >>> microbatcher = Microbatcher(nn.Linear(8, 2), loss_fn=nn.CrossEntropyLoss())
@@ -419,21 +418,21 @@ class Microbatcher:
         """
         try:
             with self._memory.limited(), self._split_guard.explaining_memory():
-                # What fails in here fails before the ranks agree on anything: unless told, the
-                # others would wait.
+                # A failure here comes before the ranks agree on anything: without an announcement
+                # the other ranks would wait forever.
                 with announcing_failure(self._ranks):
                     step = self._prepare(batches)
                 where = return_outputs
                 work = TrainingWork(self._engine, self._train, step, metrics, where, accept)
                 finished = fit(step, work, self._train)
         finally:
-            self._engine.gradients.are_released = False  # it was so for this batch
+            self._engine.gradients.are_released = False  # the release covers one batch only
         if finished.result is None:
-            # Of a batch of which no rank had rows.
+            # No rank had any rows.
             nan = torch.tensor(math.nan)
             return StepResult(loss=nan, rank_loss=nan, is_committed=False, **finished.counts)
         loss, losses = finished.result
-        # Parts that were never called are named after some steps.
+        # After a few steps, a warning names parts that were never called.
         self._setup.parts.notice_step()
         return StepResult(
             loss=loss,
@@ -455,23 +454,23 @@ class Microbatcher:
         carry: Any = None,
         compares_outputs: bool = False,
     ) -> EvalResult:
-        """Forward of a whole batch in evaluation mode, without gradients.
+        """Run the forward of a whole batch in evaluation mode, without gradients.
 
-        Its size is found apart from training's. Training mode is put back afterwards.
+        Its size is found separately from that of training. Training mode is restored afterwards.
 
         Args:
             batch: the full batch, on the host or on the device.
-            metrics: torchmetrics to update, each row once.
-            return_outputs: as `backward`.
-            carry: as `backward`.
-            compares_outputs: whether outputs of a few rows are looked at where the batch is split,
-                as they are with ``return_outputs``, for a caller whose ``forward`` keeps them.
+            metrics: torchmetrics to update with each row once.
+            return_outputs: as in `backward`.
+            carry: as in `backward`.
+            compares_outputs: whether to check the outputs of a few rows when the batch is split, as
+                ``return_outputs`` does, for a caller whose ``forward`` keeps them.
 
         Raises:
             SampleTooLargeError: the smallest microbatch does not fit.
-            BatchError: the batch cannot be cut, or ``carry`` has other rows.
+            BatchError: the batch cannot be cut, or ``carry`` has another number of rows.
 
-        After any exception but a `RollbackError` the state is as it was before the call.
+        After any exception except `RollbackError`, the state is as it was before the call.
         """
         batch = self._setup.carrying.beside(batch, carry)
         return self._without_gradients(
@@ -479,10 +478,10 @@ class Microbatcher:
         )
 
     def predict(self, batch: Any, *, carry: Any = None) -> Any:
-        """The model's outputs for all rows of a batch, in order; its targets may be missing.
+        """Return the model's outputs for all rows of a batch, in order; its targets may be missing.
 
-        As `evaluate`, which it shares the size with. With ``loss_fn``, a list of one or two is
-        read as inputs and targets, and anything else as inputs.
+        It shares the size of `evaluate`. With ``loss_fn``, a list of one or two elements is read as
+        inputs and targets, and anything else as inputs.
 
         Example:
             >>> microbatcher = Microbatcher(nn.Linear(8, 2), loss_fn=nn.CrossEntropyLoss())
@@ -510,7 +509,7 @@ class Microbatcher:
         self._setup.parts.remove()
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
-        """Evaluation mode for several batches, with one change of modes around all of them.
+        """Return a context of evaluation mode for several batches, which changes modes only once.
 
         Example:
             >>> microbatcher = Microbatcher(nn.Linear(8, 2), loss_fn=nn.CrossEntropyLoss())
@@ -521,12 +520,12 @@ class Microbatcher:
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Batches inside go through, with the optimizer's first state reserved, and leave no trace.
+        """Run the batches inside with the optimizer's first state reserved, and roll them back.
 
-        Each is rolled back at its end: gradients, buffers, random numbers, metrics. What stays is
-        what was learned of sizes; afterwards nothing is tried any more that may fail, unless a
-        costlier batch comes. Observers are told nothing, and no size is remembered for other runs.
-        The result of such a batch is not committed, and has its peak whatever the size.
+        Each batch is rolled back when it ends (gradients, buffers, random numbers, metrics); only
+        the sizes learned are kept. Afterwards no size is tried that might not fit, unless a
+        costlier batch comes. Observers are not notified, and no size is remembered for other runs.
+        The result of each batch is not committed, and has a peak even if sizes are fixed.
 
         Example:
             >>> model = nn.Linear(8, 2)
@@ -542,40 +541,41 @@ class Microbatcher:
 
     @property
     def why_not_reserved(self) -> str | None:
-        """Why no memory is held for the optimizer's first step; None where it is, as far as known.
+        """Why no memory is reserved for the optimizer's first step; None if it is, or needs none.
 
-        Known from the first batch on.
+        Available after the first batch.
         """
         reservation = self._engine.reservation
         return None if reservation is None else reservation.unknown
 
     def residents(self, *, training: bool) -> ResidentMemory:
-        """The memory held at any size, with what the optimizer's first step will add.
+        """Return the memory held at any size, including what the optimizer's first step will add.
 
-        Known from the first batch on.
+        Available after the first batch.
         """
         return self._memory.measure(training=training, upcoming_bytes=self._engine.upcoming_bytes)
 
     def hold_reservation(self) -> None:
-        """Hold memory for the optimizer's first step now, as a batch does while it runs."""
+        """Reserve memory for the optimizer's first step now, as each batch does while it runs."""
         if self._engine.reservation is not None:
             self._engine.reservation.begin()
 
     def release_reservation(self) -> None:
-        """Give back the memory that is held for the optimizer's first step.
+        """Free the memory reserved for the optimizer's first step.
 
-        Its ``step`` does so by itself. Call this where the batch runs in a closure that ``step``
-        was given, which has passed the place where it would.
+        The optimizer's ``step`` does so on its own. Call this if the batch runs in a closure given
+        to ``step``, which has then already passed the point at which it frees the memory.
         """
         if self._engine.reservation is not None:
             self._engine.reservation.roll_back()
 
     def release_gradients(self) -> None:
-        """Let go of the gradients of earlier batches where the next batch's forward clears them.
+        """Release the gradients of earlier batches, if the next forward clears them.
 
-        For hosts that call ``zero_grad`` between forward and backward: without this, a copy would
-        outlive it, because a failed attempt brings back what it cleared. It holds for one batch, on
-        one process; gradients that the forward does not clear are added to, as ever.
+        For hosts that call ``zero_grad`` between forward and backward: otherwise a copy would
+        outlive the call, because a failed attempt restores the gradients that it cleared. It
+        affects one batch, on one process. Gradients that the forward does not clear are added to,
+        as usual.
 
         Example:
             >>> model = nn.Linear(8, 2)
@@ -593,12 +593,12 @@ class Microbatcher:
         self._engine.gradients.are_released = True
 
     def know_state(self, names: Iterable[str]) -> None:
-        """Do not warn of attributes of the model that each microbatch changes.
+        """Suppress the warning about attributes of the model that each microbatch changes.
 
-        For hosts that make of such changes what the whole batch would have changed.
+        For hosts that correct these changes to what the whole batch would have caused.
 
         Args:
-            names: of these attributes.
+            names: of the attributes.
 
         Example:
             >>> microbatcher = Microbatcher(nn.Linear(8, 2), loss_fn=nn.CrossEntropyLoss())
@@ -609,17 +609,17 @@ class Microbatcher:
     def joinable(
         self, parts: Sequence[Any], *, fill: float = 0
     ) -> tuple[list[Any], list[int] | None]:
-        """Join what a host kept of each microbatch of the last evaluation, as ``evaluate`` does.
+        """Prepare what a host kept of each microbatch of the last evaluation for joining.
 
-        Rows are sorted where sizes are not counted in rows, and slices have lengths of their own.
+        If sizes are not counted in rows, rows are sorted and each slice has its own length.
 
         Args:
-            parts: of each microbatch, in the order of their forwards.
-            fill: what stands where padding was cut.
+            parts: one for each microbatch, in the order of their forwards.
+            fill: the value that replaces removed padding.
 
         Returns:
-            The parts with the padding of their batch, and for each row of the batch, its place
-            among the rows of all parts; None where these are in order.
+            The parts padded to the length of their batch, and the place of each row of the batch
+            among the rows of all parts; None if these are in order.
 
         Example:
             >>> from automicro.features import MicrobatchUnit
@@ -644,10 +644,10 @@ class Microbatcher:
         return with_padding(parts, self._evaluated, fill=fill), order_of(self._evaluated)
 
     def _prepare(self, batches: Sequence[Any]) -> Step:
-        """Read the batches of a training step, and look at a few rows where that is due."""
+        """Read the batches of a training step, and check a few rows if a check is due."""
         batches = check_step(batches, may_be_none=not self._ranks.is_alone)
         self._setup.carrying.refuse_several(batches)
-        self._ranks.settle()  # else the index finds whole parameters in the place of shards
+        self._ranks.settle()  # otherwise the index finds whole parameters in place of shards
         self._index.refresh()
         self._ranks.settle(self._index.parameters)
         step = self._read(batches, self._split_guard.allowed(self._train.policy))
@@ -656,18 +656,18 @@ class Microbatcher:
         return step
 
     def _check_few(self, step: Step, mode: Mode) -> None:
-        """Compare a few rows of the first batch with parts of them, where it could be split."""
+        """Compare a few rows of the first batch with parts of them, if it could be split."""
         policy, by_cost, checks = step.policy, self._sort is not None, self._engine.checks
         could_split = self._split_guard.could_split(policy, step.rows, by_cost=by_cost)
         if not could_split or checks.is_over(mode):
             return
         batch, rows, multiple = step.raw[0], step.rows[0], int(getattr(policy, "multiple_of", 1))
         sizes = [] if by_cost or policy.adapts else balanced_sizes(rows, policy.propose(rows))
-        # A collective in here would meet no other rank.
+        # No other rank runs this check, so a collective inside would never complete.
         with self._ranks.looking_alone():
             has_run = checks.few_rows(batch, rows, mode, multiple=multiple, sizes=sizes)
         if has_run:
-            self._index.refresh()  # a forward may have made layers
+            self._index.refresh()  # a forward might have created layers
 
     def _without_gradients(
         self,
@@ -678,8 +678,8 @@ class Microbatcher:
         predicts: bool = False,
         compares_outputs: bool = False,
     ) -> EvalResult:
-        # Not inference_mode(): no later backward may use a tensor that was made in it, and a model
-        # may keep some.
+        # Not inference_mode(): the model might keep tensors, and no later backward could use
+        # inference tensors.
         with self._memory.limited(), evaluation_mode(self._modules), torch.no_grad():
             with announcing_failure(self._ranks):
                 self._ranks.settle()
@@ -714,23 +714,23 @@ class Microbatcher:
         )
 
     def _read(self, batches: Sequence[Any], policy: Policy, mode: Mode = "train") -> Step:
-        """Batches as a step, each read once. Lazy modules take their shapes from the first."""
+        """Make a step of batches, each read once. Lazy modules take their shapes from the first."""
         reading = functools.partial(self._read_once, batches)
         read = once_more(reading, self._device, doing="reading the structure of the batch")
-        # A batch to predict may lack its targets, which the loss would be asked for.
+        # A batch for `predict` might lack targets, so the form that the loss needs is not checked.
         if mode != "predict":
             self._passes.check_form(read)
         denominators: Mapping[str, float] = {}
         if not self._ranks.is_alone:
             denominators = self._passes.denominators(read)
-        # Parameters must be there before gradients are set aside for them.
+        # Lazy parameters must exist before their gradients are set aside.
         elif self._index.is_lazy:
             with self._train.initializing():
                 self._passes.materialize(batches[0], is_training=mode == "train")
             self._index.refresh()
         if self._sort is not None:
             read = list(self._sort(read, mode))
-            self._index.refresh()  # a look may have made layers
+            self._index.refresh()  # sorting runs forwards, which might create layers
         return Step(
             batches=read, policy=policy, denominators=denominators, wants_to_stop=self.wants_to_stop
         )
@@ -748,13 +748,13 @@ class Microbatcher:
 
 
 def _refuse_to_cut(modules: Iterable[nn.Module], **sizes: Any) -> None:
-    """Refuse sizes for a model that says of itself that it compares all rows of a batch."""
+    """Refuse sizes for a model that declares that it compares all rows of a batch."""
     given = {name: size for name, size in sizes.items() if size is not None}
     module = comparing_rows(modules) if given else None
     if module is not None:
         told = " and ".join(f"{name}={size!r}" for name, size in given.items())
         instead = " and ".join(f"{name}=None" for name in given)
         raise ValueError(
-            f"{told}, and {type(module).__name__} compares all rows of a batch, which has to stay "
-            f"whole: give {instead}; its encoders have sizes of their own, and run in slices"
+            f"{told}, but {type(module).__name__} compares all rows of a batch, which has to stay "
+            f"whole: give {instead}; its encoders run in slices of their own sizes"
         )

@@ -1,8 +1,8 @@
-"""Modules: all that they hold, their modes, and what they are wrapped in.
+"""Modules: their contents, their modes, and their wrappers.
 
-A walk over a model's modules costs more than everything else that a batch needs of them. What it
-finds is what lies in three tables of each module, so as long as these are the same tables with the
-same keys and values, the last walk still holds. Comparing them takes a tenth of a walk.
+Walking through a model's modules costs more than everything else that a batch needs of them. The
+result depends only on three tables of each module. As long as these are the same tables with the
+same keys and values, the last walk is still valid, and comparing them takes a tenth of a walk.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from automicro.torch_private import (
 
 
 def comparing_rows(modules: Iterable[nn.Module]) -> nn.Module | None:
-    """The module that says of itself that it compares all rows of a batch; None for none."""
+    """Return the module that declares that it compares all rows of a batch, or None."""
     every = (each for root in modules for each in root.modules())
     return next((each for each in every if getattr(each, "compares_rows", False) is True), None)
 
@@ -43,15 +43,6 @@ class ModuleIndex:
         >>> model[0].register_buffer("scale", model[0].bias.detach())
         >>> index.refresh(), [name for name, _, _ in index.buffer_tables]
         (True, ['0', '1'])
-
-    Attributes:
-        parameters: of the modules, without those that are only reached; in the order of a walk.
-        known: the same by their ids.
-        roots: what a walk begins with, by what the names in it begin with.
-        owners: every module by name, with those that are reached.
-        buffer_tables: name, module, and its table of buffers, where there are any; as it was.
-        batchnorms: name and module of those that may average over the batch.
-        is_lazy: whether a parameter or a buffer waits for the first input to get its shape.
     """
 
     def __init__(
@@ -64,7 +55,7 @@ class ModuleIndex:
         self._walk(reached())
 
     def refresh(self) -> bool:
-        """Walk again where anything has changed, and return whether it has."""
+        """Walk again if anything has changed, and return whether it has."""
         reached = self._reached()
         if self._still_holds(reached):
             return False
@@ -72,7 +63,7 @@ class ModuleIndex:
         return True
 
     def names_of(self, parameters: Iterable[Tensor]) -> list[str]:
-        """The names of some parameters, as far as they have any."""
+        """Return the names of parameters that have one."""
         wanted = {id(each) for each in parameters}
         return [
             f"{owner}.{name}".lstrip(".")
@@ -82,7 +73,7 @@ class ModuleIndex:
         ]
 
     def changed_buffers(self, changed: Container[int]) -> list[str]:
-        """Names of the buffers that came, went, were replaced or are said to be changed."""
+        """Return the names of buffers that were added, removed, replaced or listed as changed."""
         names = []
         before = {id(module): table for _, module, table in self.buffer_tables}
         for owner, module in self.owners:
@@ -95,11 +86,13 @@ class ModuleIndex:
 
     def _walk(self, reached: Mapping[str, nn.Module]) -> None:
         self._last_reached = list(reached.items())
+        # Roots by the prefix of the names inside them.
         self.roots = {
             "" if index == 0 else f"modules[{index - 1}].": root
             for index, root in enumerate(self._modules)
         }
         self.roots |= {f"{name}.": root for name, root in reached.items()}
+        # Every module with its name, including reached ones.
         self.owners = list(
             {
                 id(module): ((prefix + name).rstrip("."), module)
@@ -107,10 +100,12 @@ class ModuleIndex:
                 for name, module in root.named_modules()
             }.values()
         )
+        # Without the parameters of modules that are only reached.
         self.parameters: list[nn.Parameter] = list(
             dict.fromkeys(p for root in self._modules for p in root.parameters())
         )
         self.known: dict[int, Tensor] = {id(each): each for each in self.parameters}
+        # Copies of the tables, to detect later changes.
         self.buffer_tables = [
             (name, module, dict(table))
             for name, module in self.owners
@@ -123,28 +118,29 @@ class ModuleIndex:
         ]
         buffers = chain.from_iterable(table.values() for _, _, table in self.buffer_tables)
         tensors = [*self.parameters, *(each for each in buffers if each is not None)]
+        # Whether any of them waits for the first input to take its shape.
         self.is_lazy = any(map(is_uninitialized, tensors))
         self._compare_from_now()
 
     def _compare_from_now(self) -> None:
-        """Note what `_still_holds` compares."""
+        """Record the tables that `_still_holds` compares."""
         found = [module_tables(module) for _, module in self.owners]
         usual = [tables for tables in found if tables is not None]
         self._is_usual = len(usual) == len(found)
         self._tables = list(chain.from_iterable(usual))
         self._spaces = [vars(module) for _, module in self.owners]
         self._full = [table for table in self._tables if table]
-        # These have no keys to compare, and may be filled where they are.
+        # These have no keys to compare, but may be filled in place.
         self._empty = [table for table in self._tables if not table]
         self._keys = list(chain.from_iterable(self._full))
         self._values = list(chain.from_iterable(map(dict.values, self._full)))
 
     def _still_holds(self, reached: Mapping[str, nn.Module]) -> bool:
-        """Whether a walk would find what the last one has found."""
+        """Whether a walk would return the same as the last one."""
         values = chain.from_iterable(map(dict.values, self._full))
         return (
             self._is_usual
-            and not self.is_lazy  # a lazy parameter becomes another one without being replaced
+            and not self.is_lazy  # a lazy parameter takes its shape in place
             and list(reached.items()) == self._last_reached
             and not any(self._empty)
             and list(chain.from_iterable(self._full)) == self._keys
@@ -154,7 +150,7 @@ class ModuleIndex:
 
 
 def is_of_torch(kind: type) -> bool:
-    """Whether a class is torch's, the attributes of whose modules say how they were made.
+    """Whether a class is torch's, whose attributes record the arguments of its modules.
 
     >>> is_of_torch(nn.Linear), is_of_torch(ModuleIndex)
     (True, False)
@@ -164,10 +160,7 @@ def is_of_torch(kind: type) -> bool:
 
 @contextlib.contextmanager
 def evaluation_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Modules in evaluation mode, and every submodule back in its own mode afterwards.
-
-    Modes change by calling ``eval()`` and ``train()``, because modules do more in them than set a
-    flag: they merge weights, or keep layers frozen. Nothing is called where nothing would change.
+    """Set modules to evaluation mode inside the context, and restore each submodule's own mode.
 
     Example:
         >>> model = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(2).eval())
@@ -177,6 +170,8 @@ def evaluation_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
         >>> [module.training for module in model]
         [True, False]
     """
+    # Call `eval()` and `train()`, because some modules override them, to merge weights or to keep
+    # layers frozen. Call nothing if nothing would change.
     before = [(each, each.training) for module in modules for each in module.modules()]
     if not any(training for _, training in before):
         yield
@@ -187,33 +182,25 @@ def evaluation_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
                 module.eval()
         yield
     finally:
-        # Parents come before their children, and take these along.
-        for _ in range(2):  # a module that stands in two places may be taken along by the second
+        # Parents come before their children, whose mode they also change.
+        for _ in range(2):  # a second parent of a shared module may have changed it again
             for each, training in before:
                 if each.training != training:
                     each.train(training)
         for each, training in before:
-            if each.training != training:  # it overrides train() to stay as it is
+            if each.training != training:  # it overrides train() to keep its mode
                 each.training = training
 
 
 def is_parallel(modules: Sequence[nn.Module]) -> bool:
-    """Whether modules communicate with other ranks.
-
-    >>> is_parallel([nn.Linear(2, 2)])
-    False
-    """
+    """Whether modules communicate with other ranks."""
     return runs_collectives(modules) or any(
         is_rank_wrapper(module) for root in modules for module in root.modules()
     )
 
 
 def is_rank_wrapper(module: nn.Module) -> bool:
-    """Whether a module averages or shards parameters over ranks: DDP, FSDP and FSDP2.
-
-    >>> is_rank_wrapper(nn.Linear(2, 2))
-    False
-    """
+    """Whether a module averages or shards parameters over ranks: DDP, FSDP and FSDP2."""
     from automicro.torch_private_distributed import is_fsdp_module, is_in_fsdp1
 
     is_ddp = isinstance(module, DistributedDataParallel)
@@ -221,11 +208,7 @@ def is_rank_wrapper(module: nn.Module) -> bool:
 
 
 def runs_collectives(modules: Iterable[nn.Module]) -> bool:
-    """Whether modules are known to communicate in forward or backward, beside DDP and FSDP2.
-
-    >>> runs_collectives([nn.Linear(2, 2)])
-    False
-    """
+    """Whether modules are known to communicate in forward or backward, apart from DDP and FSDP2."""
     from automicro.torch_private_distributed import is_fsdp_module, mesh_dims
 
     for root in modules:
@@ -236,8 +219,8 @@ def runs_collectives(modules: Iterable[nn.Module]) -> bool:
             if is_fsdp_module(module):
                 dims = mesh_dims(cast(Any, module))
                 own: list[Any] = [p for p in module.parameters() if is_sharded(p)]
-                # Over more dimensions of a mesh than sharding and replicas take, parameters are
-                # those of tensor parallelism, which communicates within forward and backward.
+                # If the mesh has more dimensions than sharding and replicas use, the others belong
+                # to tensor parallelism, which communicates within forward and backward.
                 sharded |= {id(p) for p in own if p.device_mesh.ndim <= dims}
         if any(is_sharded(p) and id(p) not in sharded for p in root.parameters()):
             return True

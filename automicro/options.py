@@ -2,7 +2,6 @@
 
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
@@ -10,13 +9,15 @@ from torch import Tensor, nn
 
 from automicro.errors import BatchError, LossError, suggestion
 from automicro.modules import is_rank_wrapper
-from automicro.units import Duration, Unit, parse_time, read_duration
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The type of autocast, by the name of a precision; None for the model's own types."""
 
 GRADIENT_SUMS = ("fp32", "native")
 """The type in which gradients of parameters in bf16 or fp16 add up."""
+
+NON_FINITE_MODES = ("stop", "skip", "ignore")
+"""Ways to treat a batch whose loss or gradient is NaN or infinite."""
 
 SYNCS = ("each", "auto")
 """With which microbatch shards of gradients are reduced over ranks."""
@@ -354,24 +355,6 @@ def _agrees(one: torch.device, other: torch.device) -> bool:
     return one.type == other.type and other.index in (None, one.index)
 
 
-def read_time(name: str, value: str | timedelta | None) -> float | None:
-    """Seconds, or None; with the argument's name in what goes wrong.
-
-    Raises:
-        TypeError: not text.
-        ValueError: no time.
-
-    >>> read_time("max_time", "2h30m")
-    9000.0
-    """
-    if value is None:
-        return None
-    try:
-        return parse_time(value)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{name}: {error}") from None
-
-
 def read_amount(name: str, value: float | None) -> float | None:
     """A positive number, or None.
 
@@ -412,34 +395,13 @@ def read_count(name: str, value: object, *, least: int = 1) -> int:
     return number
 
 
-def read_accumulation(value: object) -> int | Duration:
-    """How many batches make up an optimization batch, or the size that they are to reach.
-
-    Raises:
-        TypeError: neither a whole number nor text.
-        ValueError: too small, or text that is no size.
-
-    >>> read_accumulation(4), read_accumulation("1024sp")
-    (4, Duration.parse('1024sp'))
-    """
-    if not isinstance(value, str | Duration):
-        return read_count("accumulate_batches", value)
-    size = read_duration("accumulate_batches", value)
-    if size.unit is Unit.EPOCHS:
-        raise ValueError(
-            f"accumulate_batches={str(value)!r} is not the size of a batch; give a number of "
-            "batches, or a size as in '1024sp' (samples), '1e6tok' (tokens), '5h' (hours of data)"
-        )
-    return size.value if size.unit is Unit.BATCHES else size
-
-
 def read_flag(name: str, value: object) -> bool:
     """True or False, and nothing that only counts as one.
 
     Raises:
         TypeError: anything else.
 
-    >>> read_flag("channels_last", True)
+    >>> read_flag("deterministic", True)
     True
     """
     if not isinstance(value, bool):

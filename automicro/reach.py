@@ -1,4 +1,4 @@
-"""Modules and generators that functions and modules reach past their arguments."""
+"""Modules and generators that functions and modules reach other than by their arguments."""
 
 import functools
 import itertools
@@ -28,19 +28,16 @@ from automicro.values import (
 )
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-"""The attributes that a module has without any of its own."""
+"""The attributes that every module has."""
 
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
-_MOST_ELEMENTS = 100  # of a container; longer ones of a loader hold data
-# Attributes of loaders and samplers: a pass that is under way, and the data by another name.
+_MOST_ELEMENTS = 100  # of a container; longer ones in a loader hold data
+# Attributes of loaders and samplers: the current pass, and an alias of the dataset.
 _NOTHING_OF_ITS_OWN = frozenset(("_iterator", "data_source"))
 
 
 class Reach:
-    """Modules and generators that some functions and modules get at, wherever these lie.
-
-    Looked through is what `walk` looks through. Remembered are the places, so that what stands
-    there later is found, too.
+    """Modules and generators that some functions and modules reach on their own.
 
     Example:
         >>> teacher = nn.Linear(2, 2)
@@ -52,21 +49,22 @@ class Reach:
         (['teachers[0]'], True)
     """
 
+    # It remembers places and not values, so that replacements are found, too.
     def __init__(self, roots: Mapping[str, Any]) -> None:
         self._roots = dict(roots)
         self._steps = 0
         self._walk()
 
     def step(self) -> None:
-        """Look again, for new places, before batches 2, 4, 8 …; call it before each."""
+        """Count a batch, and search for new places before batches 2, 4, 8, …."""
         self._steps += 1
         if self._steps > 1 and self._steps & (self._steps - 1) == 0:
             self._walk()
 
     def modules(self) -> dict[str, nn.Module]:
-        """The modules by where they were found, each once, without the roots and their parts."""
+        """Return the modules by place, each once, without the roots and their submodules."""
         found: dict[str, nn.Module] = {}
-        further: set[int] = set()  # mostly none, and to copy what is known costs
+        further: set[int] = set()  # separate, because copying the known ids would be slow
         for path, module in self._read():
             is_known = id(module) in self._known or id(module) in further
             if isinstance(module, nn.Module) and not is_known:
@@ -75,16 +73,16 @@ class Reach:
         return found
 
     def generators(self) -> list[Any]:
-        """The generators of random numbers, each once."""
+        """Return the random number generators, each once."""
         return list({id(each): each for _, each in self._read() if is_generator(each)}.values())
 
     def named_generators(self) -> dict[str, Any]:
-        """The same without those of the process, by names that are the same in each run."""
-        # Without DDP's wrapper, whose attribute would be part of each name on several ranks alone.
+        """Return them without those of the process, by names that are the same in each run."""
+        # Without DDP's wrapper, which would add an attribute to the names on several ranks only.
         return generators_in({name: unwrapped(each) for name, each in self._roots.items()})
 
     def _read(self) -> Iterator[tuple[str, Any]]:
-        """Read the places where modules and generators were found."""
+        """Yield the current values at the places where modules and generators were found."""
         for place in self._places:
             held = {place.name: place.value} if place.owner is None else children(place.owner)
             yield place.path, dict(held).get(place.name)
@@ -98,13 +96,13 @@ class Reach:
             if is_new:
                 seen |= set(map(id, place.value.modules()))
             if is_new or is_generator(place.value):
-                # Without its value, which is read anew each time: kept here, it would outlive its
-                # replacement.
+                # Without its value, which is read again each time: a reference here would keep a
+                # replaced value alive.
                 self._places.append(place if place.owner is None else place._replace(value=None))
 
 
 def generators_in(roots: Mapping[str, Any], kinds: Kinds = kinds_of) -> dict[str, Any]:
-    """Generators that some values get at, but those of the process, by where they are.
+    """Return generators that some values reach, except those of the process, by their paths.
 
     >>> noise = random.Random(0)
     >>> generators_in({"loss": {"noises": [noise, random.random]}}) == {"loss['noises'][0]": noise}
@@ -122,11 +120,11 @@ _OF_THE_PROCESS = (random._inst, np.random.mtrand._rand, torch.default_generator
 
 @functools.lru_cache(5_000)
 def kinds_of_loading(kind: type) -> tuple[Kind, ...]:
-    """Kinds that a walk through a loader enters: also samplers and data sets, but no data."""
+    """Return kinds for a walk through a loader, which enters samplers and datasets, but no data."""
     found = kinds_of(kind)
     if issubclass(kind, _CONTAINERS):
         return tuple(each._replace(read=functools.partial(_read_short, each)) for each in found)
-    # To look into an iterator would take from the pass that is under way.
+    # Reading an iterator would consume elements of the current pass.
     is_a_pass = issubclass(kind, Iterator | type | types.ModuleType)
     is_of_python = kind.__module__.partition(".")[0] in sys.stdlib_module_names
     if found or is_a_pass or is_of_python or not kind.__dictoffset__:
@@ -140,14 +138,12 @@ def _read_short(kind: Kind, value: Any) -> Any:
 
 def _read_loading(value: Any) -> dict[str, Any]:
     table = table_of(value)
-    # Sorted, because a set has another order in each run.
+    # Sorted, because the order of a set varies between runs.
     return {name: table[name] for name in sorted(table.keys() - _NOTHING_OF_ITS_OWN)}
 
 
 def captured_modules(function: Any) -> list[nn.Module]:
-    """Modules with a state that a function holds in its closure, defaults or global names.
-
-    A copy of the model does not replace these: the function would go on using the originals.
+    """Return modules with state that a function holds in its closure, defaults or globals.
 
     Example:
         >>> teacher = nn.Linear(2, 2)
@@ -156,6 +152,7 @@ def captured_modules(function: Any) -> list[nn.Module]:
         >>> captured_modules(lambda model, batch: model(batch).mean())
         []
     """
+    # A copy of the model does not replace them: the function still uses the originals.
     found: list[nn.Module] = []
     for _, value in walk({"": function}, _kinds_of_code):
         is_part = any(value is part for each in found for part in each.modules())
@@ -165,7 +162,7 @@ def captured_modules(function: Any) -> list[nn.Module]:
 
 
 def _kinds_of_code(kind: type) -> tuple[Kind, ...]:
-    """Names that a function reads, without those of what is copied along with it."""
+    """Return kinds for names that a function reads, without objects that are copied with it."""
     if issubclass(kind, functools.partial | types.MethodType):
         return (_CODE,)
     is_walked = issubclass(kind, (types.FunctionType, *_CONTAINERS))
@@ -178,7 +175,7 @@ _CLOSED = Kind(lambda value: None, is_leaf=True)
 
 
 def _unused(name: str, used: Container[str]) -> str:
-    """The name, or the name with a number, where it is used.
+    """Return the name, with a number if it is already used.
 
     >>> _unused("noise", {"noise"})
     'noise (2)'

@@ -1,8 +1,7 @@
-"""Learning rates that warm up: for the Trainer's ``scheduler``, stepped once per optimizer step.
+"""Learning rate schedules with warm-up for the Trainer's ``scheduler``, stepped once per batch.
 
-Each is a factor on the base rates of the optimizer's groups, so these keep their proportions. The
-first of ``warmup`` steps is taken at ``1 / warmup`` of the base rate and not at zero, the last of
-them at all of it.
+Each schedule is a factor on the base rates of the optimizer's groups, so their ratios stay the
+same. The first of ``warmup`` steps uses ``1 / warmup`` of the base rate, the last one all of it.
 """
 
 import math
@@ -20,21 +19,17 @@ Steps: TypeAlias = int | str | Duration
 
 
 class WarmupLR(LambdaLR):
-    """Learning rates by a function of the optimizer steps done.
-
-    >>> WarmupLR.scheduler_interval
-    'batch'
-    """
+    """Learning rates as a function of the number of optimizer steps taken."""
 
     scheduler_interval = "batch"
-    """Read by the `Trainer`: torch's schedulers do not say what they count."""
+    """Read by the `Trainer`, because torch's schedulers do not declare their unit."""
 
 
 def constant_with_warmup(optimizer: Optimizer, *, warmup: Steps) -> WarmupLR:
-    """Rise to the base rate, and stay there.
+    """Rise to the base rate and stay there.
 
     Args:
-        optimizer: the one to schedule.
+        optimizer: the optimizer to schedule.
         warmup: optimizer steps: an int, or text such as ``"50ba"``.
 
     Raises:
@@ -52,18 +47,18 @@ def constant_with_warmup(optimizer: Optimizer, *, warmup: Steps) -> WarmupLR:
 def linear_with_warmup(
     optimizer: Optimizer, *, warmup: Steps | float, total: Steps, final: float = 0.0
 ) -> WarmupLR:
-    """Rise to the base rate, and fall in a straight line.
+    """Rise to the base rate, then fall linearly.
 
     Args:
-        optimizer: the one to schedule.
-        warmup: optimizer steps: an int, or text such as ``"50ba"``; or a share of ``total``, a
-            float such as 0.1.
+        optimizer: the optimizer to schedule.
+        warmup: optimizer steps: an int, text such as ``"50ba"``, or a fraction of ``total`` as a
+            float.
         total: steps until the end of the fall, warm-up included: an int, or text.
-        final: the fraction of the base rate that is reached after ``total`` steps, and kept.
+        final: fraction of the base rate reached after ``total`` steps, and kept.
 
     Raises:
-        TypeError, ValueError: steps that are none, a warm-up longer than all, or a ``final`` that
-            is no fraction.
+        TypeError, ValueError: an invalid number of steps, a warm-up longer than ``total``, or a
+            ``final`` outside [0, 1].
 
     >>> import torch
     >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.8)
@@ -82,18 +77,18 @@ def linear_with_warmup(
 def cosine_with_warmup(
     optimizer: Optimizer, *, warmup: Steps | float, total: Steps, final: float = 0.0
 ) -> WarmupLR:
-    """Rise to the base rate, and fall along half a cosine wave (Loshchilov and Hutter, 2017).
+    """Rise to the base rate, then fall along half a cosine wave (Loshchilov and Hutter, 2017).
 
     Args:
-        optimizer: the one to schedule.
-        warmup: optimizer steps: an int, or text such as ``"50ba"``; or a share of ``total``, a
-            float such as 0.1.
+        optimizer: the optimizer to schedule.
+        warmup: optimizer steps: an int, text such as ``"50ba"``, or a fraction of ``total`` as a
+            float.
         total: steps until the end of the fall, warm-up included: an int, or text.
-        final: the fraction of the base rate that is reached after ``total`` steps, and kept.
+        final: fraction of the base rate reached after ``total`` steps, and kept.
 
     Raises:
-        TypeError, ValueError: steps that are none, a warm-up longer than all, or a ``final`` that
-            is no fraction.
+        TypeError, ValueError: an invalid number of steps, a warm-up longer than ``total``, or a
+            ``final`` outside [0, 1].
 
     >>> import torch
     >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
@@ -112,12 +107,12 @@ def cosine_with_warmup(
 
 
 def inverse_sqrt_with_warmup(optimizer: Optimizer, *, warmup: Steps) -> WarmupLR:
-    """Rise to the base rate, and fall as one over the square root of the step.
+    """Rise to the base rate, then fall with the inverse square root of the step.
 
     The schedule of Vaswani et al. (2017), which needs no total.
 
     Args:
-        optimizer: the one to schedule.
+        optimizer: the optimizer to schedule.
         warmup: optimizer steps, at least 1: an int, or text such as ``"50ba"``.
 
     Raises:
@@ -133,20 +128,16 @@ def inverse_sqrt_with_warmup(optimizer: Optimizer, *, warmup: Steps) -> WarmupLR
 
 
 def _read_steps(name: str, value: Steps, *, at_least: int) -> int:
-    """A number of optimizer steps, given as one or as a duration in batches.
-
-    >>> _read_steps("total", "300ba", at_least=1)
-    300
-    """
+    """Return a number of optimizer steps, given as an int or as a duration in batches."""
     with about(name):
         if not isinstance(value, str | Duration):
             return read_count(name, value, least=at_least)
         duration = read_duration(name, value)
         if duration.unit is not Unit.BATCHES:
             raise ValueError(
-                f"{name}={str(value)!r} counts {duration.unit.name.lower()}, and how many "
-                f"optimizer steps these are is not known here: give a whole number of at least "
-                f"{at_least}, or text such as '50ba' (batches)"
+                f"{name}={str(value)!r} counts {duration.unit.name.lower()}, whose number of "
+                f"optimizer steps is unknown here: give a whole number of at least {at_least}, or "
+                f"text such as '50ba' (batches)"
             )
     return duration.value
 
@@ -181,7 +172,7 @@ def _falling(
         )
 
     def fall(step: int) -> float:
-        # This answers a warm-up that takes all of it, too, where nothing is left to divide by.
+        # This also covers a warm-up of all steps, which would divide by zero below.
         if step >= end:
             return final
         return final + (1 - final) * shape((step - rise) / (end - rise))
@@ -190,8 +181,8 @@ def _falling(
 
 
 def _after_warmup(rise: int, then: Callable[[int], float]) -> Callable[[int], float]:
-    # A function and not an object: LambdaLR would save an object's values, and a run that goes on
-    # with another total would silently keep the old one.
+    # A function, because LambdaLR would save an object's values, and a resumed run with a different
+    # total would silently keep the old one.
     def factor(step: int) -> float:
         # One ahead, because a rate of 0 would waste the first step.
         return (step + 1) / rise if step < rise else then(step)

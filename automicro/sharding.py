@@ -1,4 +1,4 @@
-"""How many ranks there are, and parameters and gradients of which every rank holds a part."""
+"""The number of ranks, and parameters and gradients that are sharded over ranks."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -10,33 +10,19 @@ from torch import Tensor
 
 
 def num_ranks() -> int:
-    """How many processes have met in torch's process group; 1 where none have.
-
-    >>> num_ranks()
-    1
-    """
+    """Return the number of processes in torch's process group, or 1 without one."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def is_sharded(tensor: object) -> bool:
-    """Whether ranks hold parts of a tensor, or agreed copies of it, on a device mesh.
-
-    >>> import torch
-    >>> is_sharded(torch.ones(2))
-    False
-    """
-    # If it was not imported there is none; importing it takes half a second.
+    """Return whether a tensor is distributed over ranks on a device mesh, as shards or replicas."""
+    # Without the import there is no DTensor, and importing takes half a second.
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part on this rank, detached; a plain tensor itself.
-
-    >>> import torch
-    >>> local(torch.ones(2))
-    tensor([1., 1.])
-    """
+    """Return this rank's part, detached; a plain tensor is returned unchanged."""
     if not is_sharded(tensor):
         return tensor
     part: Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
@@ -44,22 +30,18 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def is_pending(tensor: Tensor) -> bool:
-    """Whether the value of a sharded tensor is still to be summed over ranks."""
+    """Return whether the value of a sharded tensor has yet to be summed over ranks."""
     placements: Any = getattr(tensor, "placements", ())
     return any(each.is_partial() for each in placements)
 
 
 def has_shards(tensors: Iterable[Tensor]) -> bool:
-    """Whether any of them is sharded, or laid out over ranks in another way.
-
-    >>> has_shards([torch.ones(2)])
-    False
-    """
+    """Return whether any tensor is distributed over ranks."""
     return any(is_sharded(tensor) for tensor in tensors)
 
 
 def squares_by_layout(tensors: Sequence[Tensor]) -> list[tuple[Tensor, list[Any]]]:
-    """The sums of the squares of this rank's parts, each with the groups that hold the rest.
+    """Return sums of squares of this rank's parts, each with the groups that hold the rest.
 
     >>> squares_by_layout([torch.tensor([3.0, 4.0])])
     [(tensor(25., dtype=torch.float64), [])]
@@ -80,13 +62,12 @@ def squares_by_layout(tensors: Sequence[Tensor]) -> list[tuple[Tensor, list[Any]
 
 
 def norm_of_all(squares: Sequence[tuple[Tensor, list[Any]]]) -> Tensor:
-    """The norm of what all ranks hold together. All of them call it.
+    """Return the norm over all ranks. All ranks must call this.
 
     >>> norm_of_all(squares_by_layout([torch.tensor([3.0, 4.0])])).item()
     5.0
     """
-    # In the order of the tensors, which is the same on all ranks: else they would wait for each
-    # other.
+    # In the order of the tensors, which is the same on all ranks; otherwise they would deadlock.
     for square, groups in squares:
         for group in groups:
             dist.all_reduce(square, group=group)

@@ -1,10 +1,8 @@
-"""How objects show themselves: in one line, and as a table of a notebook."""
+"""Representations of objects: as one line, and as text in notebooks."""
 
 import html
 import inspect
 import reprlib
-from collections.abc import Mapping
-from typing import Any
 
 _SHORT = reprlib.Repr()
 _SHORT.maxother = _SHORT.maxstring = 60
@@ -13,10 +11,9 @@ _MISSING = object()
 
 
 def one_line(subject: object) -> str:
-    """An object as the call that made it, in one line: what is not its default, and is kept.
+    """Return the call that would create an object, with arguments that differ from defaults.
 
-    Args:
-        subject: keeps its arguments under their names, with an underscore or without.
+    Arguments must be stored under their names, with or without an underscore.
 
     >>> class Patient:
     ...     def __init__(self, monitor, *, patience=3, mode="min"):
@@ -27,7 +24,7 @@ def one_line(subject: object) -> str:
     told = []
     for name, parameter in inspect.signature(type(subject).__init__).parameters.items():
         value = getattr(subject, f"_{name}", getattr(subject, name, _MISSING))
-        # A method of an argument's name does not hold the argument.
+        # A method with an argument's name does not hold the argument.
         if name == "self" or value is _MISSING or inspect.ismethod(value):
             continue
         if not _is_same(value, parameter.default):
@@ -36,11 +33,7 @@ def one_line(subject: object) -> str:
 
 
 def short(value: object) -> str:
-    """The representation of a value in few letters and one line.
-
-    >>> short([1, 2] * 99)
-    '[1, 2, ...]'
-    """
+    """Return a short representation of a value on one line."""
     return " ".join(_SHORT.repr(value).split())
 
 
@@ -51,21 +44,8 @@ def _is_same(value: object, default: object) -> bool:
         return False
 
 
-def html_table(title: str, rows: Mapping[str, Any]) -> str:
-    """A table for a notebook, in its own colours.
-
-    >>> html_table("run", {"loss <": 0.5})
-    '<table><caption>run</caption><tr><th>loss &lt;</th><td>0.5</td></tr></table>'
-    """
-    lines = "".join(
-        f"<tr><th>{html.escape(str(name))}</th><td>{html.escape(str(value))}</td></tr>"
-        for name, value in rows.items()
-    )
-    return f"<table><caption>{html.escape(title)}</caption>{lines}</table>"
-
-
 def html_text(text: str) -> str:
-    r"""Lines of text for a notebook, its first as a heading.
+    r"""Return text as HTML for a notebook, with its first line as a heading.
 
     >>> html_text("exact\n\n  1 × 2 < 3")
     '<strong>exact</strong><pre>  1 × 2 &lt; 3</pre>'

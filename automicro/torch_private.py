@@ -1,8 +1,6 @@
-"""Every name that this package takes from torch without torch promising to keep it.
+"""All private names of torch that this package uses, each behind a public name of its own.
 
-Private classes, attributes and functions of torch stand here and nowhere else, each behind a
-name of ours, so that a new version of torch can break one file only; those of several ranks have a
-file beside this one.
+A new version of torch can therefore break only this file and its counterpart for several ranks.
 """
 
 import contextlib
@@ -68,7 +66,6 @@ __all__ = [
     "forward_of_class",
     "function_modes",
     "gradient_hooks",
-    "has_forward_hooks",
     "in_backward",
     "inductor_is_deterministic",
     "is_accumulation",
@@ -115,25 +112,21 @@ __all__ = [
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# Attention by one kernel, and with the whole matrix of scores.
+# Fused attention kernels, and attention with the whole score matrix.
 _ATEN = torch.ops.aten
 FLASH_ATTENTION = _ATEN._scaled_dot_product_flash_attention.default
 EFFICIENT_ATTENTION = _ATEN._scaled_dot_product_efficient_attention.default
 WHOLE_ATTENTION = _ATEN._scaled_dot_product_attention_math.default
 FLASH_ATTENTION_BACKWARD = _ATEN._scaled_dot_product_flash_attention_backward.default
 EFFICIENT_ATTENTION_BACKWARD = _ATEN._scaled_dot_product_efficient_attention_backward.default
-# Operations under which distributions of torch draw.
+# Operations with which torch's distributions draw.
 GAMMA_DRAW, DIRICHLET_DRAW = "_standard_gamma", "_sample_dirichlet"
 
 
 class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is entered, every operation that torch dispatches comes by `run`, one at a time.
+    """Context in which each operation that torch dispatches goes through `run`."""
 
-    Not those on wrappers (jagged, distributed, quantized tensors): a wrapper unpacks itself, and
-    the operations on its parts come by.
-    """
-
-    # Otherwise torch refuses flex attention and its like outright.
+    # Otherwise torch refuses flex attention and similar operators.
     supports_higher_order_operators = True
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -149,7 +142,9 @@ class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Hand an operation on to `run`."""
+        """Pass an operation to `run`."""
+        # A wrapper (a jagged, distributed or quantized tensor) unpacks itself, and `run` gets the
+        # operations on its parts.
         if types and any(map(is_wrapper, types)):
             return NotImplemented
         return self.run(func, types, args, kwargs or {})
@@ -169,39 +164,31 @@ _COLLECTIVES_IN = frozenset(
     {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem"}
 )
 _ALSO_COLLECTIVE = frozenset({"_dtensor::shard_dim_alltoall"})
-# These look at what is here, or wait for what was begun.
+# These only inspect local data, or wait for a running operation.
 _NOT_COLLECTIVE = frozenset({"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"})
 
 
 def is_collective(func: Any) -> bool:
-    """Tell whether an operation that torch dispatches needs other ranks to take part.
-
-    >>> is_collective(torch.ops.aten.add.Tensor)
-    False
-    """
+    """Return whether a dispatched operation needs other ranks."""
     namespace = getattr(func, "namespace", None)
     if namespace in _COLLECTIVES_IN:
         return func._schema.name.partition("::")[2] not in _NOT_COLLECTIVE
     return namespace == "_dtensor" and func._schema.name in _ALSO_COLLECTIVE
 
 
-# Through map(), these read thousands of parameters without a step of Python's.
+# With map(), these read thousands of parameters without Python-level steps.
 _VERSION = operator.attrgetter("_version")
 _HOOKS_BEFORE = operator.attrgetter("_backward_hooks")
 _HOOKS_AFTER = operator.attrgetter("_post_accumulate_grad_hooks")
 BUFFERS = "_buffers"
 REGISTERED = ("_parameters", BUFFERS, "_modules")
-"""Names of the tables in which a module has its parameters, buffers and children."""
+"""Names of the tables that hold a module's parameters, buffers and children."""
 _EACH_TABLE = operator.itemgetter(*REGISTERED)
 _WALKS = ("named_modules", "modules", "named_parameters", "parameters", "_named_members")
 
 
 def module_tables(module: nn.Module) -> tuple[dict[str, Any], ...] | None:
-    """Where a module has its parameters, buffers and children; None where it walks in its own way.
-
-    >>> [list(table) for table in module_tables(nn.Linear(2, 2))]
-    [['weight', 'bias'], [], []]
-    """
+    """Return a module's parameter, buffer and child tables, or None if it overrides the walk."""
     kind, space = type(module), vars(module)
     if any(getattr(kind, name) is not getattr(nn.Module, name) for name in _WALKS):
         return None
@@ -211,7 +198,7 @@ def module_tables(module: nn.Module) -> tuple[dict[str, Any], ...] | None:
 
 
 def are_tables_of(spaces: Sequence[dict[str, Any]], tables: Sequence[dict[str, Any]]) -> bool:
-    """Whether modules still have these tables, given what ``vars`` says of each module.
+    """Return whether modules, given by their ``vars``, still have these tables.
 
     >>> linear, other = nn.Linear(2, 2), nn.Linear(2, 2)
     >>> tables = [*module_tables(linear), *module_tables(other)]
@@ -223,7 +210,7 @@ def are_tables_of(spaces: Sequence[dict[str, Any]], tables: Sequence[dict[str, A
 
 
 def is_uninitialized(tensor: Tensor) -> bool:
-    """Tell whether a lazy module's tensor still waits for its shape.
+    """Return whether a lazy module's tensor has no shape yet.
 
     >>> is_uninitialized(nn.LazyLinear(2).weight), is_uninitialized(nn.Linear(2, 2).weight)
     (True, False)
@@ -232,25 +219,17 @@ def is_uninitialized(tensor: Tensor) -> bool:
 
 
 def is_wrapper(tensor_type: type) -> bool:
-    """Tell whether tensors of a type hold other tensors: jagged, distributed, quantized ones.
-
-    >>> is_wrapper(torch.Tensor)
-    False
-    """
+    """Return whether tensors of a type hold other tensors (jagged, distributed, quantized)."""
     return hasattr(tensor_type, "__tensor_flatten__")
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written to in place, as far as autograd was told.
-
-    >>> version_of(torch.zeros(2).add_(1))
-    1
-    """
+    """Return the number of in-place writes to a tensor that autograd counted."""
     return tensor._version
 
 
 def counter_of(tensor: Tensor) -> Tensor:
-    """An empty tensor that shares the version of a plain one, and holds no memory.
+    """Return an empty tensor that shares the version counter of a plain one, but no memory.
 
     >>> tensor = torch.ones(3)
     >>> counter = counter_of(tensor)
@@ -260,22 +239,18 @@ def counter_of(tensor: Tensor) -> Tensor:
     """
     counter = tensor.detach()
     with torch.no_grad():
-        # Other memory under the same version: detach() shares it, and .data leaves it alone.
+        # detach() shares the version counter, and assigning .data replaces only the memory.
         counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return counter
 
 
 def all_versions(tensors: Iterable[Tensor]) -> list[int]:
-    """The versions of many tensors, quickly.
-
-    >>> all_versions([torch.zeros(2).add_(1)])
-    [1]
-    """
+    """Return the versions of many tensors, quickly."""
     return list(map(_VERSION, tensors))
 
 
 def keeping_versions(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
-    """Let in-place writes to tensors go unnoticed by autograd.
+    """Return a context whose in-place writes to these tensors are hidden from autograd.
 
     >>> tensor = torch.zeros(2)
     >>> with keeping_versions([tensor]):
@@ -291,65 +266,36 @@ Hooks = dict[int, Any]
 
 
 def call_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    """A module's hooks of its own that run when it is called, or in its backward.
-
-    >>> call_hooks(nn.Linear(2, 2))
-    []
-    """
+    """Return a module's own hooks that run in its call or its backward."""
     tables = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks
     return [hook for each in (*tables, module._backward_pre_hooks) for hook in each.values()]
 
 
 def writes_own_state(module: nn.Module) -> bool:
-    """Whether a module puts more into its ``state_dict`` than parameters and buffers.
-
-    >>> writes_own_state(nn.Linear(2, 2))
-    False
-    """
+    """Return whether a module's ``state_dict`` can hold more than parameters and buffers."""
     names = ("get_extra_state", "state_dict", "_save_to_state_dict")
     is_own = any(getattr(type(module), name) is not getattr(nn.Module, name) for name in names)
     return is_own or bool(module._state_dict_hooks)
 
 
-def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks that see what its forward gives.
-
-    >>> has_forward_hooks(nn.Linear(2, 2))
-    False
-    """
-    return bool(module._forward_hooks)
-
-
 def gradient_hooks(leaf: Tensor) -> tuple[Hooks | None, Hooks | None]:
-    """The hooks of a tensor that run before its gradient is added, and after; None: never any.
-
-    >>> gradient_hooks(nn.Parameter(torch.ones(2)))
-    (None, None)
-    """
+    """Return the tables of hooks that run before and after a gradient is added; None if unused."""
     return leaf._backward_hooks, leaf._post_accumulate_grad_hooks
 
 
 def all_hooks(leaves: Sequence[Tensor]) -> list[Hooks | None]:
-    """The hooks of many tensors that run before their gradients are added, then those after.
-
-    >>> all_hooks([nn.Parameter(torch.ones(2))])
-    [None, None]
-    """
+    """Return `gradient_hooks` of many tensors: all tables before, then all tables after."""
     return [*map(_HOOKS_BEFORE, leaves), *map(_HOOKS_AFTER, leaves)]
 
 
 def with_hooks(leaves: Iterable[Tensor]) -> list[Tensor]:
-    """Those of many tensors that have a hook on their gradient.
-
-    >>> with_hooks([nn.Parameter(torch.ones(2))])
-    []
-    """
+    """Return the tensors that have a hook on their gradient."""
     return [leaf for leaf in leaves if leaf._backward_hooks or leaf._post_accumulate_grad_hooks]
 
 
 def set_gradient_hooks(leaf: Tensor, before: Hooks | None, after: Hooks | None) -> None:
-    """Let a tensor have other hooks. None leaves those of its kind as they are."""
-    # Set to None, the hooks after accumulation would go on running.
+    """Replace a tensor's hook tables. None leaves the table of that kind unchanged."""
+    # If set to None, hooks after accumulation would continue to run.
     if before is not None:
         leaf._backward_hooks = before
     if after is not None:
@@ -357,11 +303,7 @@ def set_gradient_hooks(leaf: Tensor, before: Hooks | None, after: Hooks | None) 
 
 
 def node_hooks(leaf: Tensor) -> int:
-    """How many hooks in Python hang on the node of autograd that adds up a leaf's gradient.
-
-    >>> node_hooks(nn.Parameter(torch.ones(2)))
-    0
-    """
+    """Return the number of Python hooks on the autograd node that accumulates a leaf's gradient."""
     node = torch.autograd.graph.get_gradient_edge(leaf).node
     found = 0
     for register in (node.register_hook, node.register_prehook):
@@ -373,7 +315,7 @@ def node_hooks(leaf: Tensor) -> int:
 
 
 def is_accumulation(node: Any) -> bool:
-    """Tell whether a node of autograd adds to the ``.grad`` of a leaf, its ``variable``.
+    """Return whether an autograd node adds to the ``.grad`` of a leaf, its ``variable``.
 
     >>> is_accumulation(nn.Parameter(torch.ones(2)).sum().grad_fn.next_functions[0][0])
     True
@@ -381,36 +323,28 @@ def is_accumulation(node: Any) -> bool:
     return isinstance(node, torch._C._functions.AccumulateGrad)  # type: ignore[attr-defined]
 
 
-_REDUCTIONS = {1: "mean", 2: "sum"}  # as operations of torch save them
+_REDUCTIONS = {1: "mean", 2: "sum"}  # as torch's operations save them
 
 
 class Reduction(NamedTuple):
-    """How the last operation of a loss made one number of many.
+    """Reduction of many numbers to one by the last operation of a loss."""
 
-    Attributes:
-        kind: ``"mean"`` or ``"sum"``.
-        shape: of what was reduced; of the input of a loss that reduces.
-        targets: classes that the mean is over, where it is that of `F.nll_loss`.
-        ignore_index: of these.
-        class_weight: of these.
-    """
-
-    kind: str
-    shape: tuple[int, ...]
-    targets: Tensor | None = None
-    ignore_index: int = 0
-    class_weight: Tensor | None = None
+    kind: str  # "mean" or "sum"
+    shape: tuple[int, ...]  # shape of the reduced tensor, or of the input of a reducing loss
+    targets: Tensor | None = None  # classes, if the operation is `F.nll_loss`
+    ignore_index: int = 0  # class that `F.nll_loss` ignores
+    class_weight: Tensor | None = None  # class weights of `F.nll_loss`
 
 
 def reduction_of(loss: Tensor) -> Reduction | None:
-    """The reduction of torch's last operation in a loss; None where it is none.
+    """Return the reduction in the last operation of a loss, or None.
 
     >>> loss = torch.ones(3, 2, requires_grad=True).mean()
     >>> reduction_of(loss)[:2], reduction_of(loss / 2)
     (('mean', (3, 2)), None)
     """
     node: Any = loss.grad_fn
-    # A loss may be cast behind its reduction.
+    # A loss might be cast after its reduction.
     while node is not None and node.name() == "ToCopyBackward0":
         node = node.next_functions[0][0]
     name = "" if node is None else node.name()
@@ -424,43 +358,27 @@ def reduction_of(loss: Tensor) -> Reduction | None:
     if not name.startswith("NllLoss"):
         return Reduction(found, shape)
     ignored = node._saved_ignore_index
-    ignored -= 2**64 * (ignored >= 2**63)  # it is told as if it had no sign
+    ignored -= 2**64 * (ignored >= 2**63)  # it is reported as an unsigned number
     return Reduction(found, shape, node._saved_target, ignored, node._saved_weight)
 
 
 def versions_of(tensors: Iterable[Tensor | None]) -> list[int]:
-    """The same of many tensors; 0 for None.
-
-    >>> versions_of([torch.zeros(2).add_(1), None])
-    [1, 0]
-    """
+    """Return the versions of many tensors; 0 for None."""
     return [0 if tensor is None else tensor._version for tensor in tensors]
 
 
 def sparse_parts(tensor: Tensor) -> list[Tensor]:
-    """Indices and values of a sparse COO tensor, coalesced or not.
-
-    >>> len(sparse_parts(torch.eye(2).to_sparse()))
-    2
-    """
+    """Return indices and values of a sparse COO tensor, coalesced or not."""
     return [tensor._indices(), tensor._values()]
 
 
 def buffer_table(module: nn.Module) -> MutableMapping[str, Tensor | None]:
-    """The buffers that a module itself holds, by name; writing to it registers and removes them.
-
-    >>> list(buffer_table(nn.BatchNorm1d(2)))
-    ['running_mean', 'running_var', 'num_batches_tracked']
-    """
+    """Return a module's own buffers by name; writing to the table registers and removes buffers."""
     return _writable(module._buffers)
 
 
 def parameter_table(module: nn.Module) -> MutableMapping[str, nn.Parameter | None]:
-    """The parameters that a module itself holds, by name; writing to it puts others in their place.
-
-    >>> list(parameter_table(nn.Linear(2, 2)))
-    ['weight', 'bias']
-    """
+    """Return a module's own parameters by name; writing to the table replaces them."""
     return _writable(module._parameters)
 
 
@@ -469,7 +387,7 @@ def _writable(table: Any) -> MutableMapping[str, Any]:
 
 
 class _ScriptedTable(MutableMapping[str, Any]):
-    """The entries of a scripted or traced module: none can come or go, only change."""
+    """Entries of a scripted or traced module, which can change but not come or go."""
 
     def __init__(self, table: Any) -> None:
         self._table = table
@@ -490,65 +408,49 @@ class _ScriptedTable(MutableMapping[str, Any]):
         return len(self._table)
 
     def clear(self) -> None:
-        """Nothing: what is written next takes the place of each."""
+        """Do nothing: the entries written next replace the old ones."""
 
 
 def scripted_attributes(module: Any) -> dict[str, Any]:
-    """The attributes of a scripted module beside its children, by name."""
+    """Return the attributes of a scripted module, except its children, by name."""
     names = map(sys.intern, module._concrete_type.get_attributes())
     return {name: module._c.getattr(name) for name in names}
 
 
 def set_scripted(module: Any, name: str, value: Any) -> None:
-    """Let a scripted module keep something else by this name."""
+    """Set an attribute of a scripted module."""
     module._c.setattr(name, value)
 
 
 def children_of(module: nn.Module) -> list[nn.Module]:
-    """The modules right inside a module, without hashing them: metrics hash all that they hold.
-
-    >>> children_of(nn.Sequential(nn.Identity()))
-    [Identity()]
-    """
+    """Return a module's direct children without hashing them: metrics hash all that they hold."""
     return [each for each in module._modules.values() if each is not None]
 
 
 def schema_of(operation: Any) -> Any:
-    """The schema of an operation; None for a higher-order operator.
-
-    >>> schema_of(torch.ops.aten.add_.Tensor).is_mutable
-    True
-    """
+    """Return the schema of an operation, or None for a higher-order operator."""
     return getattr(operation, "_schema", None)
 
 
 def in_backward() -> bool:
-    """Tell whether this thread runs a node of a backward.
-
-    >>> in_backward()
-    False
-    """
+    """Return whether this thread runs a node of a backward."""
     return torch._C._current_autograd_node() is not None
 
 
 def is_in_checkpoint() -> bool:
-    """Tell whether what is saved for a backward now is to be computed again there.
-
-    >>> is_in_checkpoint()
-    False
-    """
+    """Return whether tensors saved for the backward now will be recomputed."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__module__
 
 
 @contextlib.contextmanager
 def saving(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Let another tensor be saved for the backward in the place of each, for all hooks.
+    """Pass each tensor saved for the backward through ``change``, before any hooks.
 
     >>> seen = []
     >>> with saving(lambda tensor: seen.append(tensor) or tensor):
     ...     _ = torch.ones(2, requires_grad=True).exp()
-    >>> seen == []  # no hooks take it
+    >>> seen == []  # no hooks are set
     True
     """
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -557,7 +459,7 @@ def saving(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
         return
     pack, unpack = hooks
 
-    # is_in_checkpoint() knows hooks by their module.
+    # is_in_checkpoint() recognizes hooks by their module.
     @functools.wraps(pack)
     def changed(tensor: Tensor) -> Any:
         return pack(change(tensor))
@@ -567,56 +469,32 @@ def saving(change: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
 
 def ends_checkpoint(error: BaseException) -> bool:
-    """Tell whether a checkpoint has computed again all that it needs, and stops by this.
-
-    >>> ends_checkpoint(RuntimeError("out of luck"))
-    False
-    """
+    """Return whether this error ends the recomputation of a checkpoint."""
     return isinstance(error, _StopRecomputationError)
 
 
 def refuses_hooks(error: RuntimeError) -> bool:
-    """Tell whether a transform of ``torch.func`` met hooks for what is saved for the backward.
-
-    >>> refuses_hooks(RuntimeError("out of luck"))
-    False
-    """
+    """Return whether a ``torch.func`` transform refused saved-tensor hooks."""
     return "support saved tensor hooks" in str(error)
 
 
 def tells_of_writing(error: RuntimeError) -> bool:
-    """Tell whether a backward found that something it needs was written to.
-
-    >>> tells_of_writing(RuntimeError("out of luck"))
-    False
-    """
+    """Return whether a backward found an in-place write to a tensor that it needs."""
     return "modified by an inplace operation" in str(error)
 
 
 def is_traced() -> bool:
-    """Tell whether ``torch.jit.trace`` records operations now.
-
-    >>> is_traced()
-    False
-    """
+    """Return whether ``torch.jit.trace`` is recording operations."""
     return bool(torch._C._get_tracing_state())
 
 
 def is_transformed() -> bool:
-    """Tell whether a transform of ``torch.func`` runs now.
-
-    >>> is_transformed()
-    False
-    """
+    """Return whether a ``torch.func`` transform is running."""
     return bool(torch._C._are_functorch_transforms_active())
 
 
 def is_of_checkpoint(error: BaseException) -> bool:
-    """Tell whether torch's checkpoint itself has raised an error.
-
-    >>> is_of_checkpoint(RuntimeError("out of luck"))
-    False
-    """
+    """Return whether torch's checkpoint itself raised an error."""
     raised = error.__traceback__
     while raised is not None and raised.tb_next is not None:
         raised = raised.tb_next
@@ -625,12 +503,7 @@ def is_of_checkpoint(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def without_parametrization_cache() -> Iterator[None]:
-    """Let parametrized weights be computed anew, in spite of ``parametrize.cached()`` around it.
-
-    >>> with without_parametrization_cache():
-    ...     torch.nn.utils.parametrize._cache_enabled
-    0
-    """
+    """Recompute parametrized weights, even inside ``parametrize.cached()``."""
     before = parametrize._cache_enabled
     parametrize._cache_enabled = 0
     try:
@@ -641,7 +514,7 @@ def without_parametrization_cache() -> Iterator[None]:
 
 @contextlib.contextmanager
 def uncheckpointed() -> Iterator[None]:
-    """Let checkpointing see nothing of a graph that is used up before its forward ends.
+    """Hide a graph that is used up within a forward from a checkpoint around it.
 
     >>> with uncheckpointed():
     ...     torch.ones(2, requires_grad=True).exp().sum().backward()
@@ -649,7 +522,7 @@ def uncheckpointed() -> Iterator[None]:
     if not is_in_checkpoint():
         yield
         return
-    # Torch asks no hooks about what is saved while it takes itself to be tracing.
+    # Torch calls no saved-tensor hooks while this flag says that it is tracing.
     before = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
     try:
         yield
@@ -658,50 +531,43 @@ def uncheckpointed() -> Iterator[None]:
 
 
 def can_record_memory(device: torch.device) -> bool:
-    """Tell whether the device's allocator can say what it holds, and what it did.
-
-    >>> can_record_memory(torch.device("cpu"))
-    False
-    """
+    """Return whether the device's allocator can record its contents and history."""
     memory = torch.cuda.memory
     names = ("_record_memory_history", "_dump_snapshot")
     if device.type != "cuda" or not all(hasattr(memory, name) for name in names):
         return False
-    # cudaMallocAsync and allocators that are plugged in raise where they are asked.
+    # cudaMallocAsync and pluggable allocators raise when asked.
     return memory.get_allocator_backend() == "native"
 
 
 def record_memory_history(max_entries: int | None) -> None:
-    """Have CUDA's allocator take down what it does, so many entries at most; None ends that."""
+    """Make CUDA's allocator record its last ``max_entries`` actions; None stops that."""
     if max_entries is None:
         torch.cuda.memory._record_memory_history(None)
     else:
-        # Frames of C++ take much longer to read, and name nothing of the user's.
+        # C++ frames take much longer to read and name none of the user's code.
         torch.cuda.memory._record_memory_history(stacks="python", max_entries=max_entries)
 
 
 def dump_memory_snapshot(path: str) -> None:
-    """Write what CUDA's allocator holds, and its history if that was taken down, to a file."""
+    """Write the contents of CUDA's allocator, and any recorded history, to a file."""
     torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
 
 
-# Weakly, because torch keeps its observer for good, and with it whatever this list holds.
+# Weak references, because torch keeps its observer forever, with everything that it holds.
 _told_of_shortage: list[weakref.WeakMethod[Callable[[], None]]] = []
 _observes_shortage = False
 
 
 def tell_of_shortage(tell: Callable[[], None]) -> None:
-    """From now on, call a method when CUDA's allocator cannot serve a request, before its error.
-
-    Everything lies on the device then that will be given back when the error is handled. Torch
-    keeps an observer for good, so one of ours is put there once, and asks who wants to know. What
-    it calls is held weakly, may run on a thread of autograd's, and must not raise. Nothing happens
-    where torch has no such observer.
-    """
+    """Call a method whenever CUDA's allocator cannot serve a request, before the error."""
+    # Memory that error handling will free is still allocated then. The method might run on an
+    # autograd thread, and must not raise.
     global _observes_shortage
     attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
     if attach is None:
         return
+    # Torch keeps an observer forever, so only one is attached, which calls registered methods.
     if not _observes_shortage:
         attach(_on_shortage)
         _observes_shortage = True
@@ -715,7 +581,7 @@ def tell_no_more(tell: Callable[[], None]) -> None:
 
 
 def _on_shortage(*_: int) -> None:
-    # A copy, because what is told may take itself off the list.
+    # A copy, because a method might remove itself from the list.
     for each in list(_told_of_shortage):
         tell = each()
         if tell is not None:
@@ -723,18 +589,18 @@ def _on_shortage(*_: int) -> None:
 
 
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-"""The attributes in which an optimizer keeps the hooks of its step."""
+"""Attributes in which an optimizer keeps the hooks of its step."""
 
 
 @contextlib.contextmanager
 def without_global_step_hooks() -> Iterator[None]:
-    """Let no hook that stands for all optimizers see the steps inside.
+    """Hide the optimizer steps inside from hooks registered for all optimizers.
 
     >>> with without_global_step_hooks():
     ...     torch.optim.SGD([nn.Parameter(torch.ones(2))]).step()
     """
     home = sys.modules[torch.optim.Optimizer.__module__]
-    # Other tables take their place, because handles by which hooks are removed refer to these.
+    # Replaced by empty tables, because handles that remove hooks refer to the original ones.
     names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
     hooks = {name: getattr(home, name) for name in names}
     try:
@@ -747,32 +613,25 @@ def without_global_step_hooks() -> Iterator[None]:
 
 
 def calls_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether hooks on the step of an optimizer are called: not of one that was half built.
-
-    >>> calls_step_hooks(torch.optim.SGD([nn.Parameter(torch.ones(2))]))
-    True
-    """
-    # Optimizer.__init__ puts the calls of hooks around its class's step, and marks it so.
+    """Return whether an optimizer calls its step hooks, which a partly built one does not."""
+    # Optimizer.__init__ wraps the class's step in the hook calls, and marks it as wrapped.
     is_patched = getattr(type(optimizer).step, "hooked", False)
     tables = [vars(optimizer).get(name) for name in STEP_HOOKS]
     return bool(is_patched) and all(isinstance(table, OrderedDict) for table in tables)
 
 
 def forget_workers(loader: object) -> None:
-    """Let a data loader with persistent workers start new ones with its next pass.
-
-    >>> forget_workers([1, 2])
-    """
-    # Persistent workers keep the data set as it was when they began.
+    """Make a data loader with persistent workers start new ones in its next pass."""
+    # Persistent workers keep the data set as it was when they started.
     if getattr(loader, "_iterator", None) is not None:
         loader._iterator = None  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
 def computing(operations: Mapping[str, Callable[..., Tensor | None]]) -> Iterator[None]:
-    """Let functions compute some of torch's composite operations in this thread.
+    """Replace composite torch operations by functions in this thread.
 
-    The operations may be called from Python or from torch itself. Not under ``inference_mode``.
+    Replaces calls from Python and from torch itself. It does not work under ``inference_mode``.
 
     >>> x = torch.ones(1, 1, 2, 8)
     >>> with computing({"scaled_dot_product_attention": lambda query, *_, **__: 2 * query}):
@@ -786,17 +645,15 @@ def computing(operations: Mapping[str, Callable[..., Tensor | None]]) -> Iterato
 
         def run(*args: Any, **options: Any) -> Any:
             found = compute(*args, **options) if threading.get_ident() == thread else None
-            # Torch's own computation in parts: to call the operation by its name would come here
-            # again.
+            # Torch's own decomposition: a call of the operation by name would return here.
             return plain.decompose(*args, **options) if found is None else found
 
         return run
 
-    # There is one table of operations for all threads.
+    # All threads share one table of operations.
     with _OPERATIONS_LOCK, torch.library._scoped_library("aten", "IMPL") as library:
         for name, compute in operations.items():
-            # At the level of autograd, which differentiates what the function does, and not the
-            # operation.
+            # At autograd's level, so that it differentiates the function and not the operation.
             library.impl(name, instead(name, compute), "AutogradCPU")
         yield
 
@@ -812,7 +669,7 @@ def run_backward(
     create_graph: bool,
     inputs: Sequence[Tensor] = (),
 ) -> None:
-    """Run autograd's engine past ``torch.autograd.backward``, which asks function modes.
+    """Run autograd's engine directly; ``torch.autograd.backward`` would call function modes.
 
     >>> weight = nn.Parameter(torch.ones(2))
     >>> run_backward(
@@ -833,37 +690,27 @@ def run_backward(
 
 
 def overflows(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """A number for each device that an optimizer has gradients on, 0 if none overflowed.
-
-    They were unscaled before.
-
-    torch's own `GradScaler.step` reads them one by one, and for a fused optimizer not at all.
-    """
+    """Return, for each device of an optimizer's unscaled gradients, 0 if none overflowed."""
+    # torch's own `GradScaler.step` reads them one by one, and not at all for a fused optimizer.
     return list(scaler._found_inf_per_device(optimizer).values())
 
 
 def copy_into(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors of one type on one device into others, with few launches.
-
-    >>> target = torch.zeros(1)
-    >>> copy_into([target], [torch.ones(1)])
-    >>> target
-    tensor([1.])
-    """
+    """Copy tensors of one dtype and device into others, with few launches."""
     torch._foreach_copy_(list(targets), list(sources))
 
 
-function_modes = torch._C._len_torch_function_stack  # how many are entered
+function_modes = torch._C._len_torch_function_stack  # the number of active modes
 
 
 def pop_function_modes(num_left: int) -> None:
-    """Leave the innermost modes that see each call of torch's functions until so many are left."""
+    """Leave the innermost torch function modes until ``num_left`` remain."""
     while function_modes() > num_left:
         torch._C._pop_torch_function_stack()
 
 
 def _unless_mixed(read: Callable[[], Any]) -> Any:
-    """The value of an older function, which torch refuses once a newer one has set it."""
+    """Return the value of an older getter, or None if a newer setter made torch refuse it."""
     try:
         return read()
     except RuntimeError:
@@ -876,19 +723,19 @@ _OLDER: list[tuple[Any, Any]] = [
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
 ]
-# How exactly backends multiply in float32, and which kernels they use: how each choice is read, and
-# set. The older functions come first, because they set some of the others.
+# Getters and setters of float32 precision and kernel choice. Older functions come first, because
+# they set some of the others.
 BACKENDS = [(functools.partial(_unless_mixed, read), write) for read, write in _OLDER]
 BACKENDS += [
     (functools.partial(_GET, *each), functools.partial(_SET, *each))
     for each in [("generic", "all"), *_BACKENDS]
 ]
-# The modules of `torch.backends` read the same, in Python.
+# The modules of `torch.backends` wrap these in Python.
 for _name in ("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "mkldnn_enabled"):
     BACKENDS.append((getattr(torch._C, f"_get_{_name}"), getattr(torch._C, f"_set_{_name}")))
 
 
-# The tables of hooks that hold for all modules, by name.
+# Tables of hooks that apply to all modules, by name.
 GLOBAL_HOOKS: dict[str, OrderedDict[int, Any]] = {
     name: table
     for name, table in vars(nn.modules.module).items()
@@ -897,11 +744,7 @@ GLOBAL_HOOKS: dict[str, OrderedDict[int, Any]] = {
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Tell whether ``torch.compile`` was applied to this module itself, in any of its three ways.
-
-    >>> is_compiled(nn.Linear(2, 2))
-    False
-    """
+    """Return whether ``torch.compile`` was applied to this module itself, in any of three ways."""
     # Importing dynamo takes seconds, and without it nothing can have been compiled.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is None:
@@ -915,36 +758,21 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def call_of(module: nn.Module) -> str:
-    """The attribute that runs a module's call: where ``module.compile()`` was, all of it.
-
-    >>> call_of(nn.Linear(2, 2))
-    'forward'
-    """
+    """Return the attribute that runs a module's call, which ``module.compile()`` replaces."""
     is_in_place = vars(module).get("_compiled_call_impl") is not None
     return "_compiled_call_impl" if is_in_place else "forward"
 
 
 def compiler_is_loaded() -> bool:
-    """Tell whether something in this process could have been compiled by now.
-
-    Code that compiles has loaded torch's compiler; so have others, an optimizer for one.
-
-    >>> isinstance(compiler_is_loaded(), bool)
-    True
-    """
+    """Return whether torch's compiler is loaded, so that code might be compiled."""
+    # Other code loads it too, such as an optimizer.
     return "torch._dynamo.eval_frame" in sys.modules
 
 
 def uncompiled(reason: str) -> Callable[[_F], _F]:
-    """Let the compiler, should it be used around a function, skip it with all that it calls.
+    """Decorate a function so that the compiler skips it and everything it calls."""
 
-    Not what that calls and was compiled by itself. Unlike ``torch.compiler.disable`` it loads no
-    compiler, which takes seconds.
-
-    >>> uncompiled("an example")(lambda: 1)()
-    1
-    """
-
+    # Unlike this, ``torch.compiler.disable`` loads the compiler, which takes seconds.
     def mark(function: _F) -> _F:
         frames: Any = torch._C._dynamo.eval_frame
         skip = frames._FrameAction.SKIP
@@ -958,56 +786,41 @@ def uncompiled(reason: str) -> Callable[[_F], _F]:
 
 
 def compiler_is_used() -> bool:
-    """Tell whether anything was given to ``torch.compile`` in this process, called or not yet.
-
-    Narrower than `compiler_is_loaded`, and forgetful: not since the compiler was last reset.
-
-    >>> isinstance(compiler_is_used(), bool)
-    True
-    """
+    """Return whether ``torch.compile`` was applied to anything since the compiler's last reset."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is None:
         return False
-    # One backend for each way of compiling; what is only kept from being compiled has none.
+    # One backend per way of compiling; code only excluded from compilation has none.
     backends = getattr(dynamo, "cached_backends", None)
     return backends is None or any(map(callable, backends.values()))
 
 
 def mark_dynamic(tensor: Tensor, dim: int) -> list[str]:
-    """Ask the compiler, who is loaded, not to build one size of a dimension into its code.
-
-    A wish: code that needs the one size is compiled for it without an error. Returns what
-    `unmark` takes the mark away by.
-    """
+    """Tell the loaded compiler that a dimension's size changes; return names for `unmark`."""
+    # Only a hint: code that needs one size is compiled for it without an error.
     table = vars(tensor)
     before = set(table)
-    # It keeps its marks as attributes of the tensor.
+    # The compiler stores its marks as attributes of the tensor.
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
     return [name for name in table if name not in before]
 
 
 def unmark(tensor: Tensor, names: Iterable[str]) -> None:
-    """Take a mark away again."""
+    """Remove a mark."""
     table = vars(tensor)
     for name in names:
         table.pop(name, None)
 
 
 def forward_of_class(module: nn.Module) -> Callable[..., Any] | None:
-    """The forward that a module's class has; None where it is scripted or traced.
-
-    >>> forward_of_class(nn.Linear(2, 2)) is nn.Linear.forward
-    True
-    """
+    """Return the forward of a module's class, or None if it is scripted or traced."""
     return getattr(type(module), "forward", None)
 
 
 def compile_in_place(module: nn.Module, **keywords: Any) -> None:
-    """Compile a module as ``module.compile`` does, also one whose ``forward`` is torch's own.
-
-    The compiler skips functions that stand in torch's files until a function elsewhere calls
-    them, so that ``nn.Sequential(…).compile()`` runs uncompiled for ever, without a word.
-    """
+    """Compile a module as ``module.compile`` does, even if its ``forward`` belongs to torch."""
+    # The compiler skips functions in torch's files until a function elsewhere calls them, so
+    # ``nn.Sequential(…).compile()`` would silently run uncompiled.
     if getattr(forward_of_class(module), "__module__", "").split(".")[0] != "torch":
         module.compile(**keywords)
         return
@@ -1016,16 +829,13 @@ def compile_in_place(module: nn.Module, **keywords: Any) -> None:
     def run(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
-    run.__code__ = run.__code__.replace()  # compiled code is kept, and limited in number, per code
+    # Compiled code is cached, and limited in number, per code object.
+    run.__code__ = run.__code__.replace()
     module._compiled_call_impl = torch.compile(run, **keywords)
 
 
 def compile_modes() -> dict[str, dict[str, Any]]:
-    """The options of each mode of ``torch.compile``.
-
-    >>> compile_modes()["reduce-overhead"]
-    {'triton.cudagraphs': True}
-    """
+    """Return the options of each mode of ``torch.compile``."""
     import torch._inductor as inductor
 
     modes: dict[str, dict[str, Any]] = inductor.list_mode_options()
@@ -1033,22 +843,15 @@ def compile_modes() -> dict[str, dict[str, Any]]:
 
 
 def compile_options() -> list[str]:
-    """Every option of ``torch.compile`` with its own backend.
-
-    >>> "triton.cudagraphs" in compile_options()
-    True
-    """
+    """Return every option of ``torch.compile`` with its default backend."""
     import torch._inductor as inductor
 
-    return [*inductor.list_options(), "guard_filter_fn", "use_aoti"]  # the last two go elsewhere
+    # The last two are handled elsewhere.
+    return [*inductor.list_options(), "guard_filter_fn", "use_aoti"]
 
 
 def compiler_config(module: nn.Module) -> Mapping[str, Any] | None:
-    """The config of torch's own backend where a module itself was compiled; else None.
-
-    >>> compiler_config(nn.Linear(2, 2)) is None
-    True
-    """
+    """Return the config of torch's default backend if a module itself was compiled, else None."""
     if not is_compiled(module):
         return None
     for where in (
@@ -1064,33 +867,25 @@ def compiler_config(module: nn.Module) -> Mapping[str, Any] | None:
 
 
 def inductor_is_deterministic() -> bool:
-    """Tell whether compiled code is to be deterministic, beside what is not compiled.
-
-    >>> inductor_is_deterministic()
-    False
-    """
+    """Return whether compiled code is set to be deterministic."""
     import torch._inductor.config as config
 
     return bool(getattr(config, "deterministic", False))
 
 
 def set_inductor_deterministic(value: bool) -> None:
-    """Say whether compiled code is to be deterministic."""
+    """Set whether compiled code is deterministic."""
     import torch._inductor.config as config
 
     if hasattr(config, "deterministic"):
         config.deterministic = value
 
 
-_NO_NUMBER = (1 << 64) - 1  # of nodes that gather gradients
+_NO_NUMBER = (1 << 64) - 1  # of nodes that accumulate gradients
 
 
 def node_in_backward() -> int | None:
-    """The number of the node whose backward this thread runs; None outside, and where it has none.
-
-    >>> node_in_backward() is None
-    True
-    """
+    """Return the number of the node whose backward this thread runs, or None."""
     node = torch._C._current_autograd_node()
     if node is None:
         return None
@@ -1099,17 +894,17 @@ def node_in_backward() -> int | None:
 
 
 def is_older(node: Any, first: int) -> bool:
-    """Whether this thread made a node of a backward before the one with this number.
+    """Return whether this thread created a node before the node with this number.
 
     >>> square = torch.ones(1, requires_grad=True) ** 2
     >>> is_older(square.grad_fn, num_nodes_made())
     True
     """
-    return bool(node._sequence_nr() < first)  # nodes that gather gradients have the last number
+    return bool(node._sequence_nr() < first)  # nodes that accumulate gradients have the last number
 
 
 def num_nodes_made() -> int:
-    """How many nodes of a backward this thread has made: the number of the next one.
+    """Return the number of autograd nodes created by this thread, which numbers the next one.
 
     >>> before = num_nodes_made()
     >>> product = torch.ones(1, requires_grad=True) * 2

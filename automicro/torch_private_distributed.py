@@ -1,4 +1,4 @@
-"""The private names of `torch.distributed` and of its wrappers: as `torch_private`, for them."""
+"""All private names of `torch.distributed` and its wrappers, as in `torch_private`."""
 
 import functools
 import math
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket, HashStore, PrefixStore, Store, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
-if TYPE_CHECKING:  # it takes seconds to import, and one process does without
+if TYPE_CHECKING:  # importing takes seconds, and a single process does not need it
     from torch.distributed.fsdp import FSDPModule
 
 __all__ = [
@@ -64,12 +64,12 @@ __all__ = [
 
 
 def default_store() -> Store:
-    """The key-value store that the processes met in."""
+    """Return the key-value store in which the processes met."""
     return dist.distributed_c10d._get_default_store()
 
 
 def default_tcp_store() -> TCPStore | None:
-    """The TCPStore under the one that the processes met in; None where it is another kind."""
+    """Return the TCPStore under the default store, or None if it is of another kind."""
     store = default_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
@@ -77,14 +77,11 @@ def default_tcp_store() -> TCPStore | None:
 
 
 def before_collectives(ask: Callable[[str, Mapping[str, Any]], None]) -> None:
-    """From now on, call something before each collective that this process runs.
-
-    Calls from Python, C++ and compiled code are seen. All of torch's come down to operations of
-    c10d, and a kernel that torch asks before it chooses a device is put in front of them. Symmetric
-    memory alone goes past it.
-    """
+    """Call a function before each collective of this process, from now on."""
+    # All calls from Python, C++ and compiled code are operations of c10d, and this kernel runs
+    # before torch chooses a device. Only symmetric memory bypasses it.
     library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
-    _libraries.append(library)  # what was put there goes with it
+    _libraries.append(library)  # its registrations live as long as the library
     chosen = torch._C.DispatchKey.BackendSelect
     rest = torch._C._dispatch_keyset_full_after(chosen)
     for schema in torch._C._jit_get_all_schemas():
@@ -111,53 +108,49 @@ def _ask_before(
     *args: Any,
 ) -> Any:
     ask(name, dict(zip(names, args, strict=False)))
-    # On to what lies behind this kernel: a plain call would ask once more.
+    # Continue behind this kernel; a plain call would run it again.
     return func.redispatch(keys & rest, *args)
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend of a group for a device's tensors, such as ``"nccl"`` or ``"gloo"``."""
+    """Return the backend of a group for a device's tensors, such as ``"nccl"`` or ``"gloo"``."""
     name: str = group._get_backend(device).name()
     return name.lower()
 
 
-# Until torch 2.13 they had names that it warns of since.
+# Before torch 2.13 these had names that are now deprecated.
 all_gather_flat: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
-"""Gathers a tensor of each rank into one, in a row."""
+"""Gathers one tensor per rank into a single tensor."""
 reduce_scatter_flat: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
-"""Reduces a tensor over ranks, of which each gets its part."""
+"""Reduces a tensor over ranks and gives each rank its part."""
 
 
 def group_of(process_group: Any) -> dist.ProcessGroup:
-    """The process group, from what an operation is given."""
+    """Return the process group from an operation's argument."""
     group: dist.ProcessGroup = dist.ProcessGroup.unbox(process_group)
     return group
 
 
 def is_in_backward() -> bool:
-    """Whether this thread runs a backward, on which torch puts threads of its own.
-
-    >>> is_in_backward()
-    False
-    """
+    """Return whether this thread runs a backward; torch uses its own threads for these."""
     return int(torch._C._current_graph_task_id()) != -1
 
 
 def gather_on_host(group: dist.ProcessGroup, message: Tensor) -> Tensor:
-    """The messages of all members of a gloo group, one in a row, past torch's operations."""
+    """Return the messages of all members of a gloo group, one per row."""
     gathered = message.new_empty(group.size() * message.numel())
-    # By the backend itself: an operation of c10d's would be seen by before_collectives().
+    # Through the backend itself: before_collectives() would intercept an operation of c10d.
     backend: Any = group._get_backend(message.device)
     backend._allgather_base(gathered, message).wait()
     return gathered.view(group.size(), -1)
 
 
 def broadcast_on_host(group: dist.ProcessGroup, message: Tensor) -> Tensor:
-    """The message of a gloo group's first member, written over that of this one."""
+    """Overwrite the message with that of a gloo group's first member and return it."""
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
     backend: Any = group._get_backend(message.device)
@@ -169,53 +162,47 @@ def broadcast_on_host(group: dist.ProcessGroup, message: Tensor) -> Tensor:
 
 
 def comm_hooks(model: DistributedDataParallel) -> list[tuple[Any, Any]]:
-    """The communication hooks that were registered, each with its state."""
+    """Return the registered communication hooks, each with its state."""
     return list(model._comm_hooks)
 
 
 def buffer_comm_hook(model: DistributedDataParallel) -> Any:
-    """The hook that synchronises buffers in place of the wrapper; None without one."""
+    """Return the hook that synchronizes buffers instead of the wrapper, or None."""
     return getattr(model, "buffer_hook", None)
 
 
 def joins_uneven_inputs(model: DistributedDataParallel) -> bool:
-    """Whether ranks that have run dry answer the collectives of the others (``model.join()``)."""
+    """Return whether ranks without data shadow the others' collectives (``model.join()``)."""
     return bool(model._join_config.enable)
 
 
 def rebuild_buckets(model: DistributedDataParallel) -> bool:
-    """Let the reducer order its buckets as gradients arrived, which the next forward would do.
-
-    All ranks call it, because the order comes from rank 0. Returns whether anything was rebuilt.
-    """
+    """Rebuild buckets in the order of gradients, as the next forward would; return success."""
+    # All ranks must do so, because the order comes from rank 0.
     return bool(model.reducer._rebuild_buckets())
 
 
 def reset_reducer(model: DistributedDataParallel) -> None:
-    """Make the reducer forget a backward that was not finished. All ranks call it."""
+    """Make the reducer forget an unfinished backward. All ranks must call this."""
     model.reducer._reset_state()
 
 
 def local_used_map(model: DistributedDataParallel) -> Tensor | None:
-    """The map that the reducer reduces last, where it looks for unused parameters."""
+    """Return the map that the reducer reduces last if it looks for unused parameters."""
     if not model.find_unused_parameters:
         return None
     return model.reducer._get_local_used_map()
 
 
 def reduced_parameters(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
-    """The parameters that the reducer reduces, by name, in its order.
-
-    Raises:
-        ValueError: some parameters were frozen or thawed since the model was wrapped.
-    """
+    """Return the parameters that the reducer reduces, by name, in its order."""
     every: dict[int, tuple[str, nn.Parameter]] = {}
     for place, module in model.module.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if f"{place}.{name}" not in model.parameters_to_ignore:
                 every.setdefault(id(parameter), (f"{place}.{name}".lstrip("."), parameter))
     trained = [(name, each) for name, each in every.values() if each.requires_grad]
-    # The reducer tells how many parameters it has, and not which: the list of that length has them.
+    # The reducer reports only how many parameters it has; the list of that length is the right one.
     data = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     for candidates in (trained, list(every.values())):
         if len(candidates) == int(data["num_parameter_tensors"]):
@@ -223,9 +210,9 @@ def reduced_parameters(model: DistributedDataParallel) -> dict[str, nn.Parameter
     if model.find_unused_parameters:
         return dict(trained)
     raise ValueError(
-        f"{len(trained)} parameters require a gradient, and {data['num_parameter_tensors']} did so "
-        "when DistributedDataParallel was put around the model, which still waits for theirs; "
-        "freeze or thaw parameters before the model is wrapped, or wrap it anew"
+        f"{len(trained)} parameters require a gradient, but {data['num_parameter_tensors']} did so "
+        "when the model was wrapped in DistributedDataParallel, which still waits for theirs; "
+        "freeze or unfreeze parameters before wrapping the model, or wrap it again"
     )
 
 
@@ -235,15 +222,11 @@ _INDICES = re.compile(r"indices which did not receive grad for rank \d+: ([\d ,]
 def missing_gradients(
     model: DistributedDataParallel, parameters: Mapping[str, nn.Parameter]
 ) -> list[str]:
-    """The parameters that the reducer still waits for, after a backward that it saw a part of.
-
-    Raises:
-        RuntimeError: torch's own, where it does not say which they are.
-    """
+    """Return the parameters that the reducer still waits for after a partial backward."""
     try:
         model.reducer._check_reducer_finalized()
     except RuntimeError as error:
-        found = _INDICES.search(str(error))  # nothing else of torch tells which they are
+        found = _INDICES.search(str(error))  # only this message names them
         if found is None:
             raise
         names = list(parameters)
@@ -252,23 +235,23 @@ def missing_gradients(
 
 
 def expect_gradients(model: DistributedDataParallel, root: Tensor) -> None:
-    """Let the reducer reduce in the next backward, which begins at a root."""
+    """Prepare the reducer for the next backward, which starts at ``root``."""
     model.reducer.prepare_for_backward([root] if model.find_unused_parameters else [])
 
 
 def arrive(parameters: Sequence[Tensor]) -> Tensor:
-    """A zero whose backward comes to all parameters and brings none of them a gradient.
+    """Return a zero whose backward reaches all parameters without changing their gradients.
 
-    The hooks of a reducer are called, and ``.grad`` stays as it is. Where a parameter has hooks of
-    a user's, which take a tensor, it gets zeros.
+    A reducer's hooks are called and ``.grad`` is unchanged. Parameters with user hooks, which need
+    a tensor, get zeros.
 
     >>> weight = nn.Parameter(torch.ones(2))
     >>> arrive([weight]).backward()
     >>> weight.grad is None
     True
     """
-    # The reducer still waits for what was frozen after the model was wrapped, and only what
-    # requires a gradient is come to.
+    # The reducer also waits for parameters frozen after wrapping, and a backward reaches only those
+    # that require a gradient.
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(True)
@@ -295,21 +278,17 @@ class _Arrival(torch.autograd.Function):
 
 
 def is_fsdp_module(module: object) -> bool:
-    """Whether a module is sharded by ``fully_shard`` (FSDP2).
-
-    >>> is_fsdp_module(nn.Linear(2, 2))
-    False
-    """
+    """Return whether a module is sharded by ``fully_shard`` (FSDP2)."""
     return _is_of_fsdp(module, "FSDPModule")
 
 
 def is_in_fsdp1(module: object) -> bool:
-    """Whether a module is a ``FullyShardedDataParallel``."""
+    """Return whether a module is a ``FullyShardedDataParallel``."""
     return _is_of_fsdp(module, "FullyShardedDataParallel")
 
 
 def _is_of_fsdp(module: object, name: str) -> bool:
-    # If it was not imported there is none; importing it takes seconds.
+    # Without the import there is none, and importing takes seconds.
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, getattr(fsdp, name))
 
@@ -317,28 +296,24 @@ def _is_of_fsdp(module: object, name: str) -> bool:
 def _groups(module: "FSDPModule") -> list[Any]:
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # before torch 2.12 there was one at most
+    if groups is None:  # before torch 2.12 there was at most one
         groups = [state._fsdp_param_group] if state._fsdp_param_group else []
     return list(groups)
 
 
 def has_many_groups(module: "FSDPModule") -> bool:
-    """Tell whether a module's parameters lie on several meshes."""
+    """Return whether a module's parameters lie on several meshes."""
     return len(_groups(module)) > 1
 
 
 def collectives_of(module: "FSDPModule") -> tuple[Any, Any] | None:
-    """The collectives of a module, all-gather and reduce-scatter; None where it shards nothing."""
+    """Return a module's all-gather and reduce-scatter, or None if it shards nothing."""
     groups = _groups(module)
     return (groups[0]._all_gather_comm, groups[0]._reduce_scatter_comm) if groups else None
 
 
 def uses_symmetric_memory(comm: object) -> bool:
-    """Whether a module communicates out of memory that all ranks register together.
-
-    >>> uses_symmetric_memory(None)
-    False
-    """
+    """Return whether a module communicates through memory that all ranks register together."""
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
     kind = getattr(_fsdp_collectives, "SymmMemAllocMixin", None)  # since torch 2.12
@@ -348,10 +323,7 @@ def uses_symmetric_memory(comm: object) -> bool:
 def groups_of_shards(
     module: "FSDPModule",
 ) -> tuple[torch.device, list[dist.ProcessGroup], list[dist.ProcessGroup]] | None:
-    """The device of a module, the groups that it gathers over, and those that it scatters over.
-
-    None where it shards nothing.
-    """
+    """Return a module's device, gather groups and scatter groups, or None without shards."""
     groups = _groups(module)
     if not groups:
         return None
@@ -363,21 +335,18 @@ def groups_of_shards(
 
 
 def withholds_gradients(module: "FSDPModule") -> bool:
-    """Whether ``set_requires_gradient_sync(False)`` lets it keep whole gradients to itself."""
+    """Return whether ``set_requires_gradient_sync(False)`` makes it keep whole gradients."""
     return any(not (each.reduce_grads and each.all_reduce_grads) for each in _groups(module))
 
 
 def has_reduction_hook(module: "FSDPModule") -> bool:
-    """Whether a hook of a user's expects each reduction (``set_all_reduce_hook``)."""
+    """Return whether a user hook runs in each reduction (``set_all_reduce_hook``)."""
     return any(group._all_reduce_hook is not None for group in _groups(module))
 
 
 def can_hold_back(module: "FSDPModule") -> bool:
-    """Whether gradients may add up before they are reduced, as well as afterwards.
-
-    Not where they add up in a type that rounds more coarsely than that of the shards. With one rank
-    to a shard nothing tells what is in one.
-    """
+    """Return whether gradients can be added before the reduction without loss of precision."""
+    # With one rank per shard nothing reveals the contents, and a coarse dtype would round sums.
     return all(
         group._reduce_scatter_process_group.size() > 1
         and all(map(_is_reduced_finely, group.fsdp_params))
@@ -390,14 +359,14 @@ def _is_reduced_finely(parameter: Any) -> bool:
     if not shard.requires_grad:
         return True
     policy = getattr(parameter, "mp_policy", None)
-    if policy is None:  # of a torch that keeps it elsewhere: nothing tells
+    if policy is None:  # an unknown torch, which stores it elsewhere
         return False
     dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or shard.dtype
     return torch.finfo(dtype).eps <= torch.finfo(shard.dtype).eps
 
 
 def whole_numel(module: "FSDPModule") -> int:
-    """How many numbers go into a reduce-scatter of all parameters that a module trains."""
+    """Return the size of a reduce-scatter of all parameters that a module trains."""
     num_ranks = _groups(module)[0]._reduce_scatter_process_group.size()
     total = 0
     for each in _groups(module)[0].fsdp_params:
@@ -411,9 +380,9 @@ def whole_numel(module: "FSDPModule") -> int:
 
 
 def holds_back(module: "FSDPModule") -> bool:
-    """Whether a module has gradients that are not reduced over all ranks."""
+    """Return whether a module has gradients that are not reduced over all ranks."""
     return any(
-        # Of HSDP: reduced over the shards of one replica, and not yet over replicas.
+        # With HSDP: reduced over the shards of one replica, but not over replicas.
         group._partial_reduce_output is not None
         or any(gradient is not None for gradient in map(_whole_gradient, group.fsdp_params))
         for group in _groups(module)
@@ -421,11 +390,8 @@ def holds_back(module: "FSDPModule") -> bool:
 
 
 def holds_two_types(module: "FSDPModule") -> bool:
-    """Whether what a module holds back may have another type than what is still to come.
-
-    Torch cannot reduce them together, where some of its parameters have a gradient and others have
-    none yet.
-    """
+    """Return whether gradients held back might differ in dtype from those still to come."""
+    # Torch cannot reduce them together if only some parameters have a gradient yet.
     for group in _groups(module):
         trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
         held = {_whole_gradient(each) is not None for each in trained}
@@ -435,13 +401,13 @@ def holds_two_types(module: "FSDPModule") -> bool:
 
 
 def whole_parameters(module: "FSDPModule") -> list[Tensor]:
-    """The parameters that a module gathers; empty before it has gathered any."""
+    """Return the parameters that a module gathers; empty before the first gather."""
     every = [each for group in _groups(module) for each in group.fsdp_params]
     return [each._unsharded_param for each in every if hasattr(each, "_unsharded_param")]
 
 
 def clear_whole_gradients(module: "FSDPModule") -> None:
-    """Put zeros in place of gradients of whole parameters that were not reduced."""
+    """Zero the gradients of whole parameters that were not reduced."""
     for group in _groups(module):
         for gradient in map(_whole_gradient, group.fsdp_params):
             if gradient is not None:
@@ -455,36 +421,33 @@ def _whole_gradient(parameter: Any) -> Tensor | None:
 
 
 def replicate_group(module: "FSDPModule") -> dist.ProcessGroup | None:
-    """The group of ranks that have replicas of a module's shards; None for none."""
+    """Return the group of ranks with replicas of a module's shards, or None."""
     group = _groups(module)[0]
     found: dist.ProcessGroup | None = group._all_reduce_process_group if group._is_hsdp else None
     return found
 
 
 def replicas_average(module: "FSDPModule", op: Any) -> bool:
-    """Whether replicas average what was scattered with this operation, and do not sum it up.
-
-    A communicator may choose its algorithm by the operation, so all ranks must name the same.
-    """
+    """Return whether replicas average scattered gradients instead of summing them."""
+    # A communicator might choose its algorithm by the operation, so all ranks must use the same.
     return op == dist.ReduceOp.AVG and _groups(module)[0].gradient_divide_factor is None
 
 
 def reset_sharded(root: "FSDPModule") -> None:
-    """``reset_iter_state``, also where memory ran out before the first forward had begun."""
-    # The first forward gives the context its attributes, and there is nothing to reset before.
+    """Call ``reset_iter_state``, even if memory ran out before the first forward."""
+    # The first forward creates the context's attributes; before it there is nothing to reset.
     if hasattr(root._get_fsdp_state()._comm_ctx, "all_gather_state"):
         root.reset_iter_state()
 
 
 def drop_unsharded(modules: Iterable[nn.Module]) -> None:
-    """Drop what ``reset_iter_state`` leaves behind: gradients of whole parameters, their memory.
-
-    Without this the next backward adds to a failed one's gradients.
-    """
+    """Free whole parameters and their gradients, which ``reset_iter_state`` leaves."""
+    # Otherwise the next backward would add to the gradients of a failed one.
     for module in modules:
         for group in _groups(cast("FSDPModule", module)) if is_fsdp_module(module) else []:
             for parameter in group.fsdp_params:
-                # Before torch 2.15 it is stored beside the gradient, and derived from it since.
+                # Before torch 2.15 it is stored next to the gradient, and since then derived from
+                # it.
                 if "unsharded_accumulated_grad" in vars(parameter):
                     parameter.unsharded_accumulated_grad = None
                 whole = getattr(parameter, "_unsharded_param", None)
@@ -495,12 +458,12 @@ def drop_unsharded(modules: Iterable[nn.Module]) -> None:
 
 
 def mesh_dims(module: "FSDPModule") -> int:
-    """How many dimensions of a mesh hold replicas and shards of a module: 1, or 2 for HSDP."""
+    """Return the number of mesh dimensions of a module: 2 for HSDP, otherwise 1."""
     return 2 if any(group._is_hsdp for group in _groups(module)) else 1
 
 
 def num_data_parallel(module: "FSDPModule") -> int:
-    """How many ranks the gradient of a module is averaged over; 1 where it shards nothing."""
+    """Return the number of ranks over which gradients are averaged; 1 if it shards nothing."""
     infos = [group.mesh_info for group in _groups(module)]
     return max(
         (

@@ -1,4 +1,4 @@
-"""Durations, clock times and amounts of memory, as people write them."""
+"""Durations, clock times and amounts of memory in readable notation."""
 
 import math
 import re
@@ -9,12 +9,12 @@ from datetime import timedelta
 from decimal import Decimal
 from enum import StrEnum
 
-# At most two digits of exponent: "1e999999999tok" would be a number of a billion digits.
+# At most two digits of exponent, because "1e999999999tok" has a billion digits.
 _PATTERN = re.compile(r"([+-]?[0-9]+(?:\.[0-9]+)?)(e\+?[0-9]{1,2})?\s*([a-z]+)")
 
 
 class Unit(StrEnum):
-    """The unit of a duration, by the letters it is written with."""
+    """Unit of a duration, by its letters in text."""
 
     EPOCHS = "ep"
     BATCHES = "ba"
@@ -28,15 +28,15 @@ _WORDS = {
     Unit.BATCHES: ("b", "batch", "batches", "it", "iters", "iterations", "step", "steps"),
     Unit.SAMPLES: ("s", "sample", "samples", "row", "rows"),
     Unit.TOKENS: ("t", "token", "tokens", "toks"),
-    Unit.SECONDS: (),  # of data or of the clock: ambiguous
+    Unit.SECONDS: (),  # ambiguous: seconds of data or of the clock
 }
 
-# Of data, such as speech: how long a run may take is max_time.
+# Of data, such as speech; max_time limits the duration of a run.
 _OF_DATA = {"h": 3600, "min": 60, "sec": 1}
 
 
 def duration_meant(number: object, name: str) -> str:
-    """How a number of epochs, batches and so on is written; empty where no such name is known.
+    """Return the notation for a number of epochs, batches, etc., or "" for an unknown name.
 
     >>> duration_meant(3, "epochs"), duration_meant(9, "max_steps"), duration_meant(3, "parsecs")
     ('3ep', '9ba', '')
@@ -51,8 +51,8 @@ class Duration:
     """A number of epochs, optimization batches, samples, tokens or seconds of data.
 
     Raises:
-        TypeError: if the value is not an int.
-        ValueError: if the value is below 1.
+        TypeError: the value is not an int.
+        ValueError: the value is less than 1.
 
     >>> Duration.parse("2ep")
     Duration.parse('2ep')
@@ -67,7 +67,7 @@ class Duration:
 
     def __post_init__(self) -> None:
         if type(self.value) is not int:
-            raise TypeError(f"a duration of {self.value!r} is not whole: give an int")
+            raise TypeError(f"a duration of {self.value!r} is not a whole number: give an int")
         if self.value < 1:
             raise ValueError(
                 f"a duration of '{self.value}{self.unit}' trains nothing: give at least 1"
@@ -75,7 +75,7 @@ class Duration:
 
     def __str__(self) -> str:
         if self.unit is Unit.SECONDS:
-            # In the largest unit that is whole, as people write it.
+            # In the largest unit that divides the value.
             name, scale = next(each for each in _OF_DATA.items() if self.value % each[1] == 0)
             return f"{self.value // scale}{name}"
         return f"{self.value}{self.unit}"
@@ -85,15 +85,14 @@ class Duration:
 
     @classmethod
     def parse(cls, text: "str | Duration") -> "Duration":
-        """Read a whole number and a unit: ep (epochs), ba (batches), sp (samples), tok (tokens).
+        """Parse a whole number and a unit: ep (epochs), ba (batches), sp (samples), tok (tokens).
 
-        Seconds of data, such as speech, are written in h, min or sec, of which parts may be given
-        as in "1.5h". Samples and tokens may be in scientific notation. A duration stands for
-        itself.
+        Seconds of data, such as speech, use h, min or sec, which may be fractions, as in "1.5h".
+        Samples and tokens may use scientific notation. A `Duration` is returned unchanged.
 
         Raises:
-            TypeError: if it is a bare number or anything else that is not text.
-            ValueError: if the text is no duration, or one below 1.
+            TypeError: the value is a bare number or otherwise not text.
+            ValueError: the text is not a duration of at least 1.
 
         >>> Duration.parse("1.5e6tok").value
         1500000
@@ -102,15 +101,7 @@ class Duration:
 
 
 def read_duration(name: str, duration: str | Duration) -> Duration:
-    """A duration, with the argument's name in what goes wrong.
-
-    Raises:
-        TypeError: not text.
-        ValueError: no duration.
-
-    >>> read_duration("max_duration", "1e6tok")
-    Duration.parse('1000000tok')
-    """
+    """Parse a duration; errors start with the argument's name."""
     if isinstance(duration, Duration):
         return duration
     given: object = duration
@@ -120,10 +111,10 @@ def read_duration(name: str, duration: str | Duration) -> Duration:
     text = str(duration).strip()
     why = (
         f"is not a whole number of epochs, batches, samples, tokens or seconds of data, at "
-        f"least 1{_meant_duration(text) or _counted_otherwise(text)}; write it like '2ep', "
-        f"'500ba', '10000sp', '1e6tok' or '100h'"
+        f"least 1{_meant_duration(text)}; write it like '2ep', '500ba', '10000sp', '1e6tok' or "
+        f"'100h' of data; a limit in time is max_time='2h30m'"
     )
-    # The commonest mistake has an answer of its own.
+    # The most common mistake has its own message.
     if text.isdecimal() and int(text) > 0:
         why = (
             f"has no unit; say '{text}ep' (epochs), '{text}ba' (batches), '{text}sp' (samples) "
@@ -138,11 +129,11 @@ def _read_duration(text: str) -> Duration | None:
     if match is None or match[3] not in {*Unit, *_OF_DATA}:
         return None
     number, exponent = match[1], match[2] or ""
-    # In floats, 1.1h are 3960.0000000000005 seconds, which is no whole number.
+    # In floats, 1.1h is 3960.0000000000005 seconds, which is not whole.
     value = Decimal(number + exponent) * _OF_DATA.get(match[3], 1)
     unit = Unit.SECONDS if match[3] in _OF_DATA else Unit(match[3])
-    # Parts are of hours and minutes; epochs and batches are few enough to be written out.
-    # 1.5e3 tokens are whole, and 1.5 batches are none.
+    # Only hours and minutes can be fractions. Scientific notation is for samples and tokens: 1.5e3
+    # tokens are whole, 1.5 batches are not.
     is_odd = "." in number and not exponent and unit is not Unit.SECONDS
     is_odd = is_odd or (bool(exponent) and unit in (Unit.EPOCHS, Unit.BATCHES))
     if is_odd or value != int(value) or value < 1:
@@ -150,16 +141,8 @@ def _read_duration(text: str) -> Duration | None:
     return Duration(value=int(value), unit=unit)
 
 
-def _counted_otherwise(text: str) -> str:
-    """A hint about times by the clock, in which nothing here is counted."""
-    match = re.fullmatch(r"([\d.]+)\s*([hms]|min|sec|seconds?|minutes?|hours?)", text.lower())
-    if match is None:
-        return ""
-    return " (of data that is 'h', 'min' or 'sec'; a limit in time is max_time='2h30m')"
-
-
 def _meant_duration(text: str) -> str:
-    """A hint to be put behind what is no duration; empty where it is not known what was meant."""
+    """Return a suggestion to append to an invalid duration, or ""."""
     match = re.fullmatch(r"(\d+)\s*([a-z]+)", text.lower())
     meant = match and duration_meant(*match.groups())
     return f" (did you mean '{meant}'?)" if meant else ""
@@ -174,14 +157,10 @@ _AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_bytes(amount: str | int | float) -> int:
-    """Read an amount of memory as a whole number of bytes.
+    """Parse an amount of memory into a whole number of bytes.
 
-    MiB is 2**20 and MB is 10**6; upper and lower case are the same. A number without a unit is in
-    bytes. Parts of a byte are dropped from a text.
-
-    Raises:
-        TypeError: ``amount`` is neither text nor a number.
-        ValueError: the text cannot be read, or the amount is less than one byte.
+    MiB is 2**20 and MB is 10**6; case is ignored. A number without a unit is in bytes. Text is
+    rounded down to whole bytes.
 
     >>> parse_bytes("24MiB"), parse_bytes("1.5 GB"), parse_bytes(1024)
     (25165824, 1500000000, 1024)
@@ -200,24 +179,13 @@ def parse_bytes(amount: str | int | float) -> int:
 
 
 def parse_share(amount: object) -> float | None:
-    """Read a share of a device, a float of at most 1 or a percentage; None for anything else.
-
-    Raises:
-        ValueError: a percentage that is not above 0 and at most 100, or a number that is neither
-            a share nor whole.
+    """Parse a share of a device: a float of at most 1 or a percentage. Other values give None.
 
     >>> parse_share(0.8), parse_share("80%"), parse_share("24MiB"), parse_share(1)
     (0.8, 0.8, None, None)
     """
-    if isinstance(amount, float):
-        if 0 < amount <= 1:
-            return amount
-        # 1.5 is neither: above a whole device, and no number of bytes.
-        if math.isfinite(amount) and not amount.is_integer():
-            raise ValueError(
-                f"{amount!r} is neither a share of a device, such as 0.8, nor a whole number of "
-                "bytes: give one of these, or text such as '24MiB'"
-            )
+    if isinstance(amount, float) and 0 < amount <= 1:
+        return amount
     if not isinstance(amount, str) or not amount.strip().endswith("%"):
         return None
     try:
@@ -238,26 +206,21 @@ def _parse_text(text: str) -> int:
             f"B, KiB, MiB, GiB, TiB (powers of 1024) or kB, MB, GB, TB (powers of 1000), such as "
             f"'24MiB'"
         )
-    # In decimals: in floats, 2.01 GB are a byte less.
+    # In decimals, because in floats 2.01 GB is one byte less.
     return int(Decimal(match[1]) * scale)
 
 
 def _whole(number: int | float) -> int:
-    if not math.isfinite(number):
+    if not math.isfinite(number) or (number > 1 and number != int(number)):
         raise ValueError(
-            f"an amount of memory cannot be {number!r}: give a finite number of bytes, or None "
-            f"where no limit is meant"
-        )
-    if number > 1 and number != int(number):
-        raise ValueError(
-            f"{number!r} is not a whole number of bytes: give a text with a unit, such as "
-            f"'{number:g}GiB', or a whole number"
+            f"{number!r} is not a whole number of bytes: give one, a share of a device such as "
+            "0.8, or text such as '24MiB'"
         )
     return int(number)
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Write a number of bytes for people, in powers of 1024.
+    """Format a number of bytes with a unit, in powers of 1024.
 
     >>> format_bytes(24546000), format_bytes(512)
     ('23.41 MiB', '512 bytes')
@@ -269,7 +232,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def describe_count(number: int) -> str:
-    """Write a number of parameters for people.
+    """Format a number of parameters with a suffix.
 
     >>> list(map(describe_count, (950, 34_100, 124_439_808, 7 * 10**9)))
     ['950', '34.1k', '124.4M', '7.0B']
@@ -286,35 +249,25 @@ _PARTS = re.compile(
     r"(?:(?P<s>[0-9]+)\s*s)?"
 )
 _CLOCK = re.compile(r"(?:([0-9]+)-)?([0-9]+):([0-5][0-9]):([0-5][0-9])")
-_HOW = "write it like '2h30m', '45m', '90s', '1d' or '1:30:00' (hours, minutes, seconds)"
+_HOW = "write whole numbers, as in '1d', '2h30m', '45m' or '90s'"
 
 
 def parse_time(text: str | timedelta) -> float:
-    """Seconds, read from days, hours, minutes and seconds, or from a clock's H:MM:SS.
+    """Parse days, hours, minutes and seconds, or a clock time H:MM:SS, into seconds.
 
-    ``"1-12:00:00"`` is a day and twelve hours, as batch systems write it.
+    ``"1-12:00:00"`` is a day and twelve hours, in the notation of batch systems.
 
-    Raises:
-        TypeError: it is a bare number, or anything else that is not text.
-        ValueError: the text is not a time, or none at all.
-
-    Example:
-        >>> parse_time("2h30m"), parse_time("90s"), parse_time("1:30:00")
-        (9000.0, 90.0, 5400.0)
+    >>> parse_time("2h30m"), parse_time("90s"), parse_time("1:30:00")
+    (9000.0, 90.0, 5400.0)
     """
     if isinstance(text, timedelta):
         seconds = text.total_seconds()
-    elif isinstance(text, int | float) and not isinstance(text, bool):
-        raise TypeError(
-            f"a time of {text} has no unit: say '{text:g}s' (seconds), '{text:g}m' (minutes) or "
-            f"'{text:g}h' (hours)"
-        )
     elif not isinstance(text, str):
         raise TypeError(f"{text!r} is not a time: {_HOW}")
     else:
         seconds = _read(text)
     if seconds <= 0:
-        raise ValueError(f"a time of '{text}' ends before it begins: give at least '1s'")
+        raise ValueError(f"a time of '{text}' ends before it starts: give at least '1s'")
     return float(seconds)
 
 
@@ -324,46 +277,35 @@ def _read(text: str) -> int:
     if clock is not None:
         days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
         return 86400 * days + 3600 * hours + 60 * minutes + seconds
-    # Each part may be missing, so empty text matches as well.
+    # Every part is optional, so empty text matches, too.
     parts = _PARTS.fullmatch(stripped)
     if parts is None or not stripped:
-        raise ValueError(f"{text!r} is not a time: {_why(stripped)}{_HOW}")
+        raise ValueError(f"{text!r} is not a time: {_HOW}")
     return sum(int(parts[unit] or 0) * seconds for unit, seconds in _SECONDS.items())
 
 
-def _why(text: str) -> str:
-    if text.isdecimal():
-        return "it has no unit; "
-    if re.fullmatch(r"[0-9]+:[0-9]+", text):
-        return "two numbers may be hours and minutes, or minutes and seconds; "
-    if re.search(r"[0-9]\.[0-9]", text):
-        return "its numbers must be whole, so half an hour is '30m'; "
-    return ""
-
-
 class TimeLimit:
-    """Says when the time is over that a run may take.
+    """Time limit of a run, counted from its construction.
 
-    It counts from its construction: what went before, in another process or in an earlier call of
-    `fit`, does not count, because a batch system gives each job a time of its own.
-
-    Example:
-        >>> limit = TimeLimit(10.0, clock=iter([0.0, 4.0, 10.0]).__next__)
-        >>> limit.is_over, limit.is_over
-        (False, True)
-        >>> TimeLimit(None).is_over
-        False
+    >>> limit = TimeLimit(10.0, clock=iter([0.0, 4.0, 10.0]).__next__)
+    >>> limit.is_over, limit.is_over
+    (False, True)
+    >>> TimeLimit(None).is_over
+    False
     """
+
+    # Earlier calls of fit and earlier processes do not count, because a batch system gives each job
+    # its own time.
 
     def __init__(
         self, seconds: float | None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._seconds = seconds
-        # Monotonic by default: a wall clock that is set meanwhile must not end a run.
+        # Monotonic by default: adjusting the wall clock must not end a run.
         self._clock = clock
         self._start = 0.0 if seconds is None else clock()
 
     @property
     def is_over(self) -> bool:
-        """Whether the time is over."""
+        """Whether the time limit is reached."""
         return self._seconds is not None and self._clock() - self._start >= self._seconds

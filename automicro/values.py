@@ -1,4 +1,4 @@
-"""Values of any kind: what they hold, whether two are the same, as text and as numbers."""
+"""Values of any kind: their parts, comparison of two values, and their form as text and numbers."""
 
 import array
 import contextlib
@@ -31,7 +31,7 @@ from automicro.torch_private import (
 )
 from automicro.units import Duration
 
-# Objects of these keep no state of a forward, or must not be touched while others use them.
+# Objects of these classes keep no state of a forward, or must not be changed while in use.
 _OPAQUE_KINDS: tuple[type, ...] = (
     BaseException, enum.Enum, logging.Handler, threading.Thread, weakref.ref,
     np.memmap, np.generic, np.dtype, random.SystemRandom, torch.Size,
@@ -39,9 +39,8 @@ _OPAQUE_KINDS: tuple[type, ...] = (
     torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.utils.data.Dataset,
     torch.utils.data.DataLoader, torch.utils.data.Sampler,
 )  # fmt: skip
-# Objects of these packages lead a life of their own, or lead to everything: trainers, loggers,
-# tokenizers, tables of data.
-# Classes that are made at run time count as those of "types".
+# Objects of these packages manage their own state, or refer to almost everything: trainers,
+# loggers, tokenizers, tables of data. Classes created at run time belong to "types".
 _OPEN = {"argparse", "collections", "contextlib", "types", "weakref", "_weakrefset"}
 _OPAQUE_PACKAGES = sys.stdlib_module_names - _OPEN
 _OPAQUE_PACKAGES |= {
@@ -50,31 +49,24 @@ _OPAQUE_PACKAGES |= {
     *("transformers.tokenization_utils_base", "sentencepiece", "tiktoken", "wandb", "tensorboard"),
     *("tensorboardX", "mlflow", "comet_ml", "pandas", "pyarrow", "h5py", "PIL", "omegaconf"),
 }
-# Ranks' wrappers keep the state of collectives, which the guards of the ranks put back.
+# Wrappers for ranks keep the state of collectives, which the guards of the ranks restore.
 _WRAPPERS = ("torch.nn.parallel.", "torch.distributed.fsdp.fully_sharded_data_parallel")
 
 
 class Kind(NamedTuple):
-    """One way in which values hold others.
+    """One way in which values hold other values."""
 
-    Attributes:
-        read: gives what a value holds, as a new dict or sequence; of a leaf, its content.
-        write: lets a value hold that again; None where it never holds anything else.
-        name: format of a part's name, behind the name of what holds it.
-        is_leaf: whether it holds no further values.
-    """
-
-    read: Callable[[Any], Any]
-    write: Callable[[Any, Any], Any] | None = None
-    name: str = "[{!r}]"
-    is_leaf: bool = False
+    read: Callable[[Any], Any]  # returns the parts, as a new dict or sequence; of a leaf, a copy
+    write: Callable[[Any, Any], Any] | None = None  # restores them; None if immutable
+    name: str = "[{!r}]"  # format of a part's name, appended to the name of the value
+    is_leaf: bool = False  # whether it holds no other values
 
 
 Kinds: TypeAlias = Callable[[type], tuple[Kind, ...]]
 
 
 def table_of(value: Any) -> dict[str, Any]:
-    """The attributes of an object, where they lie.
+    """Return the attributes of an object, as its own dictionary.
 
     >>> table_of(types.SimpleNamespace(a=1))
     {'a': 1}
@@ -84,7 +76,7 @@ def table_of(value: Any) -> dict[str, Any]:
 
 
 def same_objects(one: Collection[Any], other: Collection[Any]) -> bool:
-    """Whether both hold the very same objects, in the same order.
+    """Whether two collections hold the same objects, in the same order.
 
     >>> same_objects([1, None], (1, None)), same_objects([[]], [[]])
     (True, False)
@@ -93,8 +85,8 @@ def same_objects(one: Collection[Any], other: Collection[Any]) -> bool:
 
 
 def put_table(table: dict[Any, Any], saved: Mapping[Any, Any]) -> None:
-    """Let a dict have these entries in this order; writes no more than what differs."""
-    # An OrderedDict keeps its order beside the dict that it is: written to as a dict, it loses it.
+    """Restore the entries of a dict and their order, writing only what differs."""
+    # An OrderedDict stores its order separately, so writes with dict methods would break it.
     base: Any = OrderedDict if isinstance(table, OrderedDict) else dict
     if not same_objects(list(base.__iter__(table)), saved):
         base.clear(table)
@@ -107,11 +99,10 @@ def put_table(table: dict[Any, Any], saved: Mapping[Any, Any]) -> None:
 
 
 def _container(base: Any, fill: Any) -> Kind:
-    """A container, past what a subclass may make of its methods."""
+    """Return the kind of a container, which bypasses overridden methods of subclasses."""
 
     def write(value: Any, saved: Any) -> None:
-        # A weak reference that has died meanwhile stays out: what would remove it has been called
-        # already.
+        # Leave out weak references that died: the callback that removes them has already run.
         base.clear(value)
         fill(value, [each for each in saved if not _is_dead(each)])
 
@@ -127,7 +118,7 @@ def _write_dict(value: dict[Any, Any], saved: dict[Any, Any]) -> None:
 
 
 def _named(read: Any, put: Any = object.__setattr__, drop: Any = object.__delattr__) -> Kind:
-    """Something that keeps values by names, which are put and dropped one at a time."""
+    """Return the kind of a value that holds others by name, which are written one at a time."""
 
     def write(value: Any, saved: dict[str, Any]) -> None:
         now = read(value)
@@ -141,7 +132,7 @@ def _named(read: Any, put: Any = object.__setattr__, drop: Any = object.__delatt
 
 
 def _attributes(value: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Those that an object has, read past its own code."""
+    """Return the attributes of an object that exist, bypassing its own code."""
     found = {}
     for name in names:
         with contextlib.suppress(AttributeError):
@@ -161,7 +152,7 @@ def _read_script(value: Any) -> dict[str, Any]:
 
 
 def state_of(generator: Any) -> Any:
-    """Where a generator of torch, NumPy or Python stands, to be set again.
+    """Return the state of a generator of torch, NumPy or Python.
 
     Example:
         >>> own = np.random.default_rng(1)
@@ -180,7 +171,7 @@ def state_of(generator: Any) -> Any:
 
 
 def set_state(generator: Any, state: Any) -> None:
-    """Put a generator where it stood."""
+    """Set the state of a generator."""
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, random.Random):
@@ -190,14 +181,14 @@ def set_state(generator: Any, state: Any) -> None:
 
 
 def is_generator(value: Any) -> bool:
-    """Whether a value draws random numbers of its own."""
-    # SystemRandom has no state that could be put back.
+    """Whether a value is a random number generator."""
+    # SystemRandom has no state that could be restored.
     return issubclass(type(value), _GENERATORS) and not isinstance(value, random.SystemRandom)
 
 
 def _put_array(value: Any, saved: Any) -> None:
     if value.shape != saved.shape:
-        # Others refer to the array while it is put back, for which resize() would refuse.
+        # By default resize() refuses, because other code refers to the array.
         value.resize(saved.shape, refcheck=False)
     if value.flags.writeable:
         value[...] = saved
@@ -212,7 +203,7 @@ _PARTS = ("__func__", "__self__", "fget", "fset", "fdel", "func", "args", "keywo
 
 
 def _owner_of(method: Any) -> dict[str, Any]:
-    """The owner of a method that is written in C, where that can be read."""
+    """Return the owner of a method that is written in C, if it can be read."""
     owner = method.__self__
     return {} if UNREADABLE in kinds_of(type(owner)) else {"__self__": owner}
 
@@ -222,7 +213,7 @@ OBJECT = Kind(table_of, name=".{}")
 DICT = Kind(lambda value: dict(dict.items(value)), _write_dict)
 _in_order = OrderedDict.__iter__
 LIST = _container(list, list.extend)
-FUNCTION = Kind(lambda value: {}, name=".{}")  # what it holds lies in others: see `namespaces_of`
+FUNCTION = Kind(lambda value: {}, name=".{}")  # its parts are in namespaces: see `namespaces_of`
 DEFAULTS = _named(lambda v: {each: getattr(v, each) for each in ("__defaults__", "__kwdefaults__")})
 CELL = _named(lambda v: {"cell_contents": v.cell_contents} if _is_filled(v) else {})
 CLASS = _named(lambda v: dict(vars(v)), type.__setattr__, type.__delattr__)
@@ -255,14 +246,14 @@ _known: dict[type, tuple[Kind, ...]] = {}
 
 
 def kinds_of(kind: type) -> tuple[Kind, ...]:
-    """The ways in which values of a type hold others; none where nothing in them can change.
+    """Return the ways in which values of a type hold others; none if they are immutable.
 
     >>> kinds_of(int), len(kinds_of(list))
     ((), 1)
     """
     found = _known.get(kind)
     if found is None:
-        if len(_known) > 5_000:  # types that are made anew for each object
+        if len(_known) > 5_000:  # some code creates a new type for each object
             _known.clear()
         found = () if issubclass(kind, _OPAQUE_KINDS) else tuple(_find_kinds(kind))
         _known[kind] = found
@@ -290,7 +281,7 @@ def _find_kinds(kind: type) -> Iterator[Kind]:
 
 @functools.cache
 def _is_opaque(module: str | None) -> bool:
-    """Whether objects that a module of Python defines keep nothing of a forward's.
+    """Whether objects that a Python module defines keep no state of a forward.
 
     >>> _is_opaque("threading"), _is_opaque("collections"), _is_opaque("theirs")
     (True, False, False)
@@ -301,14 +292,14 @@ def _is_opaque(module: str | None) -> bool:
 
 @functools.cache
 def is_installed(module: str | None) -> bool:
-    """Whether a module of Python belongs to a library, whose code keeps nothing of the caller's."""
+    """Whether a Python module belongs to a library, whose code keeps no state of the caller."""
     path = str(getattr(sys.modules.get(str(module)), "__file__", None))
     is_pythons = str(module).partition(".")[0] in sys.stdlib_module_names
     return is_pythons or _is_opaque(module) or "site-packages" in path or "dist-packages" in path
 
 
 def is_plain(value: Any) -> bool:
-    """Whether nothing in a value can change.
+    """Whether a value is immutable.
 
     >>> is_plain("text"), is_plain((1, "one")), is_plain([])
     (True, True, False)
@@ -318,14 +309,14 @@ def is_plain(value: Any) -> bool:
 
 @functools.cache
 def _names_in(code: types.CodeType) -> frozenset[str]:
-    """The names that code uses for globals, attributes and imports, with those of code inside."""
+    """Return the names that code and inner code use for globals, attributes and imports."""
     inner = [each for each in code.co_consts if type(each) is types.CodeType]
-    given = [each for each in code.co_consts if type(each) is str]  # to setattr
+    given = [each for each in code.co_consts if type(each) is str]  # arguments of setattr
     return frozenset((*code.co_names, *given)).union(*map(_names_in, inner))
 
 
 class _Names(NamedTuple):
-    """Some names of a namespace: a module's of Python, or a class's of a library."""
+    """Some names of a namespace: of a Python module, or of a library's class."""
 
     owner: Any
     table: Mapping[str, Any]
@@ -334,7 +325,8 @@ class _Names(NamedTuple):
 
 
 def namespaces_of(function: types.FunctionType) -> Iterator[_Names]:
-    """Where the caller's code looks up names; of a library's modules, what stands there alone."""
+    """Yield the namespaces in which the caller's code looks up names."""
+    # Modules of libraries are included, but their values are not walked.
     used, home = _names_in(function.__code__), function.__globals__
     if is_installed(home.get("__name__")):
         return
@@ -342,8 +334,8 @@ def namespaces_of(function: types.FunctionType) -> Iterator[_Names]:
     waiting: list[_Names] = [_Names(home, home, used, True)]
     cells = {name: cell.cell_contents for name, cell in cells_of(function) if _is_filled(cell)}
     waiting.append(_Names(None, cells, frozenset(cells), False))
-    waiting.append(_Names(None, sys.modules, used - home.keys(), False))  # it imports by itself
-    for each in waiting:  # which grows meanwhile
+    waiting.append(_Names(None, sys.modules, used - home.keys(), False))  # imports inside the code
+    for each in waiting:  # the list grows inside the loop
         if each.owner is not None:
             yield each
         for name in sorted(each.used & each.table.keys()):
@@ -365,12 +357,12 @@ def namespaces_of(function: types.FunctionType) -> Iterator[_Names]:
 
 
 def cells_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The cells of a function's closure, by the names that it calls them."""
+    """Return the cells of a function's closure with their variable names."""
     return zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
 
 
 def _is_filled(cell: Any) -> bool:
-    """Whether a cell of a closure holds anything yet."""
+    """Whether a closure cell holds a value yet."""
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:
@@ -379,7 +371,7 @@ def _is_filled(cell: Any) -> bool:
 
 
 def differs(one: Any, other: Any) -> bool:
-    """Whether two values are another: numbers by value, tensors by each bit, objects by identity.
+    """Whether two values differ: numbers by value, tensors by bits, objects by identity.
 
     >>> differs(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan])), differs(1, 1.0)
     (False, True)
@@ -388,10 +380,8 @@ def differs(one: Any, other: Any) -> bool:
 
 
 def children(value: Any, kinds: Kinds = kinds_of) -> Iterator[tuple[str, Any]]:
-    """The children of a value, each with its name behind that of the value.
-
-    A name that begins with neither a dot nor a bracket stands by itself.
-    """
+    """Yield the parts of a value, each with its name relative to the value."""
+    # A name that starts with neither a dot nor a bracket is absolute.
     found = kinds(type(value))
     for kind in found:
         if kind is FUNCTION:
@@ -404,8 +394,7 @@ def children(value: Any, kinds: Kinds = kinds_of) -> Iterator[tuple[str, Any]]:
         elif not kind.is_leaf:
             held = kind.read(value)
             for name, each in held.items() if type(held) is dict else enumerate(held):
-                # Parameters, buffers and children go by their own names, without that of their
-                # table.
+                # Parameters, buffers and children have their own names, without their table's.
                 if name in REGISTERED and issubclass(type(value), nn.Module):
                     yield from ((f".{key}", part) for key, part in dict.items(each))
                 yield kind.name.format(name), each
@@ -424,17 +413,17 @@ def _inside_function(value: types.FunctionType) -> Iterator[tuple[str, Any]]:
     for names in namespaces_of(value):
         if names.is_walked:
             start = "" if names.table is value.__globals__ else f"{names.table['__name__']}."
-            used = sorted(names.used & names.table.keys())  # of a set each run has another order
+            used = sorted(names.used & names.table.keys())  # the order of a set varies between runs
             yield from ((f"{start}{name}", names.table[name]) for name in used)
 
 
 def is_owned(tensor: Tensor) -> bool:
-    """Whether a tensor may have attributes of a forward's: a parameter, or one that is trained."""
+    """Whether a tensor belongs to the optimizer: a parameter, or a trained leaf."""
     return (tensor.requires_grad and tensor.is_leaf) or isinstance(tensor, nn.Parameter)
 
 
 def walk(roots: Mapping[str, Any], kinds: Kinds = kinds_of) -> Iterator[tuple[str, Any]]:
-    """All values within some that may change, each once, with the shortest path to it.
+    """Yield all mutable values within some roots, each once, with the shortest path to it.
 
     >>> [path for path, _ in walk({"model": nn.Sequential(nn.ReLU())}) if path.endswith("0")]
     ['model.0']
@@ -443,7 +432,7 @@ def walk(roots: Mapping[str, Any], kinds: Kinds = kinds_of) -> Iterator[tuple[st
 
 
 def kinds_within(roots: Mapping[str, Any]) -> Kinds:
-    """`kinds_of`, but that what is given by name is walked, even where its class is a host's.
+    """Return `kinds_of`, extended to walk into the roots themselves, even if their class is opaque.
 
     >>> kinds = kinds_within({"started": threading.Thread()})
     >>> len(kinds(threading.Thread)), len(kinds(threading.Timer))
@@ -454,7 +443,7 @@ def kinds_within(roots: Mapping[str, Any]) -> Kinds:
 
 
 class Place(NamedTuple):
-    """Where a walk has found a value: `children` of the owner give it by this name."""
+    """The place where a walk found a value: `children` of the owner yield it by this name."""
 
     path: str
     value: Any
@@ -463,9 +452,9 @@ class Place(NamedTuple):
 
 
 def places(roots: Mapping[str, Any], kinds: Kinds = kinds_of) -> Iterator[Place]:
-    """The same with what holds each."""
+    """Yield the same values as `walk`, with their owners."""
     waiting = deque(Place(path, value) for path, value in roots.items())
-    # Values are kept with their ids, because one that is freed would leave its id to another.
+    # Keep values with their ids, because the id of a freed value can be reused.
     seen = dict[int, Any]()
     while waiting:
         # Breadth first, so that the path to a value is the shortest.
@@ -481,20 +470,20 @@ def places(roots: Mapping[str, Any], kinds: Kinds = kinds_of) -> Iterator[Place]
 
 
 def comes_from(value: object, *names: str) -> bool:
-    """Whether a value is of a class, or of a subclass of one, that a library calls so.
+    """Whether a value's class, or a base of it, has one of these names in its library.
 
     >>> import fractions
     >>> comes_from(fractions.Fraction(1), "fractions.Fraction"), comes_from(1, "torch.Tensor")
     (True, False)
     """
-    # By names, so that a library that is not in use need not be imported.
+    # By name, so that a library that is not in use does not have to be imported.
     classes = type(value).__mro__
     homes = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in classes}
     return not homes.isdisjoint(names)
 
 
 def same_content(one: Tensor, other: Tensor) -> bool:
-    """Whether shape, dtype and every bit agree, so that NaN agrees with NaN. Waits for the device.
+    """Whether shape, dtype and every bit agree, including NaN. Waits for the device.
 
     Example:
         >>> import torch
@@ -503,9 +492,9 @@ def same_content(one: Tensor, other: Tensor) -> bool:
     """
     if one.dtype != other.dtype or one.layout != other.layout or one.is_nested != other.is_nested:
         return False
-    if not one.is_nested and one.shape != other.shape:  # ragged sizes are symbols
+    if not one.is_nested and one.shape != other.shape:  # sizes of nested tensors are symbols
         return False
-    # Without data there is nothing else to compare.
+    # Meta tensors have no data to compare.
     if one.is_meta or other.is_meta:
         return one.is_meta and other.is_meta
     parts = _dense_parts(one.detach())
@@ -514,7 +503,7 @@ def same_content(one: Tensor, other: Tensor) -> bool:
 
 
 def _dense_parts(value: Tensor) -> list[Tensor]:
-    """The dense tensors that a sparse, quantized, nested or sharded one is made of.
+    """Return the dense tensors that make up a sparse, quantized, nested or sharded tensor.
 
     >>> import torch
     >>> len(_dense_parts(torch.eye(2).to_sparse()))
@@ -522,7 +511,7 @@ def _dense_parts(value: Tensor) -> list[Tensor]:
     """
     if hasattr(value, "__tensor_flatten__"):
         inner = (getattr(value, name) for name in value.__tensor_flatten__()[0])
-        tensors = (each for each in inner if isinstance(each, Tensor))  # and no mesh of ranks
+        tensors = (each for each in inner if isinstance(each, Tensor))  # without device meshes
         return [part for each in tensors for part in _dense_parts(each)]
     if value.is_nested:
         return list(value.unbind())
@@ -540,9 +529,9 @@ def _dense_parts(value: Tensor) -> list[Tensor]:
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape:
         return False
-    # As whole numbers: for floats NaN is unlike itself, and 0.0 like -0.0.
+    # Compare as integers, because float NaN differs from itself, and 0.0 equals -0.0.
     bits = _BITS[min(one.itemsize, 8)]
-    # A conjugate or a negative is only marked as one, over the bits of the other.
+    # Conjugate and negative views share the bits of the original and only have a flag.
     lines = [each.resolve_conj().resolve_neg().reshape(-1) for each in (one, other)]
     return torch.equal(*(each.view(bits) for each in lines))
 
@@ -552,7 +541,7 @@ _VALUES = (dict, list, tuple, int, float, complex, str, bytes, bytearray, array.
 
 
 def same_values(one: Any, other: Any, *, by_identity: bool = False) -> bool:
-    """Whether two values are alike: plain ones, tensors and arrays, nested as they may be.
+    """Whether two values are equal: plain values, tensors and arrays, and containers of them.
 
     Example:
         >>> import torch
@@ -586,7 +575,7 @@ def _same_arrays(one: Any, other: Any) -> bool:
 
 
 def stack_scalars(scalars: Sequence[Tensor]) -> Tensor:
-    """One tensor of several 0-d ones, in the widest type of them, which holds each exactly.
+    """Stack 0-d tensors in their widest dtype, which holds each exactly.
 
     >>> stack_scalars([torch.tensor(1.0), torch.tensor(2.0, dtype=torch.bfloat16)])
     tensor([1., 2.])
@@ -597,14 +586,13 @@ def stack_scalars(scalars: Sequence[Tensor]) -> Tensor:
 
 
 def alone(scalar: Tensor) -> Tensor:
-    """A number without a graph, in memory that holds nothing else.
-
-    Kernels may leave a mean in the memory of its terms, which would live as long as the mean does.
+    """Detach a scalar tensor, in memory that holds nothing else.
 
     >>> scalar = torch.nn.functional.mse_loss(torch.ones(1000), torch.zeros(1000))
     >>> alone(scalar), alone(scalar).untyped_storage().nbytes()
     (tensor(1.), 4)
     """
+    # Kernels may write a mean into the memory of its terms, which it would keep alive.
     detached = scalar.detach()
     if type(detached) is not Tensor or detached.layout is not torch.strided:
         return detached
@@ -613,7 +601,7 @@ def alone(scalar: Tensor) -> Tensor:
 
 
 def read_scalars(scalars: Sequence[Tensor]) -> list[float]:
-    """The values of 0-d tensors. Waits once for a device, however many there are.
+    """Return the values of 0-d tensors, waiting for a device only once.
 
     >>> read_scalars([torch.tensor(1.0), torch.tensor(2.0)])
     [1.0, 2.0]
@@ -629,7 +617,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def as_text(value: Any) -> str:
-    """A value as text without what is another in each process, such as an address.
+    """Return a value as text that is the same in each process, without addresses.
 
     >>> as_text({"lr": [0.1, None]}), as_text(nn.MSELoss()), as_text(nn.functional.mse_loss)
     ("{'lr': [0.1, None]}", 'MSELoss', 'mse_loss')

@@ -1,3 +1,3 @@
-"""The version, of which the build and the command line know from here."""
+"""Version, read by the build and the command line."""
 
 __version__ = "0.1.0"

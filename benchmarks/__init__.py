@@ -1,1 +1,1 @@
-"""Timed comparisons, each a script of its own."""
+"""Timed comparisons, each a separate script."""

@@ -1,18 +1,18 @@
-"""Composer's own Trainer beside ours: the same job in both, and how far they end apart.
+r"""Composer's Trainer compared with ours: the same job in both, and their final differences.
 
     python -m benchmarks.beside_composer [--only TEXT] [--json FILE]
 
-needs an environment of its own, because Composer asks for an older torch and older torchmetrics:
+It needs a separate environment, because Composer requires older versions of torch and torchmetrics:
 
     python3.11 -m venv ../composer && . ../composer/bin/activate
-    pip install torch==2.13.0 torchmetrics==1.9.0 transformers rich psutil mosaicml-cli \\
+    pip install torch==2.13.0 torchmetrics==1.9.0 transformers rich psutil mosaicml-cli \
         torch_optimizer coolname tabulate py-cpuinfo importlib-metadata
     pip install --no-deps mosaicml==0.32.1 torchvision
 
 and runs from the root of the repository, against the working tree. Every job is trained twice on
-the CPU, with the same model, batches, seed and microbatch size. The table has the largest
-difference of any final weight, and how far apart other numbers of the two are: metrics, learning
-rates, the batches after which was evaluated. What is no zero is named.
+the CPU, with the same model, batches, seed and microbatch size. The table shows the largest
+difference of final weights and of other numbers: metrics, learning rates, the batches after which
+evaluations ran. Each nonzero difference is explained.
 """
 
 import argparse
@@ -45,12 +45,12 @@ ROWS, FEATURES, CLASSES, BATCH, MICROBATCH, SEED = 88, 12, 3, 24, 8, 7
 
 @dataclasses.dataclass
 class Ended:
-    """What a run left.
+    """Final state of a run.
 
     Attributes:
-        weights: and buffers, in the end.
-        others: numbers by name, in mappings and lists, to be compared.
-        undisturbed: how far the weights are from those of a run that was not taken up again.
+        weights: final parameters and buffers.
+        others: numbers to compare by name, in mappings and lists.
+        undisturbed: distance of the weights from those of a run that was not resumed.
     """
 
     weights: list[Tensor]
@@ -60,12 +60,12 @@ class Ended:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One job, for both.
+    """One job for both trainers.
 
     Attributes:
         composers: runs it with Composer's Trainer.
         ours: runs it with ours.
-        named: why the two are not the same to the bit; empty where they are.
+        named: why the results differ bit by bit; empty if they are equal.
     """
 
     composers: Callable[[], Ended]
@@ -82,7 +82,7 @@ def data(*, shuffle: bool = True, generator: bool = False, rows: int = ROWS) -> 
 
 
 def unshuffled() -> DataLoader[Any]:
-    """To evaluate on. With a generator of its own, a pass draws no random number of the process."""
+    """Return a loader for evaluation, whose own generator keeps the process's random state."""
     return data(shuffle=False, generator=True)
 
 
@@ -99,7 +99,7 @@ def classifier(*layers: nn.Module, dropout: float = 0.2) -> Any:
 
 
 def losing(form: Callable[[Tensor, Tensor], Any]) -> Any:
-    """A model that gives several losses."""
+    """Return a model with several losses."""
     models: Any = importlib.import_module("composer.models")
 
     class Losing(models.ComposerModel):  # type: ignore[misc]
@@ -118,7 +118,7 @@ def losing(form: Callable[[Tensor, Tensor], Any]) -> Any:
 
 
 def sentences(rows: int = ROWS) -> DataLoader[Any]:
-    """Batches by name, as Hugging Face's models have them."""
+    """Return batches by name, as Hugging Face's models take them."""
     drawn = torch.Generator().manual_seed(2)
     ids = torch.randint(1, 50, (rows, 10), generator=drawn)
     samples = [
@@ -198,7 +198,6 @@ def our_trainer(model: Any, loader: Any, **options: Any) -> Trainer:
         "microbatch_size": MICROBATCH,
         "seed": SEED,
         "progress": False,
-        "remember_sizes": False,
     }
     return Trainer(model, loader, **{**settings, **options})
 
@@ -228,7 +227,7 @@ def both(
     named: str = "",
     **options: Any,
 ) -> Case:
-    """The same options for both, and some that are called otherwise, made for each run."""
+    """Return the same options for both, and some with different names, created for each run."""
     return Case(
         composers=lambda: run_composers(model, loader, **options, **composers()),
         ours=lambda: run_ours(model, loader, **options, **ours()),
@@ -366,7 +365,7 @@ def scheduled(make: Callable[[Any], Any], duration: str = "3ep", **options: Any)
     )
 
 
-# Resuming.
+# Resumed runs.
 
 
 def resume_composers(at: int, until: str, loader: Callable[[], Any] = data) -> Ended:
@@ -410,7 +409,7 @@ def resumed(at: int, loader: Callable[[], Any], named: str = "") -> Case:
     )
 
 
-# Longer.
+# Longer runs.
 
 
 def longer_composers(loader: Callable[[], Any], *durations: str) -> Ended:
@@ -514,7 +513,7 @@ CASES: dict[str, Case] = {
 
 
 def difference(one: Any, other: Any) -> float:
-    """The largest difference of two numbers at the same place; infinite where there is only one."""
+    """Return the largest difference of numbers at the same place; infinite if one is missing."""
     if isinstance(one, Tensor):
         return float((one.double() - other.double()).abs().max())
     if isinstance(one, Mapping):
@@ -554,7 +553,7 @@ def is_exact(row: Mapping[str, Any]) -> bool:
 
 
 def table(report: Mapping[str, Any]) -> str:
-    """The rows of a report, as Markdown, without those of jobs that are no longer here."""
+    """Return the rows of a report as Markdown, without removed jobs."""
     lines = ["| The same job in both | final weights | other numbers | |", "|---|---|---|---|"]
     cases = {name: row for name, row in report["cases"].items() if name in CASES}
     for name, row in cases.items():

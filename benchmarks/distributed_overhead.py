@@ -1,17 +1,17 @@
-"""What the microbatcher costs above torch's plain wrappers on several ranks, once settled.
+"""Overhead of the microbatcher over torch's plain wrappers on several ranks, once settled.
 
     python -m benchmarks.distributed_overhead [--ranks 2] [--pairs 30] [--json FILE]
     python -m benchmarks.distributed_overhead --sync [--ranks 4] [--pairs 5] [--link 100]
 
-A transformer of 8 million parameters, wrapped in DDP or by `fully_shard`, one batch per rank. By
-hand: slice, forward, loss times weight, backward, with DDP's `no_sync` for all microbatches but the
-last. Ours: `Microbatcher.backward` with a `Halving` policy that has nothing to halve, votes and
-guards included. Both keep their own copy of the model and run in turn after a barrier; a step takes
-as long as its slowest rank. The figure is the median of the ratios pair by pair, with the 95 %
-interval of that median. At the end both have the same gradients.
+The model is a transformer with 8 million parameters, wrapped in DDP or by `fully_shard`, with one
+batch per rank. By hand: slice, forward, loss times weight, backward, with DDP's `no_sync` for all
+microbatches but the last. Ours: `Microbatcher.backward` with a `Halving` policy that has nothing to
+halve, votes and guards included. Each uses its own copy of the model, and they run in turn after a
+barrier; a step takes as long as its slowest rank. The result is the median of the pairwise ratios,
+with its 95 % interval. At the end both have the same gradients.
 
-With ``--sync``: the collectives of a step, the bytes that a rank sends for them and its seconds,
-with gradients reduced as late as each `Sync` says. Gloo inside of one machine is no slow link, so
+With ``--sync``: the collectives of a step, the bytes that a rank sends for them, and its seconds,
+with gradients reduced as late as each `Sync` says. Gloo within one machine is not a slow link, so
 one is simulated: after each collective over it the rank sleeps for as long as its bytes would take,
 and nothing overlaps. With FSDP2 all links are slow, with HSDP those between its two replicas.
 """
@@ -50,7 +50,7 @@ from benchmarks.overhead import Transformer, median_with_interval
 
 GOAL = 1.05
 ROWS, LENGTH = 8, 32
-WARM_UP = 6  # pairs: first steps are guarded, then replayed
+WARM_UP = 6  # pairs: the first steps are guarded, later ones replay
 KINDS = ("ddp", "fsdp")
 MICROBATCHES = (1, 4)
 
@@ -88,7 +88,7 @@ def by_hand(model: nn.Module, batch: tuple[Tensor, Tensor], size: int) -> Step:
 
 
 def time_once(step: Step, model: nn.Module) -> float:
-    """Seconds of one step on this rank, all having begun together."""
+    """Return the seconds of one step on this rank, started together with all others."""
     model.zero_grad(set_to_none=True)
     dist.barrier()
     start = time.perf_counter()
@@ -143,10 +143,10 @@ def measure(kind: str, num_microbatches: int, pairs: int) -> dict[str, Any]:
 
 
 class Link:
-    """Counts the collectives of wrappers, and makes those over a slow link slower.
+    """Counts the collectives of wrappers and delays those over a slow link.
 
     Args:
-        megabytes_per_second: of the slow link.
+        megabytes_per_second: bandwidth of the slow link.
         is_slow: whether a collective of this name goes over it.
     """
 
@@ -179,7 +179,7 @@ class Link:
         return result
 
 
-# What a rank sends in a ring, by the bytes of the whole tensor and the ranks.
+# Bytes that a rank sends in a ring, by the bytes of the whole tensor and the number of ranks.
 SENT: dict[str, Callable[[int, int], float]] = {
     "all_gather_single": lambda whole, ranks: whole * (ranks - 1) / ranks,
     "reduce_scatter_single": lambda whole, ranks: whole * (ranks - 1) / ranks,
@@ -191,7 +191,7 @@ LATEST = {"fsdp": (Sync.EACH, Sync.LAST), "hsdp": tuple(Sync)}
 def measure_sync(
     kind: str, num_microbatches: int, rounds: int, link: float
 ) -> list[dict[str, Any]]:
-    """A step's collectives and seconds, reduced as late as possible and as early."""
+    """Measure a step's collectives and seconds, with gradients reduced late and early."""
     size = ROWS // num_microbatches
     torch.manual_seed(dist.get_rank())
     batch = (torch.randint(256, (ROWS, LENGTH)), torch.randint(256, (ROWS, LENGTH)))

@@ -1,12 +1,12 @@
-"""BatchNorm with the statistics of the whole batch, in microbatches: how exact, and at what price.
+"""BatchNorm with whole-batch statistics in microbatches: exactness and cost.
 
     python -m benchmarks.exact_batchnorm [resnet18 resnet50] [--image 64] [--json FILE]
 
-``batchnorm="exact"`` beside the whole batch, with and without its blocks computed again and what
-waits on the host, and beside ordinary microbatches, whose BatchNorms see fewer rows. Peaks are
-those of a `MemoryBudget` above parameters and gradients; forwards per row are counted in
-multiplications; times are of a processor, on which the host is the same memory. And which models
-can be cut. Needs torchvision; with timm, more models are tried.
+Compares ``batchnorm="exact"`` with the whole batch, with and without recomputing blocks and
+offloading to the host, and with ordinary microbatches, whose BatchNorms see fewer rows. Peaks are
+those of a `MemoryBudget`, without parameters and gradients; forwards per row are counted in
+multiplications; times are measured on a CPU, whose memory is also the host's. It also lists which
+models can be split. Needs torchvision; with timm, more models are tried.
 """
 
 import argparse
@@ -41,11 +41,11 @@ from benchmarks.sizes_of_peers import repair_torchvision
 
 
 class Host:
-    """Where tensors wait, and how many bytes of them do.
+    """Host memory for offloaded tensors.
 
     Attributes:
-        peak_bytes: the most that waited at once.
-        moved_bytes: to the host and back.
+        peak_bytes: the largest amount held at once.
+        moved_bytes: bytes moved to the host and back.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Host:
 
 @contextlib.contextmanager
 def counting(host: Host) -> Iterator[None]:
-    """Let what waits between stages wait there."""
+    """Offload tensors between stages to this host."""
     usual = batchnorm.to_host, batchnorm.to_device
     batchnorm.to_host, batchnorm.to_device = host.to_host, host.to_device
     try:
@@ -88,18 +88,18 @@ def counting(host: Host) -> Iterator[None]:
         batchnorm.to_host, batchnorm.to_device = usual
 
 
-# What it is compared with
+# Alternatives to compare with
 
 
 @dataclass(frozen=True)
 class Job:
-    """A model, and one batch of it.
+    """A model and one batch for it.
 
     Attributes:
-        model: in training mode.
+        model: the model, in training mode.
         x: images.
         y: classes.
-        microbatch_size: of the ways that cut.
+        microbatch_size: size for the ways that split.
     """
 
     model: nn.Module
@@ -118,7 +118,7 @@ class Job:
 
 
 def make_model(name: str) -> nn.Module:
-    """One of torchvision's with random weights, without dropout, which no two cuts draw alike."""
+    """Return a torchvision model with random weights and without dropout."""
     repair_torchvision()
     models = importlib.import_module("torchvision.models")
     options: dict[str, Any] = {"weights": None, "num_classes": 10}
@@ -136,7 +136,7 @@ def whole(job: Job, host: Host) -> None:
 
 
 def whole_offloaded(job: Job, host: Host) -> None:
-    """What autograd saves waits on the host, each time that it is saved."""
+    """Offload tensors saved by autograd, each time they are saved."""
     keys = iter(range(10**9))
 
     def pack(tensor: Tensor) -> Any:
@@ -158,7 +158,7 @@ def whole_offloaded(job: Job, host: Host) -> None:
 
 
 class _Waiting(torch.autograd.Function):
-    """A block that is computed again in the backward, from an input that waits on the host."""
+    """A block that is recomputed in the backward, from an input held on the host."""
 
     @staticmethod
     def forward(ctx: Any, block: Any, host: Host, x: Tensor, _: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ class _Waiting(torch.autograd.Function):
 
 @contextlib.contextmanager
 def recomputing(model: nn.Module, host: Host | None = None) -> Iterator[None]:
-    """Compute residual blocks again in the backward; with a host, their inputs wait there."""
+    """Recompute residual blocks in the backward; with a host, their inputs are held there."""
     blocks = [
         each for each in model.modules() if type(each).__name__ in ("BasicBlock", "Bottleneck")
     ]
@@ -208,13 +208,13 @@ def whole_recomputed(job: Job, host: Host) -> None:
 
 
 def whole_both(job: Job, host: Host) -> None:
-    """Blocks are computed again, and their inputs wait on the host; the stem's tensors, too."""
+    """Recompute blocks and hold their inputs, and the stem's tensors, on the host."""
     with recomputing(job.model, host):
         whole_offloaded(job, host)
 
 
 def microbatched(job: Job, host: Host) -> None:
-    """Ordinary BatchNorm: not exact."""
+    """Use ordinary BatchNorm, which is not exact."""
     Microbatcher(
         job.model,
         loss_fn=nn.CrossEntropyLoss(),
@@ -231,13 +231,13 @@ def microbatched_recomputed(job: Job, host: Host) -> None:
 
 
 def exact(job: Job, host: Host) -> None:
-    """In slices, of a model that `prepare` was called for."""
+    """Run in slices a model that `prepare` was called for."""
     with counting(host):
         whole(job, host)
 
 
 def prepare(way: "Way", job: Job) -> None:
-    """Cut a model and let a look at it be over, which comes once in a run."""
+    """Split a model and finish its check, which runs once."""
     if way is exact:
         split(job.model, microbatch_size=job.microbatch_size, batchnorm="exact")
         with torch.no_grad():
@@ -258,7 +258,7 @@ CUTS = {name for name in WAYS if not name.startswith("whole")}
 EXACT = [name for name in WAYS if not name.startswith("microbatches")]
 
 
-# Figures
+# Measurements
 
 
 def gradient_of(model: nn.Module) -> Tensor:
@@ -270,14 +270,14 @@ def statistics_of(model: nn.Module) -> Tensor:
 
 
 def apart(found: Tensor, right: Tensor) -> float:
-    """The distance of two vectors, as a share of the length of the right one."""
+    """Return the distance of two vectors relative to the length of the right one."""
     return float((found - right).norm() / right.norm())
 
 
 def measure_exactness(
     name: str, image: int, rows: int, sizes: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Loss, gradient and running statistics against the whole batch, in float64."""
+    """Compare loss, gradient and running statistics with the whole batch, in float64."""
     found = []
     right = Job.of(name, image, rows, rows, torch.float64)
     loss = F.cross_entropy(right.model(right.x), right.y)
@@ -318,7 +318,7 @@ def _flops(way: Way, job: Job) -> int:
 def measure_cost(
     name: str, image: int, rows: int, sizes: Sequence[int], rounds: int
 ) -> list[dict[str, Any]]:
-    """Peaks under a budget, forwards per row by multiplications, and seconds in turns."""
+    """Measure peaks under a budget, forwards per row, and seconds in turns."""
     cases = [(way, rows) for way in WAYS if way not in CUTS]
     cases += [(way, size) for size in sizes for way in WAYS if way in CUTS]
     right = Job.of(name, image, rows, rows, torch.float32)
@@ -377,7 +377,7 @@ def measure_cost(
 def measure_limit(
     name: str, image: int, limit: str, microbatch_size: int, most: int
 ) -> list[dict[str, Any]]:
-    """The largest batch, by powers of two, of which a step fits into a limit."""
+    """Return the largest batch, a power of two, whose step fits into a limit."""
     found = []
     for way in EXACT:
         rows, fitted, host_bytes = microbatch_size, 0, 0
@@ -428,7 +428,7 @@ OTHERS = {
 
 
 def try_cutting(source: str, name: str) -> dict[str, Any]:
-    """Whether a model can be cut, into how many stages, and whether a small step is exact."""
+    """Return whether a model can be split, its stages, and whether a small step is exact."""
     torch.manual_seed(0)
     line: dict[str, Any] = {"source": source, "model": name}
     with contextlib.redirect_stderr(None):
@@ -473,11 +473,11 @@ def try_cutting(source: str, name: str) -> dict[str, Any]:
     return line
 
 
-# Pages
+# Tables
 
 
 def table(lines: Sequence[Mapping[str, Any]], columns: Mapping[str, Callable[[Any], str]]) -> str:
-    """As Markdown; a column's function gets a line."""
+    """Return a Markdown table; each column's function gets a line."""
     rows = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     rows += ["| " + " | ".join(show(line) for show in columns.values()) + " |" for line in lines]
     return "\n".join(rows)

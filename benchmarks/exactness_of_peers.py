@@ -1,11 +1,11 @@
-"""Whether accumulation gives the gradient of the whole batch: peers beside one batch, in float64.
+"""Whether accumulation gives the gradient of the whole batch: peers against one batch, in float64.
 
     python -m benchmarks.exactness_of_peers
 
-Each trains one optimizer step on the same rows, in two batches where it accumulates, and in one
-where it cuts by itself. A cell is the largest difference of a weight from the step of one batch,
-relative to the length of the step. Peers run as installed, with their defaults. The last table is
-of a contrastive loss, which compares each row with all rows of its batch.
+Each trains one optimizer step on the same rows: in two batches if it accumulates, or in one if it
+splits batches itself. A cell is the largest difference of a weight from the step of one batch,
+relative to the length of the step. Peers run as installed, with their defaults. The last table uses
+a contrastive loss, which compares each row with all rows of its batch.
 """
 
 import datetime
@@ -41,7 +41,7 @@ class Model(nn.Module):
 
 
 class Counting(Model):
-    """The same, divided by the count that transformers' Trainer hands over."""
+    """The same, divided by the count that transformers' Trainer passes."""
 
     def forward(
         self, inputs: Tensor, labels: Tensor, num_items_in_batch: Any = None, **_: Any
@@ -51,7 +51,7 @@ class Counting(Model):
 
 
 class Pairs(Model):
-    """The same layer as an encoder: each row has to find its partner among those of all rows."""
+    """The same layer as an encoder: each row must find its partner among those of all rows."""
 
     def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
         anchors, partners = (F.normalize(self.linear(each)) for each in (inputs, labels))
@@ -59,7 +59,7 @@ class Pairs(Model):
 
 
 def make_jobs() -> dict[str, list[Rows]]:
-    """Two batches each: even ones, a shorter last one, and one with few targets that count."""
+    """Return pairs of batches: even ones, a shorter last one, and one with few counting targets."""
     drawn = torch.Generator().manual_seed(1)
 
     def rows(count: int) -> Rows:
@@ -195,7 +195,7 @@ def with_sentence_transformers(batches: Sequence[Rows]) -> nn.Module:
 def with_contrastive(batches: Sequence[Rows]) -> nn.Module:
     model = Pairs()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    # A temperature of one, whose logarithm is exact: torch keeps it in float32.
+    # A temperature of one, whose logarithm is exact, because torch keeps it in float32.
     loss = InfoNCE(1.0, trains_temperature=False, is_symmetric=False)
     towers = {"inputs": model.linear, "labels": model.linear}
     inputs, labels = in_one_batch(batches)
@@ -224,7 +224,7 @@ OF_PAIRS: dict[str, Callable[[Sequence[Rows]], nn.Module]] = {
 
 
 def difference(model: nn.Module, batches: Sequence[Rows], make: Make = Model) -> float:
-    """From the step on all rows in one batch, relative to its length."""
+    """Return the distance from the step on all rows in one batch, relative to its length."""
     whole = by_hand([in_one_batch(batches)], make)
     before = make().state_dict()
     trained, right, start = (

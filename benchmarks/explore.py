@@ -1,12 +1,12 @@
-"""Exploring on real jobs: is the choice as good as the best of a sweep, and what did it cost?
+"""Exploration on real jobs: is the choice as good as the best of a sweep, and at what cost?
 
     python -m benchmarks.explore [--of train|eval|offline] [--processor-time] [--rounds 15] [job …]
 
-Each job trains (or evaluates) with ``"explore"`` until it has chosen, or is handed to
-`automicro.explore` with four batches to pool; and then, in the same process, passes over all
-candidates in turns. The choice is *significantly slower* than the sweep's best where a sign test on
-the rounds says so (p < 0.05, two-sided). What exploring lost in a run is the time of its steps
-beyond as many at the chosen size; before a run it is all of its time.
+Each job trains (or evaluates) with ``"explore"`` until it has chosen, or is passed to
+`automicro.explore` with four batches to pool. Then the same process measures all candidates in
+turns. The choice is *significantly slower* than the sweep's best if a sign test on the rounds says
+so (p < 0.05, two-sided). The cost of exploring in a run is the time of its steps beyond the same
+number at the chosen size; before a run it is all of its time.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from automicro.policy.explore import cuts
 from automicro.policy.policy import Policy
 from automicro.tools.explore import POOLED
 
-RUN_STEPS = 2000  # of which exploring may lose 3 %
+RUN_STEPS = 2000  # exploring may cost 3 % of these
 KINDS = ("train", "eval", "offline")
 
 
@@ -45,7 +45,7 @@ def digits() -> tuple[nn.Module, Any, dict[str, Any]]:
 
 
 def resnet() -> tuple[nn.Module, Any, dict[str, Any]]:
-    """ResNet-18 on 64 × 64 pixels, its BatchNorm with the statistics of microbatches."""
+    """Return ResNet-18 on 64 × 64 pixels, its BatchNorm with the statistics of microbatches."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
     config = ResNetConfig(
@@ -98,14 +98,14 @@ JOBS = {"digits": digits, "resnet": resnet, "gpt2": gpt2, "bert": bert}
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What exploring said, and the sizes that it could have said.
+    """The choice of an exploration, and its candidates.
 
     Attributes:
-        size: rows.
-        base: the largest, of a whole batch.
-        sizes: the largest first.
-        cost: that of exploring, in words, given the seconds of a batch at each size.
-        share: of a run that it took; 0 before a run.
+        size: chosen rows.
+        base: the largest candidate, of a whole batch.
+        sizes: candidates, largest first.
+        cost: description of the cost, given the seconds of a batch at each size.
+        share: cost as a share of a run; 0 before a run.
     """
 
     size: int
@@ -116,7 +116,7 @@ class Choice:
 
 
 class Turns(Policy):
-    """The size that somebody sets."""
+    """Policy with a size that is set from outside."""
 
     size = 1
 
@@ -125,7 +125,7 @@ class Turns(Policy):
 
 
 class Job:
-    """A model with its batch, and what is timed of it: ``train``, ``eval`` or ``offline``."""
+    """A model with its batch, and the phase to time: ``train``, ``eval`` or ``offline``."""
 
     def __init__(self, name: str, of: str) -> None:
         torch.manual_seed(0)
@@ -145,7 +145,7 @@ class Job:
         )
 
     def step(self, microbatcher: Microbatcher, rows: int) -> tuple[Any, float]:
-        """One batch of so many rows; what came of it, and the seconds."""
+        """Run one batch of this many rows; return its result and seconds."""
         batch = _taken(self.batch, rows)
         result: Any
         start = time.perf_counter()
@@ -162,7 +162,7 @@ class Job:
         return result, seconds
 
     def explore(self) -> Choice:
-        """What exploring chooses."""
+        """Return the choice of exploring."""
         return self._before_a_run() if self.of == "offline" else self._in_a_run()
 
     def _in_a_run(self) -> Choice:
@@ -217,7 +217,7 @@ class Job:
         )
 
     def sweep(self, sizes: Sequence[int], rounds: int) -> dict[int, list[float]]:
-        """Seconds of a batch's rows at all sizes in turns; twice as slow is no rival."""
+        """Return seconds of a batch at all sizes in turns; sizes twice as slow are dropped."""
         policy = Turns()
         microbatcher = self.microbatcher(policy)
         times: dict[int, list[float]] = {size: [] for size in sizes}
@@ -241,7 +241,7 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 
 
 def _taken(batch: Any, rows: int) -> Any:
-    """So many rows, repeated where there are fewer."""
+    """Return this many rows, repeated if there are fewer."""
     if isinstance(batch, dict):
         return {key: _taken(value, rows) for key, value in batch.items()}
     if isinstance(batch, tuple):
@@ -250,7 +250,7 @@ def _taken(batch: Any, rows: int) -> Any:
 
 
 def run(name: str, of: str, rounds: int) -> bool:
-    """Explore, sweep, and say what came of it; whether both promises hold."""
+    """Explore, sweep and report; return whether both promises hold."""
     job = Job(name, of)
     choice = job.explore()
     times = job.sweep(choice.sizes, rounds)
@@ -272,7 +272,7 @@ def run(name: str, of: str, rounds: int) -> bool:
 
 
 def sign_test(successes: int, number: int) -> float:
-    """Two-sided, that both are as probable.
+    """Return the two-sided p-value of equal probabilities.
 
     >>> round(sign_test(9, 10), 3)
     0.021
@@ -295,7 +295,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if options.processor_time:
         torch.set_num_threads(1)
-        time.perf_counter = time.process_time  # which exploring reads, too
+        time.perf_counter = time.process_time  # exploring reads it, too
     held = []
     for of in options.of or KINDS:
         for name in options.jobs or JOBS:

@@ -1,13 +1,12 @@
-"""Which out-of-memory errors other trainers survive, and what they leave behind.
+"""Out-of-memory errors that other trainers survive, and the state they leave.
 
     python -m benchmarks.faults_of_peers
 
 Each trains six batches of 16 rows on the CPU. One place runs out of memory with more than four
-rows, as a device would: the forward (from the first batch on, or from the third), the backward, the
-evaluation; or the first step of the optimizer does. A cell says whether training ended well, and
-with how many rows per step. The last rows compare what is left after failures in the forward, bit
-for bit, with a run of the same size that never failed. A peer that cannot be imported is named as
-not run.
+rows, as a device would: the forward (from the first batch, or from the third), the backward or the
+evaluation; or the first optimizer step does. A cell says whether training ended well, and with how
+many rows per step. The last rows compare the state after failures in the forward, bit by bit, with
+a run of the same size that never failed. Peers that cannot be imported are listed as not run.
 """
 
 import dataclasses
@@ -41,10 +40,10 @@ NOWHERE = ""
 
 @dataclasses.dataclass
 class Fault:
-    """Where memory runs out, and what the steps of the optimizer saw.
+    """The place where memory runs out, and the rows that optimizer steps saw.
 
     Attributes:
-        rows_of_steps: rows that went through since the step before.
+        rows_of_steps: rows of forwards since the previous step.
         largest: rows of the largest forward that fitted in training.
     """
 
@@ -61,7 +60,7 @@ class Fault:
 
 
 class Backward(torch.autograd.Function):
-    """Does nothing but run out of memory on its way back."""
+    """Identity that runs out of memory in its backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, fault: Fault) -> Tensor:
@@ -75,19 +74,20 @@ class Backward(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    """Has what a failure may spoil: statistics, random draws, a metric and gradients."""
+    """Model with state that a failure can spoil: statistics, draws, a metric, gradients."""
 
     def __init__(self, fault: Fault) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
-        self.seen: Any = importlib.import_module("torchmetrics").SumMetric()  # may need the repair
+        # Might need the repair.
+        self.seen: Any = importlib.import_module("torchmetrics").SumMetric()
         self.fault = fault
 
     def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
         hidden = self.norm(self.first(inputs))
         if self.training:
-            torch.rand(1)  # of no consequence, so that each row of the table has its own cause
+            torch.rand(1)  # without effect, so that each row of the table has its own cause
             self.seen.update(len(inputs))
         self.fault.check(FORWARD if self.training else EVALUATION, len(inputs))
         if self.training:
@@ -104,7 +104,7 @@ Train = Callable[[Fault, int], Net]
 
 
 class Steps(torch.optim.SGD):
-    """Its first step runs out of memory where that is the fault."""
+    """Optimizer whose first step runs out of memory if that is the fault."""
 
     def __init__(self, model: nn.Module, fault: Fault) -> None:
         super().__init__(model.parameters(), lr=0.1)
@@ -114,7 +114,7 @@ class Steps(torch.optim.SGD):
         if self.fault.place == STEP:
             self.fault.place = NOWHERE
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
-        loss = super().step(closure)  # a closure may run out of memory: then no step was taken
+        loss = super().step(closure)  # a closure might run out of memory: then no step was taken
         self.fault.rows_of_steps.append(self.fault.rows)
         self.fault.rows = 0
         return loss
@@ -148,7 +148,7 @@ def with_accelerate(fault: Fault, size: int) -> Net:
     from accelerate.utils import find_executable_batch_size
 
     def train(batch_size: int) -> Net:
-        fault.rows_of_steps.clear()  # a new model, as accelerate's manual has it
+        fault.rows_of_steps.clear()  # a new model, as accelerate's manual does
         return by_hand(fault, batch_size)
 
     model: Net = find_executable_batch_size(train, starting_batch_size=size)()
@@ -221,7 +221,7 @@ def with_lightning(fault: Fault, size: int) -> Net:
         )
 
     job = Job()
-    # The search tries training steps, and says nothing of evaluation.
+    # The search tries training steps only, not evaluation.
     if fault.place not in (NOWHERE, EVALUATION):
         Tuner(trainer()).scale_batch_size(job, mode="binsearch", init_val=size, max_trials=6)
         fault.rows_of_steps.clear()
@@ -264,7 +264,7 @@ def with_composer(fault: Fault, size: int) -> Net:
         ),
         optimizers=Steps(job.model, fault),
         max_duration="1ep",
-        seed=0,  # else each run draws one
+        seed=0,  # otherwise each run draws one
         eval_interval="1ep",
         device="cpu",
         device_train_microbatch_size="auto" if fault.place else size,
@@ -317,11 +317,11 @@ def survived(train: Train, place: str) -> str:
     except Exception as error:
         is_plain = type(error) is torch.OutOfMemoryError
         return "dies" if is_plain else type(error).__name__
-    return f"{max(fault.rows_of_steps[-2:])} rows"  # the last batch of an epoch may be shorter
+    return f"{max(fault.rows_of_steps[-2:])} rows"  # the last batch of an epoch can be shorter
 
 
 def state(model: Net) -> tuple[list[Tensor], ...]:
-    """What is compared of a run, in the order of `LEFT`."""
+    """Return the compared state of a run, in the order of `LEFT`."""
     return (
         list(model.norm.buffers()),
         [torch.get_rng_state()],
@@ -331,7 +331,7 @@ def state(model: Net) -> tuple[list[Tensor], ...]:
 
 
 def left(train: Train) -> list[str]:
-    """Whether it is as after a run of the same size that never failed."""
+    """Compare with the state after a run of the same size that never failed."""
     fault = Fault(FORWARD)
     try:
         after = state(train(fault, BATCH))
@@ -344,7 +344,7 @@ def left(train: Train) -> list[str]:
 
 def compared(after: list[Tensor], undisturbed: list[Tensor], again: list[Tensor]) -> str:
     if not all(map(torch.equal, undisturbed, again)):
-        return "cannot be told"  # two runs without a failure differ, too
+        return "cannot be told"  # two runs without a failure also differ
     return "as before" if all(map(torch.equal, after, undisturbed)) else "other"
 
 
@@ -357,7 +357,7 @@ def main() -> None:
     for name, (module, train) in PEERS.items():
         try:
             imported = importlib.import_module(module)
-        except Exception as error:  # an installation that is broken fails in any way
+        except Exception as error:  # a broken installation can fail in any way
             print(f"{name}: not run ({type(error).__name__}: {error})")
             continue
         if train not in (by_hand, with_automicro):

@@ -1,8 +1,8 @@
-"""A report of `benchmarks.gpu_report` as Markdown, for people.
+"""A report of `benchmarks.gpu_report` as Markdown.
 
-Tests record what they measured by name. Some names have a meaning here: ``costs_us``,
-``gb_per_s``, ``held_bytes`` and ``waits`` map names to numbers, ``texts`` lists what errors said,
-``counters`` are the allocator's in the course of a test.
+Tests record measurements by name. Some names have a meaning here: ``costs_us``, ``gb_per_s``,
+``held_bytes`` and ``waits`` map names to numbers, ``texts`` lists error messages, and ``counters``
+are those of the allocator during a test.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ BAD = ("failed", "error", "began")
 
 
 def is_well(part: Mapping[str, Any]) -> bool:
-    """Whether a part ended, and nothing in it failed."""
+    """Return whether a part ended without any failure."""
     is_left_out = part["state"].startswith("left out")
     return is_left_out or (
         part["state"] == "done" and not any(map(part.get("outcomes", {}).get, BAD))
@@ -30,7 +30,7 @@ def is_well(part: Mapping[str, Any]) -> bool:
 
 
 def page(report: Mapping[str, Any]) -> str:
-    """The whole of a report."""
+    """Return the page of a report."""
     parts = report["parts"]
     what = "A rehearsal on the stand-in device" if report["is_rehearsal"] else "On a GPU"
     sections = [
@@ -52,7 +52,7 @@ def page(report: Mapping[str, Any]) -> str:
 
 
 def verdict(report: Mapping[str, Any]) -> str:
-    """In a sentence or a few, what came of it."""
+    """Return a summary in a few sentences."""
     parts, outcomes = report["parts"], Counter[str]()
     for part in parts:
         outcomes.update(part.get("outcomes", {}))
@@ -72,7 +72,7 @@ def section(title: str, body: str) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Row]) -> str:
-    """Rows as Markdown; nothing where there are none."""
+    """Return rows as Markdown, or nothing without rows."""
     lines = [f"| {' | '.join(map(cell, row))} |" for row in rows]
     if not lines:
         return ""
@@ -80,7 +80,7 @@ def table(heads: Sequence[str], rows: Iterable[Row]) -> str:
 
 
 def cell(value: object) -> str:
-    """A value on one line, as people read it."""
+    """Format a value on one line."""
     if isinstance(value, bool) or value is None:
         text = {True: "yes", False: "no", None: ""}[value]
     elif isinstance(value, int):
@@ -104,7 +104,7 @@ def row_of(part: Mapping[str, Any]) -> Row:
 
 
 def short(name: str) -> str:
-    """The name of a test without its file."""
+    """Return the name of a test without its file."""
     return name.rpartition("::")[2]
 
 
@@ -117,14 +117,14 @@ def tests_of(parts: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[
 def measured(
     parts: Iterable[Mapping[str, Any]], name: str
 ) -> Iterator[tuple[str, Mapping[str, Any], Any]]:
-    """What was recorded under a name: the part, the test, the value."""
+    """Yield everything recorded under a name: part, test, value."""
     for part, test in tests_of(parts):
         if name in test.get("measured", {}):
             yield part, test, test["measured"][name]
 
 
 def trouble(parts: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Each test that did not pass, and each part that did not end, with what it said."""
+    """Yield each test that did not pass and each part that did not end, with its output."""
     for part in parts:
         if is_well(part):
             continue
@@ -174,7 +174,7 @@ def overhead(parts: Iterable[Mapping[str, Any]]) -> str:
 
 
 def peers(parts: Iterable[Mapping[str, Any]]) -> str:
-    """Two tables: with room for all, and without."""
+    """Return two tables: with room for all, and without."""
     found = [part.get("results", {}) for part in parts if part["name"] == "peers"]
     rows = [row for each in found for row in each.get("rows", ())]
     absent = [item for each in found for item in each.get("absent", {}).items()]
@@ -196,7 +196,7 @@ def peers(parts: Iterable[Mapping[str, Any]]) -> str:
 
 
 def passes(parts: Sequence[Mapping[str, Any]]) -> str:
-    """Each test that ran under several allocators: what became of it, and what it measured."""
+    """Return each test that ran under several allocators, with its outcome and measurements."""
     names = [part["name"] for part in parts]
     under = {name: name.partition(", ")[2] or "default" for name in names}
     repeated = {name.partition(", ")[0] for name in names if ", " in name}

@@ -1,13 +1,13 @@
-"""Peers on one device with real models: what they cost, and what running out of memory leaves.
+"""Peers on one device with real models: their cost, and the effects of running out of memory.
 
     python -m benchmarks.gpu_peers --device cuda [--tiny] [--json FILE]
 
 A loop written by hand, `Microbatcher`, accelerate, Lightning and Composer train GPT-2 124M and
-ResNet-50, made from configs with random weights, nothing is downloaded. First with room for all, at
+ResNet-50, created from configs with random weights, without downloads. First with room for all, at
 the same microbatch size: the time from one optimizer step to the next. Then with room for half of
-an optimization batch: each does what it has for that, as in `benchmarks.sizes_of_peers`, which runs
-them. What is not installed is named as absent. ``--tiny`` rehearses it with small ones of the same
-kinds; on a CPU the memory is simulated.
+an optimization batch: each uses its own remedy, as in `benchmarks.sizes_of_peers`, which runs them.
+Peers that are not installed are listed as absent. ``--tiny`` rehearses with small models of the
+same kinds; on a CPU the memory is simulated.
 """
 
 import argparse
@@ -48,7 +48,7 @@ from benchmarks.sizes_of_peers import (
     version_of,
 )
 
-TIMED = 6  # optimization batches, of which the first are not counted
+TIMED = 6  # optimization batches, the first of which are not counted
 WARM_UP = 2
 
 
@@ -57,11 +57,11 @@ class Job:
     """A model from a config, and rows for it.
 
     Attributes:
-        name: in the tables.
-        model: makes it; it gives an output with a ``loss``.
-        row: makes the tensors of a row by name, from random numbers.
+        name: name in the tables.
+        model: creates the model, whose output has a ``loss``.
+        row: creates the tensors of a row by name, from random numbers.
         batch: rows of an optimization batch.
-        microbatch: rows at a time, where all fit.
+        microbatch: rows at a time, if everything fits.
     """
 
     name: str
@@ -76,7 +76,7 @@ def gpt2(*, tiny: bool) -> Job:
     sizes: dict[str, Any] = (
         {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 257} if tiny else {}
     )
-    # Without dropout, whose masks depend on the cut: then weights can be compared.
+    # Without dropout, whose masks depend on the cut, so that weights can be compared.
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     config = transformers.GPT2Config(**sizes, **dropout, use_cache=False)
     length = 32 if tiny else 512
@@ -116,7 +116,7 @@ def resnet(*, tiny: bool) -> Job:
 
 
 class Rows(Dataset[Any]):
-    """So many rows, of which a few batches are kept and come again and again."""
+    """Data set of this many rows, which repeat a few batches."""
 
     def __init__(self, kept: dict[str, Tensor], count: int) -> None:
         self.kept, self.count = kept, count
@@ -128,13 +128,13 @@ class Rows(Dataset[Any]):
         return self.__getitems__([index])
 
     def __getitems__(self, indices: list[int]) -> Any:
-        # A slice, which copies nothing: what is compared is not how batches are put together.
+        # A slice, which copies nothing: assembling batches is not part of the comparison.
         start = indices[0] % len(next(iter(self.kept.values())))
         return {name: each[start : start + len(indices)] for name, each in self.kept.items()}
 
 
 class Losing(nn.Module):
-    """Gives the loss of a batch, wherever that lies, and knows what it was asked for."""
+    """Returns the loss of a batch on any device, and records its requests."""
 
     def __init__(self, inner: nn.Module, device: torch.device) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Losing(nn.Module):
 
 
 class TimedSteps(Steps):
-    """Notes when each of its steps is done on the device."""
+    """Optimizer that records when each step is done on the device."""
 
     def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
         super().__init__(parameters, lr=1e-3)
@@ -173,11 +173,11 @@ def num_ooms(device: torch.device) -> int:
 
 
 class Bench:
-    """Makes the same subject again and again, on a device.
+    """Creates the same subject repeatedly on a device.
 
     Args:
-        job: that all train.
-        device: where.
+        job: the job that all train.
+        device: the device.
     """
 
     def __init__(self, job: Job, device: torch.device) -> None:
@@ -208,13 +208,13 @@ class Bench:
         )
 
     def clear(self) -> None:
-        """What was trained is gone."""
+        """Drop everything that was trained."""
         self.optimizers.clear()
         gc.collect()
         empty_cache(self.device)
 
 
-# With room for all: so many optimization batches, in microbatches of a size.
+# With room for all: optimization batches in microbatches of one size.
 
 
 def time_by_hand(subject: Subject, batches: int, size: int) -> None:
@@ -332,14 +332,14 @@ TIMED_PEERS: dict[str, Callable[[Subject, int, int], None]] = {
 
 
 def recover_by_hand(subject: Subject) -> PeerRun:
-    """It has nothing for that."""
+    """Fail, because a loop by hand has no remedy."""
     time_by_hand(subject, BATCHES, subject.batch)
     raise AssertionError("there was room for the whole batch")
 
 
 def recover_automicro(subject: Subject) -> PeerRun:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of BatchNorm, which all cut alike
+        warnings.simplefilter("ignore")  # about BatchNorm, which all split alike
         return run_automicro(subject)
 
 
@@ -364,7 +364,7 @@ def measure_overhead(bench: Bench, name: str) -> dict[str, Any]:
 
 
 def half_of_a_batch(bench: Bench) -> tuple[int, list[Tensor]]:
-    """The bytes with which half of a batch fits and a whole one does not; what is to come out."""
+    """Return a limit between half a batch and a whole one, and the expected parameters."""
     peaks = []
     for size in (bench.job.batch // 2, bench.job.batch):
         budget = MemoryBudget(None) if bench.device.type == "cpu" else contextlib.nullcontext()
@@ -403,7 +403,7 @@ def measure_recovery(
 
 
 def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What was measured, or the error that came instead: the others are measured all the same."""
+    """Return the measurements, or the error instead, so that others are still measured."""
     try:
         return work()
     except Exception as error:
@@ -411,7 +411,7 @@ def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 class Findings:
-    """What was found so far, in a file as well."""
+    """Findings so far, also in a file."""
 
     def __init__(self, path: pathlib.Path | None, device: torch.device) -> None:
         self.path = path
@@ -446,7 +446,7 @@ DISTRIBUTIONS = {
 
 
 def understand_simulated_memory() -> None:
-    """Let peers that look for CUDA's own text see that simulated memory ran out as well."""
+    """Make peers that search for CUDA's own message recognize simulated errors, too."""
     for module, name in (
         ("lightning.pytorch.tuner.batch_size_scaling", "is_oom_error"),
         ("composer.trainer.trainer", "_is_cuda_oom"),
@@ -456,12 +456,12 @@ def understand_simulated_memory() -> None:
 
 
 def find_peers(findings: Findings) -> list[str]:
-    """Those that can be imported, the loop by hand first."""
+    """Return the peers that can be imported, starting with the loop by hand."""
     there = [BY_HAND]
     for name, (distribution, module) in DISTRIBUTIONS.items():
         try:
             importlib.import_module(module)
-        except Exception as error:  # an installation that is broken fails in any way
+        except Exception as error:  # a broken installation can fail in any way
             findings.content["absent"][name] = f"{type(error).__name__}: {first_line(error)}"
             continue
         findings.content["versions"][name] = version_of(distribution)
@@ -509,7 +509,7 @@ def main() -> None:
     for make in (gpt2, resnet):
         measure(Bench(make(tiny=arguments.tiny), arguments.device), names, findings)
     if any("error" in row for row in findings.content["rows"] if row["with"] == "automicro"):
-        raise SystemExit(1)  # others may fail, and their rows say so
+        raise SystemExit(1)  # others might fail, and their rows say so
 
 
 if __name__ == "__main__":

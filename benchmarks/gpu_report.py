@@ -1,11 +1,11 @@
-"""Run everything that needs a GPU, and write what came of it as a dated JSON.
+"""Run everything that needs a GPU, and write the results as dated JSON.
 
     python -m benchmarks.gpu_report [--out FOLDER] [--parts NAME,NAME] [-k EXPRESSION] [--standin]
     python -m benchmarks.gpu_report --show FILE
 
-A process for each part, what tells the most first. The file is written again with every test, so
-that nothing is lost where the run is cut off. All of it takes ten minutes at most. Ends with 1
-where a test failed or a part did not end, the report written all the same. See docs/benchmarks.md.
+Each part runs in its own process, the most informative first. The file is rewritten after every
+test, so that an interruption loses nothing. Everything takes ten minutes at most. The exit code is
+1 if a test failed or a part did not end, but the report is written. See docs/benchmarks.md.
 """
 
 import argparse
@@ -33,8 +33,8 @@ from benchmarks.gpu_page import is_well, page, verdict
 from tests.gpu.journal import read_journal
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-SECONDS = 600.0  # for all of it
-SLOWER = 10  # is the stand-in, whose kernels run on a CPU that others may use as well
+SECONDS = 600.0  # for everything
+SLOWER = 10  # the stand-in is slower: its kernels run on a CPU that might be shared
 RESULTS = ROOT / "benchmarks" / "results"
 REHEARSALS = ROOT / "build" / "rehearsals"
 _SECONDS_BETWEEN_LOOKS = 0.5
@@ -43,17 +43,17 @@ _MOST_CHARACTERS = 4000  # of the output of a part that did not end well
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
-    """What runs in a process of its own.
+    """A part that runs in its own process.
 
     Attributes:
-        name: in the report.
-        asks: what it is to tell.
-        seconds: after which it is cut off.
+        name: name in the report.
+        asks: the question that it answers.
+        seconds: time limit.
         tests: a file of tests/gpu, whose journal is read …
-        script: … or a module that writes what it found with ``--json``, and its arguments.
-        rehearsed_with: the arguments of the script on the stand-in.
-        environment: variables beside those that are there.
-        needs: what only CUDA has, so that it is left out on the stand-in.
+        script: … or a module that writes its findings with ``--json``, and its arguments.
+        rehearsed_with: arguments of the script on the stand-in.
+        environment: additional environment variables.
+        needs: a feature that only CUDA has, without which it is skipped.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Part:
 
 
 def again(name: str, setting: str, *, seconds: float) -> list[Part]:
-    """The tests that depend on the allocator, with another setting of it."""
+    """Return tests that depend on the allocator, with another allocator setting."""
     return [
         Part(
             name=f"{part} with {name}",
@@ -177,7 +177,7 @@ PARTS = [
         asks="a snapshot of the device's own allocator names the planted culprit",
         seconds=60,
         tests="test_doctor_gpu.py",
-        # Else these hold more than the culprits.
+        # Otherwise these hold more memory than the culprits.
         environment={"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "128"},
     ),
     Part(
@@ -215,12 +215,12 @@ NOT_STARTED = "not started"
 
 
 class Report:
-    """What is known so far, on the disk as well.
+    """Results so far, also on disk.
 
     Args:
-        path: of the file.
-        device: the torch device type that is reported on.
-        parts: that are to run.
+        path: path of the file.
+        device: torch device type of the report.
+        parts: parts that will run.
     """
 
     def __init__(self, path: pathlib.Path, device: str, parts: Sequence[Part]) -> None:
@@ -246,7 +246,7 @@ class Report:
         self._lock = threading.Lock()
 
     def write(self) -> None:
-        """In one go: whoever ends this process in the middle of it loses nothing."""
+        """Write atomically, so that an interruption loses nothing."""
         with self._lock:
             self.content["seconds"] = round(self.seconds, 1)
             unfinished = self.path.with_suffix(".part")
@@ -256,12 +256,12 @@ class Report:
 
     @property
     def seconds(self) -> float:
-        """Since it was begun."""
+        """Seconds since the start."""
         return time.monotonic() - self._began
 
 
 def machine(device: str) -> dict[str, Any]:
-    """What it runs on. The device is asked by a process of its own, whose context ends with it."""
+    """Describe the machine. A separate process asks the device, so that its context is freed."""
     found: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version()}
     settings = {name: os.environ[name] for name in os.environ if name.endswith("ALLOC_CONF")}
     found["allocator"] = settings or "default"
@@ -307,15 +307,15 @@ def run_part(
     command: Sequence[str],
     stop: threading.Event,
 ) -> None:
-    """Run a part to its end or for so long, and write what it found while it does.
+    """Run a part to its end or time limit, recording its findings meanwhile.
 
     Args:
-        part: what runs.
-        found: what is known of it, a part of the report.
-        report: that is written.
-        seconds: after which it is cut off.
-        command: of its process.
-        stop: ends it at once.
+        part: the part to run.
+        found: its findings, part of the report.
+        report: the report to write.
+        seconds: time limit.
+        command: command of its process.
+        stop: event that ends it at once.
     """
     target = pathlib.Path(command[command.index("--journal" if part.tests else "--json") + 1])
     began = time.monotonic()
@@ -323,7 +323,7 @@ def run_part(
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **part.environment}
     found["state"] = "running"
     with tempfile.TemporaryFile() as output:
-        # A session of its own, so that with it end the processes that it has started.
+        # A separate session, so that the processes it started end with it.
         process = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -346,7 +346,7 @@ def run_part(
         take(found, part, target)
         found["exit_code"] = process.returncode
         if found["state"] == "running":
-            # pytest: 0 all well, 1 a test failed, 5 none was asked for.
+            # pytest: 0 all passed, 1 a test failed, 5 none was selected.
             has_ended = process.returncode in ((0, 1, 5) if part.tests else (0,))
             failed = "failed" if process.returncode == 1 else "died"
             found["state"] = "done" if has_ended else failed
@@ -357,12 +357,12 @@ def run_part(
 
 
 def take(found: dict[str, Any], part: Part, target: pathlib.Path) -> None:
-    """Take over what a part has written so far."""
+    """Copy the findings that a part has written so far."""
     if part.tests:
         found["tests"] = read_journal(target)
         found["outcomes"] = dict(Counter(test["outcome"] for test in found["tests"]))
     elif target.exists():
-        with contextlib.suppress(json.JSONDecodeError):  # it writes just now
+        with contextlib.suppress(json.JSONDecodeError):  # it is being written
             found["results"] = json.loads(target.read_text(encoding="utf-8"))
 
 
@@ -382,9 +382,9 @@ def summary_of(found: Mapping[str, Any]) -> str:
 def run_all(
     parts: Sequence[Part], report: Report, *, seconds: float, standin: bool, expression: str
 ) -> None:
-    """Run parts one after the other, in so many seconds together.
+    """Run parts one after the other within a total time.
 
-    There is one GPU. On the stand-in each process has a device of its own, so a few run at a time.
+    There is one GPU. On the stand-in each process has its own device, so a few run at a time.
     """
     stop = threading.Event()
 
@@ -419,7 +419,7 @@ def run_all(
 
 
 def interrupt(number: int, frame: object) -> None:
-    """What a scheduler sends before it ends a process is as Ctrl-C."""
+    """Treat a scheduler's signal before it ends a process as Ctrl-C."""
     raise KeyboardInterrupt
 
 
@@ -463,7 +463,7 @@ def main(given: Sequence[str] | None = None) -> int:
         print("interrupted; what was found until now is written")
     shown = target.with_suffix(".md")
     shown.write_text(page(report.content) + "\n", encoding="utf-8")
-    for found in report.parts:  # where only what is printed is kept, this is all that tells why
+    for found in report.parts:  # if only the output is kept, this is the only explanation
         if output := found.get("output"):
             print(f"\n{found['name']}, which did not go well, ended with:\n{output}")
     print(verdict(report.content))

@@ -1,14 +1,14 @@
-"""What automicro costs inside the trainers of others, beside these alone, in turn.
+"""Overhead of automicro inside other trainers, compared with these trainers alone, in turn.
 
     python -m benchmarks.hosts [lightning …] [--steps 60] [--json FILE]
 
-A host trains twice at once, each in a thread of its own: alone, and with automicro. A loader gives
-each of them its batch in turn and takes the time until it asks for the next, so that both have the
-same machine: the clock's, and the processor's, which others on the machine disturb less. In half of
-the rounds automicro is the first of the two, because a thread's memory is not like another's, and
-by more than what is measured here; ``--control`` compares the host alone with itself. Two
-comparisons: a batch in one piece, and the host's own accumulation in eight pieces
-beside automicro's eight microbatches. Where bits must not differ they are compared.
+A host trains twice at once, each time in its own thread: alone, and with automicro. A loader gives
+each of them its batch in turn and measures the time until it asks for the next, so both use the
+same machine: wall-clock time, and CPU time, which other processes disturb less. In half of the
+rounds automicro goes first, because memory of threads differs by more than the effect measured
+here; ``--control`` compares the host alone with itself. Two comparisons: a batch in one piece, and
+the host's own accumulation in eight pieces against eight microbatches. Where bits must be equal
+they are compared.
 """
 
 import argparse
@@ -30,14 +30,14 @@ from benchmarks.overhead import median_with_interval
 GOAL_WHOLE, GOAL_PIECES = 1.02, 1.0
 PIECES = 8
 ROWS, WIDTH, LENGTH = 32, 256, 152
-WARM_UP = 4  # steps: looks at a few rows come first
+WARM_UP = 4  # steps: checks of a few rows come first
 ROUNDS = 4
 
 Batch = tuple[Tensor, Tensor]
 
 
 def make_model() -> nn.Module:
-    """A small transformer whose step takes about 0.2 s."""
+    """Return a small transformer whose step takes about 0.2 s."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
@@ -45,7 +45,7 @@ def make_model() -> nn.Module:
 
 
 def make_batches(count: int) -> list[Batch]:
-    """Batches of `ROWS` rows."""
+    """Return batches of `ROWS` rows."""
     drawn = torch.Generator().manual_seed(0)
     return [
         (
@@ -57,7 +57,7 @@ def make_batches(count: int) -> list[Batch]:
 
 
 class Turns:
-    """Lets threads go one after the other."""
+    """Lets threads run one after the other."""
 
     def __init__(self, count: int) -> None:
         self._condition = threading.Condition(threading.RLock())
@@ -65,10 +65,10 @@ class Turns:
         self.failed = False
 
     def wait(self, number: int) -> None:
-        """Until it is this one's turn.
+        """Wait for this thread's turn.
 
         Raises:
-            RuntimeError: another has failed, and its turn would never end.
+            RuntimeError: another thread failed, and its turn would never end.
         """
         with self._condition:
             self._condition.wait_for(lambda: self._at == number or self.failed)
@@ -76,40 +76,40 @@ class Turns:
             raise RuntimeError("the other trainer failed")
 
     def pass_on(self) -> None:
-        """Let the next one go."""
+        """Let the next thread run."""
         with self._condition:
             after = [each for each in self._waiting if each > self._at]
             self._at = (after or self._waiting or [0])[0]
             self._condition.notify_all()
 
     def leave(self, number: int) -> None:
-        """Let the others go on without this one: no host asks once more after the last batch."""
+        """Let the others continue without this one: no host asks again after the last batch."""
         with self._condition:
             self._waiting.remove(number)
             if self._at == number:
                 self.pass_on()
 
     def fail(self) -> None:
-        """Let nobody wait any longer."""
+        """End all waiting."""
         with self._condition:
             self.failed = True
             self._condition.notify_all()
 
 
 class Loader:
-    """Gives batches, whole or in pieces, in turn; takes the time of each.
+    """Yields batches in turn, whole or in pieces, and measures the time of each.
 
     Args:
-        batches: of the run.
-        pieces: of each batch.
+        batches: batches of the run.
+        pieces: number of pieces per batch.
         turns: shared with the other loader.
-        number: of this one.
+        number: index of this loader.
     """
 
     def __init__(self, batches: Sequence[Batch], pieces: int, turns: Turns, number: int) -> None:
         self._batches, self._pieces = batches, pieces
         self._turns, self._number = turns, number
-        self.seconds: list[tuple[float, float]] = []  # by the clock, and of the processor
+        self.seconds: list[tuple[float, float]] = []  # wall-clock time and CPU time
 
     def __len__(self) -> int:
         return len(self._batches) * self._pieces
@@ -130,7 +130,7 @@ else the rows of a microbatch, 0 for ``"auto"``."""
 
 
 def lightning(model: nn.Module, loader: Loader, accumulated: int, size: int | None) -> None:
-    """Lightning's Trainer."""
+    """Train with Lightning's Trainer."""
     import lightning.pytorch as pl
 
     from automicro.integrations.lightning import AutoMicrobatch
@@ -162,7 +162,7 @@ def lightning(model: nn.Module, loader: Loader, accumulated: int, size: int | No
 
 
 def transformers(model: nn.Module, loader: Loader, accumulated: int, size: int | None) -> None:
-    """Hugging Face's Trainer."""
+    """Train with Hugging Face's Trainer."""
     from transformers import Trainer, TrainingArguments
     from transformers.utils import logging
 
@@ -209,7 +209,7 @@ def transformers(model: nn.Module, loader: Loader, accumulated: int, size: int |
 
 
 def accelerate(model: nn.Module, loader: Loader, accumulated: int, size: int | None) -> None:
-    """A loop with accelerate."""
+    """Train in a loop with accelerate."""
     from accelerate import Accelerator
 
     from automicro.integrations.accelerate import microbatcher
@@ -251,12 +251,12 @@ Times = list[tuple[float, float]]
 def run_both(
     train: Train, steps: int, pieces: int, *, ours: int, is_control: bool
 ) -> tuple[Times, Times, float]:
-    """The times of the host alone and of the other one, and how far their parameters differ.
+    """Return the times of the host alone and of the other run, and the distance of parameters.
 
     Args:
         train: one of the hosts.
-        steps: after those that warm up.
-        pieces: of a batch.
+        steps: number of steps after warm-up.
+        pieces: number of pieces per batch.
         ours: which of the two has automicro, or would have it.
         is_control: whether both are the host alone.
     """
@@ -264,7 +264,7 @@ def run_both(
     turns = Turns(2)
     cuts = [pieces, pieces]
     if not is_control:
-        cuts[ours] = 1  # automicro cuts its batches itself
+        cuts[ours] = 1  # automicro splits its batches itself
     loaders = [Loader(batches, cut, turns, number) for number, cut in enumerate(cuts)]
     models = [make_model(), make_model()]
     failures: list[BaseException] = []
@@ -272,7 +272,7 @@ def run_both(
     def run(number: int) -> None:
         size = None if number != ours or is_control else 0 if pieces == 1 else ROWS // pieces
         try:
-            turns.wait(number)  # nor do they import at once
+            turns.wait(number)  # they must not import at once
             train(models[number], loaders[number], cuts[number], size)
             turns.leave(number)
         except BaseException as error:
@@ -293,7 +293,7 @@ def run_both(
 
 
 def compare(train: Train, steps: int, pieces: int, *, is_control: bool = False) -> dict[str, Any]:
-    """The time of a step with automicro by that of the host alone."""
+    """Return the time of a step with automicro relative to the host alone."""
     alone: Times = []
     beside: Times = []
     gap = 0.0
@@ -316,7 +316,7 @@ def compare(train: Train, steps: int, pieces: int, *, is_control: bool = False) 
 
 
 def main() -> None:
-    """Compare the hosts that are named, or all."""
+    """Compare the named hosts, or all."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("hosts", nargs="*", choices=[[], *HOSTS], metavar="HOST")
     parser.add_argument("--steps", type=int, default=60, help="of each, in all rounds together")

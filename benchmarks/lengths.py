@@ -1,16 +1,16 @@
-"""Rows of varying length: slices by cost beside what people do without, on one machine in turns.
+"""Rows of varying length: slices by cost against other approaches, on one machine in turns.
 
     python -m benchmarks.lengths [--rounds 6] [--json FILE]
 
-Two jobs with log-normal lengths, the mean a quarter of the longest: a causal language model, and a
-speech-like encoder with CTC. Each optimization batch of 48 rows is trained on in every way, one
-after the other, and the ways take turns in who comes first:
+Two jobs with log-normal lengths, whose mean is a quarter of the longest: a causal language model,
+and a speech-like encoder with CTC. Each optimization batch of 48 rows is trained in every way, one
+after the other, and the ways take turns in going first:
 
 - *batch*: slices of as many rows as fit, padded to the longest row of the batch;
-- *slice*: the same rows, each slice cut to its own longest, as a careful collate function does;
+- *slice*: the same rows, each slice trimmed to its own longest, as a careful collate function does;
 - *sorted*: batches of rows of similar length, from a loader that sorts the data set, each in
   slices of as many rows as fit, padded to the longest row of the batch. It trains on other
-  batches, of which the long ones come together;
+  batches, in which long rows come together;
 - *cost*: ``microbatch_unit="tokens"``.
 
 All have the same budget: a microbatch of at most four rows of the longest possible length.
@@ -43,7 +43,7 @@ WARM_UP = 12  # batches, in which the overhead is fitted as well
 
 
 class Block(nn.Module):
-    """Attention that no padding takes part in, and a layer of its own for each position."""
+    """Attention that ignores padding, and a feed-forward layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Several of them."""
+    """A stack of blocks."""
 
     def __init__(self, *, is_causal: bool) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Blocks(nn.Module):
 
 
 class Language(nn.Module):
-    """A causal language model."""
+    """Causal language model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Language(nn.Module):
 
 
 class Speech(nn.Module):
-    """Frames to letters, with connectionist temporal classification."""
+    """Encoder from frames to letters, with connectionist temporal classification."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,13 +122,13 @@ class Speech(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One of the two.
+    """One of the two jobs.
 
     Attributes:
-        model: makes it.
-        collate: makes a batch of rows of these lengths.
-        average: what its loss is a mean over.
-        unit: of microbatch sizes.
+        model: creates the model.
+        collate: creates a batch of rows of these lengths.
+        average: average of its loss.
+        unit: unit of microbatch sizes.
     """
 
     model: Callable[[], nn.Module]
@@ -138,7 +138,7 @@ class Job:
 
 
 def lengths_of(count: int, seed: int) -> list[int]:
-    """Log-normal, with a mean of a quarter of the longest; the longest are drawn anew."""
+    """Draw log-normal lengths with a mean of a quarter of the longest; longer ones are redrawn."""
     drawn, found = torch.Generator().manual_seed(seed), list[int]()
     spread = 0.8
     middle = math.log(LONGEST / 4) - spread**2 / 2
@@ -169,7 +169,7 @@ def sounds(lengths: list[int]) -> dict[str, Tensor]:
 
 
 def cut(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A slice without the padding that all of its rows have, as people write it."""
+    """Trim the padding common to all rows of a slice, as users do."""
     if "audio" in batch:
         frames, letters = int(batch["audio_lengths"].max()), int(batch["label_lengths"].max())
         return {
@@ -206,12 +206,12 @@ def by_rows(job: Job, model: nn.Module, rows: int, *, cuts: bool) -> Microbatche
         forward=own_length if cuts else whole,
         loss_average=job.average,
         microbatch_size=rows,
-        probe=False,  # each would look for itself
+        probe=False,  # each would run its own check
     )
 
 
 def frames(row: Mapping[str, Tensor]) -> float:
-    """What a sound costs; its letters cost nothing that counts."""
+    """Return the cost of a sound; the cost of its letters is negligible."""
     return float(row["audio_lengths"])
 
 
@@ -236,7 +236,7 @@ class Way:
         self.slices = 0
 
     def step(self, lengths: list[int], *, counts: bool) -> float:
-        """Train on one batch; the seconds of it."""
+        """Train on one batch and return its seconds."""
         batch = self.job.collate(lengths)
         began = time.perf_counter()
         result = self.microbatcher(batch).backward(batch)
@@ -265,7 +265,7 @@ class Way:
 
 
 def padding_share(job: Job, way: str, batches: list[list[int]]) -> float:
-    """The share of computed positions that are padding."""
+    """Return the share of computed positions that are padding."""
     real = computed = 0
     made = Way(way, job)
     seen: list[int] = []
@@ -288,7 +288,7 @@ def padding_share(job: Job, way: str, batches: list[list[int]]) -> float:
 
 
 def gradient_gap(job: Job) -> float:
-    """The largest relative difference of the gradient by cost from the whole batch's, in fp64."""
+    """Return the largest relative difference from the whole batch's gradient, in fp64."""
     torch.set_default_dtype(torch.float64)
     try:
         torch.manual_seed(0)
@@ -309,7 +309,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     job = JOBS[name]
     ways = {way: Way(way, job) for way in ("batch", "slice", "sorted", "cost")}
     batches = [lengths_of(ROWS, seed) for seed in range(WARM_UP + rounds)]
-    # A loader that sorts: the same rows, batches of neighbours in the order of length, shuffled.
+    # A loader that sorts: the same rows in shuffled batches of neighbors by length.
     every = sorted(length for each in batches[WARM_UP:] for length in each)
     similar = [every[begin : begin + ROWS] for begin in range(0, len(every), ROWS)]
     ratios: dict[str, list[float]] = {way: [] for way in ways}
@@ -366,7 +366,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def draw(found: Mapping[str, Any], path: pathlib.Path) -> None:
-    """Where the time of a thousand rows goes, by what a slice was found to cost."""
+    """Draw where the time of a thousand rows goes, by the measured cost of a slice."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.5, 3.2), layout="constrained")

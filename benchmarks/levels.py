@@ -1,12 +1,12 @@
-"""What each level costs on real jobs, and whether "auto" takes the fastest.
+"""The cost of each level on real jobs, and whether "auto" takes the fastest.
 
     python -m benchmarks.levels [--rounds 9] [--steps 40] [job …]
 
-Each job has a limit. With every level by itself (nothing, recompute, offload, both) the largest
-microbatch that fits is found by "auto" sizes; then all levels run in turns, each at its size, and
-the median of their seconds counts. Beside them, a run with ``when_too_large="auto"`` chooses by
-itself; what it chose is compared with the best. Every level has to give the gradient of the job
-without any limit, bit by bit where the microbatches are the same.
+Each job has a limit. For every level (nothing, recompute, offload, both) "auto" sizes find the
+largest microbatch that fits. Then all levels run in turns, each at its size, and their median
+seconds count. A run with ``when_too_large="auto"`` chooses a level, which is compared with the
+best. Every level must give the gradient of the job without a limit, bit by bit if the microbatches
+are the same.
 """
 
 import argparse
@@ -32,12 +32,12 @@ class Job:
     """A model, one batch, and a limit.
 
     Attributes:
-        make: the model.
-        batch: of it.
-        limit: bytes, as text.
-        options: of the `Microbatcher`.
-        repeats: whether a microbatch of the whole batch gives the same bits, as one of fewer rows
-            may not.
+        make: creates the model.
+        batch: its batch.
+        limit: amount of memory, as text.
+        options: options of the `Microbatcher`.
+        repeats: whether a microbatch of the whole batch always gives the same bits, unlike smaller
+            ones.
     """
 
     make: Callable[[], nn.Module]
@@ -84,7 +84,7 @@ def mlp() -> Job:
 
 
 class Convolutions(nn.Module):
-    """Residual blocks with GroupNorm on small pictures."""
+    """Residual blocks with GroupNorm on small images."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ JOBS: dict[str, Callable[[], Job]] = {
 
 
 class Runner:
-    """One way to run a job, again and again."""
+    """One way to run a job repeatedly."""
 
     def __init__(self, job: Job, *, level: Level | None = None, steps: int = 0) -> None:
         torch.manual_seed(0)
@@ -135,7 +135,7 @@ class Runner:
         )
         self._level = level
         if level is not None and level.savers:
-            # The level of another copy of the model stands for its blocks.
+            # The level of another copy of the model refers to its own blocks.
             name = [each.name for each in level.savers]
             self._level = make_levels(name, [self._model], torch.device("cpu"))[-1]
         self.result: Any = None
@@ -143,7 +143,7 @@ class Runner:
             self.step()
 
     def step(self) -> float:
-        """Seconds of one step."""
+        """Return the seconds of one step."""
         self._model.zero_grad()
         began = time.perf_counter()
         if self._level is None or not self._level.savers:
@@ -155,12 +155,12 @@ class Runner:
 
     @property
     def rows(self) -> int:
-        """Of the batch."""
+        """Rows of the batch."""
         return int(self.result.num_samples)
 
 
 def measure(name: str, *, steps: int, rounds: int) -> bool:
-    """Run one job at every level and by itself; whether its own choice is good enough."""
+    """Run one job at every level and with its own choice; return whether that is good enough."""
     job = JOBS[name]()
     levels = make_levels("auto", [job.make()], torch.device("cpu"))
     print(f"{name}: limit {format_bytes(parse_bytes(job.limit))}", flush=True)
@@ -193,7 +193,7 @@ def measure(name: str, *, steps: int, rounds: int) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the jobs; 1 where a choice was more than 5 % slower than the best."""
+    """Run the jobs; return 1 if a choice was more than 5 % slower than the best."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("jobs", nargs="*", help=f"of {', '.join(JOBS)}; all unless given")
     parser.add_argument("--rounds", type=int, default=9, help="timed steps of each")

@@ -1,22 +1,22 @@
-"""How many small mistakes in the code the tests notice, and which test notices each.
+"""Small mistakes in the code: how many the tests detect, and which test detects each.
 
     python -m benchmarks.mutants --json benchmarks/results/mutants.json      # about two hours
     python -m benchmarks.mutants --compare benchmarks/results/mutants.json   # a quarter of an hour
     python -m benchmarks.mutants --count 20 --tests "tests/checkpoints tests/trainer/resume"
 
-A seed picks lines of the areas below; each gets one mistake: a comparison turned, a call left out,
-a constant changed, a condition negated. All of them stand in temporary copies of the tree, asleep.
-The tests run once there, which says which of them pass by which mistake. Then, for each mistake,
-awake in a process of its own, those tests run that pass by it, the quick ones first, until one
-fails or hangs, twice in a row. Sweeps run for the mistakes that all other tests let through. What
-runs in other processes counts, too. A mistake that no test passes by has survived.
+A seed picks lines of the areas below. Each gets one mistake: an inverted comparison, a missing
+call, a changed constant, a negated condition. Temporary copies of the tree contain all of them,
+inactive. The tests run once there, which records the mistakes that each test reaches. Then each
+mistake is activated in its own process, where the tests that reach it run, quick ones first, until
+one fails or hangs twice in a row. Sweeps run for mistakes that all other tests miss. Code in other
+processes counts, too. A mistake that no test reaches has survived.
 
-`--compare` takes the mistakes that were killed when a file was written, and says whether the tests
-kill them all today. Each former killer runs first, so that the whole of the tests runs only where
-one of them is gone or kills no more. The lines are found again wherever they moved; a mistake whose
-line is no more is "gone", and counts for nothing. The times above are those of two idle cores.
+`--compare` takes the mistakes that were killed when a file was written, and reports whether today's
+tests kill all of them. Each former killer runs first; other tests run only if it is gone or kills
+no more. Lines are found again wherever they moved. A mistake whose line no longer exists is "gone"
+and does not count. The times above are for two idle cores.
 
-With `--progress` an interrupted run goes on where it was, as long as no test and no code changes.
+With `--progress` an interrupted run resumes, as long as no test and no code changes.
 """
 
 import argparse
@@ -45,14 +45,14 @@ from typing import Any
 from benchmarks.mutants_worker import SWITCH
 
 ROOT = Path(__file__).parent.parent
-# What the tests must watch over: parts of automicro. Each has at least LEAST mistakes.
+# Parts of automicro that the tests must cover. Each gets at least LEAST mistakes.
 AREAS = (
     *(("step",), ("transaction",), ("batch",), ("loss", "checking"), ("policy",), ("optimizer",)),
     *(("microbatcher.py",), ("ranks",), ("checkpoints",), ("integrations",)),
     *(("trainer/data",), ("trainer/resume",), ("trainer/fit.py", "trainer/step.py")),
 )
 LEAST = 8
-# What needs a device, reads the source of automicro, or runs for the sake of something else.
+# Tests that need a device, read the source of automicro, or serve another purpose.
 LEFT_OUT = (
     *(
         "tests/packaging",
@@ -63,10 +63,10 @@ LEFT_OUT = (
     ),
     *("tests/test_architecture.py", "tests/test_documentation.py", "tests/test_gpu_report.py"),
 )
-MARKS = "not gpu and not slow and not standin"  # with the sweeps
-# Seconds that a test has while all mistakes sleep, on a machine that is busy.
+MARKS = "not gpu and not slow and not standin"  # sweeps included
+# Time limit of a test, in seconds, while all mistakes are inactive, on a busy machine.
 ASLEEP = 600.0
-# And while one is awake, beside ten times what it took before.
+# The same while one is active, in addition to ten times its former duration.
 LIMIT = 30.0
 TURNED = {
     ast.Lt: ">=",
@@ -84,16 +84,16 @@ TURNED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Mutant:
-    """One mistake, found again by the text of its line when lines have moved.
+    """One mistake, identified by the text of its line, so that it is found after moves.
 
     Attributes:
-        file: relative to the root.
-        function: with the classes and functions around it.
-        line: its text, without the blanks around it.
-        nth: among those of this function with all else equal.
-        kind: what is wrong.
-        before: what is there.
-        after: what stands in its place.
+        file: path relative to the root.
+        function: qualified name of the function.
+        line: text of the line, stripped.
+        nth: index among mistakes of this function that are otherwise equal.
+        kind: kind of the mistake.
+        before: original text.
+        after: replacement.
     """
 
     file: str
@@ -107,7 +107,7 @@ class Mutant:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a mistake is: bytes of a file, and the line for people."""
+    """Position of a mistake: bytes of a file, and the line for messages."""
 
     mutant: Mutant
     number: int
@@ -117,13 +117,13 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What became of a mistake.
+    """Outcome of a mistake.
 
     Attributes:
-        outcome: "killed", "survived" or "gone" (its line is no more).
+        outcome: "killed", "survived" or "gone" (its line no longer exists).
         by: the test that failed or hung.
-        reached: how many tests pass by, of those that were asked.
-        ran: how many of them ran.
+        reached: number of selected tests that reach it.
+        ran: number of these that ran.
     """
 
     mutant: Mutant
@@ -134,7 +134,7 @@ class Verdict:
 
 
 class Source:
-    """A file, its lines, and where its expressions lie."""
+    """A file with its lines and expression positions."""
 
     def __init__(self, path: Path) -> None:
         self.bytes = path.read_bytes()
@@ -150,7 +150,7 @@ class Source:
         return start, self._starts[node.end_lineno - 1] + node.end_col_offset
 
     def begin(self) -> int:
-        """Where imports may stand: behind the docstring."""
+        """Position for imports: after the docstring."""
         first = next(
             each
             for each in self.tree.body
@@ -167,9 +167,9 @@ class Source:
 
 
 def places_in(path: Path, root: Path) -> list[Place]:
-    """All mistakes that could be made in a file, in order."""
+    """Return all possible mistakes in a file, in order."""
     source = Source(path)
-    unused = {  # the calls whose result nobody takes: those can be left out
+    unused = {  # calls whose result is unused can be removed
         statement.value
         for statement in ast.walk(source.tree)
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
@@ -200,9 +200,9 @@ def places_in(path: Path, root: Path) -> list[Place]:
 def nodes_that_run(
     node: ast.AST, names: tuple[str, ...] = (), *, inside: bool = False
 ) -> Iterator[tuple[ast.expr, str]]:
-    """Expressions in the bodies of functions, each with the name of its function.
+    """Yield expressions in function bodies, each with the name of its function.
 
-    There are none of annotations, defaults, decorators and f-strings.
+    Annotations, defaults, decorators and f-strings are skipped.
     """
     if isinstance(node, ast.expr) and inside:
         yield node, ".".join(names)
@@ -220,7 +220,7 @@ def nodes_that_run(
 
 
 def mistakes(node: ast.expr, source: Source) -> Iterator[tuple[str, str]]:
-    """What can be made wrong of an expression: the kind, and the wrong text."""
+    """Yield possible mistakes in an expression: the kind and the wrong text."""
     text = source.text
     match node:
         case ast.Compare(left=left, ops=[operator], comparators=[right]):
@@ -239,7 +239,7 @@ def mistakes(node: ast.expr, source: Source) -> Iterator[tuple[str, str]]:
 
 
 def places(root: Path, area: Sequence[str] = (".",)) -> list[Place]:
-    """What could be made wrong in a part of the package, or in all of it."""
+    """Return possible mistakes in a part of the package, or in all of it."""
     files: list[Path] = []
     for name in area:
         path = root / "automicro" / name
@@ -248,9 +248,9 @@ def places(root: Path, area: Sequence[str] = (".",)) -> list[Place]:
 
 
 def pick(root: Path, *, seed: int, count: int) -> list[Mutant]:
-    """So many mistakes, at most one in a statement, in each area of each kind alike.
+    """Draw mistakes, at most one per statement, equally over the kinds of each area.
 
-    Areas have LEAST each, or all alike where that is too many; the larger ones have more.
+    Each area gets at least LEAST, or an equal share if that is too many; larger areas get more.
     """
     of_areas = [places(root, area) for area in AREAS]
     numbers = [0] * len(AREAS)
@@ -291,9 +291,9 @@ def clash(one: Place, other: Place) -> bool:
 
 
 def find(root: Path, mutants: Sequence[Mutant]) -> list[Place | None]:
-    """Where they are now; None for what is gone.
+    """Return current positions of mistakes; None if gone.
 
-    A file or a function may have another name by now, if no other line could be meant.
+    Renamed files and functions are recognized if the line is unambiguous.
     """
     found: list[Place | None] = [None] * len(mutants)
     everywhere = places(root)
@@ -312,7 +312,7 @@ def find(root: Path, mutants: Sequence[Mutant]) -> list[Place | None]:
 
 
 def put_to_sleep(root: Path, found: Sequence[Place | None]) -> None:
-    """Write every mistake into the tree, each under a condition."""
+    """Write every mistake into the tree, each behind a condition."""
     by_file: dict[str, list[tuple[int, Place]]] = collections.defaultdict(list)
     for number, place in enumerate(found):
         if place is not None:
@@ -324,13 +324,13 @@ def put_to_sleep(root: Path, found: Sequence[Place | None]) -> None:
             before = source[place.start : place.end].decode()
             text = f"(({place.mutant.after}) if {SWITCH}.awake({number}) else ({before}))"
             source = source[: place.start] + text.encode() + source[place.end :]
-        switch = f"import {SWITCH}\n".encode()  # no call: a compiler cannot see through __import__
+        switch = f"import {SWITCH}\n".encode()  # not a call: a compiler cannot trace __import__
         (root / name).write_bytes(source[:begin] + switch + source[begin:])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a test did in a worker: whether it failed, and the mistakes that it passed by."""
+    """Result of a test in a worker: whether it failed, and the mistakes that it reached."""
 
     test: str
     failed: bool
@@ -339,12 +339,12 @@ class Result:
 
 
 class Worker:
-    """A process that runs tests in a copy of the tree, as it is ordered to.
+    """Process that runs tests on request in a copy of the tree.
 
     Args:
-        root: of the tree.
-        found: the mistakes to put to sleep in it.
-        arguments: of pytest, which say what it collects.
+        root: root of the tree.
+        found: mistakes to insert, inactive.
+        arguments: pytest's arguments, which select the tests.
     """
 
     def __init__(self, root: Path, found: Sequence[Place | None], arguments: Sequence[str]) -> None:
@@ -373,7 +373,7 @@ class Worker:
         self.tests: dict[str, bool] = {}
 
     def collect(self) -> None:
-        """Wait until `tests` says which there are, and whether each is a sweep."""
+        """Wait for the list `tests` of collected tests, with their sweep marks."""
         self.tests = self._answer()
 
     def run(self, tests: Sequence[str], limits: Sequence[float], *, awake: int) -> list[Result]:
@@ -390,7 +390,7 @@ class Worker:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()  # it ends after the order that it is at
+            self._process.stdin.close()  # it ends after its current order
         self._process.stdout.close()
         self._process.wait()
         self._temporary.cleanup()
@@ -405,16 +405,16 @@ class Worker:
 
 
 class Progress:
-    """What is known so far; in a file, where one is given, so that another run goes on with it.
+    """Results so far, optionally also in a file, from which another run can resume.
 
     Attributes:
-        seconds: that each test took which has run while the mistakes slept.
-        passing: the mistakes that it passed by; none where it failed.
-        verdicts: of each stage and mistake.
+        seconds: duration of each test that ran with inactive mistakes.
+        passing: mistakes that each test reached; none if it failed.
+        verdicts: results by stage and mistake.
 
     Args:
-        path: of the file.
-        key: what must not have changed.
+        path: path of the file.
+        key: digest of everything that must not have changed.
     """
 
     def __init__(self, path: Path | None, key: str) -> None:
@@ -431,7 +431,7 @@ class Progress:
         with path.open("w") as file:
             file.write(key + "\n")
             for line in lines[1:] if is_same else ():
-                if line.endswith("\n"):  # not torn by the end of that run
+                if line.endswith("\n"):  # not truncated by the end of that run
                     file.write(line)
                     self._learn(json.loads(line))
         if lines and not is_same:
@@ -457,12 +457,12 @@ class Progress:
 
 
 class Measurement:
-    """Judges mistakes by several workers.
+    """Judges mistakes with several workers.
 
     Args:
-        workers: that have collected.
-        progress: what is known so far.
-        seconds: of tests for each mistake and stage.
+        workers: workers that have collected.
+        progress: results so far.
+        seconds: test time per mistake and stage.
     """
 
     def __init__(self, workers: Sequence[Worker], progress: Progress, seconds: float) -> None:
@@ -478,10 +478,10 @@ class Measurement:
         """Let tests judge the mistakes that are not killed yet.
 
         Args:
-            name: of the stage.
-            tests: that judge.
-            numbers: of the mistakes.
-            first: which test judges a mistake before all others.
+            name: name of the stage.
+            tests: tests that judge.
+            numbers: indices of the mistakes.
+            first: the test that judges a mistake before all others.
         """
         left = [each for each in numbers if self.verdicts.get(each, {}).get("outcome") != "killed"]
         if not left or not tests:
@@ -503,7 +503,7 @@ class Measurement:
             self.verdicts[number] = now
 
     def _map(self, name: str, tests: Sequence[str]) -> None:
-        """Find out which tests pass by which mistakes."""
+        """Find out which tests reach which mistakes."""
         by_file = collections.defaultdict(list)
         for test in sorted(tests, key=self._order.__getitem__):
             by_file[test.partition("::")[0]].append(test)
@@ -514,7 +514,7 @@ class Measurement:
                 left = left[len(results) :]
                 self._progress.note(ran=[list(dataclasses.astuple(each)) for each in results])
 
-        # Large ones first, so that no worker waits long for the other in the end.
+        # Large ones first, so that the workers finish at about the same time.
         files = sorted(by_file.values(), key=len, reverse=True)
         self._spread(
             f"{name}: tests run once", files, run, lambda done: sum(len(each) for each in done)
@@ -537,13 +537,13 @@ class Measurement:
             chosen = chosen[len(results) :]
             told["ran"] += len(results)
             test = results[-1].test
-            # Once may be for other reasons, on a busy machine.
+            # A single failure might have other reasons on a busy machine.
             if results[-1].failed and run([test])[-1].failed:
                 return told | {"outcome": "killed", "by": test}
         return told
 
     def _choose(self, reached: Sequence[str], first: str) -> list[str]:
-        """The quick ones of those that pass by; what shares fixtures stays together."""
+        """Return quick tests that reach a mistake, with shared fixtures kept together."""
         stages: list[list[str]] = [[], []]
         total = 0.0
         for test in sorted(reached, key=self._progress.seconds.__getitem__):
@@ -563,7 +563,7 @@ class Measurement:
         do: Callable[[Worker, Any], None],
         size: Callable[[Sequence[Any]], int],
     ) -> None:
-        """Do each job with the worker that is free, and say how far that is."""
+        """Assign each job to a free worker, and print the progress."""
         free: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         for worker in self._workers:
             free.put(worker)
@@ -608,12 +608,12 @@ def measure(
 
     Args:
         mutants: the mistakes.
-        arguments: of pytest, which say which tests judge.
-        root: of the tree.
-        seconds: of tests for each mistake and stage.
+        arguments: pytest's arguments, which select the tests that judge.
+        root: root of the tree.
+        seconds: test time per mistake and stage.
         former: the test that killed a mistake before, which judges it first.
-        progress: a file that outlasts an interruption.
-        workers: how many processes run tests at a time.
+        progress: file that survives an interruption.
+        workers: number of processes that run tests.
     """
     found = find(root, mutants)
     numbers = [number for number, place in enumerate(found) if place is not None]
@@ -629,7 +629,7 @@ def measure(
         measurement = Measurement(crew, known, seconds)
         tests = crew[0].tests
         first = {number: (former or {}).get(mutants[number], "") for number in numbers}
-        # Where a killer has gone, or has other parameters, those of its name may kill as well.
+        # If a killer is gone or has other parameters, tests with its name might kill as well.
         gone = {function_of(test) for test in first.values() if test and test not in tests}
         named = set(first.values())
         killers = [test for test in tests if test in named or function_of(test) in gone]
@@ -656,7 +656,7 @@ def function_of(test: str) -> str:
 
 
 def digest(root: Path, mutants: Sequence[Mutant], arguments: Sequence[str]) -> str:
-    """Of all that a verdict depends on."""
+    """Return a digest of everything that a verdict depends on."""
     whole = hashlib.sha256(repr((mutants, arguments)).encode())
     for path in sorted(root.rglob("*.py")):
         if ".venv" not in str(path.relative_to(root)):

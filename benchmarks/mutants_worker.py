@@ -1,8 +1,8 @@
-"""What runs the tests for benchmarks.mutants, in a copy of the tree.
+"""Worker that runs the tests for benchmarks.mutants, in a copy of the tree.
 
-It collects the tests once. Then, for each order that comes in, a fork of it runs some of them: all
-while the mistakes sleep, or until one fails while one mistake is awake. So no test meets what an
-earlier order has left in the process, and none waits for imports. Linux only.
+It collects the tests once. For each order, a fork of it runs some of them: all with inactive
+mistakes, or until one fails with one active mistake. So no test is affected by an earlier order,
+and none waits for imports. Linux only.
 """
 
 import contextlib
@@ -58,16 +58,16 @@ BECOME_SUBREAPER = 36
 
 
 class Worker:
-    """A plugin of pytest that runs what it is ordered to.
+    """Plugin of pytest that runs tests on request.
 
     An order is a line of JSON: the `tests`, which mistake is `awake` (-1: none) and the `limits` of
-    the tests in seconds. So is the answer: of each test that ran its name, whether it failed, the
-    seconds that it took, and the mistakes that it passed by.
+    the tests in seconds. So is the answer: the name of each test that ran, whether it failed, its
+    duration, and the mistakes that it reached.
 
     Args:
-        folder: shared with the switch.
-        orders: where they come from.
-        answers: where the answers go.
+        folder: folder shared with the switch.
+        orders: stream of orders.
+        answers: stream of answers.
     """
 
     def __init__(self, folder: Path, orders: TextIO, answers: TextIO) -> None:
@@ -82,7 +82,7 @@ class Worker:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         if session.testsfailed:
-            return False  # nothing can be said of tests that are not even collected
+            return False  # tests that are not even collected cannot judge
         if "torch" in sys.modules:
             importlib.import_module(SLOW_IMPORT)
         gc.freeze()
@@ -145,9 +145,9 @@ class Worker:
 
 
 def wait_for(process: int, results: Path, limits: Sequence[float]) -> None:
-    """Until it has ended, or one of its tests takes longer than it may.
+    """Wait until a process ends or one of its tests exceeds its limit.
 
-    The test's own timeout comes first, but for one that hangs outside Python.
+    The test's own timeout comes first, unless it hangs outside Python.
     """
     lines, since = 0, time.monotonic()
     while not os.waitpid(process, os.WNOHANG)[0]:
@@ -160,9 +160,9 @@ def wait_for(process: int, results: Path, limits: Sequence[float]) -> None:
 
 
 def end_descendants() -> None:
-    """Kill what is left of a fork, also what has a session of its own.
+    """Kill everything that remains of a fork, including other sessions.
 
-    This process adopts the children of those that end.
+    This process adopts the orphans.
     """
     while children := list(children_of_this_process()):
         for child in children:
@@ -179,12 +179,12 @@ def children_of_this_process() -> Iterable[int]:
 
 def main(folder: Path, arguments: Sequence[str]) -> int:
     ctypes.CDLL(None).prctl(BECOME_SUBREAPER, 1, 0, 0, 0)
-    # Kept from the tests, and from pytest, which reports beside the errors.
+    # Hidden from the tests, and from pytest, which reports to stderr.
     orders, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     (folder / "awake").write_text("-1")
     Path(f"{SWITCH}.py").write_text(SWITCH_SOURCE.format(folder=str(folder)))
-    # The copy's automicro may be without the plugin that is installed beside it.
+    # The copy's automicro might lack the plugin that is installed next to it.
     left_out = [f"-pno:{each}" for each in ("cacheprovider", "xdist", "automicro")]
     temporary = f"--basetemp={folder / 'tests'}"
     options = ["-q", *left_out, temporary, "--tb=no", *arguments]

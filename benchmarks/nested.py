@@ -1,10 +1,10 @@
-"""Parts with a size of their own: what they cost, and what they give under one memory limit.
+"""Parts with their own size: overhead, and throughput under one memory limit.
 
     python -m benchmarks.nested
 
-Two models whose last part needs far more memory for a row than all before it: the joint network of
-a transducer, which gives (rows, times, labels, vocabulary), and a language model's head over a
-vocabulary of 128k. The limit is simulated (`MemoryBudget`), the seconds are this machine's.
+Two models whose last part needs far more memory per row than everything before it: the joint
+network of a transducer, which returns (rows, times, labels, vocabulary), and a language model's
+head with a vocabulary of 128k. The limit is simulated (`MemoryBudget`), the seconds are real.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from automicro.features import Nested
 
 
 class Joint(nn.Module):
-    """What each time and each label gives together."""
+    """Combines each time with each label."""
 
     def __init__(self, width: int, vocabulary: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Head(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Two blocks under a large vocabulary."""
+    """Two blocks with a large vocabulary."""
 
     def __init__(self, width: int = 64, vocabulary: int = 131_072) -> None:
         super().__init__()
@@ -88,31 +88,30 @@ def language_model() -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 JOBS = {
-    "transducer, joint": (transducer, "48MiB", ("rows",)),
-    "128k words, head": (language_model, "384MiB", ("rows", "tokens")),
+    "transducer, joint": (transducer, "48MiB"),
+    "128k words, head": (language_model, "384MiB"),
 }
 
 
 def under_one_limit(name: str, steps: int) -> list[tuple[str, int, float, float]]:
-    """Size, rows a second and peak in MiB, without and with a size of the part's own."""
-    make, limit, units = JOBS[name]
+    """Return size, rows per second and peak in MiB, without and with a size for the part."""
+    make, limit = JOBS[name]
     torch.manual_seed(0)
     model, batch = make()
     found = []
-    for unit in (None, *units):
-        part = {} if unit is None else {"tail": {"microbatch_unit": unit}}
+    for how, part in (("without", {}), ("rows", {"tail": "auto"})):
         microbatcher = Microbatcher(
             copy.deepcopy(model), memory_limit=limit, features=[Nested(part)]
         )
         seconds = []
-        for _ in range(steps + 4):  # sizes are found in the first ones
+        for _ in range(steps + 4):  # the first steps find sizes
             start = time.perf_counter()
             result = microbatcher.backward(batch)
             seconds.append(time.perf_counter() - start)
         num_rows = len(next(iter(batch.values())))
         found.append(
             (
-                unit or "without",
+                how,
                 result.microbatch_size,
                 num_rows / min(seconds[4:]),
                 (result.peak_bytes or 0) / 2**20,
@@ -138,7 +137,7 @@ def forward_and_backward(part: nn.Module, given: Sequence[Tensor]) -> None:
 
 
 def overhead() -> list[tuple[str, float, float, float]]:
-    """Microseconds of forward and backward of a tiny part: plain, in one slice, in eight."""
+    """Return microseconds of forward and backward of a tiny part: plain, in one slice, in eight."""
     x, targets = torch.randn(16, 8, requires_grad=True), torch.randint(8, (16,))
     found = []
     jobs: tuple[tuple[str, Callable[[], nn.Module], Sequence[Tensor]], ...] = (
@@ -158,11 +157,11 @@ def overhead() -> list[tuple[str, float, float, float]]:
 
 
 def found_together(name: str, steps: int) -> tuple[str, float, str, float]:
-    """What "explore" found of both sizes, its rows a second, and the best of a grid with its own.
+    """Return both sizes found by "explore" and the best of a grid, each with its rows per second.
 
-    All of the grid that fits and what was found run in turns.
+    Everything in the grid that fits and the found sizes run in turns.
     """
-    make, limit, _ = JOBS[name]
+    make, limit = JOBS[name]
     torch.manual_seed(0)
     model, batch = make()
     num_rows = len(next(iter(batch.values())))
@@ -183,7 +182,7 @@ def found_together(name: str, steps: int) -> tuple[str, float, str, float]:
         if of_part <= size:
             runner = made(size, of_part)
             try:
-                for _ in range(2):  # gradients are there from the second one on
+                for _ in range(2):  # from the second step on gradients exist
                     runner.backward(batch)
             except torch.OutOfMemoryError:
                 continue

@@ -1,11 +1,11 @@
-"""Run what CI has no time for, one stage after another, and keep the last result of each.
+"""Run the long stages that CI skips, one after another, and keep the last result of each.
 
     python -m benchmarks.nightly [--only STAGE …] [--seed 20261125]
 
-Property tests, the search, the kills and the torture of ranks draw by the seed: today's date unless
-it is given. It is printed, so that a failure can be drawn again. A stage that fails does not stop
-the others. benchmarks/results/nightly.md says when each stage ran last, on which commit, and how it
-ended; run all of it before a release.
+Property tests, the search, the kills and the torture of ranks draw by the seed, by default today's
+date. It is printed, so that a failure can be repeated. A stage that fails does not stop the others.
+benchmarks/results/nightly.md records when each stage ran last, on which commit, and its result; run
+all stages before a release.
 """
 
 import argparse
@@ -51,8 +51,8 @@ def rows() -> dict[str, str]:
 
 
 def run(stage: str, seed: int) -> tuple[int, float, str]:
-    """Run a target; return its exit status, minutes, and the last line that it printed."""
-    # Without CI, so that property tests draw anew (tests/conftest.py), by the seed.
+    """Run a target; return its exit status, minutes, and last line of output."""
+    # Without CI, so that property tests draw new cases by the seed (tests/conftest.py).
     environment = {name: value for name, value in os.environ.items() if name != "CI"}
     environment["AUTOMICRO_SEED"] = str(seed)
     started = time.monotonic()
@@ -74,7 +74,7 @@ def run(stage: str, seed: int) -> tuple[int, float, str]:
 
 
 def main() -> int:
-    """Run the stages; return 1 where one of them failed."""
+    """Run the stages; return 1 if one of them failed."""
     today = datetime.date.today()
     parser = argparse.ArgumentParser(prog="python -m benchmarks.nightly")
     parser.add_argument("--only", nargs="+", choices=STAGES, default=STAGES, metavar="STAGE")

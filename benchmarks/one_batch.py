@@ -1,11 +1,11 @@
-"""What one settled batch walks through: calls of ours, the files they lie in, and how deep.
+"""The path of one settled batch: our calls, their files, and the depth of the stack.
 
     python benchmarks/one_batch.py [--tree]
 
-Counted are calls of Python functions of this package, generators and comprehensions among them,
-without those of torch and of the model: of `Microbatcher.backward`, whole and in eight
-microbatches, with a fixed size and with "auto", and of a batch of `Trainer.fit`. With each, the
-frames of this package above the model's `forward`. The same on every machine.
+Counts calls of Python functions of this package, including generators and comprehensions, but not
+those of torch and of the model: for `Microbatcher.backward`, whole and in eight microbatches, with
+a fixed size and with "auto", and for a batch of `Trainer.fit`. Also counts this package's frames
+above the model's `forward`. The result is the same on every machine.
 """
 
 import argparse
@@ -28,13 +28,13 @@ ROWS = 64
 
 
 class Trace:
-    """Calls of this package's functions while it is on.
+    """Calls of this package's functions during the trace.
 
     Attributes:
-        calls: how many.
-        changes: how often a call went from one file to another.
-        files: called into, with how many calls each.
-        deepest: frames of this package above the model's call.
+        calls: number of calls.
+        changes: number of calls from one file to another.
+        files: number of calls per file.
+        deepest: this package's frames above the model's call.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ def _frames_above(frame: FrameType | None) -> int:
 
 
 class Net(nn.Module):
-    """A model whose call shows where in the stack it is."""
+    """Model whose call reveals the depth of the stack."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""What the microbatcher costs above a hand-written loop at the same microbatch size.
+"""Overhead of the microbatcher over a hand-written loop at the same microbatch size.
 
     python -m benchmarks.overhead [--pairs 60] [--device cuda] [--json FILE]
 
 All do the same work on the same model and batch: slice, forward, loss times weight, backward. None
-reads a value back. They run in turn, so that a machine whose speed drifts slows all; figures are
-the medians pair by pair, with the 95 % interval of that median. On the CPU the clock is that of the
-process, and each is timed warm, and with a large model between the batches, which empties the
+reads a value back. They run in turn, so that drift of the machine's speed affects all equally; the
+results are medians of pairwise ratios, with their 95 % intervals. On the CPU, process time counts,
+and each is timed with warm caches, and with a large model between the batches, which empties the
 caches as other work of a step does.
 """
 
@@ -36,14 +36,14 @@ from tests.outside import Outside
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """One model, one batch, one microbatch size, and the ratio that is aimed for."""
+    """One model, one batch, one microbatch size, and the target ratio."""
 
     name: str
     model: nn.Module
     batch: tuple[Tensor, Tensor]
     microbatch_size: int | None  # None for the whole batch
-    goal: float | None = None  # the ratio
-    goal_us: float | None = None  # the microseconds of a batch
+    goal: float | None = None  # ratio
+    goal_us: float | None = None  # microseconds per batch
     loss_fn: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
 
 
@@ -73,7 +73,7 @@ def small_transformer(device: torch.device) -> Job:
 
 
 def chain(num_parameters: int, device: torch.device) -> Job:
-    """Small layers, one after the other: next to nothing but the fixed cost of a batch."""
+    """Return small layers in sequence, which have little beyond the fixed cost of a batch."""
     layers = [x for _ in range(num_parameters // 2) for x in (nn.Linear(16, 16), nn.ReLU())]
     batch = (torch.randn(64, 16).to(device), torch.randn(64, 16).to(device))
     return Job(
@@ -87,7 +87,7 @@ def chain(num_parameters: int, device: torch.device) -> Job:
 
 
 def wide_mlp(device: torch.device) -> Job:
-    """Two million parameters in sixteen tensors, whose step takes some ten milliseconds."""
+    """Return two million parameters in sixteen tensors; a step takes about ten milliseconds."""
     layers = [x for _ in range(8) for x in (nn.Linear(512, 512), nn.ReLU())]
     batch = (torch.randn(64, 512).to(device), torch.randn(64, 512).to(device))
     return Job(
@@ -110,9 +110,9 @@ JOBS: tuple[Callable[[torch.device], Job], ...] = (
 
 
 def hand_written(job: Job) -> Callable[[], object]:
-    """The loop that people write: exact because all slices have the same number of targets.
+    """Return a typical loop, exact because all slices have the same number of targets.
 
-    It keeps no loss, which ours does.
+    It keeps no loss, unlike ours.
     """
     inputs, targets = job.batch
     rows, size = len(inputs), job.microbatch_size
@@ -138,13 +138,13 @@ def automatic(job: Job, size: int | str | None) -> Callable[[], object]:
 
 
 def large_model(device: torch.device) -> Callable[[], object]:
-    """Work that leaves nothing of a batch in the caches."""
+    """Return work that removes the batch from the caches."""
     model, batch = nn.Linear(2048, 2048).to(device), torch.randn(64, 2048).to(device)
     return lambda: model(batch).sum().backward()
 
 
 def nothing() -> None:
-    """Batches follow each other."""
+    """Do nothing between batches."""
 
 
 class Counter(OperationMode):
@@ -168,7 +168,7 @@ def time_once(
     repeats: int,
     between: Callable[[], object] = nothing,
 ) -> float:
-    """Seconds of one step, gradients cleared outside the clock."""
+    """Return the seconds of one step; gradients are cleared outside the measurement."""
     clock = time.perf_counter if torch.accelerator.is_available() else time.process_time
     total = 0.0
     for _ in range(repeats):
@@ -183,13 +183,13 @@ def time_once(
 
 
 def open_device(name: str) -> torch.device:
-    """A device by name; the tests' stand-in for one is made first."""
+    """Return a device by name, creating the tests' stand-in if needed."""
     if name.startswith("standin"):
         importlib.import_module("tests.standin.device").install()
     device = torch.device(name)
     if device.type != "cpu":
-        # The device's thread of torch lets go of the last backward when that has returned, and
-        # needs the interpreter for it: a process that is ending by then aborts (pytorch#190489).
+        # torch's device thread frees the last backward after it has returned, and needs the
+        # interpreter for that: a process that ends at that moment aborts (pytorch#190489).
         atexit.register(time.sleep, 0.5)
     return device
 
@@ -201,7 +201,7 @@ def wait_for_device() -> None:
 
 
 def median_with_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median and its 95 % interval from order statistics, which assumes no distribution."""
+    """Return the median and its distribution-free 95 % interval, from order statistics."""
     ordered = sorted(values)
     spread = 1.96 * math.sqrt(len(ordered)) / 2
     low = max(0, math.floor(len(ordered) / 2 - spread))
@@ -223,7 +223,7 @@ def measure(
     gradients = [parameter.grad for parameter in job.model.parameters()]
     job.model.zero_grad(set_to_none=True)
     ours()
-    # Kernels of an accelerator do not add up in the same order each time.
+    # Kernels of an accelerator do not always add in the same order.
     for parameter, gradient in zip(job.model.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -277,8 +277,8 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def measure_look(job: Job, pairs: int) -> dict[str, Any]:
-    """What a look at a few rows costs: passes, rows, time beside a hand-written step, and when."""
-    seen = Outside(lengths=[])  # a check undoes what its passes change
+    """Measure a check of a few rows: passes, rows, relative time, and occasions."""
+    seen = Outside(lengths=[])  # a check undoes the changes of its passes
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
         if module is job.model and is_extra_pass():

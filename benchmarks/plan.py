@@ -1,15 +1,15 @@
-"""Planned peaks beside real ones: torch's CPU allocator with a count, and the figures of peers.
+"""Planned peaks against real ones: torch's CPU allocator with a counter, and other predictors.
 
     OMP_NUM_THREADS=1 python -m benchmarks.plan [--unseen] [--quick | --peers] [--json FILE]
     OMP_NUM_THREADS=1 python -m benchmarks.plan --ranks N [--only MODEL]
 
-Twelve models, three sizes each, in fp32, under autocast in bf16, and with blocks computed again in
-the backward, with three optimizers. Each case is planned on tensors without data, then trained for
-real: two batches of two microbatches in a `Microbatcher`, where a c10 allocator counts every byte
-that torch's CPU kernels ask for, those inside of kernels included. *Unsafe* is a plan whose peak
-with its margin is below the real one. ``--unseen`` takes twelve other models. With
-``--ranks`` the models are sharded over so many processes, blocks and the rest by ``fully_shard``,
-and the first one's allocator counts. It needs a C++ compiler, transformers, torchvision.
+Twelve models, three sizes each, in fp32, under bf16 autocast, and with recomputed blocks, with
+three optimizers. Each case is planned on tensors without data, then trained for real: two batches
+of two microbatches in a `Microbatcher`, where a c10 allocator counts every byte that torch's CPU
+kernels request, including temporary ones. A plan is *unsafe* if its peak with its margin is below
+the real one. ``--unseen`` takes twelve other models. With ``--ranks`` the models are sharded over
+this many processes, by block and as a whole with ``fully_shard``, and the first one's allocator
+counts. It needs a C++ compiler, transformers and torchvision.
 """
 
 import argparse
@@ -38,7 +38,7 @@ OPTIMIZERS = ("SGD", "SGD momentum", "AdamW")
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, and a batch of some rows for it."""
+    """A model, and its batch of any number of rows."""
 
     make: Callable[[], nn.Module]
     batch: Callable[[int], Any]
@@ -48,7 +48,7 @@ class Subject:
 
 
 class Again(nn.Module):
-    """Computes a block again in the backward."""
+    """Recomputes a block in the backward."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Recurrent(nn.Module):
 
 
 class Blocks(nn.Module):
-    """A multilayer perceptron of residual blocks."""
+    """Multilayer perceptron of residual blocks."""
 
     def __init__(self, width: int = 512, depth: int = 6) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Encoder(nn.Module):
 
 
 class UNet(nn.Module):
-    """Images to images, over three scales."""
+    """Images to images, at three scales."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ def subjects() -> dict[str, Subject]:
 
 
 def unseen() -> dict[str, Subject]:
-    """Models that nothing in a plan was set on."""
+    """Return models that no setting of the planner was tuned on."""
     repair_torchvision()
     vision: Any = importlib.import_module("torchvision").models
     transformers: Any = importlib.import_module("transformers")
@@ -339,7 +339,7 @@ def unseen() -> dict[str, Subject]:
 
 
 def checkpointed(model: nn.Module) -> nn.Module:
-    """The model with its repeated blocks computed again."""
+    """Return the model with its repeated blocks recomputed."""
     from automicro.savers.recompute import repeated_blocks
 
     for name, block in repeated_blocks(model).items():
@@ -357,7 +357,7 @@ def optimizer_of(name: str) -> Callable[[Any], torch.optim.Optimizer]:
 
 
 def measure(allocator: Any, subject: Subject, rows: int, way: str, optimizer: str) -> int:
-    """Bytes that a device would have held at most: two batches of two microbatches each."""
+    """Return the peak bytes of a device: two batches of two microbatches each."""
     from automicro import Microbatcher
     from automicro.batch.tensors import tensor_leaves
 
@@ -383,7 +383,7 @@ def measure(allocator: Any, subject: Subject, rows: int, way: str, optimizer: st
         microbatcher.backward(batch)
         step.step()
         step.zero_grad()
-    # The batch lies in host memory, and a device gets copies of its microbatches.
+    # The batch is in host memory, and a device gets copies of its microbatches.
     copied = {id(tensor): tensor for _, tensor in tensor_leaves(batch)}.values()
     peak_bytes: int = allocator.peak_bytes - base_bytes
     return peak_bytes + sum(tensor.nbytes // 2 for tensor in copied)
@@ -408,7 +408,7 @@ def plan_of(subject: Subject, rows: int, way: str, optimizer: str) -> Any:
 
 
 def compare(library: Path, name: str, *, quick: bool) -> list[dict[str, Any]]:
-    """All cases of a subject: planned, then measured."""
+    """Plan and measure all cases of a subject."""
     from tests.real_memory.allocator import CappedAllocator
 
     subject = {**subjects(), **unseen()}[name]
@@ -436,7 +436,7 @@ def compare(library: Path, name: str, *, quick: bool) -> list[dict[str, Any]]:
 
 
 def sharded(library: Path, name: str, num_ranks: int) -> list[dict[str, Any]]:
-    """A subject on several ranks: planned, then measured on the first of them."""
+    """Plan all cases of a subject on several ranks, and measure them on the first rank."""
     from torch.multiprocessing.spawn import spawn
 
     import automicro
@@ -472,7 +472,7 @@ def sharded(library: Path, name: str, num_ranks: int) -> list[dict[str, Any]]:
 def _measure_shard(
     rank: int, library: Path, name: str, rows: int, num_ranks: int, folder: Path
 ) -> None:
-    """Write what the first rank held at most in a batch of two microbatches."""
+    """Write the first rank's peak in a batch of two microbatches."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
@@ -517,7 +517,7 @@ def _measure_shard(
 
 
 def peers(library: Path, name: str) -> list[dict[str, Any]]:
-    """A whole batch in fp32 with AdamW, as others predict it, and as it was."""
+    """Compare predictions of others for a whole fp32 batch with AdamW with the real peak."""
     from tests.real_memory.allocator import CappedAllocator
 
     subject, allocator = {**subjects(), **unseen()}[name], CappedAllocator(library)
@@ -563,7 +563,7 @@ def _loss(model: nn.Module, subject: Subject, batch: Any) -> Tensor:
 
 
 def _mem_tracker(subject: Subject, rows: int) -> int:
-    """torch's own, on fake tensors, at the second step."""
+    """Return the prediction of torch's tracker, on fake tensors, at the second step."""
     mem_tracker: Any = importlib.import_module("torch.distributed._tools.mem_tracker")
     fake: Any = importlib.import_module("torch._subclasses.fake_tensor")
     with fake.FakeTensorMode():
@@ -584,7 +584,7 @@ def _mem_tracker(subject: Subject, rows: int) -> int:
 
 
 def _accelerate(subject: Subject) -> int:
-    """What ``accelerate estimate-memory`` prints for training with Adam: a batch of one row."""
+    """Return the prediction of ``accelerate estimate-memory`` for Adam: a batch of one row."""
     estimate: Any = importlib.import_module("accelerate.commands.estimate")
     with torch.device("meta"):
         size, _ = estimate.calculate_maximum_sizes(subject.make())
@@ -666,7 +666,7 @@ def main() -> None:
 
 
 def as_table(rows: list[dict[str, Any]], *, by_case: bool = False) -> str:
-    """Relative errors of the planned peaks, by model and way."""
+    """Return relative errors of the planned peaks, by model and way."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         key = (row["model"], row["way"])

@@ -1,10 +1,10 @@
-"""Batches by the length of rows: how long ten million take to order, and what each mode pads.
+"""Batches by row length: time to order ten million rows, and the padding of each mode.
 
     python -m benchmarks.samplers            # prints the table of docs/lengths.md, all modes
     python -m benchmarks.samplers --rows 1000000
 
-Each mode is ordered in a process of its own. Time is that of the processor, as other processes may
-run beside it; memory is the largest resident size of the whole process, torch and lengths included.
+Each mode runs in its own process. Time is CPU time, because other processes might run; memory is
+the largest resident size of the whole process, including torch and lengths.
 """
 
 import argparse
@@ -25,13 +25,13 @@ PADDED_ROWS = 200_000  # of the jobs in the table of paddings
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Rows of two lengths.
+    """Rows with two lengths.
 
     Attributes:
-        name: in the table.
-        lengths: of shape (rows,): seconds, or tokens.
-        second_lengths: of shape (rows,): tokens of what is said, or of the answer.
-        edges: between buckets that are given.
+        name: name in the table.
+        lengths: seconds or tokens, of shape (rows,).
+        second_lengths: tokens of the transcript or the answer, of shape (rows,).
+        edges: boundaries of given buckets.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Job:
 
 
 def language(rows: int) -> Job:
-    """Instructions: log-normal tokens, a quarter of the longest on average, at most 2048."""
+    """Return instructions: log-normal tokens, a quarter of the longest on average, at most 2048."""
     random = np.random.default_rng(0)
     lengths = np.clip(np.round(random.lognormal(5.96, 0.8, rows)), 8, 2048)
     answers = np.clip(np.round(lengths * random.uniform(0.2, 0.9, rows)), 1, None)
@@ -50,7 +50,7 @@ def language(rows: int) -> Job:
 
 
 def speech(rows: int) -> Job:
-    """Utterances: half of a few seconds, half near the longest, and 2 to 5 tokens a second."""
+    """Return utterances: half short, half near the longest, with 2 to 5 tokens per second."""
     random = np.random.default_rng(0)
     short = random.lognormal(1.5, 0.6, rows)
     long = random.normal(14, 1.2, rows)
@@ -60,7 +60,7 @@ def speech(rows: int) -> Job:
 
 
 def make_sampler(mode: str, job: Job, rows: int = ROWS_PER_BATCH) -> LengthBatchSampler:
-    """The sampler of a mode with about so many rows in a batch."""
+    """Return the sampler of a mode with about this many rows per batch."""
     [budget] = MODES[mode].budgets[:1] if MODES[mode].dimensions != 1 else ["batch_length"]
     options: dict[str, Any] = {"mode": mode, "lengths": job.lengths}
     options["second_lengths"] = job.second_lengths
@@ -75,7 +75,7 @@ def make_sampler(mode: str, job: Job, rows: int = ROWS_PER_BATCH) -> LengthBatch
 
 
 def _fitted_cost(options: dict[str, Any], cost: float, rows: int) -> float:
-    """The budget with which batches have so many rows on average."""
+    """Return the budget for which batches have this many rows on average."""
     sample = slice(None, None, max(1, len(options["lengths"]) // 20_000))
     fewer = {name: options[name][sample] for name in ("lengths", "second_lengths")}
     for _ in range(8):
@@ -86,15 +86,15 @@ def _fitted_cost(options: dict[str, Any], cost: float, rows: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What batches of a mode are like.
+    """Statistics of the batches of a mode.
 
     Attributes:
-        mode: of the sampler.
-        batches: how many.
-        rows: in a batch on average.
-        padding: the share of the batches that is padding.
-        largest: the padded length of the largest batch, beside the average.
-        largest_cost: the same of length × second length.
+        mode: mode of the sampler.
+        batches: number of batches.
+        rows: average rows per batch.
+        padding: share of padding.
+        largest: padded length of the largest batch, relative to the average.
+        largest_cost: the same for length × second length.
     """
 
     mode: str
@@ -106,7 +106,7 @@ class Row:
 
 
 def measure(mode: str, job: Job) -> Row:
-    """What batches of a mode are like."""
+    """Return statistics of the batches of a mode."""
     sampler = make_sampler(mode, job)
     plan = sampler.plan()
     counts = np.diff(plan.starts)
@@ -119,14 +119,14 @@ def measure(mode: str, job: Job) -> Row:
         mode=mode,
         batches=len(plan),
         rows=sampler.average_batch().rows,
-        padding=sampler.padding_share(),
+        padding=1 - float(job.lengths.sum() / padded.sum()),
         largest=float(padded.max() / padded.mean()),
         largest_cost=float(cost.max() / cost.mean()),
     )
 
 
 def describe_padding(job: Job) -> str:
-    """The table of a job."""
+    """Return the table of a job."""
     lines = [
         f"| {job.name} | rows per batch | padding | largest batch | largest by cost |",
         "|---|---|---|---|---|",
@@ -141,7 +141,7 @@ def describe_padding(job: Job) -> str:
 
 
 def order(mode: str, rows: int) -> tuple[float, float]:
-    """Seconds that a sampler and its first plan take, and GiB of the process."""
+    """Return seconds for a sampler and its first plan, and GiB of the process."""
     job = speech(rows)
     start = time.process_time()
     make_sampler(mode, job).plan()

@@ -1,12 +1,12 @@
-"""How sizes are found: our policy beside the rules of its peers, on the same memory functions.
+"""How sizes are found: our policy against the rules of peers, on the same memory functions.
 
     python -m benchmarks.sizes [--seeds 1000] [--json FILE] [--markdown docs/sizes.md]
 
-The functions are those of tests/policy: simulated devices on which a batch fits or not. A rule is
-charged for every attempt that failed, for rows that were computed in vain (a failed attempt counts
-as its whole batch; a trial before the training as its rows), and for what it ends with. The rules
-are written here after what the peers do; `benchmarks.sizes_of_peers` runs the peers themselves and
-says whether they agree, and the newest of its results is told below the table.
+The functions are those of tests/policy: simulated devices on which a batch fits or does not. A rule
+is charged for every failed attempt, for wasted rows (a failed attempt counts as its whole batch, a
+trial before the training as its rows), and for its final size. The rules reimplement those of the
+peers; `benchmarks.sizes_of_peers` runs the peers themselves and checks whether they agree, and its
+newest result is shown below the table.
 """
 
 import argparse
@@ -24,14 +24,14 @@ from tests.policy.memory_functions import Device, make_device, train
 
 FAMILIES = ("affine", "lines", "steps")
 RESULTS = pathlib.Path(__file__).parent / "results"
-# Lightning's defaults: the steps of a trial, and the size at which it stops looking.
+# Lightning's defaults: the steps of a trial, and the maximum size.
 LIGHTNING_STEPS = 3
 LIGHTNING_LARGEST = 8192
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a rule paid and found; a size of 0 means that it found none."""
+    """Cost and result of a rule; a size of 0 means that it found none."""
 
     failures: int
     rows_in_vain: int
@@ -48,8 +48,7 @@ def fits(device: Device, size: int) -> bool:
 
 
 def composer_rule(device: Device) -> Found:
-    """Half of the microbatch, rounded down, until it fits; a batch that rounding left over is one
-    microbatch more."""
+    """Halve the microbatch, rounded down, until it fits; a remainder is one more microbatch."""
     size, failures = device.batch, 0
     while not fits(device, size):
         failures, size = failures + 1, size // 2
@@ -59,7 +58,7 @@ def composer_rule(device: Device) -> Found:
 
 
 def accelerate_rule(device: Device) -> Found:
-    """Nine tenths of the batch until it fits; each time the training starts again."""
+    """Reduce the batch by a tenth until it fits; each time the training restarts."""
     size, failures, vain = device.batch, 0, 0
     while size and not fits(device, size):
         failures, vain, size = failures + 1, vain + size, int(size * 0.9)
@@ -67,8 +66,8 @@ def accelerate_rule(device: Device) -> Found:
 
 
 def lightning_power(device: Device) -> Found:
-    """From two rows upwards, doubled until it fails, before the training and whatever batch is
-    wanted; three steps of each size that fits are thrown away. If two rows fail, one is tried."""
+    """Double from two rows until it fails, whatever the batch; if two rows fail, try one."""
+    # This happens before the training; three steps of each size that fits are discarded.
     size, failures, vain, any_fits = 2, 0, 0, False
     while 0 < size < LIGHTNING_LARGEST:
         if fits(device, size):
@@ -81,8 +80,7 @@ def lightning_power(device: Device) -> Found:
 
 
 def lightning_binsearch(device: Device, *, margin: float = 0.05) -> Found:
-    """The same, then the middle between what fits and what failed, less the margin. One row is
-    believed to fit."""
+    """Double, then bisect between fit and failure, minus the margin; assume that one row fits."""
     size, low, failures, vain = 2, 1, 0, 0
     high: int | None = None
     while size < LIGHTNING_LARGEST:
@@ -112,7 +110,7 @@ RULES: dict[str, Callable[[Device], Found]] = {
 
 def measure(rule: Callable[[Device], Found], devices: list[Device]) -> dict[str, Any]:
     found = [(device, rule(device)) for device in devices]
-    # Batches that fit whole cost nobody anything.
+    # Batches that fit whole cost nothing.
     excess, nothing = [], 0
     for device, each in found:
         if each.size == 0 or not fits(device, min(each.size, device.batch)):
@@ -151,7 +149,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 
 def table_of_peers(report: dict[str, Any]) -> str:
-    """What a run of `benchmarks.sizes_of_peers` says of the rules and of the training after."""
+    """Return the results of `benchmarks.sizes_of_peers` on rules and later training."""
     lines = [
         "The peers themselves, as installed and with their defaults (Composer's check for a GPU is "
         "lifted),",
@@ -180,7 +178,7 @@ def table_of_peers(report: dict[str, Any]) -> str:
 
 
 def told_of_peers() -> str:
-    """The table of their newest run, if there is one."""
+    """Return the table of the newest run, if there is one."""
     newest = max(RESULTS.glob("*-sizes-of-peers.json"), default=None)
     return "" if newest is None else table_of_peers(json.loads(newest.read_text()))
 

@@ -1,13 +1,13 @@
-"""The peers themselves on simulated memory, beside the rules that `benchmarks.sizes` writes down.
+"""The peers themselves on simulated memory, against their rules in `benchmarks.sizes`.
 
     python -m benchmarks.sizes_of_peers [--seeds 300] [--json FILE]
 
 Runs accelerate's `find_executable_batch_size`, Lightning's `Tuner.scale_batch_size` and Composer's
-`Trainer` with their defaults, as installed. Each is asked to train three optimization batches with
-a real model and optimizer on the CPU; only the memory is simulated: the model asks the memory
-function of a seed whether the rows that it was given fit, and raises CUDA's out-of-memory error
-where they do not. `Microbatcher` does the same job beside them, without measured peaks, so that it
-only halves. A peer that cannot be imported is named as not run.
+`Trainer` with their defaults, as installed. Each trains three optimization batches with a real
+model and optimizer on the CPU; only the memory is simulated: the model asks the memory function of
+a seed whether its rows fit, and raises CUDA's out-of-memory error if they do not. `Microbatcher`
+does the same job without measured peaks, so that it only halves. Peers that cannot be imported are
+listed as not run.
 """
 
 import argparse
@@ -47,12 +47,12 @@ from benchmarks.sizes import (
 from tests.policy.memory_functions import Device, make_device, train
 
 BATCHES = 3
-# Lightning never shrinks a batch as large as the dataset: while it searches there are more rows.
+# Lightning never shrinks a batch as large as the dataset: during its search there are more rows.
 MANY_ROWS = 10**6
 
 
 class Rows(Dataset[Tensor]):
-    """As many equal rows as asked for."""
+    """Data set of this many equal rows."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -72,7 +72,7 @@ def loader(rows: int, batch_size: int) -> DataLoader[Tensor]:
 
 
 class Memory(nn.Module):
-    """One weight, and a forward that runs out of memory where the memory function says so."""
+    """One weight, and a forward that runs out of memory when the memory function says so."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
@@ -94,24 +94,24 @@ class Memory(nn.Module):
 
 
 class Steps(torch.optim.SGD):
-    """Counts what it is asked to do."""
+    """Optimizer that counts its steps."""
 
     def __init__(self, parameters: Iterator[nn.Parameter], lr: float = 1e-6) -> None:
         super().__init__(parameters, lr=lr)
         self.count = 0
 
     def step(self, closure: Any = None) -> Any:
-        loss = super().step(closure)  # a closure may run out of memory: then no step was taken
+        loss = super().step(closure)  # a closure might run out of memory: then no step was taken
         self.count += 1
         return loss
 
 
 class Asked(Protocol):
-    """A model that gives its loss for a batch, and knows what it was asked for.
+    """A model that returns the loss of a batch, and records its requests.
 
     Attributes:
-        asked: how many rows each time, and whether they fitted.
-        failures: how often memory ran out.
+        asked: rows of each request, and whether they fitted.
+        failures: number of out-of-memory errors.
     """
 
     asked: list[tuple[int, bool]]
@@ -126,13 +126,13 @@ class Asked(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What a peer is given to train.
+    """Everything that a peer trains with.
 
     Attributes:
-        model: gives its loss.
+        model: returns its loss.
         batch: rows of an optimization batch.
-        loader: of so many rows, in batches of so many.
-        optimizer: of its parameters.
+        loader: creates a loader from numbers of rows and of rows per batch.
+        optimizer: creates an optimizer of its parameters.
         accelerator: "cpu" or "gpu".
     """
 
@@ -149,7 +149,7 @@ def simulated(device: Device) -> Subject:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PeerRun:
-    """What a peer paid and found; the size is its microbatch or, where it keeps none, its batch."""
+    """Cost and result of a peer; the size is its microbatch or, without microbatches, its batch."""
 
     found: Found
     batch: int
@@ -270,7 +270,7 @@ def run_composer(subject: Subject) -> PeerRun:
     return PeerRun(
         found=Found(
             failures=memory.failures,
-            # What fitted before the microbatch that did not is lost with it.
+            # Microbatches that fitted before the failing one are lost with it.
             rows_in_vain=sum(rows for rows, _ in memory.asked) - BATCHES * subject.batch,
             size=size,
         ),
@@ -306,18 +306,18 @@ def run_automicro(subject: Subject) -> PeerRun:
 
 
 def our_rule(device: Device) -> Found:
-    """Without measured peaks, as on a CPU without a budget."""
+    """Apply our rule without measured peaks, as on a CPU without a budget."""
     run = train(device, Halving(), batches=BATCHES, measured=False)
     return Found(failures=run.failures, rows_in_vain=run.rows_in_vain, size=run.sizes[-1])
 
 
-# At the top of the module because what it defines goes away with it.
+# At module level, because its definitions disappear with it.
 OPERATORS: Any = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def repair_torchvision() -> None:
-    """Let a torchvision be imported that was built for CUDA: without a GPU it registers no
-    operators and then misses two of them. Lightning and Composer import it."""
+    """Make a CUDA build of torchvision importable, as Lightning and Composer need."""
+    # Without a GPU it registers no operators and then misses two of them.
     try:
         importlib.import_module("torchvision")
     except RuntimeError:
@@ -414,10 +414,10 @@ def main() -> None:
     for name, peer in PEERS.items():
         try:
             importlib.import_module(peer.module)
-        except Exception as error:  # an installation that is broken fails in any way
+        except Exception as error:  # a broken installation can fail in any way
             missing[name] = f"{type(error).__name__}: {error}"
             print(f"{name}: not run ({missing[name]})")
-    # They collect garbage after each failure: without what was imported that takes no time.
+    # They collect garbage after each failure, which takes no time without imported objects.
     gc.freeze()
     for name, peer in PEERS.items():
         if name not in missing:

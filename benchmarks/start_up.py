@@ -1,11 +1,11 @@
-"""How long it takes until ``automicro train configs/digits.yaml`` trains, beside importing torch.
+"""Time until ``automicro train configs/digits.yaml`` trains, compared with importing torch.
 
     python -m benchmarks.start_up [--rounds 7]
 
-Processes take turns, so that what else the machine does falls on all of them. Of each the clock and
-the processor's time are taken, and ratios are those of the medians. The first optimizer of a
-process imports torch's compiler, which imports FSDP and takes as long as torch itself: a loop
-written by hand pays for it, too. So does whoever imports torchmetrics pay for what that imports.
+Processes take turns, so that other load affects all of them. Wall-clock time and CPU time are
+measured, and ratios are those of the medians. The first optimizer of a process imports torch's
+compiler, which imports FSDP and takes as long as torch itself: a loop written by hand pays for it,
+too. The same holds for the imports of torchmetrics.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from automicro import Callback, Run
 
 ROUNDS = 7
-LEAVE = "; import os; os._exit(0)"  # as the others do, without tidying up
+LEAVE = "; import os; os._exit(0)"  # as the others do, without cleanup
 BY_HAND = "import torch; torch.optim.AdamW(torch.nn.Linear(1, 1).parameters())"
 METRICS = f"{BY_HAND}; import torchmetrics.classification"
 TRAIN = [
@@ -36,10 +36,10 @@ COMMANDS = {
 
 
 class LeaveAtStart(Callback):
-    """Ends the process where training begins."""
+    """Ends the process when training begins."""
 
     def fit_start(self, run: Run) -> None:
-        """Everything is imported and made: leave."""
+        """Exit after everything is imported and created."""
         sys.stdout.flush()
         os._exit(0)
 
@@ -64,7 +64,7 @@ def run(command: list[str]) -> Taken:
 
 
 def measure(rounds: int) -> dict[str, list[Taken]]:
-    """Seconds of each command, in turns; the first round warms the disk and does not count."""
+    """Return seconds of each command, in turns, without the first round, which warms the disk."""
     taken: dict[str, list[Taken]] = {name: [] for name in COMMANDS}
     for number in range(rounds + 1):
         for name, command in COMMANDS.items():

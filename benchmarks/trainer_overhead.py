@@ -1,11 +1,11 @@
-"""What `Trainer.fit` costs above `Microbatcher.backward` and `optimizer.step()` in a loop.
+"""Overhead of `Trainer.fit` over `Microbatcher.backward` and `optimizer.step()` in a loop.
 
     python -m benchmarks.trainer_overhead [--batches 80] [--json FILE]
 
-The language-model job, four microbatches a batch, with the JSON lines logger on. The loader that
-the Trainer trains from takes the time between giving one batch and being asked for the next, which
-is all that the Trainer does for a batch; then it trains a second model on the same batch by hand.
-So the two run in turn, and at the end their parameters must be the same bit for bit.
+The language-model job with four microbatches per batch and the JSON lines logger. The Trainer's
+loader measures the time from returning one batch to the request for the next, which covers all of
+the Trainer's work for a batch; then it trains a second model on the same batch by hand. So the two
+run in turn, and at the end their parameters must be equal bit by bit.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSch
 
 
 class Interleaving:
-    """Gives each batch to the Trainer, then trains on it by hand, and takes the time of both."""
+    """Gives each batch to the Trainer, then trains on it by hand, and times both."""
 
     def __init__(self, batches: list[Any], hand: ByHand, *, counts: bool) -> None:
         self.batches = batches

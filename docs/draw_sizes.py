@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from automicro import Halving, Trainer
 from automicro.events.callback import Callback
 from automicro.events.run import Run
+from automicro.features import RememberSizes
 from automicro.memory.device import read_counts
 from automicro.step.results import StepResult
 
@@ -130,7 +131,7 @@ def trace(
         callbacks=[neighbour, recorder],
         memory_limit=limit,
         microbatch_size=microbatch_size,
-        remember_sizes=False,
+        features=[RememberSizes(False)],
         device="cpu",
         progress=False,
     ).fit()

@@ -7,7 +7,6 @@ import pytest
 
 from automicro.cli.config.build import Recipe
 from automicro.cli.config.load import read_config
-from automicro.cli.config.nodes import CallConfig
 from automicro.cli.config.schema import RunConfig
 from automicro.errors import ConfigError
 from automicro.trainer.trainer import Trainer
@@ -52,7 +51,5 @@ def complaint(*overrides: str, text: str = JOB) -> str:
 
 def args_of(config: RunConfig, key: str) -> dict[str, object]:
     """The arguments of a node, which the config has to have."""
-    node = getattr(config, key)
-    assert isinstance(node, CallConfig)
-    assert node.args is not None
-    return node.args
+    args: dict[str, object] = getattr(config, key)["args"]
+    return args

@@ -1,4 +1,4 @@
-"""What every test starts from, and what no test may leave behind."""
+"""Initial state of every test, and checks that no test leaves anything behind."""
 
 import gc
 import os
@@ -16,15 +16,15 @@ settings.register_profile("people", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "people")
 
-# Read when huggingface_hub is imported: else TRL starts a thread that tells its maker.
+# Read when huggingface_hub is imported: otherwise TRL starts a telemetry thread.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
-# More threads only make small kernels wait for each other, and change the last bits of sums from
-# one machine to the next.
+# More threads only make small kernels wait for each other, and change the last bits of sums between
+# machines.
 torch.set_num_threads(1)
 
-# Written by pytest, by the first use of a compiler and by the first import of scikit-learn or
-# Lightning: no test can help it.
+# Set by pytest, by the first use of a compiler, and by importing scikit-learn or Lightning: tests
+# cannot avoid these.
 VARIABLES_OF_LIBRARIES = {
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",
@@ -35,12 +35,12 @@ VARIABLES_OF_LIBRARIES = {
     "TRITON_CACHE_DIR",
     "TRITON_PTXAS_PATH",
 }
-# Started once and kept for the life of the process: tqdm's monitor, the compiler's workers.
+# Started once and kept until the process ends: tqdm's monitor, the compiler's workers.
 THREADS_OF_LIBRARIES = {"tqdm_monitor", "InductorSubproc", "subproc_worker_timer"}
 
 
-# Seconds, where a test has none of its own: on a slow machine with other work on it the longest
-# take minutes.
+# Seconds for tests without a timeout of their own: on a slow, busy machine the longest take
+# minutes.
 COSTLY_TIMEOUT = 600
 
 
@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def little_for_the_collector() -> None:
-    """Take what imports and earlier modules made out of the collector's sight.
+    """Hide objects of imports and earlier modules from the garbage collector.
 
     After running out of memory automicro collects cycles, hundreds of times in these tests.
     """
@@ -63,7 +63,7 @@ def little_for_the_collector() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def batches_that_do_not_fit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Let runs keep them with what else tests write."""
+    """Let runs save these with the other output of tests."""
     folder = tmp_path_factory.mktemp("automicro-kept", numbered=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("automicro.trainer.failed_batch.new_folder", lambda: folder)
@@ -72,18 +72,18 @@ def batches_that_do_not_fit(tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(autouse=True)
 def fixed_seeds() -> None:
-    """Start every test from the same random state, whatever ran before."""
+    """Start every test from the same random state."""
     random.seed(0)
     np.random.seed(0)
     if torch.accelerator.is_available():
         torch.manual_seed(0)
-    else:  # it keeps a traceback for each kind of device that is not there: a millisecond
+    else:  # it keeps a traceback for each missing kind of device: a millisecond
         torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
-    """Fail the test that leaves the process changed, not the later one that stumbles over it."""
+    """Fail the test that changes the process, rather than a later test affected by it."""
     before = process_state()
     threads = set(threading.enumerate())
     yield
@@ -99,7 +99,7 @@ def no_leaks() -> Iterator[None]:
 
 
 def process_state() -> dict[str, object]:
-    """Read everything global that a test could change for the tests after it."""
+    """Read all global state that a test could change for later tests."""
     state: dict[str, object] = {
         f"${name}": value
         for name, value in os.environ.items()
@@ -120,13 +120,13 @@ def process_state() -> dict[str, object]:
 
 
 def lasting_threads(before: set[threading.Thread]) -> list[threading.Thread]:
-    """Return the new threads that do not end by themselves within a second."""
+    """Return the new threads that do not end within a second."""
     new = [
         thread
         for thread in threading.enumerate()
         if thread not in before
         and thread.name not in THREADS_OF_LIBRARIES
-        # Threads that Python did not start, such as autograd's of each device, stay.
+        # Threads not started by Python, such as autograd's for each device, stay.
         and not isinstance(thread, threading._DummyThread)
     ]
     for thread in new:

@@ -1,4 +1,4 @@
-"""The walls of the house: which module may import which, what every file must have."""
+"""Rules of the architecture: permitted imports, and requirements for every file."""
 
 import ast
 import gc
@@ -25,8 +25,8 @@ from tests.tree import (
     unit,
 )
 
-# From the ground up. A folder, or a file beside them, imports only from layers below its own, and
-# nothing of its own layer but itself. Within a folder all is free, as long as there is no circle.
+# From the bottom up. A folder or top-level file imports only from lower layers, and from itself.
+# Imports within a folder are free unless they form a cycle.
 LAYERS = (
     (
         "errors",
@@ -59,7 +59,7 @@ LAYERS = (
 # These gather names and may import everything; nothing may import them.
 GATHERING = ("__init__", "__main__")
 
-# Where each import of a package that not everybody needs, or that is slow to import, may stand.
+# The only places for imports of packages that are slow or not always needed.
 ONLY_IN = {"omegaconf": "cli"}
 NEVER_AT_MODULE_TOP = (
     "fsspec",
@@ -71,14 +71,14 @@ NEVER_AT_MODULE_TOP = (
     "accelerate",
     "keras",
 )
-NEEDED_AS_A_WHOLE = ("demo", "integrations")  # whoever imports these has what they are for
-# Where everything stands that a new version of torch may take away.
+NEEDED_AS_A_WHOLE = ("demo", "integrations")  # their users need everything in them
+# All names that a new version of torch might remove.
 PRIVATE_NAMES_OF_TORCH_IN = (
     "torch_private",
     "torch_private_distributed",
 )
 
-# What each step needs. All else is imported by the first batch, metric or failure that asks for it.
+# Modules that each step needs. All others are imported by the batch, metric or failure using them.
 NEEDED_BY_EACH_STEP = {
     *("__init__", "batch", "batchnorm", "compilation", "errors", "features", "loss", "memory"),
     *("microbatcher", "modules", "options", "policy", "ranks", "reach", "sharding", "state"),
@@ -86,10 +86,10 @@ NEEDED_BY_EACH_STEP = {
 }
 
 FORBIDDEN_STEMS = {"common", "helper", "helpers", "manager", "misc", "util", "utils"}
-LONG_FILE = 600  # lines: more is reported, and a reason to ask whether there are two subjects
+LONG_FILE = 600  # lines; longer files are reported, because they might contain two subjects
 MOST_PARAMETERS = 8
 
-# The public names are a contract: adding one is a decision, removing one breaks somebody.
+# The public names are a contract: adding one is a decision, removing one breaks users.
 PUBLIC_NAMES = [
     "AutomicroError",
     "AutomicroWarning",
@@ -127,6 +127,7 @@ PUBLIC_NAMES = [
     "Observing",
     "OptimizerStepError",
     "Outcome",
+    "ParameterGroups",
     "PlanReport",
     "Policy",
     "RollbackError",
@@ -158,7 +159,7 @@ PUBLIC_IN_DATA = ["LengthBatchSampler"]
 
 @pytest.fixture(autouse=True, scope="module")
 def trees_that_stay() -> Iterator[None]:
-    """Let the collector of cycles not look at half a million nodes, again and again."""
+    """Disable the garbage collector, which would traverse half a million nodes repeatedly."""
     gc.disable()
     yield
     gc.enable()
@@ -189,7 +190,7 @@ PRIVATE_ATTRIBUTES_OF_TORCH = {
 
 
 def layer_of(module: str) -> int:
-    """Return the height of a module, or of a name in it, 0 at the ground."""
+    """Return the layer of a module or of a name in it, 0 at the bottom."""
     name = unit(module)
     for height, names in enumerate(LAYERS):
         if name in names:
@@ -337,7 +338,7 @@ def test_every_public_name_exists_and_is_documented() -> None:
     for name in PUBLIC_NAMES:
         value = getattr(importlib.import_module("automicro"), name)
         docstring = inspect.getdoc(value) or ""
-        # A dataclass without a docstring gets its signature for one.
+        # A dataclass without a docstring gets its signature as docstring.
         documented = bool(docstring) and not docstring.startswith(f"{name}(")
         assert documented, f"automicro.{name} has no docstring of its own"
 
@@ -356,7 +357,7 @@ def test_contributing_names_what_is_there() -> None:
     assert (len(paths) > 8, gone) == (True, [])
 
 
-# A reader should not have to ask who does what, nor read a sentence twice.
+# Readers should know who does what, and read no sentence twice.
 VAGUE = re.compile(r"\b(whoever|nobody|somebody|so-manieth|that is none(?! of))\b", re.IGNORECASE)
 NO_PROSE = re.compile(r"```.*?```|^\|.*?$|\]\([^)]*\)", re.DOTALL | re.MULTILINE)
 MOST_WORDS = 35

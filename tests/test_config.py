@@ -32,9 +32,8 @@ def test_overrides_set_nested_keys_replace_mappings_and_pick_from_lists() -> Non
     )
     assert args_of(config, "optimizer") == {"lr": 0.001}
     assert config.model == CallConfig(call="torch.nn.Bilinear", args={"bias": False})
-    assert config.scheduler is not None
-    assert config.scheduler.call == "a.b"
-    assert config.metrics["loss"].call == "c.d"
+    assert config.scheduler["call"] == "a.b"
+    assert config.metrics["loss"]["call"] == "c.d"
     assert args_of(config, "train_dataloader")["dataset"] == [1, 7, 3]
     assert config.max_duration == "4ep"
 

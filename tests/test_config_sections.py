@@ -39,7 +39,7 @@ def test_what_is_written_reads_back_as_the_same_config_in_any_folder() -> None:
         # Another run leaves the files of this one alone.
         other = load_config("again.yaml", ["run_dir=b"])
         assert other.checkpoint["folder"] == "b/checkpoints"
-        assert other.loggers[0].args == {"path": "b/log.jsonl"}
+        assert other.loggers[0]["args"] == {"path": "b/log.jsonl"}
     assert loaded.written["checkpoint"] == {"keep_last": 2}
     assert loaded.written["eval_dataloader"]["new"]["max_batches"] == 3
     assert "metrics" not in loaded.written["eval_dataloader"]["new"]

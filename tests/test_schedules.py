@@ -131,14 +131,14 @@ CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "epochs": (
         linear_with_warmup,
         {"warmup": 1, "total": "40ep"},
-        "total='40ep' counts epochs, and how many optimizer steps these are is not known here: "
+        "total='40ep' counts epochs, whose number of optimizer steps is unknown here: "
         + FORM.format(1),
     ),
     "tokens": (
         constant_with_warmup,
         {"warmup": "1e6tok"},
-        "warmup='1e6tok' counts tokens, and how many optimizer steps these are is not known "
-        "here: " + FORM.format(0),
+        "warmup='1e6tok' counts tokens, whose number of optimizer steps is unknown here: "
+        + FORM.format(0),
     ),
     "a number as text": (
         constant_with_warmup,

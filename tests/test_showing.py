@@ -1,33 +1,28 @@
 """How things show themselves: in one line each, as tables of notebooks, as a bar in a terminal."""
 
 import html.parser
-import io
 import os
 import pty
 import re
 import subprocess
 import sys
-import types
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 
 import automicro
 from automicro import Callback, Fixed, Halving, Microbatcher, Trainer
 from automicro.callbacks import EarlyStopping, FreezeSchedule, LearningRateMonitor
 from automicro.trainer.progress import (
-    NotebookProgress,
     StatusLine,
     TimeLeft,
-    make_progress,
 )
 
 STATUS = StatusLine(
-    line="epoch 3/12, batch 1/3 · loss 0.5000",
-    parts=["loss 0.5000", "microbatches 5 × 103", "64 samples/s", "peak memory 7.62 MiB", "lr 0.1"],
+    where="epoch 3/12, batch 1/3",
+    words=["loss 0.5000", "microbatches 5 × 103", "64 samples/s", "peak memory 7.62 MiB", "lr 0.1"],
     share=0.25,
     seconds_left=75.0,
 )
@@ -120,51 +115,12 @@ def test_callbacks_and_policies_show_what_they_were_given(subject: Any, shown: s
     assert " at 0x" not in repr(subject)
 
 
-# In notebooks
-
-
-def test_the_summary_and_the_reports_are_tables_and_text_in_a_notebook() -> None:
-    summary = trainer(memory_limit="1MiB").fit()
-    words = texts_of(summary._repr_html_())
-    assert words[0] == "training"
-    assert words[words.index("optimizer steps") + 1] == "6"
-    assert words[words.index("OOMs survived") + 1] == "0 (0 in train, 0 in eval)"
+def test_a_report_is_text_in_a_notebook() -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     report = automicro.verify(model, BATCH, loss_fn=nn.CrossEntropyLoss())
     first, rest = texts_of(report._repr_html_())
     assert first == report.verdict
     assert rest.strip() in str(report)
-
-
-def test_a_notebook_has_one_line_that_is_written_over_above_those_that_stay(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shown: list[str] = []
-
-    class Handle:
-        def update(self, page: str) -> None:
-            shown.append(page)
-
-    def display(page: str, display_id: bool) -> Handle:
-        assert display_id
-        shown.append(page)
-        return Handle()
-
-    module: Any = types.ModuleType("IPython.display")
-    module.HTML, module.display = str, display
-    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
-    monkeypatch.setitem(sys.modules, "IPython.display", module)
-    console = Console(file=io.StringIO(), force_jupyter=True)
-    progress = make_progress(True, console)
-    assert type(progress) is NotebookProgress
-    with progress:
-        progress.doing("looking at 2 < 3 rows")
-        progress.line("train: out of memory")
-        progress.status(lambda: STATUS)
-    assert shown[0] == shown[-1] == ""
-    assert shown[1] == "looking at 2 &lt; 3 rows …"
-    assert shown[2].startswith('<progress value="0.2500"></progress> 25% · 0:01:15 left · loss 0.5')
-    assert capsys.readouterr().out == "train: out of memory\n"
 
 
 # The bar

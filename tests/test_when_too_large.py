@@ -3,7 +3,7 @@
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -226,24 +226,6 @@ def refusal(model: nn.Module, batch: Any, limit: int | str, **options: Any) -> s
     return str(caught.value)
 
 
-class Refused(NamedTuple):
-    """A row that does not fit: what was told of it, and what there was before and after."""
-
-    text: str
-    model: nn.Module
-    before: dict[str, Any]
-    random_before: Tensor
-    random_after: Tensor
-
-
-@functools.cache
-def refused() -> Refused:
-    model, batch, limit = Model(), batches(1)[0], too_small()
-    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    text = refusal(model, batch, limit)
-    return Refused(text, model, before, state, torch.get_rng_state())
-
-
 @pytest.mark.sweep
 def test_a_message_of_a_level_names_what_helps_beside_it() -> None:
     text = refusal(Model(), batches(1)[0], needed() // 4, when_too_large="recompute")
@@ -262,8 +244,10 @@ def test_of_an_evaluation_no_level_is_advised() -> None:
 
 
 def test_the_model_and_its_random_numbers_are_as_before_the_message() -> None:
-    _, model, before, random_before, random_after = refused()
-    assert torch.equal(random_after, random_before)
+    limit, model, batch = too_small(), Model(), batches(1)[0]
+    before, random_before = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    refusal(model, batch, limit)
+    assert torch.equal(torch.get_rng_state(), random_before)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
 

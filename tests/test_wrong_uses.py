@@ -392,7 +392,6 @@ WRONG_OVERRIDES = (
     "checkpoint.keep_last=many",
     "checkpoint.keep_best=null",
     "checkpoint.folder=[3]",
-    "checkpoint.asynchronous=sometimes",
     "checkpoint={folder: a, interval: 3}",
     "checkpoint={folder: a, keep_last: 0}",
     "checkpoint={folder: a, best_mode: mni}",

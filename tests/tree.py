@@ -1,4 +1,4 @@
-"""The files of the package as text: their modules, syntax trees and imports."""
+"""Files of the package as text: modules, syntax trees and imports."""
 
 import ast
 import functools
@@ -16,7 +16,7 @@ def parsed(path: Path) -> ast.Module:
 
 @functools.cache
 def nodes(path: Path) -> list[ast.AST]:
-    """Return all of a file: walking a tree takes longer than what is asked of it."""
+    """Return all nodes of a file, cached because walking a tree is slow."""
     return list(ast.walk(parsed(path)))
 
 
@@ -30,14 +30,14 @@ MODULES = {dotted(path): path for path in SOURCES}
 
 
 def unit(module: str) -> str:
-    """Return the folder of the package, or the file beside them, that a module lies in."""
+    """Return the folder or top-level file of the package that contains a module."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "__init__"
 
 
 @functools.cache
 def imports(path: Path, *, top_only: bool = False) -> frozenset[str]:
-    """Return the absolute names of what a file imports; ``from a import b`` gives ``a.b``."""
+    """Return the absolute names that a file imports; ``from a import b`` gives ``a.b``."""
     statements = top_level_statements(parsed(path)) if top_only else nodes(path)
     found: set[str] = set()
     for node in statements:
@@ -50,7 +50,7 @@ def imports(path: Path, *, top_only: bool = False) -> frozenset[str]:
 
 
 def top_level_statements(tree: ast.Module) -> list[ast.AST]:
-    """Return what runs on import: all but the inside of functions and of ``if TYPE_CHECKING``."""
+    """Return the code that runs on import: no functions, no ``if TYPE_CHECKING``."""
     statements: list[ast.AST] = []
     waiting: list[ast.AST] = list(tree.body)
     while waiting:
@@ -65,7 +65,7 @@ def top_level_statements(tree: ast.Module) -> list[ast.AST]:
 
 
 def own_module(name: str) -> str | None:
-    """Return the module of automicro that an imported name is, or lies in."""
+    """Return the module of automicro that an imported name is or belongs to."""
     while name.split(".")[0] == "automicro":
         if name in MODULES:
             return name
@@ -74,7 +74,7 @@ def own_module(name: str) -> str | None:
 
 
 def loaded_by(module: str) -> set[str]:
-    """Return the modules that importing this one loads, parent packages included."""
+    """Return the modules loaded by importing this one, including parent packages."""
     loaded: set[str] = set()
     waiting = [module]
     while waiting:

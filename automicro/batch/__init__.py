@@ -1,1 +1,1 @@
-"""The batch: its rows counted, cut and joined, its tensors on their way to the device."""
+"""The batch: its rows are counted, cut and joined, and its tensors move to the device."""

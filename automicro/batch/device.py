@@ -1,13 +1,13 @@
-"""A batch on its way to the device, and kept as it was.
+"""The way of a batch to the device, and its protection from the forward.
 
-A retry must see what the first attempt saw. What a forward gets is never the batch itself:
+A retry must see the same batch as the first attempt, so a forward never gets the batch itself:
 
-- containers are new ones, and arrays copies, for every microbatch (see `on_device`);
-- tensors are other tensors on the same memory, so that only their values can be written to. Where
+- containers are rebuilt, and arrays copied, for every microbatch (see `on_device`);
+- tensors are new tensors on the same memory, so that only their values can be changed. If
   microbatches are views of the batch, they are copied until one committed attempt has shown by
-  content that the model leaves its input alone; after that tensor versions are watched;
-- objects that nothing tells how to open are copied where a copy is as good; of others the tensors
-  in them are watched by their versions.
+  content that the model does not write into its input; afterwards tensor versions are checked;
+- opaque objects are copied if a copy is equivalent; of other objects, the versions of the tensors
+  inside are checked.
 """
 
 import contextlib
@@ -28,20 +28,17 @@ from automicro.values import same_content
 
 
 def on_host() -> contextlib.AbstractContextManager[None]:
-    """Work on the batch before it moves: a `MemoryBudget` does not count it."""
+    """Exclude work on the batch before it moves from the count of a `MemoryBudget`."""
     budget = active_budget()
     return contextlib.nullcontext() if budget is None else budget.host()
 
 
 def on_device(microbatches: Sequence[Any], device: torch.device, *, isolate: bool) -> Iterator[Any]:
-    """Yield each microbatch on the device, no earlier than needed.
-
-    Containers are new ones, arrays copies, and tensors others than those of the batch, be it on
-    the same memory: what a forward takes out, replaces or marks stays in the batch as it was.
-
-    From pinned host memory, the next microbatch's copy overlaps with the work on this one, on a
-    side stream. A `MemoryBudget` on the CPU is a device of its own: there the copy is modelled.
-    """
+    """Yield each microbatch on the device, no earlier than needed."""
+    # Containers are rebuilt, arrays copied, and tensors replaced, possibly on the same memory, so
+    # that the batch keeps all that a forward removes, replaces or marks. From pinned host memory,
+    # a side stream copies the next microbatch during the work on this one. A `MemoryBudget` acts as
+    # a separate device on the CPU, and models the copy to it.
     budget = active_budget() if device.type == "cpu" else None
     late = _LateCopies(device) if _is_pinned(microbatches, device) else None
     copies: dict[Any, Tensor] = {}
@@ -57,12 +54,12 @@ def on_device(microbatches: Sequence[Any], device: torch.device, *, isolate: boo
 
     def moved(tensor: Tensor) -> Tensor:
         if budget is None and tensor.device == device and not isolate:
-            return tensor if tensor.requires_grad else tensor.detach()  # as `alias`, quickly
-        # Others may have no address, and empty tensors share one.
+            return tensor if tensor.requires_grad else tensor.detach()  # `alias` inlined for speed
+        # Other tensors may have no address, and empty ones share one.
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.numel():
             return copy(tensor)
-        # Inputs that are their own targets are written to as one, as they are without a copy. They
-        # are two tensors in any case: compiled code asks whether they are one.
+        # Tensors that share memory in the batch, such as inputs that are their own targets, share a
+        # copy. They stay two tensors, because compiled code depends on their identity.
         place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if place in copies:
             return alias(copies[place])
@@ -71,7 +68,7 @@ def on_device(microbatches: Sequence[Any], device: torch.device, *, isolate: boo
 
     def bring(microbatch: Any) -> Any:
         brought = map_tensors(microbatch, moved, isolate=True)
-        # Per microbatch: an address of freed memory may come again with other content.
+        # Per microbatch, because an address of freed memory can be reused for other content.
         copies.clear()
         return brought
 
@@ -88,12 +85,12 @@ def on_device(microbatches: Sequence[Any], device: torch.device, *, isolate: boo
             current = upcoming.pop()
             if following is not None:
                 upcoming.append(bring(following))
-                late.start()  # beside the work on the current one, which comes next
+                late.start()  # runs during the work on the current one, which starts next
             yield current
-            # Else this frame would hold it while the next one is computed.
+            # Otherwise this frame would hold it while the next one is computed.
             del current
     finally:
-        late.join()  # the next user of this memory waits for a copy that is not wanted any more
+        late.join()  # before its memory is reused, even if the copy is no longer needed
 
 
 def _is_pinned(microbatches: Sequence[Any], device: torch.device) -> bool:
@@ -104,7 +101,7 @@ def _is_pinned(microbatches: Sequence[Any], device: torch.device) -> bool:
 
 
 class _LateCopies:
-    """Copies from pinned host memory that run on a stream of their own, side by side with work."""
+    """Copies from pinned host memory on a separate stream, in parallel with computation."""
 
     def __init__(self, device: torch.device) -> None:
         self._module = torch.get_device_module(device)
@@ -113,22 +110,22 @@ class _LateCopies:
         self._waiting: list[tuple[Tensor, Tensor]] = []
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether a tensor's copy can be late; others are copied where the work is."""
+        """Whether a tensor can be copied late; other tensors are copied on the computing stream."""
         is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
         return is_plain and not tensor.requires_grad and tensor.is_pinned()
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Where a tensor will be, after `start` and `join`."""
-        # Memory of the stream that computes, so no record of the side stream's use is needed. The
-        # side stream begins after all that was enqueued until now. The computing stream waits for
-        # it before it reads, and before it forgets.
+        """Return the tensor that holds the copy after `start` and `join`."""
+        # The memory belongs to the computing stream, so the use by the side stream needs no record:
+        # the side stream starts after all work enqueued so far, and the computing stream waits for
+        # it before it reads the memory, and before it frees it.
         target = torch.empty_like(tensor, device=self._device)
         self._waiting.append((target, tensor))
         return target
 
     def start(self) -> None:
-        """Begin all copies."""
-        # The memory that is copied to may still be read by work enqueued before.
+        """Start all copies."""
+        # Work that was enqueued earlier may still read the target memory.
         self._side.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._side):
             for target, source in self._waiting:
@@ -136,26 +133,25 @@ class _LateCopies:
         self._waiting.clear()
 
     def join(self) -> None:
-        """Let what is enqueued from now on wait for the copies."""
+        """Make all work enqueued from now on wait for the copies."""
         self._module.current_stream(self._device).wait_stream(self._side)
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """Another tensor on the same memory; one that gathers a gradient is handed on as it is.
-
-    What is written to it is seen, also by the version of the first; what is asked of it
-    (``requires_grad_()``) or swapped (``.data``) is not.
+    """Return another tensor on the same memory, or the tensor itself if it requires a gradient.
 
     >>> batch = torch.zeros(2)
     >>> alias(batch).requires_grad_().requires_grad, batch.requires_grad
     (True, False)
     """
+    # Writes to its values change the original and its version; `requires_grad_()` and assignments
+    # to `.data` do not affect the original.
     return tensor if tensor.requires_grad else tensor.detach()
 
 
 @functools.cache
 def side_stream(device: torch.device) -> Any:
-    """The stream for copies to a device: always one, because a device has only so many."""
+    """Return the one stream for copies to a device, because a device has few streams."""
     return torch.get_device_module(device).Stream(device=device)
 
 
@@ -163,31 +159,30 @@ logger = logging.getLogger(__name__)
 
 
 def cost_of_row(contents: Contents, num_rows: int) -> float:
-    """Elements of one row of a batch, on average; what its activations grow with.
-
-    Characters of a text are elements, too. A batch of which nothing is known costs 1 a row.
+    """Return the elements of one row, on average, which its activations grow with.
 
     >>> cost_of_row(Contents([torch.zeros(4, 10), torch.zeros(4)]), 4)
     11.0
     >>> cost_of_row(Contents(["four", "text", "rows", ""]), 4), cost_of_row(Contents([""]), 1)
     (3.0, 1.0)
     """
+    # Characters of a text count as elements. A batch without any known element costs 1 per row.
     return contents.num_elements / num_rows or 1.0
 
 
 class InputGuard:
-    """Knowledge about a model: whether it writes into its input."""
+    """The knowledge whether a model writes into its input."""
 
     def __init__(self) -> None:
-        self.writes: bool | None = None  # None: not known yet
+        self.writes: bool | None = None  # None: not yet known
 
 
 class InputWatch:
-    """The batches of one step, guarded. A part of the transaction.
+    """The protected batches of one step. A part of the transaction.
 
     Attributes:
         isolate: whether microbatches must be copies of the batch.
-        requiring_grad: the tensors of the batch that gather a gradient of their own.
+        requiring_grad: the leaf tensors of the batch that require a gradient.
     """
 
     def __init__(
@@ -204,7 +199,7 @@ class InputWatch:
         for batch in batches:
             for leaf in batch.tensors:
                 aliases |= leaf.device == device
-                if leaf.is_inference():  # it has no version
+                if leaf.is_inference():  # inference tensors have no version
                     unwatchable = True
                 else:
                     self._leaves.append(leaf)
@@ -213,17 +208,17 @@ class InputWatch:
             for tensor in batch.inner_tensors:
                 if not tensor.is_inference():
                     self._inner.append(tensor)
-        # A budget models the copy to its device, so there nothing aliases the batch.
+        # A budget models the copy to its device, so nothing on it aliases the batch.
         may_be_written = aliases and (guard.writes is not False or unwatchable)
         self.isolate = may_be_written and active_budget() is None
 
     @property
     def compares(self) -> bool:
-        """Whether the copies' contents are still of interest."""
+        """Whether the content of copies still has to be checked."""
         return self.isolate and self._guard.writes is None
 
     def compare(self, given: Sequence[Tensor], used: Sequence[Tensor]) -> None:
-        """Note whether a microbatch differs, after its backward, from the slice it copied."""
+        """Record whether the backward left a microbatch different from the slice it copied."""
         self._wrote |= not all(map(same_content, given, used))
 
     def begin(self) -> None:
@@ -231,13 +226,13 @@ class InputWatch:
         self._inner_versions = all_versions(self._inner) if self._inner else []
 
     def prepare(self) -> None:
-        """Nothing here can fail."""
+        """Do nothing, because nothing can fail."""
 
     def commit(self) -> None:
         if self.compares:
             self._guard.writes = self._wrote
             if self._wrote:
-                logger.info("the model writes into its input: it gets copies, the batch is kept")
+                logger.info("the model writes into its input, so it gets copies of the batch")
         elif self._current_versions() != self._versions:
             self._guard.writes = True
             logger.warning("automicro: the model wrote into its batch; from now on it gets copies")
@@ -246,17 +241,17 @@ class InputWatch:
         self._wrote = False
         if self._inner_versions and all_versions(self._inner) != self._inner_versions:
             raise RollbackError(
-                "the model wrote into a tensor that lies in an object of the batch "
-                "that cannot be opened, so this batch cannot be tried again; clone the tensor in "
-                "the forward before changing it, or use register_batch_type"
+                "the model wrote into a tensor inside an opaque object of the batch, so this batch "
+                "cannot be tried again; clone the tensor in the forward before changing it, or use "
+                "register_batch_type"
             )
         if self._versions and self._current_versions() != self._versions:
             self._guard.writes = True
             raise RollbackError(
-                "the model wrote into its input, which earlier batches had not shown, so this "
-                "batch cannot be tried again; clone the input in the forward before changing it"
+                "the model wrote into its input, but not in earlier batches, so this batch cannot "
+                "be tried again; clone the input in the forward before changing it"
             )
 
     def _current_versions(self) -> list[int]:
-        # Where forwards get copies, nothing is written to the batch itself.
+        # If forwards get copies, they cannot write into the batch itself.
         return [] if self.isolate else all_versions(self._leaves)

@@ -1,4 +1,4 @@
-"""Joining what a model gave for each microbatch into what it gives for the whole batch."""
+"""Joining the outputs of microbatches into those of the whole batch."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -28,20 +28,16 @@ def concat_rows(
     *,
     order: Sequence[int] | None = None,
 ) -> Any:
-    """Join what a model gave for each microbatch into what it gives for the whole batch.
-
-    Tensors and arrays are joined along dimension 0, mappings, tuples and dataclasses part by part,
-    lists end to end; None and equal texts stay. A number or a 0-d tensor (a mean, say) cannot be
-    joined without knowing what it is, so it is an error.
-
-    Raises:
-        BatchError: the outputs differ in structure, or hold something that has no rows.
+    """Join the outputs of all microbatches into those of the whole batch.
 
     >>> concat_rows([{"logits": torch.zeros(2, 3)}, {"logits": torch.ones(1, 3)}])["logits"].shape
     torch.Size([3, 3])
     """
+    # Tensors and arrays are joined along dimension 0, mappings, tuples and dataclasses part by
+    # part, lists end to end; None and equal texts stay. A number or a 0-d tensor is an error:
+    # whether it is a mean or a sum is unknown.
     if not parts:
-        raise BatchError("There are no outputs to join. Give those of at least one microbatch.")
+        raise BatchError("There are no outputs to join. Pass those of at least one microbatch.")
     return _concat(list(parts), "", row_dims, order)
 
 
@@ -88,7 +84,7 @@ def _joined(row_type: RowType, parts: list[Any], path: str, dim: int) -> Any:
     try:
         return row_type.concat(parts, dim)
     except (RuntimeError, ValueError) as error:
-        # Memory that ran out is no fault of the shapes.
+        # Running out of memory is not the fault of the shapes.
         if isinstance(error, torch.OutOfMemoryError) or (num_dims or 0) < 2:
             raise
         shapes = ", ".join(dict.fromkeys(str(tuple(part.shape)) for part in parts))
@@ -99,21 +95,17 @@ def _joined(row_type: RowType, parts: list[Any], path: str, dim: int) -> Any:
 
 
 def _in_order(joined: Any, order: Sequence[int] | None, path: str, dim: int = 0) -> Any:
-    """The rows of all parts in the order of the batch.
-
-    Raises:
-        BatchError: it has not one entry for each row.
-    """
+    """Restore the order of the batch in the rows of all parts."""
     if order is None:
         return joined
     row_type = row_type_of(type(joined))
-    # Counted anew: outputs need not have as many rows as the batch.
+    # Counted again, because outputs may have another number of rows than the batch.
     num_rows = len(joined) if row_type is None else row_type.count(joined, dim, path)
     if num_rows != len(order):
         raise BatchError(
-            f"{_named(path)} has not one entry for each of the {len(order)} rows, which were "
-            "sorted by cost and cannot be put back into their order. Leave it out of the outputs, "
-            "or count rows: microbatch_unit='rows'."
+            f"{_named(path)} does not have one entry for each of the {len(order)} rows, so their "
+            "order, which was sorted by cost, cannot be restored. Leave it out of the outputs, or "
+            "count rows: microbatch_unit='rows'."
         )
     rows = Pieces([order])
     return (rows.of(joined) if row_type is None else row_type.cut(joined, rows, dim, path))[0]

@@ -1,4 +1,4 @@
-"""Counting and cutting whole batches: declarations, ambiguous lists, putting pieces together."""
+"""Counting and cutting whole batches: declarations, ambiguous lists, building pieces."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ from automicro.policy.policy import require_size
 def describe_cut(
     num_rows: int, microbatch_size: int, num_microbatches: int, *, unit: str = "rows"
 ) -> str:
-    """How a batch is cut, in a few words.
+    """Describe the cut of a batch in a few words.
 
     >>> describe_cut(512, 128, 4), describe_cut(10, 4, 3)
     ('4 × 128 of 512', '3 × up to 4 of 10')
@@ -37,13 +37,6 @@ def describe_cut(
 def balanced_sizes(num_rows: int, microbatch_size: int, *, min_rows: int = 1) -> list[int]:
     """Cut `num_rows` into the fewest microbatches of at most `microbatch_size` rows, balanced.
 
-    The larger ones come first and no two differ by more than one row, so there are at most two
-    shapes. `min_rows` is a floor (BatchNorm cannot train on one row): no microbatch is smaller,
-    which may make some larger than `microbatch_size`, unless the batch itself is smaller.
-
-    Raises:
-        BatchError: there are no rows.
-
     >>> balanced_sizes(10, 4)
     [4, 3, 3]
     >>> balanced_sizes(5, 2, min_rows=2)
@@ -53,9 +46,10 @@ def balanced_sizes(num_rows: int, microbatch_size: int, *, min_rows: int = 1) ->
         raise BatchError(f"A batch of {num_rows} rows cannot be cut: give at least one row.")
     pieces = -(-num_rows // microbatch_size)
     if min_rows > 1:
-        # Larger pieces, if they must be: BatchNorm cannot train on one row.
+        # A floor, because BatchNorm cannot train on one row. Pieces may exceed `microbatch_size`.
         pieces = min(pieces, max(1, num_rows // min_rows))
-    # Balanced, as the largest decides the memory, and a small rest would waste a launch.
+    # Balanced, because the largest piece decides the memory, and a small last one wastes a launch.
+    # The larger ones come first and differ by one row, so that there are at most two shapes.
     small, larger = divmod(num_rows, pieces)
     return [small + 1] * larger + [small] * (pieces - larger)
 
@@ -67,10 +61,10 @@ _MOST_PARTS = 16
 
 
 def _plain_form(batch: Any) -> Any:
-    """Types, keys and shapes of a batch of dense tensors, from which its rows follow; else None."""
+    """Return types, keys and shapes of a batch of dense tensors, which determine its rows."""
     kind = type(batch)
     if kind is torch.Tensor:
-        # Of all others, rows do not follow from the shape.
+        # The rows of other tensors do not follow from their shape.
         is_dense = batch.layout is torch.strided and not batch.is_nested
         return (batch.shape, batch.dtype) if is_dense else None
     if kind is dict and len(batch) <= _MOST_PARTS:
@@ -89,17 +83,7 @@ def _plain_form(batch: Any) -> Any:
 
 
 class BatchLayout:
-    """How rows lie in batches: what was declared, and what earlier batches showed about lists.
-
-    `batch_layout` is the dimension of the rows in every tensor (0 unless given), or a mapping from
-    paths such as ``"labels"`` or ``"1.boxes"`` (``""`` is the batch itself) to one of: a dimension
-    for the tensors at or below the path; ``"shared"``, given whole to every microbatch;
-    ``"items"``, a list that holds one element per row; ``"fields"``, a list of parts that each
-    hold all rows.
-
-    Raises:
-        TypeError: `batch_layout` is neither an int nor a mapping of paths.
-        ValueError: a mapping holds something else than the above.
+    """The layout of rows in batches: as declared, and as earlier batches resolved lists.
 
     >>> layout = BatchLayout({"mask": "shared"})
     >>> batch = {"x": torch.arange(3), "mask": torch.ones(1, 5)}
@@ -113,15 +97,15 @@ class BatchLayout:
         self._dim, self._declared = _parse(batch_layout)
         self._decisions: Decisions = {}
         self._matched: set[str] = set()
-        # Of the batch that was read last, for others of the same form: its rows, and along which
-        # dimensions its tensors were cut.
+        # The rows of the last batch, and the dimensions in which its tensors were cut, for further
+        # batches of the same form.
         self._last: tuple[Any, int] | None = None
         self._last_cut: tuple[Any, int, list[int | None]] | None = None
+        # Whether the last batch is itself a list of rows, and not of parts.
         self.holds_rows = False
-        """Whether the batch that was read last is itself a list of rows, not of parts."""
 
     def sharing(self, path: str) -> dict[str, int | str]:
-        """The declaration for this layout with one more path shared.
+        """Return the declaration of this layout with one more shared path.
 
         >>> BatchLayout(1).sharing("mask")
         {'': 1, 'mask': 'shared'}
@@ -130,10 +114,10 @@ class BatchLayout:
         return {**dim, **self._declared, path: "shared"}
 
     def num_rows(self, batch: Any) -> int:
-        """The number of rows of `batch`.
+        """Return the number of rows of `batch`.
 
         Raises:
-            BatchError: its parts disagree, allow more than one reading, or hold no rows.
+            BatchError: its parts disagree, are ambiguous, or hold no rows.
         """
         form = _plain_form(batch)
         if form is not None and self._last is not None and form == self._last[0]:
@@ -146,22 +130,19 @@ class BatchLayout:
         """Cut `batch` into consecutive microbatches of `sizes` rows, which must sum to its rows.
 
         Containers keep their types; tensors and arrays are views into the batch.
-
-        Raises:
-            BatchError: as `num_rows`, or the sizes would drop rows.
         """
         form = _plain_form(batch)
         known = self._last_cut
         if known is not None and form is not None and form == known[0]:
             _, num_rows, dims = known
-            # The quick way reads nothing; where sizes do not fit, the other one says why.
+            # The fast path reads nothing; if the sizes are wrong, the slow path says why.
             if sum(sizes) == num_rows:
                 return list(_cut_plain(batch, list(sizes), iter(dims)))
         root, num_rows, decisions = self._read(batch)
         if sum(sizes) != num_rows:
             raise BatchError(
                 f"Microbatches of {list(sizes)} rows sum to {sum(sizes)}, but the batch has "
-                f"{num_rows} rows. Take the sizes from its own number of rows."
+                f"{num_rows} rows. Compute the sizes from its own number of rows."
             )
         if form is not None and "items" not in decisions.values():
             self._last = form, num_rows
@@ -169,28 +150,21 @@ class BatchLayout:
         return list(_cut(root, Pieces.of_sizes(sizes), num_rows, decisions))
 
     def take_rows(self, batch: Any, indices: Sequence[int]) -> Any:
-        """A batch of the rows at `indices`, in that order, copied.
-
-        Raises:
-            BatchError: as `num_rows`, or an index is out of range.
-        """
+        """Return a copy of the rows at `indices`, in that order, as a batch."""
         root, num_rows, decisions = self._read(batch)
         if not indices or not all(0 <= index < num_rows for index in indices):
             raise BatchError(
-                f"Rows {list(indices)} were asked of a batch of {num_rows} rows. Give at least "
-                f"one index, each from 0 to {num_rows - 1}."
+                f"Rows {list(indices)} were requested from a batch of {num_rows} rows. Give at "
+                f"least one index, each from 0 to {num_rows - 1}."
             )
         return _cut(root, Pieces([list(indices)]), num_rows, decisions)[0]
 
     def leaves(self, batch: Any) -> list[tuple[str, torch.Tensor]]:
-        """All tensors in `batch` with their paths, shared ones too."""
+        """Return all tensors in `batch` with their paths, including shared ones."""
         return tensor_leaves(batch)
 
     def shared(self, batch: Any) -> list[torch.Tensor]:
-        """The tensors that every slice gets whole; none of a batch of one row.
-
-        Raises:
-            BatchError: as `num_rows`.
+        """Return the tensors that every slice receives whole; none for a batch of one row.
 
         >>> len(BatchLayout({"w": "shared"}).shared({"x": torch.ones(4, 2), "w": torch.ones(3)}))
         1
@@ -203,13 +177,7 @@ class BatchLayout:
         return [tensor for _, tensor in first if id(tensor) in also]
 
     def row_dims(self, batch: Any) -> dict[str, int]:
-        """In which dimension each plain tensor has the rows, by its path as in `leaves`.
-
-        Without what is shared, and without tensors of single rows, packed, nested and sparse ones.
-
-        Raises:
-            BatchError: as `num_rows`.
-        """
+        """Return the dimension of the rows of each plain tensor that is cut, by its path."""
         root, _, decisions = self._read(batch)
         return dict(_row_dims(root, decisions))
 
@@ -218,7 +186,7 @@ class BatchLayout:
             try:
                 return self._read_with(batch, self._decisions)
             except BatchError:
-                # The structure may have changed: judge this batch by itself.
+                # The structure may have changed, so read this batch without earlier decisions.
                 pass
         return self._read_with(batch, {})
 
@@ -227,7 +195,7 @@ class BatchLayout:
         try:
             root = reader.read(batch)
         except BatchError:
-            # A mistyped path is the likelier cause of what went wrong.
+            # A mistyped path is the more likely cause of the error.
             self._check_declared(batch, {"", *self._matched, *_all_paths(batch, "")})
             raise
         self._matched |= reader.matched
@@ -241,8 +209,8 @@ class BatchLayout:
         if not counts:
             raise BatchError(
                 f"The batch ({type(batch).__name__}) holds nothing that has rows: no tensor or "
-                "array of at least one dimension and no list. Check what the loader gives, or use "
-                "register_batch_type for a class of your own."
+                "array of at least one dimension and no list. Check the output of the loader, or "
+                "use register_batch_type for a class of your own."
             )
         if counts[0] == 0:
             raise BatchError(
@@ -265,9 +233,9 @@ class BatchLayout:
         for path in sorted(self._declared.keys() - found):
             known = ", ".join(map(repr, paths[:20])) or "none"
             raise BatchError(
-                f"batch_layout names {path!r}{_hint(path, paths)}, which is no part of the batch "
-                f"or lies inside a list of rows. Parts of the batch: {known}. Correct the path or "
-                f"remove it."
+                f"batch_layout names {path!r}{_hint(path, paths)}, which is not a part of the "
+                f"batch or is inside a list of rows. Parts of the batch: {known}. Correct the path "
+                f"or remove it."
             )
 
 
@@ -307,7 +275,7 @@ def _all_paths(value: Any, path: str) -> list[str]:
 
 
 def _cut(node: Node, pieces: Pieces, num_rows: int, decisions: Decisions) -> Sequence[Any]:
-    """The share of the value at `node` in each piece of the batch."""
+    """Return the share of the value at `node` in each piece of the batch."""
     kind, value = node.kind, node.value
     if kind is Kind.ROWS:
         row_type = row_type_of(type(value))
@@ -327,7 +295,7 @@ def _cut(node: Node, pieces: Pieces, num_rows: int, decisions: Decisions) -> Seq
 
 
 def _plain_dims(node: Node) -> list[int | None]:
-    """Along which dimension each tensor of a plain batch is cut; None: shared."""
+    """Return the dimension in which each tensor of a plain batch is cut; None if it is shared."""
     if node.kind is Kind.ROWS:
         return [node.dim]
     if node.kind is Kind.SHARED:
@@ -336,7 +304,7 @@ def _plain_dims(node: Node) -> list[int | None]:
 
 
 def _cut_plain(batch: Any, sizes: list[int], dims: Iterator[int | None]) -> Sequence[Any]:
-    """The pieces of a batch of which `_plain_form` told a form that was cut before."""
+    """Cut a batch whose `_plain_form` equals that of a batch cut before."""
     kind = type(batch)
     if kind is torch.Tensor:
         dim = next(dims)
@@ -367,14 +335,14 @@ def _row_dims(node: Node, decisions: Decisions) -> Iterator[tuple[str, int]]:
 
 
 def num_rows(batch: Any, *, batch_layout: int | Mapping[str, int | str] = 0) -> int:
-    """The number of rows of an optimization batch.
+    """Return the number of rows of an optimization batch.
 
-    Rows are dimension 0 of tensors and arrays, elements of lists, sequences of packed and nested
-    tensors; scalars, None, texts and 0-d tensors are shared by all rows. `batch_layout` declares
-    what differs (see `BatchLayout`).
+    Rows are dimension 0 of tensors and arrays, elements of lists, and sequences of packed and
+    nested tensors; all rows share scalars, None, texts and 0-d tensors. `batch_layout` declares
+    exceptions (see `split_batch`).
 
     Raises:
-        BatchError: parts of the batch disagree, allow more than one reading, or hold no rows.
+        BatchError: parts of the batch disagree, are ambiguous, or hold no rows.
 
     >>> num_rows({"x": torch.zeros(8, 3), "names": ["a"] * 8, "temperature": 0.5})
     8
@@ -387,11 +355,20 @@ def split_batch(
 ) -> list[Any]:
     """Cut an optimization batch into balanced microbatches of at most `microbatch_size` rows.
 
-    Every container keeps its type, every row lands in exactly one microbatch, and tensors are
+    Every container keeps its type, every row is in exactly one microbatch, and tensors are
     views into the batch.
 
+    Args:
+        batch: the batch.
+        microbatch_size: most rows of a microbatch.
+        batch_layout: the dimension of the rows in every tensor, or a mapping from paths such as
+            ``"labels"`` or ``"1.boxes"`` (``""`` is the batch itself) to a dimension for the
+            tensors at or below the path; ``"shared"``, given whole to every microbatch;
+            ``"items"``, a list with one element per row; or ``"fields"``, a list of parts that
+            each hold all rows.
+
     Raises:
-        BatchError: parts of the batch disagree, allow more than one reading, or hold no rows.
+        BatchError: parts of the batch disagree, are ambiguous, or hold no rows.
         TypeError: `microbatch_size` is not an int.
         ValueError: `microbatch_size` is smaller than 1.
 

@@ -1,4 +1,4 @@
-"""Rows of what is no dense tensor: packed, nested and sparse ones, tensordicts, other classes."""
+"""Rows of packed, nested and sparse tensors, tensordicts, and other tensor classes."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,7 +28,7 @@ from automicro.values import same_values
 
 
 class _Packed(RowType):
-    """Packed sequences. Rows count in the caller's order, not the sorted one."""
+    """Packed sequences. Rows are in the caller's order, not in the sorted one."""
 
     def count(self, value: Any, dim: int, path: str) -> int:
         return int(value.batch_sizes[0])
@@ -43,14 +43,14 @@ class _Packed(RowType):
             else:
                 piece = padded.index_select(0, rows.to(padded.device))
             own = lengths[rows]
-            # Sequences that were packed as sorted carry no indices, and stay so where they can.
+            # Sequences that were packed as sorted have no indices; keep that form if possible.
             in_order = value.sorted_indices is None and bool(torch.all(own.diff() <= 0))
             packed = pack_padded_sequence(piece, own, batch_first=True, enforce_sorted=in_order)
             found.append(packed)
         return found
 
     def concat(self, values: Sequence[Any], dim: int) -> Any:
-        # By rows, because parts were sorted each by itself.
+        # By rows, because each part was sorted separately.
         rows = [row for value in values for row in unpack_sequence(value)]
         lengths = [len(row) for row in rows]
         unsorted = any(value.sorted_indices is not None for value in values)
@@ -59,7 +59,7 @@ class _Packed(RowType):
 
     def map(self, value: Any, fn: TensorFunction) -> Any:
         data = fn(value.data)
-        # Indices are no data: they follow to its device, and keep their dtype and their values.
+        # Indices are not data: they move to its device, but keep their dtype and values.
         waits = data.device.type == "cpu"
         order, inverse = (
             None if each is None else each.to(data.device, non_blocking=not waits)
@@ -72,7 +72,7 @@ class _Packed(RowType):
 
 
 class _TensorDicts(Registered):
-    """Those of tensordict, which are known without an import of the library."""
+    """Tensordicts, recognized without importing their library."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -87,19 +87,19 @@ class _TensorDicts(Registered):
         if dim:
             own = f", or declare batch_layout={{'': {dim}, {path!r}: 0}}" if path else ""
             raise BatchError(
-                f"{subject(path)} is a {name}, whose rows are dimension 0 of its batch_size, and "
+                f"{subject(path)} is a {name}, whose rows are dimension 0 of its batch_size, but "
                 f"batch_layout says dimension {dim}. Transpose it{own}."
             )
         if not value.batch_size:
             raise BatchError(
-                f"A {name} has no batch_size, so it is one row, or nothing tells how many it has. "
-                "Make it with batch_size=[rows]."
+                f"A {name} has no batch_size, so its number of rows is unknown. Create it with "
+                "batch_size=[rows]."
             )
         return int(value.batch_size[0])
 
     def leaves(self, value: Any) -> Iterable[tuple[str, torch.Tensor]]:
         stacked = getattr(value, "tensordicts", None)
-        if stacked is not None:  # a lazy stack makes new tensors whenever it is asked for some
+        if stacked is not None:  # a lazy stack makes new tensors on every access
             for row, part in enumerate(stacked):
                 yield from ((f"{row}.{path}", leaf) for path, leaf in self.leaves(part))
             return
@@ -109,13 +109,13 @@ class _TensorDicts(Registered):
 
 
 def _map_tensordict(value: Any, fn: TensorFunction) -> Any:
-    # A device of its own would move every new tensor back to it.
+    # A tensordict with a device would move every new tensor back to it.
     new = value.apply(fn, device=None)
     return new if value.device is None else new.auto_device_()
 
 
 class _Others(RowType):
-    """Nested and sparse tensors, and those of classes of their own."""
+    """Nested and sparse tensors, and subclasses of tensors."""
 
     def cut(self, value: Any, pieces: Pieces, dim: int, path: str) -> Sequence[Any]:
         if value.is_nested:
@@ -149,13 +149,13 @@ def _cut_nested(value: torch.Tensor, pieces: Pieces) -> list[torch.Tensor]:
 
 
 def _cut_jagged(value: Any, pieces: Pieces) -> list[torch.Tensor]:
-    # The one dimension that has no number: its size is a symbol, bound to the offsets tensor.
+    # The only dimension without a number: its size is a symbol, bound to the offsets tensor.
     ragged_dim = next(i for i, size in enumerate(value.shape) if not isinstance(size, int))
     values, offsets, lengths = value.values(), value.offsets(), value.lengths()
     starts: list[int] = offsets.tolist()
     row_lengths: list[int] = (offsets.diff() if lengths is None else lengths).tolist()
-    # Tensors that share offsets in the batch must share them in a microbatch, or torch takes
-    # their ragged dimensions for different ones and refuses to add them.
+    # Tensors that share offsets in the batch must share them in a microbatch. Otherwise torch
+    # treats their ragged dimensions as different and refuses to add them.
     new = pieces.offsets.get(id(offsets))
     if new is None:
         new = [
@@ -202,17 +202,13 @@ def _cut_sparse(value: torch.Tensor, pieces: Pieces, dim: int) -> list[torch.Ten
     return [whole.index_select(dim, rows).to_sparse(layout=value.layout) for rows in chosen]
 
 
-_DEEPEST = 8  # mapping within a mapping that a tensor carries
+_DEEPEST = 8  # nested mappings among the attributes of a tensor
 
 
 def _cut_subclass(
     value: torch.Tensor, cut: Sequence[torch.Tensor], dim: int, pieces: Pieces
 ) -> list[torch.Tensor]:
-    """Pieces of a tensor of a class of its own, as its own indexing gives them if that has to be.
-
-    Raises:
-        BatchError: an attribute holds rows, too, and its own indexing does not cut them.
-    """
+    """Cut a tensor of a subclass, by its own indexing if its attributes have rows, too."""
     rows, kind = value.shape[dim], type(value)
     held = dict(_attributes_with_rows(getattr(value, "__dict__", {}), rows))
     if not held or issubclass(kind, torch.nn.Parameter) or is_wrapper(kind):
@@ -222,9 +218,9 @@ def _cut_subclass(
     if len(found) < len(own):
         raise BatchError(
             f"A {kind.__name__} in the batch has {rows} rows, and so has its attribute "
-            f"{next(iter(held))!r}, which a slice of the tensor does not cut. Use "
+            f"{next(iter(held))!r}, which slicing the tensor does not cut. Use "
             f"register_batch_type({kind.__name__}, num_rows=len, take=lambda value, start, stop: "
-            "…), or put the attribute into the batch beside it."
+            "…), or put the attribute into the batch next to it."
         )
     return _like_subclass(found, value)
 
@@ -232,11 +228,11 @@ def _cut_subclass(
 def _own_piece(
     value: torch.Tensor, chosen: Sequence[int], dim: int, held: Mapping[str, Any]
 ) -> Any | None:
-    """The result of its own indexing, if that cuts its attributes with rows as well."""
+    """Index a tensor; return the piece if that also cut its attributes with rows, else None."""
     before = (slice(None),) * (dim % value.dim())
     is_slice = isinstance(chosen, range)
     index = slice(chosen[0], chosen[-1] + 1) if is_slice else torch.as_tensor(list(chosen))
-    with ignoring_errors():  # of a class that knows fewer ways to index
+    with ignoring_errors():  # the class may not support this kind of index
         piece = value[(*before, index)] if before else value[index]
         cut = dict(_attributes_with_rows(vars(piece), len(chosen)))
         wanted = {
@@ -249,7 +245,7 @@ def _own_piece(
 
 
 def _attributes_with_rows(table: Any, rows: int, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Attributes, and what lies in mappings among them, that have as many entries as rows."""
+    """Yield attributes, including items of mappings, that have one entry per row."""
     for name, each in table.items():
         inner = join_path(path, name)
         if isinstance(each, Mapping) and inner.count(".") < _DEEPEST:
@@ -259,14 +255,14 @@ def _attributes_with_rows(table: Any, rows: int, path: str = "") -> Iterator[tup
 
 
 def _like_subclass(pieces: Sequence[torch.Tensor], value: torch.Tensor) -> list[torch.Tensor]:
-    """`pieces` of `value`, of its class and with its attributes, where torch has dropped them."""
+    """Return `pieces` in the class of `value` and with its attributes, if torch dropped them."""
     cls = type(value)
     if issubclass(cls, torch.nn.Parameter) or is_wrapper(cls):
         return list(pieces)
     found = []
     for piece in pieces:
         new = piece if isinstance(piece, cls) else piece.as_subclass(cls)
-        # Torch keeps the class through most operations, and loses attributes.
+        # Torch keeps the class in most operations, but loses attributes.
         for name, attribute in getattr(value, "__dict__", {}).items():
             if name not in vars(new):
                 setattr(new, name, attribute)

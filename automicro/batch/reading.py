@@ -1,8 +1,8 @@
-"""How many rows each part of a batch has, where that can be told.
+"""The number of rows that each part of a batch has, as far as it can be determined.
 
 A list may hold one element per row ("items") or parts that each hold all rows ("fields"), and
-looking at it alone often cannot tell. So every part of a batch becomes a `Node` with the row
-counts it allows, the counts of neighbours are intersected, and what remains decides.
+often the list itself does not show which. So every part of a batch becomes a `Node` with the row
+counts it allows, the counts of all parts are intersected, and the remaining one decides.
 """
 
 import types
@@ -25,15 +25,11 @@ from automicro.errors import BatchError
 
 Counts = frozenset[int | None]
 ANY: Counts = frozenset({None})
-"""The counts of what holds no rows: None stands for "whatever the others have"."""
+"""The counts of a part without rows: None stands for "the same as the others"."""
 
 
 class Node:
-    """One part of a batch: its value, where it lies, and the row counts it allows.
-
-    A list or tuple may allow two readings: `may_be_items`, and `fields`, the counts that its parts
-    agree on (None where they do not). It is open if nothing but the rest of the batch can tell.
-    """
+    """One part of a batch: its value, its path, and the row counts it allows."""
 
     __slots__ = (
         "children",
@@ -57,13 +53,15 @@ class Node:
         self.dim = dim
         self.keys: Sequence[Any] = ()
         self.children: Sequence[Node] = ()
+        # A list or tuple may allow two readings. `fields` has the counts that its parts agree on,
+        # or None if they disagree. It is open if only the rest of the batch can decide.
         self.fields: Counts | None = None
         self.may_be_items = False
         self.is_open = False
         self.reason = ""
 
     def counts_with(self, others: Counts) -> Counts:
-        """The row counts that it allows, and others do."""
+        """Return the row counts that both this part and others allow."""
         # Most parts agree at once.
         if others == self.counts:
             return others
@@ -76,11 +74,7 @@ class Node:
 
 
 def agreement(nodes: Iterable[Node]) -> Counts:
-    """The row counts that all `nodes` allow.
-
-    Raises:
-        BatchError: there is none; the message names two leaves that disagree.
-    """
+    """Return the row counts that all `nodes` allow."""
     counts = ANY
     seen: list[Node] = []
     for node in nodes:
@@ -97,10 +91,10 @@ def agreement(nodes: Iterable[Node]) -> Counts:
 
 
 def holds_itself() -> BatchError:
-    """The error of a batch whose reading has no end."""
+    """Return the error for a batch that contains itself."""
     return BatchError(
-        "a container in the batch holds itself, so that reading the batch has no end; leave it "
-        "out, or put it into an object of a class of your own, which is not opened"
+        "a container in the batch holds itself, so reading the batch never ends; leave it out, or "
+        "put it into an object of a class of your own, which is not opened"
     )
 
 
@@ -108,7 +102,7 @@ _ONCE = (types.GeneratorType, map, zip, filter, enumerate)
 
 
 def _refuse_iterators(rows: Sequence[Any], path: str) -> None:
-    """Refuse rows that can be read only once: a failed attempt would leave nothing for the next."""
+    """Refuse rows that can be read only once, because a retry reads them again."""
     if rows and isinstance(rows[0], _ONCE):
         raise BatchError(
             f"The rows of {path!r} are of type {type(rows[0]).__name__}, which can be read only "
@@ -117,7 +111,7 @@ def _refuse_iterators(rows: Sequence[Any], path: str) -> None:
 
 
 class Reader:
-    """Reads one batch under declarations and under what earlier batches showed."""
+    """A reader of one batch that uses declarations and the decisions of earlier batches."""
 
     def __init__(
         self, declared: Mapping[str, int | str], dim: int, earlier: Mapping[str, str]
@@ -126,21 +120,17 @@ class Reader:
         self._dim = dim
         self._earlier = earlier
         self.matched: set[str] = set()
-        self.called: list[Node] = []  # objects that can be called, and may hold data all the same
+        self.called: list[Node] = []  # callable objects, which might hold data nevertheless
 
     def read(self, batch: Any) -> Node:
-        """The batch as a node.
-
-        Raises:
-            BatchError: its parts disagree, or one of them cannot be cut into rows.
-        """
+        """Return the batch as a node."""
         return self._read(batch, "", self._dim)
 
     def _read(self, value: Any, path: str, dim: int) -> Node:
         declared = self._declared.get(path) if self._declared else None
         if declared is not None:
             self.matched.add(path)
-            # A dimension holds for all that lies below, and is read on.
+            # A dimension applies to all parts below, which are still read.
             if isinstance(declared, int):
                 dim = declared
                 declared = None
@@ -160,7 +150,7 @@ class Reader:
             return Node(value, kind, path, frozenset({rows}), dim)
         if kind is Kind.SHARED:
             node = Node(value, kind, path, ANY)
-            # They are named if no other part has any rows, since they may be the batch.
+            # An error names them if they hold as many rows as the batch.
             if callable(value) and not isinstance(value, type | torch.nn.Module):
                 self.called.append(node)
             return node
@@ -185,13 +175,12 @@ class Reader:
 
     def _read_sequence(self, value: Any, path: str, dim: int, declared: str | None) -> Node:
         node = Node(value, Kind.SEQUENCE, path, ANY, dim)
-        # An empty list in a batch is a part with nothing in it; as the batch it has no rows.
+        # An empty list inside a batch is an empty part; as the batch itself it has no rows.
         if not value and not declared:
             node.fields = ANY if path else frozenset({0})
             node.counts = node.fields
             return node
-        # What was declared counts first, then what the elements show, then what earlier batches
-        # did.
+        # Declarations take precedence, then the elements themselves, then earlier batches.
         reading = declared or reading_of(value, is_root=not path)
         node.is_open = reading is None
         reading = reading or self._earlier.get(path)
@@ -212,7 +201,7 @@ class Reader:
             if not node.may_be_items:
                 raise
             node.children = ()
-            # The remedy of the first reading does not fit the second.
+            # The remedy for the first reading does not apply to the second.
             sentence = str(error).partition(". ")[0]
             node.reason = sentence.removeprefix("The rows of the batch do not agree: ")
         if not path and self._is_anchored(node):
@@ -224,18 +213,16 @@ class Reader:
 
     @staticmethod
     def _is_anchored(root: Node) -> bool:
-        """Whether the parts of a root list show by themselves that they hold all rows.
-
-        Some part must be sure of its count. For a list, another list is no proof: samples that
-        were not collated are a list of lists too.
-        """
+        """Whether the parts of a root list show that they hold all rows."""
+        # At least one part must be sure of its count. In a list, another list is no proof, because
+        # samples that were not collated are a list of lists, too.
         if root.fields is None or root.fields == ANY:
             return False
         is_tuple = isinstance(root.value, tuple)
-        # A list of as many equal tensors is far more often samples than columns.
+        # A list of three or more tensors of one shape almost always holds samples, not columns.
         shapes = {getattr(each, "shape", None) for each in root.value}
         if not is_tuple and len(root.value) > 2 and None not in shapes and len(shapes) == 1:
-            return False  # samples of one shape, as images are
+            return False  # samples of one shape, such as images
         return any(
             len(child.counts) == 1
             and child.counts != ANY
@@ -245,16 +232,14 @@ class Reader:
 
 
 def reading_of(value: Any, *, is_root: bool) -> str | None:
-    """How a list or tuple is read, where its elements tell: "items" or "fields"; else None.
-
-    Samples are items: mappings with a key in common and records, but for a tuple of them that is
-    the batch; texts, values in a list, objects that nothing tells how to open. What is unlike is
-    fields.
+    """Return how the elements show a list is read: "items" or "fields"; else None.
 
     >>> reading_of([{"x": 1}, {"x": 2}], is_root=True), reading_of([1, {}], is_root=True)
     ('items', 'fields')
     """
-    # None stands for what is missing, and says nothing of the others.
+    # Samples are items: mappings with a common key and records (unless a tuple of them is the
+    # batch), texts, values in a list, opaque objects. Elements of different kinds are fields.
+    # None stands for a missing element, and shows nothing about the others.
     elements = [element for element in value if element is not None]
     kinds = {kind_of(type(element)) for element in elements}
     texts = {isinstance(element, str | bytes) for element in elements}
@@ -269,7 +254,7 @@ def reading_of(value: Any, *, is_root: bool) -> str | None:
     if len({_signature(element) for element in elements}) > 1:
         return "fields"
     is_several = kinds == {Kind.MAPPING} and len(elements) > 1
-    # Mappings without a key in common are columns by name, and no rows of one form.
+    # Mappings without a common key are named columns, not rows of one form.
     if is_several and not set.intersection(*map(set, elements)):
         return "fields"
     return "items" if kinds <= STRUCTURES and not (is_root and is_tuple) else None
@@ -289,11 +274,12 @@ Decisions = dict[str, str]
 
 
 def decide(node: Node, num_rows: int, decisions: Decisions, shown: Decisions) -> None:
-    """Fix the reading of every list below `node`; `shown` gets those that this batch proves."""
+    """Fix the reading of every list below `node`; `shown` receives those that this batch proves."""
     if node.kind is Kind.SEQUENCE:
         fields = node.fields or frozenset()
         as_items = node.may_be_items and len(node.value) == num_rows
-        # Rows by chance as many as parts: either choice may train on wrong rows without an error.
+        # The numbers of rows and parts are equal: a wrong choice would silently train on wrong
+        # rows.
         if as_items and num_rows in fields:
             raise BatchError(
                 f"The {type(node.value).__name__} at {where(node.path)} can be read in two ways: "
@@ -303,7 +289,7 @@ def decide(node: Node, num_rows: int, decisions: Decisions, shown: Decisions) ->
             )
         reading = "items" if as_items else "fields"
         decisions[node.path] = reading
-        # Plain values in a tuple (fields of any count) could be read both ways: no proof.
+        # Plain values in a tuple (fields of any count) allow both readings, so they prove nothing.
         if node.is_open and not (as_items and None in fields):
             shown[node.path] = reading
         if as_items:

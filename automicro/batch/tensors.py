@@ -1,4 +1,4 @@
-"""Containers of a batch: opened into parts and built again; its tensors, and copies of objects."""
+"""Containers of a batch, opened into parts and rebuilt; its tensors, and copies of objects."""
 
 import collections
 import copy
@@ -27,12 +27,12 @@ Builder = Callable[[Sequence[Any]], Any]
 
 
 def open_container(value: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-    """The keys and the parts of a container, in order.
+    """Return the keys and the parts of a container, in order.
 
     >>> open_container({"x": 1, "y": 2})
     (['x', 'y'], [1, 2])
     """
-    # dict first, which is found without asking the abstract class.
+    # dict first, which avoids the slow check against the abstract class.
     if isinstance(value, dict | Mapping):
         keys = list(value)
         return keys, [value[key] for key in keys]
@@ -43,19 +43,19 @@ def open_container(value: Any) -> tuple[Sequence[Any], Sequence[Any]]:
 
 
 def _field_names(value: Any) -> list[str]:
-    """The fields of a dataclass, an attrs class or a namespace that are set."""
+    """Return the fields of a dataclass, an attrs class or a namespace that are set."""
     if dataclasses.is_dataclass(value):
         fields: Sequence[Any] = dataclasses.fields(value)
     else:
         fields = getattr(type(value), "__attrs_attrs__", ())
         if not fields:
             return list(vars(value))
-    # A field with init=False may not have been set.
+    # A field with init=False may be unset.
     return [field.name for field in fields if hasattr(value, field.name)]
 
 
 def builder(value: Any, keys: Sequence[Any]) -> Builder:
-    """A function that turns parts in the order of `keys` into a container like `value`.
+    """Return a function that turns parts in the order of `keys` into a container like `value`.
 
     >>> builder({"x": 1}, ["x"])([5])
     {'x': 5}
@@ -77,19 +77,19 @@ def builder(value: Any, keys: Sequence[Any]) -> Builder:
 
 def _like_tuple(value: Any, elements: Sequence[Any]) -> Any:
     cls = type(value)
-    # A named tuple's own way, which its __new__ may not allow.
+    # Named tuples provide `_make`, because their __new__ may have another signature.
     if hasattr(cls, "_make"):
         return cls._make(elements)
-    if hasattr(cls, "n_sequence_fields"):  # what torch.max returns
+    if hasattr(cls, "n_sequence_fields"):  # such as the result of torch.max
         return cls(elements)
-    new = tuple.__new__(cls, elements)  # a class may have a __new__ of its own
+    new = tuple.__new__(cls, elements)  # bypasses a __new__ of the class
     if hasattr(new, "__dict__"):
         vars(new).update(vars(value))
     return new
 
 
 def _like_list(value: Any, elements: Sequence[Any]) -> Any:
-    # A copy, because a subclass may need arguments to be made.
+    # A copy, because the constructor of a subclass may need arguments.
     new = copy.copy(value)
     new[:] = elements
     return new
@@ -103,7 +103,7 @@ def _mapping_builder(value: Any, keys: Sequence[Any]) -> Builder:
 
     def build(parts: Sequence[Any]) -> Any:
         try:
-            # Immutable mappings can only be made anew, mostly from a dict.
+            # Immutable mappings can only be constructed, usually from a dict.
             return type(value)(dict(zip(keys, parts, strict=True)))
         except Exception as error:
             if classify(error) is not Failure.UNRELATED:
@@ -117,13 +117,13 @@ def _like_mutable_mapping(value: Any, keys: Sequence[Any], parts: Sequence[Any])
     new = copy.copy(value)
     known = isinstance(value, dict | collections.UserDict)
     if not known:
-        # A plain copy shares the dict that such a class keeps its items in: assigning to the
-        # copy would change the batch.
+        # A shallow copy shares the dict in which the class keeps its items: assigning to the copy
+        # would change the batch.
         for name, attribute in list(getattr(new, "__dict__", {}).items()):
             if isinstance(attribute, dict):
                 new.__dict__[name] = copy.copy(attribute)
     for key, part in zip(keys, parts, strict=True):
-        # Tried out, as a copy may share more with the original than can be seen.
+        # Test the assignment, because a copy may share hidden state with the original.
         before = value[key]
         new[key] = part
         if not known and part is not before and value[key] is part:
@@ -133,7 +133,7 @@ def _like_mutable_mapping(value: Any, keys: Sequence[Any], parts: Sequence[Any])
 
 
 def _record_builder(value: Any, keys: Sequence[Any]) -> Builder:
-    # What a cached property computed from all rows does not hold for some of them.
+    # A cached property that was computed from all rows is wrong for some of them.
     stale = [
         name
         for name in getattr(value, "__dict__", {})
@@ -145,7 +145,7 @@ def _record_builder(value: Any, keys: Sequence[Any]) -> Builder:
         for name in stale:
             new.__dict__.pop(name, None)
         for key, part in zip(keys, parts, strict=True):
-            # Past the class, which may be frozen.
+            # Bypass the class, which may be frozen.
             object.__setattr__(new, key, part)
         return new
 
@@ -154,16 +154,16 @@ def _record_builder(value: Any, keys: Sequence[Any]) -> Builder:
 
 def _cannot_build(value: Any) -> BatchError:
     return BatchError(
-        f"A {type(value).__name__} with other values could not be made from a copy of the one in "
-        f"the batch. Use register_batch_type({type(value).__name__}, ...) to say how it is sliced."
+        f"A {type(value).__name__} in the batch could not be copied with other values. Use "
+        f"register_batch_type({type(value).__name__}, ...) to define how it is sliced."
     )
 
 
 def row_encodings(value: Any, num_rows: int) -> Sequence[Any] | None:
-    """The tokenizer's record of each row that a Hugging Face BatchEncoding carries, if it does."""
+    """Return the tokenizer's record of each row in a Hugging Face BatchEncoding, or None."""
     if not isinstance(value, collections.UserDict):
         return None
-    # Fast tokenizers alone have them.
+    # Only fast tokenizers provide them.
     encodings = getattr(value, "encodings", None)
     if not isinstance(encodings, list) or len(encodings) != num_rows:
         return None
@@ -171,7 +171,7 @@ def row_encodings(value: Any, num_rows: int) -> Sequence[Any] | None:
 
 
 def with_encodings(value: Any, encodings: Sequence[Any]) -> Any:
-    """`value` with other tokenizer records, other attributes kept."""
+    """Copy `value` with other tokenizer records, and keep its other attributes."""
     new = type(value)(dict(value), encoding=encodings, n_sequences=value.n_sequences)
     for name, attribute in vars(value).items():
         if name not in vars(new):
@@ -190,20 +190,19 @@ _OF_ITS_OWN = (
     "__enter__",
     "__next__",
 )
-"""Methods of a class whose values hold more than their attributes: a file, memory of C."""
+"""Methods of classes whose values hold more than attributes, such as a file or C memory."""
 
 
 def copy_object(value: Any) -> Any:
-    """A copy that a forward may change, of an object that says how, or that is its attributes.
-
-    Tensors, arrays and containers among the attributes are copied. Whatever holds more (an open
-    image) is handed on as it is.
+    """Copy an object that defines its copy, or consists of its attributes; return others as is.
 
     >>> class Row:
     ...     words = ["a"]
     >>> copy_object(Row()) is Row(), copy_object(len) is len
     (False, True)
     """
+    # A forward may change the copy, so tensors, arrays and containers among its attributes are
+    # copied. Objects that hold more, such as an open image, are returned as they are.
     cls = type(value)
     if hasattr(cls, "__copy__"):
         return copy.copy(value)
@@ -211,11 +210,11 @@ def copy_object(value: Any) -> Any:
         return value
     try:
         new = copy.copy(value)
-    except TypeError:  # it cannot be made
+    except TypeError:  # the class does not allow copies
         return value
     for name, part in state_of(value).items():
         if isinstance(part, torch.Tensor):
-            # Past the class, which may refuse or check what is set.
+            # Bypass the class, which may refuse or check assignments.
             object.__setattr__(new, name, part.clone())
         elif isinstance(part, dict | list | set | bytearray | np.ndarray):
             object.__setattr__(new, name, part.copy())
@@ -224,35 +223,34 @@ def copy_object(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _is_its_attributes(cls: type) -> bool:
-    """Whether a value of a class is nothing but its attributes, so that a copy is as good."""
+    """Whether a value of a class consists only of its attributes, so that a copy is equivalent."""
     is_function = issubclass(cls, types.FunctionType | types.BuiltinFunctionType | type)
     return not is_function and all(
         getattr(cls, name, None) is getattr(object, name, None) for name in _OF_ITS_OWN
     )
 
 
-# Typed anew: mypy takes the argument of a cached function for any hashable, which type[Any] is not.
+# Annotated again, because mypy expects a Hashable for a cached function, and type[Any] is not one.
 is_its_attributes: Callable[[type], bool] = _is_its_attributes
 
 
 PLAIN = frozenset({str, int, float, bool, type(None), bytes, complex})
-"""Types of values that nothing can change."""
+"""Types of immutable values."""
 
 
 def map_tensors(batch: Any, fn: TensorFunction, *, isolate: bool = False) -> Any:
-    """The same structure with `fn` applied to every tensor in it, shared ones too.
-
-    Containers are new ones of the same type; what is not a tensor is handed on as it is. With
-    `isolate` arrays are copied, and so are objects (see `copy_object`).
+    """Return the same structure with `fn` applied to every tensor in it, including shared ones.
 
     >>> map_tensors({"x": torch.ones(2), "name": "a"}, lambda tensor: tensor + 1)
     {'x': tensor([2., 2.]), 'name': 'a'}
     """
+    # Containers are new ones of the same type; other values are returned as they are. `isolate`
+    # copies arrays and objects, too (see `copy_object`).
     cls = type(batch)
     if cls is torch.Tensor:
         return fn(batch)
     if cls is tuple or cls is list:
-        # A list of thousands of tokens is passed at once and not one by one.
+        # A list of thousands of tokens is handled at once, not element by element.
         if len(batch) > 4 and PLAIN.issuperset(map(type, batch)):
             return batch if cls is tuple else batch.copy()
         return cls(
@@ -273,7 +271,7 @@ def map_tensors(batch: Any, fn: TensorFunction, *, isolate: bool = False) -> Any
 
 
 def replace_tensors(batch: Any, others: Mapping[int, torch.Tensor]) -> Any:
-    """The same structure with others in place of some tensors, by their ids.
+    """Replace tensors in a structure, by their ids.
 
     >>> tensor = torch.ones(2)
     >>> replace_tensors([tensor, 3], {id(tensor): torch.zeros(1)})
@@ -283,7 +281,7 @@ def replace_tensors(batch: Any, others: Mapping[int, torch.Tensor]) -> Any:
 
 
 def _copy_array(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-    """A copy that can be written to, of the same class; what cannot be written to is not copied.
+    """Copy an array within its class, unless it is read-only.
 
     >>> _copy_array(np.arange(2)).tolist()
     [0, 1]
@@ -291,7 +289,7 @@ def _copy_array(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
     if not array.flags.writeable:
         return array
     new = array.copy()
-    # Its copy holds the very same objects, which a forward may change.
+    # The copy holds the same objects, which a forward may change.
     if array.dtype == object:
         for index, value in np.ndenumerate(array):
             new[index] = map_tensors(value, torch.clone, isolate=True)
@@ -314,7 +312,7 @@ def _map_rows(value: Any, fn: TensorFunction, isolate: bool) -> Any:
 
 
 def tensor_leaves(batch: Any, path: str = "") -> list[tuple[str, torch.Tensor]]:
-    """All tensors in `batch` with their paths.
+    """Return all tensors in `batch` with their paths.
 
     >>> [path for path, _ in tensor_leaves({"x": torch.ones(2), "y": (torch.ones(2), "a")})]
     ['x', 'y.0']
@@ -339,21 +337,19 @@ def tensor_leaves(batch: Any, path: str = "") -> list[tuple[str, torch.Tensor]]:
     ]
 
 
+# The most values that are read inside one object, because it may refer to a whole dataset.
 _MOST_VALUES = 64
-"""So many values are looked at inside of one object: it may refer to a whole dataset."""
-
 _DEEPEST = 4
 
 
 class Contents:
-    """All that lies in one batch.
+    """Everything in one batch.
 
     Attributes:
-        tensors: that can be reached by opening containers.
-        inner_tensors: inside of objects that nothing tells how to open, and that are not copied
-            with all that they hold.
-        num_elements: of tensors and arrays, characters of texts, plain values; an object of which
-            nothing is known counts as one.
+        tensors: those that can be reached by opening containers.
+        inner_tensors: those inside opaque objects, which are not copied with the object.
+        num_elements: of tensors and arrays, characters of texts, and plain values; an opaque
+            object counts as one.
     """
 
     __slots__ = ("inner_tensors", "num_elements", "tensors")
@@ -405,7 +401,7 @@ class Contents:
 
     def _look_inside(self, value: Any) -> None:
         found = 0
-        # Tensors in what is copied are copied with it, and need no watching.
+        # Tensors in an object that is copied are copied with it, and need no version check.
         is_copied = is_its_attributes(type(value)) and not hasattr(type(value), "__copy__")
         for part in _values_inside(value):
             if isinstance(part, torch.Tensor):
@@ -416,14 +412,14 @@ class Contents:
                 found += part.size
             elif isinstance(part, str):
                 found += len(part)
-        # Something in any case: a batch of objects without a size still grows with its rows.
+        # At least 1, because a batch of objects of unknown size still grows with its rows.
         self.num_elements += found or _pixels(value) or 1
 
 
 def _values_inside(value: Any) -> Iterator[Any]:
-    """Values that an object holds, those of its containers and of objects in it included."""
+    """Yield values that an object holds, including those of its containers and inner objects."""
     waiting: list[tuple[Any, int]] = [(value, 0)]
-    # Objects may refer to each other in a circle.
+    # Objects may have cyclic references.
     seen = {id(value)}
     while waiting and len(seen) <= _MOST_VALUES:
         current, depth = waiting.pop()
@@ -460,8 +456,8 @@ def _num_elements(tensor: torch.Tensor) -> int:
 
 
 def _pixels(value: Any) -> int:
-    """Of an image or whatever else has a size: width times height."""
-    # On the class, as a property may load an image from the disk.
+    """Return width times height of an image, or of any object with a ``size``."""
+    # Check the class first, because a property may load an image from the disk.
     size = vars(type(value)).get("size") or getattr(type(value), "size", None)
     if size is None and "size" not in getattr(value, "__dict__", {}):
         return 0

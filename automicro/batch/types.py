@@ -1,7 +1,7 @@
-"""Kinds of values in batches, and those with rows, which are cut and joined.
+"""Kinds of values in batches, and the classes whose rows are cut and joined.
 
-A class whose values have rows is a `RowType`: tensors, arrays and packed sequences as well as what
-`register_batch_type` teaches.
+A class whose values have rows has a `RowType`: tensors, arrays, packed sequences, and classes given
+to `register_batch_type`.
 """
 
 import argparse
@@ -29,21 +29,18 @@ TensorFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Pieces:
-    """Which rows each piece of a batch has: a ``range`` of neighbours, or a list of indices.
-
-    Attributes:
-        sizes: of pieces that have all rows in order, one behind the other; else None.
-        offsets: of jagged pieces, by the identity of the offsets of the whole.
-    """
+    """The rows of each piece of a batch: a ``range`` of neighbors, or a list of indices."""
 
     def __init__(self, selections: Selections, *, sizes: Sequence[int] | None = None) -> None:
         self.selections = selections
+        # Of pieces that have all rows in order; else None.
         self.sizes = None if sizes is None else list(sizes)
+        # Of jagged pieces, by the id of the offsets of the whole.
         self.offsets: dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
 
     @classmethod
     def of_sizes(cls, sizes: Sequence[int]) -> "Pieces":
-        """All rows, cut into pieces of these sizes."""
+        """Cut all rows into pieces of these sizes."""
         stops = accumulate(sizes)
         ranges = [range(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
         return cls(ranges, sizes=sizes)
@@ -52,7 +49,7 @@ class Pieces:
         return len(self.selections)
 
     def of(self, elements: Sequence[Any]) -> list[Sequence[Any]]:
-        """Those of a list or tuple with one element for each row."""
+        """Return the pieces of a list or tuple with one element per row."""
         return [
             elements[each.start : each.stop]
             if isinstance(each, range)
@@ -62,41 +59,33 @@ class Pieces:
 
 
 class RowType:
-    """How values of a class are counted, cut, joined and mapped."""
+    """The way to count, cut, join and map the values of a class."""
 
     def count(self, value: Any, dim: int, path: str) -> int | None:
-        """Its rows; None where all rows share it.
-
-        Raises:
-            BatchError: they cannot be counted.
-        """
+        """Return the number of rows; None if all rows share the value."""
         raise NotImplementedError
 
     def cut(self, value: Any, pieces: Pieces, dim: int, path: str) -> Sequence[Any]:
-        """A value for each piece: views where rows are neighbours, as far as that can be."""
+        """Return a value for each piece: a view where possible, if its rows are neighbors."""
         raise NotImplementedError
 
     def concat(self, values: Sequence[Any], dim: int) -> Any:
-        """The rows of all values as one.
-
-        Raises:
-            RuntimeError, ValueError: their shapes do not join.
-        """
+        """Join the rows of all values."""
         raise NotImplementedError
 
     can_concat = True
 
     def map(self, value: Any, fn: TensorFunction) -> Any | None:
-        """A copy with all of its tensors mapped; None: it is its attributes, which are opened."""
+        """Return a copy with all tensors mapped; None: map its attributes instead."""
         raise NotImplementedError
 
     def leaves(self, value: Any) -> Iterable[tuple[str, torch.Tensor]] | None:
-        """Its tensors by path; None as for `map`."""
+        """Return its tensors by path; None if its attributes are to be opened instead."""
         raise NotImplementedError
 
 
 class _Tensors(RowType):
-    """Dense, nested and sparse tensors, and subclasses of them."""
+    """Dense, nested and sparse tensors, and subclasses of tensors."""
 
     def count(self, value: Any, dim: int, path: str) -> int | None:
         if value.is_nested:
@@ -121,8 +110,9 @@ class _Tensors(RowType):
 
     @staticmethod
     def cut_dense(value: torch.Tensor, pieces: Pieces, dim: int) -> Sequence[torch.Tensor]:
-        """Views where rows are neighbours."""
-        # All pieces in one call: hundreds of slices would cost more than a small forward.
+        """Cut a tensor; pieces are views if their rows are neighbors."""
+        # One call for all pieces, because hundreds of slices would take longer than a small
+        # forward.
         if pieces.sizes is not None:
             return value.split_with_sizes(pieces.sizes, dim)
         chosen = (torch.as_tensor(list(s), device=value.device) for s in pieces.selections)
@@ -141,7 +131,7 @@ class _Tensors(RowType):
 
 
 class _Arrays(RowType):
-    """Arrays of numpy."""
+    """NumPy arrays."""
 
     def count(self, value: Any, dim: int, path: str) -> int | None:
         return _rows_along(value.shape, dim, path) if value.ndim else None
@@ -153,7 +143,7 @@ class _Arrays(RowType):
         return [value[(*before, slice(each[0], each[-1] + 1))] for each in pieces.selections]
 
     def concat(self, values: Sequence[Any], dim: int) -> Any:
-        # numpy's own function loses the mask.
+        # np.concatenate loses the mask.
         if isinstance(values[0], np.ma.MaskedArray):
             return np.ma.concatenate(values)  # type: ignore[no-untyped-call]
         return np.concatenate(values)
@@ -166,7 +156,7 @@ class _Arrays(RowType):
 
 
 class Registered(RowType):
-    """Values of a class that `register_batch_type` was told of."""
+    """Values of a class given to `register_batch_type`."""
 
     def __init__(
         self,
@@ -190,18 +180,18 @@ class Registered(RowType):
         if list(rows) != list(range(start, start + len(rows))):
             if self._concat is None:
                 raise BatchError(
-                    f"Rows {list(rows)} of '{path}' ({name}) are not neighbours and {name} has no "
-                    f"way to join rows. Give register_batch_type({name}, ..., concat=...)."
+                    f"Rows {list(rows)} of '{path}' ({name}) are not neighbors, and {name} has no "
+                    f"way to join rows. Pass register_batch_type({name}, ..., concat=...)."
                 )
             return self._concat([self._chosen(value, [row], path) for row in rows])
-        # Asked again, because a wrong count would train on other rows than it weighs.
+        # Counted again, because with a wrong piece the weights would not match the rows.
         stop = start + len(rows)
         piece = self._take(value, start, stop)
         found = self._num_rows(piece)
         if found != stop - start:
             raise BatchError(
-                f"take({name}, {start}, {stop}){f' of {path!r}' * bool(path)} gave {found} rows "
-                f"instead of {stop - start}. Correct the functions given to "
+                f"take({name}, {start}, {stop}){f' of {path!r}' * bool(path)} returned {found} "
+                f"rows instead of {stop - start}. Correct the functions given to "
                 f"register_batch_type({name}, ...)."
             )
         return piece
@@ -220,7 +210,7 @@ class Registered(RowType):
 
 
 _LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
-# PackedSequence is a tuple, too: what has rows is asked for first.
+# PackedSequence is a tuple, too, so row types are looked up before containers.
 TENSORS = _Tensors()
 _BUILT_IN: Mapping[type, RowType] = {
     torch.Tensor: TENSORS,
@@ -230,7 +220,7 @@ _registered: dict[type, RowType] = {}
 
 
 class Kind(enum.Enum):
-    """How a value is treated: its rows are cut, it is opened, or it is passed on whole."""
+    """The treatment of a value: its rows are cut, it is opened, or it is passed on whole."""
 
     ROWS = "rows"
     MAPPING = "mapping"
@@ -267,7 +257,7 @@ _SHARED_TYPES = (
 )
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _OF_DATA = frozenset({"__len__", "__iter__", "__getitem__", "to", "num_rows", "batch_size"})
-"""Methods of what holds data, even if it can be called."""
+"""Methods that mark a class as data, even if it is callable."""
 _FIXED = frozenset(
     {object, *_BUILT_IN, PackedSequence, Mapping, dict, list, tuple, str, bytes}
     | {int, float, bool, complex, type(None)}
@@ -282,14 +272,18 @@ def register_batch_type(
     concat: Callable[[Sequence[Any]], Any] | None = None,
     map_tensors: Callable[[Any, Callable[[torch.Tensor], torch.Tensor]], Any] | None = None,
 ) -> None:
-    """Teach the slicing a type of your own, and its subclasses.
+    """Define how values of a class of your own, and of its subclasses, are sliced.
 
-    `num_rows(value)` counts rows and `take(value, start, stop)` gives those rows as a value of
-    the same type. `concat(values)` is the inverse of `take`. `map_tensors(value, fn)` gives a copy
-    with `fn` applied to each tensor; without it the tensors among the attributes are mapped.
+    Args:
+        cls: the class.
+        num_rows: ``num_rows(value)`` counts rows.
+        take: ``take(value, start, stop)`` returns these rows as a value of the same type.
+        concat: ``concat(values)`` is the inverse of ``take``.
+        map_tensors: ``map_tensors(value, fn)`` returns a copy with ``fn`` applied to each tensor;
+            by default the tensors among the attributes are mapped.
 
     Raises:
-        TypeError: `cls` is not a class or one of the functions cannot be called.
+        TypeError: `cls` is not a class, or one of the functions is not callable.
         ValueError: `cls` is a built-in container or leaf, whose meaning is fixed.
 
     >>> class Graphs:
@@ -304,7 +298,7 @@ def register_batch_type(
     checked: object = cls
     if not isinstance(checked, type):
         raise TypeError(f"register_batch_type needs a class, got {cls!r}. Pass the type itself.")
-    # They are opened or cut in places that do not ask the register.
+    # Some code opens or cuts these without looking them up.
     if cls in _FIXED:
         raise ValueError(
             f"{cls.__name__} already has a meaning in a batch. Register a subclass of it, or "
@@ -319,13 +313,13 @@ def register_batch_type(
                 f"{function!r}. Pass a callable."
             )
     _registered[cls] = Registered(num_rows, take, concat, map_tensors)
-    # Subclasses that were seen before may now be of another kind.
+    # Subclasses that were looked up before may now be of another kind.
     _cached_kind.cache_clear()
     _cached_row_type.cache_clear()
 
 
 def _beside(name: str) -> RowType:
-    """Rows of what is no dense tensor, loaded with the first of these."""
+    """Return a row type for values that are not dense tensors, loaded on first use."""
     from automicro.batch.ragged import ROW_TYPES
 
     return ROW_TYPES[name]
@@ -333,11 +327,11 @@ def _beside(name: str) -> RowType:
 
 @functools.lru_cache(maxsize=1024)
 def _cached_row_type(cls: type) -> RowType | None:
-    """Its own registration, its nearest base's, a known library's, or that of a built-in class."""
+    """Return the row type registered for a class or its nearest base, or a known one."""
     own = next((_registered[base] for base in cls.__mro__ if base in _registered), None)
     if own is not None:
         return own
-    # By name, as importing a library to ask would take seconds.
+    # By name, because importing the library would take seconds.
     names = {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in cls.__mro__}
     is_tensordict = "tensordict.TensorCollection" in names or hasattr(cls, "_is_tensorclass")
     if is_tensordict or issubclass(cls, PackedSequence):
@@ -347,7 +341,7 @@ def _cached_row_type(cls: type) -> RowType | None:
 
 @functools.lru_cache(maxsize=1024)
 def _cached_kind(cls: type) -> Kind:
-    """The kind of all values of type `cls`."""
+    """Return the kind of all values of type `cls`."""
     if _cached_row_type(cls) is not None:
         return Kind.ROWS
     # Order matters: torch.Size is a tuple, ModelOutput is also a dataclass.
@@ -367,52 +361,50 @@ def _cached_kind(cls: type) -> Kind:
 
 
 def _is_function(cls: type) -> bool:
-    """Whether values of type `cls` are there to be called: a graph that can be called holds data.
-
-    On the class alone: every class answers to "__call__" through its metaclass.
-    """
-    # Both can be called, and a module's attributes are no part of a batch.
+    """Whether values of type `cls` serve to be called; a callable graph holds data."""
+    # Both are callable, and the attributes of a module are not part of a batch.
     if issubclass(cls, type | torch.nn.Module):
         return True
+    # Search the bases: every class has "__call__" through its metaclass.
     names = {name for base in cls.__mro__ for name in vars(base)}
     return "__call__" in names and names.isdisjoint(_OF_DATA)
 
 
-# Typed anew: mypy takes the argument of a cached function for any hashable, which type[Any] is not.
+# Annotated again, because mypy expects a Hashable for a cached function, and type[Any] is not one.
 kind_of: Callable[[type], Kind] = _cached_kind
 row_type_of: Callable[[type], RowType | None] = _cached_row_type
 
 
 def _select(value: torch.Tensor, dim: int, rows: torch.Tensor) -> torch.Tensor:
-    """Rows of a tensor, laid out in memory as a slice of it would be: in channels_last, say.
+    """Select rows of a tensor in the memory format of a slice of it, such as channels_last.
 
     >>> images = torch.zeros(4, 3, 2, 2).to(memory_format=torch.channels_last)
     >>> _select(images, 0, torch.tensor([0, 2])).is_contiguous(memory_format=torch.channels_last)
     True
     """
-    # The common case, without two permutations.
+    # The common case needs no permutation.
     if value.is_contiguous():
         return value.index_select(dim, rows)
-    # The dimension with the longest steps first; where it repeats itself, steps are of no length.
+    # The dimension with the largest stride first; expanded dimensions have stride 0.
     steps = value.stride()
     order = sorted(range(value.dim()), key=lambda each: -steps[each] or -math.inf)
-    # Selected in the order of memory, so that a kernel reads rows as they lie.
+    # Select in the order of memory, so that a kernel reads rows contiguously.
     chosen = value.permute(order).index_select(order.index(dim % value.dim()), rows)
     return chosen.permute([order.index(each) for each in range(value.dim())])
 
 
 def _rows_along(shape: Sequence[int], dim: int, path: str) -> int:
-    """The size of dimension `dim`, with an error that tells what to declare where it is absent."""
+    """Return the size of dimension `dim`, or raise an error that names the declaration needed."""
     if not -len(shape) <= dim < len(shape):
         raise BatchError(
-            f"{subject(path)} of shape {tuple(shape)} has no dimension {dim}, where batch_layout "
-            f"says its rows lie. Declare its own: batch_layout={{'': {dim}, {path!r}: 0}}."
+            f"{subject(path)} of shape {tuple(shape)} has no dimension {dim}, which batch_layout "
+            f"names for its rows. Declare another: batch_layout={{'': {dim}, {path!r}: 0}}."
         )
     return shape[dim]
 
 
 def join_path(path: str, key: object) -> str:
-    """The path of the part `key` of what lies at `path`.
+    """Return the path of the part `key` of the value at `path`.
 
     >>> join_path("", 1), join_path("1", "boxes")
     ('1', '1.boxes')
@@ -421,19 +413,19 @@ def join_path(path: str, key: object) -> str:
 
 
 def or_shared(path: str) -> str:
-    """The end of a remedy for a part that need not be cut; the whole batch must be."""
+    """Complete a remedy for a part that may stay whole; the batch itself may not."""
     if not path:
         return ""
     return f", or declare batch_layout={{{path!r}: 'shared'}} to give it whole to every microbatch"
 
 
 def subject(path: str) -> str:
-    """A path at the start of a sentence."""
+    """Return a path for the start of a sentence."""
     return repr(path) if path else "The batch"
 
 
 def where(path: str) -> str:
-    """A path as messages show it.
+    """Return a path for the middle of a sentence.
 
     >>> where(""), where("1.boxes")
     ('the batch', "'1.boxes'")
@@ -442,12 +434,12 @@ def where(path: str) -> str:
 
 
 def state_of(value: Any) -> dict[str, Any]:
-    """The attributes of an object, in its dictionary and in slots.
+    """Return the attributes of an object, in its dictionary and in slots.
 
     >>> state_of(types.SimpleNamespace(a=1))
     {'a': 1}
     """
-    # Both, as a subclass without slots has a dictionary as well.
+    # Both, because a subclass without slots has a dictionary, too.
     state = dict(getattr(value, "__dict__", ()))
     for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())

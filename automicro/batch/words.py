@@ -12,7 +12,7 @@ from automicro.errors import BatchError
 
 
 def disagreement(before: Sequence[Node], node: Node) -> BatchError:
-    """The error for a part that has other rows than those before it."""
+    """Return the error for a part whose rows differ from those before it."""
     opponents = [other for other in before if not other.counts_with(node.counts)]
     others = opponents or [other for other in before if other.counts != ANY]
     first = _witness(others[0], node.counts)
@@ -21,27 +21,27 @@ def disagreement(before: Sequence[Node], node: Node) -> BatchError:
     single = next((leaf for leaf in (first, second) if leaf.counts == {1}), None)
     if single is not None:
         return BatchError(
-            f"{text} A single row beside more is ambiguous: declare "
+            f"{text} A single row next to several is ambiguous: declare "
             f"batch_layout={{{single.path!r}: 'shared'}} if every microbatch should get "
-            f"{where(single.path)} whole, or give it as many rows as the rest."
+            f"{where(single.path)} whole, or give it the same number of rows."
         )
     for leaf, other in ((second, first), (first, second)):
         if _are_offsets(leaf, other):
             return BatchError(
-                f"{text} {where(leaf.path)} seems to say where each row begins in "
-                f"{where(other.path)}, as nn.EmbeddingBag takes it, so neither can be cut without "
-                "the other: give a list of one tensor per row and join it in the forward, or hold "
-                "both in a class of your own and register_batch_type it."
+                f"{text} {where(leaf.path)} seems to hold the offsets of the rows in "
+                f"{where(other.path)}, as for nn.EmbeddingBag, so neither can be cut without the "
+                "other: give a list of one tensor per row and join it in the forward, or hold both "
+                "in a class of your own and register it with register_batch_type."
             )
     return BatchError(
-        f"{text} Give both the same number of rows, or declare what holds no rows "
+        f"{text} Give both the same number of rows, or declare the one that holds no rows "
         f"(batch_layout={{{second.path!r}: 'shared'}})"
         f"{_or_dimension(first, second) or _or_list(first, second)}."
     )
 
 
 def _are_offsets(leaf: Node, other: Node) -> bool:
-    """Whether integers are places in another leaf, from its begin on, in order."""
+    """Whether integers are ascending offsets into another leaf, starting at 0."""
     values, pieces = leaf.value, other.value
     if any(
         type(each) is not torch.Tensor or each.device.type != "cpu" for each in (values, pieces)
@@ -54,7 +54,7 @@ def _are_offsets(leaf: Node, other: Node) -> bool:
 
 
 def _arrays_first(first: Node, second: Node) -> Iterator[tuple[Node, Node]]:
-    """Each leaf that has dimensions, the later one first, with the other."""
+    """Yield each leaf that has dimensions with the other one, starting with the later leaf."""
     for leaf, other in ((second, first), (first, second)):
         is_array = isinstance(leaf.value, torch.Tensor | np.ndarray) and leaf.kind is Kind.ROWS
         if is_array and not getattr(leaf.value, "is_nested", False):
@@ -62,16 +62,16 @@ def _arrays_first(first: Node, second: Node) -> Iterator[tuple[Node, Node]]:
 
 
 def _or_dimension(first: Node, second: Node) -> str:
-    """The end of a remedy, where one of two leaves has the other's rows in another dimension."""
+    """Complete a remedy if one leaf has the other's rows in another dimension."""
     for leaf, other in _arrays_first(first, second):
         for dim, size in enumerate(leaf.value.shape):
             if size in other.counts and size not in leaf.counts:
-                return f", or which dimension does (batch_layout={{{leaf.path!r}: {dim}}})"
+                return f", or the dimension that does (batch_layout={{{leaf.path!r}: {dim}}})"
     return ""
 
 
 def _or_list(first: Node, second: Node) -> str:
-    """The end of a remedy, where each row of one leaf may have several of the other: its images."""
+    """Complete a remedy if each row of one leaf may have several of the other, such as images."""
     for leaf, other in _arrays_first(first, second):
         counts, fewer = [list(filter(None, each.counts)) for each in (leaf, other)]
         if counts and fewer and min(counts) >= 2 * max(fewer):
@@ -83,7 +83,7 @@ def _or_list(first: Node, second: Node) -> str:
 
 
 def _witness(node: Node, against: Counts) -> Node:
-    """The leaf inside `node` that rules the counts `against` out."""
+    """Return the leaf inside `node` that rules out the counts `against`."""
     if not node.children or node.may_be_items:
         return node
     holding = [child for child in node.children if child.counts != ANY]
@@ -92,7 +92,7 @@ def _witness(node: Node, against: Counts) -> Node:
 
 
 def _describe(leaf: Node) -> str:
-    """A leaf in words, with its path, its rows and its shape."""
+    """Describe a leaf with its path, its rows and its shape."""
     value = leaf.value
     if isinstance(value, torch.Tensor) and not value.is_nested:
         what = f"tensor of shape {tuple(value.shape)}"
@@ -118,10 +118,10 @@ _GRAPHS = (
 
 
 def unknown_type(value: Any, path: str) -> BatchError:
-    """The error for a value of a type that nothing tells how to cut, with what to write."""
+    """Return the error for a value of an unknown type, with the code that registers it."""
     cls = type(value)
     name = cls.__name__
-    text = f"{subject(path)} is of type {name}, and how to cut that into rows is not known."
+    text = f"{subject(path)} is of type {name}, and how to cut that into rows is unknown."
     libraries = {base.__module__.partition(".")[0] for base in cls.__mro__}
     if not path and isinstance(value, torch.utils.data.DataLoader):
         return BatchError(f"{text} Pass its batches one by one: for batch in loader: …")
@@ -144,23 +144,19 @@ def unknown_type(value: Any, path: str) -> BatchError:
 
 
 def refuse_rows_in(value: Any, num_rows: int, path: str) -> None:
-    """Refuse to share an object that can be called, but holds rows all the same.
-
-    Raises:
-        BatchError: one of its attributes has as many rows as the batch.
-    """
+    """Refuse to share a callable object that nevertheless holds as many rows as the batch."""
     for name, part in getattr(value, "__dict__", {}).items():
         is_data = isinstance(part, torch.Tensor | np.ndarray) and part.ndim
         if is_data and len(part) == num_rows > 1:
             cls = type(value).__name__
             raise BatchError(
-                f"{subject(path)} is of type {cls}, which can be called, and its {name!r} has "
+                f"{subject(path)} is of type {cls}, which is callable, but its {name!r} has "
                 f"{num_rows} rows, as many as the batch. Use {_registration(cls)}{or_shared(path)}."
             )
 
 
 def _registration(name: str) -> str:
-    """The code that registers a class."""
+    """Return the code that registers a class."""
     return (
         f"register_batch_type({name}, num_rows=lambda value: …, take=lambda value, start, stop: …)"
     )
@@ -171,7 +167,7 @@ def _is_like_a_list(cls: type) -> bool:
 
 
 def ambiguous(root: Node, counts: Sequence[int]) -> BatchError:
-    """The error for a batch that can have any of the row counts `counts`."""
+    """Return the error for a batch with several possible row counts."""
     node = next(node for node in _walk(root) if node.may_be_items and node.fields)
     ways: dict[str, list[str]] = {"items": [], "fields": []}
     for count in counts:

@@ -1,1 +1,1 @@
-"""Whether splitting changes what is computed: parts against the whole, beyond chance."""
+"""Checks whether splitting changes results: parts compared with the whole, beyond chance."""

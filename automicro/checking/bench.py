@@ -1,4 +1,4 @@
-"""Passes over some rows that leave no trace, draws held constant: what they give is a reading."""
+"""Forward and backward passes that leave no trace, with random draws held constant."""
 
 import contextlib
 import itertools
@@ -63,38 +63,30 @@ Wanted: TypeAlias = Literal["parameters", "seams", "numbers", "outputs"]
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """Under which a bench runs; `verify` changes one after the other.
+    """Conditions of a bench; `verify` varies one at a time."""
 
-    Attributes:
-        mode: which forward.
-        wants: ``"parameters"``, whose gradients need all that a backward needs; ``"seams"``, the
-            gradients by what the outermost modules with parameters give, of which nothing is kept;
-            ``"numbers"`` alone; or ``"outputs"`` beside them.
-        batchnorm: whether layers average over rows, as in training.
-        carries: whether a part begins with the state that the one before has left.
-        watches: whether what modules get and give is kept, too.
-        notes_state: whether it is read what forwards leave in attributes and variables.
-    """
-
-    mode: Mode = "train"
+    mode: Mode = "train"  # which forward runs
+    # "parameters": parameter gradients, at the memory cost of a whole backward; "seams":
+    # gradients by the outputs of the outermost modules with parameters, for which no activations
+    # are kept; "numbers": losses and other numbers only; "outputs": these and the outputs.
     wants: Wanted = "parameters"
-    batchnorm: bool = False
-    carries: bool = True
-    watches: bool = False
-    notes_state: bool = False
+    batchnorm: bool = False  # whether BatchNorm averages over rows, as in training
+    carries: bool = True  # whether a part starts from the state that the part before it left
+    watches: bool = False  # whether inputs and outputs of modules are recorded
+    notes_state: bool = False  # whether changes to attributes and variables are recorded
 
 
 def cuts(
     layout: BatchLayout, batch: Any, sizes: Sequence[int], rows: Sequence[int] | None = None
 ) -> tuple[CutBatch, CutBatch]:
-    """Rows of a batch together, and in parts of these sizes; its first ones unless given."""
+    """Return rows of a batch (its first ones by default) as a whole and cut into these sizes."""
     with on_host():
         if rows is not None:
             batch = layout.take_rows(batch, rows)
         elif rest := layout.num_rows(batch) - sum(sizes):
             batch = layout.split(batch, [sum(sizes), rest])[0]
         parts = layout.split(batch, sizes) if len(sizes) > 1 else [batch]
-    # Both from one choice of rows, so that they differ by the cut alone.
+    # Both come from one selection of rows, so they differ only by the cut.
     apart = CutBatch(batch=batch, microbatches=parts, sizes=sizes)
     return CutBatch.whole(batch, sum(sizes)), apart
 
@@ -102,29 +94,22 @@ def cuts(
 def cuts_of(
     layout: BatchLayout, batch: Any, parts: Sequence[Sequence[int]]
 ) -> tuple[CutBatch, CutBatch]:
-    """Rows of a batch together, and in these parts."""
+    """Return these rows of a batch as a whole and as these parts."""
     return cuts(layout, batch, list(map(len, parts)), [row for part in parts for row in part])
 
 
-_CONTROLS = 6  # at most
-_STRETCHED = 1 / 12_345  # of the loss of a control: a hook that clamps gradients hardly sees it
-_SUMS = 16  # times the eps of the type that is added up in
+_CONTROLS = 6  # a limit
+_STRETCHED = 1 / 12_345  # of the loss of a control: small enough for a hook that clamps gradients
+_SUMS = 16  # times eps of the dtype of the sum
 _TF32 = 2.0**-10
-_ACCELERATED = 10  # sums in another order for every shape
-_TURNED_OVER = 0.1  # of whole numbers, as rounding may
+_ACCELERATED = 10  # sums run in a different order for each shape
+_TURNED_OVER = 0.1  # of integer values, which rounding can change
 _SEED = 0x5EED0000
 _LOW = (torch.float16, torch.bfloat16)
 
 
 class Bench:
-    """Passes over rows that leave no trace. A context: left, everything is as it was.
-
-    Attributes:
-        draws: what was noted while they ran.
-
-    Warns:
-        StateWarning: something was changed that cannot be put back.
-    """
+    """Context for passes that leave no trace: leaving it restores everything."""
 
     def __init__(self, computation: Computation, conditions: Conditions | None = None) -> None:
         self.computation, self.conditions = computation, conditions or Conditions()
@@ -134,7 +119,7 @@ class Bench:
         every = {id(p): p for root in roots for p in root.parameters()}
         # By identity: tied parameters have one gradient.
         self._trained = {key: each for key, each in every.items() if each.requires_grad}
-        # A model without trained parameters may still have a loss to compare.
+        # A model without trained parameters can still have a loss to compare.
         self._shaken = list((self._trained or every).values())
         self._names = computation.names()
         self._leaves: dict[int, tuple[Tensor, Tensor | None]] = {}
@@ -143,13 +128,13 @@ class Bench:
         self._random = RandomState(
             devices_of(roots, computation.device), computation.reach.generators
         )
-        self.draws = HeldDraws(every.values(), is_alone=True)
+        self.draws = HeldDraws(every.values(), is_alone=True)  # record of the random draws
         self._stack = contextlib.ExitStack()
         self._captured: Captured | None = None
 
     def __enter__(self) -> "Bench":
         with self._stack as stack:
-            # Captured first, as everything after it may change what it holds.
+            # Captured first, because everything after it might change captured objects.
             self._captured = captured = capture(self.computation.roots)
             stack.callback(_put_back, captured, self.computation.left)
             stack.callback(self._random.roll_back)
@@ -158,13 +143,13 @@ class Bench:
             stack.callback(self._put_gradients_back)
             self._set_aside(self._trained.values())
             stack.enter_context(warnings.catch_warnings())
-            # Of one row, which none of the caller's batches may have.
+            # Raised by a pass over one row, which a batch of the caller might never have.
             warnings.filterwarnings("ignore", message=".*degrees of freedom", category=UserWarning)
-            # Each thread numbers its own nodes, so all have to be made by this one.
+            # Each thread numbers its own graph nodes, so this thread must create all of them.
             threads = torch.autograd.set_multithreading_enabled(False)
             for manager in (uncompiled(), threads, extra_pass()):
                 stack.enter_context(manager)
-            # Where entering fails half-way, all that was entered so far is left again.
+            # If entering fails halfway, everything entered so far is left again.
             self._stack = stack.pop_all()
         return self
 
@@ -174,11 +159,9 @@ class Bench:
     def compare(
         self, together: CutBatch, whole: Reading, parts: Reading
     ) -> tuple[dict[str, float], list[bool]]:
-        """Differences between readings of some rows beyond chance, relative to their size.
-
-        Lets the tensors of the parts go. Also, for each time that chance was measured, since
-        something differed, whether it alone hides a gradient twice as large.
-        """
+        """Return relative differences beyond chance, and whether each control run is blind."""
+        # Controls measure chance and run only if something differs; a blind one would hide a
+        # gradient twice as large. The tensors of the parts are freed.
         blind: list[bool] = []
 
         def controls() -> Iterator[Reading]:
@@ -186,22 +169,16 @@ class Bench:
                 control = self.read(together, shake=shake)
                 blind.append(is_blind(whole, control))
                 yield control
-                # Else its gradients would lie beside those of the next control.
+                # Otherwise its gradients would stay in memory next to those of the next control.
                 del control
 
         return gaps(whole, parts, controls()), blind
 
     def read(self, cut: CutBatch, *, shake: int = 0) -> Reading:
-        """Run the microbatches of a cut, one after the other, from the state as it is.
-
-        Raises:
-            CollectiveError: the forward was about to communicate with other ranks.
-            LossError: there is no usable loss, or its graph goes on into one of the caller's.
-            BaseException: whatever the forward raises on these rows.
-        """
+        """Run the microbatches of a cut in order, starting from the captured state."""
         mode, wants = self.conditions.mode, self.conditions.wants
         weights: BatchWeights | None = None
-        if wants != "outputs":  # counts of the caller's may change what is put back
+        if wants != "outputs":  # a count function of the caller might change restored state
             weights = self._weights(cut)
         reading = Reading()
         kinds: dict[str, torch.dtype] = {}
@@ -214,7 +191,7 @@ class Bench:
                 self._begin_again()
             self.draws.number += 1
             first_node = num_nodes_made()
-            # Each reading begins from the same rows: a forward may have written into the last copy.
+            # Each reading copies the rows, because a forward might have written into the last copy.
             apart = map_tensors(part, _without_graph)
             (moved,) = on_device([apart], self.computation.device, isolate=True)
             self._set_seeds(shake)
@@ -224,17 +201,17 @@ class Bench:
                 if output.loss is not None and mode != "predict":
                     weights = weights or self._weights(cut)
                     reading.has_total |= output.has_total
-                    # Weighted as a step weights them, or their sum would be no gradient of the
+                    # Weighted as in a step; otherwise the sum would not be the gradient of the
                     # batch.
                     loss = self._add(reading, kinds, output, weights, index)
-                    # Rows without any target have a loss of NaN, and no share in the batch.
+                    # Rows without any target have a NaN loss and no share in the batch.
                     if loss.requires_grad and not weights.is_nothing[index]:
                         if wants in ("parameters", "seams"):
                             check_own_graph(loss, first_node)
                         reading.seams.append([*self._backward(loss, shake, given, sums)])
             self._take(reading, sums)
             self._note_foreign(before)
-            # The copies are new, so any version but 0 is a write of the forward.
+            # The copies are new, so a version other than 0 means that the forward wrote to them.
             reading.written |= {path for path, leaf in tensor_leaves(moved) if seen_version(leaf)}
             told.append(output.told)
             reading.as_loss = output.told_as_loss & (
@@ -251,7 +228,7 @@ class Bench:
         if self.conditions.notes_state:
             assert self._captured is not None
             for place in changed_places(self.computation.roots, self._captured):
-                if not isinstance(place.owner, AnyBatchNorm):  # which has a warning of its own
+                if not isinstance(place.owner, AnyBatchNorm):  # which has its own warning
                     reading.state[place.identity] = place, Snapshot(place.read())
         return reading
 
@@ -269,8 +246,8 @@ class Bench:
         weights: BatchWeights,
         index: int,
     ) -> Tensor:
-        """Add a part's losses to the reading; gives its weighted loss."""
-        # A part without a gradient is no mistake: all of its targets may be ignored.
+        """Add the losses of one part to the reading and return its weighted loss."""
+        # A part without a gradient is valid: all of its targets can be ignored.
         given = output.loss
         is_constant = isinstance(given, Tensor) and not given.requires_grad
         if self.conditions.mode == "train" and not is_constant:
@@ -279,7 +256,7 @@ class Bench:
             raise LossError("the loss is not one number")
         loss, beside = weights.apply(index, given, output.losses, has_total=output.has_total)
         named = {**beside, LOSS: loss}
-        # All in one copy, as each would wait for the device.
+        # One copy for all values, because each copy waits for the device.
         values = read_scalars([each.detach() for each in (given, *named.values())])
         reading.each.append(values[0])
         for (name, term), value in zip(named.items(), values[1:], strict=True):
@@ -289,15 +266,14 @@ class Bench:
         return loss
 
     def _set_floors(self, reading: Reading, kinds: Mapping[str, torch.dtype]) -> None:
-        """Set the least rounding: of values by the lowest type, of sums by a wide one."""
+        """Set the smallest rounding error: of values by the lowest dtype, of sums by a wide one."""
         for name, value in reading.outputs.items():
             reading.raise_scale(name, norm_of(value) if has_fractions(value) else 1.0)
         for name, given in itertools.chain(*reading.seams):
             size = 0.0 if given is None else norm_of(profile([given]))
             reading.scales[name] = reading.scales.get(name, 0.0) + size
         sums, values = self.rounding
-        # A gradient that is small beside the others is rounded as they are, where sums are taken of
-        # all.
+        # A gradient much smaller than the others is rounded like them in sums over all gradients.
         total = math.hypot(*(reading.scales[name] for name in reading.gradients))
         for name, scale in reading.scales.items():
             if name in reading.numbers:
@@ -311,11 +287,12 @@ class Bench:
 
     @property
     def rounding(self) -> tuple[float, float]:
-        """Relative rounding of sums, and of values, which are kept in the lowest type."""
+        """Relative rounding errors of sums and of values; values are stored in the lowest dtype."""
         lowest = self.draws.lowest
         wide = torch.float64 if lowest is torch.float64 else torch.float32
         sums = _SUMS * torch.finfo(wide).eps
-        # There, other shapes take other kernels, with sums in another order, and TF32 may be on.
+        # On accelerators other shapes use other kernels, which sum in another order, perhaps in
+        # TF32.
         if self.computation.device.type != "cpu" and lowest is not torch.float64:
             return sums * _ACCELERATED, max(torch.finfo(lowest).eps, _TF32)
         return sums, max(torch.finfo(lowest).eps, sums)
@@ -323,13 +300,13 @@ class Bench:
     # One pass
 
     def _begin_again(self) -> None:
-        """The state as it was at first; what is drawn begins elsewhere each time."""
+        """Restore the captured state and seed generators differently from each earlier reading."""
         assert self._captured is not None
         self._num_readings += 1
         self.draws.begin_again()
-        with contextlib.suppress(RollbackError):  # said when the bench is left
+        with contextlib.suppress(RollbackError):  # reported when the bench is left
             self._captured.put_back()
-        # Another for each reading: what depends on a draw must show as chance, and not as equal.
+        # A new seed for each reading: results that depend on a draw must show up as chance.
         seed = _SEED + self._num_readings
         torch.manual_seed(seed)
         for generator in self.computation.reach.generators():
@@ -337,8 +314,8 @@ class Bench:
                 generator.manual_seed(seed)
 
     def _set_seeds(self, shake: int) -> None:
-        """Let what draws beside torch give the same in each pass, but where chance is measured."""
-        # So a draw for each forward is held, and one for each row shows as chance.
+        """Seed generators outside torch: the same in each pass, but different in each control."""
+        # So one draw per forward is held constant, and one draw per row shows up as chance.
         seed = _SEED + shake
         random.seed(seed)
         np.random.seed(seed)
@@ -367,9 +344,9 @@ class Bench:
         given: list[tuple[str, Tensor]],
         sums: dict[int, Tensor],
     ) -> list[tuple[str, Tensor | None]]:
-        """Add gradients to the leaves, or give those by what modules gave."""
-        # Of a control's loss, which is one part, a little less, and made up for: what cancels is
-        # rounded as it is where losses of parts are weighted.
+        """Add gradients to the leaves, or return the gradients by module outputs."""
+        # A control's loss, which is a single part, is scaled down and its gradients are scaled
+        # back. Cancelling terms are then rounded as they are when losses of parts are weighted.
         stretch = loss.new_tensor(1 - shake * _STRETCHED) if shake else None
 
         def made_up(each: Tensor | None) -> Tensor | None:
@@ -379,18 +356,18 @@ class Bench:
             wanted = [each for _, each in given if each.requires_grad]
             found: Sequence[Tensor | None] = ()
             if wanted:
-                # Up to the outputs of modules alone: it costs a fraction of a whole backward, and
-                # no gradients.
+                # Only up to the outputs of modules: this costs a fraction of a whole backward, and
+                # no memory for gradients.
                 found = torch.autograd.grad(loss, wanted, stretch, allow_unused=True)
             return [(SEAM, made_up(each)) for each in found]
         if self.conditions.wants == "parameters":
             self._set_aside(leaves_of(loss))
             for key, (leaf, _) in self._leaves.items():
                 if key in sums and leaf.dtype not in _LOW:
-                    # Autograd adds in place: no third set of gradients is held.
+                    # Autograd adds in place, so no third set of gradients is held.
                     total = sums.pop(key)
                     leaf.grad = total if leaf.grad is None else total + leaf.grad
-            # Hooks of the caller's may count or step, and a check is no step.
+            # Hooks of the caller might count or step, and a check is not a step.
             hooked = with_hooks([leaf for leaf, _ in self._leaves.values()])
             with HeldHooks(hooked).held():
                 loss.backward(stretch)  # type: ignore[no-untyped-call]
@@ -399,21 +376,22 @@ class Bench:
         return list(given)
 
     def _take(self, reading: Reading, sums: dict[int, Tensor]) -> None:
-        """Take the gradients of leaves that last, and leave none."""
+        """Move gradients from the leaves into the sums."""
         names = self._names_of_leaves()
         for key, (leaf, _) in self._leaves.items():
             gradient, leaf.grad = leaf.grad, None
             if gradient is not None and key in names:
                 gradient = gradient.detach()
-                # Parts would be rounded once more in their sum, as those of a step are not.
+                # A step does not round between parts, so low-precision gradients are summed in
+                # float32.
                 gradient = gradient.float() if gradient.dtype in _LOW else gradient
                 sums[key] = sums[key] + gradient if key in sums else gradient
             if key in sums and key in names:
                 reading.raise_scale(names[key], norm_of(sums[key]))
 
     def _names_of_leaves(self) -> Mapping[int, str]:
-        """By the id of a leaf its name; without those that a forward made for itself."""
-        # Leaves that are reached by the graph alone, such as a tensor in a closure.
+        """Return names of leaves by id, without leaves that a forward created for itself."""
+        # Leaves that only the graph reaches, such as a tensor in a closure.
         strangers = self._leaves.keys() - self._names.keys()
         if not strangers:
             return self._names
@@ -444,22 +422,22 @@ class Bench:
             if not self.conditions.batchnorm:
                 stack.enter_context(_rows_apart(self._modules))
             stack.enter_context(torch.enable_grad() if is_training else torch.no_grad())
-            # Without a backward nothing has to be kept for it, and a check takes less memory.
+            # Without a backward no activations are kept, so a check takes less memory.
             if is_training and wants in ("numbers", "outputs"):
                 stack.enter_context(saved_tensors_hooks(_keep_nothing, _refuse_backward))
             yield
 
     @contextlib.contextmanager
     def _shaking(self, shake: int) -> Iterator[None]:
-        """Parameters are off by last bits of what is computed in. No copy of them is made."""
-        # Bits are turned, not numbers added: turned again, they are exactly as before.
-        shaken: list[tuple[Tensor, Tensor, int]] = []  # and the first value of each
+        """Change parameters in their last bits, in place."""
+        # Bits are flipped, not numbers added, so flipping again restores them exactly.
+        shaken: list[tuple[Tensor, Tensor, int]] = []  # with the first value of each
         for each in self._shaken if shake else ():
             kind = _INTEGERS.get(each.dtype)
-            # Bits of a subclass, such as a quantized one, may mean something else.
+            # Bits of a subclass, such as a quantized tensor, might mean something else.
             is_plain = type(each) in (Tensor, nn.Parameter) and each.layout is torch.strided
             if kind and is_plain and each.device.type != "meta":
-                # Shaken by what the computation itself rounds, which may be in a lower type.
+                # Shaken by the rounding error of the computation, which might run in a lower dtype.
                 steps = max(1, round(self.rounding[1] / torch.finfo(each.dtype).eps))
                 view = each.data.view(kind)
                 first = view.as_strided((min(1, view.numel()),), (1,))
@@ -469,10 +447,10 @@ class Bench:
         def put_back() -> None:
             self.draws.put_back()
             for view, first, bits in shaken:
-                # Ctrl-C may come between any two of them.
+                # Ctrl-C might arrive between any two of them.
                 if not first.equal(view.as_strided(first.shape, (1,))):  # it was shaken
                     view.bitwise_xor_(bits)
-            self.draws.forget_but(written)  # copies of others hold what was shaken
+            self.draws.forget_but(written)  # copies of other parameters contain shaken values
             self.draws.put_back()
 
         try:
@@ -485,10 +463,7 @@ class Bench:
 
     @contextlib.contextmanager
     def _seam(self) -> Iterator[list[tuple[str, Tensor]]]:
-        """Leaves that the outermost modules with parameters return; none is kept.
-
-        Or, where it watches, what all modules get and give, as it is.
-        """
+        """Collect outputs of the outermost modules with parameters, or all values."""
         given: list[tuple[str, Tensor]] = []
         cuts, watches = self.conditions.wants == "seams", self.conditions.watches
         if not (cuts or watches):
@@ -506,7 +481,7 @@ class Bench:
                     for _, leaf in tensor_leaves(inputs)
                 )
             if cuts and (inside or any(True for _ in module.parameters())):
-                # Inside of the outermost module nothing is kept for a backward, which begins at its
+                # No activations are kept inside the outermost module: the backward starts at its
                 # output.
                 torch.set_grad_enabled(False)
                 inside.append(module)
@@ -525,14 +500,13 @@ class Bench:
 
         def leaf_of(value: Tensor) -> Tensor:
             leaf = value.detach()
-            vars(leaf).update(vars(value))  # such as a mask, which the loss reads
+            vars(leaf).update(vars(value))  # such as a mask that the loss reads
             if leaf.is_floating_point() and leaf.dim():
                 given.append((SEAM, leaf.requires_grad_()))
             return leaf
 
         handles = [
-            # For all modules of the process, so that none of the caller's own hooks moves behind
-            # another.
+            # Global hooks, so that the order of the caller's own hooks stays the same.
             nn.modules.module.register_module_forward_pre_hook(before),
             nn.modules.module.register_module_forward_hook(after, always_call=True),
         ]
@@ -542,20 +516,16 @@ class Bench:
             for handle in handles:
                 handle.remove()
 
-    # What a pass has done
+    # Effects of a pass
 
     def check_writes(self) -> list[str]:
-        """Parameters that one forward has set, as layers do that learn from their first batch.
-
-        Raises:
-            RollbackError: more than one forward changed parameters.
-        """
+        """Return names of parameters set by the first forward only, as data-dependent layers do."""
         if self.draws.moving:
             raise refused_writes(self._index.names_of(self.draws.moving))
         return self._index.names_of(self.draws.set_once)
 
     def _foreign(self) -> dict[str, Any]:
-        """Where generators stand that are not torch's."""
+        """Return the states of random generators outside torch."""
         python, numpy = foreign_states()
         own = self.computation.reach.generators()
         return {
@@ -580,7 +550,7 @@ _INTEGERS = {
 
 
 def _pattern(steps: int, shake: int) -> int:
-    """Bits to turn, up to about so many last places; others for each shake."""
+    """Return a mask of bits to flip, up to ``steps`` units in the last place, varying by shake."""
     high = 1 << (steps.bit_length() - 1)
     low = high >> 1 or 1
     return (high, low, high | high >> 1, high | high >> 2, high | high >> 1 | high >> 2)[
@@ -589,20 +559,20 @@ def _pattern(steps: int, shake: int) -> int:
 
 
 def _without_graph(tensor: Tensor) -> Tensor:
-    # A backward of a check would go on into the caller's graph, and free it.
+    # The backward of a check would continue into the caller's graph and free it.
     return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_()
 
 
 def _joined(outputs: Sequence[Any]) -> dict[str, Tensor]:
-    """Rows of all parts, one behind the other; nothing where they cannot be joined."""
+    """Join the outputs of all parts by row, or return nothing if they cannot be joined."""
     if not outputs or outputs[0] is None:
         return {}
-    # The whole is one part, and is not joined.
+    # The whole is a single part.
     if len(outputs) == 1:
         return _leaves(outputs[0])
     try:
         return _leaves(concat_rows(outputs))
-    except BatchError:  # so it may be of microbatches, or it goes by chance where they are alike
+    except BatchError:  # perhaps only these parts cannot be joined; try leaf by leaf
         first, *others = map(_leaves, outputs)
         found = {}
         for path, leaf in first.items():
@@ -617,7 +587,7 @@ def _leaves(value: Any) -> dict[str, Tensor]:
 
 
 def _texts(value: Any, path: str = "") -> dict[str, Tensor]:
-    """Lists of texts and whole numbers by path, as numbers that tell them apart."""
+    """Return lists of strings and integers by path, as hashes that can be compared."""
     kind = kind_of(type(value))
     if kind is not Kind.SEQUENCE and kind not in STRUCTURES:
         return {}
@@ -631,7 +601,7 @@ def _texts(value: Any, path: str = "") -> dict[str, Tensor]:
 
 
 def _add_told(reading: Reading, told: Sequence[Mapping[str, tuple[float, float]]]) -> None:
-    """The means that a host makes of the numbers that it was told of."""
+    """Average the numbers reported to a host, as the host does."""
     for name in told[0] if told else ():
         total = sum(each[name][1] for each in told if name in each)
         # A number that the host reports as the loss is compared as the loss.
@@ -647,22 +617,16 @@ def _keep_nothing(_: Tensor) -> None:
 
 
 def _refuse_backward(_: None) -> Tensor:
-    raise RuntimeError("a forward goes backward by itself, and nothing was kept for that")
+    raise RuntimeError("the forward calls backward itself, but a check keeps no activations")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """Why something beside a step could not be done.
+    """Failure of work outside a step."""
 
-    Attributes:
-        kind: out of memory, or the work's own error.
-        error: the type of what was raised.
-        why: its type and first line.
-    """
-
-    kind: Failure
+    kind: Failure  # out of memory, or an error of the work itself
     error: type[Exception]
-    why: str
+    why: str  # its type and first line
 
 
 def tried(
@@ -671,11 +635,11 @@ def tried(
     *,
     allowed: Collection[Failure] = (Failure.UNRELATED, Failure.RETRYABLE),
 ) -> T | Failed:
-    """Do something beside a step; where it fails, say why, with its memory free again.
+    """Do work outside a step; if it fails, free its memory and return why.
 
     Raises:
-        Exception: it failed in a way that is not allowed, such as a lost device.
-        RollbackError: something could not be put back.
+        Exception: a failure that is not allowed, such as a lost device.
+        RollbackError: something could not be restored.
 
     >>> tried(lambda: 1 // 0)
     Failed(kind=<Failure.UNRELATED...>, error=<class 'ZeroDivisionError'>, why='ZeroDivisionError...
@@ -685,47 +649,44 @@ def tried(
         return cast(T, found)
     try:
         if isinstance(failure, RollbackError) or not isinstance(failure, Exception):
-            raise failure  # that something was not put back is never passed over
+            raise failure  # state that was not restored is always reported
         kind = classify(failure)
         if kind not in allowed:
             raise failure
         why = next(iter(describe_error(failure).splitlines()))
-        # Or the next try would find the memory of this one taken.
+        # Otherwise the next try would find the memory of this one taken.
         release(failure, device)
         return Failed(kind=kind, error=type(failure), why=why)
     finally:
-        del failure  # it holds this frame: a cycle
+        del failure  # break the reference cycle with this frame
 
 
 def _put_back(captured: Captured, known: set[str]) -> None:
-    """Put everything back, and name once what did not come back."""
+    """Restore everything, and warn once about anything that was not restored."""
     told = set[str]()
     try:
         captured.put_back()
     except RollbackError as error:
         told.add(str(error))
-    # Nothing tells where an iterator stands; one that a forward reaches is there to be advanced.
+    # The position of an iterator cannot be read, and a forward that reaches one advances it.
     if iterators := [value for value, _ in captured.left_out if hasattr(value, "__next__")]:
         names = captured.names()
         told |= {f"{names[id(e)][0]}: a {type(e).__name__}, may have advanced" for e in iterators}
     if new := sorted(told - known):
         known |= told
         warn(
-            f"a check of a few rows has left traces ({'; '.join(new)}). Keep what a forward writes "
-            "to in buffers, or pass probe=False",
+            f"a check of a few rows could not restore everything ({'; '.join(new)}). Keep state "
+            "that a forward writes in buffers, or pass probe=False",
             StateWarning,
         )
 
 
 @contextlib.contextmanager
 def _alone(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Let wrappers of several ranks run on this one without the others: as what they wrap.
-
-    They may lie inside of others, as Fabric's do.
-    """
+    """Let DistributedDataParallel modules, nested ones included, run without other ranks."""
     wrappers = [each for each in modules if isinstance(each, DistributedDataParallel)]
     for each in wrappers:
-        # Past __setattr__, which would register the model as a submodule of this name.
+        # Bypass __setattr__, which would register the model as a submodule of this name.
         vars(each)["forward"] = each.module
     try:
         yield
@@ -736,15 +697,13 @@ def _alone(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _rows_apart(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Let BatchNorm use its running statistics, or where it has none, hand its input on.
-
-    That it averages over rows is known, and warned of by itself.
-    """
+    """Let BatchNorm use its running statistics, or pass its input through if it has none."""
     with contextlib.ExitStack() as stack:
         for layer in modules:
+            # Averages over rows are known and have their own warning.
             if not isinstance(layer, AnyBatchNorm):
                 continue
-            # Then it knows no statistics but those of its batch.
+            # Without running statistics the layer has only those of its batch.
             if layer.running_mean is None:
                 vars(layer)["forward"] = nn.Identity().forward
                 stack.callback(vars(layer).pop, "forward")

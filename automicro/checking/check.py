@@ -1,7 +1,7 @@
-"""When to compare rows together and apart, and what is said of it.
+"""Decide when rows are compared together and in parts, and report differences.
 
-A few rows are compared at batches 1, 2, 4, 8 …, and where a batch shows something new; whole
-batches that are split at the first, second, 10th, 100th …
+A few rows are compared at batches 1, 2, 4, 8, … and when a batch shows something new; whole split
+batches are compared at the first, second, 10th, 100th, …
 """
 
 import dataclasses
@@ -44,31 +44,30 @@ _SeenOutputs: TypeAlias = tuple[frozenset[str], dict[str, str]]
 _OCCASIONS = (1, 2, *(10**power for power in range(1, 7)))
 _FEWER_ROWS = (MOST_ROWS, 4, 2)
 _FRACTIONS = (1, 2, 4)
-_PATIENCE = 4  # checks that learn nothing, after which that is said
+_PATIENCE = 4  # fruitless checks before a warning says so
 _SHOWN = 5
-_SLIGHT = 1e-2  # of the gradient of a parameter
+_SLIGHT = 1e-2  # of the gradient of one parameter
 
 
 class Occasions:
-    """Which of many batches of a kind are compared: the first, second, 10th, 100th … millionth.
+    """Counter that selects the batches to compare: the first, second, 10th, 100th, … millionth.
 
-    Example:
-        >>> splits = Occasions()
-        >>> [splits.is_next() for _ in range(10)].count(True)
-        3
+    >>> splits = Occasions()
+    >>> [splits.is_next() for _ in range(10)].count(True)
+    3
     """
 
     def __init__(self) -> None:
         self._num = self._num_put_off = 0
 
     def is_next(self) -> bool:
-        """Count one more; whether it is one of them."""
+        """Count one batch and return whether it is selected."""
         self._num += 1
         return self._num in _OCCASIONS
 
     def put_off(self) -> None:
-        """Take the next one in place of this one, which could not be compared; not for ever."""
-        # Where there is never memory to compare, trying again would cost time at each batch.
+        """Select the next batch instead of this one, a limited number of times."""
+        # If there is never enough memory to compare, each attempt would cost time.
         if self._num_put_off < _PATIENCE:
             self._num_put_off += 1
             self._num -= 1
@@ -76,59 +75,35 @@ class Occasions:
 
 @dataclass(kw_only=True)
 class _Track:
-    """Results of the checks of one kind of forward so far.
+    """Results so far of the checks of one kind of forward."""
 
-    Attributes:
-        forms: what its batches have shown.
-        splits: which of those that are split are compared: without outputs, and with.
-        looks: at a few rows.
-        most_rows: of a look.
-        failures: looks that failed, as the model does on the whole batch.
-        fruitless: looks that learned nothing.
-        is_over: whether no further batch is of use.
-        has_named: whether it was said that parts do not add up.
-        is_wrong: whether that was not for state that forwards leave.
-        has_checked: whether one showed that they do.
-    """
-
-    forms: Forms
+    forms: Forms  # of batches seen so far
+    # Split batches to compare: without outputs, and with outputs.
     splits: tuple[Occasions, Occasions] = field(default_factory=lambda: (Occasions(), Occasions()))
-    looks: int = 0
-    most_rows: int = MOST_ROWS
-    failures: int = 0
-    fruitless: int = 0
-    is_over: bool = False
-    has_named: bool = False
-    is_wrong: bool = False
-    has_checked: bool = False
+    looks: int = 0  # checks of a few rows
+    most_rows: int = MOST_ROWS  # limit for the next check
+    failures: int = 0  # checks that failed as the model does on the whole batch
+    fruitless: int = 0  # checks that learned nothing
+    is_over: bool = False  # no later batch needs a check
+    has_named: bool = False  # a warning said that parts do not add up
+    is_wrong: bool = False  # parts do not add up, and not because of state
+    has_checked: bool = False  # a check showed that parts add up
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """The finding of a check.
+    """Result of a check."""
 
-    Attributes:
-        kind: ``"wrong"``, ``"nothing"`` learned (so far), or ``"unchecked"``.
-        text: what differs, or why nothing was seen.
-        is_final: whether no later batch can show more.
-        is_slight: whether it may be rounding on an edge, as of a ReLU.
-        is_state: whether it is gone where each part begins with the same state.
-    """
-
+    # "wrong", "nothing" (nothing learned so far), or "unchecked".
     kind: Literal["wrong", "nothing", "unchecked"]
-    text: str
-    is_final: bool = False
-    is_slight: bool = False
-    is_state: bool = False
+    text: str  # the difference, or the reason why nothing was learned
+    is_final: bool = False  # whether later batches cannot show more
+    is_slight: bool = False  # whether it might be rounding at a discontinuity, as of a ReLU
+    is_state: bool = False  # whether it disappears when every part starts from the same state
 
 
 class Checks:
-    """Compares rows together and apart at the batches of a Microbatcher, and warns.
-
-    Attributes:
-        counting: names of attributes and variables that depend on how many forwards there are for
-            a batch.
-    """
+    """Compare rows together and in parts at a Microbatcher's batches, and warn."""
 
     def __init__(
         self,
@@ -143,7 +118,7 @@ class Checks:
         averages = computation.averages.values()
         self._is_known = all(average.is_known for average in averages)
         self._declared = declared
-        # Read off a model that says so of itself, and may be wrong about a subclass's loss.
+        # A model's own claim might not hold for the loss of a subclass.
         self._is_claimed = not declared and any(
             isinstance(average, Tokens) and average.is_claimed for average in averages
         )
@@ -154,18 +129,15 @@ class Checks:
         self._train, self._eval = (_Track(forms=Forms(layout), is_over=off) for _ in range(2))
         self._output_splits = Occasions()
         self._has_named_outputs = False
-        self._has_said_unchecked = off  # who switches it off knows
+        self._has_said_unchecked = off  # the user switched checks off
         self._odd_numbers: set[str] = set()
         self._asked: set[tuple[int, str]] = set()
+        # Names of attributes and variables that depend on the number of forwards per batch.
         self.counting: list[str] = []
 
     @property
     def loss_average_is(self) -> str:
-        """How sure it is what the loss averages over.
-
-        ``"declared"``, ``"read"`` (off the loss or the model), ``"checked"``, ``"unchecked"``, or
-        ``"wrong"`` where the gradients of parts did not add up.
-        """
+        """How the average is known: declared, read, checked or unchecked; or that it is wrong."""
         if self._train.is_wrong:
             return "wrong"
         if self._declared:
@@ -175,7 +147,7 @@ class Checks:
         return "checked" if self._train.has_checked else "unchecked"
 
     def is_over(self, mode: Mode) -> bool:
-        """Whether no further batch is of use."""
+        """Return whether no later batch needs a check."""
         return self._of(mode).is_over
 
     # A few rows of a batch that could be split
@@ -189,42 +161,32 @@ class Checks:
         multiple: int = 1,
         sizes: Sequence[int] = (),
     ) -> bool:
-        """Compare a few rows with two parts of them, where that is due: whether it was.
-
-        What it changes is put back. Out of memory, it is tried with fewer rows, and then at a
-        later batch.
-
-        Raises:
-            LossAverageError: parts do not add up, and that is refused.
-            RollbackError: each forward changes parameters.
-
-        Warns:
-            LossAverageWarning: parts do not add up, or that cannot be seen.
-        """
+        """Compare a few rows with two parts of them if a check is due; return whether it was."""
+        # All changes are rolled back. If memory runs out, fewer rows are tried, then a later batch.
         track = self._of(mode)
         if track.is_over or num_rows < 2:
             return False
-        # A second warning of the same cause would say nothing new.
+        # A second warning about the same cause would add nothing.
         if self._why_not or (track is self._eval and self._train.is_wrong):
             track.is_over = True
             if self._why_not and track is self._train:
                 self._say_unchecked(self._why_not, may_be_claimed=True)
             return False
         cut = math.gcd(*sizes) or 1
-        # Too few rows for two groups: better to compare single ones than none.
+        # With too few rows for two groups, comparing single rows is better than nothing.
         multiple = multiple if num_rows >= 2 * multiple else 1
-        # What cannot be read for want of memory is not due.
+        # A check that cannot be read for lack of memory is not due.
         is_due = functools.partial(track.forms.is_due, batch)
         if tried(is_due, self._computation.device, allowed=(Failure.RETRYABLE,)) is not True:
             return False
         seed, track.looks = track.looks, track.looks + 1
         look = functools.partial(self._look, track, batch, num_rows, mode, seed=seed)
         found, rows = look(multiple=multiple)
-        # Not said before a second look: it must hold for rows cut as a step cuts them, and for
-        # other rows than one near an edge.
+        # A difference must hold for rows cut as a step cuts them, and for rows other than one near
+        # a discontinuity. So a second check decides.
         if found is not None and found.kind == "wrong":
             if cut > multiple and num_rows >= 2 * cut:
-                # It may come from how these rows were cut, as no batch is.
+                # It might come from cutting these rows where no batch is cut.
                 found, _ = look(multiple=cut)
             elif found.is_slight and num_rows >= 2 * len(rows):
                 found, _ = look(multiple=multiple, without=rows)
@@ -242,7 +204,7 @@ class Checks:
         multiple: int,
         without: Collection[int] = (),
     ) -> tuple[Finding | None, list[int]]:
-        """Look at fewer and fewer rows, while memory runs out; what was found, and at which."""
+        """Compare fewer and fewer rows while memory runs out; return the finding and the rows."""
         layout, device = self._computation.layout, self._computation.device
         parts: list[list[int]] = []
 
@@ -268,28 +230,28 @@ class Checks:
         else:
             logger.log(
                 logging.DEBUG if track.fruitless else logging.WARNING,
-                "out of memory while a few rows were compared, together and apart; nothing is "
-                "lost, and a later batch is checked",
+                "out of memory in a check of a few rows; nothing is lost, and a later batch is "
+                "checked instead",
             )
-            return Finding(kind="nothing", text="there was no memory to check"), []
+            return Finding(kind="nothing", text="there was not enough memory to check"), []
         if issubclass(found.error, CollectiveError):
             text = needs_other_ranks(found.why.partition(": ")[2])
             return Finding(kind="unchecked", text=text, is_final=True), []
         why = found.why.rstrip(".")
         text = f"a check of a few rows failed ({why})"
         says_so = issubclass(found.error, LossError) or not self._can_cut(batch, num_rows)
-        if says_so or not self._has_loss(batch, mode):  # the step itself says why
+        if says_so or not self._has_loss(batch, mode):  # the step itself reports the reason
             track.failures += 1
             return Finding(kind="unchecked", text=text) if track.failures > 1 else None, []
         if not issubclass(found.error, AutomicroError):
             with on_host():
                 pieces = [layout.take_rows(batch, each) for each in parts]
-            # The whole has a loss and parts have none: no split of this batch can be right.
+            # If the whole has a loss and parts have none, every split of this batch is wrong.
             if not all(self._has_loss(each, mode) for each in pieces):
                 listed = " and ".join(map(str, sorted([*parts[0], *parts[1]])[:2]))
                 text = (
-                    f"the whole batch has a loss, and rows such as {listed} have none by "
-                    f"themselves ({why})"
+                    f"the whole batch has a loss, and rows such as {listed} have none on their "
+                    f"own ({why})"
                 )
                 return Finding(kind="wrong", text=text), []
         return Finding(kind="unchecked", text=text, is_final=True), []
@@ -302,7 +264,7 @@ class Checks:
         return True
 
     def _has_loss(self, batch: Any, mode: Mode) -> bool:
-        """Whether a loss can be computed of these rows, from the state as it is."""
+        """Return whether these rows have a loss in the current state."""
 
         def has_loss() -> bool:
             cut = CutBatch.whole(batch, self._computation.layout.num_rows(batch))
@@ -324,17 +286,17 @@ class Checks:
         with Bench(self._computation, conditions) as bench:
             whole = bench.read(together)
             if not is_training and LOSS not in whole.numbers:
-                track.is_over = True  # there is none
+                track.is_over = True  # there is no loss
                 return None
             pieces = bench.read(apart)
             found, blind = bench.compare(together, whole, pieces)
             initialised = bench.check_writes()
             if initialised and track.looks < 2:
                 warn(_initialises(initialised), BufferWarning)
-                return None  # later batches find what the first has set
+                return None  # later batches start from these values
             if is_training:
                 self._note_state(bench, whole, pieces, apart)
-            # An overflow in the first steps is common under fp16, and says nothing of the split.
+            # An overflow in the first steps is common under fp16 and says nothing about the split.
             if not math.isfinite(whole.numbers[LOSS]) or not math.isfinite(whole.size):
                 return Finding(kind="nothing", text="the loss or its gradient is not finite")
             if is_training and not whole.size:
@@ -350,28 +312,25 @@ class Checks:
                 is_slight = (
                     bench.draws.lowest is not torch.float64 and max(found.values()) < _SLIGHT
                 )
-                # Once more with state held still: then the remedy is another one.
+                # Compare again with state held still: state needs a different remedy.
                 bench.conditions = dataclasses.replace(conditions, carries=False)
                 is_state = not bench.compare(together, whole, bench.read(apart))[0]
                 text = _said(found, whole, pieces, apart) + _BY_STATE * is_state
                 return Finding(kind="wrong", text=text, is_slight=is_slight, is_state=is_state)
             unheld = ", ".join(sorted(bench.draws.unheld))
-            if unheld and blind:  # they matter
-                text = f"the forward draws what cannot be held constant ({unheld})"
+            if unheld and blind:  # these draws change the result
+                text = f"the forward draws random numbers that cannot be held constant ({unheld})"
                 return Finding(kind="unchecked", text=text)
             if any(blind):
                 return Finding(
-                    kind="unchecked", text="the same rows give another gradient each time"
+                    kind="unchecked", text="the same rows give a different gradient each time"
                 )
         if is_telling(pieces.each):
             track.has_checked = True
         return None
 
     def _note_state(self, bench: Bench, whole: Reading, parts: Reading, apart: CutBatch) -> None:
-        """Take note of state that depends on how many calls there are for the same rows.
-
-        Not of what adds up by rows, of what only the last call decides, and of what a clock says.
-        """
+        """Record state that depends on how many forwards process the same rows."""
         new = {
             key: (place, left)
             for key, (place, left) in parts.state.items()
@@ -380,12 +339,13 @@ class Checks:
         }
         if not new:
             return
-        # Before the extra forwards: each place costs them once, whatever they show.
+        # Sums over rows, values that only the last call sets, and clock readings do not count.
+        # Recorded before the extra forwards, so that each place costs them only once.
         self._asked |= new.keys()
         end = CutBatch.whole(apart.microbatches[-1], apart.sizes[-1])
         alone, again = bench.read(end).state, bench.read(apart).state
         for key, (place, left) in new.items():
-            # What only the last call decides is the same after its rows alone.
+            # A value that only the last call sets is the same after its rows alone.
             is_last = key in alone and left.is_like(alone[key][1])
             if not is_last and key in again and again[key][1].repeats(left):
                 self.counting.append(place.name)
@@ -394,25 +354,16 @@ class Checks:
 
     @property
     def compares(self) -> bool:
-        """Whether batches that are split are counted, and some compared."""
+        """Whether split batches are counted, and some of them compared."""
         return not (self._off or self._train.has_named)
 
     def whole(
         self, batch: Any, sizes: Sequence[int], mode: Mode, *, gives_outputs: bool = False
     ) -> None:
-        """Compare a batch that is split with its microbatches, where that is due.
-
-        Nothing is kept for the backward of modules, and what it changes is put back. Without memory
-        for the whole batch, half, a quarter or two of its microbatches are taken; of the halves of
-        one only numbers beside the loss are compared, since a few rows show its loss.
-
-        Raises:
-            LossAverageError: they are not the same, and that is refused.
-
-        Warns:
-            LossAverageWarning: they are not.
-            MetricWarning: numbers beside the loss are not.
-        """
+        """Compare a split batch as a whole with its microbatches, if a check is due."""
+        # No activations are kept inside modules, and all changes are rolled back. If the whole does
+        # not fit, half, a quarter or two of its microbatches are compared. Halves of a single
+        # microbatch show only numbers other than the loss.
         track = self._of(mode)
         if not track.splits[gives_outputs].is_next() or track.has_named:
             return
@@ -441,19 +392,19 @@ class Checks:
     def _compare_whole(
         self, batch: Any, sizes: Sequence[int], mode: Mode, wants: Any, *, is_one: bool
     ) -> tuple[str, dict[str, str]]:
-        """Errors in the loss of the rows of some microbatches, and in numbers beside it."""
+        """Return the error of the loss over some microbatches, and errors of other numbers."""
         device = self._computation.device
         together, apart = cuts(self._computation.layout, batch, sizes)
         with Bench(self._computation, Conditions(mode=mode, wants=wants)) as bench:
             whole, parts = bench.read(together), bench.read(apart)
             found, _ = bench.compare(together, whole, parts)
             if bench.draws.set_once and self._train.looks < 2:
-                return "", {}  # later batches find what the first has set
+                return "", {}  # later batches start from these values
             finite = {name for name, value in whole.numbers.items() if math.isfinite(value)}
             if LOSS in whole.numbers and LOSS not in finite:
                 return "", {}
         if device.type != "cpu":
-            empty_cache(device)  # blocks of a whole batch serve no microbatch
+            empty_cache(device)  # cached blocks of a whole batch do not suit microbatches
         odd = found.keys() & finite & parts.numbers.keys() - {LOSS}
         named = odd & self._computation.averages.keys()
         wrong = {name: found[name] for name in found.keys() - odd - whole.numbers.keys() | named}
@@ -461,7 +412,8 @@ class Checks:
         numbers = {
             name: _number(name, whole, parts)
             for name in sorted(odd - named)
-            # Halves of a microbatch, as no batch is cut, may lack the rows of a number.
+            # Halves of a microbatch, unlike parts of a batch, might lack the rows that a number
+            # needs.
             if math.isfinite(parts.numbers[name]) or not is_one
         }
         return _said(wrong, whole, parts, apart) if wrong else "", numbers
@@ -470,21 +422,17 @@ class Checks:
 
     @property
     def compares_outputs(self) -> bool:
-        """Whether evaluations that are split, and give outputs, are still counted."""
+        """Whether split evaluations with outputs are still counted."""
         return not (self._off or self._has_named_outputs)
 
     def outputs(self, batch: Any, num_rows: int, mode: Mode) -> frozenset[str]:
-        """Compare outputs of a few rows together and apart, where that is due: what is known now.
-
-        Called in evaluation mode. What it changes is put back; where it fails, nothing is known.
-
-        Warns:
-            MetricWarning: one of them cannot.
-        """
+        """Compare outputs of a few rows together and in parts if due; return the paths compared."""
+        # Called in evaluation mode. All changes are rolled back; a failure returns no paths.
         if not self._output_splits.is_next():
             return frozenset()
         known, wrong = self._see_outputs(batch, num_rows, mode, seed=0)
-        if wrong:  # rounding on an edge, as of a choice of experts, is not there in others again
+        # Rounding at a discontinuity, as in a choice of experts, does not recur in other rows.
+        if wrong:
             _, again = self._see_outputs(batch, num_rows, mode, seed=1)
             wrong = {path: text for path, text in wrong.items() if path in again}
         if wrong:
@@ -495,7 +443,7 @@ class Checks:
         return known | wrong.keys()
 
     def _see_outputs(self, batch: Any, num_rows: int, mode: Mode, *, seed: int) -> _SeenOutputs:
-        """Outputs that are the same in parts, and what is wrong with others."""
+        """Return paths of outputs that do not depend on the split, and errors of the others."""
 
         def see(most: int) -> _SeenOutputs:
             layout = self._computation.layout
@@ -522,11 +470,9 @@ class Checks:
     # State
 
     def unsaved_state(self, batch: Any, num_rows: int) -> list[str]:
-        """Names of what forwards go on changing and no ``state_dict`` of a module holds.
-
-        A few forwards of two rows, which leave no trace; nothing where they fail, or other ranks
-        would have to take part.
-        """
+        """Return names of changing state of forwards that no module's ``state_dict`` holds."""
+        # A few forwards of two rows, which leave no trace; nothing if they fail or need other
+        # ranks.
         if self._off:
             return []
 
@@ -537,7 +483,7 @@ class Checks:
 
         places = tried(lasting, self._computation.device)
         if isinstance(places, Failed):
-            logger.info("what state the forward changes is not known: %s", places.why)
+            logger.info("could not determine which state the forward changes: %s", places.why)
             return []
         every = [module for root in self._computation.reached for module in root.modules()]
         saved = {id(part) for each in every if writes_own_state(each) for part in each.modules()}
@@ -548,11 +494,9 @@ class Checks:
         ]
 
     def _lasting_state(self, rows: Any, num_rows: int) -> list[Place]:
-        """State that lasts from forward to forward of the same rows, and may matter.
-
-        Numbers may always; all else only where the next loss goes by it. What a clock says, and
-        what only the last call decides, does not go on.
-        """
+        """Return state that persists between forwards of the same rows and might matter."""
+        # Numbers always might; other values only if the next loss depends on them. Clock readings
+        # and values that only the last call sets do not count.
         conditions = Conditions(wants="numbers", notes_state=True)
         with Bench(self._computation, conditions) as bench:
 
@@ -576,7 +520,7 @@ class Checks:
                 found.append(place)
         return found
 
-    # What is said
+    # Reports
 
     def _of(self, mode: Mode) -> _Track:
         return self._train if mode == "train" else self._eval
@@ -599,27 +543,24 @@ class Checks:
             self._say_unchecked(found.text, may_be_claimed=found.is_final)
 
     def _say_unchecked(self, why: str, *, may_be_claimed: bool = False) -> None:
-        """Say, once, that nothing could be seen; nothing where nothing was assumed.
-
-        With ``may_be_claimed`` also of what a model's loss type claims, which its forward may not
-        keep to: transformers' own have some.
-        """
+        """Warn once that nothing could be checked, if an assumption was made."""
         if self._has_said_unchecked:
             return
         self._has_said_unchecked = True
+        # A model's loss type is a claim that its forward might break, as some of transformers do.
         if self._is_known and not (may_be_claimed and self._is_claimed):
             logger.info("splitting was not checked: %s", why)
             return
         warn(
-            f"could not check that the loss is {_taken_for(self._computation.averages)}, which it "
-            f"was taken for: {why}. Declare what it averages over (loss_average=…), or run "
-            "automicro.verify(model, batch, …)",
+            "could not check the assumption that the loss is "
+            f"{_taken_for(self._computation.averages)}: {why}. Declare what it averages over "
+            "(loss_average=…), or run automicro.verify(model, batch, …)",
             LossAverageWarning,
         )
 
 
 def _fewer_and_fewer(sizes: Sequence[int]) -> Iterator[Sequence[int]]:
-    """The microbatches to compare: all, half of them, a quarter, two, for where there is no memory.
+    """Yield the microbatches to compare: all, half, a quarter, two, as memory runs short.
 
     >>> list(_fewer_and_fewer([4, 4, 4, 3, 3]))
     [[4, 4, 4, 3, 3], [4, 4], [2, 2]]
@@ -632,27 +573,27 @@ def _fewer_and_fewer(sizes: Sequence[int]) -> Iterator[Sequence[int]]:
 
 
 def _taken_for(averages: Mapping[str, Average]) -> str:
-    """The assumed averages of the losses, in words."""
+    """Return a description of the assumed averages."""
     return " and ".join(dict.fromkeys(each.describe() for each in averages.values()))
 
 
 _REMEDY = (
-    "Run automicro.verify(model, batch, …) for the cause and what helps, or keep batches whole "
-    "with {}=None (docs/checks.md)"
+    "Run automicro.verify(model, batch, …) for the cause and a remedy, or keep batches whole with "
+    "{}=None (docs/checks.md)"
 )
-_BY_STATE = ", by state that one forward leaves to the next"
+_BY_STATE = ", because of state that one forward leaves for the next"
 _REPEATS = (
-    "its forward sets the seed of what it draws for its rows, so each microbatch draws once more "
-    "what the first rows get"
+    "its forward sets the seed of its random draws, so each microbatch repeats the draws of the "
+    "first rows"
 )
 _OUTPUTS_REMEDY = (
-    "Compute what all rows have a part in before the batch is cut, leave out what has not one "
+    "Compute results that need all rows before the batch is cut, leave out outputs without one "
     "entry per row, or keep batches whole with eval_microbatch_size=None"
 )
 
 
 def _said(found: Mapping[str, float], whole: Reading, parts: Reading, apart: CutBatch) -> str:
-    """The largest difference, with its size."""
+    """Return the largest difference, with its size."""
     rows = f"{sum(apart.sizes)} rows in {len(apart.sizes)} parts"
 
     def rank(name: str) -> tuple[bool, ...]:
@@ -661,15 +602,15 @@ def _said(found: Mapping[str, float], whole: Reading, parts: Reading, apart: Cut
 
     name = max(found, key=lambda each: (*rank(each), found[each]))
     if name in whole.numbers:
-        return f"{_number(name, whole, parts)}, of {rows}"
+        return f"{_number(name, whole, parts)}, for {rows}"
     what = name if name == SEAM else f"the gradient of {name}"
-    return f"{what} is off by {found[name]:.2g} of itself, of {rows}"
+    return f"{what} is off by {found[name]:.2g} of itself, for {rows}"
 
 
 def _number(name: str, whole: Reading, parts: Reading) -> str:
     shown = name if name == LOSS or name in whole.told else repr(name)
     apart = parts.numbers.get(name, math.nan)
-    return f"{shown} is {whole.numbers[name]:.6g} as a whole and {apart:.6g} put together"
+    return f"{shown} is {whole.numbers[name]:.6g} as a whole and {apart:.6g} combined"
 
 
 def _odd(numbers: Mapping[str, str], mode: Mode, num_microbatches: int) -> str:
@@ -677,8 +618,8 @@ def _odd(numbers: Mapping[str, str], mode: Mode, num_microbatches: int) -> str:
     more = f" (and {len(numbers) - _SHOWN} more)" if len(numbers) > _SHOWN else ""
     size = "microbatch_size" if mode == "train" else "eval_microbatch_size"
     return (
-        "numbers that a step gives beside its loss are averaged, and some are no means over rows: "
-        f"{listed}{more}. Give the mean of what each row has, let a metric count it (metrics=…), "
+        "numbers that a step returns next to its loss are averaged, but some are not means over "
+        f"rows: {listed}{more}. Return means over rows, let a metric count it (metrics=…), "
         f"or keep batches whole with {size}=None"
     )
 
@@ -693,19 +634,18 @@ def _output(
         shapes = [None if each is None else tuple(each.shape) for each in (one, other)]
         return (
             f"{name} has the shape {shapes[0]} for {rows}, and {shapes[1]} joined from two parts "
-            "of these, so it has not one entry per row in its first dimension"
+            "of them, so its first dimension is not the rows"
         )
     return (
-        f"{name} of a row depends on the rows beside it: for {rows} it is off by "
-        f"{found[path]:.2g} of itself where these are computed in two parts"
+        f"{name} of a row depends on the other rows: for {rows} it is off by "
+        f"{found[path]:.2g} of itself when they are computed in two parts"
     )
 
 
 def _initialises(names: Sequence[str]) -> str:
     listed = ", ".join(map(repr, names[:5])) + f" and {len(names) - 5} more" * (len(names) > 5)
     return (
-        f"the first forward sets parameters ({listed}), as layers do that initialise themselves "
-        "from data: of a batch that is split they see one microbatch. Call the model on a whole "
-        "batch before the first step, under torch.no_grad(), which is also the time for what only "
-        "constrains them"
+        f"the first forward sets parameters ({listed}), as data-dependent initialization does, "
+        "and would see one microbatch only. Call the model on a whole batch under torch.no_grad() "
+        "before the first step"
     )

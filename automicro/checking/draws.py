@@ -1,4 +1,4 @@
-"""Random draws held constant while checks run, and what cannot be."""
+"""Hold random draws constant during checks, and record the draws that cannot be held."""
 
 import collections
 import functools
@@ -14,28 +14,22 @@ from automicro.transaction.parameters import ParameterWrites
 
 
 class CollectiveError(Exception):
-    """A forward on one rank alone was about to communicate with the others."""
+    """A forward running on a single rank was about to communicate with other ranks."""
 
 
 def needs_other_ranks(how: str = "sharded parameters, say") -> str:
-    """Why nothing can be checked where a forward needs other ranks, for messages."""
+    """Return the reason, for messages, why a forward that needs other ranks cannot be checked."""
     return (
-        f"the forward or the loss communicates with other ranks ({how}), and one rank alone cannot "
-        "check"
+        f"the forward or the loss communicates with other ranks ({how}), and a check runs on one "
+        "rank"
     )
 
 
 class HeldDraws(ParameterWrites):
-    """While it is active, torch's draws are constant; precision and own seeds are noted.
+    """Mode that makes torch's random draws constant, and records precision and own seeds.
 
-    It sees operations, not functions: draws inside fused modules, scripted code and checkpoints
-    that recompute too. As in its base class, writes to parameters are put back.
-
-    Attributes:
-        number: of the pass, which the caller counts.
-        drawn: names of the operations whose draws were replaced.
-        unheld: names of those for which no constant stands.
-        lowest: the lowest floating point type that operations gave.
+    It works on operations, so it covers fused modules, scripted code and recomputed checkpoints.
+    Writes to parameters are undone, as in the base class.
 
     Example:
         >>> with HeldDraws() as draws:
@@ -48,24 +42,24 @@ class HeldDraws(ParameterWrites):
     def __init__(self, parameters: Iterable[Tensor] = (), *, is_alone: bool = False) -> None:
         super().__init__(parameters)
         self._is_alone = is_alone
-        self.number = 0
-        self.drawn: set[str] = set()
-        self.unheld: set[str] = set()
-        self.lowest = torch.float64
-        # By the state that draws began at: what each pass drew from it.
+        self.number = 0  # number of the current pass, set by the caller
+        self.drawn: set[str] = set()  # names of the operations whose draws were replaced
+        self.unheld: set[str] = set()  # names of the operations without a constant replacement
+        self.lowest = torch.float64  # lowest floating point dtype of any result
+        # Keyed by generator state before a draw: the draws that each pass made from it.
         self._seeds: dict[bytes, dict[int, list[Any]]] = {}
         self._most: collections.Counter[int] = collections.Counter()
 
     def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run one operation, a constant in place of what it draws."""
-        # Before it runs, as no other rank would come to it.
+        """Run one operation with a constant in place of its random draw."""
+        # Raised before the operation runs, because no other rank would join it.
         if self._is_alone and is_collective(func):
             raise CollectiveError(f"{func.namespace}.{func.overloadpacket.__name__}")
         name, draws, shares = _told(func)
         for at, given in shares:
             args, kwargs = self._without_dropout(at, given, args, kwargs)
         if name == "native_dropout_backward":
-            return args[0] * args[1]  # by the mask alone, as the forward went
+            return args[0] * args[1]  # by the mask only, as in the forward
         if draws and not shares:
             return self._draw(func, name, args, dict(kwargs))
         result = super().run(func, types, args, kwargs)
@@ -85,7 +79,7 @@ class HeldDraws(ParameterWrites):
     def _draw(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         defaults = {each.name: each.default_value for each in schema_of(func).arguments}
         given = {**defaults, **dict(zip(_names(func), args, strict=False)), **kwargs}
-        # In evaluation it draws nothing.
+        # Nothing is drawn in evaluation mode.
         if given.get("training") is False:
             return func(*args, **kwargs)
         if name in ("rrelu_with_noise", "rrelu_with_noise_"):
@@ -101,23 +95,21 @@ class HeldDraws(ParameterWrites):
         if name == "multinomial" and not (given["replacement"] or given["num_samples"] == 1):
             constant = None
         before = _state(given, args)
-        drawn = func(*args, **kwargs)  # the stream goes on as it would
+        drawn = func(*args, **kwargs)  # the generator advances as usual
         shape = getattr(drawn, "shape", ())
         self._seeds.setdefault(before, {}).setdefault(self.number, []).append(shape)
         if constant is None:
             self.unheld.add(f"torch.{name.strip('_')}")
             return drawn
-        # Dropout itself draws like this where no kernel is fused.
+        # Without a fused kernel, dropout draws with bernoulli_.
         self.drawn.add("dropout" if name == "bernoulli_" else name.strip("_"))
         value = constant(given)
         return drawn.copy_(value) if isinstance(value, Tensor) else drawn.fill_(value)
 
     @property
     def repeats(self) -> bool:
-        """Whether passes that began at other states drew from one, for as many rows as they had.
-
-        Draws of the same shapes for all numbers of rows, as of a fixed projection, do not.
-        """
+        """Whether passes drew from one state, with shapes that follow the number of rows."""
+        # Draws of the same shape for any number of rows, as for a fixed projection, do not count.
         return any(
             one != other
             for shapes in self._seeds.values()
@@ -125,35 +117,35 @@ class HeldDraws(ParameterWrites):
         )
 
     def begin_again(self) -> None:
-        """Put parameters back; what the next pass writes is the first write again."""
+        """Restore parameters and count the writes of the next pass as first writes."""
         self._most |= self._calls
         self._calls.clear()
         self.put_back()
 
     @property
     def moving(self) -> list[Tensor]:
-        """Parameters that several passes in a row have changed: that was no constraint."""
+        """Parameters that several passes changed, which rules out one-time initialization."""
         counts = self._most | self._calls
         return [self._parameters[key] for key, count in counts.items() if count > 1]
 
     @property
     def set_once(self) -> list[Tensor]:
-        """Parameters that no pass has changed but the first."""
+        """Parameters that only the first pass changed."""
         counts = self._most | self._calls
         return [self._parameters[key] for key, count in counts.items() if count == 1]
 
     @property
     def written(self) -> set[int]:
-        """Ids of the parameters that were copied before a write to them."""
+        """Ids of the parameters that were copied before a write."""
         return set(self._copies)
 
     def forget_but(self, keys: set[int]) -> None:
-        """Take other parameters for what they are now."""
+        """Drop the copies of all other parameters, so that their current values are kept."""
         self._copies = {key: each for key, each in self._copies.items() if key in keys}
 
 
 def _state(given: Mapping[str, Any], args: Any) -> bytes:
-    """Where the generator stands that an operation is about to draw from."""
+    """Return the state of the generator that an operation is about to draw from."""
     if given.get("generator") is not None:
         state = given["generator"].get_state()
     else:
@@ -167,7 +159,7 @@ def _state(given: Mapping[str, Any], args: Any) -> bytes:
 
 @functools.cache
 def _told(func: Any) -> tuple[str, bool, tuple[tuple[int, str], ...]]:
-    """An operation's name, whether it draws, and which of its arguments are shares of dropout."""
+    """Return an operation's name, whether it draws, and its dropout probabilities."""
     name, names = func.overloadpacket.__name__, _names(func)
     draws = name in _CONSTANTS or torch.Tag.nondeterministic_seeded in func.tags
     shares = ("dropout_p", "dropout", *["p"] * (name.strip("_") in _DROPOUTS))
@@ -180,7 +172,7 @@ def _names(func: Any) -> list[str]:
 
 
 def _near_mean(given: Mapping[str, Any]) -> Any:
-    # Not the mean of zero: a factor of zero would hide a part of the gradient.
+    # Not the exact mean: a factor of zero would hide part of the gradient.
     mean, std = given.get("mean"), given.get("std")
     return (0.0 if mean is None else mean) + (1.0 if std is None else std) / 2
 
@@ -192,7 +184,7 @@ def _integer(given: Mapping[str, Any]) -> Any:
 
 
 def _reversed(given: Mapping[str, Any]) -> Any:
-    # Not the order as it is: that would hide what a permutation puts beside what.
+    # Not the identity, which would hide the neighbors that a permutation creates.
     return torch.arange(given["n"]).flip(0)
 
 
@@ -204,11 +196,12 @@ def _probability(given: Mapping[str, Any]) -> Any:
     return given["self"] if given.get("p") is None else given["p"]
 
 
-# The first as it is where kernels are fused, the others in inference mode; else they come in parts.
+# native_dropout appears with fused kernels, the others in inference mode; otherwise dropout is
+# decomposed.
 _DROPOUTS = {
     *("native_dropout", "dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"),
 }
-# The same for every row, wherever it lies.
+# Constants are the same for every row, regardless of its position.
 _CONSTANTS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     **dict.fromkeys(("bernoulli", "bernoulli_"), _probability),
     **dict.fromkeys(("rand", "rand_like", "cauchy_"), lambda given: 0.5),

@@ -9,59 +9,50 @@ from torch import Tensor
 
 from automicro.checking.state import Place, Snapshot
 
-CLEARLY = 10.0  # a difference so many times what chance has moved is none of chance's
+CLEARLY = 10.0  # times the difference that chance caused
 LOSS = "the loss"
-SEAM = "the gradient by what the model gives"
+SEAM = "the gradient with respect to the model output"
 
 
 @dataclass(kw_only=True)
 class Reading:
-    """Results of a computation for some rows, in one part or several, by name.
+    """Results of a computation on some rows, in one part or several, by name."""
 
-    Attributes:
-        numbers: the loss, its parts, and numbers beside it; weighted, and added up.
-        gradients: of parameters, added up.
-        outputs: by path, the rows of all parts joined.
-        seams: of each part, what its modules gave, or the gradients of its loss by that.
-        scales: how large each was at most while parts were added up.
-        floors: what of each is rounding in any case.
-        each: the loss of each part, not weighted.
-        told: names of numbers that a host was told of.
-        as_loss: names of those that were the loss itself.
-        has_total: whether the loss was given beside its parts.
-        written: paths of tensors of the batch that a forward wrote to.
-        state: what the passes left in attributes and variables, and where.
-    """
-
+    # The loss, its terms, and other numbers, weighted and summed.
     numbers: dict[str, float] = field(default_factory=dict)
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    outputs: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # of parameters, summed
+    outputs: dict[str, Tensor] = field(default_factory=dict)  # joined rows of all parts, by path
+    # For each part, outputs of modules or gradients of its loss by these outputs.
     seams: list[list[tuple[str, Tensor | None]]] = field(default_factory=list)
+    # The largest magnitude of each result while parts were added.
     scales: dict[str, float] = field(default_factory=dict)
+    # The rounding error expected for each result.
     floors: dict[str, float] = field(default_factory=dict)
-    each: list[float] = field(default_factory=list)
-    told: set[str] = field(default_factory=set)
-    as_loss: frozenset[str] = frozenset()
-    has_total: bool = False
+    each: list[float] = field(default_factory=list)  # the unweighted loss of each part
+    told: set[str] = field(default_factory=set)  # names of numbers that were reported to a host
+    as_loss: frozenset[str] = frozenset()  # names of reported numbers that were the loss itself
+    has_total: bool = False  # whether the forward returned a total loss in addition to its terms
+    # Paths of the batch's tensors that a forward wrote to.
     written: set[str] = field(default_factory=set)
+    # Attributes and variables that the passes changed, with their new values.
     state: dict[tuple[int, str], tuple[Place, Snapshot]] = field(default_factory=dict)
 
     def raise_scale(self, name: str, *values: float) -> None:
-        """Note that something was as large as this."""
+        """Raise the recorded magnitude of a result if one of these values is larger."""
         self.scales[name] = max(self.scales.get(name, 0.0), *map(abs, values))
 
     @property
     def size(self) -> float:
-        """Of all gradients together; of all numbers, where there are none."""
+        """The magnitude of all gradients, or of all numbers if there are no gradients."""
         return math.hypot(*(self.scales[name] for name in self.gradients or self.numbers))
 
     @property
     def norm(self) -> float:
-        """Of all gradients together, as they are."""
+        """The norm of all gradients."""
         return math.hypot(*map(norm_of, self.gradients.values()))
 
     def distances(self, other: "Reading") -> dict[str, float]:
-        """How far another reading is away; infinite where it has another shape."""
+        """Return distances to another reading by name; infinite if shapes differ."""
         names = [each for each in self.numbers if each in other.told or each not in self.told]
         found = {name: abs(self.numbers[name] - other.numbers.get(name, 0.0)) for name in names}
         for mine, theirs in ((self.gradients, other.gradients), (self.outputs, other.outputs)):
@@ -69,7 +60,7 @@ class Reading:
                 a, b = mine.get(name), theirs.get(name)
                 if a is not None and b is not None:
                     found[name] = _apart(a, b)
-                elif mine is self.gradients:  # it was not reached
+                elif mine is self.gradients:  # the parameter was not reached
                     found[name] = norm_of(a) + norm_of(b)
                 else:
                     found[name] = math.inf
@@ -78,10 +69,11 @@ class Reading:
         return {name: math.inf if math.isnan(gap) else gap for name, gap in found.items()}
 
     def _pairs(self, parts: "Reading") -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Pairs of a module's values for all rows and those for parts, joined."""
+        """Yield pairs of a module's values: for all rows, and for parts joined."""
         mine, theirs = [each for part in self.seams for each in part], list(parts.seams)
         flat = [(each,) for part in theirs for each in part]
-        if len(flat) != len(mine):  # else one call for each row, say, in any case
+        # Otherwise the module ran, for example, once per row in either case.
+        if len(flat) != len(mine):
             flat = list(zip(*theirs, strict=True)) if {len(mine)} == {*map(len, theirs)} else []
         for (name, one), pieces in zip(mine, flat, strict=bool(flat)):
             values = [value for _, value in pieces if value is not None]
@@ -93,10 +85,8 @@ class Reading:
 
 
 def profile(pieces: Sequence[Tensor], width: int = 1) -> Tensor:
-    """Sums, sizes and squares of what pieces hold by column: the same in whatever order rows lie.
-
-    Packed and ragged rows lie in another order in each cut.
-    """
+    """Return sums, absolute sums and norms by column, which do not depend on the order of rows."""
+    # Packed and ragged rows have a different order in each cut.
     wide = [_dense(each.detach()) for each in pieces]
     lines = [each.reshape(-1, width if each.dim() > 1 else 1) for each in wide if each.numel()]
     if not lines or not has_fractions(lines[0]):
@@ -110,11 +100,11 @@ def profile(pieces: Sequence[Tensor], width: int = 1) -> Tensor:
 
 
 def _apart(one: Tensor, other: Tensor) -> float:
-    """How far two tensors are apart; what is infinite or no number in both is the same."""
+    """Return the distance of two tensors; entries infinite or NaN in both count as equal."""
     if one.shape != other.shape or one.is_nested or other.is_nested:
         return 0.0 if one.is_nested and other.is_nested else math.inf
     one, other = _dense(one), _dense(other)
-    if not has_fractions(one):  # how many are others
+    if not has_fractions(one):  # the share of entries that differ
         return float((one != other).float().mean()) if one.numel() else 0.0
     gap = one - other
     if one.numel() and not bool(gap.isfinite().all()):
@@ -124,7 +114,7 @@ def _apart(one: Tensor, other: Tensor) -> float:
 
 
 def has_fractions(value: Tensor) -> bool:
-    """Whether it is made of floating point numbers."""
+    """Return whether a tensor holds floating point or complex numbers."""
     return value.is_floating_point() or value.is_complex()
 
 
@@ -134,7 +124,7 @@ def _dense(value: Tensor) -> Tensor:
 
 
 def norm_of(value: Tensor | None) -> float:
-    """Of a tensor with fractions; zero for others, and for none."""
+    """Return the norm of a floating point tensor; zero for other tensors and None."""
     if value is None or value.is_nested or not has_fractions(value) or not value.numel():
         return 0.0
     wide = torch.float64 if value.dtype.to_real() is torch.float64 else torch.float32
@@ -142,7 +132,7 @@ def norm_of(value: Tensor | None) -> float:
 
 
 def gaps(whole: Reading, parts: Reading, controls: Iterable[Reading]) -> dict[str, float]:
-    """Differences between two readings beyond chance, relative to their size."""
+    """Return differences between two readings beyond chance, relative to their size."""
     beyond = {
         name: gap
         for name, gap in whole.distances(parts).items()
@@ -153,7 +143,7 @@ def gaps(whole: Reading, parts: Reading, controls: Iterable[Reading]) -> dict[st
     for control in controls if beyond else ():
         chance = whole.distances(control)
         beyond = {n: gap for n, gap in beyond.items() if not gap <= CLEARLY * chance.get(n, 0.0)}
-        del control  # before the next one
+        del control  # free it before the next one
         if not beyond:
             break
     return {
@@ -163,25 +153,24 @@ def gaps(whole: Reading, parts: Reading, controls: Iterable[Reading]) -> dict[st
 
 
 def is_blind(whole: Reading, control: Reading) -> bool:
-    """Whether chance alone moves so much that a gradient twice as large would not be seen."""
+    """Return whether chance would hide a gradient twice as large."""
     names = whole.gradients or whole.numbers
     chance = whole.distances(control)
-    # Since the whole was read, a check may have found that a number is not a mean.
+    # Since the whole was read, a check might have found that a number is not a mean.
     return CLEARLY * math.hypot(*(chance.get(name, 0.0) for name in names)) > whole.size > 0
 
 
-# Gradients that are zero but for rounding (a bias before a normalisation, keys in attention) are
-# measured against this part of the whole gradient.
+# Gradients that are zero except for rounding (a bias before a normalization, keys in attention) are
+# measured against this fraction of the whole gradient.
 _FLOOR = 1e-2
 
 
 def relative_errors(parts: Reading, whole: Reading) -> dict[str, float]:
-    """The relative error of each parameter's gradient.
+    """Return the relative error of each parameter's gradient.
 
-    Example:
-        >>> whole = Reading(gradients={"weight": torch.tensor([3.0, 4.0])})
-        >>> relative_errors(Reading(gradients={"weight": torch.tensor([3.0, 3.0])}), whole)
-        {'weight': 0.2}
+    >>> whole = Reading(gradients={"weight": torch.tensor([3.0, 4.0])})
+    >>> relative_errors(Reading(gradients={"weight": torch.tensor([3.0, 3.0])}), whole)
+    {'weight': 0.2}
     """
     names, apart = {**whole.gradients, **parts.gradients}, whole.distances(parts)
     least = _FLOOR * whole.norm or 1.0

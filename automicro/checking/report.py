@@ -1,4 +1,4 @@
-"""The findings of `verify`, as values, as text, and in words."""
+"""Findings of `verify` as values and as text."""
 
 import dataclasses
 import json
@@ -16,18 +16,18 @@ _SHOWN = 5  # names, and parameters
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Something about a model that matters when its batches are split.
+    """A fact about a model that matters when its batches are split.
 
     Attributes:
-        kind: what it is about, in a word or two: ``"batchnorm"``, ``"buffers"``, ``"attributes"``,
+        kind: subject of the finding: ``"batchnorm"``, ``"buffers"``, ``"attributes"``,
             ``"loss average"``, ``"class weights"``, ``"across rows"`` (a module),
             ``"compares rows"`` (the loss), ``"fails on fewer rows"``, ``"input written"``,
             ``"random"``, ``"non-deterministic"``, ``"scripted"``, ``"lazy"``, ``"batch"``,
             ``"mode"``, ``"loss value"``, ``"parts"`` or ``"unknown"``.
-        names: layers, buffers, attributes, leaves of the batch or the loss, whichever it is about.
-        text: what was found.
-        evidence: the experiment that shows it, where there was one.
-        remedy: what to do about it; empty where nothing need be done.
+        names: the layers, buffers, attributes, leaves of the batch or loss concerned.
+        text: description of the finding.
+        evidence: the experiment that shows it, if there was one.
+        remedy: what to do about it; empty if nothing is needed.
     """
 
     kind: str
@@ -39,15 +39,15 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The whole batch against one way to split it.
+    """The whole batch compared with one way to split it.
 
     Attributes:
         microbatch_size: rows of the largest microbatch.
-        num_microbatches: how many there were.
-        error: the largest relative error of a parameter's gradient; NaN where it failed.
-        worst: that parameter.
+        num_microbatches: number of microbatches.
+        error: the largest relative error of a parameter's gradient; NaN after a failure.
+        worst: the parameter with that error.
         loss_error: relative error of the loss.
-        failure: why this size could not be run; empty where it could.
+        failure: why this size could not run; empty if it ran.
     """
 
     microbatch_size: int
@@ -60,21 +60,21 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class VerifyReport:
-    """Whether splitting changes a model's gradient, and why.
+    """Report of `verify`: whether splitting changes a model's gradient, and why.
 
     Attributes:
         status: ``"exact"`` as configured, ``"not exact"``, or ``"cannot be verified"``.
-        verdict: the same in a line that says what to do.
-        loss_average: where another one would be exact, what to write; else empty.
-        loss_average_is: how sure it is what the loss averages over, as in `StepResult`.
-        causes: why it is not exact, or cannot be verified.
-        notes: what is worth knowing and changes no gradient.
+        verdict: the status in one line, with what to do.
+        loss_average: the value that would make the split exact, if there is one; else empty.
+        loss_average_is: how the average of the loss is known, as in `StepResult`.
+        causes: reasons why the split is not exact or cannot be verified.
+        notes: other findings, which do not change the gradient.
         comparisons: one per size.
         parameter_errors: the largest relative error of each parameter's gradient.
         num_rows: rows of the batch.
-        dtype: the precision of the comparison.
-        tolerance: relative errors up to this one count as rounding.
-        method: why it was not compared in float64, if it was not.
+        dtype: precision of the comparison.
+        tolerance: largest relative error that counts as rounding.
+        method: why the comparison did not use float64, if it did not.
     """
 
     status: str
@@ -92,16 +92,16 @@ class VerifyReport:
 
     @property
     def exit_code(self) -> int:
-        """0 exact as configured, 1 not exact (or with another setting only), 3 unknown."""
+        """Exit code: 0 exact as configured, 1 not exact as configured, 3 unknown."""
         return _EXIT_CODES[self.status]
 
     @property
     def is_exact(self) -> bool:
-        """Whether splitting does not change the gradient, as configured."""
+        """Whether splitting leaves the gradient unchanged, as configured."""
         return self.status == EXACT
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain values that JSON can hold."""
+        """Return the report as plain values that JSON can represent."""
         text = json.dumps({**dataclasses.asdict(self), "exit_code": self.exit_code})
         values: dict[str, Any] = json.loads(text, parse_constant=lambda each: str(float(each)))
         return values
@@ -110,7 +110,7 @@ class VerifyReport:
         return f"VerifyReport({self.status!r}, {self.num_rows} rows, {short(self.verdict)})"
 
     def _repr_html_(self) -> str:
-        """For notebooks."""
+        """Return HTML for notebooks."""
         return html_text(str(self))
 
     def __str__(self) -> str:
@@ -149,7 +149,7 @@ def _table(comparisons: Sequence[Comparison]) -> list[str]:
 
 
 def finding(key: str, names: Iterable[str] = (), evidence: str = "", **words: Any) -> Finding:
-    """The text for a kind of finding, by its key in the table, with these names and words."""
+    """Build the finding with this key in the table, filled with names and words."""
     names = tuple(names)
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     words |= {"names": ", ".join(names[:_SHOWN]) + more, "count": len(names)}
@@ -162,15 +162,15 @@ def finding(key: str, names: Iterable[str] = (), evidence: str = "", **words: An
 
 _WHOLE = "keep batches whole with microbatch_size=None"
 _STATE = (
-    "each training forward changes {what} and the next one computes with them: {names}",
-    "update them once per step, outside the forward (spectral norm: eval() of the parametrization "
-    f"but for one forward per step), or {_WHOLE}",
+    "each training forward changes {what} that the next forward uses: {names}",
+    "update them once per step, outside the forward (spectral norm: call eval() on the "
+    f"parametrization except for one forward per step), or {_WHOLE}",
 )
 _STATE_NOT_READ = (
-    "each forward changes {what}, now once per microbatch: {names}",
-    "nothing, if they are a cache; else update them once per step, outside of it",
+    "each forward changes {what}, which now happens once per microbatch: {names}",
+    "nothing if they are a cache; otherwise update them once per step, outside the forward",
 )
-# By kind, and behind a colon which of several of one kind: what was found, and what to do.
+# Finding text and remedy by kind; a suffix after a colon distinguishes findings of one kind.
 _SAID = {
     "batchnorm": (
         "{count} BatchNorm {layers} over the rows of a microbatch: {names}",
@@ -180,64 +180,65 @@ _SAID = {
     "buffers": _STATE,
     "attributes": _STATE,
     "loss average": (
-        "the loss is {kind}, and was taken for {taken}",
+        "the loss is {kind}, but was assumed to be {taken}",
         "pass loss_average={names}",
     ),
     "class weights": (
-        "{names} weighs rows by their class and divides by the sum of these weights (in "
-        "proportion: {weights})",
-        "pass loss_fn=nn.CrossEntropyLoss(weight=…), which is read off, or loss_average={code}",
+        "{names} weights rows by class and divides by the sum of these weights (in proportion: "
+        "{weights})",
+        "pass loss_fn=nn.CrossEntropyLoss(weight=…), which automicro can read, or "
+        "loss_average={code}",
     ),
     "loss average: by row": (
-        "{names} is a weighted mean of the rows' losses with weights that none of the known counts "
+        "{names} is a weighted mean of the rows' losses, with weights that no known count "
         "explains (by row: {weights})",
-        "pass loss_average=… as a callable that gives what a microbatch's loss was divided by",
+        "pass loss_average=… as a callable that returns the divisor of a microbatch's loss",
     ),
     "across rows": (
-        "what a module gives for a row depends on the other rows: {names}",
-        f"compute it for each row by itself, or {_WHOLE}",
+        "the output of a module for one row depends on the other rows: {names}",
+        f"compute it for each row separately, or {_WHOLE}",
     ),
     "compares rows": (
-        "{names} compares rows (a contrastive loss, say) or adds a term that does not come from "
-        "rows: no weighting of the rows' gradients gives the batch's",
-        f"{_WHOLE}; where whole batches do not fit, automicro.Contrastive runs encoders in slices, "
-        "and computes the loss from what they give for the whole batch",
+        "{names} compares rows (as a contrastive loss does) or adds a term that does not come "
+        "from rows, so no weighting of the rows' gradients gives the batch's gradient",
+        f"{_WHOLE}; if whole batches do not fit, use automicro.Contrastive, which runs encoders "
+        "in slices and computes the loss from the outputs for the whole batch",
     ),
     "fails on fewer rows": (
         "the forward or the loss ({names}) fails with microbatches of at most {size} row(s): "
         "{failure}",
-        "remove what fixes the number of rows or refers to other rows of the batch (a written-out "
-        "batch size, .squeeze() without a dimension, which takes away that of a single row, "
-        f"targets that are row numbers), or {_WHOLE}",
+        "remove code that fixes the number of rows or refers to other rows of the batch (a "
+        "hard-coded batch size, .squeeze() without a dimension, targets that are row numbers), or "
+        f"{_WHOLE}",
     ),
     "unknown": (
-        "none of the causes that were tried explains the difference",
+        "none of the causes tried explains the difference",
         "look at the parameters that differ most; pass fewer rows or a part of the model to narrow "
         f"it down, or {_WHOLE}",
     ),
     "non-deterministic": (
-        "the same batch gives another gradient the second time, from the same state and the same "
-        "seeds (relative difference {error:.1g}): non-deterministic kernels, a random generator "
+        "the same batch gives a different gradient the second time, from the same state and seeds "
+        "(relative difference {error:.1g}): non-deterministic kernels, a random generator "
         "outside the model, or a global or captured variable that the forward changes",
-        "keep such state in the model, draw with torch's global generator, or switch on "
+        "keep such state in the model, draw with torch's global generator, or call "
         "torch.use_deterministic_algorithms(True)",
     ),
     "random": (
-        "the forward draws random numbers that cannot be held constant, from {names}, so each cut "
-        "of a batch computes something else; whether the rest is exact cannot be seen",
-        "switch the draws off for this check; draw with torch.rand or torch.randn, per row",
+        "the forward draws random numbers that cannot be held constant, from {names}, so each "
+        "split of a batch computes something different and the rest cannot be checked",
+        "switch these draws off for this check; draw with torch.rand or torch.randn, per row",
     ),
     "random: repeated": (
-        "the forward sets the seed of what it draws for its rows by itself, so each microbatch "
-        "draws once more what the first rows of the batch get",
-        f"draw for all rows before the batch is cut, and give it along with the rows, or {_WHOLE}",
+        "the forward sets the seed of its random draws, so each microbatch repeats the draws of "
+        "the first rows of the batch",
+        f"draw for all rows before the batch is split, pass the draws with the rows, or {_WHOLE}",
     ),
     "scripted": (
-        "the model is scripted or traced, and its parts cannot be watched",
-        "pass the model that it was made from",
+        "the model is scripted or traced, so its modules cannot be examined",
+        "pass the model that it was created from",
     ),
     "lazy": (
-        "the model has lazy modules, whose shapes no forward has set yet",
+        "the model has lazy modules whose shapes are not initialized yet",
         "run one forward first",
     ),
     "batch: one row": (
@@ -249,41 +250,41 @@ _SAID = {
         "pass a batch on which the model trains, with targets that are not ignored",
     ),
     "batch: no gradient": (
-        "the gradient of the whole batch is zero, and so would any split's be",
-        "pass a batch and a model with a gradient",
+        "the gradient of the whole batch is zero, as any split's would be",
+        "pass a batch and a model with a nonzero gradient",
     ),
-    # What changes no gradient
+    # The following change no gradient.
     "random: held": (
-        "the forward draws random numbers ({names}), held the same here. In training each "
-        "microbatch draws its own, as each batch does: the expectation is the same, single steps "
-        "differ",
+        "the forward draws random numbers ({names}), held constant in this check. In training, "
+        "each microbatch draws its own, as each batch does: the expectation is the same, but "
+        "single steps differ",
         "",
     ),
     "input written": (
         "the forward writes into its input: {names}",
-        "clone it first. Until then tensors are copied for each microbatch, which costs memory; "
-        "other parts of a batch are not protected",
+        "clone it first; until then tensors are copied for each microbatch, which costs memory, "
+        "and other parts of a batch are not protected",
     ),
     "mode": (
-        "the model is in evaluation mode and was examined in it",
-        "call model.train() first if that is not how it is trained",
+        "the model was examined in evaluation mode",
+        "call model.train() first if it is trained in that mode",
     ),
     "buffers: not read": _STATE_NOT_READ,
     "attributes: not read": _STATE_NOT_READ,
     "loss value": (
-        "the loss itself differs (relative error {error:.1g}), without a gradient",
+        "the loss itself differs (relative error {error:.1g}), but not its gradient",
         "",
     ),
     "batch: even": (
-        "every row of this batch has the same number of targets, so that a mean over tokens looks "
-        "like the mean over samples that the loss was taken for",
-        "verify with a batch whose rows differ in length or in ignored targets, or say "
+        "every row of this batch has the same number of targets, so a mean over tokens looks "
+        "like the assumed mean over samples",
+        "verify with a batch whose rows differ in length or in ignored targets, or declare "
         "loss_average='tokens'",
     ),
     "parts": (
-        "parts with sizes of their own ran in slices with the whole batch, too ({names}): whether "
-        "these change them was not asked here. Each is looked at in its first calls, and refused "
-        "where they would",
-        "take them back (.remove()) to compare with the model in one piece",
+        "parts with sizes of their own also ran in slices for the whole batch ({names}), so this "
+        "check does not cover them. Each is checked in its first calls, and refused if slicing "
+        "changes it",
+        "remove them with .remove() to compare with the unsliced model",
     ),
 }

@@ -1,4 +1,4 @@
-"""Which rows of a batch show most, and what a batch shows for the first time."""
+"""Select the rows of a batch that reveal most, and detect batches that show something new."""
 
 import contextlib
 import itertools
@@ -17,14 +17,14 @@ from automicro.errors import BatchError
 
 MOST_ROWS = 16
 LAST_GLANCE = 4096
-"""After so many batches no later one is asked whether it shows something new."""
+"""Later batches are no longer examined for something new."""
 
 _MOST_FORMS = 64
-_MOST_NEWS = 20  # looks out of turn; from then on, with news in each batch, fewer and fewer
+_MOST_NEWS = 20  # checks out of turn; after these, with news in every batch, checks become rare
 _REST = 1.1
 _MOST_CLASSES = 256
 _CUTS_TRIED = 48
-_READ_ROWS = 256  # of structures that are no plain tensors
+_READ_ROWS = 256  # of structures that are not plain tensors
 _READ_VALUES = 512  # of each row
 
 
@@ -38,32 +38,32 @@ def telling_rows(
     multiple: int = 1,
     without: Collection[int] = (),
 ) -> list[list[int]]:
-    """Two uneven parts of a few rows, as unlike as can be in all that rows differ in."""
+    """Return two uneven parts of a few rows that differ as much as possible."""
     groups = num_rows // multiple
-    # A memory budget must not count what is read here.
+    # A memory budget must not count these reads.
     with on_host():
-        # Groups are chosen as one row, since no batch is cut inside of them.
+        # A group counts as one row, because no batch is cut inside a group.
         kinds = [_by_group(each, multiple, groups) for each in varying(layout, batch, num_rows)]
     taken = {row // multiple for row in without}
     free = [each for each in range(groups) if each not in taken]
-    # What takes few values, as counts do, tells more of a loss than what is another in each row.
+    # Values with few levels, such as counts, reveal more about a loss than unique values.
     values = [torch.unique(each[free]).numel() for each in kinds]
     kinds = [
         kinds[at] for at in sorted(range(len(kinds)), key=values.__getitem__) if values[at] > 1
     ]
-    draw = random.Random(seed)  # not the caller's
+    draw = random.Random(seed)  # not the caller's generator
     count = max(2, min(most // multiple, len(free)))
-    # Its extremes are the rows that a wrong weight shows most at.
+    # A wrong weight shows most at the extremes.
     orders = [[free[at] for at in each[free].argsort(stable=True).tolist()] for each in kinds]
     wanted = [order[place] for place in (0, -1, 1, -2) for order in orders if len(order) > 1]
     wanted = list(dict.fromkeys(wanted))[: count // 2 + 1 if seed else max(1, count - 2)]
-    # Some by chance: a difference may lie in what was not looked at.
+    # A random choice covers differences that these values do not show.
     rest = [each for each in free if each not in wanted]
     chosen = sorted([*wanted, *draw.sample(rest, min(len(rest), count - len(wanted)))])
     small = max(1, min(5, len(chosen) // 3) - seed % 2)
-    # Uneven: of halves, a mean of means is right also where weights are wrong.
+    # Uneven, because a mean of means is correct for halves even if weights are wrong.
     cuts = [set(draw.sample(chosen, small)) for _ in range(_CUTS_TRIED)]
-    # Numbers of Python's: as tensors, these would be thousands of operations.
+    # Python numbers, because tensors would need thousands of operations.
     scaled = [dict(zip(chosen, _standardised(each[chosen]), strict=True)) for each in kinds]
 
     def contrast(part: set[int]) -> float:
@@ -71,7 +71,7 @@ def telling_rows(
         gaps = (_mean(f, part) - _mean(f, others) for f in scaled)
         return min(map(abs, gaps), default=0.0)
 
-    # By the kind that differs least, so that none of them is even in both parts.
+    # Decided by the kind that differs least, so that no kind is even in both parts.
     best = max(cuts, key=contrast)
     parts = sorted(best), [each for each in chosen if each not in best]
     return [
@@ -95,10 +95,9 @@ def _by_group(values: Tensor, multiple: int, groups: int) -> Tensor:
 
 
 def varying(layout: BatchLayout, batch: Any, num_rows: int) -> list[Tensor]:
-    """In what rows differ that a loss may weigh them by, each a number for every row.
-
-    Sums and zeros of fractions; of whole numbers how many are the least, a common or a rare one.
-    """
+    """Return row properties that a loss might weight by, each as one number per row."""
+    # For floating point leaves, sums and zeros; for integers, how many equal the smallest value, a
+    # common one or a rare one.
     found: list[Tensor] = []
     dims: Mapping[str, int] = {}
     with contextlib.suppress(BatchError):
@@ -109,10 +108,10 @@ def varying(layout: BatchLayout, batch: Any, num_rows: int) -> list[Tensor]:
         if dim is None or leaf.is_complex() or not leaf.numel() or leaf.shape[dim] != num_rows:
             continue
         flat = leaf.detach().movedim(dim, 0).reshape(num_rows, -1)
-        # Some of each row's values, as images have millions.
+        # A sample of each row's values, because images have millions.
         flat = flat[:, :: max(1, flat.shape[1] // _READ_VALUES)].cpu()
         if flat.is_floating_point():
-            # A NaN would make every order and every mean of these numbers meaningless.
+            # A NaN would make every ordering and mean meaningless.
             flat = flat.double().nan_to_num()
             found += [flat.sum(1), (flat == 0).sum(1)]
             continue
@@ -127,12 +126,11 @@ def varying(layout: BatchLayout, batch: Any, num_rows: int) -> list[Tensor]:
 
 
 class Forms:
-    """Forms of batches seen so far: tensors, words, classes, and sizes of numbers.
+    """Record of the forms of batches so far: types, words, classes, and ranges of integers.
 
-    Example:
-        >>> forms = Forms(BatchLayout(0))
-        >>> [forms.is_new({"ids": torch.tensor(ids)}) for ids in ([1, 2], [2, 1], [0, 1])]
-        [True, False, True]
+    >>> forms = Forms(BatchLayout(0))
+    >>> [forms.is_new({"ids": torch.tensor(ids)}) for ids in ([1, 2], [2, 1], [0, 1])]
+    [True, False, True]
     """
 
     def __init__(self, layout: BatchLayout) -> None:
@@ -144,11 +142,11 @@ class Forms:
         self._next = 0.0
 
     def is_due(self, batch: Any) -> bool:
-        """Count a batch; whether it is the first, second, fourth, eighth … or shows news."""
+        """Count a batch; return whether it is the first, second, fourth, … or is new."""
         return self.is_new(batch) or not self._num & (self._num - 1)
 
     def is_new(self, batch: Any) -> bool:
-        """Whether a batch shows something for the first time. Reads whole numbers on the host."""
+        """Count a batch and return whether it shows something new. Reads integers on the host."""
         self._num += 1
         if self._num > LAST_GLANCE or self._num < self._next:
             return False
@@ -157,22 +155,23 @@ class Forms:
         if is_new:
             self._seen.add(form)
         with on_host():
-            # To name where tensors lie costs more than to find that none is to be read.
+            # Finding paths of tensors costs more than finding that none is readable.
             if any(map(_is_readable, Contents(batch).tensors)):
                 for path, leaf in self._layout.leaves(batch):
                     is_new |= _is_readable(leaf) and self._is_record(path, leaf.detach())
         self._news += is_new
-        if is_new and self._news > _MOST_NEWS:  # it may count up, as the number of the batch
+        # It might be a counter, such as the number of the batch.
+        if is_new and self._news > _MOST_NEWS:
             self._next = self._num * _REST
         return is_new
 
     def _is_record(self, path: str, leaf: Tensor) -> bool:
-        """Whether whole numbers are lower or higher than ever, or of a class that is new."""
+        """Return whether integers exceed their known range or contain a new class."""
         low, high = (int(each) for each in leaf.aminmax())
         least, most = self._known.get(path, (low, high))
         self._known[path] = min(low, least), max(high, most)
         is_new = low < least or high > most
-        if leaf.numel() == leaf.shape[0] if leaf.dim() else True:  # one for each row
+        if leaf.numel() == leaf.shape[0] if leaf.dim() else True:  # one value per row
             classes = self._classes.setdefault(path, set())
             new = {*leaf.reshape(-1).tolist()} - classes
             if len(classes) + len(new) <= _MOST_CLASSES and high - low < _MOST_CLASSES:
@@ -182,14 +181,14 @@ class Forms:
 
 
 def _is_readable(leaf: Tensor) -> bool:
-    """Whether a tensor holds whole numbers, on the host."""
+    """Return whether a tensor holds integers on the host."""
     if leaf.is_floating_point() or leaf.is_complex() or leaf.device.type != "cpu":
         return False
     return leaf.layout is torch.strided and not leaf.is_nested and leaf.numel() > 0
 
 
 def _form_of(value: Any) -> Any:
-    """Keys, types, dimensions, words and switches; of sequences of such only the type."""
+    """Return keys, types, dimensions, words and flags of a batch, or types of long sequences."""
     if isinstance(value, Tensor):
         return value.dtype, value.dim(), value.requires_grad
     if isinstance(value, Mapping):
@@ -201,5 +200,5 @@ def _form_of(value: Any) -> Any:
 
 
 def is_telling(values: Sequence[float]) -> bool:
-    """Whether the losses of parts differ, so that a wrong weight shows."""
+    """Return whether the losses of parts differ, so that a wrong weight would show."""
     return len(values) > 1 and max(values) - min(values) > 1e-5 * max(map(abs, values))

@@ -19,33 +19,27 @@ from automicro.torch_private import buffer_table
 from automicro.values import children, is_plain, walk
 
 MISSING = object()
-"""Stands for an attribute that is not there."""
+"""Value of a place whose attribute does not exist."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a value lies that forwards change: an attribute, or a variable of a function.
+    """Attribute or function variable that forwards change."""
 
-    Attributes:
-        name: for people.
-        owner: the module, object or function that has it.
-        key: its name in there, as `children` has it.
-    """
-
-    name: str
-    owner: Any
-    key: str
+    name: str  # for messages
+    owner: Any  # the module, object or function that has it
+    key: str  # its key among the owner's `children`
 
     def read(self) -> Any:
-        """The value; `MISSING` where there is none."""
+        """Return the current value, or `MISSING`."""
         parts = _parts_of(self.owner)
-        # A function may be named for a variable that others share with it.
+        # A function might be named for a variable that it shares with other functions.
         others = getattr(self.owner, "__globals__", {}).get(self.key, MISSING)
         return next((value for key, value in parts if key == self.key), others)
 
     @property
     def is_of_metric(self) -> bool:
-        """Whether it is an attribute of a metric, which counts updates by itself."""
+        """Whether it belongs to a metric, which counts its own updates."""
         return all(hasattr(type(self.owner), each) for each in ("update", "compute", "reset"))
 
     @property
@@ -56,12 +50,12 @@ class Place:
 
     @property
     def identity(self) -> tuple[int, str]:
-        """The same for the same place."""
+        """A key that is equal for equal places."""
         return id(self.owner), self.key
 
 
 def changed_places(roots: Mapping[str, Any], captured: Captured) -> list[Place]:
-    """The attributes and variables in which something is not as it was captured."""
+    """Return the attributes and variables whose value differs from the captured one."""
     paths = list(captured.changed())
     if not paths:
         return []
@@ -81,7 +75,7 @@ def changed_places(roots: Mapping[str, Any], captured: Captured) -> list[Place]:
     found: dict[tuple[int, str], Place] = {}
     for path in paths:
         ends = [len(path), *(each.start() for each in re.finditer(r"[.\[]", path))]
-        # The longest path that is known is that of the innermost owner.
+        # The longest known path belongs to the innermost owner.
         starts = (path[:end] for end in sorted(ends, reverse=True))
         for place in next((known[start] for start in starts if start in known), []):
             found.setdefault(place.identity, place)
@@ -93,21 +87,19 @@ def _parts_of(owner: Any) -> Iterator[tuple[str, Any]]:
 
 
 _MOST_VALUES, _MOST_BYTES, _DEPTH = 10_000, 2**24, 12
-_ROUNDING = 1e-5  # of the state of a forward in float32, added up in another order
+_ROUNDING = 1e-5  # for the state of a float32 forward that is summed in a different order
 
 
 class Snapshot:
-    """A value at one moment, for comparison with another moment.
+    """Copy of a value for comparison with its value at another time.
 
-    Tensors and arrays are copied. What is too deep or too much, and what says nothing of itself,
-    counts as the same.
+    Values that are too deep, too large or opaque count as equal.
 
-    Example:
-        >>> before = Snapshot({"step": 1, "mean": torch.zeros(2)})
-        >>> before.is_like(Snapshot({"step": 1, "mean": torch.full((2,), 1e-9)}))
-        True
-        >>> before.is_like(Snapshot({"step": 2, "mean": torch.zeros(2)}))
-        False
+    >>> before = Snapshot({"step": 1, "mean": torch.zeros(2)})
+    >>> before.is_like(Snapshot({"step": 1, "mean": torch.full((2,), 1e-9)}))
+    True
+    >>> before.is_like(Snapshot({"step": 2, "mean": torch.zeros(2)}))
+    False
     """
 
     def __init__(self, value: Any) -> None:
@@ -115,14 +107,12 @@ class Snapshot:
         self._frozen = self._freeze(value, _DEPTH)
 
     def is_like(self, other: "Snapshot") -> bool:
-        """Whether both are the same but for rounding."""
+        """Return whether both are equal up to rounding."""
         return _are_alike(self._frozen, other._frozen, near_zero=True)
 
     def repeats(self, other: "Snapshot") -> bool:
-        """Whether both are the same to the digits that count, however small they are.
-
-        As the same computation leaves them: two durations do not, though both are near zero.
-        """
+        """Return whether both agree to their significant digits, however small they are."""
+        # Two durations near zero are alike but do not repeat; the same computation does.
         return _are_alike(self._frozen, other._frozen, near_zero=False)
 
     def _freeze(self, value: Any, depth: int) -> Any:
@@ -137,24 +127,23 @@ class Snapshot:
         if is_apart or depth == 0 or self._left <= 0:
             return type(value)
         held = [(name, self._freeze(each, depth - 1)) for name, each in children(value)]
-        # The order of a set is none.
+        # Sets have no order.
         return sorted(held, key=repr) if isinstance(value, set | frozenset) else dict(held)
 
 
 def _numbers(value: Any) -> Any:
-    """A copy of a tensor or an array in double precision; the shape of what has no such numbers."""
+    """Return a float64 copy of a tensor or array, or the shape if it cannot be copied."""
     is_tensor = isinstance(value, Tensor)
     is_read = value.layout is torch.strided if is_tensor else value.dtype.kind in "biufc"
     if not is_read or value.nbytes > _MOST_BYTES:
         return tuple(value.shape)
-    # In double precision on the host, so that the comparison adds no rounding and holds no device
-    # memory.
+    # In float64 on the host: the comparison adds no rounding and holds no device memory.
     copy = value.detach() if is_tensor else torch.from_numpy(np.array(value))
     return copy.cpu().to(torch.complex128 if copy.is_complex() else torch.float64, copy=True)
 
 
 def _are_alike(one: Any, other: Any, *, near_zero: bool) -> bool:
-    """Whether they are, to ``_ROUNDING`` of them, or, near zero, of one."""
+    """Return whether values agree to relative ``_ROUNDING``, absolute near zero if wanted."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         # `allclose` would broadcast shapes, and an empty tensor has no largest value.
         if one.shape != other.shape or not one.numel():

@@ -1,4 +1,4 @@
-"""Why splitting changes a batch: the same comparison under one changed condition after another."""
+"""Find why splitting changes a batch, by comparing again with one condition changed at a time."""
 
 import contextlib
 import functools
@@ -39,7 +39,7 @@ _ONE = "BatchNorm needs two values per channel"
 
 @dataclass(frozen=True, kw_only=True)
 class _Subject:
-    """A model and what computes its loss."""
+    """A model and the functions that compute its loss."""
 
     model: nn.Module
     modules: tuple[nn.Module, ...]
@@ -48,19 +48,19 @@ class _Subject:
 
     @property
     def roots(self) -> dict[str, Any]:
-        """All that takes part, by name."""
+        """All participants by name."""
         more = {f"modules[{index}]": each for index, each in enumerate(self.modules)}
         return {"": self.model, **more, "forward": self.forward, "loss_fn": self.loss_fn}
 
     def tops(self) -> list[nn.Module]:
-        """Its modules, the loss among them."""
+        """Return all modules, including a loss module."""
         return [each for each in self.roots.values() if isinstance(each, nn.Module)]
 
     @property
     def loss_name(self) -> str:
-        """The function that computes the loss, by a name that its author knows."""
+        """A name of the loss function that its author would recognize."""
         function = self.forward or self.loss_fn
-        # Its author knows the function by its own name, not as a partial.
+        # The author knows the function by its own name, not as a partial.
         while isinstance(function, functools.partial):
             function = function.func
         if function is None:
@@ -71,35 +71,22 @@ class _Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class _Compared:
-    """A whole batch beside one way to split it.
+    """Comparison of a whole batch with one way to split it."""
 
-    Attributes:
-        found: what differs beyond chance, by how much of itself.
-        off: the same without numbers: gradients, and what modules gave.
-        errors: of each parameter's gradient, chance included.
-        shown: the row of it in the report.
-        by_chance: whether something else differed, and chance explains it.
-        buffers: names of those that forwards change.
-        attributes: names of attributes and variables that forwards change.
-        written: leaves of the batch that the forward wrote into.
-        draws: what was held constant, and in which precision it ran.
-        unheld: what drew, and could not be held constant.
-    """
-
-    found: Mapping[str, float]
-    off: Mapping[str, float]
-    errors: Mapping[str, float]
-    shown: Comparison
-    by_chance: bool
-    buffers: Sequence[str]
-    attributes: Sequence[str]
-    written: Sequence[str]
-    draws: HeldDraws
-    unheld: Sequence[str]
+    found: Mapping[str, float]  # relative differences beyond chance, by name
+    off: Mapping[str, float]  # the same without numbers: gradients and module outputs only
+    errors: Mapping[str, float]  # relative error of each parameter's gradient, including chance
+    shown: Comparison  # the row of the report
+    by_chance: bool  # whether a difference appeared that chance explains
+    buffers: Sequence[str]  # names of buffers that forwards change
+    attributes: Sequence[str]  # names of attributes and variables that forwards change
+    written: Sequence[str]  # leaves of the batch that the forward wrote to
+    draws: HeldDraws  # record of held draws and of the lowest precision
+    unheld: Sequence[str]  # sources of draws that could not be held constant
 
 
 class _Examination:
-    """One model and batch."""
+    """Examination of one model with one batch."""
 
     def __init__(
         self,
@@ -136,7 +123,7 @@ class _Examination:
         ]
 
     def averages_of(self, value: Any) -> dict[str, Average]:
-        """The averages that ``loss_average`` stands for."""
+        """Return the averages that a value of ``loss_average`` means."""
         return means.read_average(
             value,
             loss_fn=self.subject.loss_fn,
@@ -147,20 +134,20 @@ class _Examination:
         )
 
     def targets(self) -> Tensor | None:
-        """Classes or tokens, where the batch has some."""
+        """Return integer targets (classes or tokens), or None if the batch has none."""
         with ignoring_errors():
-            # Code of the caller's may run here, and its errors are no finding.
+            # The caller's code might run here, and its errors are not findings.
             found = self.convention.targets(self.batch)
             is_plain = isinstance(found, Tensor) and not found.is_nested
             return found if is_plain and not found.is_floating_point() else None
         return None
 
     def can_tell(self) -> bool:
-        """Whether this batch would show that an assumed average is wrong."""
+        """Return whether this batch would reveal that an assumed average is wrong."""
         targets = self.targets()
         if self.is_known or targets is None or targets.dim() < 2:
             return True
-        # With as many targets in each row, a mean over targets is one over rows.
+        # If all rows have the same number of targets, a mean over targets is a mean over rows.
         counts = (targets != means.IGNORED).flatten(1).sum(1)
         return bool((counts != counts[0]).any())
 
@@ -172,7 +159,7 @@ class _Examination:
         rows: Sequence[int] | None = None,
         **conditions: Any,
     ) -> _Compared:
-        """The same comparison under these conditions, with another average if given."""
+        """Compare under these conditions, with a different average if given."""
         tried = self.computation
         if value is not None:
             tried = replace(tried, averages=self.averages_of(value))
@@ -189,13 +176,13 @@ class _Examination:
                 num_microbatches=len(sizes),
                 error=errors.get(worst, 0.0),
                 worst=worst,
-                # Near 0 a relative error of the loss would say nothing.
+                # Near 0 a relative error of the loss would be meaningless.
                 loss_error=abs(parts.numbers[LOSS] - loss) / max(0.05, abs(loss)),
             )
             places = [place for place, _ in parts.state.values()]
             return _Compared(
                 found=found,
-                # The gradients alone: a loss may be told wrongly and trained rightly.
+                # Gradients only: a loss can be reported incorrectly and still be trained correctly.
                 off={name: size for name, size in found.items() if name not in whole.numbers},
                 errors=errors,
                 shown=shown,
@@ -208,7 +195,7 @@ class _Examination:
             )
 
     def _named(self, unheld: Iterable[str]) -> Iterator[str]:
-        """Sources of random draws, the caller's generators by their paths."""
+        """Yield sources of random draws, with the caller's generators by their paths."""
         for name in unheld:
             own = self.computation.reach.named_generators() if "your own" in name else {}
             numbers = (path for path, each in own.items() if not isinstance(each, torch.Generator))
@@ -217,18 +204,18 @@ class _Examination:
     # Causes
 
     def gap(self, sizes: Sequence[int], **conditions: Any) -> Mapping[str, float]:
-        """Which gradients differ under these conditions; `{"": inf}` where parts fail."""
+        """Return differing gradients under these conditions, or `{"": inf}` if parts fail."""
         try:
             return self.compare(sizes, **conditions).off
         except Exception as error:
             _refuse(error)
-            # That it fails under this condition is an answer as well: the condition matters.
+            # A failure under this condition also shows that the condition matters.
             return {"": math.inf}
 
     def diagnose(self, seen: _Compared) -> tuple[list[Finding], Candidate | None]:
-        """Hold every suspect still; find the right average; then let each loose again."""
+        """Hold all suspects still, find the right average, then release one suspect at a time."""
         sizes = balanced_sizes(self.num_rows, seen.shown.microbatch_size)
-        # With everything else held still, what remains is the loss's.
+        # With everything else held still, the remaining difference comes from the loss.
         rest, causes, found = self.gap(sizes, **_STILL), list[Finding](), None
         if rest:
             found = self._average(sizes)
@@ -239,17 +226,16 @@ class _Examination:
                 causes = [weighted]
             else:
                 shown = (
-                    f"with loss_average={found.code} nothing differs, on this batch and on some "
-                    f"rows of it; without it a gradient is off by {max(rest.values()):.1g} of "
-                    "itself"
+                    f"with loss_average={found.code} nothing differs, on this batch and on a "
+                    "few of its rows; without it the relative error of a gradient is "
+                    f"{max(rest.values()):.1g}"
                 )
                 name, kind = [found.code], found.kind
                 causes = [finding("loss average", name, shown, kind=kind, taken=self.taken)]
         value = None if found is None else found.value
         proven = []
         for kind, names, loose in (
-            # One at a time, with the others still: two causes would otherwise each look innocent,
-            # or both guilty.
+            # One at a time: with two loose, both causes could look innocent, or both guilty.
             ("batchnorm", self.layers, "batchnorm"),
             ("buffers", seen.buffers, "carries"),
             ("attributes", seen.attributes, "carries"),
@@ -261,8 +247,8 @@ class _Examination:
         return [*proven, *causes] or [finding("unknown")], found
 
     def _fits(self, tried: Candidate, sizes: Sequence[int]) -> bool:
-        """Whether it makes this batch exact, and some rows of it."""
-        # On the whole batch alone an average may fit by chance, where all its counts are equal.
+        """Return whether an average makes this batch exact, and also some of its rows."""
+        # On the whole batch alone an average might fit by chance, if all its counts are equal.
         rows = telling_rows(self.layout, self.batch, self.num_rows)
         few = {"sizes": [*map(len, rows)], "rows": [*rows[0], *rows[1]]}
         with ignoring_errors():
@@ -271,9 +257,9 @@ class _Examination:
         return False
 
     def _average(self, sizes: Sequence[int]) -> Candidate | None:
-        """The ``loss_average`` that makes it exact; with several losses, one for each."""
+        """Return the ``loss_average`` that makes the split exact, with one entry per loss."""
         with on_host():
-            # On the host, as counts of a batch may be as large as the batch.
+            # On the host, because counts of a batch can be as large as the batch.
             tried = list(candidates(self.batch, self.convention))
         if self.losses:
             fitting: dict[str, Candidate] = {}
@@ -284,20 +270,20 @@ class _Examination:
                     fitting = {**dict.fromkeys(self.losses - found.keys(), each), **fitting}
                 if fitting.keys() == self.losses:
                     break
-            # In one order on each run, so that the code that is shown is the same.
+            # Sorted, so that the code shown is the same in each run.
             fitting = dict(sorted(fitting.items()))
             tried = [named(fitting)] if fitting.keys() == self.losses else []
         return next((each for each in tried if self._fits(each, sizes)), None)
 
     def _unexplained(self, sizes: Sequence[int]) -> list[Finding]:
-        """The innermost modules that get the same and give something else; or the loss."""
+        """Return the innermost modules with equal inputs and different outputs, or the loss."""
         modules = {
             name or type(module).__name__
             for top in self.computation.reached
             for name, module in top.named_modules()
         }
         off = self.gap(sizes, watches=True, **_STILL)
-        # What gets something else already is not the one that began it.
+        # A module with different inputs is not where the difference starts.
         guilty = [each for each in off if each in modules and f"the input of {each}" not in off]
         inner = [n for n in guilty if not any(o.startswith(f"{n}.") for o in guilty)]
         model = type(self.subject.model).__name__
@@ -308,7 +294,7 @@ class _Examination:
         return [cause, *([finding("batchnorm", self.layers)] if self.layers else [])]
 
     def _weighted(self, sizes: Sequence[int]) -> tuple[Finding | None, Candidate | None]:
-        """A mean with weights of its own: by class, or by something unknown."""
+        """Return the finding and candidate for a mean weighted by class or by unknown weights."""
         few = telling_rows(self.layout, self.batch, self.num_rows, most=12)
         rows = sorted([*few[0], *few[1]])
         sums = replace(
@@ -319,19 +305,19 @@ class _Examination:
             for some in (rows, *([row] for row in rows)):
                 reading = bench.read(cuts(self.layout, self.batch, [len(some)], some)[0])
                 flat = [each.double().flatten() for _, each in sorted(reading.gradients.items())]
-                # The loss counts as one more entry: gradients alone may be dependent.
+                # The loss is one more entry, because gradients alone might be linearly dependent.
                 vectors.append(torch.cat([*flat, torch.tensor([reading.numbers[LOSS]])]))
             eps = bench.rounding[1]
         if len(vectors) <= len(rows) or len({each.shape for each in vectors}) > 1:
             return None, None
         whole, *alone = vectors
-        # If the batch's gradient is a weighted sum of the rows' own, least squares give the
+        # If the batch's gradient is a weighted sum of the rows' gradients, least squares finds the
         # weights.
         columns = torch.stack(alone, 1)
-        # Columns of one length, as one row with a large gradient would drown the others' weights.
+        # Normalized columns, because one row with a large gradient would dominate the others.
         scales = columns.norm(dim=0).clamp(min=1e-30)
         solved = torch.linalg.lstsq(columns / scales, whole[:, None], driver="gelsd").solution[:, 0]
-        # A solution that does not explain the whole, or no mean, is none.
+        # Reject solutions that do not explain the whole or are not a mean.
         off = float((columns / scales @ solved - whole).norm() / whole.norm().clamp(min=1e-30))
         weights, slack = (solved / scales).tolist(), 100 * math.sqrt(eps)
         if off > slack or min(weights) < -slack / 100 or abs(sum(weights) - 1) > slack:
@@ -344,12 +330,12 @@ class _Examination:
         if targets is None or not (0 < len(classes) < len(rows) and are_equal):
             shown = ", ".join(f"{row}: {each:.3g}" for row, each in zip(rows, weights, strict=True))
             return finding("loss average: by row", [name], weights=shown), None
-        # Only their ratios are known: the smallest is shown as 1.
+        # Only ratios are known, so the smallest weight is shown as 1.
         least = min(each[0] for each in classes.values() if each[0] > 0)
         table = {label: each[0] / least for label, each in sorted(classes.items())}
         found = None
-        code = "… as a callable that adds up the weights of a microbatch's targets"
-        # Of classes that the few rows lacked, nothing is known.
+        code = "… as a callable that sums the weights of a microbatch's targets"
+        # The weights of classes missing from the few rows are unknown.
         if min(table) >= 0 and {*targets.tolist()} <= table.keys():
             digits = max(4, round(-math.log10(eps)) - 2)
             every = (table.get(label, 0.0) for label in range(max(table) + 1))
@@ -367,7 +353,7 @@ class _Examination:
     # The report
 
     def why_incomparable(self) -> Finding | None:
-        """Why no comparison would say anything; None where one does."""
+        """Return why comparisons would be meaningless, or None."""
         together, _ = cuts(self.layout, self.batch, [self.num_rows])
         with Bench(self.computation, Conditions(batchnorm=True)) as bench:
             whole, again = bench.read(together), bench.read(together)
@@ -377,7 +363,7 @@ class _Examination:
             self.lowest = bench.draws.lowest
             if not (math.isfinite(loss) and math.isfinite(whole.size)):
                 return finding("batch: infinite", loss=loss)
-            # Any split has the gradient 0 as well, which would pass for exact.
+            # Any split also has gradient 0, which would pass as exact.
             if not whole.gradients or whole.size == 0:
                 return finding("batch: no gradient")
             if changes and not bench.draws.unheld:
@@ -385,7 +371,7 @@ class _Examination:
         return None
 
     def report(self, sizes: Sequence[int] | None, why: str) -> VerifyReport:
-        """Compare at each size, and explain the largest difference."""
+        """Compare at each size and explain the largest difference."""
         cause = self.why_incomparable()
         if cause is not None:
             return _unverifiable(cause, self.num_rows)
@@ -399,7 +385,7 @@ class _Examination:
                 _refuse(error)
                 failure = _ONE if needs_two_rows(error) else describe_error(error)
                 row = Comparison(microbatch_size=size, num_microbatches=len(cut), error=math.nan)
-                # It goes on with other sizes: a model may fail on one row alone.
+                # Continue with other sizes, because a model might fail only on single rows.
                 comparisons.append(replace(row, failure=failure))
                 if not needs_two_rows(error):
                     name = [self.subject.loss_name]
@@ -418,7 +404,7 @@ class _Examination:
         causes = [*broken[:1], *causes]
         is_random = False
         if first is not None and first.draws.repeats and not causes:
-            shown = "microbatches draw from the state that the whole batch draws from"
+            shown = "microbatches draw from the same generator state as the whole batch"
             causes = [finding("random: repeated", sorted(first.draws.drawn), shown)]
         elif first is not None and first.unheld and not causes:
             is_random = any(each.by_chance for each in every)
@@ -427,8 +413,7 @@ class _Examination:
         precision = str(lowest).removeprefix("torch.")
         known = {name for each in every for name in each.found}
         chance = (error for name, error in errors.items() if name not in known)
-        # What was judged chance may be larger than rounding, and must not be called a difference
-        # below.
+        # Chance can exceed rounding, and must not be called a difference below.
         tolerance = max([16 * torch.finfo(lowest).eps, *chance])
         most = max(errors.values(), default=math.nan)
         status = told.UNVERIFIABLE if is_random else told.NOT_EXACT
@@ -468,7 +453,7 @@ class _Examination:
     def _notes(
         self, seen: _Compared | None, causes: Sequence[Finding], loss_error: float
     ) -> Iterator[Finding]:
-        """Notes on facts that change no gradient."""
+        """Yield findings that change no gradient."""
         if seen is not None:
             drawn = [*sorted(seen.draws.drawn), *seen.unheld]
             for key, names in (
@@ -492,19 +477,15 @@ class _Examination:
 
 
 def _refuse(error: Exception) -> None:
-    """Raise what is no answer to whether fewer rows can be run."""
-    # Those speak of the batch or the model, whatever the size of the part.
+    """Re-raise errors that do not show whether fewer rows can run."""
+    # These errors concern the batch or the model at any size.
     is_told = isinstance(error, BatchError | LossError | RollbackError)
     if is_told or classify(error) is not Failure.UNRELATED:
         raise error
 
 
 def _cuts(num_rows: int, sizes: Sequence[int] | None) -> list[int]:
-    """Sizes of the largest microbatch, each cut once.
-
-    Raises:
-        ValueError: none of the sizes splits the batch.
-    """
+    """Return the largest microbatch size of each distinct cut."""
     if sizes is None:
         # Equal parts would hide a mean of means.
         ragged = next((pieces for pieces in range(3, num_rows) if num_rows % pieces), 2)
@@ -531,31 +512,33 @@ def verify(
     device: torch.device | str | None = None,
     dtype: torch.dtype | str = "auto",
 ) -> VerifyReport:
-    """Whether splitting this batch changes this model's gradient, and why.
+    """Check whether splitting this batch changes this model's gradient, and why.
 
-    The whole batch's gradient is compared with those of a `Microbatcher` at several sizes, dropout
-    silenced, in float64 where the model can compute in it. Where they differ, experiments find
-    the cause: one suspect at a time is held still.
+    Compares the whole batch's gradient with gradients from a `Microbatcher` at several sizes, with
+    dropout disabled, and in float64 if the model supports it. If they differ, experiments find the
+    cause by holding one suspect still at a time.
 
-    Everything runs on the model itself, cast for that time, and is put back: model, batch,
-    gradients and random generators are afterwards as they were.
+    Everything runs on the model itself, cast for this time. Afterwards model, batch, gradients and
+    random generators are restored.
 
     Args:
         model: the model, in the mode in which it is trained.
-        batch: one batch of at least two rows; it has to fit whole.
-        loss_fn: as in `Microbatcher`, and so ``forward``, ``loss_average``, ``modules``,
-            ``batch_layout``, ``device``.
-        forward: see there.
-        loss_average: see there.
-        modules: see there.
-        sizes: microbatch sizes in rows; a half, a ragged one and small ones unless given.
-        batch_layout: see there.
-        device: see there.
-        dtype: of the comparison: ``"auto"`` tries float64 and falls back on the model's own type.
+        batch: one batch of at least two rows, which must fit in memory as a whole.
+        loss_fn: as in `Microbatcher`.
+        forward: as in `Microbatcher`.
+        loss_average: as in `Microbatcher`.
+        modules: as in `Microbatcher`.
+        sizes: microbatch sizes in rows; by default half the batch, an uneven size and small sizes.
+        batch_layout: as in `Microbatcher`.
+        device: as in `Microbatcher`.
+        dtype: dtype of the comparison. ``"auto"`` tries float64, then the model's own dtype.
+
+    Returns:
+        The report, with the verdict, causes and remedies.
 
     Raises:
-        LossError: the forward gives no usable loss.
-        TypeError, ValueError: arguments that make no sense, each with its remedy.
+        LossError: the forward returns no usable loss.
+        TypeError, ValueError: invalid arguments; the message has a remedy.
 
     Any other error of the model on the whole batch passes through unchanged.
 
@@ -593,13 +576,13 @@ def verify(
         if ModuleIndex(subject.tops()).is_lazy:
             return _unverifiable(finding("lazy"), num_rows)
         try:
-            # In float64 a true difference stands out from rounding by nine digits.
+            # In float64 a true difference exceeds rounding by nine digits.
             return report_in(wanted or torch.float64)
         except Exception as error:
             is_of_the_type = classify(error) is Failure.UNRELATED
             if wanted is not None or not is_of_the_type or isinstance(error, BatchError):
                 raise
-            # Some models, such as those with kernels of their own, run in one type only.
+            # Some models, such as those with custom kernels, run in one dtype only.
             said = describe_error(error).splitlines()[0]
         return report_in(None, f"not in float64, because there the model fails ({said})")
     except (BatchError, RollbackError) as error:
@@ -611,7 +594,7 @@ def verify(
 
 @contextlib.contextmanager
 def _in_precision(roots: Mapping[str, Any], dtype: torch.dtype | None) -> Iterator[None]:
-    """Let all that is floating point there be of this type, and what is made meanwhile."""
+    """Use this dtype for all existing floating point leaves and as the default dtype."""
     leaves = [
         each
         for _, each in (walk(roots) if dtype is not None else ())
@@ -622,7 +605,7 @@ def _in_precision(roots: Mapping[str, Any], dtype: torch.dtype | None) -> Iterat
         torch.set_default_dtype(dtype or torch.get_default_dtype())
         for leaf in leaves:
             stack.callback(setattr, leaf, "grad", leaf.grad)
-            # The very storage comes back, with its bits and for whatever shares it.
+            # The same storage is restored, for its bits and for tensors that share it.
             stack.callback(setattr, leaf, "data", leaf.data)
             leaf.grad = None
             leaf.data = leaf.data.to(dtype)
@@ -641,7 +624,7 @@ def _read_dtype(dtype: torch.dtype | str) -> torch.dtype:
     if isinstance(found, torch.dtype) and found.is_floating_point:
         return found
     raise ValueError(
-        f"dtype={dtype!r} is no floating point type; pass 'auto', or one such as torch.float64"
+        f"dtype={dtype!r} is not a floating point type; pass 'auto', or one such as torch.float64"
     )
 
 
@@ -649,7 +632,7 @@ def _cast(batch: Any, dtype: torch.dtype) -> Any:
     def converted(each: Tensor) -> Tensor:
         if not each.is_floating_point():
             return each
-        # A leaf stays one: what hangs on a graph cannot be split.
+        # A leaf must stay a leaf: a tensor with a graph cannot be split.
         return each.detach().to(dtype).requires_grad_(each.requires_grad)
 
     return map_tensors(batch, converted)

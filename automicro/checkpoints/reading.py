@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,83 +71,51 @@ class FoundCheckpoint:
         step: optimization batches done.
         metrics: values by name, as they were given when it was saved.
         world_size: how many ranks saved it.
+        state: as it was given when it was saved; empty until it is loaded.
     """
 
     path: Path
     step: int
     metrics: Mapping[str, float]
     world_size: int = 1
+    state: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def at(cls, path: Path, *, peers: Peers = ALONE) -> "FoundCheckpoint":
-        """The checkpoint in a folder, once it was verified.
-
-        Raises:
-            CheckpointError: it is damaged, or has another format.
-        """
+        """The checkpoint in a folder, once it was verified."""
         # Each rank reads a part, as a shared disk would otherwise be read once for each of them.
         share = slice(peers.rank, None, peers.world_size)
         manifest = together(peers, lambda: verify(path, share=share))
         return cls(
-            path=path,
-            step=manifest.step,
-            metrics=manifest.metrics,
-            world_size=manifest.world_size,
+            path=path, step=manifest.step, metrics=manifest.metrics, world_size=manifest.world_size
         )
 
     @functools.cached_property
     def structure(self) -> dict[str, Any]:
-        """The state as it was given, with its tensors on the meta device.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
+        """The state as it was given, with its tensors on the meta device."""
         return _structure_of(self.path / structure_file(0))
 
     def read(
         self, into: Mapping[str, torch.Tensor], *, keys: Collection[str] | None = None
     ) -> dict[str, Any]:
-        """Read the state with the data of its tensors.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
+        """Read the state with the data of its tensors."""
         structure = {
             key: value for key, value in self.structure.items() if keys is None or key in keys
         }
         return _filled(self.path, structure, into)
 
     def read_own(self, rank: int) -> dict[str, Any]:
-        """Read what was one rank's own, of those that saved; of rank 0 nothing.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
+        """Read what was one rank's own, of those that saved; of rank 0 nothing."""
         if rank == 0:
             return {}
         structure = _structure_of(self.path / structure_file(rank))
         return _filled(self.path, structure, {}, name=partial(name_of_own, rank))
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoadedCheckpoint(FoundCheckpoint):
-    """A checkpoint with what was saved in it.
-
-    Attributes:
-        state: as it was given when it was saved.
-    """
-
-    state: dict[str, Any] = field(repr=False, compare=False)
-
-
 def open_checkpoint(
     checkpoint: FoundCheckpoint | Path | str, *, peers: Peers = ALONE
 ) -> FoundCheckpoint:
-    """Find a checkpoint and read its structure, without its data, to see whether it fits.
-
-    Raises:
-        CheckpointError: there is none, it is damaged, or it holds something else than data.
-    """
+    """Find a checkpoint and read its structure, without its data, to see whether it fits."""
     found = _find(checkpoint, peers)
     together(peers, lambda: found.structure)
     return found
@@ -158,9 +126,6 @@ def find_newest(folder: Path | str, *, peers: Peers = ALONE) -> FoundCheckpoint 
 
     Of several ranks the first chooses, and each reads some of the files: what one of them finds
     damaged is passed over by all.
-
-    Raises:
-        CheckpointError: all are damaged, or the newest has another format.
 
     Example:
         >>> find_newest("no-such-folder") is None
@@ -190,7 +155,7 @@ def load_checkpoint(
     *,
     into: Mapping[str, Any] | None = None,
     peers: Peers = ALONE,
-) -> LoadedCheckpoint:
+) -> FoundCheckpoint:
     """Load a checkpoint as data: nothing that is in it is run.
 
     Args:
@@ -212,18 +177,13 @@ def load_checkpoint(
     saved = {name: found.structure.get(name) for name in current}
     together(peers, lambda: refuse_differences(found, saved, current))
     state = together(peers, lambda: found.read(tensors_of(current)))
-    given = {each.name: getattr(found, each.name) for each in fields(FoundCheckpoint)}
-    return LoadedCheckpoint(**given, state=state)
+    return replace(found, state=state)
 
 
 def refuse_differences(
     found: FoundCheckpoint, saved: Mapping[str, Any], current: Mapping[str, Any]
 ) -> None:
-    """Refuse a checkpoint whose tensors do not fit.
-
-    Raises:
-        CheckpointError: names, shapes or dtypes differ.
-    """
+    """Refuse a checkpoint whose tensors do not fit."""
     if differing := differences(saved, current):
         raise CheckpointError(
             f"{found.path} does not fit: {differing}. Load it into what it was saved from, or "

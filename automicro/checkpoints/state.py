@@ -11,7 +11,7 @@ numbers, say.
 import zlib
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,30 +19,16 @@ import torch
 from torch import Tensor
 
 from automicro.errors import CheckpointError
-from automicro.sharding import is_pending, is_sharded, local
+from automicro.sharding import is_pending, is_sharded
 from automicro.torch_private import is_uninitialized
 
 # What `torch.load` reads with weights_only=True and without being told of any class.
-_PLAIN = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _ARRAY = "array of numpy"  # the key under which its dtype stands, beside its shape and its bytes
 
 
 def take_apart(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The structure of a state, and its tensors by their place, like ``model.0.weight``.
-
-    Raises:
-        CheckpointError: something in it is neither, so that loading it would run code.
 
     Example:
         >>> structure, tensors = take_apart({"model": {"w": torch.ones(2)}, "epoch": 3})
@@ -154,10 +140,9 @@ def _plain(place: str, value: Any) -> Any:
     if type(value) is tuple:
         return tuple(_plain(place, each) for each in value)
     if type(value) in (set, Counter):
-        # A copy: the original may change while it is being written.
         for each in value:
             _plain(place, each)
-        return type(value)(value)
+        return value
     if type(value) not in _PLAIN:
         raise CheckpointError(
             f"{place} is of type {type(value).__name__}, which cannot be loaded without running "
@@ -176,27 +161,16 @@ def _without_data(tensor: Tensor) -> Tensor:
 
 def _dense(place: str, leaf: Tensor) -> Tensor:
     if is_uninitialized(leaf):
-        raise CheckpointError(
-            f"{place} is of a lazy module that has no shape yet; run one forward before saving it"
-        )
-    tensor = leaf.detach()
-    if is_sharded(tensor) and is_pending(tensor):
-        raise CheckpointError(
-            f"{place} is a DTensor that is still to be summed over ranks, which a checkpoint "
-            "cannot hold; give it another placement with redistribute()"
-        )
-    if tensor.is_meta:
-        raise CheckpointError(
-            f"{place} is on the meta device, without data; give the model its parameters before "
-            "saving it"
-        )
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
-        raise CheckpointError(
-            f"{place} is {kind}, which a checkpoint cannot hold; leave it out, or save "
-            "tensor.to_dense() or tensor.dequantize()"
-        )
-    return tensor
+        why = "of a lazy module that has no shape yet; run one forward before saving it"
+    elif is_sharded(leaf) and is_pending(leaf):
+        why = "a DTensor that is still to be summed over ranks; give it another with redistribute()"
+    elif leaf.is_meta:
+        why = "on the meta device, without data; give the model its parameters before saving it"
+    elif leaf.layout is not torch.strided or leaf.is_quantized:
+        why = "sparse or quantized; save tensor.to_dense() or tensor.dequantize()"
+    else:
+        return leaf.detach()
+    raise CheckpointError(f"{place} is {why}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,48 +180,25 @@ class Share:
     Attributes:
         structure: of the whole state on rank 0, of its own state on any other.
         tensors: by the name under which they are stored.
-        copies: of sharded tensors, on the host, once they were copied.
         names: a checksum of the places and shapes of all sharded tensors; equal on all ranks.
     """
 
     structure: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
-    copies: Mapping[str, Tensor]
     names: int
 
     @classmethod
     def of(
         cls, state: Mapping[str, Any], *, own: Mapping[str, Any] | None = None, rank: int = 0
     ) -> "Share":
-        """The share of a rank.
-
-        Raises:
-            CheckpointError: no checkpoint can hold it.
-        """
+        """The share of a rank."""
         structure, tensors = take_apart(state)
         sharded = {name: each for name, each in tensors.items() if is_sharded(each)}
         names = zlib.crc32(repr([(name, *each.shape) for name, each in sharded.items()]).encode())
         if rank:
             structure, plain = take_apart(own or {})
             tensors = sharded | {name_of_own(rank, place): each for place, each in plain.items()}
-        return cls(structure=structure, tensors=tensors, copies={}, names=names)
-
-    def copied(self) -> "Share":
-        """The same with all data copied to the host's memory."""
-        tensors: dict[str, Tensor] = {}
-        copies: dict[str, Tensor] = {}
-        for name, tensor in self.tensors.items():
-            copy = local(tensor).to("cpu", copy=True)
-            if is_sharded(tensor):
-                # It still says which part that is. Its own data is not looked at any more.
-                tensors[name], copies[name] = tensor, copy
-            else:
-                tensors[name] = copy
-        return replace(self, tensors=tensors, copies=copies)
-
-    def data(self, name: str) -> Tensor:
-        """This rank's part of a tensor."""
-        return self.copies[name] if name in self.copies else local(self.tensors[name])
+        return cls(structure=structure, tensors=tensors, names=names)
 
 
 def name_of_own(rank: int, place: str) -> str:

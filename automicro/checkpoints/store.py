@@ -2,23 +2,19 @@
 
 import logging
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, SupportsFloat, TypeVar
+from typing import Any, SupportsFloat
 
 from automicro.checkpoints import writing as leftovers
 from automicro.checkpoints.manifest import Manifest, verify
 from automicro.checkpoints.peers import ALONE, Peers, exchange, from_first, together
 from automicro.checkpoints.reading import (
     FoundCheckpoint,
-    LoadedCheckpoint,
     find_newest,
     load_checkpoint,
-    open_checkpoint,
 )
 from automicro.checkpoints.state import Share
 from automicro.checkpoints.writing import list_checkpoints, number_of, write_checkpoint
@@ -26,21 +22,12 @@ from automicro.errors import (
     CheckpointError,
     CheckpointWarning,
     DamagedCheckpointError,
-    RankError,
-    suggestion,
-    text_of,
     warn,
 )
-from automicro.options import check_choice
+from automicro.options import check_choice, read_count
 from automicro.units import read_duration
 
 MODES = ("min", "max")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 RESUME = ("auto", "never")
 
 
@@ -55,7 +42,6 @@ class CheckpointConfig:
         keep_best: how many stay besides, by the best value of a metric.
         best_metric: its name.
         best_mode: ``"min"`` where less is better, ``"max"`` where more is.
-        asynchronous: write in the background, from a copy in the host's memory.
         resume: ``"auto"`` goes on from the newest good one in the folder where there is one,
             ``"never"`` starts anew, and a path does the same as ``"auto"`` but begins from that
             checkpoint, or from the newest good one in that folder. A path of a checkpoint in
@@ -75,49 +61,26 @@ class CheckpointConfig:
     keep_best: int = 0
     best_metric: str = "eval/loss"
     best_mode: str = "min"
-    asynchronous: bool = False
     resume: Path | str = "auto"
 
     def __post_init__(self) -> None:
-        _check_folder("folder", self.folder)
+        for name in ("folder", "resume"):
+            value = getattr(self, name)
+            if not isinstance(value, str | Path) or not str(value).strip():
+                raise ValueError(f"{name}={value!r} is not a path; give the path of a folder")
         if self.interval is not None:
             read_duration("interval", self.interval)
-        if self.keep_last is not None and not (_is_int(self.keep_last) and self.keep_last >= 1):
-            raise ValueError(
-                f"keep_last={self.keep_last!r} would leave nothing to go on from; give a number "
-                "from 1, or None to keep all"
-            )
-        if not (_is_int(self.keep_best) and self.keep_best >= 0):
-            raise ValueError(
-                f"keep_best={self.keep_best!r} is not a number of checkpoints; give a number from 0"
-            )
-        if not self.best_metric:
-            raise ValueError(
-                "best_metric='' is not a name; give that of a metric, such as 'eval/loss'"
-            )
+        if self.keep_last is not None:
+            read_count("keep_last", self.keep_last)
+        read_count("keep_best", self.keep_best, least=0)
         check_choice("best_mode", self.best_mode, MODES)
-        _check_folder("resume", self.resume)
         # A word that is no folder is a mistyped one; whether a path exists is seen when it is read.
-        if isinstance(self.resume, str) and self.resume not in RESUME:
-            is_word = not any(sign and sign in self.resume for sign in (os.sep, os.altsep))
-            if is_word and not Path(self.resume).exists():
-                hint = suggestion(self.resume, RESUME)
-                raise ValueError(
-                    f"resume={self.resume!r} is not known{hint}; use 'auto', 'never' or the "
-                    "folder of a checkpoint"
-                )
-
-
-def _check_folder(name: str, value: object) -> None:
-    if not isinstance(value, str | Path) or not str(value).strip():
-        raise ValueError(f"{name}={value!r} is not a path; give the path of a folder")
+        path = Path(self.resume)
+        if isinstance(self.resume, str) and path.name == self.resume and not path.exists():
+            check_choice("resume", self.resume, RESUME)
 
 
 logger = logging.getLogger(__name__)
-
-
-T = TypeVar("T")
-_Metrics = Mapping[str, SupportsFloat] | None
 
 
 class CheckpointStore:
@@ -151,7 +114,6 @@ class CheckpointStore:
         self.folder = Path(folder)
         self._peers = peers
         self._config = CheckpointConfig(folder=folder, **options)
-        self._saving: tuple[Executor, Future[Path]] | None = None  # in the background
         self._missed_metric = False
 
     def save(
@@ -159,12 +121,10 @@ class CheckpointStore:
         state: Mapping[str, Any],
         *,
         step: int,
-        metrics: _Metrics = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
         own: Mapping[str, Any] | None = None,
     ) -> Path:
         """Save a state, and remove what need not stay. Its folder.
-
-        A save that runs in the background is waited for. If it failed, that is a warning now.
 
         Args:
             state: nested dicts, lists and tuples of tensors and plain values. Of several ranks,
@@ -179,73 +139,35 @@ class CheckpointStore:
             PeerLostError: a rank is gone.
             ValueError: the step is no number from 0.
         """
-        values = _checked(step, metrics)
-        share = self._prepare(lambda: self._share_of(state, own), step)
-        return self._write(share, step, values)
-
-    def save_async(
-        self,
-        state: Mapping[str, Any],
-        *,
-        step: int,
-        metrics: _Metrics = None,
-        own: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Copy a state to the host's memory, and save the copy in the background.
-
-        On return the state may change. One save runs at a time: this waits for the one before,
-        and warns if it failed. The process does not end while one runs, unless it is killed.
-
-        Args:
-            state: nested dicts, lists and tuples of tensors and plain values, see `save`.
-            step: optimization batches done.
-            metrics: values by name.
-            own: a state besides, of which every rank but 0 saves its own.
-
-        Raises:
-            CheckpointError: the state holds what only code could load.
-            PeerLostError: a rank is gone.
-            ValueError: the step is no number from 0.
-        """
-        values = _checked(step, metrics)
-        share = self._prepare(lambda: self._share_of(state, own).copied(), step)
-        # The copy alone is handed over, because the state may change from here on. Python waits
-        # for the thread at exit, so the last save of a script is not lost.
-        thread = ThreadPoolExecutor(1, thread_name_prefix="automicro-checkpoint")
-        self._saving = thread, thread.submit(self._write, share, step, values)
-        self._saving[1].add_done_callback(_log_failure)
-
-    def wait(self) -> None:
-        """Wait for the save that runs in the background, if any.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
-        error = self._finish()
-        if error is not None:
-            raise error
-
-    def together(self, work: Callable[[], T]) -> T:
-        """Do some work on all ranks that save here; an error on one of them is one on all.
-
-        Args:
-            work: what each rank does.
-
-        Raises:
-            Exception: what went wrong on this rank, or on another, which it names then.
-        """
-        return together(self._exchange(), work)
-
-    def open(self, checkpoint: FoundCheckpoint | Path | str) -> FoundCheckpoint:
-        """Read what a checkpoint holds, without its data, see `open_checkpoint`.
-
-        Args:
-            checkpoint: what `newest` or `best` found, or a folder.
-
-        Raises:
-            CheckpointError: there is none, or it cannot be loaded.
-        """
-        return open_checkpoint(checkpoint, peers=self._exchange())
+        if type(step) is not int or step < 0:
+            raise ValueError(f"step={step!r} counts no batches; give a whole number from 0")
+        values, peers = {name: float(value) for name, value in (metrics or {}).items()}, self._peers
+        share = together(peers, lambda: Share.of(state, own=own, rank=peers.rank))
+        told = exchange(peers, lambda: (step, share.names))
+        if len(set(told)) > 1:
+            raise CheckpointError(
+                f"ranks save after different batches ({', '.join(str(each) for each, _ in told)}), "
+                "or sharded tensors of different names or shapes; let all of them save after the "
+                "same batch, with the same model and optimizer"
+            )
+        if peers.rank == 0:
+            self._attempt(
+                partial(leftovers.clear, self.folder), f"what a killed run left in {self.folder}"
+            )
+        try:
+            path = write_checkpoint(
+                self.folder, share=share, step=step, metrics=values, peers=peers
+            )
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint of step {step} could not be written to {self.folder}: "
+                f"{error.strerror or error}. The older ones are as they were; free space or give "
+                "another folder"
+            ) from error
+        if peers.rank == 0:
+            self._check_metric(values)
+            self._attempt(self._prune, f"what need not stay in {self.folder}")
+        return path
 
     def newest(self) -> FoundCheckpoint | None:
         """The newest checkpoint that is good; None where there is none at all.
@@ -253,14 +175,14 @@ class CheckpointStore:
         Raises:
             CheckpointError: all are damaged, or the newest has another format.
         """
-        return find_newest(self.folder, peers=self._exchange())
+        return find_newest(self.folder, peers=self._peers)
 
     def best(self) -> FoundCheckpoint | None:
         """The good checkpoint with the best value of the metric; None where none has it.
 
         >>> CheckpointStore("no-such-folder", best_metric="eval/accuracy", best_mode="max").best()
         """
-        for path in from_first(self._exchange(), self._ranked):
+        for path in from_first(self._peers, self._ranked):
             try:
                 return FoundCheckpoint.at(path, peers=self._peers)
             except DamagedCheckpointError as error:
@@ -275,7 +197,7 @@ class CheckpointStore:
         checkpoint: FoundCheckpoint | Path | str | None = None,
         *,
         into: Mapping[str, Any] | None = None,
-    ) -> LoadedCheckpoint:
+    ) -> FoundCheckpoint:
         """Load a checkpoint as data, see `load_checkpoint`.
 
         Args:
@@ -286,7 +208,7 @@ class CheckpointStore:
             CheckpointError: there is none, or it cannot be loaded, or does not fit.
         """
         chosen = self.folder if checkpoint is None else checkpoint
-        return load_checkpoint(chosen, into=into, peers=self._exchange())
+        return load_checkpoint(chosen, into=into, peers=self._peers)
 
     def _ranked(self) -> Sequence[Path]:
         return self._best_of(self._survey()[0])
@@ -298,52 +220,6 @@ class CheckpointStore:
         sign = 1 if self._config.best_mode == "min" else -1
         there = [path for path in good if not math.isnan(values[path])]
         return sorted(there, key=lambda path: sign * values[path])
-
-    def _share_of(self, state: Mapping[str, Any], own: Mapping[str, Any] | None) -> Share:
-        return Share.of(state, own=own, rank=self._peers.rank)
-
-    def _prepare(self, work: Callable[[], Share], step: int) -> Share:
-        """The shares of all ranks, once all of them have one."""
-        shares: list[Share] = []
-
-        def prepare() -> tuple[int, int]:
-            # Before a copy, or there would be two copies at a time. Here and not outside: an
-            # error of the last save of one rank must not keep it from this exchange.
-            self._finish_quietly()
-            shares.append(work())
-            return step, shares[0].names
-
-        _require_same(exchange(self._peers, prepare))
-        return shares[0]
-
-    def _exchange(self) -> Peers:
-        """All ranks. A save in the background talks to them, too; one talks at a time."""
-        if self._peers.world_size > 1:
-            self._finish_quietly()
-        return self._peers
-
-    def _write(self, share: Share, step: int, metrics: Mapping[str, float]) -> Path:
-        is_first = self._peers.rank == 0
-        if is_first:
-            self._attempt(
-                partial(leftovers.clear, self.folder), f"what a killed run left in {self.folder}"
-            )
-        try:
-            path = write_checkpoint(
-                self.folder, share=share, step=step, metrics=metrics, peers=self._peers
-            )
-        except OSError as error:
-            raise CheckpointError(
-                f"the checkpoint of step {step} could not be written to {self.folder}: "
-                f"{error.strerror or error}. The older ones are as they were; free space or give "
-                "another folder"
-            ) from error
-        if not is_first:
-            return path
-        logger.info("saved %s", path)
-        self._check_metric(metrics)
-        self._attempt(self._prune, f"what need not stay in {self.folder}")
-        return path
 
     def _prune(self) -> None:
         good, damaged = self._survey()
@@ -394,45 +270,3 @@ class CheckpointStore:
             f"are: {', '.join(metrics)}. Give best_metric= one of them",
             CheckpointWarning,
         )
-
-    def _finish(self) -> BaseException | None:
-        """Wait for the save in the background, if any. The error that ended it, told once."""
-        if self._saving is None:
-            return None
-        (thread, future), self._saving = self._saving, None
-        thread.shutdown()
-        return future.exception()
-
-    def _finish_quietly(self) -> None:
-        error = self._finish()
-        if isinstance(error, RankError):
-            raise error
-        if error is not None:
-            warn(f"a save in the background failed: {error}", CheckpointWarning)
-
-
-def _log_failure(saving: "Future[Path]") -> None:
-    # A caller that asks gets it. It is logged for a process that ends without asking.
-    if (error := saving.exception()) is not None:
-        logger.error("automicro: saving in the background failed: %s", text_of(error))
-
-
-def _require_same(parts: list[tuple[int, int]]) -> None:
-    """Refuse to put together what does not belong together."""
-    steps = [step for step, _ in parts]
-    if len(set(steps)) > 1:
-        raise CheckpointError(
-            f"ranks save checkpoints of different steps: {', '.join(map(str, steps))} on ranks 0 "
-            f"to {len(steps) - 1}. Let all ranks save after the same batch"
-        )
-    if len({names for _, names in parts}) > 1:
-        raise CheckpointError(
-            "the states of the ranks have sharded tensors of different names or shapes: build the "
-            "same model and the same optimizer on all ranks"
-        )
-
-
-def _checked(step: int, metrics: _Metrics) -> dict[str, float]:
-    if type(step) is not int or step < 0:
-        raise ValueError(f"step={step!r} counts no batches; give a whole number from 0")
-    return {name: float(value) for name, value in (metrics or {}).items()}

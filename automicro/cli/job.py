@@ -10,7 +10,7 @@ from torch import nn
 
 from automicro.cli.config.build import Recipe
 from automicro.cli.config.load import LoadedConfig, read_config
-from automicro.cli.errors import is_bug_of_ours, is_refusal, summarize_error
+from automicro.cli.errors import is_refusal, summarize_error
 from automicro.errors import AutomicroError, ConfigError, DataLoaderError, keys_of
 from automicro.options import check_model
 from automicro.trainer.device import choose_device
@@ -49,8 +49,6 @@ class Job:
         try:
             yield
         except Exception as error:
-            if is_bug_of_ours(error):
-                raise
             text = str(error) if isinstance(error, ConfigError) else summarize_error(error)
             raise ConfigError(self._located(text, keys_of(error))) from error
 
@@ -67,10 +65,8 @@ class Job:
                 raise
 
     def _located(self, text: str, keys: Sequence[str]) -> str:
-        """A message with the lines that it is about, and what else has a part in their values."""
-        said, *notes = text.split("\n", 1)
-        whole = [said + self.loaded.sources.borrowed(keys), *notes]
-        return f"{self.loaded.sources.origin(keys)}: " + "\n".join(whole)
+        """A message with the lines that it is about."""
+        return f"{self.loaded.sources.origin(keys)}: {text}"
 
     def _count_processes(self) -> int:
         try:

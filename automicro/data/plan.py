@@ -29,7 +29,7 @@ import itertools
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -211,16 +211,6 @@ class Plan:
         """Of all of it: plans of the same batches in the same order have the same."""
         return checksum_of(self.order, checksum_of(self.starts, checksum_of(self.rows)))
 
-    def padding_share(self, lengths: Array) -> float:
-        """Which share of the batches is padding, where each row is as long as its batch's longest.
-
-        >>> plan = make_plan([np.array([4.0, 1.0])], buckets=None, budget=Budget(cost=8.0))
-        >>> plan.padding_share(np.array([4.0, 1.0]))
-        0.375
-        """
-        padded = sum(len(rows) * float(lengths[rows].max()) for rows in self)
-        return 1 - float(lengths.sum()) / padded if padded else 0.0
-
 
 def make_plan(
     lengths: Sequence[Array],
@@ -362,17 +352,10 @@ def _find(lengths: Lengths, dataset: Any, name: str) -> Array:
     values: Any = lengths
     if isinstance(lengths, Path | str):
         match = _FILE.fullmatch(str(lengths))
-        if match is not None:
-            try:
-                values = _read_file(**match.groupdict(), name=name)
-            except OSError as error:
-                raise ValueError(
-                    f"{name}={match['path']!r} cannot be read ({error}): {_FORMS}"
-                ) from error
-        elif isinstance(lengths, Path):
-            raise ValueError(f"{name}={str(lengths)!r} is of no kind that is read here: {_FORMS}")
+        if match is None:
+            values = _read_column(str(lengths), dataset, name)
         else:
-            values = _read_column(lengths, dataset, name)
+            values = _read_file(**match.groupdict(), name=name)
     elif isinstance(lengths, torch.Tensor):
         values = lengths.detach().cpu().numpy()
     elif not isinstance(lengths, np.ndarray | Sequence):
@@ -391,20 +374,15 @@ def _read_column(column: str, dataset: Any, name: str) -> list[Any]:
     if dataset is None:
         raise ValueError(f"{name}={column!r} is a column's name: give the dataset that has it")
     columns = getattr(dataset, "column_names", getattr(dataset, "columns", None))
-    if columns is not None:
-        if column not in list(columns):
-            known = ", ".join(map(str, columns))
-            raise ValueError(
-                f"{name}={column!r} is no column of the data set (it has {known}): name one of "
-                "these"
-            )
-        return list(map(_length_of, dataset[column]))
     try:
+        if columns is not None:
+            return list(map(_length_of, dataset[column]))
         return [_length_of(dataset[row][column]) for row in range(len(dataset))]
     except (KeyError, IndexError, TypeError) as error:
+        known = "rows without it" if columns is None else ", ".join(map(str, columns))
         raise ValueError(
-            f"{name}={column!r}: rows of the data set ({type(dataset).__name__}) have no such "
-            f"column ({type(error).__name__}: {error}): {_FORMS}"
+            f"{name}={column!r} is no column of the data set ({type(dataset).__name__} has "
+            f"{known}; {type(error).__name__}: {error}): {_FORMS}"
         ) from error
 
 
@@ -419,27 +397,25 @@ def _length_of(value: Any) -> Any:
 
 
 def _read_file(path: str, kind: str, column: str | None, name: str) -> Any:
-    if kind == "npy":
-        return np.load(path, allow_pickle=False)
-    with Path(path).open(encoding="utf-8", newline="") as lines:
-        if kind == "txt":
-            return [line.strip() for line in lines if line.strip()]
-        if kind == "jsonl":
-            records: Iterable[Any] = (json.loads(line) for line in lines if line.strip())
-        else:
-            records = csv.DictReader(lines, delimiter="\t" if kind == "tsv" else ",")
-        found = []
-        for record in records:
-            fields = record if isinstance(record, Mapping) else {"": record}
-            if column is None and len(fields) == 1:
-                column = next(iter(fields))
-            if column is None or column not in fields:
-                known = ", ".join(map(str, fields))
-                wanted = "" if column is None else f" and no {column!r}"
-                example = f"{path}:{next(iter(fields), 'seconds')}"
-                raise ValueError(
-                    f"{name}={path!r} has the columns {known}{wanted}: name one of them, as in "
-                    f"{example!r}"
-                )
-            found.append(_length_of(fields[column]))
-        return found
+    try:
+        if kind == "npy":
+            return np.load(path, allow_pickle=False)
+        with Path(path).open(encoding="utf-8", newline="") as file:
+            lines = filter(str.strip, file)
+            if kind == "txt":
+                return list(map(str.strip, lines))
+            separator = "\t" if kind == "tsv" else ","
+            table = csv.DictReader(lines, delimiter=separator)
+            rows: Iterator[Any] = map(json.loads, lines) if kind == "jsonl" else table
+            found: list[Any] = []
+            for row in rows:
+                if column is None and len(row) == 1:
+                    column = next(iter(row))
+                found.append(_length_of(row[column]))
+            return found
+    except OSError as error:
+        raise ValueError(f"{name}={path!r} cannot be read ({error}): {_FORMS}") from error
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{name}={path!r} has rows without the column {column!r}: {_FORMS}"
+        ) from error

@@ -31,6 +31,7 @@ from automicro.errors import CheckpointError
 from automicro.options import check_choice, read_amount, read_count
 from automicro.torch_private import forget_workers
 
+LENGTHS = ("lengths", "second_lengths")
 UNITS = ("seconds", "tokens")
 
 
@@ -130,9 +131,9 @@ class LengthBatchSampler(Sampler[list[int]]):
         rule = MODES[check_choice("mode", mode, MODES)]
         self.mode, self.shuffle, self.seed = mode, shuffle, read_count("seed", seed, least=0)
         given = {"lengths": lengths, "second_lengths": second_lengths}
-        for name in list(given)[: rule.dimensions]:
-            if given[name] is None:
-                raise ValueError(f"mode={mode!r} goes by {name}, and there are none: give {name}=…")
+        budgets = {"batch_size": batch_size, "batch_length": batch_length, "batch_cost": batch_cost}
+        others = {"cost": cost, "bucket_edges": bucket_edges, "num_buckets": num_buckets}
+        _check_options(mode, given | budgets | others)
         # What a mode has no need of may still be told, for reports.
         self._known: dict[str, Array] = {
             name: read_lengths(each, dataset, name=name)
@@ -151,20 +152,8 @@ class LengthBatchSampler(Sampler[list[int]]):
             self._by_unit[check_choice(option, counted, UNITS)] = self._known[name]
         self.num_rows = _count_rows(dataset, self._known)
         self._lengths = list(self._known.values())[: rule.dimensions]
-        amounts = {"batch_size": batch_size, "batch_length": batch_length, "batch_cost": batch_cost}
-        _check_budget(mode, amounts)
-        if cost is not None and batch_cost is None:
-            raise ValueError("cost says what a row adds to batch_cost: give batch_cost, or no cost")
-        for option, value, which, other in (
-            ("bucket_edges", bucket_edges, "given", "1D-bucketing"),
-            ("num_buckets", num_buckets, "derived", "1D-bucketing-dyn"),
-        ):
-            if value is not None and rule.buckets != which:
-                raise ValueError(
-                    f"mode={mode!r} takes no {option}: leave it out, or say mode={other!r}"
-                )
         self._buckets: Array | None = None
-        if rule.buckets == "given":
+        if bucket_edges is not None:
             self._buckets = assign_buckets(self._lengths[0], _read_edges(bucket_edges))
         elif rule.buckets == "derived":
             self._buckets = derive_buckets(self._lengths, _read_counts(num_buckets, rule))
@@ -341,21 +330,6 @@ class LengthBatchSampler(Sampler[list[int]]):
         totals = {unit: float(each.sum()) / count for unit, each in self._by_unit.items()}
         return AverageBatch(rows=self.num_rows / count, **totals)
 
-    def padding_share(self) -> float:
-        """Which share of the epoch is padding, if rows are as long as their batch's longest.
-
-        Raises:
-            ValueError: there are no lengths.
-
-        >>> LengthBatchSampler(
-        ...     mode="fixed", lengths=[4, 2], batch_size=2, shuffle=False
-        ... ).padding_share()
-        0.25
-        """
-        if "lengths" not in self._known:
-            raise ValueError("nothing says how long rows are: give lengths=…")
-        return self.plan().padding_share(self._known["lengths"])
-
     def state_dict(self, *, batches_given: int | None = None) -> dict[str, int]:
         """Where the epoch stands, alike on all ranks.
 
@@ -460,16 +434,14 @@ def with_batch_sampler(loader: Any, sampler: Iterable[list[int]]) -> DataLoader[
     >>> [batch.tolist() for batch in loader]
     [[1, 3], [2]]
     """
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        what = type(loader.dataset if isinstance(loader, DataLoader) else loader).__name__
+    if (
+        not isinstance(loader, DataLoader)
+        or isinstance(loader.dataset, IterableDataset)
+        or loader.batch_sampler is None
+    ):
         raise TypeError(
-            f"rows of a {what} cannot be chosen: give a torch.utils.data.DataLoader over a data "
-            "set with places and a length"
-        )
-    if loader.batch_sampler is None:
-        raise TypeError(
-            "the loader has batch_size=None, so its data set makes batches itself: give a loader "
-            "that cuts them"
+            f"rows of {loader!r} cannot be chosen: give a torch.utils.data.DataLoader over a data "
+            "set with places and a length, which cuts batches itself (no batch_size=None)"
         )
     # A copy keeps workers, collation and whatever else a subclass has; the constructor of a
     # subclass may take other arguments.
@@ -495,25 +467,24 @@ def _count_rows(dataset: Any, known: Mapping[str, Array]) -> int:
     return counts[0]
 
 
-def _check_budget(mode: str, budgets: Mapping[str, Any]) -> None:
-    wanted = MODES[mode].budgets
-    given = {name: value for name, value in budgets.items() if value is not None}
-    if len(given) != 1 or not given.keys() <= set(wanted):
-        has = ", ".join(f"{name}={value!r}" for name, value in given.items()) or "none"
-        one = wanted[0] if len(wanted) == 1 else f"one of {', '.join(wanted)}"
+def _check_options(mode: str, options: Mapping[str, Any]) -> None:
+    rule = MODES[mode]
+    given = [name for name, value in options.items() if value is not None]
+    budgets = [name for name in rule.budgets if name in given]
+    needed = [*LENGTHS[: rule.dimensions], *["bucket_edges"] * (rule.buckets == "given")]
+    further = [*["num_buckets"] * (rule.buckets == "derived"), *["cost"] * ("batch_cost" in given)]
+    allowed = {*LENGTHS, *needed, *further, *budgets}
+    if len(budgets) != 1 or not {*needed} <= {*given} <= allowed:
         raise ValueError(
-            f"mode={mode!r} fills batches up to {one}, and was given {has}: give {one}"
+            f"mode={mode!r} needs {', '.join([*needed, ' or '.join(rule.budgets)])}, may have "
+            f"{', '.join(further) or 'nothing else'} (cost with batch_cost), and was given "
+            f"{', '.join(given) or 'none'}: give one of each"
         )
 
 
-def _read_edges(edges: Sequence[float] | None) -> Sequence[float]:
-    if edges is None or not len(edges):
-        raise ValueError(
-            "mode='1D-bucketing' needs the edges of its buckets: give bucket_edges=[…], or let "
-            "mode='1D-bucketing-dyn' derive them"
-        )
+def _read_edges(edges: Sequence[float]) -> Sequence[float]:
     # Between equal edges lies a bucket that no row falls into.
-    if list(edges) != sorted(set(edges)):
+    if not len(edges) or list(edges) != sorted(set(edges)):
         raise ValueError(f"bucket_edges={list(edges)} do not ascend: give ascending lengths")
     return edges
 
@@ -538,11 +509,9 @@ def _read_sizes(sizes: int | Sequence[int] | None, edges: Sequence[float] | None
         return (read_count("batch_size", sizes),)
     wanted = 0 if edges is None else len(edges) + 1
     if len(sizes) != wanted:
-        each = f"or {wanted}, for each bucket and for what is longer"
-        none = "as only mode='1D-bucketing' has buckets that are known before"
         raise ValueError(
-            f"batch_size={list(sizes)} has {len(sizes)} numbers: give one, "
-            f"{each if wanted else none}"
+            f"batch_size={list(sizes)} has {len(sizes)} numbers: give one, or in "
+            f"mode='1D-bucketing' one for each bucket and for what is longer ({wanted} here)"
         )
     return tuple(read_count("batch_size", each) for each in sizes)
 

@@ -1,1 +1,1 @@
-"""Real data and small models that the configs and examples train, without a download."""
+"""Real data and small models for configs and examples, without a download."""

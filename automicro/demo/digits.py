@@ -1,7 +1,4 @@
-"""Handwritten digits: scikit-learn's 1797 images of 8×8 pixels, and a CNN that reads them.
-
-The images come with scikit-learn, so nothing is downloaded.
-"""
+"""Handwritten digits: 1797 images of 8×8 pixels from scikit-learn, and a small CNN."""
 
 import gzip
 import importlib.util
@@ -15,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 NUM_CLASSES = 10
 EVAL_ROWS = 360
-BRIGHTEST = 16  # pixels are whole numbers from 0 to 16
+BRIGHTEST = 16  # pixels are integers from 0 to 16
 
 
 def loader(
@@ -24,15 +21,15 @@ def loader(
     """Return batches of ``(images, targets)`` from one part of the digits.
 
     Images are float32 in [0, 1] of shape ``(rows, 1, 8, 8)``, targets int64 of shape ``(rows,)``.
-    The parts never change: 1437 rows for ``"train"`` and 360 for ``"eval"``, with the same share of
-    each digit in both. The last batch of an epoch may be smaller; no row is dropped.
+    The parts are fixed: 1437 rows for ``"train"`` and 360 for ``"eval"``, with the same proportions
+    of digits. The last batch of an epoch can be smaller; no row is dropped.
 
     Args:
         split: ``"train"`` or ``"eval"``.
         batch_size: rows of an optimization batch.
-        seed: decides the order, in a generator of the loader's own: the same whatever else is
-            random. With None, torch's global generator decides.
-        shuffle: whether each epoch has an order of its own; True for ``"train"`` unless given.
+        seed: seed of the loader's own generator, which decides the order; None for torch's global
+            one.
+        shuffle: whether to shuffle each epoch; by default True for ``"train"`` only.
 
     Raises:
         ValueError: an unknown split.
@@ -61,7 +58,7 @@ def _read(split: str) -> TensorDataset:
 
 
 def _images_and_targets() -> tuple[Any, Any]:
-    """All images, and which digit each one is."""
+    """Return all images and their digits."""
     package = importlib.util.find_spec("sklearn")
     places = None if package is None else package.submodule_search_locations
     if not places:
@@ -69,7 +66,8 @@ def _images_and_targets() -> tuple[Any, Any]:
             "the digits come with scikit-learn, which is not installed: "
             "run pip install scikit-learn"
         )
-    # Its own reader would import all of it, and SciPy, which takes as long as importing torch.
+    # Its own reader would import all of scikit-learn and SciPy, which takes as long as importing
+    # torch.
     path = Path(places[0]) / "datasets" / "data" / "digits.csv.gz"
     if path.exists():
         with gzip.open(path, "rt", encoding="ascii") as lines:
@@ -81,9 +79,9 @@ def _images_and_targets() -> tuple[Any, Any]:
 
 
 def _parts(targets: Any) -> tuple[Any, Any]:
-    """The rows of training and those held out, each digit with the same share in both."""
-    # The same numbers are drawn in the same order as by scikit-learn's
-    # train_test_split(stratify=targets, random_state=0), so that the parts are the same.
+    """Return the rows for training and evaluation, with the same proportions of digits."""
+    # Draws the same numbers in the same order as scikit-learn's train_test_split(stratify=targets,
+    # random_state=0), so the parts are the same.
     draw, counts = np.random.RandomState(0), np.bincount(targets)
     trained = _shared_out(len(targets) - EVAL_ROWS, counts, draw)
     held_out = _shared_out(EVAL_ROWS, counts - trained, draw)
@@ -98,7 +96,7 @@ def _parts(targets: Any) -> tuple[Any, Any]:
 
 
 def _shared_out(total: int, counts: Any, draw: np.random.RandomState) -> Any:
-    """Rows of each digit, in proportion; the largest fractions are rounded up, drawn where tied."""
+    """Return rows per digit, in proportion; the largest fractions round up, with random ties."""
     exact = total * counts / counts.sum()
     rows = np.floor(exact)
     fractions = exact - rows
@@ -112,14 +110,14 @@ def _shared_out(total: int, counts: Any, draw: np.random.RandomState) -> Any:
 
 
 class CNN(nn.Module):
-    """A small convolutional network with GroupNorm, so a batch can be cut anywhere exactly.
+    """Small convolutional network with GroupNorm, so that batches can be split exactly.
 
     Images of shape ``(rows, 1, 8, 8)`` become logits of shape ``(rows, num_classes)``.
 
     Args:
         channels: feature maps of the first half; the second half has twice as many.
-        dropout: share of the last features that training drops.
-        num_classes: how many logits.
+        dropout: dropout rate of the last features.
+        num_classes: number of logits.
 
     Raises:
         ValueError: ``channels`` is not a positive multiple of 8, the number of norm groups.
@@ -134,7 +132,7 @@ class CNN(nn.Module):
         super().__init__()
         if channels < 8 or channels % 8:
             raise ValueError(
-                f"channels={channels} cannot be normalised in 8 groups: give a multiple of 8"
+                f"channels={channels} cannot be normalized in 8 groups: give a multiple of 8"
             )
         self.features = nn.Sequential(
             _block(1, channels),

@@ -1,7 +1,7 @@
-"""Python's own documentation as text: rows of bytes, or of words by number, in natural lengths.
+"""Python's own documentation as text: rows of bytes or word numbers of natural length.
 
-The text is `pydoc_data.topics`, what ``help("for")`` shows. It comes with Python, so nothing is
-downloaded, and each version of Python has its own.
+The text is `pydoc_data.topics`, which ``help("for")`` shows. It comes with Python, so nothing is
+downloaded, and it differs between Python versions.
 """
 
 import functools
@@ -21,16 +21,16 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 VOCABULARY = 257
-BOUNDARY = 256  # the one token that is no byte: it begins each row, and pads it behind its end
+BOUNDARY = 256  # the only token that is not a byte: it starts each row, and pads it
 IGNORED = -100
 
-# Families of topics by their size, the largest first: a sample of large and small ones, and never
-# the largest of all, which holds two fifths of the text.
+# Indices into families of topics, largest first: a sample of large and small ones, without the very
+# largest, which holds two fifths of the text.
 FIRST_HELD_OUT, HELD_OUT_EVERY = 4, 8
 QUOTED_CHARACTERS = 40
 
-LARGE_VOCABULARY = 131_072  # of words: as large as those of today's language models
-_BEFORE_WORDS = 0  # the one number that is no word: it begins each row, and pads it
+LARGE_VOCABULARY = 131_072  # words, as in current language models
+_BEFORE_WORDS = 0  # the only number that is not a word: it starts each row, and pads it
 
 _WORD = re.compile(r" ?\w+| ?[^\w\s]+|\s+")
 _PARAGRAPH = re.compile(rb".+?(?:\n\s*\n|\Z)", re.DOTALL)
@@ -46,21 +46,20 @@ def loader(
     seed: int | None = 0,
     shuffle: bool | None = None,
 ) -> "DataLoader[dict[str, Tensor]]":
-    """Return batches for a causal language model, as transformers takes them.
+    """Return batches for a causal language model in the format of transformers.
 
-    A batch maps ``input_ids``, ``attention_mask`` and ``labels`` to int64 tensors of shape
-    ``(rows, longest row)``. A row is a boundary token and the bytes of one piece of text, see
-    `pieces`, padded to the batch's longest. Labels are -100 where nothing is to be predicted: at
-    the padding and at the first token. The last batch of an epoch may be smaller; no row is
-    dropped.
+    A batch maps ``input_ids``, ``attention_mask`` and ``labels`` to int64 tensors of shape ``(rows,
+    longest row)``. A row is a boundary token and the bytes of one piece of text (see `pieces`),
+    padded to the longest row. Labels are -100 at padding and at the first token. The last batch of
+    an epoch can be smaller; no row is dropped.
 
     Args:
         split: ``"train"`` or ``"eval"``.
         batch_size: rows of an optimization batch.
-        max_length: the most tokens of a row, its boundary token included.
-        seed: decides the order, in a generator of the loader's own: the same whatever else is
-            random. With None, torch's global generator decides.
-        shuffle: whether each epoch has an order of its own; True for ``"train"`` unless given.
+        max_length: maximum number of tokens per row, including the boundary token.
+        seed: seed of the loader's own generator, which decides the order; None for torch's global
+            one.
+        shuffle: whether to shuffle each epoch; by default True for ``"train"`` only.
 
     Raises:
         ValueError: an unknown split, or a length without room for a byte.
@@ -71,7 +70,7 @@ def loader(
     """
     if max_length < 2:
         raise ValueError(
-            f"max_length={max_length} leaves no room for a byte behind the boundary token: give at "
+            f"max_length={max_length} leaves no room for a byte after the boundary token: give at "
             "least 2"
         )
     data: Any = pieces(split, max_bytes=max_length - 1)
@@ -93,21 +92,21 @@ def word_loader(
     seed: int | None = 0,
     shuffle: bool | None = None,
 ) -> "DataLoader[dict[str, Tensor]]":
-    """Return batches as `loader` does, of whole words in a vocabulary as large as you like.
+    """Return batches as `loader` does, but of whole words, with a vocabulary of any size.
 
-    Words, punctuation and empty space are tokens; numbers are spread over the vocabulary by a
-    checksum, so that no table has to be learned, and very few words share one.
+    Words, punctuation and whitespace are tokens. A checksum spreads their numbers over the
+    vocabulary, so no table must be learned, and very few words collide.
 
     Args:
         split: ``"train"`` or ``"eval"``.
         batch_size: rows of an optimization batch.
-        max_length: the most tokens of a row, the one before its words included.
-        vocabulary: numbers of tokens go from 0, which begins and pads rows, to one less.
-        seed: decides the order, as in `loader`.
-        shuffle: whether each epoch has an order of its own; True for ``"train"`` unless given.
+        max_length: maximum number of tokens per row, including the one before its words.
+        vocabulary: number of tokens, including 0, which starts and pads rows.
+        seed: seed of the order, as in `loader`.
+        shuffle: whether to shuffle each epoch; by default True for ``"train"`` only.
 
     Raises:
-        ValueError: an unknown split, a length without room for a word, or a vocabulary for none.
+        ValueError: an unknown split, or a length or vocabulary without room for a word.
 
     >>> batch = next(iter(word_loader("eval", batch_size=8, max_length=16)))
     >>> batch["input_ids"].shape, int(batch["input_ids"].max()) > 65_536
@@ -115,8 +114,8 @@ def word_loader(
     """
     if max_length < 2 or vocabulary < 2:
         raise ValueError(
-            f"max_length={max_length} and vocabulary={vocabulary} leave no room for a word beside "
-            "the token before it: give at least 2 of both"
+            f"max_length={max_length} and vocabulary={vocabulary} leave no room for a word after "
+            "the first token: give at least 2 for both"
         )
     rows: Any = [
         words[start : start + max_length - 1]
@@ -134,33 +133,25 @@ def word_loader(
 
 
 def numbers_of_words(text: str, vocabulary: int) -> list[int]:
-    """The numbers of a text's words, from 1 to one less than the vocabulary.
+    """Return the numbers of a text's words, from 1 to one less than the vocabulary.
 
     >>> numbers_of_words("for x in x", 131_072)
     [98739, 5270, 94176, 5270]
     """
-    # Python's own hash of a text is another one in each process.
+    # Python's own hash of a string differs between processes.
     return [1 + zlib.crc32(word.encode()) % (vocabulary - 1) for word in _WORD.findall(text)]
 
 
 def pieces(split: str, *, max_bytes: int) -> list[bytes]:
     """Return one part of the documentation, paragraph by paragraph.
 
-    A paragraph keeps the empty lines behind it, and is cut where it is too long: after a line, else
-    after a word, else anywhere. Whole topics are held out, together with all that quote them, so
-    that no paragraph of some length is in both parts.
-
-    Args:
-        split: ``"train"`` or ``"eval"``.
-        max_bytes: the most bytes of a piece.
-
-    Raises:
-        ValueError: an unknown split, or pieces without room for a byte.
-
     >>> text = b"".join(pieces("eval", max_bytes=100))
     >>> text == b"".join(pieces("eval", max_bytes=50))
     True
     """
+    # A paragraph keeps the empty lines after it. Long paragraphs are cut after a line, else after a
+    # word, else anywhere. Whole topics are held out, with all topics that quote them, so that no
+    # long paragraph is in both parts.
     if split not in ("train", "eval"):
         raise ValueError(f"split={split!r} is not a part of the topics: use 'train' or 'eval'")
     if max_bytes < 1:
@@ -175,7 +166,7 @@ def pieces(split: str, *, max_bytes: int) -> list[bytes]:
 
 @functools.cache
 def topics_of(split: str) -> tuple[str, ...]:
-    """Return the names of a part's topics, sorted.
+    """Return the sorted topic names of a part.
 
     >>> set(topics_of("train")) & set(topics_of("eval"))
     set()
@@ -186,9 +177,9 @@ def topics_of(split: str) -> tuple[str, ...]:
 
 
 def _families() -> list[list[str]]:
-    """Group the topics, those that share a paragraph of some length together."""
-    # Names of one family share one list, so that it grows for all of them. Some topics are chapters
-    # that contain others word by word.
+    """Group topics that share a long paragraph."""
+    # Names of a family share one list, so that it grows for all of them. Some topics are chapters
+    # that contain others verbatim.
     home = {name: [name] for name in TOPICS}
     quoting: dict[str, list[str]] = defaultdict(list)
     for name, text in TOPICS.items():
@@ -202,7 +193,7 @@ def _families() -> list[list[str]]:
                 home[first].extend(home[other])
                 for name in home[other]:
                     home[name] = home[first]
-    # Each family once, at the name that it began with.
+    # Each family once, at the name that started it.
     return [sorted(family) for name, family in home.items() if family[0] == name]
 
 
@@ -220,16 +211,16 @@ def _collate(rows: Sequence[Sequence[int]], boundary: int = BOUNDARY) -> dict[st
     tokens = [torch.tensor([boundary, *row]) for row in rows]
     lengths = torch.tensor([len(row) for row in tokens])
     input_ids = pad_sequence(tokens, batch_first=True, padding_value=boundary)
-    # By lengths, because the boundary token both begins a row and pads it.
+    # By lengths, because the boundary token both starts a row and pads it.
     attention_mask = (torch.arange(input_ids.shape[1]) < lengths[:, None]).long()
     labels = input_ids.masked_fill(input_ids == boundary, IGNORED)
     return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
 
 
 class BitsPerByte(Metric):
-    """Cross entropy per byte in bits: how many the model needs to write the text down.
+    """Cross entropy per byte in bits: the number of bits a model needs to encode the text.
 
-    Each byte counts the same, however the rows come in batches and however long they are.
+    Each byte counts the same, regardless of batches and row lengths.
 
     >>> metric = BitsPerByte()
     >>> metric.update(torch.zeros(2, 9, 257), torch.zeros(2, 9, dtype=torch.int64))
@@ -250,14 +241,14 @@ class BitsPerByte(Metric):
         self.add_state("num_bytes", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Count rows.
+        """Add rows.
 
         Args:
-            logits: shape (rows, length, vocabulary); those at a position predict the next one.
+            logits: shape (rows, length, vocabulary); logits at a position predict the next token.
             labels: shape (rows, length), not shifted; -100 where nothing is predicted.
         """
         if logits.dtype in (torch.bfloat16, torch.float16):
-            logits = logits.float()  # too coarse to take a logarithm of
+            logits = logits.float()  # too coarse for a logarithm
         losses = F.cross_entropy(
             logits[:, :-1].flatten(0, 1),
             labels[:, 1:].flatten(),
@@ -268,5 +259,5 @@ class BitsPerByte(Metric):
         self.num_bytes += (labels[:, 1:] != IGNORED).sum()
 
     def compute(self) -> Tensor:
-        """The bits per byte of all rows so far."""
+        """Return the bits per byte of all rows so far."""
         return self.nats / self.num_bytes / math.log(2)

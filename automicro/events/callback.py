@@ -136,7 +136,7 @@ class Callback:
         """A checkpoint is about to be made of the state as it is."""
 
     def checkpoint_end(self, run: Run, path: Path) -> None:
-        """A checkpoint was made; where it is written in the background, not yet there."""
+        """A checkpoint was made."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a checkpoint keeps of this callback: tensors and plain values."""

@@ -24,110 +24,17 @@ from automicro.batch.device import on_host
 from automicro.batch.joining import concat_rows
 from automicro.batch.tensors import builder, map_tensors, open_container, tensor_leaves
 from automicro.batch.types import STRUCTURES, kind_of
-from automicro.checking.reading import LOSS, Reading, relative_errors
 from automicro.errors import BatchError, LossError, MetricWarning, warn
 from automicro.features import WORDS, with_features
 from automicro.loss.conventions import Output
 from automicro.loss.passes import is_extra_pass
 from automicro.microbatcher import Microbatcher
+from automicro.state.capture import Captured, capture
 from automicro.state.part import State
 from automicro.step.results import EvalResult, StepResult
 from automicro.values import OBJECT, kinds_of
 
 _MISSING = object()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """Batches that one optimizer step of a host's was made of, beside their rows at once.
-
-    Attributes:
-        place: in an epoch: ``"the first"`` or ``"the last"``.
-        rows: of each batch.
-        divisor: how many batches a step has, as a rule.
-        loss: that the host has added up.
-        whole_loss: of all rows in one batch.
-        error: relative, of the worst parameter's gradient.
-        ratio: of the norms of the gradients, the host's by that of one batch.
-    """
-
-    place: str
-    rows: tuple[int, ...]
-    divisor: int
-    loss: float
-    whole_loss: float
-    error: float
-    ratio: float
-
-    def __str__(self) -> str:
-        counts = " + ".join(map(str, self.rows))
-        text = (
-            f"{self.place} step of an epoch, of {counts} rows: the loss is {self.loss:.6g} and of "
-            f"one batch {self.whole_loss:.6g}, the gradient differs by {self.error:.1e}"
-        )
-        if len(self.rows) < self.divisor:
-            text += (
-                f"; it has {len(self.rows)} of {self.divisor} batches, and is {self.ratio:.2f} "
-                "as long"
-            )
-        return text
-
-
-@dataclass(frozen=True, kw_only=True)
-class AccumulationReport:
-    """Whether a host's own accumulation gives the gradient of the full batch.
-
-    Attributes:
-        groups: that were compared.
-        tolerance: relative errors up to this one are rounding.
-        remedy: what to do where it does not.
-    """
-
-    groups: tuple[Group, ...]
-    tolerance: float
-    remedy: str
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether every gradient is that of its rows in one batch."""
-        return all(each.error <= self.tolerance for each in self.groups)
-
-    def __str__(self) -> str:
-        listed = "".join(f"\n  {each}" for each in self.groups)
-        if self.is_exact:
-            return f"exact: accumulated gradients are those of one batch{listed}"
-        return (
-            f"not exact: accumulated gradients are not those of one batch{listed}\n  {self.remedy}"
-        )
-
-
-def compare_accumulation(
-    places: Mapping[str, Sequence[Any]],
-    gradient: Callable[[Sequence[Any], int], Reading],
-    join: Callable[[Sequence[Any]], Any],
-    *,
-    rows_of: Callable[[Any], int],
-    divisor: int,
-    precision: str,
-    remedy: str,
-) -> AccumulationReport:
-    """Compare the gradients of a host's steps, by place, with those of their rows in one batch."""
-    groups = []
-    for place, batches in places.items():
-        found, whole = gradient(batches, divisor), gradient([join(batches)], 1)
-        groups.append(
-            Group(
-                place=place,
-                rows=tuple(map(rows_of, batches)),
-                divisor=divisor,
-                loss=found.numbers[LOSS],
-                whole_loss=whole.numbers[LOSS],
-                error=max(relative_errors(found, whole).values()),
-                ratio=found.norm / whole.norm if whole.norm else 1.0,
-            )
-        )
-    tolerance = 3e-2 if "16" in precision else 1e-9 if "64" in precision else 1e-4
-    return AccumulationReport(groups=tuple(groups), tolerance=tolerance, remedy=remedy)
 
 
 OURS = (
@@ -257,8 +164,9 @@ _DEEPEST = 3  # of mappings in mappings
 _ROUNDING = 1e-4  # of a number that a check computes in one part and in several
 RETURNS = "what the step returns"
 _STEP = re.compile(r"\.(\w+)|\[(.+?)\](?=[.\[]|$)")  # in a path
-_Key = tuple[str, int]
-_Heard = dict[_Key, tuple[float, float]]
+_BESIDE = -1  # in place of which call it was, of a number that a step has moved
+_Key = tuple[str, int]  # what it is, and which of such calls
+_Heard = dict[_Key, tuple[float, float]]  # each with its weight
 _Tell = Callable[[Any, Any], Any]
 
 
@@ -289,7 +197,6 @@ class _Note:
         indices: of the microbatches.
         values: in these.
         weights: likewise; None where rows weigh.
-        is_count: whether each was a plain number, that of its rows.
         is_kept: whether it is asked for as it is.
         is_single: whether it has nothing of rows, though a microbatch may have one row.
         joined: the batch's.
@@ -303,38 +210,37 @@ class _Note:
     indices: list[int] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
     weights: list[Any] = field(default_factory=list)
-    is_count: bool = True
     is_kept: bool = False
     is_single: bool = False
     joined: Any = None
 
     def part(self, key: Any, values: Sequence[Any]) -> "_Note":
         """A part of what was given, by its key."""
-        what = f"{self.what}[{key!r}]"
-        return replace(self, what=what, values=list(values), weights=[], is_count=False)
+        return replace(self, what=f"{self.what}[{key!r}]", values=list(values), weights=[])
 
 
 @dataclass(kw_only=True)
-class _Compared:
-    """Numbers of some rows, and of their parts as far as these were seen."""
+class _Together:
+    """Some rows that a check runs together, and then in parts.
+
+    Attributes:
+        rows: how many; 0 where no parts are to come.
+        heard: what they told.
+        moved: numbers beside the model that they have changed, by place.
+        state: what lies beside the model behind them.
+        parts: rows and numbers of the parts so far.
+    """
 
     rows: int = 0
-    whole: dict[Any, Any] = field(default_factory=dict)
-    parts: list[tuple[int, dict[Any, Any]]] = field(default_factory=list)
+    heard: _Heard = field(default_factory=dict)
+    moved: dict[str, float] = field(default_factory=dict)
+    state: Captured | None = None
+    parts: list[tuple[int, _Heard]] = field(default_factory=list)
 
-    def of_parts(self, rows: int, heard: dict[Any, Any]) -> list[dict[Any, Any]]:
-        """Take what some rows gave; the numbers of all parts of the whole, once they were seen."""
-        self.parts.append((rows, heard))
-        # Parts come after the whole, in the order of a check; another whole begins anew.
-        total = sum(count for count, _ in self.parts)
-        if rows == self.rows or total > self.rows:
-            self.rows, self.whole, self.parts = rows, dict(heard), []
-        if total != self.rows or len(self.parts) < 2:
-            return []
-        parts = [each for _, each in self.parts]
-        # Rows of the next check may add up to those of this one, by chance.
-        self.rows, self.whole, self.parts = 0, {}, []
-        return parts
+    @property
+    def left(self) -> int:
+        """Rows of which no part has run."""
+        return self.rows - sum(rows for rows, _ in self.parts)
 
 
 class Recorded:
@@ -353,7 +259,7 @@ class Recorded:
         dims: where tensors may have rows.
         sorted_by: what rows are sorted by the cost of, in the plural; None for rows in order.
         concat: joins tensors with rows.
-        apart: ends of names of what adds up.
+        fold_of: how numbers at a place, or in a list of a name, become one; None if unknown.
 
     Attributes:
         rows: of each microbatch.
@@ -382,26 +288,20 @@ class Recorded:
         dims: Sequence[int] = (0,),
         sorted_by: str | None = None,
         concat: Callable[[list[Tensor], int], Tensor] = torch.cat,
-        apart: tuple[str, ...] = (),
+        fold_of: Callable[[str], str | None] = lambda place: None,
     ) -> None:
-        self._roots, self._is_own, self._hosts, self._apart = beside, is_own, hosts, apart
-
-        def skipped() -> list[Any]:
-            others = [self._of(each, False).values() for each in beside().values()]
-            return [*skip(), *itertools.chain(*others)]
-
-        self._beside = State(beside, skip=skipped, is_held=False)
-        self._second = State(beside, skip=skipped, is_held=False)
+        self._roots, self._is_own, self._hosts, self._fold_of = beside, is_own, hosts, fold_of
+        self._skip = skip
+        self._beside = State(beside, skip=self._skipped, is_held=False)
         # At what microbatches change: in training, and in evaluation.
         self._looks: collections.Counter[bool] = collections.Counter()
         self._dims, self._sorted_by, self._concat = dims, sorted_by, concat
         self._verdicts: dict[_Key, str] = {}
-        self._adds_up: dict[str, bool] = {}  # numbers beside the model, by place
+        self._checked: set[_Key] = set()
         self._named: set[str] = set()
         self._single: set[str] = set()
         self._heard: _Heard | None = None
         self._heard_rows = 0
-        self._told, self._added = _Compared(), _Compared()
         self._forget()
 
     def _forget(self) -> None:
@@ -413,9 +313,15 @@ class Recorded:
         self._times: collections.Counter[str] = collections.Counter()
         self._counts: list[Mapping[str, float]] = []
         self._may_be_loss: list[tuple[Tensor, Tensor]] = []
-        self._changed: set[str] | None = None  # by the first microbatch
-        self._sizes: dict[str, int] = {}  # of modules, behind it
+        self._first: Captured | None = None  # what the first microbatch has left
+        self._changed: set[str] = set()  # by that
+        self._num_modules: dict[str, int] = {}  # behind it
         self._is_open = False
+        self._together = _Together()
+
+    def _skipped(self) -> list[Any]:
+        others = (self._of(each, False).values() for each in self._roots().values())
+        return [*self._skip(), *itertools.chain(*others)]
 
     # As a part of the transaction
 
@@ -439,7 +345,6 @@ class Recorded:
         self._beside.commit()
 
     def roll_back(self) -> None:
-        self._second.commit()
         self._beside.roll_back()
         self._forget()
 
@@ -467,8 +372,8 @@ class Recorded:
         # A comparison of all that a trainer holds costs time, and a step does the same each time.
         if len(self.rows) == 2 and self._looks[trains] < _LOOKS:
             self._looks[trains] += 1
-            self._changed, self._sizes = self._places(self._beside), self._module_sizes()
-            self._second.begin()
+            self._changed, self._num_modules = self._places(self._beside.captured), self._modules()
+            self._first = capture(self._roots(), skip=self._skipped())
         self._times.clear()
         self._counts.append(counts or {})
         self._is_open = True
@@ -490,13 +395,13 @@ class Recorded:
             own: the loss that the step gave, where it is another.
             is_kept: whether `values` is asked for the outputs.
         """
+        own = loss if own is None else own
         if self._heard is not None:
-            return self._seen(loss, outputs, own)
+            return self._seen(loss, outputs, _number(own))
         if outputs is not None:
             self.note(RETURNS, outputs, is_kept=is_kept)
         self._is_open = False
-        came_to = loss if own is None else own
-        self._losses.append(None if came_to is None else came_to.detach())
+        self._losses.append(None if own is None else own.detach())
         self._note_lengths()
         return None
 
@@ -509,7 +414,6 @@ class Recorded:
         reduce: str = "mean",
         tell: _Tell | None = None,
         whole: Callable[[], Any] | None = None,
-        raw: Any = None,
         is_kept: bool = False,
     ) -> None:
         """A step tells something.
@@ -521,7 +425,6 @@ class Recorded:
             reduce: how numbers of several batches become one, as far as that was said.
             tell: the call that waits, of the batch's value and weight.
             whole: gives the batch's value, where something else knows it.
-            raw: the value as it was given, where it was made a tensor.
             is_kept: whether `values` is asked for it.
         """
         if self._heard is not None:
@@ -532,17 +435,14 @@ class Recorded:
             return
         key = what, self._times[what]
         self._times[what] += 1
-        note = self._notes.get(key)
-        if note is None:
-            note = _Note(what=what, nth=key[1], reduce=reduce, tell=tell, whole=whole)
-            self._notes[key] = note
+        if key not in self._notes:
+            self._notes[key] = _Note(what=what, nth=key[1], reduce=reduce, tell=tell, whole=whole)
+        note = self._notes[key]
         note.indices.append(len(self.rows) - 1)
         # With its graph, it would hold a microbatch's activations to the end of the batch.
         note.values.append(detached(value))
         note.weights.append(weight)
         note.is_kept, note.is_single = is_kept, what in self._single
-        # A number of rows is a sum by nature, whatever its author says of means.
-        note.is_count &= type(raw) in (int, float) and raw == self.rows[-1]
 
     @property
     def has_told(self) -> bool:
@@ -563,30 +463,27 @@ class Recorded:
         """Something is told once for the batch, when that is certain."""
         self._later.append(tell)
 
-    def _compare(self) -> None:
-        """Name what the first microbatch has changed beside the model and depends on sizes.
+    # What steps change beside the model
 
-        Unless checks have seen whether it adds up by rows, what others change again does.
-        """
-        if self._changed is None:
+    def _compare(self) -> None:
+        """Name what each microbatch has changed, unless checks have seen that it adds up."""
+        if self._first is None:
             return
-        later, roots = self._places(self._second), self._roots()
+        again, roots = self._places(self._first), self._roots()
 
         def depends(path: str) -> bool:
-            if (adds_up := self._adds_up.get(path)) is not None:
-                return not adds_up
+            verdict = self._verdicts.get((path, _BESIDE))
+            if verdict is not None:
+                return verdict != "sum"
             value = _at(roots, path)
             return (isinstance(value, int) and value == self.rows[-1] > 1) or any(
-                each == path or each.startswith((f"{path}.", f"{path}[")) for each in later
+                each == path or each.startswith((f"{path}.", f"{path}[")) for each in again
             )
 
         # Made where it was missing, a module is made once; others come with each microbatch.
-        sizes = self._module_sizes().items()
-        grown = {what for what, size in sizes if size != self._sizes.get(what, size)}
-        names = sorted({*filter(depends, self._changed), *grown})
-        self._second.commit()
-        self._changed = None
-        new = [name for name in names if name not in self._named]
+        now, before = self._modules(), self._num_modules
+        grown = {what for what, number in now.items() if number != before.get(what, number)}
+        new = sorted({*filter(depends, self._changed), *grown} - self._named)
         self._named.update(new)
         if new:
             warn(
@@ -596,23 +493,20 @@ class Recorded:
                 MetricWarning,
             )
 
-    def _places(self, state: State) -> set[str]:
-        """Where something has changed since a state began, and is neither joined nor added up."""
-        roots, captured = self._roots(), state.captured
+    def _places(self, captured: Captured | None) -> set[str]:
+        """Where something has changed since a capture, and is neither joined nor counts rows."""
+        assert captured is not None
+        roots, starts = self._roots(), self._lengths[0]
         with on_host():  # what is compared takes no memory of a batch
-            found = set() if captured is None else set(captured.changed())
+            found = set(captured.changed())
         # Of a list that grows, what is new is joined; modules there, such as metrics, count rows.
-        starts = self._lengths[0]
-        apart = [
-            f"{what}[{n}]"
-            for what, _, values in self._lists()
-            for n in range(starts.get(what, 0), len(values))
-        ]
-        apart += [f"{each.what}." for each in self.held() if _counts_rows(each)]
-        kept = (each for each in found if not each.startswith(tuple(apart)))
-        return {_with_ends(roots, each) for each in kept if not each.endswith(self._apart)}
+        apart = [f"{each.what}." for each in self.held() if _counts_rows(each)]
+        for what, _, values in self._lists():
+            apart += [f"{what}[{n}]" for n in range(starts.get(what, 0), len(values))]
+        kept = (e for e in found if not (e.startswith(tuple(apart)) or self._fold_of(e) == "sum"))
+        return {_with_ends(roots, each) for each in kept}
 
-    def _module_sizes(self) -> dict[str, int]:
+    def _modules(self) -> dict[str, int]:
         """How many modules each module of the step has, such as a tracker of metrics by steps."""
         roots = {**self._roots(), **{each.what: each.value for each in self.held()}}
         return {
@@ -646,69 +540,53 @@ class Recorded:
     def _lists(self) -> list[Held]:
         return [each for each in self.held() if isinstance(each.value, list)]
 
+    def _numbers(self, places: Iterable[str]) -> dict[str, float]:
+        roots = self._roots()
+        found = {place: _number(_at(roots, place)) for place in places}
+        return {place: number for place, number in found.items() if number is not None}
+
     # In a check of some rows together and in parts
 
     @contextlib.contextmanager
     def _hearing(self, rows: int, counts: Mapping[str, float]) -> Iterator[None]:
+        together = self._together
+        # Parts come behind the whole, in the order of a check; other rows begin anew.
+        if not 0 < rows <= together.left or rows == together.rows:
+            together = self._together = _Together(rows=rows)
         self._heard, self._heard_rows = {}, rows
+        lengths = len(self._lengths)
         self._times.clear()
         self._counts.append(counts)
-        self._note_lengths()
         self._beside.begin()
-        starts: dict[str, Any] = {}
         try:
-            starts = self._go_on()
+            if together.state is not None:
+                self._go_on(together, together.state)
+            self._note_lengths()
             yield
-            left = self._numbers_beside(starts)
         except BaseException:
-            # What is compared next has nothing to do with parts of this.
-            self._told, self._added = _Compared(), _Compared()
+            self._together = _Together()  # what is compared next has nothing to do with this
             raise
         finally:
             self._heard = None
             self._counts.pop()
-            self._lengths.pop()
+            del self._lengths[lengths:]
             self._beside.roll_back()
-        self._learn_beside(rows, starts, left)
 
-    def _go_on(self) -> dict[str, Any]:
-        """Let parts after the first find numbers as the whole left them; gives these by place.
+    def _go_on(self, together: _Together, state: Captured) -> None:
+        """Let a part find what the whole has left.
 
         From 0, or where there is none, a number that a step sets seems to add up.
         """
-        roots, starts = self._roots(), {}
-        for path, (_, left) in self._added.whole.items() if self._added.parts else ():
-            with contextlib.suppress(AttributeError, LookupError, TypeError, ValueError):
-                _put(roots, path, left)
-                starts[path] = left
-        return starts
+        if not together.parts:
+            starts = self._numbers(together.moved)
+            for place, number in together.moved.items():
+                together.heard[place, _BESIDE] = number - starts.get(place, 0.0), 1.0
+        state.put_back()
 
-    def _numbers_beside(self, further: Iterable[str]) -> dict[str, Any]:
-        """Numbers that have changed beside the model, by their places, and further ones."""
-        captured, roots = self._beside.captured, self._roots()
-        found = (
-            {path: _at(roots, path) for path in (*captured.changed(), *further)} if captured else {}
-        )
-        return {path: _copied(each) for path, each in found.items() if is_number(each)}
-
-    def _learn_beside(self, rows: int, starts: Mapping[str, Any], left: Mapping[str, Any]) -> None:
-        """Tell which numbers add up by rows, by how far parts moved them and the whole did."""
-        roots, moved = self._roots(), {}
-        for path, each in left.items():
-            start = _number(starts[path] if path in starts else _at(roots, path))
-            moved[path] = (_number(each) or 0.0) - (start or 0.0), each
-        whole, parts = self._added.whole, self._added.of_parts(rows, moved)
-        for path, (by, _) in whole.items() if parts else ():
-            steps = [each[path][0] if path in each else 0.0 for each in parts]
-            fits = abs(sum(steps) - by) <= _ROUNDING * max(map(abs, (by, *steps)))
-            # A constant that is set moves nothing in the last, and neither does a largest so far.
-            if not fits or (by and steps[-1]):
-                self._adds_up[path] = fits
-
-    def _seen(self, loss: Tensor | None, outputs: Any, own: Tensor | None) -> Output:
+    def _seen(self, loss: Tensor | None, outputs: Any, own: float | None) -> Output:
         """The loss, outputs with rows, and numbers of the step that has run."""
         assert self._heard is not None
-        rows, kept = self._heard_rows, {}
+        rows, heard, kept = self._heard_rows, self._heard, {}
         for path, each in tensor_leaves(_without_lists(outputs, rows)):
             dims = [dim for dim in self._dims if each.shape[dim : dim + 1] == (rows,)]
             if each.dim():
@@ -719,16 +597,22 @@ class Recorded:
             new = values[self._lengths[-1].get(what, 0) :]
             for value in new if len(new) != rows or rows == 1 else ():
                 for label, each in _numbers_in(what, value):
+                    self._know(name, (label, self._times[label]))
                     self._hear(label, each, self._counts[-1].get(name, rows))
-        self._learn(rows, self._heard)
-        number = _number(loss if own is None else own)
-        told = {
+        told = dict(heard)  # without what lies beside the model, which is learned of, too
+        self._learn(self._together, rows, heard)
+        named = {
             what if not nth else f"{what}, {nth + 1}": each
-            for (what, nth), each in self._heard.items()
+            for (what, nth), each in told.items()
             if self._verdicts.get((what, nth), "mean") == "mean"
         }
-        is_loss = frozenset(name for name, (value, _) in told.items() if value == number)
-        return Output(loss, {}, kept, told=told, told_as_loss=is_loss)
+        is_loss = frozenset(name for name, (value, _) in named.items() if value == own)
+        return Output(loss, {}, kept, told=named, told_as_loss=is_loss)
+
+    def _know(self, name: str, key: _Key) -> None:
+        """Use the known fold for the numbers of a list."""
+        if (fold := self._fold_of(name)) is not None:
+            self._verdicts[key] = fold
 
     def _hear(self, what: str, value: Any, weight: Any) -> None:
         assert self._heard is not None
@@ -737,11 +621,26 @@ class Recorded:
         self._times[what] += 1
         if number is not None and weight:
             self._heard[key] = number, weight
+            self._checked.add(key)
 
-    def _learn(self, rows: int, heard: _Heard) -> None:
+    def _learn(self, together: _Together, rows: int, heard: _Heard) -> None:
         """Tell, once all parts of some rows were seen, how their numbers become those of all."""
-        whole, parts = self._told.whole, self._told.of_parts(rows, heard)
-        for key, (number, _) in whole.items() if parts else ():
+        if together.state is None:
+            together.heard = heard
+            if self._beside.captured is not None:
+                together.moved = self._numbers(self._beside.captured.changed())
+            together.state = capture(self._roots(), skip=self._skipped())
+            return
+        now = self._numbers(together.moved)
+        for place, start in together.moved.items():
+            heard[place, _BESIDE] = now.get(place, 0.0) - start, 1.0
+        together.parts.append((rows, heard))
+        if together.left:
+            return
+        # Rows of the next check may add up to those of this one, by chance.
+        self._together = _Together()
+        parts = [each for _, each in together.parts]
+        for key, (number, _) in together.heard.items() if len(parts) > 1 else ():
             if not all(key in each for each in parts):
                 continue
             values, weights = zip(*(each[key] for each in parts), strict=True)
@@ -752,8 +651,14 @@ class Recorded:
                 for name, fold in _FOLDS.items()
                 if abs(fold(values, weights) - number) <= least
             ]
+            if key[1] == _BESIDE:
+                adds_up = "sum" in fitting
+                # A constant that is set moves nothing in the last, and neither does a largest so
+                # far.
+                if not adds_up or (number and values[-1]):
+                    self._verdicts[key] = "sum" if adds_up else "another"
             # Equal numbers fit a mean, a largest and a smallest alike, and say nothing.
-            if len(fitting) == 1:
+            elif len(fitting) == 1:
                 self._verdicts[key] = fitting[0]
             elif "mean" in fitting and "sum" not in fitting:  # it was the same in all parts
                 self._verdicts.setdefault(key, "mean")
@@ -770,7 +675,7 @@ class Recorded:
             if note.tell is not None:
                 weight = note.weights[-1]
                 # Without a weight in each, the host takes its own, of the last microbatch.
-                if self.is_split and all(each is not None for each in note.weights):
+                if self.is_split and None not in note.weights:
                     weight = self._weight(note)
                 note.tell(self._settled(note, loss), weight)
         for tell in self._later:
@@ -808,8 +713,8 @@ class Recorded:
             return note.whole()
         if not all(map(is_number, note.values)):
             return note.joined
+        joined = self._join_numbers(note)
         are_losses = None if loss is None else self._is_loss(note)
-        joined = self._join_numbers(note, are_losses)
         if loss is None or are_losses is None:
             return joined
         if isinstance(joined, Tensor):
@@ -872,15 +777,14 @@ class Recorded:
             return together
         return self._as_they_are(what, values)
 
-    def _join_numbers(self, note: _Note, is_loss: Tensor | None = None) -> Any:
+    def _join_numbers(self, note: _Note) -> Any:
         """Numbers as one: as checks have shown that they come together, else as is said."""
         first, rows = note.values[0], [self.rows[each] for each in note.indices]
         several = torch.stack([_tensor(each) for each in note.values])
-        is_whole = not several.is_floating_point()
-        is_same = (several == several[0]).all()
-        fold = self._verdicts.get((note.what, note.nth))
-        if fold is None:
-            fold = self._assumed(note, several, rows, is_loss)
+        fold = self._verdicts.get((note.what, note.nth)) or self._assumed(note, several, rows)
+        if fold in ("nanmin", "nanmax"):
+            kept = several[~several.isnan()]
+            several, fold = kept if len(kept) else several, fold.removeprefix("nan")
         if fold != "mean":
             joined = several.sum(0) if fold == "sum" else getattr(several, f"a{fold}")(0)
             return joined if isinstance(first, Tensor) else joined.item()
@@ -888,63 +792,48 @@ class Recorded:
         if not weights or None in weights or self._weight(note) != sum(weights):
             weights = rows
         # Whole numbers beyond 2^24 would be rounded in float32.
-        wide = torch.float64 if is_whole or several.dtype is torch.float64 else torch.float32
+        wide = torch.promote_types(several.dtype, torch.float32)
+        wide = wide if several.is_floating_point() else torch.float64
         shares = torch.tensor(weights, dtype=wide).to(several.device) / sum(weights)
         mean = (several.to(wide) * shares).sum(0)
         # A mean of equal numbers may be off by the last bit, and a constant should stay what it is.
+        is_same = (several == several[0]).all()
         joined = torch.where(is_same, several[0].to(wide), mean).to(several.dtype)
         return joined if isinstance(first, Tensor) else joined.item()
 
-    def _assumed(
-        self, note: _Note, several: Tensor, rows: Sequence[int], is_loss: Tensor | None
-    ) -> str:
-        """How numbers come together that no check has heard, which is said where it is a guess."""
-        is_whole = not several.is_floating_point()
-        if note.is_count or (is_whole and several.tolist() == rows):
+    def _assumed(self, note: _Note, several: Tensor, rows: Sequence[int]) -> str:
+        """How numbers come together that no check has shown, which is said where it is a guess."""
+        fold = note.reduce if note.reduce in _FOLDS else "mean"
+        is_same = bool((several == several[0]).all())
+        if several.tolist() == list(rows):
             # Equal sizes cannot tell a count of rows from a constant that is as large by chance.
-            if len(set(rows)) == 1:
-                self._name_unsure(note.what, "the number of rows")
-            return "sum"
-        if is_whole and note.reduce == "mean":
-            if bool((several == several[0]).all()):
-                return "mean"
-            self._name_unsure(note.what, "a whole number")
-            return "sum"
-        if note.reduce not in _FOLDS or note.reduce == "mean":
-            is_weighted = bool(note.weights) and None not in note.weights
-            if not (self._told.rows or is_weighted or self._is_known(note, several, is_loss)):
-                self.name_once(
-                    note.what,
-                    f"{note.what} has one number for each microbatch, and their mean over rows is "
-                    "taken for the batch's; no check of this process has shown that. Give a value "
-                    "for each row, or let a metric count it",
-                )
-            return "mean"
-        if is_loss is None or not bool(is_loss):
+            fold, is_sure = "sum", not is_same
+        elif fold == "mean" and not several.is_floating_point():
+            fold, is_sure = "mean" if is_same else "sum", is_same
+        else:
+            is_mean = fold == "mean" and (is_same or (note.what, note.nth) in self._checked)
+            is_weighted = fold == "mean" and bool(note.weights) and None not in note.weights
+            is_loss = None if is_mean or is_weighted else self._is_loss(note)
+            is_sure = is_mean or is_weighted or (is_loss is not None and bool(is_loss))
+        if not is_sure:
             self.name_once(
                 note.what,
-                f"{note.what} has one number for each microbatch, and the {note.reduce} of them is "
-                "taken; no check has shown whether a batch gives that, or their mean. Let a metric "
-                "count it, or keep batches whole with microbatch_size=None",
+                f"{note.what} is one number in each microbatch, and the {fold} of them is taken "
+                "for the batch's, which no check has shown. Let a metric count it, give a value "
+                "for each row, or keep batches whole with microbatch_size=None",
             )
-        return note.reduce
-
-    def _is_known(self, note: _Note, several: Tensor, is_loss: Tensor | None) -> bool:
-        """Whether numbers are all the same, or each microbatch's loss."""
-        is_loss = self._is_loss(note) if is_loss is None else is_loss
-        is_same = bool((several == several[0]).all())
-        return is_same or (is_loss is not None and bool(is_loss))
+        return fold
 
     def _join_tensors(self, note: _Note) -> Any:
         what, values = note.what, note.values
-        for dim in () if note.is_single else self._dims:
+        if note.is_single:
+            joined = self._join(replace(note, values=[each.reshape(()) for each in values]))
+            return joined.reshape(values[0].shape)
+        for dim in self._dims:
             if [each.shape[dim : dim + 1] for each in values] == [(n,) for n in self.rows]:
                 self._refuse_rows(what)
                 with contextlib.suppress(RuntimeError):
                     return self._concat(list(values), dim)
-        if note.is_single:
-            joined = self._join(replace(note, values=[each.reshape(()) for each in values]))
-            return joined.reshape(values[0].shape)
         return self._as_they_are(what, values)
 
     def _are_rows(self, pieces: Sequence[Sequence[Any]]) -> bool:
@@ -986,8 +875,8 @@ class Recorded:
             )
             return
         for nth, each in enumerate(zip(*pieces, strict=True)):
-            note = _Note(what=what, nth=nth, values=list(each), is_count=False)
-            note.indices = list(range(len(each)))
+            note = _Note(what=what, nth=nth, values=list(each), indices=list(range(len(each))))
+            self._know(name, (what, nth))
             note.weights = [counts.get(name) for counts in self._counts]
             # In place, as others may hold this very list.
             values[ends[0] + nth] = self._join(note)
@@ -1002,14 +891,6 @@ class Recorded:
                 "rows: they would come in another order; let it have none (a mean, or a metric), "
                 "or count microbatch_unit='rows'"
             )
-
-    def _name_unsure(self, what: str, kind: str) -> None:
-        self.name_once(
-            what,
-            f"{what} is {kind} in each microbatch, and these are added up, as counts are; no check "
-            "has shown that a batch gives that. Give a sum as a sum, and a float, or a value for "
-            "each row, where it is no count",
-        )
 
     def _as_they_are(self, what: str, values: Sequence[Any]) -> Any:
         self.name_once(
@@ -1058,23 +939,6 @@ def _at(roots: Mapping[str, Any], path: str) -> Any:
         except (AttributeError, LookupError, TypeError, ValueError, SyntaxError):
             return None
     return found
-
-
-def _put(roots: Mapping[str, Any], path: str, number: Any) -> None:
-    """Let a place that `Captured.changed` gives have a number."""
-    *_, last = _STEP.finditer(f".{path}")
-    held, owner = _at(roots, path), _at(roots, path[: last.start() - 1])
-    name, key = last.groups()
-    if isinstance(held, Tensor):  # in place, as others may hold it
-        held.data.copy_(_tensor(number))
-    elif name:
-        setattr(owner, name, _copied(number))
-    else:
-        owner[ast.literal_eval(key)] = _copied(number)
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _opened(value: Any) -> tuple[list[Any], set[int]]:

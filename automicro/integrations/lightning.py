@@ -12,10 +12,8 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import itertools
 import logging
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,17 +22,13 @@ from torch import Tensor, nn
 
 from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import tensor_leaves
-from automicro.checking.draws import HeldDraws
-from automicro.checking.reading import LOSS, Reading
-from automicro.errors import BatchError, LossError, MetricWarning, RollbackError
+from automicro.errors import LossError, RollbackError
 from automicro.integrations.host import (
     OURS,
     RETURNS,
-    AccumulationReport,
     Recorded,
     Replacements,
     check_options,
-    compare_accumulation,
     detached,
     import_host,
     is_written_by,
@@ -58,21 +52,22 @@ _SUPPORTED = "2.5 or 2.6"
 
 def _package() -> str:
     """Where the host lies: what the program has imported already, else what is installed."""
-    for name, place in _PACKAGES.items():
-        # Both packages may be installed, and a callback of one is none of the other.
-        if name in sys.modules:
-            return place
-    installed = [place for name, place in _PACKAGES.items() if importlib.util.find_spec(name)]
-    return installed[0] if installed else "lightning.pytorch"
+    # Both packages may be installed, and a callback of one is none of the other.
+    found = [name for name in _PACKAGES if name in sys.modules]
+    found += [name for name in _PACKAGES if importlib.util.find_spec(name)]
+    return _PACKAGES[found[0]] if found else "lightning.pytorch"
 
 
+_PLACE = _package()
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
     from lightning.pytorch import Callback, LightningModule, Trainer
 else:
-    Callback = import_host(_package(), extra="lightning").Callback
-    LightningModule = import_host(_package(), extra="lightning").LightningModule
+    Callback = import_host(_PLACE, extra="lightning").Callback
+    LightningModule = import_host(_PLACE, extra="lightning").LightningModule
 
+_calls: Any = importlib.import_module(f"{_PLACE}.trainer.call")
+_automatic: Any = importlib.import_module(f"{_PLACE}.loops.optimization.automatic")
 logger = logging.getLogger(__name__)
 
 _EVALUATIONS = ("validation_step", "test_step", "predict_step")
@@ -185,26 +180,10 @@ class AutoMicrobatch(Callback):
                 run.microbatcher.remove_parts()
 
 
-class _Host:
-    """The modules of the package that a trainer is of."""
-
-    def __init__(self, trainer: "Trainer") -> None:
-        kinds = [kind.__module__ for kind in type(trainer).__mro__]
-        self.name, place = next(
-            (name, place)
-            for kind in kinds
-            for name, place in _PACKAGES.items()
-            if kind.startswith(f"{place}.")
-        )
-        self.call: Any = importlib.import_module(f"{place}.trainer.call")
-        automatic = importlib.import_module(f"{place}.loops.optimization.automatic")
-        # A method of the host's, or an error that names its version.
-        self.seam = functools.partial(
-            require_seam, host=self.name, supported=f"{self.name} {_SUPPORTED}"
-        )
-        self.Closure: Any = self.seam(automatic, "Closure", ("step_fn",))
-        for hooks in ("_call_strategy_hook", "_call_callback_hooks", "_call_lightning_module_hook"):
-            self.seam(self.call, hooks, ("trainer", "hook_name"))
+def _seam(owner: Any, name: str, parameters: Sequence[str] = ()) -> Any:
+    """A method of the host's, or an error that names its version."""
+    host = _PLACE.partition(".")[0]
+    return require_seam(owner, name, parameters, host=host, supported=f"{host} {_SUPPORTED}")
 
 
 class _Run:
@@ -224,7 +203,6 @@ class _Run:
         self, owner: AutoMicrobatch, trainer: "Trainer", module: "LightningModule"
     ) -> None:
         self._owner, self._trainer, self._module = owner, trainer, module
-        self._host = _Host(trainer)
         layout = owner.options.get("batch_layout", 0)
         unit = owner.options.get("microbatch_unit", "rows")
         self._layout = BatchLayout(layout)
@@ -253,19 +231,22 @@ class _Run:
 
     def take_places(self, *, trains: bool) -> None:
         """Stand in for the host's methods, until `places` are undone."""
-        host, strategy = self._host, self._trainer.strategy
+        strategy = self._trainer.strategy
         self._trains = trains
+        for hooks in ("_call_strategy_hook", "_call_callback_hooks", "_call_lightning_module_hook"):
+            _seam(_calls, hooks, ("trainer", "hook_name"))
         if trains:
             # Looked for before anything is replaced: a version that lacks one is an error, and no
             # half-replaced trainer.
-            host.seam(self._loop, "_make_closure", ("kwargs", "optimizer", "batch_idx"))
-            host.seam(self._loop, "_make_zero_grad_fn", ("batch_idx", "optimizer"))
-            host.seam(self._loop, "_training_step", ("kwargs",))
+            _seam(_automatic, "Closure", ("step_fn",))
+            _seam(self._loop, "_make_closure", ("kwargs", "optimizer", "batch_idx"))
+            _seam(self._loop, "_make_zero_grad_fn", ("batch_idx", "optimizer"))
+            _seam(self._loop, "_training_step", ("kwargs",))
             # The one place that has a batch's forward, clearing and backward together: everything
             # around it, such as clipping and accumulation, stays the host's.
             self.places.put(self._loop, "_make_closure", self._make_closure)
         for name in _EVALUATIONS:
-            own = host.seam(strategy, name)
+            own = _seam(strategy, name)
             self.places.put(strategy, name, functools.partial(self._evaluate, name, own))
 
     # Training
@@ -273,9 +254,8 @@ class _Run:
     def _make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
         """In place of the host's: forward, zero_grad and backward of a batch."""
         zero_grad = self._loop._make_zero_grad_fn(batch_idx, optimizer)
-        return self._host.Closure(
-            step_fn=functools.partial(self._train, kwargs, optimizer, zero_grad)
-        )
+        step = functools.partial(self._train, kwargs, optimizer, zero_grad)
+        return _automatic.Closure(step_fn=step)
 
     def _train(self, kwargs: Any, optimizer: Any, zero_grad: Callable[[], None] | None) -> Any:
         trainer = self._trainer
@@ -312,8 +292,8 @@ class _Run:
             # The host's own hook sees the loss as it goes into the backward.
             shown = loss if scaler is None else scaler.scale(loss)
             given = (shown,) if name == "on_before_backward" else ()
-            self._host.call._call_callback_hooks(trainer, name, *given)
-            self._host.call._call_lightning_module_hook(trainer, name, *given)
+            _calls._call_callback_hooks(trainer, name, *given)
+            _calls._call_lightning_module_hook(trainer, name, *given)
         return self._loop.output_result_cls(loss, extra=outputs or {})
 
     def _attempt(self, kwargs: Any) -> StepResult:
@@ -330,18 +310,14 @@ class _Run:
         self._knows_loss = False
         if self._zero_grad is not None and not self._has_own_clearing():
             microbatcher.release_gradients()  # a second set of them would take memory
-        progress = self._loop.optim_progress.optimizer.zero_grad
-        counted = progress.state_dict()
 
         def step(microbatch: Any) -> Tensor:
             rows = self._recorded.rows[-1] if self._recorded.rows else self._num_rows
             is_whole, is_extra = rows == self._num_rows, is_extra_pass()
-            if self._zero_grad is not None and not is_extra:
-                progress.load_state_dict(counted)  # a failed attempt may have counted
-                if not is_whole:
-                    raise _InPiecesError
+            if self._zero_grad is not None and not (is_extra or is_whole):
+                raise _InPiecesError
             given = {**kwargs, "batch": microbatch}
-            output = self._host.call._call_strategy_hook(trainer, "training_step", *given.values())
+            output = _calls._call_strategy_hook(trainer, "training_step", *given.values())
             trainer.strategy.post_training_step()
             read = self._loop.output_result_cls.from_training_step_output(
                 output, trainer.accumulate_grad_batches
@@ -427,7 +403,7 @@ class _Run:
             yield
 
     def _backward(self, loss: Tensor) -> None:
-        self._host.call._call_strategy_hook(self._trainer, "backward", loss, self._optimizer)
+        _calls._call_strategy_hook(self._trainer, "backward", loss, self._optimizer)
 
     def _skip(self, skipped: "_SkippedError", kwargs: Any) -> Any:
         """The step returned None: the host's own, once more, for what it logs and draws."""
@@ -494,11 +470,10 @@ class _Run:
             features = [*self._owner.options.get("features", ())]
             if trainer.world_size > 1:  # fillers of other ranks run the step as well
                 features.append(_Announcing(self))
-            # Their attributes change in hooks that run inside of an attempt.
-            roots = {
-                f"callbacks[{index}]": each
-                for index, each in enumerate(self._hooked() if trainer.world_size == 1 else ())
-            }
+            # What changes in hooks that run inside of an attempt: counts, and their attributes.
+            roots = dict(vars(self._loop.optim_progress.optimizer.zero_grad))
+            for index, each in enumerate(self._hooked() if trainer.world_size == 1 else ()):
+                roots[f"callbacks[{index}]"] = each
             own: dict[str, Any] = {
                 "model": trainer.strategy.model,
                 "forward": self._forward,
@@ -535,7 +510,7 @@ class _Run:
         results = self._trainer._results
         with Replacements() as replacements:
             if results is not None:
-                self._host.seam(results, "log", ("fx", "name", "value", "batch_size"))
+                _seam(results, "log", ("fx", "name", "value", "batch_size"))
                 self._log = replacements.put(results, "log", self._note)
                 # The object that was given is seen here alone: below, the host has a copy of it,
                 # and whose value it was is lost.
@@ -593,7 +568,6 @@ class _Run:
             reduce=_name_of(options.get("reduce_fx", "mean")),
             tell=tell,
             whole=whole,
-            raw=self._given,
         )
 
     def _send(
@@ -934,147 +908,3 @@ def microbatcher(
         )
     _refuse_strategy(fabric.strategy)
     return microbatcher_of(model, options, backward=fabric.backward, optimizer=optimizer)
-
-
-_REMEDY = (
-    "Let the data loader give the full batch, leave accumulate_grad_batches at 1, and add "
-    'AutoMicrobatch() (with loss_average="tokens" where the loss is a mean over tokens)'
-)
-
-
-def verify(
-    trainer: "Trainer", module: "LightningModule", train_dataloader: Any = None
-) -> AccumulationReport:
-    """Compare the gradient that a trainer accumulates with that of the same rows in one batch.
-
-    It is the trainer's own loop that runs, twice, without automicro: on a copy of the module, in
-    this process, with the same precision and accumulation, and with dropout that lets everything
-    through. Neither the trainer nor the module is changed.
-
-    Args:
-        trainer: with the ``accumulate_grad_batches`` in question.
-        module: as it would be given to ``fit``.
-        train_dataloader: of batches; ``module.train_dataloader()`` unless given. Its first batches
-            are taken, and as many as the last step of an epoch has.
-
-    Raises:
-        ValueError: a loader without a batch, or no accumulation that could be wrong.
-        BatchError: the batches do not fit together, as those of other lengths do not.
-
-    Example:
-        >>> import lightning.pytorch as pl
-        >>> class Module(pl.LightningModule):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.linear = nn.Linear(4, 1)
-        ...     def training_step(self, batch, batch_idx):
-        ...         return self.linear(batch).square().mean()
-        ...     def configure_optimizers(self):
-        ...         return torch.optim.SGD(self.parameters(), lr=0.1)
-        >>> trainer = pl.Trainer(accumulate_grad_batches=2, accelerator="cpu", logger=False)
-        >>> report = verify(trainer, Module(), torch.utils.data.DataLoader(torch.randn(20, 4), 8))
-        >>> report.is_exact, [group.rows for group in report.groups]
-        (False, [(8, 8), (4,)])
-    """
-    parts = trainer.accumulate_grad_batches
-    loader = module.train_dataloader() if train_dataloader is None else train_dataloader
-    layout = BatchLayout()
-    batches = list(itertools.islice(iter(loader), parts))
-    if not batches:
-        raise ValueError("verify: the data loader gave no batch; pass one that has some")
-    last = _last_of_an_epoch(loader, batches, parts, layout)
-    places = {"the first": batches}
-    if [layout.num_rows(each) for each in last] != [layout.num_rows(each) for each in batches]:
-        places["the last"] = last
-    if len(places) == len(batches) == 1:
-        raise ValueError(
-            "verify: accumulate_grad_batches is 1, and every step is of one batch, whose gradient "
-            "is its own; set accumulate_grad_batches, or use automicro.verify for microbatches"
-        )
-    return compare_accumulation(
-        places,
-        functools.partial(_gradient, trainer, module),
-        _as_one,
-        rows_of=layout.num_rows,
-        divisor=parts,
-        precision=str(trainer.precision),
-        remedy=_REMEDY,
-    )
-
-
-def _last_of_an_epoch(
-    loader: Any, batches: Sequence[Any], parts: int, layout: BatchLayout
-) -> list[Any]:
-    """As many batches as the last step of an epoch has, the last with as few rows."""
-    try:
-        num_batches, num_rows = len(loader), len(loader.dataset)
-    except (TypeError, AttributeError):
-        return list(batches)
-    last = list(batches[: num_batches % parts or parts])
-    rest = num_rows % (loader.batch_size or num_rows)
-    if rest and not loader.drop_last and rest < layout.num_rows(last[-1]):
-        last[-1] = layout.take_rows(last[-1], range(rest))
-    return last
-
-
-def _as_one(batches: Sequence[Any]) -> Any:
-    recorded = Recorded()
-    recorded.rows = [BatchLayout().num_rows(each) for each in batches]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", MetricWarning)
-            return recorded.join("the batch", batches)
-    except MetricWarning as error:
-        raise BatchError(
-            f"verify: the {len(batches)} batches do not fit together ({error}); give batches of "
-            "one form and length, such as padded ones"
-        ) from error
-
-
-def _gradient(
-    trainer: "Trainer", module: "LightningModule", batches: Sequence[Any], parts: int
-) -> Reading:
-    """The gradient of one optimizer step of the host's, on a copy."""
-    place = _PACKAGES[_Host(trainer).name]
-    host: Any = importlib.import_module(place)
-    losses: list[Tensor] = []
-    gradients: dict[str, Tensor] = {}
-
-    class Watch(host.Callback):  # type: ignore[misc]
-        """Takes the gradient before it is clipped."""
-
-        def on_before_optimizer_step(self, _: Any, copied: nn.Module, optimizer: Any) -> None:
-            for name, parameter in copied.named_parameters():
-                if parameter.grad is not None:
-                    gradients[name] = parameter.grad.detach().clone()
-
-        def on_train_batch_end(self, _: Any, __: Any, outputs: Any, *rest: Any) -> None:
-            # Divided already, so that they add up to the step's loss.
-            losses.append(outputs["loss"].detach())
-
-    kind = trainer.strategy.root_device.type
-    told = logging.getLogger(place)
-    level = told.level
-    # Two runs with other masks of dropout would differ by them alone.
-    with warnings.catch_warnings(), torch.random.fork_rng(), HeldDraws():
-        warnings.simplefilter("ignore")
-        told.setLevel(logging.ERROR)
-        try:
-            twin = host.Trainer(
-                accelerator="gpu" if kind == "cuda" else kind,
-                devices=1,
-                plugins=[copy.deepcopy(trainer.precision_plugin)],
-                accumulate_grad_batches=parts,
-                max_epochs=1,
-                limit_val_batches=0,
-                logger=importlib.import_module(f"{place}.loggers.logger").DummyLogger(),
-                callbacks=[Watch()],
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-            )
-            given: Any = torch.utils.data.DataLoader(list(batches), batch_size=None)  # type: ignore[arg-type]
-            twin.fit(copy.deepcopy(module), given)
-        finally:
-            told.setLevel(level)
-    return Reading(numbers={LOSS: float(torch.stack(losses).sum())}, gradients=gradients)

@@ -29,24 +29,19 @@ from torch import Tensor, nn
 from automicro.batch.layout import BatchLayout, balanced_sizes
 from automicro.batch.tensors import map_tensors
 from automicro.batch.types import register_batch_type
-from automicro.checking.reading import LOSS, Reading
 from automicro.errors import (
     BatchError,
     LossError,
     PeerFailedError,
-    SampleTooLargeError,
-    add_note,
     describe_error,
 )
 from automicro.integrations.host import (
     OURS,
     RETURNS,
-    AccumulationReport,
     Recorded,
     Replacements,
     Results,
     check_options,
-    compare_accumulation,
     import_host,
     is_written_by,
     microbatcher_of,
@@ -56,7 +51,7 @@ from automicro.integrations.host import (
 from automicro.loss.averages import IGNORED, CutBatch, Tokens, read_average
 from automicro.loss.conventions import TARGET_KEYS
 from automicro.loss.passes import extra_pass, is_extra_pass
-from automicro.memory.oom import is_out_of_memory
+from automicro.memory.oom import caught, is_out_of_memory
 from automicro.microbatcher import Microbatcher
 from automicro.modules import evaluation_mode
 from automicro.state.part import State
@@ -76,17 +71,18 @@ from automicro.integrations.accelerate import check_kind  # noqa: E402
 SUPPORTED = "transformers 5.0 or later"
 _OWN = dict.fromkeys((*OURS, "modules", "eval_loss_average"), "the trainer's to say")
 _LossOf = Callable[[nn.Module, Any, Any], Tensor]
+_ITEMS = "num_items_in_batch"
 _MANY = 10**18  # items: what is divided by so many is gone
 _ASKED = 4  # rows, where the first ones' loss is 0
-_LOOKED_AT = 8  # rows, of a loss that is evaluated
 
 
 def enable(trainer: Any, **options: Any) -> Any:
     """Let a trainer take its whole batches on any memory.
 
     Args:
-        trainer: of ``transformers.Trainer``, or TRL's ``SFTTrainer``, ``DPOTrainer`` or
-            ``RewardTrainer``, or of a subclass of these, before ``train()``.
+        trainer: of ``transformers.Trainer``, or TRL's ``SFTTrainer``, ``DPOTrainer``,
+            ``RewardTrainer``, ``GRPOTrainer`` or ``RLOOTrainer``, or of a subclass of these, before
+            ``train()``.
         options: of `Microbatcher`: ``microbatch_size``, ``eval_microbatch_size``,
             ``loss_average`` (where it is neither divided by ``num_items_in_batch`` nor read off the
             model), ``memory_limit``, ``batchnorm``, ``batch_layout``, ``gradient_sums``,
@@ -121,104 +117,7 @@ def enable(trainer: Any, **options: Any) -> Any:
     return trainer
 
 
-def verify(trainer: Any) -> AccumulationReport:
-    """Compare the gradient that a trainer accumulates with that of the same rows in one batch.
-
-    It is the trainer's own step that runs, without automicro and without dropout, on the first
-    rows of its training data. No parameter, gradient, buffer or random number is another
-    afterwards.
-
-    Args:
-        trainer: with the ``gradient_accumulation_steps`` in question. In one process.
-
-    Raises:
-        ValueError: no accumulation that could be wrong, or several processes.
-
-    Example:
-        >>> import transformers
-        >>> class Model(nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.linear = nn.Linear(4, 1)
-        ...     def forward(self, inputs, labels):
-        ...         return {"loss": (self.linear(inputs).squeeze(1) - labels).square().mean()}
-        >>> arguments = transformers.TrainingArguments(
-        ...     per_device_train_batch_size=8, gradient_accumulation_steps=2, use_cpu=True
-        ... )
-        >>> rows = [{"inputs": torch.randn(4), "labels": float(n)} for n in range(28)]
-        >>> report = verify(transformers.Trainer(Model(), arguments, train_dataset=rows))
-        >>> report.is_exact, [group.rows for group in report.groups]
-        (False, [(8, 8), (8, 4)])
-    """
-    args = trainer.args
-    if args.world_size > 1:
-        raise ValueError("verify compares in one process; start it without torchrun")
-    parts, size = args.gradient_accumulation_steps, args.train_batch_size
-    if parts == 1:
-        raise ValueError(
-            "verify: gradient_accumulation_steps is 1, and every step is of one batch, whose "
-            "gradient is its own; set gradient_accumulation_steps, or use automicro.verify for "
-            "microbatches"
-        )
-    model = trainer.model
-    with _undone(lambda: trainer, model):  # rows may be drawn at random, too
-        loader = trainer.get_train_dataloader()
-        rows = list(itertools.islice(iter(loader.dataset), parts * size))
-        if not rows:
-            raise ValueError("verify: train_dataset has no rows; give the trainer one that has")
-        counts = {"the first": len(rows)}
-        with contextlib.suppress(TypeError):  # it has no length
-            rest = len(loader.dataset) % (parts * size)
-            if rest and len(rows) == parts * size and not args.dataloader_drop_last:
-                counts["the last"] = rest
-        dtype = next((p.dtype for p in model.parameters() if p.requires_grad), torch.float32)
-        return compare_accumulation(
-            {
-                place: [rows[at : min(at + size, count)] for at in range(0, count, size)]
-                for place, count in counts.items()
-            },
-            lambda batches, _: _accumulated(trainer, [*map(loader.collate_fn, batches)]),
-            lambda batches: [*itertools.chain(*batches)],
-            rows_of=len,
-            divisor=parts,
-            precision="16" if args.bf16 or args.fp16 else str(dtype),
-            remedy="Let per_device_train_batch_size be the full batch, leave "
-            "gradient_accumulation_steps at 1, and call enable(trainer)",
-        )
-
-
-def _accumulated(trainer: Any, batches: Sequence[Mapping[str, Any]]) -> Reading:
-    """The gradient of one optimizer step of the trainer's own, and its loss."""
-    model, enabled = trainer.model, getattr(trainer, "automicro", None)
-    step = trainer.training_step if enabled is None else enabled.own_training_step
-    kept = [(each, each.grad) for each in model.parameters()]
-    losses: list[Tensor] = []
-
-    def backward(loss: Tensor, **_: Any) -> None:
-        losses.append(loss.detach())
-        loss.backward()  # type: ignore[no-untyped-call]
-
-    with Replacements() as replacements, evaluation_mode([model]), torch.enable_grad():
-        try:
-            for parameter, _ in kept:
-                parameter.grad = None
-            replacements.put(trainer.accelerator, "backward", backward)
-            # The step itself sets training mode, and dropout would differ between the two
-            # gradients.
-            replacements.put(model, "train", lambda mode=True: model)
-            trainer.current_gradient_accumulation_steps = len(batches)
-            prepared = [trainer._prepare_inputs(dict(each)) for each in batches]
-            items = trainer._get_num_items_in_batch(prepared, trainer.args.device)
-            for batch in prepared:
-                step(model, batch, items)
-            found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        finally:
-            for parameter, gradient in kept:
-                parameter.grad = gradient
-    return Reading(numbers={LOSS: float(torch.stack(losses).sum())}, gradients=found)
-
-
-_FLAVOURS = ("SFTTrainer", "DPOTrainer", "RewardTrainer")
+_FLAVOURS = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer")
 _WITH_PAIRS = {"DPOTrainer", "RewardTrainer"}
 _COMPARE_PAIRS = ("aot", "aot_unpaired", "aot_pair", "bco_pair", "sft")
 _OF_OTHER_ROWS = ("MultipleNegatives", "GISTEmbed", "MegaBatch", "BatchHard", "BatchAllTriplet")
@@ -305,11 +204,7 @@ def _evaluates(trainer: Any) -> bool:
 
 
 class Enabled(Results):
-    """The replacement for the steps of one trainer; made by `enable`, as ``trainer.automicro``.
-
-    Attributes:
-        own_training_step: the trainer's.
-    """
+    """The replacement for the steps of one trainer; made by `enable`, as ``trainer.automicro``."""
 
     def __init__(self, trainer: Any, options: Mapping[str, Any]) -> None:
         # The trainer holds this, so this must not hold it: a cycle would keep a model's memory.
@@ -318,7 +213,7 @@ class Enabled(Results):
         self._replacements = Replacements()
         put = self._replacements.put
         own = put(self._trainer, "training_step", self.training_step)
-        self.own_training_step = weakly(own)
+        self._own_training_step = weakly(own)
         self._own_prediction_step = weakly(
             put(self._trainer, "prediction_step", self.prediction_step)
         )
@@ -326,16 +221,14 @@ class Enabled(Results):
         itself: Callable[[], Any] = weakref.ref(trainer)
         self._itself = itself
         self._base_step: Callable[..., Tensor] = Trainer.training_step
-        # Whether the trainer's is another, which calls that; None before the first batch.
-        is_plain = getattr(own, "__func__", own) is Trainer.training_step
-        self._is_around = False if is_plain else None
+        self._is_plain = getattr(own, "__func__", own) is Trainer.training_step
         self._recorded = Recorded(
             functools.partial(_roots, itself),
             _is_of_a_user,
             _HOSTS,
             skip=lambda: [itself().state.log_history],  # it grows; logs are held back
             concat=_padded,
-            apart=_ADDED_UP,
+            fold_of=_fold_of,
         )
         self._layout = BatchLayout(self._options.get("batch_layout", 0))
         self._made: dict[str, _Made] = {}  # for "train" and "eval"
@@ -346,7 +239,6 @@ class Enabled(Results):
         self._own_backward: Callable[..., Any] = _no_backward
         self._caught: list[Tensor] = []
         self._log: Callable[..., Any] = _no_backward  # the trainer's own
-        self._is_asking = False  # what an evaluation would refuse
 
     def disable(self) -> None:
         """Give the trainer its own steps back."""
@@ -375,64 +267,44 @@ class Enabled(Results):
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> Tensor:
         """Forward and backward of a batch: the trainer's own, in microbatches."""
-        if self._is_around is None:
-            self._is_around = self._reaches(model, inputs, num_items_in_batch)
-        if self._is_around is False:
+        if self._is_plain:
             return self._train(model, inputs, num_items_in_batch)
-        with self._beneath(self._train):
-            loss: Tensor = self.own_training_step(model, inputs, num_items_in_batch)
+        with self._beneath():
+            loss: Tensor = self._own_training_step(model, inputs, num_items_in_batch)
             return loss
 
     @contextlib.contextmanager
-    def _beneath(self, step: Callable[..., Tensor]) -> Iterator[None]:
-        """Let the step of ``Trainer`` be another one, meanwhile, for this trainer alone."""
-
-        def training_step(trainer: Any, *args: Any, **kwargs: Any) -> Tensor:
-            if trainer is not self._itself():
-                return self._base_step(trainer, *args, **kwargs)
-            return step(*args, **kwargs)
-
-        with Replacements() as replacements:
-            # Of the class, as that is where ``super().training_step`` of a subclass looks.
-            replacements.put(Trainer, "training_step", training_step)
-            yield
-
-    def _reaches(self, model: nn.Module, inputs: Any, num_items: Any) -> bool | None:
-        """Whether a step of a subclass's calls that of ``Trainer``, as shown by one row.
-
-        None where that is not known yet, as of a step that skips a batch. The row is not computed.
+    def _beneath(self) -> Iterator[None]:
+        """Let a subclass's step find ours in the place of ``Trainer``'s.
 
         Raises:
-            LossError: it computes a loss or calls the backward itself.
+            LossError: it computes a loss or calls the backward itself, in place of that.
         """
-        answers: list[bool] = []
+        trainer, ran = self._trainer, []
 
-        def stop(answer: bool, *args: Any, **kwargs: Any) -> Any:
-            answers.append(answer)
-            raise _StoppedError
+        def training_step(other: Any, *args: Any, **kwargs: Any) -> Tensor:
+            if other is not self._itself():
+                return self._base_step(other, *args, **kwargs)
+            ran.append(True)
+            return self._train(*args, **kwargs)
 
-        trainer, row = self._trainer, inputs
-        with contextlib.suppress(BatchError):  # it makes its batches of something else
-            row = self._cut(_as_rows(trainer, inputs), 1)[0]
-        computes = functools.partial(stop, False)
-        with _undone(self._itself, model), Replacements() as replacements, extra_pass():
-            replacements.put(trainer, "compute_loss", computes)
-            replacements.put(trainer.accelerator, "backward", computes)
-            # What else it raises, the step itself tells.
-            with (
-                contextlib.suppress(_StoppedError, Exception),
-                self._beneath(functools.partial(stop, True)),
-                torch.set_grad_enabled(trainer.args.world_size == 1),
-            ):
-                self.own_training_step(model, _as_batch(row), num_items)
-        if False in answers[:1]:
+        def only_inside(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if ran:
+                return own(*args, **kwargs)
             raise LossError(
                 f"{trainer.__class__.__name__}.training_step computes its loss itself, and "
                 "automicro runs that of Trainer for each microbatch; let it call "
                 "super().training_step(model, inputs, num_items_in_batch), and override "
                 "compute_loss"
             )
-        return True if answers else None
+
+        with Replacements() as replacements:
+            # Of the class, as that is where ``super().training_step`` of a subclass looks.
+            replacements.put(Trainer, "training_step", training_step)
+            for owner, name in ((trainer, "compute_loss"), (trainer.accelerator, "backward")):
+                own = weakly(getattr(owner, name))
+                replacements.put(owner, name, functools.partial(only_inside, own))
+            yield
 
     def _train(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         trainer = self._trainer
@@ -499,99 +371,37 @@ class Enabled(Results):
         """The Microbatcher of a phase: batches with items may be divided by them, others not."""
         made = self._made.get(name)
         if made is None or made.key != (model, optimizer, self._num_items is not None):
-            make = self._make_training if name == "train" else self._make_evaluation
-            made = self._made[name] = make(model, batch)
+            made = self._made[name] = self._make(name, model, batch)
         return made.microbatcher
 
-    def _make_training(self, model: nn.Module, batch: Any) -> "_Made":
-        trainer = self._trainer
-        scaler = getattr(trainer.accelerator, "scaler", None)
-        if scaler is not None and scaler.is_enabled():
-            # Made when it is first used, which an attempt that is rolled back must not be.
-            scaler.scale(torch.zeros((), device=trainer.args.device))
-        made = self._make(
-            "train",
-            model,
-            batch,
-            self._training_loss,
-            forward=weakly(self._forward),
-            backward=weakly(self._backward),
-            optimizer=trainer.optimizer,
-        )
-        self._ask_of_evaluation(model, batch)
-        return made
-
-    def _make(
-        self, name: str, model: nn.Module, batch: Any, loss_of: _LossOf, **own: Any
-    ) -> "_Made":
-        """A Microbatcher for what a trainer asks of a model now.
-
-        Args:
-            name: of the phase, under which its sizes are known.
-            model: as the trainer calls it.
-            batch: the first one.
-            loss_of: that, of rows.
-            own: arguments of the phase's.
-        """
-        counts = self._num_items is not None
+    def _make(self, name: str, model: nn.Module, batch: Any) -> "_Made":
+        """A Microbatcher for what a trainer asks of a model now, at its first batch."""
+        trainer, trains = self._trainer, name == "train"
+        splits, has_items = _splits(self._options, name), self._num_items is not None
+        flat = _as_batch(batch)
+        # The items that a policy's loss is divided by come with its batch.
+        counts = has_items or (isinstance(flat, Mapping) and _ITEMS in flat)
+        loss_of = self._training_loss if trains else self._predicted_loss
         # Of a batch that stays whole, nothing has to be known.
-        splits = _splits(self._options, name)
         divides = self._divides(model, batch, loss_of) if counts and splits else False
         declared = self._options.get("loss_average")
-        if (
-            "optimizer" in own
-        ):  # after a forward, which leaves the root of FSDP2 with whole parameters
+        own: dict[str, Any] = {"forward": weakly(self._forward if trains else self._predict)}
+        if trains:
+            own |= {"backward": weakly(self._backward), "optimizer": trainer.optimizer}
+            # After a forward, which leaves the root of FSDP2 with whole parameters.
             own["modules"] = self._further_modules(model)
+            scaler = getattr(trainer.accelerator, "scaler", None)
+            if scaler is not None and scaler.is_enabled():
+                # Made when it is first used, which an attempt that is rolled back must not be.
+                scaler.scale(torch.zeros((), device=trainer.args.device))
         mean = "none" if divides else self._mean(model) if splits else declared or "auto"
         microbatcher = microbatcher_of(
             model, self._options, **own, state=[self._recorded], loss_average=mean
         )
         self._recall(name, microbatcher)
         return _Made(
-            (model, own.get("optimizer"), None if divides is None else counts), microbatcher
+            (model, own.get("optimizer"), None if divides is None else has_items), microbatcher
         )
-
-    def _ask_of_evaluation(self, model: nn.Module, batch: Any) -> None:
-        """Refuse before the first step what the first evaluation would refuse, hours later.
-
-        A loss of a subclass's own may be a sum while it trains, and a mean of an unknown kind
-        what is evaluated; and of one that trains on whole batches, nothing was asked. A few rows
-        of training data are evaluated, and leave no trace.
-
-        Raises:
-            LossAverageError: it is a mean over something else than rows, and this was not declared.
-            ValueError: it is divided by the number of items in part.
-        """
-        trainer, options = self._trainer, self._options
-        is_own = trainer.compute_loss_func is not None or _is_own(trainer, "compute_loss")
-        # Where training and evaluation have one loss and both are cut, the first training batch has
-        # told.
-        is_new = is_own or not _splits(options, "train")
-        is_known = options.get("loss_average") is not None or "eval" in self._made
-        evaluates = _evaluates(trainer) and _splits(options, "eval")
-        if is_known or not (is_new and evaluates) or trainer.args.world_size > 1:
-            return
-        rows = self._cut(batch, _LOOKED_AT)[0]
-        num_items, arguments, log = self._num_items, self._arguments, self._log
-        self._is_asking = True
-        try:
-            with _undone(self._itself, model):
-                device = trainer.args.device
-                self._num_items = trainer._get_num_items_in_batch([_as_batch(rows)], device)
-                self._arguments = (True, None)
-                self._make_evaluation(model, rows).microbatcher.evaluate(rows)
-        except ValueError as error:  # a LossAverageError is one, too
-            add_note(
-                error,
-                "automicro: a few rows of the first training batch were evaluated, so that this "
-                "is not found out at the first evaluation alone",
-            )
-            raise
-        except SampleTooLargeError:
-            pass  # the step itself says so
-        finally:
-            self._is_asking = False
-            self._num_items, self._arguments, self._log = num_items, arguments, log
 
     def _further_modules(self, model: nn.Module) -> list[nn.Module]:
         """Modules with further parameters of the optimizer, such as those of a loss."""
@@ -668,15 +478,11 @@ class Enabled(Results):
         self._recorded.tell(result.loss)
         return result.loss, logits, labels
 
-    def _make_evaluation(self, model: nn.Module, batch: Any) -> "_Made":
-        return self._make("eval", model, batch, self._predicted_loss, forward=weakly(self._predict))
-
     def _predict(self, model: nn.Module, microbatch: Any) -> Any:
         flat = _as_batch(microbatch)
         with self._recorded.step(*self._counted(flat, microbatch)):
             loss, logits, labels = self._prediction(model, flat, self._num_items)
-            # Of rows that are only asked of, outputs are not compared.
-            outputs = None if self._is_asking else {"logits": logits, "label_ids": labels}
+            outputs = {"logits": logits, "label_ids": labels}
             return self._recorded.came_to(loss, outputs, is_kept=True) or (loss, None)
 
     def _prediction(self, model: nn.Module, flat: Any, num_items: Any) -> Any:
@@ -693,101 +499,72 @@ class Enabled(Results):
 
     # What a loss averages over
 
-    def _divides(
-        self,
-        model: nn.Module,
-        batch: Any,
-        loss_of: _LossOf,
-    ) -> bool | None:
+    def _divides(self, model: nn.Module, batch: Any, loss_of: _LossOf) -> bool | None:
         """Whether a loss was divided by the number of items: asked, leaving no trace.
 
         None where the loss of every row that was asked is 0, which says nothing.
 
         Raises:
             ValueError: it was in part.
-            SampleTooLargeError: one row does not fit.
         """
         rows = self._rows_that_count(batch)
         for index in range(_ASKED):  # as often on all ranks
-            answer = self._divides_row(model, rows[index % len(rows)], batch, loss_of)
-            if answer is not None:
-                return answer
+            answers = self._ask_all_ranks(model, rows[index % len(rows)], batch, loss_of)
+            # The clearest answer of all ranks, so that all of them decide alike.
+            real, rest = max(answers, key=lambda found: abs(found[0]))
+            # A row whose targets are all ignored has no loss either way.
+            if real == rest == 0:
+                continue
+            # Divided by 10^18, a sum leaves nothing that float32 could tell from 0.
+            if abs(rest) <= 1e-6 * abs(real):
+                return True
+            if abs(rest - real) <= 1e-3 * abs(real):
+                return False
+            name = type(self._inner(model)).__name__
+            raise ValueError(
+                f"the loss of {name} is divided by num_items_in_batch in part only: of one row it "
+                f"is {real:.6g}, and {rest:.3g} of it stays however many items there are (an "
+                "auxiliary loss is added?), so its parts average over different things; leave the "
+                f"auxiliary loss out, {_KEEPS_WHOLE}"
+            )
         return None
 
-    def _divides_row(self, model: nn.Module, row: Any, batch: Any, loss_of: _LossOf) -> bool | None:
-        every = self._ask_all_ranks(model, row, loss_of)
-        why = next((each for each in every if isinstance(each, str)), None)
-        if why is not None:
-            # What cannot be computed alone may refer to other rows, and the host has them all.
-            every = self._ask_all_ranks(model, batch, loss_of, why=why)
-        # The clearest answer of all ranks, so that all of them decide alike.
-        answers = [each for each in every if not isinstance(each, str)]
-        real, rest = max(answers, key=lambda found: abs(found[0]))
-        # A row whose targets are all ignored has no loss either way.
-        if real == rest == 0:
-            return None
-        # Divided by 10^18, a sum leaves nothing that float32 could tell from 0.
-        if abs(rest) <= 1e-6 * abs(real):
-            return True
-        if abs(rest - real) <= 1e-3 * abs(real):
-            return False
-        name = type(self._inner(model)).__name__
-        raise ValueError(
-            f"the loss of {name} is divided by num_items_in_batch in part only: of one row it is "
-            f"{real:.6g}, and {rest:.3g} of it stays however many items there are (an auxiliary "
-            "loss is added?), so its parts average over different things; leave the auxiliary "
-            f"loss out, {_KEEPS_WHOLE}"
-        )
-
     def _ask_all_ranks(
-        self, model: nn.Module, rows: Any, loss_of: _LossOf, *, why: str | None = None
-    ) -> list[list[float] | str]:
-        """The result of `_ask` on each rank, or the reason for none.
-
-        Args:
-            model: that is asked.
-            rows: one, or where that cannot be computed alone, all.
-            loss_of: that.
-            why: one row cannot. All rows must then.
+        self, model: nn.Module, row: Any, batch: Any, loss_of: _LossOf
+    ) -> list[list[float]]:
+        """The results of `_ask` on all ranks: of one row, or where that fails, of all.
 
         Raises:
-            SampleTooLargeError: one row does not fit.
-            LossError: all rows do not, and one of them cannot be computed alone.
+            LossError: all rows do not fit, and one of them cannot be computed alone.
             PeerFailedError: another rank failed.
         """
-        failure: Exception | None = None
-        found: list[float] | str = ""
+        whys = []
+        # What cannot be computed alone may refer to other rows, and the host has them all.
+        for rows in (row, batch):
+            found, failure = caught(functools.partial(self._ask, model, rows, loss_of))
+            runs_out = failure is not None and is_out_of_memory(failure)
+            if runs_out and rows is row:
+                found, failure = [0.0, 0.0], None  # the step itself says so
+            every: list[Any] = [(found, failure is None)]
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                # All ranks take part, also one that failed: a rank that waits here alone would
+                # wait for ever.
+                every *= dist.get_world_size()
+                dist.all_gather_object(every, every[0])
+            if all(is_well for _, is_well in every):
+                return [each for each, _ in every]
+            whys.append("" if failure is None else describe_error(failure))
         try:
-            found = self._ask(model, rows, loss_of)
-        except Exception as error:
-            failure, found = error, describe_error(error)
-        ran_out = failure is not None and is_out_of_memory(failure)
-        mine = found, failure is not None and (ran_out or why is not None)
-        every = [mine]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            # All ranks take part, also one that failed: a rank that waits here alone would wait for
-            # ever.
-            every *= dist.get_world_size()
-            dist.all_gather_object(every, mine)
-        try:
-            if ran_out and why is None:
-                raise SampleTooLargeError(
-                    "one row does not fit, even without its gradient, so no microbatch can. What "
-                    "helps:\n- a smaller model\n- shorter sequences\n- bf16\n- a larger device\n"
-                    f"The last failure: {failure}"
-                ) from failure
-            if ran_out:
+            if runs_out:
                 raise LossError(
-                    f"the batch does not fit, and it cannot be split, because one row cannot be "
-                    f"computed alone ({why}); give each row all that it refers to"
+                    "the batch does not fit, and it cannot be split, because one row cannot be "
+                    f"computed alone ({whys[0]}); give each row all that it refers to"
                 ) from failure
-            if failure is not None and why is not None:
+            if failure is not None:
                 raise failure
         finally:
             failure = None  # it holds this frame: a cycle
-        if any(is_over for _, is_over in every):
-            raise PeerFailedError("another rank could not compute one row; its error says why")
-        return [each for each, _ in every]
+        raise PeerFailedError("another rank could not compute its rows; its error says why")
 
     def _ask(self, model: nn.Module, row: Any, loss_of: _LossOf) -> list[float]:
         """The loss of a row as one of one item, and as one of a very great number of them."""
@@ -804,9 +581,10 @@ class Enabled(Results):
                 extra_pass(),
             ):
                 copied = _as_batch(map_tensors(row, Tensor.clone))
-                found.append(
-                    float(loss_of(model, copied, torch.tensor(items, device=device)).detach())
-                )
+                many = torch.tensor(items, device=device)
+                if isinstance(copied, dict) and _ITEMS in copied:
+                    copied[_ITEMS] = many.to(copied[_ITEMS].dtype)
+                found.append(float(loss_of(model, copied, many).detach()))
         return found
 
     def _rows_that_count(self, batch: Any) -> list[Any]:
@@ -858,25 +636,17 @@ class Enabled(Results):
 
     def _recall(self, name: str, microbatcher: Microbatcher) -> None:
         """Go on with the sizes of before, or of the checkpoint that the trainer went on from."""
-        state, earlier = self._trainer.state, self._made.get(name)
+        state, sizes = self._trainer.state, self.sizes()
         for callback in self._trainer.callback_handler.callbacks:
             if isinstance(callback, Sizes):
                 callback.enabled = self  # one that was restored knows no trainer
-        if earlier is not None:
-            microbatcher.load_state_dict(earlier.microbatcher.state_dict())
-        elif name in self._known:
-            microbatcher.load_state_dict(self._known[name])
         # Before the first step no checkpoint can have left sizes in the state.
-        elif state.global_step:
+        if name not in sizes and state.global_step:
             kept = state.stateful_callbacks.get(Sizes.__name__) or {}
             sizes = kept.get("attributes", {}).get("found", {})
-            if name in sizes:
-                with contextlib.suppress(ValueError):  # it was found with other options
-                    microbatcher.load_state_dict(sizes[name])
-
-
-class _StoppedError(BaseException):
-    """A step that is only asked what it calls has called it."""
+        if name in sizes:
+            with contextlib.suppress(ValueError):  # they were found with other options
+                microbatcher.load_state_dict(sizes[name])
 
 
 class _Made(NamedTuple):
@@ -911,13 +681,22 @@ class Sizes(TrainerCallback, ExportableState):
 # What a trainer keeps
 
 
-_ADDED_UP = ("_total_train_tokens",)  # TRL counts tokens, each once
 # Of these a step changes nothing, and some lead to everything; models are a Microbatcher's.
 _NOT_OF_A_STEP = (
     "train_dataset", "eval_dataset", "automicro", "data_collator", "processing_class",
     "compute_metrics", "model_init", "callback_handler", "model", "model_wrapped", "ref_model",
 )  # fmt: skip
 _HOSTS = ("transformers", "trl")
+# A completion without a token that counts gives NaN, which TRL leaves out of the extremes.
+_FOLDS = {
+    "_total_train_tokens": "sum",
+    "clip_ratio/low_min": "nanmin",
+    "clip_ratio/high_max": "nanmax",
+}
+
+
+def _fold_of(place: str) -> str | None:
+    return next((fold for end, fold in _FOLDS.items() if place.endswith(end)), None)
 
 
 def _roots(trainer: Callable[[], Any]) -> dict[str, Any]:
@@ -955,6 +734,8 @@ def _tokens_of(trainer: Any, flat: Any) -> dict[str, float]:
     # Elsewhere it is not asked for, and counting would wait for the device.
     if not (hasattr(trainer, "_metrics") and isinstance(flat, Mapping)):
         return {}
+    if "advantages" in flat:
+        return dict.fromkeys(_means_over_tokens(trainer), float(_completion_mask(flat).sum()))
     # DPO's batch holds the chosen rows first, then the rejected ones.
     if "completion_mask" in flat:
         chosen, rejected = (float(e.sum()) for e in flat["completion_mask"][..., 1:].chunk(2))
@@ -968,6 +749,20 @@ def _tokens_of(trainer: Any, flat: Any) -> dict[str, float]:
     if targets is None:
         return {}
     return dict.fromkeys(("entropy", "mean_token_accuracy"), _label_tokens(targets))
+
+
+def _completion_mask(flat: Mapping[str, Any]) -> Tensor:
+    """Which tokens a policy's loss counts."""
+    mask: Tensor = flat["completion_mask"]
+    return mask * flat["tool_mask"] if "tool_mask" in flat else mask
+
+
+def _means_over_tokens(trainer: Any) -> list[str]:
+    """Numbers of a policy that are means over tokens; ratios of whole sequences are over rows."""
+    of_sequences = getattr(trainer, "importance_sampling_level", "sequence") == "sequence"
+    ratios = ["low_mean", "high_mean", "region_mean"]
+    of_tokens = [f"clip_ratio/{each}" for each in ratios] + ["cispo_clip_ratio"]
+    return ["entropy", "kl", *([] if of_sequences else of_tokens)]
 
 
 def _padded(parts: Sequence[Tensor], dim: int) -> Tensor:

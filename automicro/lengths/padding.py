@@ -6,8 +6,9 @@ length and is not known to belong to it is an error that names it: cut or not, s
 wrong.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,32 @@ class Group:
         return replace(self, starts=self.starts[order], stops=self.stops[order])
 
 
+@dataclass
+class _Read:
+    """The tensors of a batch, and the groups that were found among them.
+
+    Attributes:
+        leaves: by their paths.
+        names: without what they lie in.
+        taken: what is declared, or belongs to a group.
+    """
+
+    leaves: dict[str, Tensor]
+    names: dict[str, str]
+    taken: set[str]
+    num_rows: int
+    groups: list[Group] = field(default_factory=list)
+
+    def free(self) -> Iterator[tuple[str, Tensor]]:
+        """Those that belong to nothing so far, also while groups are added."""
+        return (each for each in self.leaves.items() if each[0] not in self.taken)
+
+    def add(self, group: Group) -> None:
+        """Add a group."""
+        self.groups.append(group)
+        self.taken.update(group.parts)
+
+
 class Padding:
     """Reads how long the rows of a batch are.
 
@@ -100,8 +127,6 @@ class Padding:
         self._apart: set[tuple[str, str]] = set()
         self._dims: dict[str, int] = {}  # of audio and the like, as earlier batches showed
         self._decoded: set[str] = set()  # labels that are padded apart from inputs
-        self.counts_in_padding: str | None = None
-        """The labels that were seen to count where the mask says padding; None for none."""
 
     def read(
         self, batch: Any, num_rows: int, *, row_dims: Mapping[str, int] | None = None
@@ -120,29 +145,28 @@ class Padding:
             and not tensor.is_nested
             and not (row_dims or {}).get(path, 0)
         }
-        named = {path: _last(path, batch) for path in leaves}
-        taken = set(self._declared)
-        groups = self._read_masks(leaves, named, taken, num_rows)
-        groups += self._read_lengths(leaves, named, taken, num_rows)
-        self._add_declared(groups, leaves, num_rows)
-        self._refuse_unknown(leaves, groups)
-        return groups
+        names = {path: _last(path, batch) for path in leaves}
+        read = _Read(leaves, names, set(self._declared), num_rows)
+        self._read_masks(read)
+        self._read_labels(read)
+        self._read_lengths(read)
+        self._add_declared(read)
+        self._refuse_unknown(read)
+        return read.groups
 
-    def _add_declared(
-        self, groups: list[Group], leaves: Mapping[str, Tensor], num_rows: int
-    ) -> None:
-        found = {group.name: group for group in groups}
+    def _add_declared(self, read: "_Read") -> None:
+        found = {group.name: group for group in read.groups}
         for path, meaning in self._declared.items():
             if meaning is None:
                 continue
             source, dim = meaning
             for each in (path, source):
-                if each not in leaves:
+                if each not in read.leaves:
                     raise BatchError(
                         f"padding names {each!r}, which is no tensor of the batch; it has "
-                        f"{', '.join(map(repr, leaves))}"
+                        f"{', '.join(map(repr, read.leaves))}"
                     )
-            tensor, told = leaves[path], leaves[source]
+            tensor, told = read.leaves[path], read.leaves[source]
             if not 1 <= dim < tensor.dim():
                 raise BatchError(
                     f"padding says that dimension {dim} of {path!r} is padded, whose shape is "
@@ -151,104 +175,83 @@ class Padding:
                 )
             group = found.get(source)
             if group is None or group.padded != tensor.shape[dim]:
-                group = found[source] = _group(source, told, tensor.shape[dim], num_rows)
-                groups.append(group)
+                group = found[source] = _group(source, told, tensor.shape[dim], read.num_rows)
+                read.groups.append(group)
             group.parts[path] = dim
             if told.dim() > 1:
                 group.parts[source] = 1
 
-    def _read_masks(
-        self,
-        leaves: Mapping[str, Tensor],
-        named: Mapping[str, str],
-        taken: set[str],
-        num_rows: int,
-    ) -> list[Group]:
-        groups = []
-        for path, mask in leaves.items():
-            is_mask = named[path] in MASKS and mask.dim() == 2 and len(mask) == num_rows
-            if path in taken or not is_mask:
+    def _read_masks(self, read: "_Read") -> None:
+        for path, mask in read.free():
+            if read.names[path] not in MASKS or mask.dim() != 2 or len(mask) != read.num_rows:
                 continue
-            group = _group(path, mask, mask.shape[1], num_rows)
-            is_decoder = named[path].startswith("decoder")
+            group = _group(path, mask, mask.shape[1], read.num_rows)
+            is_decoder = read.names[path].startswith("decoder")
             beside = _BESIDE_DECODER_MASK if is_decoder else _BESIDE_MASK
-            for other, tensor in leaves.items():
-                if other in taken or other == path or named[other] not in beside:
+            for other, tensor in read.free():
+                if other == path or read.names[other] not in beside:
                     continue
                 if tensor.dim() > 1 and tensor.shape[:2] == mask.shape:
                     group.parts[other] = 1
-                    if self._add_labels(group, tensor, named[other]):
-                        self.counts_in_padding = other
+                    self._add_labels(group, tensor, read.names[other])
             group.parts[path] = 1
-            groups.append(group)
-            taken.update(group.parts)
-        for path, tensor in leaves.items():
-            # Of a decoder that makes its inputs from them.
-            is_text = named[path] == "labels" and tensor.dim() == 2 and len(tensor) == num_rows
-            if path in taken or not groups or not is_text or tensor.is_floating_point():
+            read.add(group)
+
+    def _read_labels(self, read: "_Read") -> None:
+        """Of a decoder that makes its inputs from them."""
+        for path, tensor in read.free():
+            is_text = tensor.dim() == 2 and len(tensor) == read.num_rows
+            if not (read.groups and read.names[path] == "labels" and is_text):
+                continue
+            if tensor.is_floating_point():
                 continue
             own = [
                 other
-                for other in leaves.keys() - taken
-                if named[other] in _BESIDE_DECODER_MASK and leaves[other].shape[:2] == tensor.shape
+                for other, beside in read.free()
+                if read.names[other] in _BESIDE_DECODER_MASK and beside.shape[:2] == tensor.shape
             ]
             if len(own) > 1 or bool((tensor == self._ignore_index).any()):
                 self._decoded.add(path)  # else they may be several labels for each row
             if path in self._decoded:
-                group = _whole(path, tensor.shape[1], num_rows)
+                group = _whole(path, tensor.shape[1], read.num_rows)
                 # Nothing but the labels themselves tells how long they are.
                 group.stops[:] = 0
                 self._add_labels(group, tensor, "labels")
                 group.parts = dict.fromkeys(own, 1)
-                groups.append(group)
-                taken.update(group.parts)
-        return groups
+                read.add(group)
 
-    def _add_labels(self, group: Group, tensor: Tensor, name: str) -> bool:
-        """Let no row end before a label that counts; whether one would have."""
-        if not name.endswith("labels") or tensor.dim() != 2 or tensor.is_floating_point():
-            return False
-        starts, stops = _extents(tensor != self._ignore_index)
-        np.minimum(group.starts, starts, out=group.starts, where=stops > 0)
-        is_later = stops > group.stops
-        np.maximum(group.stops, stops, out=group.stops)
-        return bool(is_later.any())
+    def _add_labels(self, group: Group, tensor: Tensor, name: str) -> None:
+        """Let no row end before a label that counts, also where the mask says padding."""
+        if name.endswith("labels") and tensor.dim() == 2 and not tensor.is_floating_point():
+            starts, stops = _extents(tensor != self._ignore_index)
+            np.minimum(group.starts, starts, out=group.starts, where=stops > 0)
+            np.maximum(group.stops, stops, out=group.stops)
 
-    def _read_lengths(
-        self,
-        leaves: Mapping[str, Tensor],
-        named: Mapping[str, str],
-        taken: set[str],
-        num_rows: int,
-    ) -> list[Group]:
-        groups = []
-        for path, lengths in leaves.items():
-            end = next(filter(named[path].endswith, _LENGTHS), None)
+    def _read_lengths(self, read: "_Read") -> None:
+        for path, lengths in read.free():
+            end = next(filter(read.names[path].endswith, _LENGTHS), None)
             is_count = not (lengths.is_floating_point() or lengths.dtype == torch.bool)
-            if end is None or path in taken or lengths.shape != (num_rows,) or not is_count:
+            if end is None or lengths.shape != (read.num_rows,) or not is_count:
                 continue
-            stem = named[path].removesuffix(end)
+            stem = read.names[path].removesuffix(end)
             wanted = {stem, f"{stem}s", *(f"{stem}_{end}" for end in ("ids", "values", "features"))}
             candidates = [
-                other for other in leaves if named[other] in wanted and leaves[other].dim() > 1
+                other
+                for other, tensor in read.leaves.items()
+                if read.names[other] in wanted and tensor.dim() > 1
             ]
-            partners = [other for other in candidates if other not in taken]
-            if not partners and (candidates or path in self._sources):
-                continue  # a mask tells the same, or the caller says what they are of
-            if not partners:
+            partners = [other for other in candidates if other not in read.taken]
+            if not partners and not candidates and path not in self._sources:
                 raise BatchError(
                     f"{path!r} looks like the lengths of rows, and no tensor of the batch has "
                     f"that name; say which one is padded to them, as in padding={{'audio': "
                     f"{path!r}}}, or padding={{{path!r}: None}} if they are no such lengths"
                 )
             for other in partners:
-                tensor = leaves[other]
-                dim = self._padded_dim(other, tensor, path, int(lengths.max()))
-                group = _group(path, lengths, tensor.shape[dim], num_rows)
+                dim = self._padded_dim(other, read.leaves[other], path, int(lengths.max()))
+                group = _group(path, lengths, read.leaves[other].shape[dim], read.num_rows)
                 group.parts[other] = dim
-                groups.append(group)
-                taken.add(other)
-        return groups
+                read.add(group)
 
     def _padded_dim(self, path: str, tensor: Tensor, lengths: str, longest: int) -> int:
         if tensor.dim() == 2:
@@ -265,23 +268,20 @@ class Padding:
             f"padding={{{path!r}: ({lengths!r}, 1)}}"
         )
 
-    def _refuse_unknown(self, leaves: Mapping[str, Tensor], groups: Sequence[Group]) -> None:
-        known = {part for group in groups for part in group.parts} | self._declared.keys()
-        for path, tensor in leaves.items():
-            for group in groups:
-                if path in known:
-                    continue
-                pair = (path, group.name)
-                has_rows = tensor.shape[:1] == (len(group.stops),)
-                # `has_rows` leaves out dimension 0, which may be as long by chance.
-                if group.padded not in tensor.shape[has_rows:]:
-                    self._apart.add(pair)
-                elif pair not in self._apart and group.padded > 1:
-                    raise BatchError(
-                        f"{path!r} of shape {tuple(tensor.shape)} may be padded as "
-                        f"{next(iter(group.parts))!r} is, to {group.padded}, or have that size by "
-                        "chance: " + _REMEDY.format(path=path, example=group.name)
-                    )
+    def _refuse_unknown(self, read: "_Read") -> None:
+        known = {part for group in read.groups for part in group.parts} | self._declared.keys()
+        others = [each for each in read.leaves.items() if each[0] not in known]
+        for (path, tensor), group in itertools.product(others, read.groups):
+            has_rows = tensor.shape[:1] == (len(group.stops),)
+            # `has_rows` leaves out dimension 0, which may be as long by chance.
+            if group.padded not in tensor.shape[has_rows:]:
+                self._apart.add((path, group.name))
+            elif (path, group.name) not in self._apart and group.padded > 1:
+                raise BatchError(
+                    f"{path!r} of shape {tuple(tensor.shape)} may be padded as "
+                    f"{next(iter(group.parts))!r} is, to {group.padded}, or have that size by "
+                    "chance: " + _REMEDY.format(path=path, example=group.name)
+                )
 
 
 def cut_padding(microbatch: Any, groups: Sequence[Group], rows: slice) -> Any:

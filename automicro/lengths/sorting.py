@@ -1,7 +1,6 @@
 """Batches whose rows are sorted by cost, and whether their padding may be cut."""
 
 import dataclasses
-import enum
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -31,21 +30,14 @@ from automicro.step.feature import Feature
 from automicro.step.plan import ROWS, ReadBatch
 from automicro.step.setup import Setup, Sort
 
-
-class _Verdict(enum.IntEnum):
-    """The result of a check of padding. Of several ranks the highest counts."""
-
-    UNKNOWN = 0
-    """Nothing was padded, or nothing could be compared."""
-    SAME = 1
-    OTHER = 2
-    """The loss or an output is another without the padding."""
+_UNKNOWN, _SAME, _OTHER = range(3)
+"""The verdicts of a check of padding. Of several ranks the highest counts."""
 
 
 class _Seen(NamedTuple):
     """The results of one check."""
 
-    verdict: _Verdict = _Verdict.UNKNOWN
+    verdict: int = _UNKNOWN
     why: str = ""
     output_dims: Mapping[str, dict[int, str]] = MappingProxyType({})
 
@@ -72,42 +64,32 @@ def _padded_rows(groups: Sequence[Group]) -> list[int]:
 
 
 def _look_at_padding(
-    computation: Computation, batch: Any, groups: Sequence[Group], mode: Mode = "train"
+    computation: Computation, batch: Any, groups: Sequence[Group], mode: Mode
 ) -> _Seen:
     """Compare rows with padding and without: losses, and outputs where rows have something."""
 
     def look() -> _Seen:
-        looks: list[_Seen] = []
-        for row in _padded_rows(groups):
-            looks.append(_look(computation, batch, groups, row, mode))
-            if looks[-1].verdict is _Verdict.OTHER:
-                break
+        seen = [_look(computation, batch, groups, row, mode) for row in _padded_rows(groups)]
         # A difference counts for more than none, and that for more than nothing seen.
-        return max(looks, key=lambda seen: seen.verdict, default=_Seen())
+        return max(seen, key=lambda each: each.verdict, default=_Seen())
 
     # What fails but once, such as where memory is short, decides nothing.
-    seen: _Seen | Failed = _Seen()
-    for _ in range(2):
+    seen = tried(look, computation.device)
+    if isinstance(seen, Failed):
         seen = tried(look, computation.device)
-        if not isinstance(seen, Failed):
-            return seen
-        if issubclass(seen.error, CollectiveError):
-            why = needs_other_ranks(seen.why.partition(": ")[2])
-            return _Seen(why=why)
-        if issubclass(seen.error, AutomicroError):
-            return _Seen()  # the step itself says what is wrong
-    assert isinstance(seen, Failed)
+    if not isinstance(seen, Failed):
+        return seen
+    if issubclass(seen.error, CollectiveError):
+        return _Seen(why=needs_other_ranks(seen.why.partition(": ")[2]))
+    if issubclass(seen.error, AutomicroError):
+        return _Seen()  # the step itself says what is wrong
     if seen.kind is Failure.RETRYABLE:
         return _Seen(why="there was no memory to look at a padded row")
-    return _Seen(_Verdict.OTHER, f"a row without padding fails: {seen.why}")
+    return _Seen(_OTHER, f"a row without padding fails: {seen.why}")
 
 
 def _look(
-    computation: Computation,
-    batch: Any,
-    groups: Sequence[Group],
-    row: int,
-    mode: Mode,
+    computation: Computation, batch: Any, groups: Sequence[Group], row: int, mode: Mode
 ) -> _Seen:
     with on_host():
         padded = computation.layout.take_rows(batch, [row])
@@ -135,14 +117,14 @@ def _look(
     if LOSS in found and (finite or math.isfinite(other.numbers[LOSS])):
         before, after = one.numbers[LOSS], other.numbers[LOSS]
         why = f"the loss of a row is {before:.6g} with its padding and {after:.6g} without"
-        return _Seen(_Verdict.OTHER, why)
+        return _Seen(_OTHER, why)
     path = next((path for path in found if path in dims), None)
     if path is not None:
         why = f"the output {path!r} of a row differs by {found[path]:.2g} without its padding"
-        return _Seen(_Verdict.OTHER, why)
+        return _Seen(_OTHER, why)
     if not (finite or has_values):
         return _Seen(why="the forward gives no finite loss and no outputs of a row")
-    return _Seen(_Verdict.SAME, output_dims=dims)
+    return _Seen(_SAME, output_dims=dims)
 
 
 def _narrowed(
@@ -230,17 +212,17 @@ class MicrobatchUnit(Feature):
                 "padding=… says how rows are cut to their own lengths, which microbatch_unit='rows'"
                 " never does; give microbatch_unit='tokens', 'seconds' or a cost, or leave it out"
             )
-        self._unit, self._padding, self._cut_padding = unit, padding, cut_padding
+        self.unit, self._padding, self._cut_padding = unit, padding, cut_padding
 
     def attach(self, setup: Setup) -> None:
-        if self._unit == ROWS:
+        if self.unit == ROWS:
             return
         ignore_index = getattr(setup.functions.get("loss_fn"), "ignore_index", -100)
         padding = Padding(self._padding, ignore_index=ignore_index)
-        setup.unit = unit = CostUnit(self._unit, padding, setup.carrying.layout)
+        setup.unit = unit = CostUnit(self.unit, padding, setup.carrying.layout)
 
         def sorter(setup: Setup, computation: Computation) -> Sort:
-            return _RowSorter(unit, computation, setup.ranks, cut_padding=self._cut_padding).sort
+            return _RowSorter(unit, computation, setup.ranks, self._cut_padding).sort
 
         setup.sorter = sorter
 
@@ -249,12 +231,7 @@ class _RowSorter:
     """Sorts the rows of batches by cost; cuts padding where a look shows that nothing changes."""
 
     def __init__(
-        self,
-        unit: CostUnit,
-        computation: Computation,
-        ranks: Ranks,
-        *,
-        cut_padding: bool | str = "auto",
+        self, unit: CostUnit, computation: Computation, ranks: Ranks, cut_padding: bool | str
     ) -> None:
         self._unit = unit
         self._computation = computation
@@ -262,7 +239,6 @@ class _RowSorter:
         # None: not known yet.
         self._cuts: bool | None = cut_padding if isinstance(cut_padding, bool) else None
         self._fruitless = 0
-        self._has_said_labels = False
 
     def sort(self, batches: Sequence[ReadBatch], mode: Mode) -> list[ReadBatch]:
         """The same batches, their rows sorted. All ranks call it."""
@@ -275,7 +251,6 @@ class _RowSorter:
         )
         if self._cuts is None:
             self._look(batches, read, mode)
-        self._say_labels()
         return once_more(
             lambda: [self._sorted(*each) for each in zip(batches, read, strict=True)],
             device,
@@ -309,38 +284,20 @@ class _RowSorter:
             with self._ranks.looking_alone():
                 seen = _look_at_padding(self._computation, *padded[0], mode)
         # Ranks cut alike: where one of them has seen a difference, none cuts.
-        verdict = _Verdict(int(self._ranks.most(float(seen.verdict))))
+        verdict = int(self._ranks.most(float(seen.verdict)))
         self._unit.output_dims.update(seen.output_dims)
-        self._fruitless += bool(seen.why) and verdict is _Verdict.UNKNOWN
-        if verdict is _Verdict.SAME:
-            self._cuts = True
-            return
+        self._fruitless += bool(seen.why) and verdict == _UNKNOWN
         gives_up = self._ranks.most(float(self._fruitless)) >= _PATIENCE
-        if verdict is _Verdict.UNKNOWN and not gives_up:
+        if verdict == _UNKNOWN and not gives_up:
             return
-        self._cuts = False
-        if seen.why:
+        self._cuts = verdict == _SAME
+        if seen.why and not self._cuts:
             warn(_message(verdict, seen.why), PaddingWarning)
 
-    def _say_labels(self) -> None:
-        path = self._unit.padding.counts_in_padding
-        if path is None or self._has_said_labels:
-            return
-        self._has_said_labels = True
-        warn(
-            f"labels in {path!r} count where the mask says that rows are padded, so rows are taken "
-            "for as long as their labels; set them to the loss's ignore_index (-100) there, which "
-            "is what padding means",
-            PaddingWarning,
-        )
 
-
-def _message(verdict: _Verdict, why: str) -> str:
-    if verdict is _Verdict.UNKNOWN:
-        return (
-            f"padding is not cut, because nothing shows that this changes nothing ({why}): slices "
-            f"keep the batch's padding, and save no time. {_DECLARE}"
-        )
+def _message(verdict: int, why: str) -> str:
+    if verdict == _UNKNOWN:
+        return f"padding is not cut, because nothing shows that it may be ({why}): {_DECLARE}"
     return (
         f"the model computes something else without padding ({why}), so slices keep the batch's "
         "padding, and save no time. What helps: a mask in all that looks along the length "

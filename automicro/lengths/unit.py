@@ -360,8 +360,7 @@ class _PackingRule(CutRule):
         super().load_state_dict(state)
         if "overhead" in state:
             self.overhead = Overhead(**state["overhead"])
-            failed = state.get("failed")
-            self.failed = math.inf if failed is None else failed
+            self.failed = math.inf if state["failed"] is None else state["failed"]
 
 
 class CostUnit(Unit):
@@ -390,16 +389,12 @@ class CostUnit(Unit):
         self.padding = padding
 
     def check(self, setup: Setup) -> None:
-        carries = setup.carrying.is_on
-        for name, is_on in (
-            ("Carry", carries),
-            ("strict_divisible", setup.strict_divisible),
-        ):
-            if is_on:
-                raise ValueError(
-                    f"microbatch_unit={self.name!r} sorts the rows of each batch and cuts them "
-                    f"into unequal slices, which does not go with {name}; leave one of them out"
-                )
+        given = {"Carry": setup.carrying.is_on, "strict_divisible": setup.strict_divisible}
+        for name in (name for name, is_on in given.items() if is_on):
+            raise ValueError(
+                f"microbatch_unit={self.name!r} sorts the rows of each batch and cuts them into "
+                f"unequal slices, which does not go with {name}; leave one of them out"
+            )
 
     def check_policy(self, policy: Policy, argument: str) -> None:
         if policy.explores:

@@ -1,14 +1,11 @@
-"""Where the numbers of a run go: the console, files, TensorBoard, W&B, MLflow, your own place."""
+"""Where the numbers of a run go: files, TensorBoard, W&B, MLflow, your own place."""
 
-from automicro.loggers.lines import ConsoleLogger, CSVLogger, JSONLinesLogger
+from automicro.loggers.lines import JSONLinesLogger
 from automicro.loggers.logger import Logger, LoggerGroup
-from automicro.loggers.servers import LightningLogger, MLflowLogger, TensorBoardLogger, WandbLogger
+from automicro.loggers.servers import MLflowLogger, TensorBoardLogger, WandbLogger
 
 __all__ = [
-    "CSVLogger",
-    "ConsoleLogger",
     "JSONLinesLogger",
-    "LightningLogger",
     "Logger",
     "LoggerGroup",
     "MLflowLogger",

@@ -1,6 +1,5 @@
 """The interface of loggers, the values that can be logged, and a group that never fails."""
 
-import logging
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping
@@ -13,8 +12,6 @@ from torch import Tensor
 from automicro.errors import LoggerWarning, describe_error, warn
 
 MOST_FAILURES = 3  # in a row
-
-_log = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -59,48 +56,8 @@ class Logger(Protocol):
         ...
 
 
-@runtime_checkable
-class LightningInterface(Protocol):
-    """The interface of Lightning's loggers, and of others that follow them."""
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> Any:
-        """Take down values by name."""
-        ...
-
-    def log_hyperparams(self, params: Any) -> Any:
-        """Take down settings."""
-        ...
-
-    def save(self) -> Any:
-        """Write what is still held."""
-        ...
-
-    def finalize(self, status: str) -> Any:
-        """End."""
-        ...
-
-
 RESERVED_NAMES = frozenset({"run", "step", "time"})
 """Names of a line's other fields, which no value can have."""
-
-
-def _plain_values(values: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
-    """Values as Python numbers, and why some cannot be logged, both by name.
-
-    >>> import torch
-    >>> _plain_values({"loss": torch.tensor(0.5), "rows": 16, "text": "abc"})
-    ({'loss': 0.5, 'rows': 16}, {'text': "'abc' is not one number"})
-    """
-    plain: dict[str, float] = {}
-    refused: dict[str, str] = {}
-    for name, value in values.items():
-        problem = _problem_of_name(name)
-        number = None if problem else _number(value)
-        if number is not None:
-            plain[name] = number
-        else:
-            refused[str(name)] = problem or f"{_describe(value)} is not one number"
-    return plain, refused
 
 
 def not_started(logger: object) -> RuntimeError:
@@ -109,6 +66,7 @@ def not_started(logger: object) -> RuntimeError:
 
 
 def _number(value: object) -> float | None:
+    """A Python number; None for what is no number, or several."""
     if isinstance(value, Tensor | np.ndarray):
         has_value = not (isinstance(value, Tensor) and value.is_meta)
         if math.prod(value.shape) != 1 or not has_value:
@@ -120,19 +78,8 @@ def _number(value: object) -> float | None:
     return float(value) if isinstance(value, numbers.Real) else None
 
 
-def _describe(value: object) -> str:
-    if isinstance(value, Tensor | np.ndarray):
-        kind = type(value).__name__
-        return f"a {kind} of the shape {tuple(value.shape)} and the type {value.dtype}"
-    return repr(value)
-
-
-def _problem_of_name(name: object) -> str | None:
-    if not isinstance(name, str) or name.splitlines() != [name]:
-        return "a name is one line of text"
-    if name in RESERVED_NAMES:
-        return f"{', '.join(sorted(RESERVED_NAMES))} have a meaning of their own in log files"
-    return None
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and name.splitlines() == [name] and name not in RESERVED_NAMES
 
 
 class _GuardedLogger:
@@ -143,24 +90,18 @@ class _GuardedLogger:
     ...     def log(self, values, *, step):
     ...         raise ConnectionError("the server is gone")
     ...     def close(self): ...
+    ...     def __repr__(self):
+    ...         return "Broken()"
     >>> guarded = _GuardedLogger(Broken())
-    >>> guarded.start({}, resume_step=None)
     >>> guarded.attempt("log step 7", lambda: guarded.logger.log({"train/loss": 0.5}, step=7))
-    'Broken could not log step 7 (ConnectionError: the server is gone): ...'
+    'Broken() could not log step 7 (ConnectionError: the server is gone): ...'
     >>> guarded.attempt("log step 8", lambda: guarded.logger.log({"train/loss": 0.4}, step=8))
     """
 
     def __init__(self, logger: Logger) -> None:
         self.logger = logger
-        self._name = _name_of(logger)
-        self._begin: Callable[[], None] | None = None  # what is left to do before anything else
-        self._failures = 0  # in a row
-
-    def start(self, run: Mapping[str, Any], *, resume_step: int | None) -> str | None:
-        """Start the logger; return what to say of a failure."""
-        self._failures = 0
-        self._begin = partial(self.logger.start, run, resume_step=resume_step)
-        return self.attempt("start", lambda: None)
+        self.begin: Callable[[], None] | None = None  # what is left to do before anything else
+        self.failures = 0  # in a row
 
     def attempt(self, what: str, work: Callable[[], None], *, is_last: bool = False) -> str | None:
         """Do something, unless the logger is switched off; return what to say of a failure.
@@ -170,50 +111,28 @@ class _GuardedLogger:
             work: does it.
             is_last: whether it is to be done in any case, also of a logger that never started.
         """
-        before = self._failures
+        before = self.failures
         if before >= MOST_FAILURES and not is_last:
             return None
         try:
-            if self._begin is not None and not is_last:
-                self._begin()
-                self._begin = None
+            if self.begin is not None and not is_last:
+                self.begin()
+                self.begin = None
             work()
         # Whatever it is: no trouble of a logger may cost the run that it watches.
         except Exception as error:
-            self._failures += 1
-            if self._failures == MOST_FAILURES and not is_last:
-                _log.warning(
-                    "automicro: %s is switched off: it failed %d times in a row, at last to %s",
-                    self._name,
-                    self._failures,
-                    what,
-                )
-            described = describe_error(error)
-            said = f"{self._name} could not {what} ({described}): {_consequence(what)}"
+            self.failures += 1
+            said = f"{self.logger!r} could not {what} ({describe_error(error)}): {_CONSEQUENCE}"
             return None if before else said
-        self._failures = 0
-        if before and not is_last:
-            _log.info("%s works again after %d failures: it could %s", self._name, before, what)
+        self.failures = 0
         return None
 
 
-def _consequence(what: str) -> str:
-    if what == "close":
-        return (
-            "the run is over and not harmed, but the last values may be missing from this logger; "
-            "make sure that it can write"
-        )
-    return (
-        "the run goes on, without these values in this logger. It is tried again with the next "
-        f"ones, and switched off after {MOST_FAILURES} failures in a row; make sure that it can "
-        "write (space on the disk, rights, a server that answers)"
-    )
-
-
-def _name_of(logger: object) -> str:
-    # The default of object says an address, which helps no reader.
-    has_own = type(logger).__repr__ is not object.__repr__
-    return repr(logger) if has_own else type(logger).__name__
+_CONSEQUENCE = (
+    "the run goes on, and values may be missing in this logger. It is tried again with the next "
+    f"ones, and switched off after {MOST_FAILURES} failures in a row; make sure that it can write "
+    "(space on the disk, rights, a server that answers)"
+)
 
 
 class LoggerGroup:
@@ -230,17 +149,17 @@ class LoggerGroup:
         TypeError: something among them is no logger.
 
     Example:
-        >>> from automicro.loggers import ConsoleLogger
-        >>> group = LoggerGroup([ConsoleLogger()])
+        >>> import os
+        >>> from automicro.loggers import JSONLinesLogger
+        >>> group = LoggerGroup([JSONLinesLogger(os.devnull)])
         >>> group.start({"seed": 0})
         >>> group.log({"train/loss": 0.5}, step=1)
-        step 1: train/loss 0.5
         >>> group.close()
     """
 
     def __init__(self, loggers: Iterable[Logger] = ()) -> None:
         self._loggers = [_GuardedLogger(logger) for logger in _checked(loggers)]
-        self._refused: set[str] = set()
+        self._refused: set[object] = set()
 
     def __len__(self) -> int:
         """How many loggers there are: values for none need not be computed."""
@@ -254,7 +173,10 @@ class LoggerGroup:
             resume_step: the optimization batches done by the run that is resumed, or None.
         """
         self._refused.clear()
-        _tell([logger.start(run, resume_step=resume_step) for logger in self._loggers])
+        for each in self._loggers:
+            each.failures = 0
+            each.begin = partial(each.logger.start, run, resume_step=resume_step)
+        _tell([each.attempt("start", lambda: None) for each in self._loggers])
 
     def log(self, values: Mapping[str, Any], *, step: int) -> None:
         """Log values to every logger.
@@ -267,12 +189,14 @@ class LoggerGroup:
         """
         if not self._loggers:
             return
-        plain, refused = _plain_values(values)
+        found = {name: _number(value) for name, value in values.items() if _is_name(name)}
+        plain = {name: value for name, value in found.items() if value is not None}
+        refused = [name for name in values if name not in plain and name not in self._refused]
         messages: list[str | None] = [
-            f"{name!r} is not logged, here and later in this run: {problem}; log one number "
-            "under a name such as 'my/value'"
-            for name, problem in refused.items()
-            if name not in self._refused
+            f"{name!r} is not logged, here and later in this run: a name is one line of text, "
+            f"other than {', '.join(sorted(RESERVED_NAMES))}, and its value one number (this is a "
+            f"{type(values[name]).__name__}); log one number under a name such as 'my/value'"
+            for name in refused
         ]
         self._refused.update(refused)
         if plain:
@@ -323,12 +247,6 @@ def _checked(loggers: Iterable[Logger]) -> list[Logger]:
         if isinstance(logger, type):
             raise TypeError(
                 f"loggers[{index}] is the class {logger.__name__}; say {logger.__name__}(…)"
-            )
-        if not isinstance(logger, Logger) and isinstance(logger, LightningInterface):
-            raise TypeError(
-                f"loggers[{index}] is a {type(logger).__name__} of Lightning; say "
-                f"LightningLogger({type(logger).__name__}(…), 'runs/first'), with a folder for "
-                "where the run stands"
             )
         if missing := [name for name in _METHODS if not callable(getattr(logger, name, None))]:
             raise TypeError(

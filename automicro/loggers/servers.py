@@ -1,4 +1,4 @@
-"""Loggers of others: TensorBoard, W&B, MLflow, and any of Lightning's."""
+"""Loggers of others: TensorBoard, W&B, MLflow."""
 
 import abc
 import importlib.util
@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from automicro.files import write_whole
 from automicro.loggers.lines import AppendFile, FileLogger, json_values
-from automicro.loggers.logger import LightningInterface, not_started
+from automicro.loggers.logger import not_started
 
 _PREFIX = "events.out.tfevents."
 _RGBA = 4  # as TensorBoard numbers them
@@ -482,64 +482,3 @@ class MLflowLogger(_ServerLogger):
         if self._tracking_uri is not None or is_set:
             return self._tracking_uri
         return f"sqlite:///{self._folder.resolve()}/mlflow.db"
-
-
-class LightningLogger(_ServerLogger):
-    """Hands everything on to a logger of Lightning.
-
-    Settings come in one level, ``config.optimizer.args.lr``. After a resume, values of steps that
-    were logged already are left out: most of these loggers take nothing back. That they go on in
-    the same run has to be said to them, such as ``WandbLogger(id="first", resume="allow")``.
-
-    Args:
-        logger: with ``log_metrics``, ``log_hyperparams``, ``save`` and ``finalize``.
-        folder: where it is noted down how far the run has come; made where there is none.
-
-    Raises:
-        TypeError: ``logger`` is none of Lightning's.
-
-    Example:
-        >>> import tempfile
-        >>> class Printing:
-        ...     def log_hyperparams(self, params):
-        ...         print(params)
-        ...     def log_metrics(self, metrics, step=None):
-        ...         print(step, metrics)
-        ...     def save(self): ...
-        ...     def finalize(self, status):
-        ...         print(status)
-        >>> logger = LightningLogger(Printing(), tempfile.mkdtemp())
-        >>> logger.start({"config": {"seed": 0}})
-        {'config.seed': 0}
-        >>> logger.log({"train/loss": 0.5}, step=1)
-        1 {'train/loss': 0.5}
-        >>> logger.close()
-        success
-    """
-
-    _note = "lightning.json"
-
-    def __init__(self, logger: LightningInterface, folder: str | Path) -> None:
-        # A class has these methods, too, and would pass for a logger.
-        if isinstance(logger, type) or not isinstance(logger, LightningInterface):
-            raise TypeError(
-                f"{logger!r} has not got log_metrics, log_hyperparams, save and finalize, which "
-                "all loggers of Lightning have: pass one of them, such as "
-                "lightning.pytorch.loggers.CSVLogger('runs')"
-            )
-        super().__init__(folder)
-        self._logger = logger
-
-    def __repr__(self) -> str:
-        return f"LightningLogger({type(self._logger).__name__})"
-
-    def _begin(self, run: Mapping[str, Any], name: str | None) -> LightningInterface:
-        self._logger.log_hyperparams(flat(json_values(run)))
-        return self._logger
-
-    def _give(self, there: LightningInterface, values: Mapping[str, float], step: int) -> None:
-        there.log_metrics(dict(values), step=step)
-        there.save()  # some hold hundreds of steps, which would die with the process
-
-    def _end(self, there: LightningInterface) -> None:
-        there.finalize("success")

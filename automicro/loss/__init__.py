@@ -1,1 +1,1 @@
-"""The loss: how a microbatch becomes one, what it averages over, and whether splitting keeps it."""
+"""The loss: how a microbatch becomes one, what it averages over, and whether splitting is exact."""

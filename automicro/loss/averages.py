@@ -1,4 +1,4 @@
-"""The average of one loss: over rows, targets, what a function counts, or none."""
+"""The average that a loss takes: over rows, targets, a caller's count, or none."""
 
 import functools
 import inspect
@@ -22,56 +22,45 @@ from automicro.values import read_scalars
 Weight: TypeAlias = float | Tensor
 
 REMEDY = (
-    "pass loss_average='samples', 'tokens' or 'none' (a sum), or a callable that gives the number "
-    "that a microbatch's loss was divided by"
+    "pass loss_average='samples', 'tokens' or 'none' (a sum), or a callable that returns the "
+    "divisor of a microbatch's loss"
 )
 
 
 class CutBatch(NamedTuple):
-    """One batch and how it was cut.
-
-    Attributes:
-        batch: as a whole.
-        microbatches: its slices, in order.
-        sizes: rows of each slice.
-    """
+    """One batch and its cut."""
 
     batch: Any
     microbatches: Sequence[Any]
-    sizes: Sequence[int]
+    sizes: Sequence[int]  # rows of each microbatch
 
     @classmethod
     def whole(cls, batch: Any, num_rows: int, *, times: int = 1) -> Self:
-        """The rows of a batch in one piece, or several times one behind the other."""
+        """Return a batch in one piece, or several copies of it in a row."""
         return cls(batch=batch, microbatches=[batch] * times, sizes=[num_rows] * times)
 
 
 class Divisors(NamedTuple):
-    """Divisors of the losses.
+    """Divisors of the losses of microbatches and of the whole."""
 
-    Attributes:
-        each: of every microbatch.
-        whole: of all batches together, which need not be the sum.
-    """
-
-    each: Sequence[Weight]
-    whole: Weight
+    each: Sequence[Weight]  # of every microbatch
+    whole: Weight  # of all batches together, which may differ from the sum
 
 
 def add_counts(counts: Sequence[Weight]) -> Weight:
-    """The sum of what was counted, a tensor where one of them lies on a device.
+    """Return the sum of counts, as a tensor if one of them is on a device.
 
     >>> add_counts([1, 2.5])
     3.5
     """
-    # Not read here: that would wait for the device.
+    # Tensors are not read here, because that would wait for the device.
     if any(issubclass(kind, Tensor) for kind in set(map(type, counts))):
         return torch.stack([torch.as_tensor(count) for count in counts]).sum()
     return math.fsum(counts)
 
 
 def read_numbers(values: Sequence[Any]) -> list[Any]:
-    """The same, with tensors of one element read. Waits once for a device.
+    """Replace tensors of one element by numbers, waiting for a device only once.
 
     >>> read_numbers([torch.ones(1), None, 2])
     [1.0, None, 2]
@@ -83,21 +72,16 @@ def read_numbers(values: Sequence[Any]) -> list[Any]:
 
 
 class Average(Protocol):
-    """The average of one loss.
+    """The average that one loss takes."""
 
-    Attributes:
-        counts_rows: whether the weights of microbatches depend on nothing but their rows.
-        is_known: whether it was declared or read off, not assumed.
-    """
-
-    counts_rows: ClassVar[bool] = False
-    is_known: bool = True
+    counts_rows: ClassVar[bool] = False  # whether weights depend only on numbers of rows
+    is_known: bool = True  # whether it was declared or inferred, not assumed
 
     def describe(self) -> str:
-        """The assumed average, in words that complete "the loss is …"."""
+        """Describe the assumed average, to complete "the loss is …"."""
 
     def divisors(self, cuts: Sequence[CutBatch]) -> Divisors | None:
-        """The divisor of the losses of batches that count as one; None for a sum."""
+        """Return the divisors of the losses of batches that count as one; None for a sum."""
 
 
 class Samples(Average):
@@ -112,7 +96,7 @@ class Samples(Average):
         return "a mean over samples"
 
     def divisors(self, cuts: Sequence[CutBatch]) -> Divisors | None:
-        # Plain numbers: nothing of the batch has to be read.
+        # Plain numbers, for which the batch does not have to be read.
         sizes = [size for cut in cuts for size in cut.sizes]
         return Divisors(sizes, add_counts(sizes))
 
@@ -130,10 +114,7 @@ class Sum(Average):
 
 
 class Counted(Average):
-    """A mean over whatever the caller's function counts in a microbatch.
-
-    The whole batch is counted, too: of ``max(1, n)`` the counts of microbatches add up to more.
-    """
+    """A mean over the number that the caller's function counts in a microbatch."""
 
     def __init__(self, count: Callable[[Any], float | Tensor]) -> None:
         self._count = count
@@ -143,44 +124,35 @@ class Counted(Average):
 
     def divisors(self, cuts: Sequence[CutBatch]) -> Divisors | None:
         parts = [each for cut in cuts for each in cut.microbatches]
-        # Where no batch was cut, the parts are the wholes, and are not counted twice.
+        # If no batch was cut, the parts are the wholes, so they are counted only once.
         wholes = [cut.batch for cut in cuts if len(parts) > len(cuts)]
-        # The caller's function may give tensors on a device: all are read at once.
+        # The caller's function may return tensors on a device, so all are read at once.
         counts = read_numbers([self._count(each) for each in (*parts, *wholes)])
         for count in counts:
             if not isinstance(count, Real) or not math.isfinite(count) or count < 0:
                 raise LossError(
-                    f"the loss_average callable gave {count!r} for a microbatch; it must give one "
-                    "number of zero or more: what the microbatch's loss was divided by"
+                    f"the loss_average callable returned {count!r} for a microbatch; it must "
+                    "return one number of zero or more: the divisor of the microbatch's loss"
                 )
-        # The whole is counted for itself, as counts of parts need not add up to it (a maximum,
-        # say).
+        # The whole is counted separately, because counts of parts might not add up to it, as with
+        # a maximum.
         each, whole = counts[: len(parts)], counts[len(parts) :]
         return Divisors(list(map(float, each)), math.fsum(whole or each))
 
 
 @dataclass(eq=False)
 class Tokens(Average):
-    """A mean over the targets that are not ignored, weighted by class where the loss does so.
+    """A mean over the targets that are not ignored, weighted by class if the loss is."""
 
-    Attributes:
-        targets: finds the targets in a batch, a tensor of any shape with rows first.
-        ignore_index: the target that does not count.
-        class_weight: shape (classes,), the loss's ``weight``.
-        shift: how many leading positions of each row have no prediction (1 for a causal language
-            model that shifts its labels itself).
-        reads: whether to wait for counts on a device. A zero has to be known where the gradient
-            of a mean over no target is NaN, even times zero.
-        is_claimed: whether it was read off a model's loss type, which its forward may not use.
-    """
-
-    targets: Callable[[Any], Any]
+    targets: Callable[[Any], Any]  # from a batch to its targets, rows first
     _: KW_ONLY
     ignore_index: int = IGNORED
-    class_weight: Tensor | None = None
-    shift: int = 0
+    class_weight: Tensor | None = None  # shape (classes,)
+    shift: int = 0  # leading positions of each row without prediction; 1 for causal models
+    # Whether to wait for counts on a device: the gradient of a mean over no target may be NaN, even
+    # times zero, so a zero must be known.
     reads: bool = False
-    is_claimed: bool = False
+    is_claimed: bool = False  # read from a model's loss type, which its forward may not use
     _brought: tuple[Any, Tensor] | None = field(default=None, init=False)
 
     def describe(self) -> str:
@@ -201,7 +173,7 @@ class Tokens(Average):
                 f"(torch.from_numpy in the dataset or collate_fn), or {REMEDY}"
             )
         if targets.is_floating_point() or targets.is_complex():
-            return sizes  # class probabilities or regression: every row counts the same
+            return sizes  # class probabilities or regression, where every row counts the same
         if self._has_rows_first(targets, cut):
             counts: Any = self._count(targets).reshape(len(targets), -1).sum(1)
         else:
@@ -210,7 +182,7 @@ class Tokens(Average):
         add: Callable[[Any], Weight] = torch.sum
         if self.reads or counts.device.type == "cpu":
             counts, add = counts.tolist(), sum
-        else:  # reading them would synchronise
+        else:  # reading them would synchronize
             counts = counts.to(_float64(counts.device))
         ends = itertools.accumulate(sizes)
         return [add(counts[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
@@ -218,7 +190,7 @@ class Tokens(Average):
     def _has_rows_first(self, targets: Tensor, cut: CutBatch) -> bool:
         if targets.is_nested or len(targets) != sum(cut.sizes):
             return False
-        # There may be as many positions as rows: only a cut tells these dimensions apart.
+        # The numbers of positions and rows may be equal: only a cut distinguishes the dimensions.
         return len(cut.sizes) == 1 or len(self.targets(cut.microbatches[0])) == cut.sizes[0]
 
     def _count(self, targets: Tensor) -> Tensor:
@@ -229,12 +201,12 @@ class Tokens(Average):
         counted = targets != self.ignore_index
         if self.class_weight is None:
             return counted
-        # An ignored target such as -100 is no index, so 0 stands in for it below.
+        # An ignored target such as -100 is not an index, so 0 replaces it below.
         weight = self._weight_on(targets.device, self.class_weight.detach())
         return torch.where(counted, weight[targets.where(counted, 0)], 0)
 
     def _weight_on(self, device: torch.device, weight: Tensor) -> Tensor:
-        """The class weights where the targets lie; brought there once, as that may wait."""
+        """Return the class weights on the device of the targets, copied only once."""
         if weight.device == device:
             return weight.to(_float64(device))
         # Weights may be written to in place between batches.
@@ -260,18 +232,12 @@ def read_average(
     reads_model: bool,
     counts_items: bool = False,
 ) -> dict[str, Average]:
-    """The average of each loss: as declared, or as the loss or the model says.
-
-    The result has one entry named ``""`` where one average holds for all.
-
-    Raises:
-        TypeError, ValueError: a ``loss_average`` that is none of these, or that is another than
-            the number that the forward is told.
-    """
+    """Return the average of each loss: as declared, or as inferred from the loss or the model."""
+    # One entry named "" stands for all losses.
     if counts_items and not callable(loss_average):
         if loss_average not in ("auto", "tokens"):
             raise ValueError(
-                f"loss_average={loss_average!r}, and forward takes {ITEMS}, over which its loss is "
+                f"loss_average={loss_average!r}, but forward takes {ITEMS}, over which its loss is "
                 "a mean; leave loss_average out, or give a function that counts the items of a "
                 "microbatch"
             )
@@ -293,8 +259,8 @@ def read_average(
                 if read is not None:
                     return read
                 raise ValueError(
-                    f"loss_average='model' was given, and {type(model).__name__} declares no loss "
-                    f"type of Hugging Face's that is a known mean; {REMEDY}"
+                    f"loss_average='model' was given, but {type(model).__name__} declares no "
+                    f"Hugging Face loss type with a known mean; {REMEDY}"
                 )
             case "tokens":
                 read = read_off()
@@ -318,7 +284,7 @@ def read_average(
 
 
 def is_declared(loss_average: Any) -> bool:
-    """Whether the caller said what every loss averages over.
+    """Whether the caller declared the average of every loss.
 
     >>> is_declared("tokens"), is_declared("auto"), is_declared({"a": "samples", "b": "auto"})
     (True, False, False)
@@ -329,14 +295,14 @@ def is_declared(loss_average: Any) -> bool:
 
 
 def _read_loss(loss_fn: Callable[..., Any], targets: Callable[[Any], Any]) -> Average | None:
-    """Read a loss module of torch or a function of torch.nn.functional, also in a partial."""
+    """Infer the average from a loss module of torch or a torch.nn.functional function."""
     options: dict[str, Any] = {}
-    # The outer partial has the last word, as in a call.
+    # Options of the outer partial take precedence, as in a call.
     while isinstance(loss_fn, functools.partial):
         options = {**loss_fn.keywords, **options}
         loss_fn = loss_fn.func
     if isinstance(loss_fn, nn.Module):
-        # A forward of its own, or a scripted one, may divide by anything.
+        # An overridden forward, or a scripted one, may divide by anything.
         if getattr(forward_of_class(loss_fn), "__module__", None) != "torch.nn.modules.loss":
             return None
         names = ("reduction", "ignore_index", "weight")
@@ -346,16 +312,16 @@ def _read_loss(loss_fn: Callable[..., Any], targets: Callable[[Any], Any]) -> Av
         options = {name: each.default for name, each in parameters.items()} | options
     else:
         return None
-    # As the module says it, whatever the default of its class.
+    # The attribute of the module counts, not the default of its class.
     if options.get("reduction") == "sum":
         return Sum()
     if options.get("reduction") not in ("mean", "batchmean"):
         return None
-    # Losses without classes divide by elements, of which each row has as many.
+    # Losses without classes divide by elements, whose number is the same in each row.
     if "ignore_index" not in options:
         return Samples()
     ignored = options["ignore_index"]
-    # Of no target, the gradient of these is zero, and of others it may be NaN.
+    # Without any target, the gradient of these is zero; that of other losses may be NaN.
     has_zeros = isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss)
     has_zeros = has_zeros or loss_fn in (F.cross_entropy, F.nll_loss)
     return Tokens(
@@ -373,15 +339,14 @@ _OVER_TARGETS = {
 
 
 def _read_transformers(model: nn.Module, targets: Callable[[Any], Any]) -> Average | None:
-    """Read the loss type that a Hugging Face model declares; looks find where its loss differs.
-
-    A language model without one has the default, a causal loss, as transformers documents it.
-    Causal models shift their labels by one, encoder-decoder models and token classifiers do not.
-    """
-    # Asked of the class first, because a model without a loss type logs when it is asked itself.
+    """Infer the average from the loss type that a Hugging Face model declares."""
+    # A language model without a loss type has the default, a causal loss, as transformers documents
+    # it. Causal models shift their labels by one; encoder-decoder models and token classifiers do
+    # not. Checks find models whose loss differs.
+    # Check the class first, because a model without a loss type logs when the instance is accessed.
     if not (hasattr(type(model), "loss_function") or hasattr(model, "loss_function")):
         return None
-    # Of Hugging Face's models; others have no such attribute.
+    # Only Hugging Face models have these attributes.
     config = getattr(model, "config", None)
     loss_type = getattr(model, "loss_type", None)
     get_head: Any = getattr(model, "get_output_embeddings", None)

@@ -1,14 +1,14 @@
-"""How a microbatch becomes a loss: four conventions, one interface.
+"""The ways to turn a microbatch into a loss: four conventions, one interface.
 
-In the order in which they are looked for:
+In order of precedence:
 
-1. ``forward(model, microbatch)`` as the caller wrote it, which may give ``(None, outputs)`` in
-   evaluation, and which is told the targets that count where it takes ``num_items_in_batch``;
+1. the caller's ``forward(model, microbatch)``, which may return ``(None, outputs)`` in evaluation,
+   and receives the number of targets that count if it takes ``num_items_in_batch``;
 2. ``loss_fn`` and batches of ``(inputs, targets)``;
-3. a model with Composer's interface: ``forward(batch)``, ``loss(outputs, batch)``, which may be
-   several by name or in a row, and ``eval_forward(batch, outputs)``;
+3. a model with Composer's interface: ``forward(batch)``, ``loss(outputs, batch)``, which may return
+   several losses by name or in a list, and ``eval_forward(batch, outputs)``;
 4. a model called with the batch as keyword arguments, whose output holds ``loss`` (Hugging Face),
-   or is a mapping of nothing but scalar losses, which are summed (detectors).
+   or is a mapping of only scalar losses, which are summed (detectors).
 """
 
 import dataclasses
@@ -36,61 +36,41 @@ HOW_TO_GIVE_A_LOSS = (
 
 
 class Carried(NamedTuple):
-    """A batch, and the state that the batch before it has left: one thing to be cut by rows.
-
-    Attributes:
-        batch: as the data loader gave it.
-        carry: of the same rows; None at the start.
-    """
+    """A batch and the state that the previous batch left, to be cut by rows together."""
 
     batch: Any
-    carry: Any
+    carry: Any  # None at the start
 
 
 @dataclasses.dataclass(slots=True)
 class Output:
-    """The output of one microbatch's forward.
+    """The output of one microbatch's forward."""
 
-    Attributes:
-        loss: the total; None where there is none.
-        losses: its parts by name.
-        outputs: the model's.
-        has_total: whether the total was given beside its parts, and not summed from them.
-        carry: state for the next batch; None without one.
-        given: the mapping that the losses were read from; None where it was none.
-        told: numbers that a host was told of, and gives as means over microbatches, by what they
-            are in words: each with its weight.
-        told_as_loss: names of those that are the loss itself.
-    """
-
-    loss: Tensor | None
-    losses: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
-    outputs: Any = None
-    has_total: bool = False
-    carry: Any = None
-    given: Mapping[Any, Any] | None = None
+    loss: Tensor | None  # the total
+    losses: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)  # its parts
+    outputs: Any = None  # of the model
+    has_total: bool = False  # whether the total was returned with its parts, and not summed
+    carry: Any = None  # state for the next batch
+    given: Mapping[Any, Any] | None = None  # the mapping that held the losses, if any
+    # Numbers that a host logs as means over microbatches, by description, each with its weight; and
+    # the names of those that are the loss itself.
     told: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     told_as_loss: frozenset[str] = frozenset()
 
 
 class Convention:
-    """One way from a microbatch to a loss, outputs, targets and metrics.
+    """One way from a microbatch to a loss, outputs, targets and metrics."""
 
-    Attributes:
-        computes_loss_in_model: whether the loss is among the model's outputs.
-        needs_pairs: whether a batch has to be ``(inputs, targets)``.
-        has_eval_forward: whether metrics get something else than the outputs of training.
-        counts_items: whether the loss is divided by a number that it is told.
-    """
-
-    # The usual answers, so that a convention says only how it differs.
+    # Defaults, so that a convention defines only its differences: whether the model's outputs hold
+    # the loss, a batch must be (inputs, targets), metrics use another forward than training, and
+    # the loss is divided by a number that the forward receives.
     computes_loss_in_model = needs_pairs = has_eval_forward = counts_items = False
 
     def _call(self, model: nn.Module, microbatch: Any) -> Any:
         return _call(model, microbatch)
 
     def _read(self, given: Any) -> Output:
-        """The loss, of what the call gave."""
+        """Read the loss from the result of the call."""
         return _read_result(given)
 
     def _explain_missing(self, model: nn.Module, output: Output, microbatch: Any) -> str:
@@ -99,11 +79,9 @@ class Convention:
     def train(
         self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] | None = None
     ) -> Output:
-        """Forward for training; the loss is required.
-
-        ``forwarded`` is called between model and loss, where they are two calls, else after both.
-        """
+        """Run the forward for training; the loss is required."""
         given = self._call(model, microbatch)
+        # Between model and loss if they are two calls, otherwise after both.
         if forwarded is not None:
             forwarded()
         output = self._read(given)
@@ -112,26 +90,24 @@ class Convention:
         return output
 
     def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
-        """Forward for evaluation; the loss may be missing."""
+        """Run the forward for evaluation; the loss may be missing."""
         return self._read(self._call(model, microbatch))
 
     def predict(self, model: nn.Module, microbatch: Any, *, holds_rows: bool = False) -> Any:
-        """The model's outputs alone; the batch need not have targets.
-
-        ``holds_rows`` says that the batch is a list of rows, be they two.
-        """
+        """Return only the model's outputs; the batch may lack targets."""
+        # `holds_rows`: the batch is a list of rows, and not a pair of inputs and targets.
         return _call(model, microbatch)
 
     def eval_forward(self, microbatch: Any, outputs: Any) -> Any:
-        """The input of metrics in training, from a forward's outputs; if ``has_eval_forward``."""
+        """Return the input of metrics in training, from the outputs of a forward."""
         return outputs
 
     def targets(self, batch: Any) -> Any:
-        """The targets in a batch, for counting and for metrics."""
+        """Return the targets in a batch, for counting and for metrics."""
         return _find_targets(batch)
 
     def update_metric(self, metric: Any, outputs: Any, microbatch: Any) -> None:
-        """Feed one metric."""
+        """Update one metric."""
         metric.update(_predictions(outputs), _find_targets(microbatch))
 
 
@@ -143,37 +119,32 @@ def choose_convention(
     carries: bool = False,
     count: Any = None,
 ) -> Convention:
-    """Pick the way to the loss; see the module's text for the order.
-
-    Raises:
-        TypeError: ``forward`` or ``loss_fn`` cannot be called.
-        ValueError: both are given, or state is carried without ``forward``.
-    """
+    """Choose the convention of a model; see the module's docstring for the order."""
     for name, function in (("forward", forward), ("loss_fn", loss_fn)):
         with about(name):
             if function is not None and not callable(function):
                 raise TypeError(f"{name}={function!r} cannot be called; {HOW_TO_GIVE_A_LOSS}")
-            # loss_fn=CrossEntropyLoss can be called, and gives a module in place of a loss.
+            # loss_fn=CrossEntropyLoss is callable, but returns a module instead of a loss.
             if isinstance(function, type) and issubclass(function, nn.Module):
                 raise TypeError(f"{name} is the class {function.__name__}; make an instance of it")
     if forward is not None and loss_fn is not None:
         raise ValueError(
-            "both forward and loss_fn were given, and only one can compute the loss; call the "
+            "both forward and loss_fn were given, but only one can compute the loss; call the "
             "loss function inside forward and leave loss_fn out"
         )
-    # No other convention has a place for the state.
+    # No other convention can pass the state.
     if carries and forward is None:
         raise ValueError(
-            "Carry(…) was given without forward=…, and only that says how the state goes in "
-            "and comes out; pass a forward that takes (model, microbatch, carry) and returns a "
-            "mapping with 'loss' and 'carry'"
+            "Carry(…) was given without forward=…, which is needed to pass the state in and out; "
+            "pass a forward that takes (model, microbatch, carry) and returns a mapping with "
+            "'loss' and 'carry'"
         )
     if forward is not None:
         return (_CarryingForward if carries else _OwnForward)(forward, count)
     if loss_fn is not None:
         return _LossFunction(loss_fn)
-    # Composer's models have a forward with the batch as its only argument, so they are told apart
-    # before keyword models.
+    # The forward of Composer models takes the batch as its only argument, so they must be
+    # recognized before keyword models.
     if all(callable(getattr(model, name, None)) for name in ("loss", "eval_forward")):
         return _ComposerModel(model)
     return _KeywordModel()
@@ -184,12 +155,12 @@ class _OwnForward(Convention):
 
     def __init__(self, forward: Callable[..., Any], count: Any = None) -> None:
         self._forward = forward
-        # A declared count is also what num_items_in_batch means.
+        # A declared count also defines num_items_in_batch.
         self._count = count if callable(count) else _count_targets
         self.counts_items = _takes(forward, ITEMS)
 
     def _told(self, microbatch: Any) -> dict[str, Any]:
-        # Of its own rows: weighted by them, losses add up to the batch's over all of its items.
+        # The count of its own rows: weighted by it, losses add up to the mean over all items.
         return {ITEMS: self._count(microbatch)} if self.counts_items else {}
 
     def _call(self, model: nn.Module, microbatch: Any) -> Any:
@@ -199,7 +170,7 @@ class _OwnForward(Convention):
         outputs = self.evaluate(model, microbatch).outputs
         if outputs is None:
             raise LossError(
-                "forward returned only the loss, and there is nothing to predict; return "
+                "forward returned only the loss, but predictions need outputs; return "
                 "(loss, outputs)"
             )
         return outputs
@@ -207,7 +178,7 @@ class _OwnForward(Convention):
     def update_metric(self, metric: Any, outputs: Any, microbatch: Any) -> None:
         if outputs is None:
             raise LossError(
-                "metrics need the model's outputs, and forward returned only the loss; return "
+                "metrics need the model's outputs, but forward returned only the loss; return "
                 "(loss, outputs), or pass update_metric=… that takes (metric, outputs, microbatch)"
             )
         super().update_metric(metric, outputs, microbatch)
@@ -222,10 +193,10 @@ class _CarryingForward(_OwnForward):
     def _read(self, given: Any) -> Output:
         if not isinstance(given, Mapping) or "carry" not in given:
             raise LossError(
-                f"forward returned {_named(given)}, and with Carry(…) it has to return a "
-                "mapping with 'loss' and 'carry', the state for the next batch (None for none)"
+                f"forward returned {_named(given)}, but with Carry(…) it has to return a mapping "
+                "with 'loss' and 'carry', the state for the next batch (or None)"
             )
-        # The state is neither a loss nor an output, and may have no rows in dimension 0.
+        # The state is neither a loss nor an output, and dimension 0 may not hold its rows.
         rest = {name: value for name, value in given.items() if name != "carry"}
         return dataclasses.replace(_read_result(rest), carry=given["carry"])
 
@@ -245,17 +216,17 @@ class _LossFunction(Convention):
     def _read(self, given: Any) -> Output:
         outputs, targets = given
         result = self._loss_fn(outputs, targets)
-        if isinstance(result, Tensor):  # the usual case, quickly
+        if isinstance(result, Tensor):  # the fast path
             return Output(result, {}, outputs)
         if isinstance(result, Mapping):
             return dataclasses.replace(_read_result(result), outputs=outputs)
-        raise LossError(  # a tuple cannot hold outputs, as that of a forward does
-            f"the loss function returned {_named(result)} and no tensor to go backward from; "
+        raise LossError(  # unlike a forward, a loss function cannot return (loss, outputs)
+            f"the loss function returned {_named(result)} instead of a tensor to differentiate; "
             "return one scalar tensor (no .item()), or a mapping of scalar losses, which are summed"
         )
 
     def predict(self, model: nn.Module, microbatch: Any, *, holds_rows: bool = False) -> Any:
-        # A data set of inputs alone gives lists of one part, with targets pairs.
+        # Batches of a dataset are lists of one part without targets, and pairs with targets.
         is_short = isinstance(microbatch, tuple | list) and len(microbatch) in (1, 2)
         return _call(model, microbatch[0] if is_short and not holds_rows else microbatch)
 
@@ -275,12 +246,12 @@ class _ComposerModel(Convention):
         self._model = model
 
     def _call(self, model: nn.Module, microbatch: Any) -> Any:
-        # What a forward takes out of the batch is there for eval_forward, and not for the loss.
+        # Keep what forward removes from the batch for eval_forward, but not for the loss.
         seen = map_tensors(microbatch, lambda tensor: tensor, isolate=True)
         return model(seen), seen
 
     def _read(self, given: Any) -> Output:
-        """Read what Composer would train on: ``total``, or else the sum of all losses."""
+        """Read the loss that Composer would train on: ``total``, or else the sum of all losses."""
         outputs, seen = given
         result = self._model.loss(outputs, seen)
         if isinstance(result, list | tuple) and result:
@@ -288,14 +259,14 @@ class _ComposerModel(Convention):
         if not isinstance(result, Mapping):
             return Output(self._average(result), outputs=outputs)
         losses = {str(name): self._average(value) for name, value in result.items()}
-        # Composer trains on it alone where it is there.
+        # If there is a total, Composer trains only on it.
         if (total := losses.pop("total", None)) is not None:
             return Output(total, losses, outputs, has_total=True)
         if "loss" in losses and len(losses) > 1:
             raise LossError(
-                f"{type(self._model).__name__}.loss returned {_named(result)}: Composer adds all "
-                "of them up, and elsewhere 'loss' is the total already; call the total 'total', "
-                "which is trained on alone, or give the part 'loss' another name"
+                f"{type(self._model).__name__}.loss returned {_named(result)}: Composer adds up "
+                "all of them, but elsewhere 'loss' is already the total; name the total 'total', "
+                "so that only it is trained on, or give the part 'loss' another name"
             )
         if not losses:
             raise LossError(f"{type(self._model).__name__}.loss returned no loss: {result!r}")
@@ -304,16 +275,16 @@ class _ComposerModel(Convention):
     def _average(self, loss: Any) -> Tensor:
         if not isinstance(loss, Tensor):
             raise LossError(
-                f"{type(self._model).__name__}.loss returned {_named(loss)} where a loss belongs; "
+                f"{type(self._model).__name__}.loss returned {_named(loss)} instead of a loss; "
                 "return a tensor, several of them in a list, or a mapping from names to tensors"
             )
-        return loss if loss.dim() == 0 else loss.mean()  # a loss for each row
+        return loss if loss.dim() == 0 else loss.mean()  # one loss per row
 
     def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
         return Output(None, outputs=self.predict(model, microbatch))
 
     def predict(self, model: nn.Module, microbatch: Any, *, holds_rows: bool = False) -> Any:
-        # Composer's models have no loss in evaluation: their metrics count it.
+        # Composer models compute no loss in evaluation, because their metrics do.
         return self._model.eval_forward(microbatch)
 
     def eval_forward(self, microbatch: Any, outputs: Any) -> Any:
@@ -342,9 +313,9 @@ class _KeywordModel(Convention):
     def _read(self, given: Any) -> Output:
         if not isinstance(given, Mapping):
             return Output(getattr(given, "loss", None), outputs=given)
-        # Models of torchvision return nothing but named losses in training.
+        # In training, detectors of torchvision return only named losses.
         losses = {} if given.get("loss") is not None else _scalar_losses(given)
-        if losses and len(losses) == len(given):  # detectors give nothing but losses
+        if losses and len(losses) == len(given):
             return _summed(losses, given)
         return Output(given.get("loss"), outputs=given)
 
@@ -358,20 +329,20 @@ class _KeywordModel(Convention):
     def targets(self, batch: Any) -> Any:
         if isinstance(batch, Mapping) and batch.get("shift_labels") is not None:
             raise LossError(
-                "the batch holds 'shift_labels', so which targets the loss counts cannot be read "
-                "off; pass loss_average=… as a callable that counts them in a microbatch"
+                "the batch holds 'shift_labels', so the targets that the loss counts are unknown; "
+                "pass loss_average=… as a callable that counts them in a microbatch"
             )
         return super().targets(batch)
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:
-    # A BatchEncoding is a UserDict: every mapping is called by keyword, not only dicts.
+    # Pass every mapping as keywords, not only dicts: a BatchEncoding is a UserDict.
     is_named = type(inputs) is not Tensor and isinstance(inputs, Mapping)
     return model(**inputs) if is_named else model(inputs)
 
 
 def _read_result(result: Any) -> Output:
-    """Read ``loss``, ``(loss, outputs)`` or ``{"loss": …}``; an integration gives it as it is."""
+    """Read ``loss``, ``(loss, outputs)`` or ``{"loss": …}``, or return an `Output` as it is."""
     if isinstance(result, Output):
         return result
     if isinstance(result, Tensor):
@@ -386,40 +357,40 @@ def _read_result(result: Any) -> Output:
             return _summed(losses, result)
         raise LossError(
             f"forward returned a mapping with the keys {sorted(map(str, result))}: it needs "
-            "'loss', or nothing but scalar losses, which are then summed"
+            "'loss', or only scalar losses, which are summed"
         )
     if not (isinstance(result, tuple) and len(result) == 2):
         raise LossError(_no_loss_in(result))
     loss, outputs = result
     if loss is None:  # as in evaluation
         return Output(None, outputs=outputs)
-    # A pair of numbers is most likely a swapped pair or two losses, and would train on the wrong
-    # one.
+    # A pair of numbers is most likely a swapped pair or two losses, of which the wrong one would be
+    # trained on.
     if isinstance(outputs, Tensor) and outputs.dim() == 0:
         if isinstance(loss, Tensor) and loss.numel() > 1:
             raise LossError(
-                f"forward returned a tensor of shape {tuple(loss.shape)} and one number behind it: "
-                "the loss comes first, (loss, outputs). Where a model returns (outputs, loss), "
-                "take them apart: forward=lambda model, batch: model(*batch)[::-1]"
+                f"forward returned a tensor of shape {tuple(loss.shape)} followed by one number, "
+                "but the loss comes first: (loss, outputs). If a model returns (outputs, loss), "
+                "swap them: forward=lambda model, batch: model(*batch)[::-1]"
             )
         if outputs.requires_grad:
             raise LossError(
                 "forward returned (loss, outputs) whose outputs are one number with a gradient, "
-                "and only the first would be trained on. Two losses? Return a mapping from names "
-                "to losses, which are summed; for a number to look at, .detach() it"
+                "but only the first would be trained on. For two losses, return a mapping from "
+                "names to losses, which are summed; for a number to log, .detach() it"
             )
     return dataclasses.replace(_read_result(loss), outputs=outputs)
 
 
 def _no_loss_in(result: Any) -> str:
     return (
-        f"forward returned {_named(result)}, and no loss can be found in it; return the loss, "
+        f"forward returned {_named(result)}, which contains no loss; return the loss, "
         "(loss, outputs), or a mapping with the key 'loss'"
     )
 
 
 def _scalars(given: Mapping[Any, Any]) -> dict[str, Tensor]:
-    # Names need not be texts, and are shown and logged as such.
+    # Names may be other objects, but are shown and logged as text.
     tensors = {str(name): each for name, each in given.items() if isinstance(each, Tensor)}
     return {name: each for name, each in tensors.items() if each.dim() == 0}
 
@@ -429,7 +400,7 @@ def _scalar_losses(given: Mapping[Any, Any]) -> dict[str, Tensor]:
 
 
 def whole_numbers(result: Mapping[Any, Any]) -> list[str]:
-    """Names of the counts among what a forward gave, which are no losses.
+    """Return the names of counts in the result of a forward, which are not losses.
 
     Example:
         >>> import torch
@@ -447,15 +418,15 @@ def whole_numbers(result: Mapping[Any, Any]) -> list[str]:
 def _summed(losses: Mapping[str, Tensor], outputs: Any) -> Output:
     if "total" in losses and len(losses) > 1:
         raise LossError(
-            f"the losses {', '.join(map(repr, losses))} would be added up, and 'total' may be "
-            "their sum already; call the total 'loss', which is trained on alone, or give the "
-            "part 'total' another name"
+            f"the losses {', '.join(map(repr, losses))} would be added up, but 'total' may already "
+            "be their sum; name the total 'loss', so that only it is trained on, or give the part "
+            "'total' another name"
         )
     return Output(functools.reduce(operator.add, losses.values()), losses, outputs)
 
 
 def outputs_with_rows(outputs: Any) -> Any:
-    """Outputs without the losses and the cache among them, which have no rows to be joined.
+    """Return outputs without their losses and cache, which have no rows to be joined.
 
     Example:
         >>> import torch
@@ -464,7 +435,7 @@ def outputs_with_rows(outputs: Any) -> Any:
     """
     if not isinstance(outputs, Mapping):
         return outputs
-    # A cache would be the largest of all outputs, for nothing: no batch follows with it.
+    # A cache would be the largest output, and no later batch would use it.
     without = {*_scalars(outputs), "past_key_values"}
     kept = {name: value for name, value in outputs.items() if str(name) not in without}
     # A Hugging Face ModelOutput forbids removing keys from it.
@@ -479,8 +450,8 @@ def _pair(batch: Any) -> tuple[Any, Any]:
     if is_row and len(batch) == 2:
         return batch[0], batch[1]
     raise BatchError(
-        f"with loss_fn a batch is a pair (inputs, targets), and this one is {_named(batch)}; "
-        "yield such pairs from the data loader, or pass forward=… that takes (model, microbatch)"
+        f"with loss_fn a batch is a pair (inputs, targets), but this one is {_named(batch)}; "
+        "yield pairs from the data loader, or pass forward=… that takes (model, microbatch)"
     )
 
 
@@ -492,7 +463,7 @@ def _find_targets(batch: Any) -> Any:
             if batch.get(key) is not None:
                 return batch[key]
     is_pair = isinstance(batch, list | tuple) and len(batch) == 2
-    if is_pair and reading_of(batch, is_root=True) != "items":  # and not two samples
+    if is_pair and reading_of(batch, is_root=True) != "items":  # not two samples
         return batch[1]
     raise LossError(
         f"the targets cannot be found in {_named(batch)}; name them "
@@ -512,7 +483,7 @@ def _count_targets(batch: Any) -> Any:
     targets = _find_targets(batch)
     if targets.is_floating_point():
         return len(targets)
-    return (targets != IGNORED).sum().clamp(min=1)  # of none the loss is zero, and not NaN
+    return (targets != IGNORED).sum().clamp(min=1)  # without targets, a zero loss and not NaN
 
 
 def _predictions(outputs: Any) -> Any:

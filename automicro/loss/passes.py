@@ -1,4 +1,4 @@
-"""The computation from a batch, and extra passes, which leave no trace."""
+"""The computation of a loss from a batch, and extra passes, which are rolled back."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,19 +18,19 @@ from automicro.torch_private import is_older
 from automicro.transaction.leaves import nodes_of
 
 Mode: TypeAlias = Literal["train", "eval", "predict"]
-"""Which forward: "train" has a loss, "eval" may have one, "predict" has none."""
+"""The forward to run: "train" has a loss, "eval" may have one, "predict" has none."""
 
 
-_running = [0]  # extra passes, each in the one before
+_running = [0]  # number of nested extra passes
 
 
 def is_extra_pass() -> bool:
-    """Whether the forward that is running is an extra one, which counts for nothing.
+    """Whether the current forward is an extra one, whose results are discarded.
 
-    There are two kinds: checks of a few rows, at the first batches that might be split, and one
-    row through a model with lazy layers. State that automicro can find is put back after them
-    (parameters, buffers, attributes of modules, variables that ``loss_fn`` and ``forward`` get
-    at). What lies elsewhere, such as a file that a forward writes to, can ask here.
+    There are two kinds: checks of a few rows, on the first batches that could be split, and one
+    row through a model with lazy layers. State that automicro can find is rolled back after them
+    (parameters, buffers, attributes of modules, variables that ``loss_fn`` and ``forward``
+    reach). Code with other effects, such as a forward that writes to a file, can check this.
 
     Example:
         >>> from automicro import is_extra_pass
@@ -42,8 +42,8 @@ def is_extra_pass() -> bool:
 
 @contextlib.contextmanager
 def extra_pass() -> Iterator[None]:
-    """Let `is_extra_pass` say so meanwhile."""
-    # A number and no flag: a check may run inside of another extra pass.
+    """Make `is_extra_pass` return True inside the context."""
+    # A counter and not a flag, because a check may run inside another extra pass.
     _running[0] += 1
     try:
         yield
@@ -53,38 +53,27 @@ def extra_pass() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Computation:
-    """The computation from a batch: a model, its loss, and how batches are read.
+    """The computation of a loss from a batch: a model, its loss, and the layout of batches."""
 
-    Attributes:
-        modules: the model, then further modules that take part.
-        convention: from a batch of rows to a loss.
-        averages: what each loss is taken for, by name.
-        eval_averages: the same in evaluation.
-        layout: of batches.
-        device: where the model computes.
-        roots: modules, functions and further values, by name, whose state a forward may change.
-        reach: what modules and functions get at by themselves.
-        left: names of what checks could not put back; each is said once.
-    """
-
-    modules: Sequence[nn.Module]
+    modules: Sequence[nn.Module]  # the model first
     convention: Convention
-    averages: Mapping[str, Average]
+    averages: Mapping[str, Average]  # by the name of the loss
     eval_averages: Mapping[str, Average]
     layout: BatchLayout
     device: torch.device
-    roots: Mapping[str, Any]
+    roots: Mapping[str, Any]  # everything by name whose state a forward may change
     reach: Reach
+    # State that checks could not roll back, by name, to be reported once.
     left: set[str] = field(default_factory=set, compare=False)
 
     @property
     def reached(self) -> list[nn.Module]:
-        """The modules, and those that the caller's functions get at by themselves."""
+        """The modules, and those that the caller's functions reach on their own."""
         found = [*self.modules, *self.reach.modules().values()]
         return list({id(module): module for module in found}.values())
 
     def names(self) -> dict[int, str]:
-        """A name for each parameter that a gradient may reach, by its id."""
+        """Return a name for each parameter that a gradient may reach, by its id."""
         found: dict[int, str] = {}
         for root in self.reached:
             for name, parameter in root.named_parameters():
@@ -94,14 +83,10 @@ class Computation:
 
 
 def check_own_graph(loss: Tensor, first_node: int) -> None:
-    """Refuse a backward through a graph that was there before the forward: it is the caller's.
-
-    Raises:
-        LossError: the loss hangs on nodes that are older than the first of the forward.
-    """
+    """Refuse a backward through a graph that the caller built before the forward."""
     older = next((node for node in nodes_of(loss) if is_older(node, first_node)), None)
     if older is not None:
         raise LossError(
-            f"the loss hangs on a graph that was made before the forward ({older.name()}), which "
-            f"each microbatch would go backward through again; {ONE_GRAPH_EACH}"
+            f"the loss depends on a graph that was built before the forward ({older.name()}), "
+            f"which the backward of each microbatch would run through again; {ONE_GRAPH_EACH}"
         )

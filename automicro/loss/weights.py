@@ -1,4 +1,4 @@
-"""The weights with which the losses of microbatches add up to the whole batch's."""
+"""The weights with which the losses of microbatches add up to that of the whole batch."""
 
 import functools
 import math
@@ -18,36 +18,26 @@ from automicro.values import alone
 def _shares(
     divisors: Divisors | None, num_microbatches: int, of_all: float | None, copies: int
 ) -> list[Weight | None]:
-    """Each microbatch's share of the whole, also of that of all ranks; None stands for one."""
+    """Return each microbatch's share of the whole, or of all ranks; None stands for one."""
     if divisors is None:
         return [None if copies == 1 else 1 / copies] * num_microbatches
     each, whole = divisors
-    # Without any target on any rank each share is 0, and nothing is divided by 0.
+    # Without any target on any rank each share is 0, to avoid dividing by 0.
     if of_all is not None:
         return [count / of_all if of_all else 0.0 for count in each]
     if isinstance(whole, Tensor):
-        # Also for one microbatch: asking whether every target is ignored would wait for the device.
-        # All shares in two kernels, however many microbatches.
+        # Even for one microbatch: checking whether all targets are ignored would wait for the
+        # device. Two kernels compute all shares, for any number of microbatches.
         counts = torch.stack([torch.as_tensor(count) for count in each])
         return list((counts / whole.clamp(min=torch.finfo(torch.float32).tiny)).unbind())
-    # A batch that stays whole is multiplied by nothing, so that its bits are those of plain torch.
+    # A batch that stays whole is not multiplied, so that its bits are those of plain torch.
     if len(each) == 1 and whole:
         return [None]
-    return [count / whole if whole else 0.0 for count in each]  # 0: every target is ignored
+    return [count / whole if whole else 0.0 for count in each]  # 0 if every target is ignored
 
 
 class BatchWeights:
     """The weights of every microbatch, for one loss or for several by name.
-
-    Attributes:
-        of_all: what each microbatch weighs, where all its losses weigh the same; else None, for
-            one.
-        is_nothing: whether each microbatch is known to contribute nothing, because it counts no
-            target.
-        are_plain: whether each is a number other than zero, for all losses of its microbatch. A
-            backward may then begin with it in place of one: gradients have the same bits, and
-            losses are weighted all at once, by `add_up`.
-        totals: what each loss of the whole was divided by, by name; None for a sum.
 
     Example:
         >>> from automicro.loss.averages import Samples
@@ -67,22 +57,26 @@ class BatchWeights:
         num_microbatches = sum(len(cut.sizes) for cut in cuts)
         self._of_all_ranks = totals or {}
         self._weights: dict[str, list[Weight | None]] = {}
-        self.totals: dict[str, Weight | None] = {}
+        self.totals: dict[str, Weight | None] = {}  # divisors of the whole, by name of the loss
         for name, average in averages.items():
             divisors, of_all = average.divisors(cuts), self._of_all_ranks.get(name)
             if divisors is not None and of_all is not None:
-                # Ranks have agreed on what whole batches count, and compare the sum with it.
+                # Ranks have agreed on the counts of whole batches, and compare the sum with them.
                 divisors = Divisors(divisors.each, add_counts(divisors.each))
             self._weights[name] = _shares(divisors, num_microbatches, of_all, copies)
             self.totals[name] = None if divisors is None else divisors.whole
+        # The weight of each microbatch, if all its losses have the same one.
         self.of_all = self._weights.get("") or [None] * num_microbatches
+        # If all are nonzero numbers, a backward can start from them instead of one: gradients have
+        # the same bits, and `add_up` weights all losses at once.
         self.are_plain = all(type(each) is float and each for each in self.of_all)
         every = zip(*self._weights.values(), strict=True)
+        # Whether a microbatch counts no target and so contributes nothing, as far as known.
         self.is_nothing = [all(map(_is_zero, weights)) for weights in every]
 
     @property
     def all_are_nothing(self) -> bool:
-        """Whether the whole batch, of all ranks, is known to count no target."""
+        """Whether the whole batch of all ranks counts no target, as far as known."""
         if self._of_all_ranks:
             return not any(self._of_all_ranks.values()) and None not in self.totals.values()
         return all(self.is_nothing)
@@ -90,30 +84,25 @@ class BatchWeights:
     def apply(
         self, index: int, loss: Tensor, losses: Mapping[str, Tensor], *, has_total: bool = False
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """A microbatch's loss and its parts, weighted so that those of a batch add up.
-
-        Raises:
-            LossError: ``loss_average`` names other losses than the forward gives, or the forward
-                gives a total beside them, which no weights of its parts can replace.
-        """
+        """Weight a microbatch's loss and its parts, so that those of a batch add up."""
         if "" in self._weights:
             weight = self.of_all[index]
             return _weigh(loss, weight), {n: _weigh(part, weight) for n, part in losses.items()}
         if has_total or losses.keys() != self._weights.keys():
             given = sorted([*losses, "loss"] if has_total else losses)
             raise LossError(
-                f"loss_average names the losses {sorted(self._weights)}, but the forward gives "
-                f"{given}; name the same losses, and give no 'loss' beside them"
+                f"loss_average names the losses {sorted(self._weights)}, but the forward returns "
+                f"{given}; name the same losses, and return no 'loss' next to them"
             )
         weights = {name: self._weights[name][index] for name in losses}
         parts = {name: _weigh(part, weights[name]) for name, part in losses.items()}
-        # The gradient of a mean over no target can be NaN, even times zero: it is left out.
+        # Leave out means over no target, whose gradient can be NaN even times zero.
         counted = [part for name, part in parts.items() if not _is_zero(weights[name])]
         return functools.reduce(operator.add, counted or parts.values()), parts
 
     def report(self, loss: Tensor, parts: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """A microbatch's loss and its parts as they are kept, without graphs."""
-        kept = alone if len(self.of_all) > 1 else Tensor.detach  # one is gone soon
+        """Return a microbatch's loss and its parts without graphs, to be kept."""
+        kept = alone if len(self.of_all) > 1 else Tensor.detach  # a single one is freed soon
         return kept(loss), {name: kept(part) for name, part in parts.items()}
 
 
@@ -121,7 +110,7 @@ def add_up(
     losses: Sequence[tuple[Tensor, dict[str, Tensor]]],
     weights: Sequence[Weight | None] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The whole batch's loss and its parts, from those of its microbatches."""
+    """Add up the losses of microbatches, and their parts, to those of the whole batch."""
     if len(losses) == 1 and weights is None:
         return losses[0]
     parts = {name: _sum([each[name] for _, each in losses], weights) for name in losses[0][1]}
@@ -134,9 +123,9 @@ def _sum(losses: Sequence[Tensor], weights: Sequence[Weight | None] | None) -> T
     if any(type(loss) is not Tensor for loss in losses):
         return _sum(list(map(_weigh, losses, weights)), None)
     stacked = torch.stack(list(losses))
-    # A number times each of them would be computed in no less than this.
+    # Multiplying each by a number would compute in at least this precision.
     precision = torch.promote_types(stacked.dtype, torch.float32)
-    # Made on the host and sent without waiting.
+    # Created on the host and copied without waiting.
     factors = torch.tensor(weights, dtype=precision, device="cpu")
     return (stacked * factors.to(stacked.device, non_blocking=True)).to(stacked.dtype).sum()
 
@@ -149,7 +138,7 @@ def _weigh(loss: Tensor, weight: Weight | None) -> Tensor:
     if weight is None:
         return loss
     if isinstance(weight, Tensor):
-        # A mean over no target is NaN; selecting first keeps it out of the sum.
+        # A mean over no target is NaN; selecting first removes it from the sum.
         weight = weight.to(loss.device)
         return torch.where(weight > 0, loss, torch.zeros_like(loss)) * weight.to(loss.dtype)
     # A mean over no target is NaN, and so is zero times it. The product keeps the graph.
@@ -162,10 +151,7 @@ _MOST_UNREAD = 100
 
 
 class LossMean:
-    """Gathers the losses of batches, each with what it was divided by.
-
-    A mean of means would depend on how the data was cut into batches. Sums add up. What lies on a
-    device is read late, a hundred batches at once.
+    """The mean loss of several batches, weighted by their denominators.
 
     Example:
         >>> import torch
@@ -176,6 +162,8 @@ class LossMean:
         {'loss': 2.0}
     """
 
+    # A mean of means would depend on the cut of the data into batches; weighted sums do not. Values
+    # on a device are read late, a hundred batches at once.
     def __init__(self) -> None:
         self._gathered: list[tuple[str, float, float | None]] = []  # name, loss, denominator
         self._unread: list[tuple[str, Tensor, Weight | None]] = []
@@ -186,18 +174,18 @@ class LossMean:
         losses: Mapping[str, Tensor],
         denominators: Mapping[str, Weight | None],
     ) -> None:
-        """Take one batch's loss, its parts by name, and what they were divided by."""
+        """Add one batch's loss, its parts by name, and their denominators."""
         is_one = "" in denominators
         if is_one:
             self._unread.append(("loss", loss, denominators[""]))
         for name, part in losses.items():
             self._unread.append((f"loss/{name}", part, denominators["" if is_one else name]))
-        # Held on the device until then: reading each would wait for each.
+        # Kept on the device until then, because each read waits for it.
         if len(self._unread) >= _MOST_UNREAD:
             self._read()
 
     def merge(self, other: "LossMean") -> None:
-        """Take all that another one gathered, such as another rank's.
+        """Add everything that another one has gathered, such as another rank's.
 
         >>> import torch
         >>> mine, others = LossMean(), LossMean()
@@ -212,25 +200,25 @@ class LossMean:
         self._gathered += other._gathered
 
     def __getstate__(self) -> dict[str, Any]:
-        # What is unread may lie on a device that the reader of this state does not have.
+        # Unread values may be on a device that the receiver of this state does not have.
         self._read()
         return vars(self)
 
     def compute(self) -> dict[str, float]:
-        """``"loss"``, and each part as ``"loss/name"``; empty where there were none."""
+        """Return ``"loss"``, and each part as ``"loss/name"``; empty if there were none."""
         self._read()
         gathered = defaultdict[str, list[tuple[float, float | None]]](list)
         for name, loss, count in self._gathered:
             gathered[name].append((loss, count))
         means = {name: _mean(values) for name, values in gathered.items()}
         if means and "loss" not in means:
-            # As in training, a part of which nothing counts is no part of the sum.
+            # As in training, a part without any count is left out of the sum.
             counted = [mean for mean in means.values() if mean is not None]
             means = {"loss": math.fsum(counted) if counted else None} | means
         return {name: math.nan if mean is None else mean for name, mean in means.items()}
 
     def _read(self) -> None:
-        """Read what is still where it was computed, all at once."""
+        """Read all values that are still on a device at once."""
         unread, self._unread = self._unread, []
         values = read_numbers([value for _, *pair in unread for value in pair])
         names = [name for name, *_ in unread]
@@ -238,11 +226,11 @@ class LossMean:
 
 
 def _mean(values: list[tuple[float, float | None]]) -> float | None:
-    """None where nothing counts: the losses of such batches say nothing, and may be NaN."""
+    """Return the mean, or None if nothing counts, because the losses may then be NaN."""
     # Sums add up and have no denominator.
     if any(count is None for _, count in values):
         return math.fsum(loss for loss, _ in values)
     counted = [(loss, count) for loss, count in values if count]
-    # fsum, as an evaluation may add up millions of losses.
+    # fsum, because an evaluation may add up millions of losses.
     total = math.fsum(count for _, count in counted)
     return math.fsum(loss * count for loss, count in counted) / total if counted else None

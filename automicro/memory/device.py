@@ -223,16 +223,6 @@ def total_bytes(device: torch.device | str) -> int | None:
     return None if found is None else int(found)
 
 
-def device_identity(device: torch.device | str) -> str | None:
-    """Return what a device is called in all processes, whatever its index, or None if nothing.
-
-    >>> device_identity("cpu") is None
-    True
-    """
-    found = _property(torch.device(device), "uuid")
-    return None if found is None else str(found)
-
-
 def usable_bytes(device: torch.device | str) -> int | None:
     """Return what this process may use of a device in all, or None if unknown.
 

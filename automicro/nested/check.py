@@ -6,18 +6,17 @@ a trace, draws and BatchNorm held. What differs beyond chance is refused by name
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from automicro.batch.tensors import tensor_leaves
-from automicro.checking.bench import Bench, Conditions, Failed, Wanted, cuts_of, tried
-from automicro.checking.candidates import candidates
+from automicro.checking.bench import Bench, Conditions, Failed, cuts_of, tried
 from automicro.checking.draws import CollectiveError
-from automicro.checking.reading import LOSS, Reading, gaps, relative_errors
+from automicro.checking.reading import LOSS, Reading, relative_errors
 from automicro.checking.rows import Forms, telling_rows
 from automicro.errors import (
     AutomicroError,
@@ -39,9 +38,8 @@ from automicro.loss.averages import (
     read_average,
 )
 from automicro.loss.conventions import TARGET_KEYS, Convention, Output
-from automicro.loss.passes import Computation, Mode, extra_pass
-from automicro.loss.weights import BatchWeights
-from automicro.memory.oom import Failure, classify, ignoring_errors
+from automicro.loss.passes import Computation, extra_pass
+from automicro.memory.oom import Failure, classify
 from automicro.modules import runs_collectives
 from automicro.nested.slices import (
     Call,
@@ -59,8 +57,6 @@ _NOISE = 1e-2  # of what is given: so much by chance hides what slices change
 _ROUNDINGS = 32
 _FACTOR = 1024.0  # of gradients, which rounds nothing
 _SLACK = 1e-2
-_SLIGHT = 1e-4
-_SHOWN = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,15 +145,14 @@ class Check:
         return known
 
     def _compare(self, call: Call, most: int) -> Checked:
-        modules = _modules_of(call)
-        if num_ranks() > 1 and runs_collectives(modules):
+        part = _Part(call, self._declared)
+        if num_ranks() > 1 and runs_collectives(part.modules):
             raise UnsplittableModelError(_COLLECTIVE)
-        num_rows = call.layout.num_rows(call.batch)
-        pieces = telling_rows(call.layout, call.batch, num_rows, most=most)
+        pieces = telling_rows(call.layout, call.batch, call.num_rows, most=most)
         try:
             # Gradients tell what a loss averages over, in evaluation, too.
             with uncheckpointed(), torch.inference_mode(False):
-                return _Comparison(call, pieces, self._declared).run()
+                return part.compare(*cuts_of(call.layout, call.batch, pieces))
         except CollectiveError:
             raise UnsplittableModelError(_COLLECTIVE) from None
         except Exception as error:
@@ -177,21 +172,33 @@ def _dry(call: Call) -> Checked:
 
 
 class _Part(Convention):
-    """A part, as a way from rows to a loss.
+    """A part, as a way from rows to a loss, that is compared with its slices.
 
     Attributes:
-        gives_loss: whether it gives a loss, and no outputs.
-        gives_count: whether that is a sum, beside what it counted.
-        is_proportional: whether its gradient grows as that from behind does.
-        told: what torch says of the last operation of its loss.
-        flatten: makes tokens of what it gives for rows and positions; None where it gives rows.
+        modules: whose forwards it runs.
     """
 
-    def __init__(self, call: Call) -> None:
-        self._sliced = call
-        self.gives_loss, self.gives_count, self.is_proportional = False, False, True
-        self.told: Average | None = None
-        self.flatten: Callable[[Any], Any] | None = None
+    def __init__(self, call: Call, declared: LossAverage) -> None:
+        self._sliced, self._declared = call, declared
+        self._gives_loss, self._gives_count, self._is_proportional = False, False, True
+        self._told: Average | None = None  # by torch, of the last operation of its loss
+        roots = call.standing.roots
+        self.modules = [each for each in roots.values() if isinstance(each, nn.Module)]
+
+    def _bench(self, conditions: Conditions) -> Bench:
+        call, averages = self._sliced, _averages("none")
+        # Not kept: it holds this convention, and a cycle would hold the batch with its graph.
+        computation = Computation(
+            modules=self.modules or [nn.Identity()],
+            convention=self,
+            averages=averages,
+            eval_averages=averages,
+            layout=call.layout,
+            device=call.device,
+            roots=call.standing.roots,
+            reach=Reach(call.standing.roots),
+        )
+        return Bench(computation, conditions)
 
     def train(self, model: nn.Module, microbatch: Any, **_: Any) -> Output:
         """Read the graph, and let it go."""
@@ -201,30 +208,28 @@ class _Part(Convention):
         rows, inputs = marked(microbatch, real)
         aliases = aliases_of(self._sliced.parameters)
         loss = self._sliced.compute(rows, aliases)
-        loss = loss[0] if self.gives_count else loss
+        loss = loss[0] if self._gives_count else loss
         if loss.requires_grad:
             needing = set(self._sliced.inputs())
             wanted = [leaf for path, leaf in zip(real, inputs, strict=True) if path in needing]
             # Where no input needs a gradient, the smallest parameter shows the graph as well.
             wanted = wanted or [min(aliases or inputs, key=Tensor.numel)]
-            self.is_proportional = _is_proportional(loss, wanted)
-            self.told = _told(loss, microbatch, self._sliced.layout.num_rows(microbatch))
+            self._is_proportional = _is_proportional(loss, wanted)
+            self._told = _told(loss, microbatch, self._sliced.layout.num_rows(microbatch))
         return Output(loss.detach(), {}, None)
 
     def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
         output = self._sliced.compute(microbatch, ())
-        if not self.gives_count:
+        if not self._gives_count:
             return Output(output, {}, None)
         loss, count = output
         return Output(loss, {"its count": torch.as_tensor(count, dtype=torch.float64)}, None)
 
     def predict(self, model: nn.Module, microbatch: Any, **_: Any) -> Any:
         output = self._sliced.compute(microbatch, ())
-        self.gives_count = is_counted(output)
-        self.gives_loss = self.gives_count or is_loss(output)
-        if self.flatten is not None:
-            output = output if self.gives_loss else self.flatten(output)
-        elif not self.gives_loss:
+        self._gives_count = is_counted(output)
+        self._gives_loss = self._gives_count or is_loss(output)
+        if not self._gives_loss:
             rows_of(output, self._sliced.layout.num_rows(microbatch))
         leaves = tensor_leaves(output)
         return {path: leaf if leaf.dim() else leaf[None] for path, leaf in leaves}
@@ -232,19 +237,11 @@ class _Part(Convention):
     def targets(self, batch: Any) -> Any:
         return _targets_of(batch)
 
-
-class _Comparison:
-    """Some rows of a call, whole and in two pieces."""
-
-    def __init__(self, call: Call, pieces: Sequence[Sequence[int]], declared: LossAverage) -> None:
-        self._call, self._declared = call, declared
-        self._part = _Part(call)
-        self._whole, self._pieces = cuts_of(call.layout, call.batch, pieces)
-
-    def run(self) -> Checked:
-        """Compare outputs, or losses weighted by what they average over."""
-        with self._bench("predict", "outputs") as bench:
-            whole = bench.read(self._whole)
+    def compare(self, together: CutBatch, apart: CutBatch) -> Checked:
+        """Compare outputs of some rows, or losses weighted by what they average over."""
+        conditions = Conditions(mode="predict", wants="outputs", notes_state=True)
+        with self._bench(conditions) as bench:
+            whole = bench.read(together)
             if whole.written:
                 raise UnsplittableModelError(
                     "a part with a size of its own writes into its input "
@@ -252,149 +249,66 @@ class _Comparison:
                     "again; let it compute a new tensor: relu(x) and not relu_(x), nn.ReLU() and "
                     "not nn.ReLU(inplace=True) as its first layer"
                 )
-            if not self._part.gives_loss:
-                self._check_outputs(bench, whole)
+            if not self._gives_loss:
+                if self._is_hidden(bench, together, whole):
+                    warn(_HIDDEN, LossAverageWarning)
+                elif found := bench.compare(together, whole, bench.read(apart))[0]:
+                    refuse_outputs(next(iter(found)), "other values in slices than in the whole")
                 return Checked()
             bench.conditions = Conditions()
-            bench.read(self._whole)
-        told = None if is_declared(self._declared) else self._part.told
-        if self._part.gives_count:
-            if is_declared(self._declared):
-                raise LossAverageError(
-                    f"a part gives a sum and its count, and loss_average={self._declared!r} says "
-                    "that it gives a mean; leave loss_average out, or give the mean alone"
-                )
-            told = Sum()
+            bench.read(together)
+        is_given = is_declared(self._declared)
+        if self._gives_count and is_given:
+            raise LossAverageError(
+                f"a part gives a sum and its count, and loss_average={self._declared!r} says "
+                "that it gives a mean; leave loss_average out, or give the mean alone"
+            )
+        told = Sum() if self._gives_count else None if is_given else self._told
         averages = _averages(self._declared) if told is None else {"": told}
-        with self._bench("eval", "numbers") as bench:
-            whole = bench.read(self._whole)
+        with self._bench(replace(conditions, mode="eval", wants="numbers")) as bench:
+            whole = bench.read(together)
             is_finite = math.isfinite(whole.numbers[LOSS])
-            is_said = told is not None or is_declared(self._declared)
-            if is_finite and self._is_hidden(bench, whole):
-                if not is_said:
+            if is_finite and self._is_hidden(bench, together, whole):
+                if told is None and not is_given:
                     raise LossAverageError(f"{_HIDDEN}; {REMEDY}")
                 warn(_HIDDEN, LossAverageWarning)
-            elif not is_said or (is_finite and not self._fits(bench, averages)):
-                self._refuse_memory(bench)
-                self._refuse_average(bench, is_said)
+            elif told is None and not is_given:
+                raise LossAverageError(
+                    "the loss of a part does not end in a mean or sum of torch's over its rows or "
+                    f"targets, so that it is not known how losses of slices add up; {REMEDY}"
+                )
+            elif is_finite and not self._fits(bench, together, apart, averages):
+                named = f" with loss_average={self._declared!r}" * is_given
+                raise LossAverageError(
+                    f"the losses of slices of a part do not add up to its loss{named}; {REMEDY}"
+                )
         return Checked(
             averages=averages,
-            is_told=told is not None and not self._part.gives_count,
-            gives_count=self._part.gives_count,
-            is_proportional=self._part.is_proportional,
+            is_told=told is not None and not self._gives_count,
+            gives_count=self._gives_count,
+            is_proportional=self._is_proportional,
             is_over=is_finite,
         )
 
-    def _bench(self, mode: Mode, wants: Wanted) -> Bench:
-        return _bench(self._call, self._part, Conditions(mode=mode, wants=wants, notes_state=True))
-
-    def _is_hidden(self, bench: Bench, whole: Reading) -> bool:
+    def _is_hidden(self, bench: Bench, together: CutBatch, whole: Reading) -> bool:
         """Whether chance moves so much that nothing else can be seen."""
-        noise = whole.distances(bench.read(self._whole, shake=1))
+        noise = whole.distances(bench.read(together, shake=1))
         most = max(_NOISE, _ROUNDINGS * bench.rounding[1])
         return any(gap > most * whole.scales.get(name, 0.0) for name, gap in noise.items())
 
-    def _fits(self, bench: Bench, averages: Mapping[str, Average]) -> bool:
-        """Whether losses of pieces add up, weighted by what these count."""
+    def _fits(
+        self,
+        bench: Bench,
+        together: CutBatch,
+        apart: CutBatch,
+        averages: Mapping[str, Average],
+    ) -> bool:
+        """Whether losses of slices add up, weighted by what these count."""
         bench.computation = replace(bench.computation, eval_averages=averages)
-        whole = bench.read(self._whole)
+        whole = bench.read(together)
         # What counts nothing at all would make nothing of any loss, and add up to it.
         is_there = math.isclose(whole.numbers[LOSS], whole.each[0], rel_tol=0.1)
-        found, _ = bench.compare(self._whole, whole, bench.read(self._pieces))
-        return is_there and not found
-
-    def _check_outputs(self, bench: Bench, whole: Reading) -> None:
-        if self._is_hidden(bench, whole):
-            warn(_HIDDEN, LossAverageWarning)
-            return
-        found, _ = bench.compare(self._whole, whole, bench.read(self._pieces))
-        if found:
-            self._refuse_memory(bench)
-            refuse_outputs(next(iter(found)), "other values in slices than in the whole")
-
-    def _refuse_memory(self, bench: Bench) -> None:
-        """Refuse a forward that reads what an earlier one wrote: slices would be further ones."""
-        # Spectral norm is one: two forwards in a row give something else than one forward twice.
-        twice = CutBatch.whole(self._whole.batch, self._whole.sizes[0], times=2)
-        bench.computation = replace(bench.computation, eval_averages=_averages("none"))
-        carried = bench.read(twice)
-        bench.conditions = replace(bench.conditions, carries=False)
-        if not gaps(bench.read(twice), carried, ()):
-            return
-        names = [place.name for place, _ in carried.state.values()]
-        names = [n.partition(".")[2] if n.startswith("part ") else n for n in names[:4]]
-        raise UnsplittableModelError(
-            "a part with a size of its own reads what its own forward changes "
-            f"({', '.join(names)}): each slice would change them once more; put layers with "
-            "spectral norm into evaluation mode (.eval()), change such things outside of the part, "
-            "or let it begin behind them"
-        )
-
-    def _refuse_average(self, bench: Bench, is_said: bool) -> NoReturn:
-        fitting = self._fitting(bench)
-        remedy = f"pass loss_average={' or '.join(fitting)}, which fit these rows"
-        remedy = remedy if fitting else REMEDY
-        if not is_said:
-            raise LossAverageError(
-                "the loss of a part does not end in a mean or sum of torch's over its rows or "
-                f"targets, so that it is not known how losses of slices add up; {remedy}"
-            )
-        named = f" with loss_average={self._declared!r}" * is_declared(self._declared)
-        raise LossAverageError(
-            f"the losses of slices of a part do not add up to its loss{named}; {remedy}"
-        )
-
-    def _fitting(self, bench: Bench) -> list[str]:
-        """A declaration, in code, by which the losses of the pieces add up."""
-        found: list[str] = []
-        read = (*bench.read(self._whole).each, *bench.read(self._pieces).each)
-        whole, *pieces = map(torch.tensor, read)
-        for each in candidates(self._whole.batch, self._part):
-            if len(found) == _SHOWN:
-                break
-            with ignoring_errors():  # it may not apply
-                weights = BatchWeights(_averages(each.value), [self._pieces])
-                summed = sum(weights.apply(at, loss, {})[0] for at, loss in enumerate(pieces))
-                is_more = any(each.code.startswith(known) for known in found)
-                if not is_more and math.isclose(summed, whole, rel_tol=_SLIGHT):
-                    found.append(each.code)
-        return found
-
-
-def check_positions(call: Call, batch: Any, flatten: Callable[[Any], Any]) -> None:
-    """Refuse a part to which rows and positions are not one.
-
-    Raises:
-        UnsplittableModelError: it computes something else with tokens.
-    """
-    rows = call.layout.take_rows(batch, list(range(min(2, call.layout.num_rows(batch)))))
-    together, apart = (
-        CutBatch.whole(each, call.layout.num_rows(each)) for each in (rows, flatten(rows))
-    )
-    part = _Part(call)
-    with uncheckpointed(), _bench(call, part, Conditions(mode="predict", wants="outputs")) as bench:
-        part.flatten = flatten
-        try:
-            whole, *controls = (bench.read(together, shake=shake) for shake in range(3))
-        except Exception as error:
-            if classify(error) is Failure.RETRYABLE:
-                raise
-            return  # it takes nothing but tokens
-        part.flatten = None
-        try:
-            found = gaps(whole, bench.read(apart), controls)
-        except Exception as error:
-            if classify(error) is not Failure.RETRYABLE:
-                add_note(error, _TOKENS)
-            raise
-    for path in found:
-        named = f" {path!r}" if path else ""
-        raise UnsplittableModelError(
-            f"microbatch_unit='tokens': the part gives{named} other values for tokens of shape "
-            "(tokens, …) than for (rows, positions, …), so it computes along positions (a shift, "
-            "a sum over dimension 1, their number); leave the unit out, which cuts rows, or let "
-            "what sees positions happen outside of the part"
-        )
+        return is_there and not bench.compare(together, whole, bench.read(apart))[0]
 
 
 def _targets_of(batch: Mapping[str, Any]) -> Tensor:
@@ -417,25 +331,6 @@ def _targets_of(batch: Mapping[str, Any]) -> Tensor:
 
 def _is_whole(leaf: Tensor) -> bool:
     return not leaf.is_floating_point() and leaf.dtype is not torch.bool
-
-
-def _bench(call: Call, part: _Part, conditions: Conditions) -> Bench:
-    roots, averages = call.standing.roots, _averages("none")
-    computation = Computation(
-        modules=_modules_of(call) or [nn.Identity()],
-        convention=part,
-        averages=averages,
-        eval_averages=averages,
-        layout=call.layout,
-        device=call.device,
-        roots=roots,
-        reach=Reach(roots),
-    )
-    return Bench(computation, conditions)
-
-
-def _modules_of(call: Call) -> list[nn.Module]:
-    return [each for each in call.standing.roots.values() if isinstance(each, nn.Module)]
 
 
 def _averages(declared: LossAverage) -> Mapping[str, Average]:
@@ -515,11 +410,6 @@ def _holds_same(one: Tensor, other: Tensor) -> bool:
 _HINT = (
     "automicro: this was a check of a few rows of a part with a size of its own; where an argument "
     "holds no rows, say so, as in batch_layout={'mask': 'shared'}"
-)
-_TOKENS = (
-    "automicro: microbatch_unit='tokens' calls the part with tensors of shape (tokens, …), and it "
-    "takes (rows, positions, …) alone; let it take both, as by flatten(0, -2) for hidden states, "
-    "or leave the unit out, which cuts rows"
 )
 _HIDDEN = (
     "it could not be seen that slices of a part compute the same as the whole: the same rows give "

@@ -1,6 +1,5 @@
 """Parts of a model by their names: modules, and the tails of language models."""
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, TypeAlias, cast
@@ -17,6 +16,7 @@ from automicro.loss.passes import extra_pass
 from automicro.modules import evaluation_mode
 from automicro.nested.slices import tolerance_of
 from automicro.nested.split import NestedSplit, split
+from automicro.options import check_choice
 from automicro.step.feature import Feature
 from automicro.step.parts import SizedParts, attached_to
 from automicro.step.setup import Setup
@@ -24,6 +24,8 @@ from automicro.torch_private import FakeTensor, uncompiled
 
 NestedParts: TypeAlias = Mapping[str, Any] | Iterable[NestedSplit] | None
 
+UNITS = ("rows", "tokens")
+"""Of the slices of a language model's tail: tokens are rows × positions, in one dimension."""
 TAIL = "tail"
 """Stands for head and loss of a language model, unless a module is called so."""
 
@@ -54,7 +56,8 @@ class Nested(Feature):
     def __init__(self, parts: NestedParts) -> None:
         self._named: dict[str, dict[str, Any]] = {}
         self._given: list[NestedSplit] = []
-        if isinstance(parts, str | nn.Module):
+        given: Any = parts
+        if isinstance(given, str | nn.Module) or not isinstance(given, Iterable | None):
             raise TypeError(
                 f"nested={parts!r} names no size; give sizes by the names of modules: "
                 "{'joint': 'auto'}, or what split() returned, in a list"
@@ -143,30 +146,17 @@ def check_options(name: str, options: Any) -> dict[str, Any]:
     """
     found = dict(options) if isinstance(options, Mapping) else {"microbatch_size": options}
     known = [each for each in inspect.signature(NestedSplit).parameters if each != "part"]
+    known += ["microbatch_unit"] if name == TAIL else []
     for key in found.keys() - set(known):
         hint = suggestion(key, known) or f"; for a module, {f'{name}.{key}'!r} is one key"
         raise ValueError(f"nested[{name!r}] has {key!r}, and a part knows {', '.join(known)}{hint}")
+    given = {key: each for key, each in found.items() if key != "microbatch_unit"}
     try:
-        NestedSplit(_nothing, **found)
+        check_choice("microbatch_unit", found.get("microbatch_unit", "rows"), UNITS)
+        NestedSplit(_nothing, **given)
     except (TypeError, ValueError) as error:
         raise type(error)(f"nested[{name!r}]: {error}") from None
     return found
-
-
-def check_nested(nested: Any) -> None:
-    """Refuse sizes of parts that make no sense, before there is a model.
-
-    Raises:
-        TypeError, ValueError: each with its remedy.
-
-    >>> check_nested({"joint": "auto", "tail": {"microbatch_unit": "tokens"}})
-    """
-    if nested is not None and not isinstance(nested, Mapping):
-        raise TypeError(
-            f"nested={nested!r} is no mapping; give sizes by the names of modules, such as "
-            "{'joint': 'auto'} or {'joint': {'batch_split_factor': 4}}"
-        )
-    Nested(nested)
 
 
 def find_language_model(model: nn.Module) -> nn.Module | None:
@@ -198,7 +188,9 @@ class LanguageTail:
                 "its loss by itself; write head and loss as one function of hidden states and "
                 "targets, and give it a size with automicro.split"
             )
-        self._model, self._options = model, options
+        self._model = model
+        self._options = {**options}
+        self._by_tokens = self._options.pop("microbatch_unit", "rows") == "tokens"
         self._is_checked = False
         self.splits: dict[str, NestedSplit] = {}
         self._earlier: Any = None
@@ -210,7 +202,7 @@ class LanguageTail:
     def of(cls, model: nn.Module) -> "LanguageTail | None":
         """That of a model; None where it has none."""
         forward = vars(model).get("forward")
-        return forward.tail if isinstance(forward, _TailForward) else None
+        return forward if isinstance(forward, LanguageTail) else None
 
     @property
     def name(self) -> str:
@@ -225,7 +217,8 @@ class LanguageTail:
     def attach(self) -> None:
         """Let the model's forward take its head and loss apart, until `remove`."""
         self._earlier, self._forward = vars(self._model).get("forward"), self._model.forward
-        vars(self._model)["forward"] = functools.wraps(self._forward)(_TailForward(self))
+        self.__wrapped__ = self._forward  # its signature is that of the model's
+        vars(self._model)["forward"] = self
 
     def remove(self) -> None:
         """Let the model be as it was."""
@@ -234,11 +227,14 @@ class LanguageTail:
     @property
     def is_attached(self) -> bool:
         """Whether the model's forward is taken apart."""
-        forward = vars(self._model).get("forward")
-        return isinstance(forward, _TailForward) and forward.tail is self
+        return vars(self._model).get("forward") is self
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model's forward."""
+    @uncompiled(
+        "head and loss of a language model are cut while its forward runs (nested={'tail': …}); "
+        "compile what is inside of it, as in model.model.compile(), or leave out fullgraph=True"
+    )
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """In the place of the model's forward."""
         bound = inspect.signature(self._forward).bind(*args, **kwargs).arguments
         # In evaluation logits are wanted, and no backward keeps what made them.
         if bound.get("labels") is None or not torch.is_grad_enabled():
@@ -247,14 +243,9 @@ class LanguageTail:
         if not self._is_checked and not isinstance(bound["labels"], FakeTensor):
             self._check(bound)
             self._is_checked = True
-        return _without_logits(self._apart(args, kwargs))
+        return _without_logits(self._apart(*args, **kwargs))
 
-    def _apart(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        between: "_Between | None" = None,
-    ) -> Any:
+    def _apart(self, *args: Any, **kwargs: Any) -> Any:
         model: Any = self._model
         head = model.get_output_embeddings()
         compute_loss = model.loss_function
@@ -266,11 +257,9 @@ class LanguageTail:
         # the loss have hidden states in the place of logits.
         def hand_on(hidden: Tensor) -> Tensor:
             handed.append(hidden.dtype)
-            return hidden if between is None else between.probe(hidden)
+            return hidden
 
         def loss(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if between is not None:
-                return between.take(logits)
             bound = inspect.signature(compute_loss).bind_partial(None, *args, **kwargs)
             given = {**bound.arguments, **bound.arguments.get("kwargs", {})}
             given = {name: given[name] for name in list(given)[1:] if name != "kwargs"}
@@ -316,11 +305,16 @@ class LanguageTail:
             each = {"labels": None, "shift_labels": targets} if shifts else {"labels": targets}
             return compute_loss(head(hidden.to(dtype)), **each, **given)
 
-        part = self._split(is_sum=is_sum, head=head).of(tail)
+        targets = targets.to(hidden.device)
+        if self._by_tokens:
+            # Also one row that is too long can be cut so.
+            hidden, targets = hidden.flatten(0, 1), targets.flatten(0, 1)
+        part = self._split(is_sum=is_sum, head=head).of(tail, [head])
         try:
-            return cast(Tensor, part(hidden, targets.to(hidden.device)))
+            return cast(Tensor, part(hidden, targets))
         finally:
-            part.of(_nothing)  # a copy, or a file, of the model has nothing of this call
+            # A copy, or a file, of the model has nothing of this call.
+            part.of(_nothing, [head])
 
     def _split(self, *, is_sum: bool, head: nn.Module) -> NestedSplit:
         name = f"{TAIL} (sum)" if is_sum else TAIL
@@ -329,95 +323,45 @@ class LanguageTail:
             part = NestedSplit(_nothing, modules=[head], **{**average, **self._options})
             part.name = name
             self.splits[name] = part
-        self.splits[name].use([head])
         return self.splits[name]
 
     def _check(self, bound: Mapping[str, Any]) -> None:
         """Refuse a model that does something to its logits between head and loss."""
         layout = BatchLayout()
         batch = {name: value for name, value in bound.items() if value is not None}
-        kwargs = batch.pop("kwargs", {})
-        batch |= kwargs
+        batch |= batch.pop("kwargs", {})
         rows = layout.take_rows(batch, list(range(min(2, layout.num_rows(batch)))))
-        between = _Between()
-        with extra_pass(), torch.no_grad(), evaluation_mode([self._model]):
-            # Clones, for a forward may write into what it is given.
-            self._apart((), map_tensors(rows, torch.clone), between)
-            # First, large numbers in the place of logits show small changes; then two rows do.
-            changed = between.changed(self._model.get_output_embeddings())  # type: ignore[operator]
-            if changed is None:
-                whole = self._forward(**map_tensors(rows, torch.clone))
-                apart = self._apart((), map_tensors(rows, torch.clone))
-        if changed is None:
-            one, other = (
-                found["loss"] if isinstance(found, Mapping) else found[0]
-                for found in (whole, apart)
+        model: Any = self._model
+        head = model.get_output_embeddings()
+        earlier, compute = vars(head).get("forward"), head.forward
+        factor: list[Tensor] = []
+
+        # What is done to small logits may be too little to be seen in a loss (a soft cap does next
+        # to nothing), and grow with the model.
+        def enlarged(hidden: Tensor) -> Tensor:
+            logits: Tensor = compute(hidden)
+            if not factor:
+                factor.append(_LARGEST / logits.abs().amax().clamp(min=1e-6))
+            return logits * factor[0].to(logits.dtype)
+
+        losses = []
+        head.forward = enlarged
+        try:
+            with extra_pass(), torch.no_grad(), evaluation_mode([model]):
+                for forward in (self._forward, self._apart):
+                    # Clones, for a forward may write into what it is given.
+                    found = forward(**map_tensors(rows, torch.clone))
+                    losses.append(found["loss"] if isinstance(found, Mapping) else found[0])
+        finally:
+            _put_back(head, earlier)
+        one, other = map(float, losses)
+        if abs(one - other) > tolerance_of(losses[0]) * abs(one):
+            raise UnsplittableModelError(
+                f"{type(model).__name__} does something to its logits between its head and its "
+                f"loss (with large logits it is {one:.6g}, and by its tail alone {other:.6g}); "
+                "write head and loss as one function of hidden states and targets, and give it a "
+                "size with automicro.split"
             )
-            error = abs(float(one) - float(other))
-            if error <= tolerance_of(one) * abs(float(one)):
-                return
-            changed = f"two rows: {float(one):.6g}, by its tail alone {float(other):.6g}"
-        raise UnsplittableModelError(
-            f"{type(self._model).__name__} does something to its logits between its head and its "
-            f"loss ({changed}); write head and loss as one function of hidden states and targets, "
-            "and give it a size with automicro.split"
-        )
-
-
-class _Between:
-    """The operations of a language model between its head and its loss.
-
-    What it does to small ones may be too little to be seen in a loss (a soft cap does next to
-    nothing), and grow with the model. So large numbers go there in the place of logits.
-    """
-
-    def __init__(self) -> None:
-        self._given: list[Tensor] = []
-        self._found: list[Tensor] = []
-
-    def probe(self, hidden: Tensor) -> Tensor:
-        """Numbers of both signs, no two alike as far as their type tells them apart."""
-        numbers = torch.linspace(-_LARGEST, _LARGEST, hidden.numel(), dtype=torch.float64)
-        given = numbers.reshape(hidden.shape).to(hidden.device, hidden.dtype)
-        self._given.append(given)
-        return given.clone()
-
-    def take(self, logits: Tensor) -> Tensor:
-        """Take the arguments, and give a loss for the rest of the forward."""
-        self._found.append(logits.clone())
-        return logits.sum() * 0
-
-    def changed(self, head: nn.Module) -> str | None:
-        """The change to them, in words; None for none."""
-        if len(self._given) != 1 or len(self._found) != 1:
-            return f"{len(self._given)} calls of its head, {len(self._found)} of its loss function"
-        (given,), (found,) = self._given, self._found
-        if given.shape != found.shape:
-            return f"shapes {tuple(given.shape)} and {tuple(found.shape)}"
-        exact = max(torch.finfo(each.dtype).eps for each in (given, found)) * 4
-        given, found = given.double(), found.double()
-        # A factor changes nothing: it may come before the head as well as behind it.
-        factor = float(found.reshape(-1)[-1]) / _LARGEST
-        if not torch.allclose(found, given * factor, rtol=exact, atol=exact * abs(factor)):
-            return "other values"
-        # Unless there is a bias, which a factor before the head leaves alone.
-        if abs(factor - 1) > exact and getattr(head, "bias", None) is not None:
-            return f"times {factor:.6g}, with a bias in its head"
-        return None
-
-
-class _TailForward:
-    """Stands in the place of a language model's forward."""
-
-    def __init__(self, tail: LanguageTail) -> None:
-        self.tail = tail
-
-    @uncompiled(
-        "head and loss of a language model are cut while its forward runs (nested={'tail': …}); "
-        "compile what is inside of it, as in model.model.compile(), or leave out fullgraph=True"
-    )
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.tail.run(args, kwargs)
 
 
 def _nothing(hidden: Tensor, targets: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -180,19 +180,6 @@ def tolerance_of(value: Tensor) -> float:
     return _TOLERANCES.get(value.dtype, _COARSE)
 
 
-class _Sizer(Protocol):
-    """Says how many rows a slice has, and is told what became of it."""
-
-    def begin(self) -> int:
-        """Rows of a slice, at most; the same until a forward that follows a backward."""
-
-    def failed(self, size: int, error: BaseException | None = None) -> bool:
-        """Memory ran out in a slice of so many rows; whether the next ones are smaller."""
-
-    def end(self, sizes: Sequence[int]) -> None:
-        """All slices went through."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Call:
     """The arguments of a part's call, and how a slice of it is computed.
@@ -204,8 +191,7 @@ class Call:
             as many, in their order, or none; None: all is left as it is.
         holding: other tensors in place of parameters meanwhile, likewise.
         parameters: those that need a gradient.
-        averages: what the loss averages over; None where the part gives no loss.
-        sizer: of the slices.
+        sizer: says how many rows a slice has (`begin`), and learns what became of it.
         device: that it computes on.
         standing: all that the part reaches, for its backward: copies of nothing that is large.
         random: gives what remembers where random numbers stand.
@@ -218,8 +204,7 @@ class Call:
     compute: Callable[[Mapping[str, Any], Sequence[Tensor] | None], Any]
     holding: Callable[[Sequence[Tensor] | None], contextlib.AbstractContextManager[None]]
     parameters: Sequence[Tensor]
-    averages: Mapping[str, Average] | None
-    sizer: _Sizer
+    sizer: Any
     device: torch.device
     standing: Replay
     random: Callable[[], RandomState]
@@ -256,8 +241,7 @@ class Call:
             if path not in rows and few.get(path) is not inputs[path]:
                 raise UnsplittableModelError(
                     f"a part with a size of its own is given {path!r}, which needs a gradient, in "
-                    "a list of rows: lists of such tensors cannot be cut; give it one padded "
-                    "tensor with the rows in dimension 0, and their lengths"
+                    "a list of rows; give it one padded tensor, and the lengths"
                 )
 
     def sizes(self) -> list[int]:
@@ -285,7 +269,7 @@ class Call:
 
 
 @contextlib.contextmanager
-def naming(sizer: _Sizer, size: int) -> Iterator[None]:
+def naming(sizer: Any, size: int) -> Iterator[None]:
     """Around what may run out of memory for so many rows: then the error names the part."""
     try:
         yield
@@ -327,8 +311,7 @@ class Standing(AsItStood):
             path, _ = self.before[0].names().get(id(each), ("?", ""))
             raise UnsplittableModelError(
                 f"{path.partition('.')[2]!r} of a part with a size of its own was written into "
-                "between its forward and its backward, which computes the part again; call "
-                "backward before, or put a new tensor in its place"
+                "between its forward and its backward, which computes it again; call backward first"
             )
 
 
@@ -370,10 +353,10 @@ def summed(call: Call) -> Callable[[], Sequence[Tensor]]:
     halves = [each for each in parameters if _wide(each.dtype) is not each.dtype]
     if not halves:
         return tuple
-    sums = _apply(_Sums, *halves)
+    sums = apply(_Sums, *halves)
 
     def of_slice() -> Sequence[Tensor]:
-        found = dict(zip(map(id, halves), _apply(_OfSlice, halves, *sums), strict=True))
+        found = dict(zip(map(id, halves), apply(_OfSlice, halves, *sums), strict=True))
         return [found.get(id(each), each) for each in parameters]
 
     return of_slice
@@ -408,12 +391,12 @@ def rows_of(output: Any, num_rows: int) -> list[Tensor]:
 
 
 class Joined:
-    """The outputs of slices as those of all rows: else each of them would lie there twice."""
+    """The outputs of slices, put together as those of all rows."""
 
     def __init__(self, num_rows: int) -> None:
-        self._num_rows, self._start, self._shown = num_rows, 0, None
-        self._whole: list[Tensor] = []
-        self._placed: list[list[Tensor]] = []
+        self._missing = num_rows
+        self._shown: Any = None
+        self._slices: list[list[Tensor]] = []
 
     def put(self, output: Any, size: int) -> None:
         """Take the output of the next slice.
@@ -423,59 +406,31 @@ class Joined:
             UnsplittableModelError: it cannot be put together with that.
         """
         leaves = rows_of(output, size)
-        if not self._whole:
+        if not self._slices:
             # Without their memory, for they only show where tensors belong.
             self._shown = map_tensors(output, lambda leaf: leaf.new_empty(0))
-            self._whole = [leaf.new_empty((self._num_rows, *leaf.shape[1:])) for leaf in leaves]
-            self._placed = [[] for _ in leaves]
         known = iter([leaf for _, leaf in tensor_leaves(self._shown)])  # compared by identity
         rest = map_tensors(output, lambda leaf: next(known, leaf))
         # Without data there is nothing to compare.
         if not (isinstance(leaves[0], FakeTensor) or same_values(self._shown, rest)):
             what = "something that is another one for each slice (a number, a text, a None)"
             refuse_outputs("", f"beside tensors {what}")
-        for whole, placed, leaf in zip(self._whole, self._placed, leaves, strict=True):
-            if whole.shape[1:] != leaf.shape[1:]:
+        for first, leaf in zip(self._slices[0] if self._slices else (), leaves, strict=False):
+            if first.shape[1:] != leaf.shape[1:]:
                 raise BatchError(
-                    f"slices of a part give shapes {tuple(whole.shape[1:])} and "
-                    f"{tuple(leaf.shape[1:])} behind the rows; pad to the length of the whole "
-                    "batch, and not to that of the slice"
+                    f"slices of a part give shapes {tuple(first.shape[1:])} and "
+                    f"{tuple(leaf.shape[1:])} behind the rows; pad to the whole batch's length"
                 )
-            placed.append(_apply(_Placed, leaf, [whole.narrow(0, self._start, size)]))
-        self._start += size
+        self._slices.append(leaves)
+        self._missing -= size
 
     def outputs(self) -> Any:
         """The outputs of all rows, in the structure of one slice's."""
-        pairs = zip(self._whole, self._placed, strict=True)
-        # In a list: autograd would take an input that is returned for a view of itself.
-        found = iter([_apply(_Whole, [whole], *placed) for whole, placed in pairs])
+        if self._missing:  # tensors without data: a few slices stand for all
+            rest = [leaf.new_empty((self._missing, *leaf.shape[1:])) for leaf in self._slices[0]]
+            self._slices.append(rest)
+        found = map(torch.cat, zip(*self._slices, strict=True))
         return map_tensors(self._shown, lambda _: next(found))
-
-
-class _Placed(torch.autograd.Function):
-    """Copies rows of a slice to their place. What stands for them then takes no memory."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor, rows: list[Tensor]) -> Tensor:
-        rows[0].copy_(leaf)
-        return leaf.new_empty(()).expand(leaf.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0], None
-
-
-class _Whole(torch.autograd.Function):
-    """The rows of all slices, which lie in their places already."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: list[Tensor], *placed: Tensor) -> Tensor:
-        ctx.sizes = [len(each) for each in placed]
-        return whole[0]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, *torch.split_with_sizes(gradients[0][: sum(ctx.sizes)], ctx.sizes)
 
 
 def refuse_outputs(path: str, what: str) -> NoReturn:
@@ -488,8 +443,8 @@ def refuse_outputs(path: str, what: str) -> NoReturn:
     raise UnsplittableModelError(
         f"a part with a size of its own gives{named} {what}, so it computes something over "
         "rows and cannot be cut; give a size to a part that computes each row by itself and "
-        "gives rows in dimension 0 (the states of an LSTM have none there; a loss is a tensor "
-        "without any dimension, and the only output)"
+        "gives rows in dimension 0 (not the states of an LSTM), and put layers that read what "
+        "they change, such as spectral norm, into evaluation mode (.eval())"
     )
 
 
@@ -555,21 +510,13 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _with_inputs(batch: Any, inputs: Mapping[str, Tensor]) -> Any:
-    """The same batch, with other tensors at these paths."""
-    by_id = {id(leaf): inputs[path] for path, leaf in tensor_leaves(batch) if path in inputs}
-    return map_tensors(batch, lambda leaf: by_id.get(id(leaf), leaf))
-
-
 def marked(batch: Any, paths: Sequence[str]) -> tuple[Any, list[Tensor]]:
     """A slice whose tensors at these paths need a gradient, and these tensors."""
-    wanted = set(paths)
-    leaves = {
-        path: leaf.detach().requires_grad_()
-        for path, leaf in tensor_leaves(batch)
-        if path in wanted
-    }
-    return _with_inputs(batch, leaves), list(leaves.values())
+    given = dict(tensor_leaves(batch))
+    leaves = [given[path].detach().requires_grad_() for path in paths]
+    # Of one that stands at several paths, the last has all of its gradient.
+    by_id = {id(given[path]): leaf for path, leaf in zip(paths, leaves, strict=True)}
+    return map_tensors(batch, lambda leaf: by_id.get(id(leaf), leaf)), leaves
 
 
 def aliases_of(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -582,7 +529,7 @@ def refuse_twice() -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
             "a part with a size of its own has no second derivative (create_graph=True); take its "
-            "size away with .remove(), or compute that gradient without the part"
+            "size away with .remove()"
         )
 
 
@@ -590,14 +537,17 @@ class _Tail(torch.autograd.Function):
     """The loss of all slices; gradients are taken slice by slice in the forward."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, paths: Sequence[str], *tensors: Tensor) -> Tensor:
-        inputs = dict(zip(paths, tensors, strict=False))
-        batch = _with_inputs(call.batch, {path: each.detach() for path, each in inputs.items()})
-        sums = Gradients(inputs, call.parameters, call.layout.row_dims(batch))
+    def forward(
+        ctx: Any,
+        call: Call,
+        cut: CutBatch,
+        weights: BatchWeights,
+        inputs: Mapping[str, Tensor],
+        *_: Tensor,
+    ) -> Tensor:
+        paths = list(inputs)
+        sums = Gradients(inputs, call.parameters, call.layout.row_dims(call.batch))
         aliases = aliases_of(call.parameters)
-        cut = call.cut(batch, call.sizes())
-        assert call.averages is not None
-        weights = BatchWeights(call.averages, [cut])
 
         def loss_and_gradients(index: int, rows: Any) -> tuple[Tensor, Sequence[Tensor | None]]:
             # A Function's forward runs without gradients; each slice goes backward inside of it.
@@ -624,10 +574,10 @@ class _Tail(torch.autograd.Function):
         sums, ctx.sums = ctx.sums, None
         if sums is None:
             raise RuntimeError(
-                "the gradients of a part with a size of its own were used by an earlier backward; "
-                "call backward once (retain_graph=True does not keep them), or compute it again"
+                "an earlier backward has used the gradients of a part with a size of its own; call "
+                "backward once, or compute the part again"
             )
-        return None, None, *sums.all(gradient)
+        return None, None, None, None, *sums.all(gradient)
 
 
 def _gradients(loss: Tensor, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -636,19 +586,19 @@ def _gradients(loss: Tensor, wanted: Sequence[Tensor]) -> Sequence[Tensor | None
     return torch.autograd.grad(loss, wanted, allow_unused=True)
 
 
-def _apply(operation: Any, *given: Any) -> Any:
+def apply(operation: Any, *given: Any) -> Any:
+    """Call an ``autograd.Function``, whose ``apply`` has no types."""
     return operation.apply(*given)
 
 
-def split_loss(call: Call, *, recompute: bool) -> Tensor:
+def split_loss(call: Call, averages: Mapping[str, Average], *, recompute: bool) -> Tensor:
     """The loss of a tail, slice by slice."""
     cut = call.cut(call.batch, call.sizes())
-    assert call.averages is not None
-    weights = BatchWeights(call.averages, [cut])
+    weights = BatchWeights(averages, [cut])
     if call.is_differentiated and not (recompute and not all(weights.is_nothing)):
         inputs = call.inputs()
         tensors = [*inputs.values(), *call.parameters]
-        return cast(Tensor, _apply(_Tail, call, list(inputs), *tensors))
+        return cast(Tensor, apply(_Tail, call, cut, weights, inputs, *tensors))
     losses = enumerate(call.run(cut, _how(call)))
     return _added([_weighted(weights, index, loss) for index, loss in losses])
 

@@ -7,20 +7,18 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from automicro.batch.device import cost_of_row
 from automicro.batch.layout import BatchLayout
-from automicro.batch.tensors import Contents, map_tensors, tensor_leaves
+from automicro.batch.tensors import Contents, tensor_leaves
 from automicro.batchnorm import batchnorm_message, sees_the_batch
 from automicro.errors import (
     BatchError,
     BatchNormWarning,
-    GradientWarning,
     UnsplittableModelError,
     add_note,
     facts_of,
@@ -31,7 +29,7 @@ from automicro.loss.averages import LossAverage
 from automicro.loss.passes import is_extra_pass
 from automicro.modules import ModuleIndex
 from automicro.nested.batchnorm import Stages, refuse_exact, split_at_norms
-from automicro.nested.check import Check, Checked, check_positions, is_counted, is_loss
+from automicro.nested.check import Check, Checked
 from automicro.nested.slices import Call, naming, split_loss, split_outputs, storage_of
 from automicro.options import check_choice
 from automicro.policy.choose import make_policy
@@ -44,7 +42,6 @@ from automicro.step.passes import taking_shapes
 from automicro.torch_private import (
     FakeTensor,
     forward_of_class,
-    has_forward_hooks,
     in_backward,
     is_traced,
     is_transformed,
@@ -57,8 +54,6 @@ from automicro.transaction.rng import NothingDrawn, RandomState, devices_of
 from automicro.values import children, walk
 
 logger = logging.getLogger("automicro.attempts")
-
-UNITS = ("rows", "tokens")
 
 P = TypeVar("P", bound=Callable[..., Any])
 
@@ -117,8 +112,6 @@ class NestedSplit:
         part: a module; or a function, whose parameters are those of ``modules``.
         microbatch_size: of a slice: an int, ``"auto"``, None (the whole), or a policy.
         batch_split_factor: in place of a size: into how many slices a microbatch is cut.
-        microbatch_unit: ``"rows"``; or ``"tokens"``: the first two dimensions, rows and positions,
-            are one to the part, which sees tensors of shape (tokens, …).
         loss_average: what a tail's loss is a mean over, as `Microbatcher` has it; ``"auto"`` reads
             it off a loss that ends in a mean or sum of torch's. A tail may also give
             ``(sum, count)``, and the model divides one by the other.
@@ -155,37 +148,28 @@ class NestedSplit:
         *,
         microbatch_size: int | str | Policy | None = "auto",
         batch_split_factor: int | None = None,
-        microbatch_unit: str = "rows",
         loss_average: LossAverage = "auto",
         batch_layout: int | Mapping[str, Any] = 0,
         batchnorm: str = "warn",
         modules: Iterable[nn.Module] = (),
     ) -> None:
         if isinstance(part, type) or not callable(part):
+            raise TypeError(f"{part!r} is no module and no function; give model.joint, say")
+        own = forward_of_class(part) if isinstance(part, nn.Module) else part
+        if own is None or (own is nn.Module.forward and "forward" not in vars(part)):
             raise TypeError(
-                f"a part is a module or a function, and not {part!r}; give model.joint, say"
-            )
-        if isinstance(part, nn.Module) and forward_of_class(part) is None:
-            raise TypeError(
-                f"{type(part).__name__} is scripted or traced, and its forward cannot be replaced "
-                "by one of slices; give the module that it was made of"
-            )
-        if type(part).__call__ is nn.Module.__call__ and not _has_forward(part):
-            raise TypeError(
-                f"{type(part).__name__} has no forward that could be cut; give sizes to the "
-                "modules in it"
+                f"{type(part).__name__} is scripted or traced, or has no forward that could be "
+                "cut; give a size to the module that it was made of, or to modules in it"
             )
         if attached_to(part) is not None:
             raise ValueError(
-                f"{type(part).__name__} has a size of its own already; give it once, or take the "
-                "first one back with .remove()"
+                f"{type(part).__name__} has a size already; take it back with .remove() first"
             )
-        self.unit = check_choice("microbatch_unit", microbatch_unit, UNITS)
         self._is_exact = check_choice("batchnorm", batchnorm, BATCHNORM) == "exact"
         if batch_split_factor is not None and microbatch_size != "auto":
             raise ValueError(
                 f"microbatch_size={microbatch_size!r} and batch_split_factor={batch_split_factor} "
-                "both say how a part is cut; give one of them"
+                "say the same; give one of them"
             )
         self._part = part
         self._policy = make_policy(microbatch_size, may_explore=False)
@@ -209,8 +193,7 @@ class NestedSplit:
         self._earlier: Any = None  # a forward that stood there before
         self._last: _Sizer | None = None
         self._has_warned = False
-        self._is_inside = False
-        self._thread: int | None = None  # that computes a slice
+        self._thread: int | None = None  # that computes a slice now
         self.has_run = False
         self._in_backward = False
         self.has_shrunk = False
@@ -221,8 +204,7 @@ class NestedSplit:
 
     def __getstate__(self) -> dict[str, Any]:
         # These are of the modules and calls of the original: a copy finds its own.
-        forgotten: dict[str, Any] = {"_about": None, "_last": None, "_fixed": {}}
-        return {**vars(self), **forgotten, "_is_inside": False}
+        return {**vars(self), "_about": None, "_last": None, "_fixed": {}, "_thread": None}
 
     def __repr__(self) -> str:
         return f"NestedSplit({self.name}, microbatch_size={self._policy!r})"
@@ -237,14 +219,9 @@ class NestedSplit:
         """Whether its sizes may change."""
         return self._policy.adapts
 
-    @property
-    def modules(self) -> list[nn.Module]:
-        """Whose parameters it uses."""
-        return list(self._modules)
-
     def is_like(self, other: "NestedSplit") -> bool:
         """Whether another one would cut a part in the same way."""
-        mine, others = ((repr(each._policy), each.unit, each._is_exact) for each in (self, other))
+        mine, others = ((repr(each._policy), each._is_exact) for each in (self, other))
         return mine == others
 
     def state_dict(self) -> dict[str, Any]:
@@ -264,16 +241,13 @@ class NestedSplit:
             policy.load_state_dict(state[str(key)])
         self._policies, self._fixed = policies, {}
 
-    def of(self, part: Callable[..., Any]) -> "NestedSplit":
-        """The same sizes for another function, which computes the same."""
+    def of(self, part: Callable[..., Any], modules: Sequence[nn.Module]) -> "NestedSplit":
+        """The same sizes for another function, which computes the same with these modules."""
         self._part = part
-        return self
-
-    def use(self, modules: Sequence[nn.Module]) -> None:
-        """Compute with the parameters of these modules, in the place of those before."""
         if [*map(id, modules)] != [*map(id, self._modules)]:
             self._modules, self._about = list(modules), None
             self._checks.clear()
+        return self
 
     def attach(self) -> "NestedSplit":
         """Let the module run in slices wherever it is called. Its class and its names stay.
@@ -328,21 +302,16 @@ class NestedSplit:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self._part, nn.Module):
             return self._run(args, kwargs)
-        if self.is_attached:
+        with contextlib.ExitStack() as stack:
+            if not self.is_attached:
+                stack.callback(self.attach().remove)
             return self._part(*args, **kwargs)
-        self.attach()
-        try:
-            return self._part(*args, **kwargs)
-        finally:
-            self.remove()
 
     def _forward(self) -> Callable[..., Any]:
         """The function that computes the part, without its hooks."""
-        if not isinstance(self._part, nn.Module):
-            return self._part
-        if self._earlier is not None:
-            return cast(Callable[..., Any], self._earlier)
-        forward: Callable[..., Any] = type(self._part).forward.__get__(self._part)
+        forward: Callable[..., Any] = self._part if self._earlier is None else self._earlier
+        if isinstance(forward, nn.Module) and forward is self._part:
+            forward = type(forward).forward.__get__(forward)
         return forward
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -350,20 +319,16 @@ class NestedSplit:
         self.has_run = True
         self._refuse_threads()
         # It is called from inside of one of its own slices: that call is cut no further.
-        if self._is_inside or is_traced():
+        if self._thread is not None or is_traced():
             return forward(*args, **kwargs)
         if is_transformed():
             raise UnsplittableModelError(
-                f"{self.name} has a size of its own, which torch.func's grad, vmap and jvp cannot "
-                "see through; take it away with .remove(), or differentiate with .backward()"
+                f"{self.name} has a size of its own, which torch.func's transforms cannot see "
+                "through; take it away with .remove(), or differentiate with .backward()"
             )
         self._in_backward = False
         names = _names_of(forward, len(args))
         batch: dict[str, Any] = {**dict(zip(names, args, strict=True)), **kwargs}
-        shape: tuple[int, int] | None = None
-        given = batch
-        if self.unit == "tokens":
-            batch, shape = _flattened(batch)
         try:
             num_rows = self._layout.num_rows(batch)
         except BatchError:
@@ -378,15 +343,15 @@ class NestedSplit:
         else:
             call.check_inputs()
             stages = self._stages(batch)  # before any size is tried
-            checked = self._check(call, given)
+            checked = self._check(call)
             if checked.averages is not None:
                 if stages is not None:
                     refuse_exact(self.name, "it gives a loss, which is there before they have")
                 # A gradient in fp16 that is taken before the loss scale is known may vanish.
                 recompute = _is_half(call) or not checked.is_proportional
                 counts: list[Any] | None = [] if checked.gives_count else None
-                call = replace(checked.watch(call, counts), averages=checked.averages)
-                loss = split_loss(call, recompute=recompute)
+                call = checked.watch(call, counts)
+                loss = split_loss(call, checked.averages, recompute=recompute)
                 self._note_backward(call, loss)
                 return loss if counts is None else (loss, sum(counts))
             if sizer.begin() >= num_rows:
@@ -394,9 +359,7 @@ class NestedSplit:
             else:
                 outputs = split_outputs(call) if stages is None else split_at_norms(call, stages)
                 self._note_backward(call, outputs)
-        if shape is None or is_loss(outputs) or is_counted(outputs):
-            return outputs
-        return map_tensors(outputs, lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]))
+        return outputs
 
     def _stages(self, batch: Mapping[str, Any]) -> Stages | None:
         """Of a part whose BatchNorms are to see all rows."""
@@ -408,11 +371,10 @@ class NestedSplit:
 
     def _refuse_threads(self) -> None:
         """Refuse a call while another thread computes a slice, with other parameters in place."""
-        if self._is_inside and self._thread != threading.get_ident() and torch.is_grad_enabled():
+        if self._thread not in (None, threading.get_ident()) and torch.is_grad_enabled():
             raise UnsplittableModelError(
-                f"{self.name} has a size of its own, and two threads call it at a time: one would "
-                "have the gradients of the other; give each thread a copy, or let them wait for "
-                "each other"
+                f"{self.name} has a size of its own, and two threads call it at a time, so that "
+                "one would have the gradients of the other; give each thread a copy"
             )
 
     def _call(
@@ -432,12 +394,12 @@ class NestedSplit:
             args = [rows[name] for name in names]
             kwargs = {name: value for name, value in rows.items() if name not in names}
             self._refuse_threads()
-            self._is_inside, self._thread = True, threading.get_ident()
+            self._thread = threading.get_ident()
             try:
                 with places.holding(tensors):
                     output = forward(*args, **kwargs)
             finally:
-                self._is_inside = False
+                self._thread = None
             if tensors is not None and torch.is_grad_enabled():
                 are_apart = tensors and all(each.is_leaf for each in tensors)
                 own = tensors if are_apart else [*tensors, *places.parameters]
@@ -456,7 +418,6 @@ class NestedSplit:
             compute=compute_part,
             holding=places.holding,
             parameters=places.parameters,
-            averages={},
             sizer=sizer,
             device=next((leaf.device for leaf in leaves), torch.device("cpu")),
             standing=known.standing,
@@ -471,13 +432,11 @@ class NestedSplit:
             self._about = _Known(self._modules, [self._part])
         return self._about
 
-    def _check(self, call: Call, given: Mapping[str, Any]) -> Checked:
+    def _check(self, call: Call) -> Checked:
         # In evaluation a part may do something else.
         how = torch.is_grad_enabled(), *(each.training for each in self._modules)
         if how not in self._checks:
             self._known.take_shapes(call)
-            if self.unit == "tokens" and not call.is_dry:
-                check_positions(call, given, lambda batch: _flattened({"": batch})[0][""])
             self._checks[how] = Check(self._declared)
         return self._checks[how](call)
 
@@ -519,32 +478,14 @@ class NestedSplit:
 
         Warns:
             BatchNormWarning: it has BatchNorm in training mode.
-            GradientWarning: hooks would see the gradient of a slice.
         """
         if len(sizes) < 2 or self._has_warned:
             return
         self._has_warned = True
-        hooked = [
-            name or type(each).__name__
-            for name, each in self._known.index.owners
-            if self._sees_slices(each)
-        ]
-        if hooked:
-            warn(
-                f"forward hooks inside of {self.name}, a part with a size of its own, see slices, "
-                f"and these once more in the backward ({', '.join(hooked[:4])}): what they keep "
-                "are rows of one slice, without their gradient; let the forward return it",
-                GradientWarning,
-            )
-        if self._is_exact:
-            return
         names = self.batchnorms()
-        if names:
+        if names and not self._is_exact:
             message = batchnorm_message(names, max(sizes), sum(sizes), remedy=_WITHOUT_BATCHNORM)
             warn(f"in {self.name}, a part with a size of its own, {message}", BatchNormWarning)
-
-    def _sees_slices(self, module: nn.Module) -> bool:
-        return module is not self._part and has_forward_hooks(module)
 
 
 class _Sizer:
@@ -594,7 +535,7 @@ class _Sizer:
         nested.ooms += 1
         text = (
             f"automicro: memory ran out in {nested.name}, a part with a size of its own, in a "
-            f"slice of {size} of {self.num_rows} {nested.unit}; the next ones have {proposed}"
+            f"slice of {size} of {self.num_rows} rows; the next ones have {proposed}"
         )
         logger.warning("%s", text)
         if error is not None:
@@ -684,9 +625,8 @@ class Places:
                     continue
                 if is_sharded(parameter):
                     raise UnsplittableModelError(
-                        f"the part's parameter {name!r} is sharded while the part runs, so that "
-                        "every slice would communicate; apply fully_shard to the part itself, and "
-                        "to nothing inside of it, or leave its size out"
+                        f"the part's parameter {name!r} is sharded while it runs, so that every "
+                        "slice would communicate; apply fully_shard to the part alone"
                     )
                 # A parameter that is tied has several places, and one gradient.
                 if id(parameter) not in by_id:
@@ -731,10 +671,6 @@ class _Forward:
         return self.nested._run(args, kwargs)
 
 
-def _has_forward(module: Any) -> bool:
-    return forward_of_class(module) is not nn.Module.forward or "forward" in vars(module)
-
-
 def _names_of(function: Callable[..., Any], num_given: int) -> list[str]:
     """The names of arguments that are given by their places.
 
@@ -772,6 +708,11 @@ def split(part: P, **options: Any) -> NestedSplit:
         >>> model(torch.randn(5, 4)).shape, head.sizes
         (torch.Size([5, 2]), [2, 2, 1])
     """
+    if "microbatch_unit" in options:
+        raise TypeError(
+            "microbatch_unit is of the tail of a language model, and of no other part; let rows "
+            "and positions be one dimension before the part: tail(x.flatten(0, 1), y.flatten())"
+        )
     nested = NestedSplit(part, **options)
     return nested.attach() if isinstance(part, nn.Module) else nested
 
@@ -781,30 +722,7 @@ def _is_half(call: Call) -> bool:
     kind = call.device.type
     if torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind) is torch.float16
-    tensors = [*call.parameters, *call.inputs().values()]
-    return any(each.dtype is torch.float16 for each in tensors)
-
-
-def _flattened(batch: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[int, int]]:
-    """Rows and positions as one dimension, in all tensors."""
-    leaves = tensor_leaves(batch)
-    shape = next((leaf.shape[:2] for _, leaf in leaves if leaf.dim() >= 2), None)
-    if shape is None:
-        raise BatchError(
-            "microbatch_unit='tokens' needs tensors of shape (rows, positions, …), and the part "
-            "was given none; leave it out"
-        )
-    for path, leaf in leaves:
-        if leaf.dim() and leaf.shape[:2] != shape:
-            raise BatchError(
-                f"microbatch_unit='tokens': {path!r} has the shape {tuple(leaf.shape)}, and others "
-                f"begin with {tuple(shape)}; the part has to take tokens one by one, with all that "
-                "it needs for each; leave it out to cut along rows alone"
-            )
-    return map_tensors(dict(batch), lambda leaf: leaf.flatten(0, 1) if leaf.dim() else leaf), (
-        int(shape[0]),
-        int(shape[1]),
-    )
+    return any(each.dtype is torch.float16 for each in (*call.parameters, *call.inputs().values()))
 
 
 def _refuse_strangers(output: Any, rows: Any, parameters: Sequence[Tensor]) -> None:
@@ -820,8 +738,7 @@ def _refuse_strangers(output: Any, rows: Any, parameters: Sequence[Tensor]) -> N
                 raise UnsplittableModelError(
                     f"the part computes with a tensor of shape {tuple(found.shape)} that needs a "
                     "gradient and is neither an argument nor a parameter of its modules; give it "
-                    "as an argument, or name the module that holds it: split(part, modules=[…]); "
-                    "where weight_norm is on the part itself, give the size to a module around it"
+                    "as an argument, or name the module that holds it: split(part, modules=[…])"
                 )
 
 
@@ -837,9 +754,8 @@ def _refuse_left_behind(index: ModuleIndex) -> None:
             if any(leaf.grad_fn is not None for _, leaf in tensor_leaves(value)):
                 raise UnsplittableModelError(
                     f"a part with a size of its own leaves a tensor with a gradient behind, in the "
-                    f"attribute {key!r} of {name or 'itself'} ({type(module).__name__}): it would "
-                    "be that of one slice, and its gradient would be lost; let the forward return "
-                    "it, or detach it where nothing but eyes looks at it"
+                    f"attribute {key!r} of {name or 'itself'} ({type(module).__name__}), and that "
+                    "gradient would be lost; let the forward return it, or detach it"
                 )
 
 

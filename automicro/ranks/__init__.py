@@ -1,1 +1,1 @@
-"""Several ranks: agreeing on sizes, voting on outcomes, and guarding what they wait for."""
+"""Several ranks: agreements on sizes, votes on outcomes, and guards for collectives."""

@@ -1,4 +1,4 @@
-"""Several ranks as one: agreeing, voting and stopping, with the model's wrappers guarded."""
+"""Coordination of several ranks: agreeing, voting and stopping, with guards for wrappers."""
 
 import contextlib
 import functools
@@ -68,8 +68,8 @@ from automicro.torch_private_distributed import (
 )
 
 _CANNOT_TAKE_BACK = (
-    "automicro: at that point messages of one rank to another (send, isend) had not been received, "
-    "and a second attempt would take them for its own; exchange with all_to_all or all_gather "
+    "automicro: messages between ranks (send, isend) had not been received at that point, and a "
+    "second attempt would mistake them for its own; exchange with all_to_all or all_gather "
     "instead, or use a fixed microbatch_size that fits on every rank"
 )
 
@@ -77,23 +77,18 @@ logger = logging.getLogger(__name__)
 
 
 class CoordinatedRanks:
-    """Implements `automicro.ranks.interface.Ranks` for several processes.
+    """Implementation of `automicro.ranks.interface.Ranks` for several processes.
 
-    Attributes:
-        sync: how late gradients are to be reduced; all ranks may set it between steps.
-        synced: how late those of the last attempt were.
-
-    Example:
-        >>> from automicro.ranks.simulated import SimulatedWorld
-        >>> world = SimulatedWorld(2)
-        >>> def step(rank: int) -> int:
-        ...     ranks = CoordinatedRanks(Votes(world.exchange(rank)))
-        ...     agreement = ranks.agree(Proposal(num_rows=6 - rank, microbatch_size=4 - rank))
-        ...     ranks.begin(agreement.num_microbatches)
-        ...     _ = ranks.vote()
-        ...     return agreement.num_microbatches
-        >>> world.run(step)
-        [2, 2]
+    >>> from automicro.ranks.simulated import SimulatedWorld
+    >>> world = SimulatedWorld(2)
+    >>> def step(rank: int) -> int:
+    ...     ranks = CoordinatedRanks(Votes(world.exchange(rank)))
+    ...     agreement = ranks.agree(Proposal(num_rows=6 - rank, microbatch_size=4 - rank))
+    ...     ranks.begin(agreement.num_microbatches)
+    ...     _ = ranks.vote()
+    ...     return agreement.num_microbatches
+    >>> world.run(step)
+    [2, 2]
     """
 
     def __init__(
@@ -113,10 +108,11 @@ class CoordinatedRanks:
         self.copies = copies
         self._name = name
         self._looks_alone = False
-        self._trained: list[int] = []  # the parameters, by identity
-        self._strayed: StrayedError | None = None  # in this attempt, at a collective
+        self._trained: list[int] = []  # ids of the parameters
+        self._strayed: StrayedError | None = None  # at a collective of this attempt
+        # How late gradients should be reduced; all ranks can set it between steps.
         self.sync = Sync.REPLICAS_LAST
-        self.synced = Sync.EACH
+        self.synced = Sync.EACH  # how late the last attempt reduced gradients
         self._at = 0, 1  # level and size of the attempt
         self.whole_fits_below: dict[int, int] = {}
 
@@ -137,39 +133,39 @@ class CoordinatedRanks:
         return self._votes.told
 
     def sync_late(self) -> None:
-        """Reduce sharded gradients with the last microbatch, where wrappers and memory allow it."""
+        """Reduce sharded gradients with the last microbatch, if wrappers and memory allow it."""
         if any(isinstance(guard, FsdpGuard) for guard in self._guards):
             self.sync = Sync.LAST
 
     @property
     def num_votes(self) -> int:
-        """How many exchanges there were, agreements included."""
+        """Number of exchanges, agreements included."""
         return self._votes.count
 
     def agree(self, proposal: Proposal) -> Agreement:
         self._begin_anew()
         try:
-            # What may fail for want of memory comes before the agreement: right after it the peers
-            # enter collectives, and a rank that failed in between would leave them waiting there.
+            # Work that might fail for lack of memory comes before the agreement. Right after it the
+            # peers enter collectives, where a failed rank would leave them waiting.
             self._warm_up.prepare()
             for guard in self._guards:
                 guard.prepare()
         except BaseException as error:
             self.fail(error)
             raise
-        # Each rank says how late it can, and the earliest of all counts.
+        # The earliest reduction that any rank needs applies to all.
         proposal = replace(proposal, sync=self._latest_here())
         with self._between_steps():
-            # Groups to be connected are part of the name of this point, so ranks that differ in
-            # them get an error in place of a collective that does not match.
+            # The name of this point includes groups to be connected, so ranks that differ get an
+            # error instead of mismatched collectives.
             agreement = self._votes.agree(proposal, asker=f"{self._name}{self._warm_up}")
         self.synced = agreement.sync if proposal.training else Sync.EACH
         self._at = level, size = agreement.level, agreement.microbatch_size
-        # Whole gradients have once not fitted at this size, and all ranks saw it.
+        # Whole gradients once did not fit at this size, on any rank.
         if size >= self.whole_fits_below.get(level, math.inf):
             self.synced = min(self.synced, Sync.REPLICAS_LAST)
         try:
-            # Where no rank has rows, no collective of a step runs.
+            # If no rank has rows, no collective of a step runs.
             if agreement.max_extent:
                 with own_collectives():
                     self._warm_up.run()
@@ -194,7 +190,7 @@ class CoordinatedRanks:
         for guard in self._guards:
             guard.settle()
         trained = [id(each) for each in parameters if each.requires_grad]
-        # By identity, which is quick: parameters seldom change, and this runs at each step.
+        # Compared by id, which is quick: this runs in every step and parameters seldom change.
         if trained and trained != self._trained:
             for guard in self._guards:
                 guard.require_known(parameters)
@@ -202,7 +198,7 @@ class CoordinatedRanks:
 
     def begin(self, num_microbatches: int, *, training: bool = True) -> None:
         if num_microbatches == 1:
-            self.synced = Sync.EACH  # which is the last one
+            self.synced = Sync.EACH  # the only microbatch is the last one
         try:
             for guard in self._guards:
                 guard.open(num_microbatches, training=training, sync=self.synced)
@@ -226,34 +222,28 @@ class CoordinatedRanks:
             yield
 
     def before(self, call: Call) -> None:
-        """Vote before a collective that is not ours: a model's, a loss's, a callback's.
-
-        Raises:
-            RankError: a peer is not well, or does not come to it.
-            StrayedError: peers would not expect a vote.
-            ValueError: it cannot be voted on.
-        """
-        # It was voted on already, by the guard.
+        """Vote before a collective of a model, a loss or a callback."""
+        # The guard has already voted on it.
         if any(guard.owns(call) for guard in self._guards):
             return
         if self._looks_alone:
-            raise ValueError(f"{call}: this rank alone looks at the loss, and no other comes to it")
+            raise ValueError(f"{call}: only this rank checks the loss, so no other rank would join")
         if call.name == "recv_any_source":
             raise ValueError(
-                "a message from any rank (recv without src) cannot be voted on, so where memory "
-                "ran out on its sender this rank would wait for ever; say src=…"
+                "a message from any rank (recv without src) cannot be voted on, so this rank "
+                "would wait forever if the sender ran out of memory; pass src=…"
             )
         if not self._votes.is_in_attempt:
             with self._between_steps():
                 self._votes.collective(call, where="between batches")
             return
-        # Peers that replay have their next vote at the end of the microbatch or of the attempt, and
-        # a vote from here would meet that one.
+        # Peers that replay vote next at the end of the microbatch or attempt, and a vote from here
+        # would be paired with that one.
         if any(guard.is_replaying for guard in self._guards):
             self._strayed = StrayedError(f"{call} was not known")
             raise self._strayed
         for guard in self._guards:
-            guard.stay_guarded()  # what is played must be all that peers wait for
+            guard.stay_guarded()  # replayed collectives must be all that peers wait for
         self._votes.collective(call, where="in a step")
 
     @contextlib.contextmanager
@@ -271,16 +261,16 @@ class CoordinatedRanks:
         return keeping_between_steps(self)
 
     def _leave(self) -> None:
-        """The attempt is over on this rank."""
+        """End the attempt on this rank."""
         self._votes.is_in_attempt = False
         keep_in_step(None)
 
     def vote(self, report: Report = Report()) -> Report:  # noqa: B008 (it is frozen)
         if self._strayed is not None:
-            raise self._strayed  # a user's code has caught it
+            raise self._strayed  # user code caught it
         strayed = any(guard.has_strayed for guard in self._guards)
         self._leave()
-        # All guards in one exchange.
+        # One exchange for all guards.
         own = [each for guard in self._guards for each in guard.unused]
         any_strayed, together, unused = self._votes.commit(report, flag=strayed, unused=own)
         for guard in self._guards:
@@ -294,19 +284,20 @@ class CoordinatedRanks:
         self._strayed = None
         if isinstance(failure, RankError) and not isinstance(failure, PeerStoppedError):
             return Status.FATAL  # no rank is left to vote with
-        # A rank that was told by a vote plays nothing: all ranks stopped at that vote, and no peer
-        # waits in a collective.
+        # A rank that learned of the failure by a vote replays nothing: all ranks stopped at that
+        # vote, and no peer waits in a collective.
         is_first_to_know = self._votes.stopped is None
         if is_first_to_know:
             if self._votes.messages.are_under_way and status is not Status.FATAL:
                 failure.add_note(_CANNOT_TAKE_BACK)
                 status = Status.FATAL
             self._play_rest()
-        # What was held back says nothing of the collectives that are to come.
+        # Gradients held back say nothing about the collectives to come.
         has_strayed = isinstance(failure, StrayedError) and not isinstance(failure, HeldBackError)
-        # Peers come to their next vote only after the collectives that were just played.
+        # Peers reach their next vote only after the collectives just replayed.
         together = self._votes.report(status, highs, strayed=has_strayed)
-        # Its error waits: where a rank is fatal, all of them exchange reasons below, this one too.
+        # Its error is raised later: if a rank is fatal, all ranks, including this one, first
+        # exchange reasons below.
         trouble = self._recover()
         self._votes.clear()
         if together is Status.FATAL:
@@ -324,7 +315,7 @@ class CoordinatedRanks:
             with own_collectives():
                 for guard in self._guards:
                     if self._votes.any_strayed:
-                        # Such collectives depend on the input: they cannot be foretold.
+                        # Collectives that depend on the input cannot be predicted.
                         guard.stay_guarded()
                     guard.recover()
         except Exception as error:
@@ -339,9 +330,9 @@ class CoordinatedRanks:
             if classify(error) is not Failure.RETRYABLE:
                 self._votes.give_up(error, "the collectives of a batch")
             raise RankError(
-                f"rank {self.rank} ran out of memory again while it took part in the collectives "
-                "that its peers still wait for, so they cannot be told; start again from the last "
-                "checkpoint with a smaller microbatch_size"
+                f"rank {self.rank} ran out of memory again during the collectives that its peers "
+                "still wait for, so it cannot notify them; start again from the last checkpoint "
+                "with a smaller microbatch_size"
             ) from error
 
     def fail(self, failure: BaseException) -> None:
@@ -362,7 +353,7 @@ class CoordinatedRanks:
 
     def from_rank(self, rank: int, message: bytes) -> bytes:
         point = f"a message of rank {rank}"
-        # A vote first: a rank that has failed would not come to the broadcast, which has no guard.
+        # A vote first: a failed rank would not reach the broadcast, which has no guard.
         self.ready(point)
         sent = [message]
         try:
@@ -382,7 +373,7 @@ class CoordinatedRanks:
 
     @contextlib.contextmanager
     def _between_steps(self) -> Iterator[None]:
-        """Where a peer stops outside an attempt, it has failed for good."""
+        """Treat a peer's stop outside an attempt as a permanent failure."""
         self._begin_anew()
         try:
             yield
@@ -391,26 +382,26 @@ class CoordinatedRanks:
             raise
 
     def _begin_anew(self) -> None:
-        """After an error that all were told of, they may go on together."""
+        """Clear an error that all ranks know about, so that they can continue together."""
         if self._votes.is_over:
             self._votes.is_over = False
             self._votes.clear()
 
     def _raise_reasons(self, own: BaseException | None, *, rolls_back: bool = False) -> None:
-        """Let all ranks know who failed, and why; raise where it was not this one."""
+        """Exchange the reasons of failed ranks, and raise them unless this rank failed."""
         self._votes.is_over = True
         reasons = self._votes.explain(None if own is None else describe_error(own))
         if own is None:
             raise PeerFailedError(
                 f"rank {self.rank} of {self.world_size} stops because another rank failed:\n"
-                f"{reasons}\n{self._votes.state_here(rolls_back=rolls_back)} Mend the cause on "
+                f"{reasons}\n{self._votes.state_here(rolls_back=rolls_back)} Fix the cause on "
                 "that rank (its log has the traceback), and start again from the last checkpoint."
             )
-        note_told(own, self.rank, self.world_size, "the others were told and stop too")
+        note_told(own, self.rank, self.world_size, "the other ranks were notified and stop too")
 
 
 TIMEOUT_SECONDS = 600.0
-"""How long a vote waits for the slowest rank, which may compile or write a checkpoint."""
+"""How long a vote waits for the slowest rank, which might be compiling or writing a checkpoint."""
 
 
 _POLL_SECONDS = 0.01
@@ -426,34 +417,34 @@ _count = 0
 
 
 def _exchange_words(word: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> list[str]:
-    """The words of all ranks, in order. All ranks call it, or `_say_failed` in its place."""
-    # Over the store, because the groups that votes need are made after this, and because a rank
-    # that failed can say so without waiting for anyone.
+    """Exchange one word per rank, in rank order. Each rank calls this or `_say_failed`."""
+    # Over the store, because groups for votes are created later, and because a failed rank can
+    # report there without waiting.
     store, rank, world_size = _meeting(), dist.get_rank(), dist.get_world_size()
     keys = list(map(str, range(world_size)))
     store.set(keys[rank], _plain(word))
     end = time.monotonic() + timeout_seconds
-    # Polled: a wait for these keys would not hear that a rank has failed.
+    # Polled, because a blocking wait for these keys would not notice that a rank failed.
     while not store.check(keys):
         if store.check([_FAILED]):
             raise PeerFailedError(
                 f"rank {rank} of {world_size} stops because another rank failed:\n"
-                f"{_read(store, _FAILED)}\nMend the cause on that rank (its log has the "
+                f"{_read(store, _FAILED)}\nFix the cause on that rank (its log has the "
                 "traceback), and start again."
             )
         if time.monotonic() > end:
             missing = ", ".join(key for key in keys if not store.check([key]))
             raise PeerLostError(
                 f"rank {rank} of {world_size} waited {timeout_seconds:g} s for rank {missing} to "
-                "make its Microbatcher or Trainer, in vain; the log of the missing rank has the "
-                "cause: start all processes again"
+                "create its Microbatcher or Trainer. The log of the missing rank has the cause; "
+                "start all processes again"
             )
         time.sleep(_POLL_SECONDS)
     return [_read(store, key) for key in keys]
 
 
 def _say_failed(reason: str) -> None:
-    """Say that this rank will not come to the next exchange of words, and why, without waiting."""
+    """Report, without waiting, that this rank will not join the next exchange of words, and why."""
     _meeting().set(_FAILED, _plain(f"rank {dist.get_rank()}: {reason}"))
 
 
@@ -467,11 +458,11 @@ def _read(store: Store, key: str) -> str:
 
 
 def _meeting() -> Store:
-    """A place in the store for this meeting alone: the next one has another."""
+    """Return a namespace of the store that is used for one exchange only."""
     global _group, _count
     group = dist.group.WORLD
     assert group is not None
-    # A world that was destroyed and made again counts from the beginning.
+    # A world that was destroyed and created again counts from the beginning.
     if _group is not group:
         _group, _count = group, 0
     _count += 1
@@ -479,11 +470,7 @@ def _meeting() -> Store:
 
 
 def coordinate(modules: Sequence[nn.Module]) -> Ranks:
-    """The coordination that a step of these modules needs. All ranks call it.
-
-    Raises:
-        ValueError: a wrapper, or an option of one, under which no attempt can be undone, or an
-            ``AUTOMICRO_PEER_TIMEOUT`` that is no number of seconds.
+    """Return the coordination that steps of these modules need. All ranks must call this.
 
     >>> type(coordinate([nn.Linear(2, 2)])).__name__
     'OneRank'
@@ -491,7 +478,7 @@ def coordinate(modules: Sequence[nn.Module]) -> Ranks:
     if not (dist.is_available() and dist.is_initialized()):
         return OneRank()
     if not is_parallel(modules):
-        return OneRank()  # every rank trains a model of its own
+        return OneRank()  # each rank trains its own model
     group = state_of_group(_open_votes)
     guards = _find_guards(modules, group)
     for guard in guards:
@@ -507,7 +494,7 @@ def coordinate(modules: Sequence[nn.Module]) -> Ranks:
 
 
 def announce_absence(error: Exception) -> None:
-    """Tell the other ranks that this one does not come to what they wait for, once."""
+    """Notify the other ranks, once, that this rank will not join them."""
     if isinstance(error, RankError) or facts_of(error).is_told:
         return
     group = opened_state()
@@ -515,15 +502,11 @@ def announce_absence(error: Exception) -> None:
         CoordinatedRanks(group.votes).fail(error)
         return
     _say_failed(describe_error(error))
-    note_told(error, dist.get_rank(), dist.get_world_size(), "the others were told")
+    note_told(error, dist.get_rank(), dist.get_world_size(), "the other ranks were notified")
 
 
 def wait_for_all(point: str) -> None:
-    """Go on where all ranks have come, or where one says that it will not. All ranks call it.
-
-    Raises:
-        RankError: some rank does not come.
-    """
+    """Wait until all ranks arrive, or raise if one reports that it will not. All must call this."""
     group = opened_state()
     if group is None:
         _exchange_words(point)
@@ -538,12 +521,12 @@ def _open_votes() -> Votes:
 
 
 def _find_guards(modules: Sequence[nn.Module], group: GroupState) -> list[Guard]:
-    """A guard for each wrapper among modules, the one that it has or a new one."""
-    # By identity: a module that two roots share gets one guard.
+    """Return a guard for each wrapper, reusing existing guards."""
+    # By id: a module shared by two roots gets one guard.
     everything = list({id(each): each for root in modules for each in root.modules()}.values())
     if any(isinstance(each, FullyShardedDataParallel) for each in everything):
         raise ValueError(
-            "the model is wrapped by FullyShardedDataParallel, which cannot go on after running "
+            "the model is wrapped by FullyShardedDataParallel, which cannot continue after running "
             "out of memory; use fully_shard (FSDP2)"
         )
     votes = group.votes
@@ -556,14 +539,14 @@ def _find_guards(modules: Sequence[nn.Module], group: GroupState) -> list[Guard]
     if runs_collectives(modules):
         guards.append(CollectivesGuard(modules))
     if len(guards) > 1:
-        # Collectives that are played must be all that peers wait for.
+        # Replayed collectives must be all that peers wait for.
         for guard in guards:
             guard.stay_guarded()
     return guards
 
 
 def _uses(modules: Sequence[nn.Module], guards: Sequence[Guard]) -> list[Use]:
-    """The collectives of steps: those of the wrappers, and the one that adds up losses."""
+    """Return the collectives of steps: those of wrappers, and the sum of losses."""
     found = [use for guard in guards for use in guard.uses()]
     lying = (each.device for root in modules for each in root.parameters())
     devices = dict.fromkeys([*(use.device for use in found), *lying])
@@ -573,7 +556,7 @@ def _uses(modules: Sequence[nn.Module], guards: Sequence[Guard]) -> list[Use]:
 
 
 def _sharded_parts(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, list[nn.Module]]]:
-    """Each module that has parts of its own that `fully_shard` was applied to, and these."""
+    """Return each module that has parts of its own with `fully_shard`, and these parts."""
     seen: set[int] = set()
     found = []
     for root in modules:
@@ -598,17 +581,13 @@ def _refuse_uncovered(modules: Sequence[nn.Module]) -> None:
             if parameter.requires_grad and not is_covered:
                 raise ValueError(
                     f"the parameter {name!r} of {type(root).__name__} is in no wrapper, so its "
-                    "gradient would be another on every rank; wrap what it belongs to as well "
-                    "(a loss with parameters too), or freeze it with requires_grad_(False)"
+                    "gradient would differ between ranks; wrap its module as well (also a loss "
+                    "with parameters), or freeze it with requires_grad_(False)"
                 )
 
 
 def _data_parallel_size(modules: Sequence[nn.Module]) -> int | None:
-    """How many ranks have rows of their own; None where all work on the same rows.
-
-    Raises:
-        ValueError: ranks share statistics, and nothing averages their gradients.
-    """
+    """Return the number of ranks with rows of their own, or None if all ranks share their rows."""
     everything = [each for root in modules for each in root.modules()]
     if any(isinstance(each, DistributedDataParallel) for each in everything):
         return dist.get_world_size()
@@ -616,26 +595,20 @@ def _data_parallel_size(modules: Sequence[nn.Module]) -> int | None:
     if not sharded:
         if not any(isinstance(p, DTensor) for root in modules for p in root.parameters()):
             raise ValueError(
-                "the model has SyncBatchNorm and no wrapper, so its ranks share statistics and "
-                "not their gradients; wrap it in DistributedDataParallel"
+                "the model has SyncBatchNorm but no wrapper, so its ranks share statistics but "
+                "not gradients; wrap it in DistributedDataParallel"
             )
         return None
     return max(num_data_parallel(each) for each in sharded)
 
 
 def open_exchange() -> Exchange:
-    """An exchange among all ranks on groups of its own. All ranks call it.
-
-    Each rank says how many there are on its node, by ``LOCAL_WORLD_SIZE``, which torchrun sets.
-
-    Raises:
-        PeerFailedError: another rank will not come.
-    """
+    """Open an exchange among all ranks, on groups of its own. All ranks must call this."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size == 1:
         return AloneExchange()
     told = _exchange_words(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
-    # Nodes may have different numbers of processes.
+    # Nodes might run different numbers of processes.
     levels = plan_levels(ranks_by_node([int(each) for each in told]))
     blocks = [block for level in levels for block in level]
     groups = [(block, GlooGroup(block, timeout_seconds=TIMEOUT_SECONDS)) for block in blocks]

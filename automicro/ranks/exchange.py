@@ -1,4 +1,4 @@
-"""One exchange among all ranks: small groups, who talks to whom, up the tree and down again."""
+"""Exchange of small messages among all ranks: up a tree of groups and down again."""
 
 import datetime
 import functools
@@ -16,7 +16,7 @@ from automicro.torch_private import without_modes
 from automicro.torch_private_distributed import broadcast_on_host, gather_on_host
 
 SLOTS = 8
-"""How many denominators one ballot carries."""
+"""Number of denominators that one ballot carries."""
 
 _NOBODY = math.inf
 _NO_SUMS = (0.0,) * SLOTS
@@ -24,81 +24,56 @@ _NO_HIGHS = (-math.inf,) * HIGHS
 
 
 class Ballot(NamedTuple):
-    """Numbers of a fixed count, so that any two votes can meet: all are exact in fp64.
+    """Fixed set of numbers, exact in float64, so that any two votes can be combined."""
 
-    Attributes:
-        status: the worst.
-        num_failed: how many ranks have a status that is not OK.
-        culprit: the lowest rank with the worst status; infinite without one.
-        lowest_point: of the points in the program where the ranks are, as numbers.
-        highest_point: the same; below the lowest where no rank told one.
-        lowest_count: of the agreements that the ranks have made.
-        highest_count: the same.
-        flag: whether any rank raised its flag, whose meaning depends on the point.
-        max_extent: the largest of a batch: its rows, or what they cost.
-        min_rows: of a batch.
-        num_rows: of all batches.
-        size: the smallest proposed, below it whole steps for levels (see ``ranks.votes``).
-        fewest_unused: the fewest parameters that no microbatch of a rank used.
-        highs: of what the highest of all ranks counts.
-        sums: of what is added up over ranks.
-    """
-
-    status: float = 0.0
-    num_failed: float = 0.0
-    culprit: float = _NOBODY
-    lowest_point: float = math.inf
+    status: float = 0.0  # the worst
+    num_failed: float = 0.0  # number of ranks whose status is not OK
+    culprit: float = _NOBODY  # the lowest rank with the worst status; infinite if none
+    lowest_point: float = math.inf  # lowest hash of the points in the program where ranks are
+    # Highest such hash; below the lowest if no rank reported a point.
     highest_point: float = -math.inf
-    lowest_count: float = math.inf
-    highest_count: float = -math.inf
-    flag: float = 0.0
-    max_extent: float = 0.0
-    min_rows: float = math.inf
-    num_rows: float = 0.0
+    lowest_count: float = math.inf  # fewest agreements that a rank has made
+    highest_count: float = -math.inf  # most agreements that a rank has made
+    flag: float = 0.0  # whether any rank raised its flag, whose meaning depends on the point
+    max_extent: float = 0.0  # largest batch, in rows or cost
+    min_rows: float = math.inf  # rows of the smallest batch
+    num_rows: float = 0.0  # rows of all batches
+    # Smallest proposed size, minus a constant per level (see ``ranks.votes``).
     size: float = math.inf
-    fewest_unused: float = math.inf
-    highs: tuple[float, ...] = _NO_HIGHS
-    sums: tuple[float, ...] = _NO_SUMS
+    fewest_unused: float = math.inf  # fewest parameters on a rank that no microbatch used
+    highs: tuple[float, ...] = _NO_HIGHS  # numbers of which the maximum over ranks counts
+    sums: tuple[float, ...] = _NO_SUMS  # numbers that are summed over ranks
 
     @property
     def is_in_step(self) -> bool:
-        """Whether all ranks that told where they are, are at the same point."""
+        """Whether all ranks that reported a point are at the same one."""
         if self.highest_point < self.lowest_point:
             return True
         return self.lowest_point == self.highest_point and self.lowest_count == self.highest_count
 
     @property
     def means(self) -> Status:
-        """The status by name."""
+        """The status as an enum."""
         return Status(int(self.status))
 
     def numbers(self) -> list[float]:
-        """All as one list, for sending.
-
-        >>> len(Ballot().numbers()) == len(healthy("commit", 3).numbers())
-        True
-        """
+        """Return all fields as one list for sending."""
         return [*self[:-2], *self.highs, *self.sums]
 
     @classmethod
     def read(cls, numbers: list[float]) -> "Ballot":
-        """A ballot from its numbers.
-
-        >>> ballot = Ballot(status=2.0, size=4.0)
-        >>> Ballot.read(ballot.numbers()) == ballot
-        True
-        """
+        """Build a ballot from its numbers."""
         highs, sums = numbers[-SLOTS - HIGHS : -SLOTS], numbers[-SLOTS:]
         return cls._make([*numbers[: -SLOTS - HIGHS], tuple(highs), tuple(sums)])
 
 
 def healthy(point: str, count: int, *, flag: bool = False) -> Ballot:
-    """The ballot of a rank that is well, at a named point of the program.
+    """Return the ballot of a healthy rank at a named point of the program.
 
     >>> healthy("commit", 3).is_in_step
     True
     """
-    # Not hash(), which Python salts anew in each process.
+    # Not hash(), which is salted in each process.
     where = float(zlib.crc32(point.encode()))
     return Ballot(
         lowest_point=where,
@@ -110,7 +85,7 @@ def healthy(point: str, count: int, *, flag: bool = False) -> Ballot:
 
 
 def failed(status: Status, rank: int, *, highs: Sequence[float] = ()) -> Ballot:
-    """The ballot of a rank that failed: it meets its peers wherever they are.
+    """Return the ballot of a failed rank, which matches its peers at any point.
 
     >>> together = fold([healthy("commit", 3), failed(Status.OUT_OF_MEMORY, 1)])
     >>> together.is_in_step, together.means.name, together.culprit
@@ -122,22 +97,18 @@ def failed(status: Status, rank: int, *, highs: Sequence[float] = ()) -> Ballot:
 
 
 def padded_highs(values: Sequence[float]) -> tuple[float, ...]:
-    """Values in the slots of a ballot; an empty slot is infinitely low.
-
-    >>> padded_highs([3.0])[:2]
-    (3.0, -inf)
-    """
+    """Return values padded with -inf to the slots of a ballot."""
     assert len(values) <= HIGHS, "a ballot has no room for them"
     return (*values, *_NO_HIGHS[len(values) :])
 
 
 def fold(ballots: Iterable[Ballot]) -> Ballot:
-    """All ballots as one. How they are grouped does not matter, but for the rounding of sums."""
+    """Combine ballots. Grouping changes only the rounding of sums."""
     return functools.reduce(_both, ballots)
 
 
 def _both(one: Ballot, other: Ballot) -> Ballot:
-    # The culprit goes with the worst status.
+    # The culprit belongs to the worst status.
     if one.status == other.status:
         culprit = min(one.culprit, other.culprit)
     else:
@@ -162,22 +133,18 @@ def _both(one: Ballot, other: Ballot) -> Ballot:
 
 
 FAN_OUT = 8
-"""How many nodes, or groups of nodes, talk to each other directly."""
+"""Number of nodes, or groups of nodes, that exchange directly."""
 
 
 class Topology(NamedTuple):
-    """A rank's place in the tree."""
+    """Position of a rank in the tree."""
 
     groups: list[list[int]]
     height: int
 
 
 def arrange(rank: int, world_size: int, local_world_size: int) -> Topology:
-    """The place of a rank.
-
-    On one node all ranks exchange directly. On several nodes that would cost each rank as many
-    messages as there are ranks, so nodes agree within themselves first, then their leaders in
-    groups of eight, and so on.
+    """Return the position of a rank.
 
     >>> arrange(1, 4, 4)
     Topology(groups=[[0, 1, 2, 3]], height=1)
@@ -186,6 +153,8 @@ def arrange(rank: int, world_size: int, local_world_size: int) -> Topology:
     >>> arrange(3, 4, 2)
     Topology(groups=[[2, 3]], height=2)
     """
+    # Ranks of one node exchange directly. Across nodes that would cost each rank one message per
+    # rank, so nodes agree internally first, then their leaders in groups of eight, and so on.
     width = local_world_size
     nodes = [list(range(at, min(at + width, world_size))) for at in range(0, world_size, width)]
     levels = plan_levels(nodes)
@@ -194,7 +163,7 @@ def arrange(rank: int, world_size: int, local_world_size: int) -> Topology:
 
 
 def ranks_by_node(local_world_sizes: Sequence[int]) -> list[list[int]]:
-    """The ranks of each node; all in one where what they say does not fit together.
+    """Return the ranks of each node, or a single group if the reported sizes are inconsistent.
 
     >>> ranks_by_node([2, 2, 1])
     [[0, 1], [2]]
@@ -205,7 +174,7 @@ def ranks_by_node(local_world_sizes: Sequence[int]) -> list[list[int]]:
     nodes: list[list[int]] = []
     while (start := sum(map(len, nodes))) < world_size:
         size = local_world_sizes[start]
-        # Wrong groups would leave ranks waiting for each other; one group of all is right anywhere.
+        # Wrong groups would deadlock; one group of all ranks is always correct.
         if size < 1 or list(local_world_sizes[start : start + size]) != [size] * size:
             return [list(range(world_size))]
         nodes.append(list(range(start, start + size)))
@@ -213,7 +182,7 @@ def ranks_by_node(local_world_sizes: Sequence[int]) -> list[list[int]]:
 
 
 def plan_levels(nodes: Sequence[Sequence[int]]) -> list[list[list[int]]]:
-    """All groups of the tree, level by level from the nodes upwards.
+    """Return all groups of the tree, level by level from the nodes up.
 
     >>> plan_levels([[0, 1], [2, 3]]), plan_levels([[0, 1, 2]])
     ([[[0, 1], [2, 3]], [[0, 2]]], [[[0, 1, 2]]])
@@ -226,34 +195,34 @@ def plan_levels(nodes: Sequence[Sequence[int]]) -> list[list[list[int]]]:
 
 
 class Group(Protocol):
-    """Some ranks that can talk to each other."""
+    """A set of ranks that can exchange messages."""
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """Number of ranks."""
 
     @property
     def index(self) -> int:
-        """This rank's number among them; 0 is their leader."""
+        """Index of this rank; 0 is the leader."""
 
     def gather(self, message: list[float]) -> list[list[float]]:
-        """The messages of all, in order, on all of them."""
+        """Return the messages of all ranks, in order, on each rank."""
 
     def broadcast(self, message: list[float]) -> list[float]:
-        """The leader's message on all of them."""
+        """Return the leader's message on each rank."""
 
     def gather_text(self, text: bytes) -> list[bytes]:
-        """As `gather`, for text of at most `TEXT_BYTES`."""
+        """Gather text of at most `TEXT_BYTES`."""
 
     def broadcast_text(self, text: bytes) -> bytes:
-        """As `broadcast`, for text."""
+        """Broadcast text of at most `TEXT_BYTES`."""
 
 
 TEXT_BYTES = 2048
 
 
 class GlooGroup:
-    """A process group of its own on the host, apart from those of the training."""
+    """Separate process group on the host for votes."""
 
     def __init__(self, ranks: list[int], *, timeout_seconds: float) -> None:
         self._ranks = ranks
@@ -272,8 +241,8 @@ class GlooGroup:
         return self._ranks.index(dist.get_rank())
 
     def gather(self, message: list[float]) -> list[list[float]]:
-        # Under a user's dispatch mode (fake tensors, a memory budget) these numbers would be
-        # replaced or counted.
+        # A user's dispatch mode (fake tensors, a memory budget) would replace or count these
+        # numbers.
         with without_modes():
             numbers = torch.tensor(message, dtype=torch.float64)
             rows: list[list[float]] = gather_on_host(self._group, numbers).tolist()
@@ -295,7 +264,7 @@ class GlooGroup:
 
 
 def _padded(text: bytes) -> Tensor:
-    # Of one length on all ranks, so that no exchange of lengths has to come first.
+    # The same length on all ranks, so lengths need not be exchanged first.
     return torch.tensor(list(text[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8)
 
 
@@ -307,25 +276,25 @@ T = TypeVar("T")
 
 
 class Exchange(Protocol):
-    """The transport that a vote needs to reach all ranks."""
+    """Transport that a vote needs to reach all ranks."""
 
     @property
     def rank(self) -> int:
-        """This process's number."""
+        """Rank of this process."""
 
     @property
     def world_size(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
 
     def ballots(self, ballot: Ballot) -> Ballot:
-        """All ranks' ballots as one, on every rank."""
+        """Return all ballots combined, on every rank."""
 
     def texts(self, text: str) -> str:
-        """All ranks' texts that are not empty, one to a line, as far as there is room."""
+        """Return the nonempty texts of all ranks, one per line, truncated if necessary."""
 
 
 class TreeExchange:
-    """An exchange within a node, then among the leaders of nodes, then of their groups."""
+    """Exchange within a node, then among leaders of nodes, then among leaders of their groups."""
 
     def __init__(self, groups: Sequence[Group], *, height: int, rank: int, world_size: int) -> None:
         self._groups = groups
@@ -347,7 +316,7 @@ class TreeExchange:
             lambda group, own: b"\n".join(filter(None, group.gather_text(own)))[:TEXT_BYTES],
             lambda group, own: group.broadcast_text(own),
         )
-        # A text that was cut off may end in the middle of a character.
+        # A truncated text might end inside a character.
         return together.decode(errors="replace")
 
     def _up_and_down(
@@ -358,7 +327,7 @@ class TreeExchange:
     ) -> T:
         for group in self._groups:
             value = gather(group, value)
-        # All of the topmost group know by now; below it, leaders pass it on.
+        # All ranks of the top group have the result; leaders pass it down.
         below_top = self._groups[: self._height - 1]
         for group in reversed(below_top):
             value = broadcast(group, value)
@@ -366,7 +335,7 @@ class TreeExchange:
 
 
 class AloneExchange:
-    """The exchange of a world of one."""
+    """Exchange of a world with one rank."""
 
     rank = 0
     world_size = 1

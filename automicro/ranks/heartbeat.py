@@ -1,8 +1,8 @@
-"""Signs of life: every rank gives them, watches a few others, and tells all whom it misses.
+"""Heartbeats: every rank sends them, watches a few peers, and reports lost ranks to all.
 
-Each beat is one write and one read of the store that the processes met in, over a connection of
-its own. A store whose host is gone keeps a request waiting for good, whatever its timeout, so one
-thread talks to it and another looks at the clock.
+Each beat is one write and one read of the store in which the processes met, over a separate
+connection. A store whose host is gone blocks a request forever, whatever its timeout, so one thread
+talks to the store and another one watches the clock.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from automicro.ranks.exchange import Exchange
 from automicro.torch_private_distributed import PrefixStore, Store, TCPStore, default_tcp_store
 
 ENDED = "ended"
-"""The beat of a rank that ended in order."""
+"""Beat of a rank that ended in good order."""
 
 NEIGHBOURS = 2
 _LATE_BEATS = 3
@@ -36,26 +36,22 @@ _BEATS_OF_A_GAP = 2
 
 
 class Liveness:
-    """One rank's record of the others' beats, texts that differ from one to the next.
+    """One rank's record of the beats of others.
 
-    Each rank watches the next two in a ring of those that have not ended, so what it asks for does
-    not grow with the world. Where one of these is late it asks for all, to name everybody who went
-    with it.
-
-    Time counts only while this process runs and the store answers: one that was stopped itself,
-    or cut off for a while, does not blame others for it. So no rank is accused whose beats reach
-    the store within `timeout_seconds` of each other, however the watching rank is held up; and one
-    that gives none any more is found two intervals after that, by a rank that is not held up.
-
-    Example:
-        >>> liveness = Liveness(
-        ...     rank=0, world_size=3, timeout_seconds=6.0, interval_seconds=1.0, now=0.0
-        ... )
-        >>> for second in range(8):
-        ...     liveness.note(float(second), {1: "1", 2: f"{second}"})
-        >>> liveness.lost()
-        [1]
+    >>> liveness = Liveness(
+    ...     rank=0, world_size=3, timeout_seconds=6.0, interval_seconds=1.0, now=0.0
+    ... )
+    >>> for second in range(8):
+    ...     liveness.note(float(second), {1: "1", 2: f"{second}"})
+    >>> liveness.lost()
+    [1]
     """
+
+    # Each rank watches the next two in a ring of active ranks, so its requests do not grow with the
+    # world. If one of them is late, it asks for all ranks, to find everyone lost at the same time.
+    # Time counts only while this process runs and the store answers: a process that was itself
+    # stopped or disconnected does not accuse others. So a rank whose beats reach the store within
+    # the timeout of each other is never accused, and a silent rank is found two intervals later.
 
     def __init__(
         self,
@@ -71,24 +67,24 @@ class Liveness:
         self._late_seconds = _LATE_BEATS * interval_seconds
         self._longest_gap = _BEATS_OF_A_GAP * interval_seconds
         self._beats: dict[int, str] = {}
-        # Seconds in which the store answered, and when each rank was heard by that clock.
+        # Time during which the store answered, and when each rank was last heard on that clock.
         self._answered_seconds = 0.0
         self._heard_at: dict[int, float] = {}
         self._last_answer = now
-        # Seconds without an answer in which this process ran.
+        # Time without an answer during which this process ran.
         self._unanswered_seconds = 0.0
         self._last_wake = now
 
     def wanted(self) -> list[int]:
-        """The ranks whose beats to ask for next, nearest first."""
+        """Return the ranks whose beats to request next, nearest first."""
         there = [rank for rank in self._ring if self._beats.get(rank) != ENDED]
         near = there[:NEIGHBOURS]
         return there if any(self._is_silent(rank, self._late_seconds) for rank in near) else near
 
     def note(self, now: float, beats: Mapping[int, str]) -> None:
-        """Take down an answer of the store."""
-        # A longer gap is one in which this process stood still or the store was away. That says
-        # nothing of the others.
+        """Record an answer of the store."""
+        # In a longer gap this process was stopped or the store was unreachable, which says nothing
+        # about other ranks.
         self._answered_seconds += min(now - self._last_answer, self._longest_gap)
         self._last_answer = self._last_wake = now
         self._unanswered_seconds = 0.0
@@ -98,15 +94,16 @@ class Liveness:
                 self._heard_at[rank] = self._answered_seconds
 
     def wake(self, now: float) -> None:
-        """Take down that this process runs, whether the store answers or not."""
+        """Record that this process is running, whether or not the store answers."""
         self._unanswered_seconds += min(now - self._last_wake, self._longest_gap)
         self._last_wake = now
 
     def lost(self) -> list[int]:
-        """The ranks that are lost, in order; those too that fell silent with a lost one."""
+        """Return the lost ranks, including ranks that fell silent at about the same time."""
         if not any(self._is_silent(rank, self._timeout_seconds) for rank in self._heard_at):
             return []
-        # Those farther off are looked at only since a neighbour was late.
+        # More distant ranks are watched only after a neighbor was late, so half the timeout
+        # suffices.
         return sorted(
             rank for rank in self._heard_at if self._is_silent(rank, self._timeout_seconds / 2)
         )
@@ -123,16 +120,12 @@ class Liveness:
 
 
 def interval_for(timeout_seconds: float) -> float:
-    """How often to give a sign of life.
-
-    >>> interval_for(60.0)
-    5.0
-    """
+    """Return the number of seconds between heartbeats."""
     return min(timeout_seconds / 12, 5.0)
 
 
 def _in_words(ranks: Iterable[int], world_size: int) -> str:
-    """Ranks as a subject of a sentence.
+    """Return ranks as the subject of a sentence.
 
     >>> _in_words([2, 3], 4), _in_words([1], 4)
     ('ranks 2, 3 of 4 are', 'rank 1 of 4 is')
@@ -146,7 +139,7 @@ _INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
 def _shut_connections(*, except_port: int) -> int:
-    """Shut the TCP connections of this process; how many there were.
+    """Shut down the TCP connections of this process and return their number.
 
     >>> server = socket.create_server(("127.0.0.1", 0))
     >>> _shut_connections(except_port=server.getsockname()[1])
@@ -155,7 +148,7 @@ def _shut_connections(*, except_port: int) -> int:
     """
     count = 0
     for each in _connections():
-        with each, contextlib.suppress(OSError):  # it was closed meanwhile, or never connected
+        with each, contextlib.suppress(OSError):  # closed since, or never connected
             if except_port in (each.getpeername()[1], each.getsockname()[1]):
                 continue
             each.shutdown(socket.SHUT_RDWR)
@@ -164,14 +157,14 @@ def _shut_connections(*, except_port: int) -> int:
 
 
 def _connections() -> Iterator[socket.socket]:
-    """A second handle on every TCP socket of this process; none where they cannot be listed."""
+    """Yield a duplicate handle of every TCP socket of this process, if they can be listed."""
     folder = next((each for each in map(Path, ("/proc/self/fd", "/dev/fd")) if each.is_dir()), None)
     for name in [] if folder is None else [path.name for path in folder.iterdir()]:
-        with contextlib.suppress(OSError):  # the folder itself was open while it was read
+        with contextlib.suppress(OSError):  # the folder's own handle is listed, too
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
-            # A duplicate: closing it leaves the original open for its owner, and shutting it down
-            # ends the connection for both.
+            # Closing a duplicate leaves the original open for its owner; shutting it down ends the
+            # connection for both.
             found = socket.socket(fileno=os.dup(int(name)))
             if found.family in _INTERNET and found.type == socket.SOCK_STREAM:
                 yield found
@@ -185,7 +178,7 @@ _ANSWER_SECONDS = 2.0
 
 
 class MissingRanks:
-    """Names the ranks that do not answer."""
+    """Roll call that finds the ranks that do not answer."""
 
     def __init__(
         self, store: Store, *, rank: int, world_size: int, wait_seconds: float = 3.0
@@ -197,8 +190,8 @@ class MissingRanks:
         self._known: list[int] | None = None
 
     def missing(self) -> list[int] | None:
-        """The ranks that have not signed in time; None if the store itself is gone."""
-        # A store whose host is gone keeps a request waiting for good, whatever its timeout.
+        """Return the ranks that did not answer in time, or None if the store is gone."""
+        # A store whose host is gone blocks a request forever, whatever its timeout.
         asking = threading.Thread(target=self._ask, name="automicro-roll-call", daemon=True)
         asking.start()
         asking.join(self._wait_seconds + _ANSWER_SECONDS)
@@ -222,14 +215,14 @@ class MissingRanks:
 
 
 class NoMissingRanks:
-    """Where there is no store to sign in."""
+    """Roll call without a store."""
 
     def missing(self) -> list[int] | None:
         return None
 
 
 EXIT_CODE = 75
-"""Of a process that could not be freed from its wait: "try again" by the convention of sysexits."""
+"""Exit code of a process that could not be freed from its wait ("try again" in sysexits)."""
 
 FREE_AFTER_SECONDS = 0.5
 END_AFTER_SECONDS = 20.0
@@ -238,14 +231,14 @@ _LOST = "lost"
 
 
 class Watch(Protocol):
-    """The interface by which a vote asks about the peers' hosts."""
+    """Interface for votes to ask about the peers' hosts."""
 
     def loss(self, *, fresh: bool = False) -> str | None:
-        """Why no rank can go on, in words that begin a sentence; None where all is well."""
+        """Return why no rank can continue, as the start of a sentence, or None if all is well."""
 
 
 class NoWatch:
-    """Without a watch."""
+    """Watch that never reports a loss."""
 
     def loss(self, *, fresh: bool = False) -> str | None:
         return None
@@ -253,7 +246,7 @@ class NoWatch:
 
 @dataclass(frozen=True, kw_only=True)
 class _StoreAddress:
-    """Where the store is."""
+    """Address of the store."""
 
     host: str
     port: int
@@ -261,7 +254,7 @@ class _StoreAddress:
 
 
 class _Heartbeat:
-    """The signs of life of one rank."""
+    """Heartbeat threads of one rank."""
 
     def __init__(
         self,
@@ -297,17 +290,17 @@ class _Heartbeat:
         ]
 
     def sign_in(self) -> None:
-        """Give the first sign of life. All ranks have, before any of them calls `start`."""
+        """Send the first beat. All ranks must do so before any of them calls `start`."""
         self._store = self._connect()
         self._store.set(_host_key(self._rank), socket.gethostname())
         if self._rank == 0:
-            # There from the beginning, because a read of several keys waits for those that are not.
+            # Written first, because a read of several keys blocks until all exist.
             self._store.set(_LOST, "")
         self._store.set(_beat_key(self._rank), "0")
-        self._store.get(_beat_key(self._rank))  # nothing else waits until they are written
+        self._store.get(_beat_key(self._rank))  # wait until the writes are done
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start watching."""
         self._attendance = Liveness(
             rank=self._rank,
             world_size=self._world_size,
@@ -317,11 +310,11 @@ class _Heartbeat:
         )
         for thread in self._threads:
             thread.start()
-        # It runs at the end of child processes too, where atexit does not.
+        # Unlike atexit, this also runs at the end of child processes.
         multiprocessing.util.Finalize(None, self.stop, exitpriority=1)
 
     def stop(self) -> None:
-        """Sign off: this rank ends in order, and its peers may go on for a while."""
+        """Sign off: this rank ends in good order, and its peers might continue for a while."""
         self._ends.set()
         self._hurry.set()
         self._news.set()
@@ -337,10 +330,10 @@ class _Heartbeat:
         return self._loss
 
     def _ask_now(self) -> None:
-        # One answer may have been on its way before this.
+        # One answer might have been on its way already.
         enough = self._num_answers + 2
         end = time.monotonic() + _ASK_SECONDS
-        # With an end, because the thread that asks may itself wait for a store that is gone.
+        # With a deadline, because the asking thread might itself wait for a store that is gone.
         while self._loss is None and self._num_answers < enough and time.monotonic() < end:
             self._hurry.set()
             time.sleep(0.02)
@@ -350,7 +343,7 @@ class _Heartbeat:
             try:
                 self._beat()
             except Exception as error:
-                # What is still on its way would be taken for the answer to something else.
+                # A late reply would be taken for the answer to another request.
                 self._store = None
                 logger.debug("no sign of life could be given: %s", error)
             self._hurry.wait(self._interval_seconds)
@@ -375,11 +368,11 @@ class _Heartbeat:
             self._learn(told.decode() or self._accuse(store, lost))
 
     def _accuse(self, store: Store, lost: list[int]) -> str:
-        """Tell all who is lost, unless another rank was faster; what was said."""
+        """Report lost ranks to all, unless another rank was faster; return the one that counts."""
         hosts = dict.fromkeys(host.decode() for host in store.multi_get(list(map(_host_key, lost))))
         numbers = ",".join(map(str, lost))
         said = f"{numbers} {self._rank} {', '.join(hosts)}"
-        # The first to accuse is believed by all, so that all ranks tell the same story.
+        # The first accusation counts for all ranks, so that they report the same.
         told: bytes = store.compare_set(_LOST, "", said)
         return told.decode()
 
@@ -390,8 +383,8 @@ class _Heartbeat:
         if self._rank in lost:
             self._conclude(
                 f"rank {self._rank} of {self._world_size} ({hosts}) was given up by rank {by} "
-                f"after {seconds} without a sign of life: this process stood still or was cut off, "
-                "and the others have stopped or begun anew without it"
+                f"after {seconds} without a sign of life: this process was stopped or "
+                "disconnected, and the others have stopped or restarted without it"
             )
         else:
             self._conclude(
@@ -415,9 +408,9 @@ class _Heartbeat:
             self._end_waiting()
 
     def _lose_store(self) -> bool:
-        """Whether the store's end is a loss."""
+        """Return whether the end of the store is a loss."""
         if self._store is None and not self._address.outlives_ranks:
-            # A closed connection: rank 0's process has ended, which gloo tells those it concerns.
+            # The connection is closed, so rank 0 has ended, which gloo reports to affected ranks.
             logger.debug("the store has ended with rank 0; hosts are no longer watched")
             self._ends.set()
             return False
@@ -434,8 +427,8 @@ class _Heartbeat:
         self._news.set()
 
     def _end_waiting(self) -> None:
-        """Free the threads that wait for a peer; end the process where that does not help."""
-        # Time to leave by the next vote.
+        """Free threads that wait for a peer, or end the process if that fails."""
+        # Give the next vote time to raise.
         self._ends.wait(FREE_AFTER_SECONDS)
         count = _shut_connections(except_port=self._address.port)
         logger.debug("shut %d connections, so that no rank waits for lost ones", count)
@@ -444,8 +437,8 @@ class _Heartbeat:
             if self._ends.is_set() or self._was_told.wait(self._interval_seconds):
                 return
         line = (
-            f"automicro: rank {self._rank} of {self._world_size} ends at once: {self._loss}, and "
-            f"it still waits {END_AFTER_SECONDS:g} s later; start again from the last checkpoint\n"
+            f"automicro: rank {self._rank} of {self._world_size} exits now: {self._loss}, and it "
+            f"still waits {END_AFTER_SECONDS:g} s later; start again from the last checkpoint\n"
         )
         # An immediate exit flushes nothing.
         with contextlib.suppress(Exception):
@@ -478,18 +471,14 @@ _begun: _Begun | None = None
 
 
 def watch_peers(exchange: Exchange) -> Watch:
-    """The watch of this process group, which begins with the first call. All ranks call it.
-
-    Rank 0's ``AUTOMICRO_PEER_TIMEOUT`` counts for all. A single process is not watched, nor
-    are processes that met in something else than a TCPStore.
-
-    Raises:
-        ValueError: the variable is no number of seconds.
+    """Return the watch of this process group, started by the first call. All ranks must call this.
 
     >>> from automicro.ranks.exchange import AloneExchange
     >>> type(watch_peers(AloneExchange())).__name__
     'NoWatch'
     """
+    # Rank 0's AUTOMICRO_PEER_TIMEOUT applies to all. A single process is not watched, nor are
+    # processes that met in a store other than a TCPStore.
     global _begun
     if exchange.world_size == 1:
         return NoWatch()
@@ -502,11 +491,7 @@ def watch_peers(exchange: Exchange) -> Watch:
 
 
 def _timeout_from_environment() -> float:
-    """Seconds without a sign of life, after which a rank is lost; 0 for no watch.
-
-    >>> _timeout_from_environment()
-    60.0
-    """
+    """Return seconds without a beat until a rank is lost; 0 disables the watch."""
     text = os.environ.get(VARIABLE, "").strip()
     try:
         seconds = float(text) if text else DEFAULT_SECONDS
@@ -514,8 +499,8 @@ def _timeout_from_environment() -> float:
         seconds = math.nan
     if not 0 <= seconds < math.inf:
         raise ValueError(
-            f"the environment has {VARIABLE}={text!r}, which is no number of seconds; set it to "
-            f"how long a host may be silent, such as {DEFAULT_SECONDS:g}, to 0 for any time, or "
+            f"the environment has {VARIABLE}={text!r}, which is not a number of seconds; set it to "
+            f"how long a host may be silent, such as {DEFAULT_SECONDS:g}, to 0 for no limit, or "
             "unset it"
         )
     return seconds
@@ -526,7 +511,7 @@ def _begin(exchange: Exchange, group: object) -> Watch:
     server = default_tcp_store()
     if server is None:
         return NoWatch()
-    # A name of its own: the store may outlive this group and have the beats of an earlier one.
+    # A unique name: the store might outlive this group and contain beats of an earlier one.
     told = exchange.texts(f"{uuid.uuid4().hex} {own_timeout}" if exchange.rank == 0 else "")
     name, timeout = told.split()
     timeout_seconds = float(timeout)

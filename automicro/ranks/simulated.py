@@ -1,4 +1,4 @@
-"""Many ranks in one process: threads that exchange in memory and count their messages."""
+"""Simulation of many ranks in one process: threads that exchange in memory and count messages."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class _Meeting:
-    """Where the members of a group meet, again and again."""
+    """Repeated meeting point of the members of a group."""
 
     def __init__(self, size: int, timeout_seconds: float) -> None:
         self.slots: list[Any] = [None] * size
@@ -21,7 +21,7 @@ class _Meeting:
         self.slots[index] = value
         try:
             self.barrier.wait()
-            # A copy, as the slots are used again at once.
+            # A copy, because the slots are reused at once.
             seen = list(self.slots)
             self.barrier.wait()  # no rank writes before all have read
         except threading.BrokenBarrierError as error:
@@ -30,7 +30,7 @@ class _Meeting:
 
 
 class _SimulatedGroup:
-    """A group of threads."""
+    """Group of threads."""
 
     def __init__(self, meeting: _Meeting, index: int) -> None:
         self._meeting = meeting
@@ -58,14 +58,13 @@ class _SimulatedGroup:
 
 
 class SimulatedWorld:
-    """So many ranks as threads of this process.
+    """Ranks as threads of this process.
 
-    Example:
-        >>> from automicro.ranks.exchange import healthy
-        >>> world = SimulatedWorld(3)
-        >>> ballots = world.run(lambda rank: world.exchange(rank).ballots(healthy("here", 1)))
-        >>> [ballot.is_in_step for ballot in ballots]
-        [True, True, True]
+    >>> from automicro.ranks.exchange import healthy
+    >>> world = SimulatedWorld(3)
+    >>> ballots = world.run(lambda rank: world.exchange(rank).ballots(healthy("here", 1)))
+    >>> [ballot.is_in_step for ballot in ballots]
+    [True, True, True]
     """
 
     def __init__(
@@ -78,13 +77,13 @@ class SimulatedWorld:
         self.world_size = world_size
         self._local = local_world_size or world_size
         self._timeout_seconds = timeout_seconds
-        # By members, so that threads of one group find the same one, whichever comes first.
+        # Keyed by members, so that all threads of a group find the same meeting.
         self._meetings: dict[tuple[int, ...], _Meeting] = {}
         self._groups: dict[int, list[_SimulatedGroup]] = {}
         self._lock = threading.Lock()
 
     def exchange(self, rank: int) -> TreeExchange:
-        """The exchange of one rank."""
+        """Return the exchange of one rank."""
         place = arrange(rank, self.world_size, self._local)
         with self._lock:
             groups = [
@@ -95,15 +94,11 @@ class SimulatedWorld:
         return TreeExchange(groups, height=place.height, rank=rank, world_size=self.world_size)
 
     def messages(self, rank: int) -> int:
-        """How many messages a rank has sent through its last exchange."""
+        """Return the number of messages that a rank sent through its last exchange."""
         return sum(group.messages for group in self._groups[rank])
 
     def run(self, work: Callable[[int], T]) -> Sequence[T]:
-        """Do some work on every rank at once; what each gave, in order.
-
-        Raises:
-            Exception: of the first rank that failed.
-        """
+        """Run work on every rank at once; return results in order, or raise the first error."""
         with ThreadPoolExecutor(self.world_size) as threads:
             running = [threads.submit(work, rank) for rank in range(self.world_size)]
             return [each.result() for each in running]

@@ -1,13 +1,13 @@
-"""The vote: at agreed points all ranks learn whether all are well.
+"""Votes: at agreed points all ranks learn whether every rank is healthy.
 
-A healthy rank votes at points that all ranks come by. A rank that failed votes once, wherever it
-is, and meets its peers' next vote. One exchange is one vote, whatever it is about, so that any two
-can meet. What a rank knows changes only after an exchange succeeded.
+A healthy rank votes at points that all ranks reach. A failed rank votes once, wherever it is, which
+is paired with its peers' next vote. One exchange is one vote, whatever its subject, so any two can
+be paired. State of a rank changes only after an exchange succeeded.
 
-Whether all members of a group came to a collective is found by adding up: each brings numbers drawn
-from what it is about to run. The first member of a group brings them negative, as many times as
-there are others, so that they add up to nothing where all came, however many groups there are. So
-does who sends, and who receives.
+Sums detect whether all members of a group reached a collective: each member contributes numbers
+derived from the collective it is about to run. The first member contributes them negated, times the
+number of other members, so they sum to zero if all arrived, for any number of groups. Senders and
+receivers of messages cancel in the same way.
 """
 
 import hashlib
@@ -23,11 +23,11 @@ from automicro.ranks.heartbeat import NoMissingRanks, NoWatch, Watch
 from automicro.ranks.interface import Agreement, Proposal, Report, Status, Sync
 
 COUNT = 4
-_LARGEST = 1 << 24  # times the ranks of any world it is exact in fp64
+_LARGEST = 1 << 24  # exact in float64 when multiplied by the ranks of any world
 
 
 def brought(call: Call, rank: int) -> tuple[float, ...]:
-    """The numbers of one rank.
+    """Return the numbers that one rank contributes for a collective.
 
     >>> both = [Call(name="all_reduce", members=(0, 1), shape="3 float32")] * 2
     >>> [sum(each) for each in zip(*(brought(call, rank) for rank, call in enumerate(both)))]
@@ -40,28 +40,27 @@ def brought(call: Call, rank: int) -> tuple[float, ...]:
     else:
         factor = -(len(call.members) - 1) if rank == call.members[0] else 1
         text = str(call)
-    # A digest, as hash() of a text differs from process to process. Never 0, which would look as if
-    # no member had come.
+    # A digest, because hash() of a string differs between processes. Never 0, which would look as
+    # if no member had arrived.
     drawn = struct.unpack(f"{COUNT}I", hashlib.sha256(text.encode()).digest()[: 4 * COUNT])
     return tuple(float(factor * (1 + each % (_LARGEST - 1))) for each in drawn)
 
 
 class Messages:
-    """Messages sent to one peer and not received yet, by all ranks together.
+    """Messages between two ranks, of all ranks together, that are not yet received."""
 
-    A message that is on its way when an attempt fails would be taken for one of the next attempt.
-    """
+    # A message still under way when an attempt fails would be taken for one of the next attempt.
 
     def __init__(self) -> None:
         self._under_way: list[tuple[float, ...]] = []
 
     @property
     def are_under_way(self) -> bool:
-        """Whether some have not been received."""
+        """Whether any have not been received."""
         return bool(self._under_way)
 
     def note(self, together: Sequence[float], *, any_receives: bool) -> bool:
-        """Take down what all ranks brought to a vote; whether all that is received was sent.
+        """Record the sums of one vote and return whether everything received had been sent.
 
         >>> messages = Messages()
         >>> messages.note([-3.0], any_receives=False), messages.are_under_way
@@ -84,20 +83,20 @@ class Messages:
         return False
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all messages."""
         self._under_way.clear()
 
 
 _SAME_CALLS = (
-    "Let every rank train, evaluate and save at the same places, with the same model and the same "
-    "options: no rank leaves one of these out. One whose data have run out takes part with None in "
-    "the place of a batch."
+    "Let every rank train, evaluate and save at the same places, with the same model and options, "
+    "and without leaving any of these out. A rank without further data passes None in place of a "
+    "batch."
 )
 
 _ALL_COME = (
-    "All ranks vote before every collective, because memory may run out on one of them; so all of "
-    "them have to come to each: let every rank run it at the same place, with as many numbers, and "
-    "of subgroups one on each rank, or leave it out."
+    "All ranks vote before every collective, because any of them can run out of memory, so each "
+    "rank must reach it: run it at the same place on every rank, with as many numbers, and one per "
+    "rank for subgroups, or leave it out."
 )
 
 
@@ -106,16 +105,7 @@ class _RollCall(Protocol):
 
 
 class Votes:
-    """All votes of one rank.
-
-    Attributes:
-        count: how many exchanges there were.
-        told: the highs of the exchange that ended the last attempt.
-        is_in_attempt: whether an attempt has begun and was not voted on; set by who begins it.
-        messages: of which one rank sends each to one other.
-        any_strayed: whether a rank said there that its collectives were others than before.
-        is_over: whether all ranks know of an error since the last call that they made together.
-    """
+    """All votes of one rank."""
 
     def __init__(
         self,
@@ -126,44 +116,36 @@ class Votes:
     ) -> None:
         self.rank = exchange.rank
         self.world_size = exchange.world_size
-        self.count = 0
-        self.is_over = False
+        self.count = 0  # number of exchanges
+        self.is_over = False  # whether all ranks know of an error since their last joint call
         self._exchange = exchange
         self._roll_call = roll_call or NoMissingRanks()
         self._watch = watch or NoWatch()
         self._agreements = 0
-        self._trained = 0  # of these
+        self._trained = 0  # training agreements
         self._point = "at the beginning"
         self._stopped: Status | None = None
         self._culprit: int | None = None
+        # Whether a rank reported in that exchange that its collectives differed.
         self.any_strayed = False
+        # Whether an attempt has begun and was not voted on; set by the caller.
         self.is_in_attempt = False
-        self.told: tuple[float, ...] = ()
-        self.messages = Messages()
+        self.told: tuple[float, ...] = ()  # highs of the exchange that ended the last attempt
+        self.messages = Messages()  # messages from one rank to one other
         self._broken: RankError | None = None
 
     @property
     def stopped(self) -> Status | None:
-        """The result of a vote since the last agreement, if not all ranks were well."""
+        """Worst status of a vote since the last agreement, or None if all ranks were healthy."""
         return self._stopped
 
     def cast(self, point: str, *, remedy: str = "") -> None:
-        """Say at a point of the program that this rank is well.
-
-        Raises:
-            PeerStoppedError: a peer is not. Raised again at every further vote of the attempt.
-            PeerLostError: a peer is gone.
-            DesyncError: a peer is at another point.
-        """
+        """Vote at a point of the program that this rank is healthy; raise unless all are."""
         self._raise_stopped()
         self._require_well(self._send(healthy(point, self._agreements), point, remedy))
 
     def collective(self, call: Call, *, where: str) -> None:
-        """Say before a collective of other code that this rank comes to it.
-
-        Raises:
-            RankError: as `cast`; `DesyncError` also where not all of its group come.
-        """
+        """Vote before a collective of other code."""
         self._raise_stopped()
         is_message = call.peer is not None
         point = f"{'sending or receiving' if is_message else call.name} {where}"
@@ -178,11 +160,7 @@ class Votes:
             self._report_desync(f"{call} {where}", _ALL_COME)
 
     def agree(self, proposal: Proposal, *, asker: str = "") -> Agreement:
-        """Put together what all ranks bring to an attempt.
-
-        Raises:
-            RankError: as `cast`.
-        """
+        """Combine the proposals of all ranks for an attempt."""
         self.clear()
         self.messages.clear()
         names = list(proposal.denominators)
@@ -220,11 +198,7 @@ class Votes:
     def commit(
         self, report: Report, *, flag: bool, unused: Sequence[bool] = ()
     ) -> tuple[bool, Report, Sequence[bool]]:
-        """Say that this rank is ready to commit; whether any flag was raised, what all told.
-
-        Raises:
-            RankError: as `cast`.
-        """
+        """Vote to commit; return whether any flag was raised, the sums, and ``unused``."""
         self._raise_stopped()
         point = "being done with a batch"
         own = healthy(point, self._agreements, flag=flag)._replace(
@@ -237,9 +211,9 @@ class Votes:
         return together.flag > 0, Report(sums=sums, highs=together.highs), everywhere
 
     def _all_say(self, answers: Sequence[bool]) -> list[bool]:
-        base = self.world_size + 1  # the digits of a number that fp64 holds: one count each
+        base = self.world_size + 1  # number base of digits packed into a float64, one count each
         width = max(1, int(53 / math.log2(base)))
-        # Each digit counts the ranks that say yes, and no count carries over into the next digit.
+        # Each digit counts the ranks that answer yes, and counts never carry into the next digit.
         packed = [
             float(
                 sum(base**place for place, yes in enumerate(answers[start : start + width]) if yes)
@@ -251,21 +225,13 @@ class Votes:
         return [digit == self.world_size for digit in digits[: len(answers)]]
 
     def add_up(self, values: Sequence[float]) -> list[float]:
-        """As many values of every rank, added up over ranks.
-
-        Raises:
-            RankError: as `cast`.
-        """
-        point = f"adding up numbers of all ranks ({len(values)}) between batches"
+        """Return the sums over ranks of equally many values."""
+        point = f"summing {len(values)} numbers over ranks between batches"
         return self._add_up(healthy(point, self._agreements), list(values), point)[1]
 
     def most(self, value: float) -> float:
-        """The highest value of any rank.
-
-        Raises:
-            RankError: as `cast`.
-        """
-        point = "looking for the highest number of all ranks between batches"
+        """Return the highest value of any rank."""
+        point = "finding the highest number of all ranks between batches"
         own = healthy(point, self._agreements)._replace(highs=padded_highs([value]))
         return self._require_well(self._send(own, point)).highs[0]
 
@@ -278,66 +244,55 @@ class Votes:
         return together, sums[: len(values)]
 
     def from_first(self, values: Iterable[float]) -> list[float]:
-        """Rank 0's values on every rank, at most as many as one ballot carries.
-
-        Raises:
-            RankError: as `cast`.
-        """
+        """Return rank 0's values on every rank, at most as many as one ballot carries."""
         own = [float(value) for value in values]
         if len(own) > SLOTS:
             raise ValueError(f"from_first takes at most {SLOTS} values, got {len(own)}; send fewer")
-        point = f"taking over numbers of rank 0 ({len(own)}) between batches"
+        point = f"receiving {len(own)} numbers from rank 0 between batches"
         ballot = healthy(point, self._agreements)
         if self.rank == 0:
             ballot = ballot._replace(sums=_slots(own))
         return list(self._require_well(self._send(ballot, point)).sums[: len(own)])
 
     def clear(self) -> None:
-        """Forget what a vote told: the attempt that it ended is dealt with."""
+        """Forget the result of the vote that ended an attempt."""
         self._stopped = None
 
     def report(
         self, status: Status, highs: Sequence[float] = (), *, strayed: bool = False
     ) -> Status:
-        """Tell, once per failure, that this rank is not well; what all found together.
-
-        Raises:
-            PeerLostError: a peer is gone.
-        """
-        # A rank that learned of the failure by a vote must not vote on it again: its peers would
-        # not.
+        """Report, once per failure, that this rank failed; return the worst status of all ranks."""
+        # A rank that learned of the failure by a vote must not vote on it again, because its peers
+        # would not.
         if self._stopped is None:
             ballot = failed(status, self.rank, highs=highs)._replace(flag=float(strayed))
-            self._hear(self._send(ballot, "telling of a failure"))
+            self._hear(self._send(ballot, "reporting a failure"))
         assert self._stopped is not None
         return self._stopped
 
     def state_here(self, *, rolls_back: bool) -> str:
-        """The state of this rank after another one failed, in words."""
+        """Return a description of this rank's state after another rank failed."""
         if rolls_back:
-            return "The batch at hand was rolled back here: the state is as before it."
+            return "The current batch was rolled back on this rank: the state is as before it."
         return (
-            f"This rank was between attempts ({self._point}), and nothing was rolled back: ranks "
+            f"This rank was between attempts ({self._point}) and rolled nothing back, so ranks "
             "may be one step apart."
         )
 
     def explain(self, reason: str | None) -> str:
-        """The reasons of all ranks that failed, after a vote told that some did. All call it.
-
-        Raises:
-            PeerLostError: a peer is gone.
-        """
+        """Exchange the reasons of failed ranks after a vote reported one. All must call it."""
         text = "" if reason is None else f"rank {self.rank}: {reason}"
         try:
             return self._exchange.texts(text)
         except RuntimeError as error:
-            self.give_up(error, "telling why")
+            self.give_up(error, "exchanging reasons")
 
     def _send(self, ballot: Ballot, point: str, remedy: str = "", *, said: str = "") -> Ballot:
-        # Nothing is sent after a loss or a desync: peers that stopped there would not answer.
+        # Nothing is sent after a loss or a desync, because peers that stopped would not answer.
         if self._broken is not None:
             raise self._broken
-        # Asked first: an exchange with a lost host fails only after its own, longer timeout.
+        # Asked first, because an exchange with a lost host fails only after its own, longer
+        # timeout.
         if (loss := self._watch.loss()) is not None:
             self._lose(loss)
         self._point = point
@@ -372,7 +327,7 @@ class Votes:
             raise stopped
 
     def _report_desync(self, point: str, remedy: str) -> None:
-        # All ranks read the same result, so all of them come to this exchange.
+        # All ranks read the same result, so all of them join this exchange.
         where = self.explain(f"{point}, after {self._attempts_so_far()}")
         self._broken = DesyncError(
             "ranks are at different points of the program, so they would wait for each other:\n"
@@ -386,60 +341,52 @@ class Votes:
         return f"{tries} to train on a batch and {evaluated} to evaluate one"
 
     def require_hosts(self, error: Exception) -> None:
-        """After an error that several ranks have: raise one that names who is lost, if any is.
-
-        Raises:
-            PeerLostError: a host is gone.
-        """
+        """Raise an error that names the lost host, if any, after an error of several ranks."""
         if self._broken is None and (loss := self._watch.loss(fresh=True)) is not None:
             self._lose(loss, error)
 
     def _lose(self, loss: str, error: Exception | None = None) -> NoReturn:
         self._broken = PeerLostError(
-            f"{loss}; rank {self.rank} stops, because nothing can be retried without all ranks: "
-            "start again from the last checkpoint"
+            f"{loss}; rank {self.rank} stops, because a retry needs all ranks: start again from "
+            "the last checkpoint"
         )
         raise self._broken from error
 
     def give_up(self, error: Exception, point: str) -> NoReturn:
-        """Say which peers are missing, after an exchange or a collective broke off.
-
-        Raises:
-            PeerLostError: always.
-        """
+        """Raise an error that names the missing peers, after an exchange was interrupted."""
         if (loss := self._watch.loss(fresh=True)) is not None:
             self._lose(loss, error)
-        # The watch knows of no lost host, so what is missing are processes that ended or hang.
+        # The watch knows of no lost host, so processes have ended or hang.
         missing = self._roll_call.missing()
         if missing:
             names = ", ".join(map(str, missing))
             who = f"rank{'s' * (len(missing) > 1)} {names} of {self.world_size} gone or stuck"
         elif missing is None:
-            who = "a peer is gone, and so is the store in which the others could have signed"
+            who = "a peer is gone, and so is the store for a roll call of the others"
         else:
             who = f"all ranks are still there, so one was too late or the network failed ({error})"
         self._broken = PeerLostError(
-            f"rank {self.rank} of {self.world_size} could not go on at {point!r}: {who}. Nothing "
-            "can be retried without all ranks: start again from the last checkpoint; the log of "
-            "the missing rank, or the kernel's (out of memory on the host), has the cause"
+            f"rank {self.rank} of {self.world_size} could not go on at {point!r}: {who}. A retry "
+            "needs all ranks: start again from the last checkpoint; the log of the missing rank, "
+            "or the kernel's (out of memory on the host), has the cause"
         )
         raise self._broken from error
 
 
-# The smallest number of all ranks is to be the smallest size at the highest level: each level
-# takes so much off. Sizes are below half of it, and fp64 holds all exactly.
+# The minimum over ranks must be the smallest size at the highest level, so each level subtracts
+# this much. Sizes are less than half of it, and float64 holds all values exactly.
 _LEVEL = 2.0**40
 
 
 def _proposed_size(proposal: Proposal) -> float:
-    # Whose whole batch fits says nothing about larger ones.
+    # A rank whose whole batch fits says nothing about larger batches.
     fits = proposal.microbatch_size >= proposal.largest
     size = _LEVEL / 2 if fits else float(proposal.microbatch_size)
     return size - proposal.level * _LEVEL
 
 
 def _level_and_size(lowest: float) -> tuple[int, float]:
-    """The highest level, and the smallest size of the ranks that proposed it.
+    """Return the highest level, and the smallest size proposed at that level.
 
     >>> sizes = [Proposal(num_rows=9, microbatch_size=2), Proposal(num_rows=9, microbatch_size=4)]
     >>> above = Proposal(num_rows=9, microbatch_size=8, level=1)
@@ -448,7 +395,7 @@ def _level_and_size(lowest: float) -> tuple[int, float]:
     >>> _level_and_size(min(map(_proposed_size, [*sizes, above])))
     (1, 8.0)
     """
-    if lowest == math.inf:  # no rank has told any
+    if lowest == math.inf:  # no rank proposed a size
         return 0, lowest
     level = math.ceil(-lowest / _LEVEL)
     return level, lowest + level * _LEVEL

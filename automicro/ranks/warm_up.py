@@ -1,11 +1,10 @@
-"""Communicators are connected before any size is tried, while the device still has memory.
+"""Connect communicators before any size is tried, while the device still has memory.
 
-NCCL makes a communicator at its first collective, and connects it for an algorithm when a
-collective first needs that. It takes the memory from the device and not from torch's allocator,
-and where there is none, its error is no running out of memory that could be recovered from: the
-communicator is lost. The first collectives would run in the first attempt that fits, which is the
-fullest. So all that guards know of run before it: once with a few numbers and once with many, for
-which other algorithms are chosen.
+NCCL creates a communicator at its first collective, and connects it for an algorithm when a
+collective first needs that. Both take device memory outside torch's allocator. If there is none
+left, the error cannot be recovered from: the communicator is lost. The first collectives would run
+in the first attempt that fits, which fills memory most. So all collectives that guards know run
+before it: once with few numbers and once with many, which use other algorithms.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,33 +19,26 @@ from automicro.memory.oom import empty_cache
 from automicro.torch_private_distributed import all_gather_flat, backend_name, reduce_scatter_flat
 
 COMMUNICATION_SHARE = 0.01
-"""Of a device, what sizes that are predicted leave to communicators: they connect anew, now and
-then (after a fault of the network, for another size), and take that from what torch left."""
+"""Share of device memory that predicted sizes leave to communicators: they reconnect at times
+(after a network fault, for another size), and need memory that torch has not taken."""
 
-_FEW = 64  # numbers, for the algorithms that answer soon
-_MANY = 8 * 2**20  # numbers, 32 MiB, for those that move much
-# These have their memory on the host.
+_FEW = 64  # numbers, for low-latency algorithms
+_MANY = 8 * 2**20  # numbers (32 MiB), for high-bandwidth algorithms
+# These keep their memory on the host.
 _ON_HOST = ("gloo", "mpi")
 
 
 class Use(NamedTuple):
-    """One kind of collective over one group.
+    """One kind of collective over one group."""
 
-    Attributes:
-        kind: ``"all_reduce"``, ``"broadcast"``, ``"all_gather"`` or ``"reduce_scatter"``.
-        group: of processes.
-        device: whose tensors it takes.
-        op: that it reduces by.
-    """
-
-    kind: str
-    group: dist.ProcessGroup
-    device: torch.device
-    op: Any = dist.ReduceOp.SUM
+    kind: str  # "all_reduce", "broadcast", "all_gather" or "reduce_scatter"
+    group: dist.ProcessGroup  # process group
+    device: torch.device  # device of its tensors
+    op: Any = dist.ReduceOp.SUM  # reduce operation
 
     @property
     def takes_device_memory(self) -> bool:
-        """Whether the communicator has memory on the device."""
+        """Whether the communicator uses memory on the device."""
         return self.device.type != "cpu" and backend_name(self.group, self.device) not in _ON_HOST
 
     def __str__(self) -> str:
@@ -54,7 +46,7 @@ class Use(NamedTuple):
 
 
 class WarmUp:
-    """Connects all that steps will use, before the first one."""
+    """Connection of all communicators that steps will use, before the first step."""
 
     def __init__(self, uses: Iterable[Use], done: set[Use]) -> None:
         self._uses = [each for each in dict.fromkeys(uses) if each.takes_device_memory]
@@ -63,28 +55,24 @@ class WarmUp:
 
     @property
     def share(self) -> float:
-        """Of the device, what predicted sizes leave to communicators."""
+        """Share of device memory that predicted sizes leave to communicators."""
         return COMMUNICATION_SHARE if self._uses else 0.0
 
     def __str__(self) -> str:
-        """Groups that are still to be connected, the same on all ranks; may be empty."""
+        """Return a suffix that lists groups still to be connected, the same on all ranks, or ""."""
         waiting = ", ".join(map(str, self._waiting()))
         return f" (first connecting {waiting})" if waiting else ""
 
     def prepare(self) -> None:
-        """Before the ranks agree: allocate what the collectives need, so that those cannot fail.
-
-        Raises:
-            torch.OutOfMemoryError: there is no memory even for that.
-        """
+        """Allocate buffers before ranks agree, so that the collectives cannot fail."""
         try:
             self._allocate()
         except torch.OutOfMemoryError as error:
             add_note(
                 error,
-                "automicro: that was before the first batch, while the communicators of all ranks "
-                "were to be connected, which takes some 64 MiB of each device; no smaller "
-                "microbatch helps there, free memory",
+                "automicro: this was before the first batch, while connecting the communicators "
+                "of all ranks, which takes about 64 MiB of each device; a smaller microbatch "
+                "does not help, so free memory",
             )
             raise
 
@@ -94,23 +82,23 @@ class WarmUp:
             size = dist.get_world_size(use.group)
             self._tensors[use] = []
             for most in (_FEW, _MANY):
-                # A multiple of the ranks, as gathering and scattering need it.
+                # A multiple of the number of ranks, as gathering and scattering need.
                 count = max(1, most // size)
                 key = use.device, count * size
-                # Shared by all uses of its size, since nothing reads what it holds.
+                # Shared by all uses of this size, because nothing reads the contents.
                 if key not in buffers:
                     buffers[key] = torch.zeros(count * size, device=use.device)
                 part = torch.zeros(count, device=use.device)
                 self._tensors[use].append((buffers[key], part))
 
     def run(self) -> None:
-        """Right after the ranks agreed: run them. All ranks call it."""
+        """Run the collectives right after ranks agreed. All ranks must call this."""
         waiting = self._waiting()
         for use in waiting:
             self._connect(use)
         for device in dict.fromkeys(use.device for use in waiting):
             torch.get_device_module(device).synchronize(device)
-            empty_cache(device)  # else the first attempt would cut these blocks up
+            empty_cache(device)  # otherwise the first attempt would fragment these blocks
 
     def _connect(self, use: Use) -> None:
         for whole, part in self._tensors.pop(use):

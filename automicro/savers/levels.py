@@ -8,9 +8,8 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -54,20 +53,27 @@ Savers: TypeAlias = str | Sequence[Any] | Mapping[str, Any]
 """As `WhenTooLarge` has them."""
 
 
-class Saver(Protocol):
-    """One way to take less memory.
+@dataclass
+class NestedTail:
+    """Head and loss of a language model run in slices, so that its logits are never there whole."""
 
-    Attributes:
-        name: in ``when_too_large``.
-    """
+    tail: LanguageTail
+    name: str = field(default=NESTED, init=False)
 
-    name: str
-
-    def applied(self) -> AbstractContextManager[None]:
-        """Around forward and backward of all microbatches of an attempt."""
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        self.tail.attach()
+        try:
+            yield
+        finally:
+            self.tail.remove()
 
     def describe(self) -> str:
-        """Describe it in half a sentence."""
+        return "the logits and their loss are computed in slices"
+
+
+Saver: TypeAlias = Recompute | Offload | NestedTail
+"""One way to take less memory, by its name in ``when_too_large``."""
 
 
 @dataclass(frozen=True)
@@ -113,25 +119,6 @@ class Level:
             for saver in self.savers:
                 stack.enter_context(saver.applied())
             yield
-
-
-@dataclass
-class NestedTail:
-    """Head and loss of a language model run in slices, so that its logits are never there whole."""
-
-    tail: LanguageTail
-    name: str = field(default=NESTED, init=False)
-
-    @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        self.tail.attach()
-        try:
-            yield
-        finally:
-            self.tail.remove()
-
-    def describe(self) -> str:
-        return "the logits and their loss are computed in slices"
 
 
 class WhenTooLarge(Feature):
@@ -210,63 +197,42 @@ def make_levels(
     return [Level(tuple(savers[:number])) for number in range(len(savers) + 1)]
 
 
-def check_levels(when_too_large: Any) -> None:
-    """Refuse what stands for no levels, before there is a model.
-
-    Raises:
-        TypeError, ValueError: each with its remedy.
-
-    >>> check_levels(["recompute", "offload"])
-    """
-    _read(when_too_large)
-
-
 def _read(given: Any) -> tuple[dict[str, list[str] | None], bool]:
     """Memory savers in order with the names of what they are for, and whether it is ``"auto"``."""
     is_list = isinstance(given, Sequence) and not isinstance(given, str)
-    wanted: dict[str, list[str] | None] = {}
+    named: dict[str, Any] = {}
     for each in given if is_list else [given]:
         if not isinstance(each, str | Mapping):
             raise TypeError(
                 f"when_too_large={given!r}: {each!r} is of type {type(each).__name__}; use one of "
                 f"{', '.join(_CHOICES)}, a list of {_LISTED}, or {_EXAMPLE}"
             )
-        for name, value in each.items() if isinstance(each, Mapping) else [(each, None)]:
-            check_choice("when_too_large", name, _CHOICES)
-            if name in wanted:
-                raise ValueError(
-                    f"when_too_large={given!r} names {name!r} twice; a level has all savers that "
-                    "come before it, so name each once"
-                )
-            wanted[name] = _read_names(given, name, value)
-    if not wanted:
-        raise ValueError('when_too_large is empty; use "error" for no level but the plain one')
-    for name in _ALONE:
-        if name in wanted and (is_list or len(wanted) > 1):
-            raise ValueError(
-                f"when_too_large={given!r} lists {name!r}, which stands alone: give "
-                f"when_too_large={name!r}, or a list of {_LISTED}"
-            )
-    is_auto = "auto" in wanted
-    if is_auto:
-        wanted = {**dict.fromkeys(_OF_AUTO), RECOMPUTE: wanted["auto"]}
+        named |= {each: None} if isinstance(each, str) else each
+    wanted = {
+        check_choice("when_too_large", name, _CHOICES): _read_names(given, name, value)
+        for name, value in named.items()
+    }
+    is_alone = not wanted.keys().isdisjoint(_ALONE)
+    if not wanted or (is_alone and (is_list or len(wanted) > 1)):
+        raise ValueError(
+            f"when_too_large={given!r} is empty, or names what stands alone ({', '.join(_ALONE)}); "
+            f"give one of these by itself, or a list of {_LISTED}"
+        )
+    if "auto" in wanted:
+        return {**dict.fromkeys(_OF_AUTO), RECOMPUTE: wanted["auto"]}, True
     wanted.pop("error", None)
-    return wanted, is_auto
+    return wanted, False
 
 
 def _read_names(given: Any, saver: str, value: Any) -> list[str] | None:
     if value is None or value is True:
         return None
-    if saver in (OFFLOAD, NESTED):
-        raise ValueError(
-            f"when_too_large={given!r}: {saver!r} has no names, but {value!r}; {_EXAMPLE}"
-        )
     names = [value] if isinstance(value, str) else value
     is_list = isinstance(names, Sequence) and all(isinstance(each, str) for each in names)
-    if not is_list or not names:
+    if saver in (OFFLOAD, NESTED) or not is_list or not names:
         raise TypeError(
             f"when_too_large={given!r}: {value!r} of type {type(value).__name__} names no "
-            f"blocks; {_EXAMPLE}"
+            f"blocks for {saver!r}; {_EXAMPLE}"
         )
     return list(names)
 
@@ -281,9 +247,8 @@ def _made(
     model = find_language_model(modules[0])
     if model is None:
         raise ValueError(
-            f"{type(modules[0]).__name__} is no language model of transformers', whose head and "
-            "loss are known by name; give the part that computes them a size of its own with "
-            "nested={…}, or leave 'nested' out of when_too_large"
+            f"{type(modules[0]).__name__} is no language model of transformers; leave 'nested' out "
+            "of when_too_large, and give the part that computes its loss a size with nested={…}"
         )
     return NestedTail(LanguageTail(model, {"microbatch_unit": "tokens"}))
 

@@ -153,11 +153,7 @@ def named_blocks(modules: Sequence[nn.Module], patterns: Iterable[str]) -> dict[
     inner = {
         id(part) for module in matched.values() for part in module.modules() if part is not module
     }
-    found: dict[int, str] = {}
-    for name, module in matched.items():
-        if id(module) not in inner:
-            found.setdefault(id(module), name)
-    return {name: matched[name] for name in found.values()}
+    return {name: module for name, module in matched.items() if id(module) not in inner}
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -170,21 +166,14 @@ def _by_name(
     find: Callable[[nn.Module], Iterable[tuple[str, nn.Module]]],
 ) -> dict[str, nn.Module]:
     """Values found in several modules, by names without those of wrappers."""
-    return {
-        (f"modules[{index - 1}]." if index else "") + shown: module
-        for index, root in enumerate(modules)
-        for name, module in find(root)
-        if (shown := _plain_name(name)) and shown not in _OF_ROOTS
-    }
-
-
-def _plain_name(name: str) -> str:
-    """A module's name without what DDP, FSDP and ``torch.compile`` add to it.
-
-    >>> _plain_name("module._orig_mod.h.0")
-    'h.0'
-    """
-    return _OF_WRAPPERS.sub("", name)
+    found: dict[int, tuple[str, nn.Module]] = {}
+    for index, root in enumerate(modules):
+        start = f"modules[{index - 1}]." if index else ""
+        for name, module in find(root):
+            shown = _OF_WRAPPERS.sub("", name)
+            if shown and shown not in _OF_ROOTS:
+                found.setdefault(id(module), (start + shown, module))  # by its first name
+    return dict(found.values())
 
 
 def find_blocks(
@@ -237,7 +226,6 @@ class Block:
         module: itself.
         left_out: why it computes but once; empty for the usual.
         changing: large buffers that its forward has been seen to write to, by their ids.
-        is_used: whether any call of it was such that it can be computed again.
         given: for each tensor that it was called with in an attempt what shares its version, and
             holds no memory; and that version.
         turn: grows with each time that any block is computed again; 0 before the first.
@@ -248,7 +236,6 @@ class Block:
     module: nn.Module
     left_out: str = ""
     changing: dict[int, Tensor] = field(default_factory=dict)
-    is_used: bool = False
     given: list[tuple[Tensor, int]] = field(default_factory=list)
     turn: int = 0
     num_done: int = 0
@@ -271,7 +258,7 @@ class Block:
 
 
 class _Saved:
-    """A short summary of what a forward saves, which shows whether it is the same again.
+    """A few numbers of each tensor that a forward saves, which show whether it is the same again.
 
     >>> one, other, third = _Saved(), _Saved(), _Saved()
     >>> _ = one.add(torch.ones(3)), other.add(torch.ones(3)), third.add(torch.ones(3) * 2)
@@ -280,41 +267,38 @@ class _Saved:
     """
 
     def __init__(self) -> None:
-        self._count = 0
-        # A weighted sum and that of absolute values: by device, so that none is waited for.
-        self._sums: dict[torch.device, Tensor] = {}
+        self._samples: list[Tensor] = []  # on their devices, so that none is waited for
 
     @torch.no_grad()
     def add(self, tensor: Tensor) -> Tensor:
-        """Count one that is saved."""
+        """Take note of one that is saved."""
         is_strided = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
         # Bytes are workspaces of kernels, of which not all is written.
         if not is_strided or tensor.is_quantized or tensor.dtype is torch.uint8:
             return tensor
-        device = tensor.device
-        if not tensor.numel() or device.type == "meta":
-            return tensor
-        self._count += 1
-        places = torch.arange(0, tensor.numel(), -(-tensor.numel() // _SAMPLES), device=device)
-        found = tensor.take(places)
-        found = torch.view_as_real(found.resolve_conj()) if found.is_complex() else found
-        if device.type == "cpu" and tensor.is_floating_point():
-            found = torch.cat([found.double(), tensor.sum().double().reshape(1)])
-        # NaN is equal to nothing, itself included.
-        found = found.double().nan_to_num(1.0, 2.0, 3.0).flatten()
-        weights = torch.linspace(1, 2, len(found), device=device, dtype=torch.double)
-        weights *= 1 + self._count * 0.6180339887 % 1  # tensors may not change places
-        sums = torch.stack([found @ weights, found.abs().sum()])
-        self._sums[device] = self._sums[device] + sums if device in self._sums else sums
+        if tensor.numel() and tensor.device.type != "meta":
+            step = -(-tensor.numel() // _SAMPLES)
+            found = tensor.take(torch.arange(0, tensor.numel(), step, device=tensor.device))
+            found = torch.view_as_real(found.resolve_conj()) if found.is_complex() else found
+            found = found.double().flatten()
+            if tensor.device.type == "cpu" and tensor.is_floating_point():
+                found = torch.cat([found, tensor.sum().double().reshape(1)])
+            self._samples.append(found)
         return tensor
 
     def is_like(self, other: "_Saved") -> bool:
         """Whether it is the same: to the bit on a CPU, elsewhere but for rounding."""
-        return self._sums.keys() == other._sums.keys() and all(
-            abs(float(mine[0]) - float(other._sums[device][0]))
-            <= (0 if device.type == "cpu" else _ROUNDING * float(mine[1]))
-            for device, mine in self._sums.items()
+        if len(self._samples) != len(other._samples):
+            return False
+        return all(
+            mine.shape == its.shape
+            and torch.allclose(mine, its, rtol=0, atol=_rounding(mine), equal_nan=True)
+            for mine, its in zip(self._samples, other._samples, strict=True)
         )
+
+
+def _rounding(sample: Tensor) -> float:
+    return 0.0 if sample.device.type == "cpu" else _ROUNDING * float(sample.abs().nansum())
 
 
 class _Plain:
@@ -466,7 +450,6 @@ class Recompute:
     blocks: Sequence[Block]
     random: Callable[[], RandomState]
     name: str = field(default=RECOMPUTE, init=False)
-    _has_told: bool = field(default=False, init=False)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -497,15 +480,6 @@ class Recompute:
             finally:
                 for block in blocks:
                     block.given.clear()
-        waiting = [block for block in blocks if not block.left_out]
-        if waiting and not (self._has_told or any(block.is_used for block in waiting)):
-            self._has_told = True
-            logger.warning(
-                "automicro: 'recompute' brought nothing to a batch: %s were not called, or without "
-                "gradients alone; %s, or use 'offload'",
-                shown_blocks(block.name for block in waiting),
-                NAME_THEM.replace("name them", "name others"),
-            )
 
     def describe(self) -> str:
         """Describe it in half a sentence."""
@@ -543,7 +517,6 @@ def _replaced(block: Block, random: Callable[[], RandomState]) -> Iterator[None]
         if is_in_checkpoint():
             block.leave_out("runs in a checkpoint of the model's own already")
             return forward(*args, **kwargs)
-        block.is_used = True
         return _computed(block, forward, random(), args, kwargs)
 
     table[name] = _Plain(run, block.module, table.get(name))

@@ -1,12 +1,13 @@
-"""Everything that a forward may change, captured before an attempt and put back after a failed one.
+"""Capture of all state that a forward may change, and its restoration after a failed attempt.
 
-Nothing has to be known of a value beforehand. What is reached from the roots is held by identity:
-of a module its attributes, of a list its elements, of a function the cells of its closure and the
-globals that its code names. Put back, the same objects hold the same values again, so that
-everything that shares one sees it come back.
+Values need no registration. Everything that the roots reach is held by identity: the attributes of
+a module, the elements of a list, the closure cells of a function and the globals that its code
+names. Restoring puts the same values back into the same objects, so that all code that shares an
+object sees them.
 
-The walk happens once. It leaves flat lists of what the tables, lists and cells hold, which the next
-capture compares by identity: one that finds the same objects everywhere is as good as a walk.
+The graph of objects is walked only once. The walk produces flat lists of the contents of tables,
+lists and cells, which the next capture compares by identity: if all objects are the same, no walk
+is necessary.
 """
 
 import functools
@@ -62,17 +63,17 @@ from automicro.values import (
 )
 
 MOST_VALUES = 200_000  # in all containers together
-MOST_ELEMENTS = 2**20  # of a list or dict that is held at all
-MOST_ARRAY_BYTES = 2**20  # arrays have no versions: each is copied each time
-LONG = 10_000  # elements of a list or dict that are not looked into
-MANY = 128  # the same where they are tensors, as metrics keep them
+MOST_ELEMENTS = 2**20  # of a list or dict; longer ones are not captured
+MOST_ARRAY_BYTES = 2**20  # arrays have no versions, so each capture copies them
+LONG = 10_000  # elements of a list or dict; those of longer ones are not walked
+MANY = 128  # the same for lists of tensors, as metrics keep them
 _GONE = object()
 
 
 def capture(
     roots: Mapping[str, Any], *, skip: Iterable[Any] = (), large: Mapping[int, Tensor] | None = None
 ) -> "Captured":
-    """Hold all that is reached from some values, as it is now.
+    """Capture everything that is reached from some values, in its current state.
 
     Example:
         >>> model = nn.Linear(2, 2)
@@ -89,11 +90,11 @@ def capture(
     return Captured(roots, tuple(skip), large)
 
 
-_NOT_COPIED = "it was written to, and is too large to be copied; move it after the step"
+_NOT_COPIED = "it was written to, but is too large to be copied; update it after the step"
 _NEW = vars(nn.Module())
-# What says how hooks are called changes with the tables of hooks alone.
+# Flags about hooks change only together with the tables of hooks.
 _TABLES = [name for name, value in _NEW.items() if hasattr(value, "clear") or "hook" in name]
-# Those of state dicts are of no use to a forward.
+# A forward does not use the hooks of state dicts.
 _LOOKED_INTO = [e for e in _TABLES if hasattr(_NEW[e], "clear") and "state_dict" not in e]
 _APART = frozenset(_TABLES)
 _tables_of, _looked_into = operator.itemgetter(*_TABLES), operator.itemgetter(*_LOOKED_INTO)
@@ -101,37 +102,37 @@ _tables_of, _looked_into = operator.itemgetter(*_TABLES), operator.itemgetter(*_
 
 @functools.lru_cache(5_000)
 def _own_keys(keys: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Those of a module's that are not torch's tables; none where it has not all of these yet."""
+    """Return a module's keys except torch's tables; none if it lacks some of these."""
     is_whole = _NEW.keys() <= set(keys)
     return tuple(key for key in keys if key not in _APART) if is_whole else ()
 
 
 class _Holder(NamedTuple):
-    """A table, and those of its keys that are held."""
+    """A table, and those of its keys that are captured."""
 
     owner: Any  # a class, or the table
     table: Mapping[Any, Any]
     keys: tuple[Any, ...]
-    used: frozenset[str] | None = None  # the names that may come, if not all
-    apart: frozenset[str] = frozenset()  # keys that are held by themselves
+    used: frozenset[str] | None = None  # the only new names that count; None: all
+    apart: frozenset[str] = frozenset()  # keys that are captured separately
 
     @property
     def is_ordered(self) -> bool:
-        """Whether the order of keys means anything, as it does not among attributes."""
+        """Whether the order of keys matters, unlike that of attributes."""
         return self.used is None and not self.apart and type(self.owner) is dict
 
     def strangers(self) -> list[Any]:
-        """Keys that have come."""
+        """Return keys that were added."""
         come = self.table.keys() if self.used is None else self.used & self.table.keys()
         return list(come - set(self.keys) - self.apart)
 
     def read(self) -> dict[Any, Any]:
-        """The present values of the captured table, with those that came since."""
+        """Return the current values of the captured and the added keys."""
         seen = {*self.keys, *self.strangers()}
         return {key: value for key, value in self.table.items() if key in seen}
 
     def write(self, saved: Mapping[Any, Any]) -> None:
-        """Let the table hold this again."""
+        """Restore the captured contents of the table."""
         if self.is_ordered:
             put_table(self.owner, saved)
             return
@@ -147,23 +148,18 @@ class _Holder(NamedTuple):
 _HOLDER = Kind(_Holder.read, _Holder.write)
 
 
-_Entry = tuple[Any, Kind, Any]  # a value, how it holds others, and what it held
-_Name = tuple[str, str]  # a path, and the format of what lies behind it
+_Entry = tuple[Any, Kind, Any]  # a value, its kind, and the captured contents
+_Name = tuple[str, str]  # a path, and the format of names of parts
 
 
 class _Tables:
-    """Tables, and what they hold.
-
-    Attributes:
-        held: their values, one table's after the other's; `refresh` may put others there.
-        places: where among these tensors lie that are not trained.
-    """
+    """Tables and their captured contents."""
 
     def __init__(self, holders: Iterable[_Holder]) -> None:
         # One itemgetter reads all tables of the same keys: layers are many, their classes few.
         groups: dict[tuple[Any, ...], list[_Holder]] = {}
         for each in holders:
-            # Of one key alone, itemgetter gives no tuple.
+            # For a single key, itemgetter returns no tuple.
             keys = each.keys * 2 if len(each.keys) == 1 else each.keys
             groups.setdefault(keys, []).append(each._replace(keys=keys))
         self._holders = list(chain.from_iterable(groups.values()))
@@ -172,20 +168,21 @@ class _Tables:
             for keys, group in groups.items()
             if keys
         ]
-        self.held = list(self._now())
+        self.held = list(self._now())  # the values of all tables in a row
+        # The indices of tensors that are not trained.
         self.places = {place for place, each in enumerate(self.held) if _is_content(each)}
 
     def _now(self) -> Iterator[Any]:
-        # Nothing of it runs in Python, however many groups and tables there are.
+        # Runs entirely in C, for any number of groups and tables.
         return chain.from_iterable(chain.from_iterable(starmap(map, self._groups)))
 
     def refresh(self) -> bool:
-        """Hold what is there now; not done where containers or objects have come or gone."""
+        """Capture the current contents; return False if containers or objects come or go."""
         try:
             if all(map(operator.is_, self._now(), self.held)):
                 return True
             now = list(self._now())
-        except KeyError:  # one is gone
+        except KeyError:  # a key was removed
             return False
         others = list(compress(range(len(now)), map(operator.is_not, now, self.held)))
         if not all(_may_pass(self.held[i]) and _may_pass(now[i]) for i in others):
@@ -195,40 +192,36 @@ class _Tables:
         return True
 
     def content(self) -> Iterator[Tensor]:
-        """The tensors that are held, but for those that are trained."""
+        """Return the captured tensors that are not trained."""
         return filter(_is_content, map(self.held.__getitem__, self.places))
 
     def change_content(self, change: Callable[[Any], Any]) -> None:
-        """Hold something else in place of tensors."""
+        """Replace the captured tensors."""
         for place in self.places:
             self.held[place] = change(self.held[place])
 
     def entries(self) -> Iterator[_Entry]:
-        """Each table with what is held of it."""
+        """Yield each table with its captured contents."""
         rest = iter(self.held)
         for holder in self._holders:
             yield holder, _HOLDER, dict(zip(holder.keys, rest, strict=False))
 
 
 class _Containers:
-    """Everything else that holds values, or content of its own: each is read by its kind.
-
-    Attributes:
-        places: of the entries among whose values tensors lie that are not trained.
-    """
+    """All other values that hold values or content, each read by its kind."""
 
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
-        self.places: set[int] = set()
+        self.places: set[int] = set()  # indices of entries that hold tensors that are not trained
 
     def add(self, value: Any, kind: Kind, held: Any) -> None:
-        """Hold one."""
+        """Add a value with its captured contents."""
         self._entries.append((value, kind, held))
         if not kind.is_leaf and any(map(_is_content, _parts(held))):
             self.places.add(len(self._entries) - 1)
 
     def refresh(self) -> bool:
-        """Hold what is there now; not done where containers or objects have come or gone."""
+        """Capture the current contents; return False if containers or objects come or go."""
         for place, (value, kind, held) in enumerate(self._entries):
             now = kind.read(value)
             if not (kind.is_leaf or _same_parts(now, held)):
@@ -251,7 +244,7 @@ class _Containers:
             self._entries[place] = value, kind, _with_parts(held, change)
 
     def let_go(self) -> None:
-        """Hold no content of leaves."""
+        """Release the content of leaves."""
         for place, (value, kind, _) in enumerate(self._entries):
             if kind.is_leaf:
                 self._entries[place] = value, kind, None
@@ -265,19 +258,19 @@ def _put_back(value: Any, kind: Kind, held: Any) -> None:
     if not kind.is_leaf:
         held = _with_parts(held, _again)
     if type(held) is dict:
-        # What a wrapper has freed, it has replaced by itself.
+        # A wrapper that freed a tensor has already replaced it.
         held = held | {key: now[key] for key, e in held.items() if is_freed(e) and key in now}
-    # Containers by identity, also long ones: of equal numbers one may be -0.0, and order counts.
+    # Compare containers by identity, because equal numbers may be 0.0 and -0.0, and order matters.
     if not (_same_parts(now, held) if type(held) in (dict, list) else not differs(now, held)):
         assert kind.write is not None
         kind.write(value, held)
 
 
 def _changes(value: Any, kind: Kind, held: Any, names: Mapping[int, _Name]) -> Iterator[str]:
-    """Where something else lies now."""
+    """Yield the paths at which a value differs now."""
     owner = value.owner if kind is _HOLDER else value
     if id(owner) not in names:
-        return  # it is gone, which shows where it was
+        return  # it was removed, which its former owner reports
     (path, form), now = names[id(owner)], kind.read(value)
     if kind.is_leaf:
         yield from [path] * differs(held, now)
@@ -292,7 +285,7 @@ def _changes(value: Any, kind: Kind, held: Any, names: Mapping[int, _Name]) -> I
 
 
 def _nesting() -> int:
-    # Torch has no getter: it tells the nesting only when it changes.
+    # Torch has no getter, and returns the nesting only when it changes.
     nesting = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     return nesting
@@ -304,7 +297,7 @@ def _set_nesting(nesting: int) -> None:
 
 
 _CUDA, _ATTENTION = torch.backends.cuda, ("flash", "mem_efficient", "math", "cudnn")
-_OWN: list[tuple[Any, Any]] = [  # of each type of device
+_OWN: list[tuple[Any, Any]] = [  # one per device type
     (torch.is_autocast_enabled, torch.set_autocast_enabled),
     (torch.get_autocast_dtype, torch.set_autocast_dtype),
 ]
@@ -323,7 +316,7 @@ _SETTINGS: list[tuple[Any, Any]] = [
 
 @functools.cache
 def _settings() -> list[tuple[Any, Any]]:
-    """Settings of the whole thread or process: how each is read, and set."""
+    """Return the getters and setters of the settings of the whole thread or process."""
     types = ["cpu"]
     if torch.accelerator.is_available():
         types.append(torch.accelerator.current_accelerator().type)  # type: ignore[union-attr]
@@ -340,23 +333,21 @@ def _put_modes_back(saved: list[Any]) -> None:
         for (read, write), value in zip(_settings(), saved, strict=True):
             if read() != value:
                 write(value)
-        # It may hold casts that the failed attempt has made, with a graph that is gone.
+        # It may hold casts of the failed attempt, whose graph was freed.
         torch.clear_autocast_cache()
 
 
 class _Standing:
-    """Stands for a tensor with a graph, which lives no longer than others want it to.
+    """A placeholder for a tensor with a graph, which does not extend its lifetime."""
 
-    One that is gone comes back without its graph; a large one does not come back.
-    """
-
+    # If the tensor was freed, it is restored without its graph; a large one is not restored.
     def __init__(self, value: Tensor) -> None:
         self.ref = weakref.ref(value)
         self.alias = value.detach() if value.nbytes <= SMALL_BYTES else None
 
 
 def _again(value: Any) -> Any:
-    """The captured values, with the tensors themselves in place of their placeholders."""
+    """Return the tensor of a placeholder, and other captured values as they are."""
     if type(value) is not _Standing:
         return value
     there = value.ref()
@@ -364,20 +355,20 @@ def _again(value: Any) -> Any:
 
 
 def _is_content(value: Any) -> bool:
-    """Whether a value is a tensor that is no parameter, and has its shape."""
-    if type(value) is Tensor:  # most are
+    """Whether a value is a tensor that is not a parameter and has its shape."""
+    if type(value) is Tensor:  # the common case
         return not (value.requires_grad and value.is_leaf)
     is_tensor = issubclass(type(value), Tensor)
     return is_tensor and not (is_owned(value) or is_uninitialized(value))
 
 
 def _may_pass(value: Any) -> bool:
-    """Whether a value can come and go without a walk."""
+    """Whether a value can be added or removed without a new walk."""
     return is_plain(value) or (type(value) is Tensor and not is_owned(value))
 
 
 def _is_long(value: Any) -> bool:
-    """Whether so much lies in a list or dict that the elements are not looked into."""
+    """Whether a list or dict is so long that its elements are not walked."""
     if type(value) is not list:
         return isinstance(value, dict) and dict.__len__(value) > LONG
     return len(value) > LONG or (len(value) > MANY and set(map(type, value)) == {Tensor})
@@ -408,36 +399,31 @@ _OBJECT_ARRAY = Kind(lambda value: list(value.flat), _write_objects)
 
 
 class _Walk:
-    """Finds all that some roots reach, and sorts it by how it is held.
-
-    Attributes:
-        left_out: what is not put back, each with why.
-        buffers: ids of the buffers of modules.
-    """
+    """The values that some roots reach, sorted by the way they are captured."""
 
     def __init__(self, roots: Mapping[str, Any], skip: tuple[Any, ...]) -> None:
         self._given = set(map(id, roots.values()))
-        self.left_out: list[tuple[Any, str]] = []
+        self.left_out: list[tuple[Any, str]] = []  # values that cannot be restored, with the reason
         self.holders: dict[int, _Holder] = {}
         self.objects: list[Any] = []
         self.flags: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
         self.containers = _Containers()
-        self.buffers: dict[int, None] = {}
+        self.buffers: dict[int, None] = {}  # ids of the buffers of modules
         self.content: list[Tensor] = []
         self.trained: list[Tensor] = []
         skipped = tuple(each for each in skip if isinstance(each, type))
         seen, left = set(map(id, skip)), MOST_VALUES
         hooks = GLOBAL_HOOKS.values()
-        # Tables of modules and tensors: most are.
+        # Most tables of modules and tensors are empty.
         self.empty: list[Any] = [each for each in hooks if not each]
         waiting = [*roots.values(), *filter(None, hooks)]
-        for number, value in enumerate(waiting):  # which grows meanwhile
+        for number, value in enumerate(waiting):  # the list grows inside the loop
             kinds = kinds_of(type(value))
             if id(value) in seen or (skipped and issubclass(type(value), skipped)):
                 continue
             seen.add(id(value))
             if not kinds and number < len(roots) and hasattr(value, "__dict__"):
-                kinds = (OBJECT,)  # given by name, it is meant
+                kinds = (OBJECT,)  # a root is captured even if its class is opaque
             for kind in kinds:
                 if left < 0:
                     rest = [v for v in waiting[number:] if not (is_plain(v) or id(v) in seen)]
@@ -449,7 +435,7 @@ class _Walk:
                 left -= 0 if id(value) in self._given else len(waiting) - before
 
     def _hold(self, value: Any, kind: Kind) -> Iterable[Any]:
-        """Hold what a value holds in one way; gives what of it may hold something itself."""
+        """Capture a value by one of its kinds; return its parts that may hold values themselves."""
         if kind is TENSOR:
             return self._hold_tensor(value)
         if kind is OBJECT:
@@ -458,7 +444,7 @@ class _Walk:
         if kind is FUNCTION:
             return self._hold_function(value)
         if kind is CLASS:
-            # A library's class keeps nothing of the caller's, but may have bases of the caller's.
+            # A library's class holds no state of the caller, but may have bases of the caller.
             if is_installed(value.__module__):
                 return [each for each in value.__mro__ if not is_installed(each.__module__)]
             table = vars(value)
@@ -482,11 +468,11 @@ class _Walk:
 
     def _hold_tensor(self, value: Tensor) -> Iterable[Any]:
         if is_owned(value) or is_uninitialized(value):
-            # Watched and not copied: they are the most there is, and the optimizer's to change.
+            # Only compared and not copied: they are large, and only the optimizer may change them.
             self.trained.append(value)
         else:
             self.content.append(value)
-            if id(value) in self._given:  # however large
+            if id(value) in self._given:  # copied at any size
                 self.buffers[id(value)] = None
         if type(value).__module__.startswith("torch.distributed"):
             return ()
@@ -516,7 +502,7 @@ class _Walk:
         for _, cell in cells_of(value):
             found += self._hold_other(cell, CELL)
         for names in namespaces_of(value):
-            # Functions of one module share its globals: held are the names that any of them uses.
+            # Functions of a module share its globals: capture the names that any of them uses.
             known = self.holders.get(id(names.owner))
             used = names.used if known is None else names.used | (known.used or frozenset())
             if known is None or known.used is not None:
@@ -539,7 +525,7 @@ class _Walk:
             if len(held) > MOST_ELEMENTS:
                 return self._leave_out(value, f"it holds over {MOST_ELEMENTS} values")
             if not all(map(is_plain, _parts(held))):
-                self._leave_out(value, "of so many elements only which they are is put back")
+                self._leave_out(value, "it has too many elements to restore the state of each")
             kind = kind._replace(is_leaf=True)
         if kind.write is not None:
             self.containers.add(value, kind, held)
@@ -551,17 +537,13 @@ class _Walk:
 
 
 class Captured:
-    """The result of `capture`.
-
-    Attributes:
-        left_out: what is not put back, each with why.
-    """
+    """The result of `capture`."""
 
     def __init__(self, roots: Mapping[str, Any], skip: tuple[Any, ...], large: Any = None) -> None:
         self._roots, self._skip, self._large = roots, skip, large
         found = _Walk(roots, skip)
-        self.left_out = found.left_out
-        self._copied = found.buffers if large is None else large  # however large
+        self.left_out = found.left_out  # values that cannot be restored, with the reason
+        self._copied = found.buffers if large is None else large  # copied at any size
         self._empty, self._flags = found.empty, found.flags
         self._objects, self._classes = found.objects, list(map(type, found.objects))
         tables, self._containers = _Tables(found.holders.values()), found.containers
@@ -572,21 +554,21 @@ class Captured:
         self._keys = list(chain.from_iterable(self._in_order))
         self._leaves = Leaves(found.trained)
         in_places = set(map(id, self._in_places()))
-        # In tuples and sets, say.
+        # Tensors elsewhere, such as in tuples and sets.
         self._inner = [each for each in found.content if id(each) not in in_places]
-        self._is_new = True  # no commit has shown what attempts replace
+        self._is_new = True  # until a commit shows which values attempts replace
         self._take_content()
 
     def _entries(self) -> Iterator[_Entry]:
         return chain.from_iterable(each.entries() for each in self._held)
 
     def _in_places(self) -> Iterator[Tensor]:
-        """The tensors that lie in tables and containers."""
+        """Return the tensors in tables and containers."""
         return chain.from_iterable([each.content() for each in self._held if each.places])
 
     def _take_content(self) -> None:
         content = {id(each): each for each in chain(self._inner, self._in_places())}
-        # A graph is to live no longer than meant: something else stands for a tensor with one.
+        # Placeholders replace tensors with a graph, so that graphs do not live longer than usual.
         stands = {key: _Standing(each) for key, each in content.items() if each.grad_fn is not None}
         if stands and self._large is None:
             self._change_content(lambda value: stands.get(id(value), value))
@@ -596,24 +578,22 @@ class Captured:
 
     def _change_content(self, change: Callable[[Any], Any]) -> None:
         for each in self._held:
-            if each.places:  # most tables have no tensors but parameters
+            if each.places:  # most tables hold no tensors except parameters
                 each.change_content(change)
 
     # Later captures
 
     def again(self) -> "Captured":
-        """A new capture; quick where only numbers, texts and tensors have changed.
-
-        This one is used up.
-        """
+        """Return a new capture, which needs no walk if only numbers, texts and tensors changed."""
+        # This capture must not be used afterwards.
         if not self._is_refreshed():
             return Captured(self._roots, self._skip, self._large)
         self._take_content()
         return self
 
     def _is_refreshed(self) -> bool:
-        """Take note of what is there now; not done where that takes a walk."""
-        # What changes this capture comes last: once a question is answered by no, it is given up.
+        """Capture the current contents; return False if that needs a walk."""
+        # Steps that change this capture come last, because it is discarded after any failed check.
         return (
             not any(self._empty)
             and self._has_same_keys()
@@ -627,14 +607,12 @@ class Captured:
         return has_same_number and list(chain.from_iterable(self._in_order)) == self._keys
 
     def let_go(self, *, is_committed: bool = True) -> bool:
-        """Hold no content between attempts, and keep no tensor alive; `again` takes what is there.
-
-        What was captured can then no longer be put back.
-        """
+        """Release all content between attempts, so that no tensor is kept alive."""
+        # Afterwards nothing can be restored until `again` captures the current state.
         if is_committed and self._is_new:
             self._is_new = False
             if not self._is_refreshed():
-                return False  # what the attempt has replaced is not kept alive
+                return False  # discard it, so that it does not keep replaced values alive
         if self._copies.tensors:
             self._copies.settle()
             self._copies = Copies([], {})
@@ -643,18 +621,11 @@ class Captured:
         self._leaves.let_go()
         return True
 
-    # Putting back
+    # Restoring
 
     def put_back(self) -> None:
-        """Let everything be as it was. Right also when called twice.
-
-        What fails once is done again, as where memory runs out or Ctrl-C comes meanwhile.
-
-        Raises:
-            RollbackError: something was changed that is watched, and not copied, or cannot be put
-                back. All else is back.
-            BaseException: what interrupted it, once all is back.
-        """
+        """Restore everything. It may be called again after a failure."""
+        # A failed try is repeated, for example after running out of memory or Ctrl-C.
         surely(self._put_back)
 
     def _put_back(self) -> None:
@@ -668,13 +639,15 @@ class Captured:
         for value, kind, held in self._entries():
             try:
                 _put_back(value, kind, held)
-            except Exception as error:  # the rest comes back all the same
-                failures.append((value, error.with_traceback(None)))  # else it holds this frame
+            except Exception as error:  # restore the rest nevertheless
+                # The traceback would keep this frame alive.
+                failures.append((value, error.with_traceback(None)))
         failures += self._copies.put_back()
         self._leaves.put_back()
-        if self._large is None:  # else what runs again sets its modes itself
+        if self._large is None:  # otherwise the replayed code sets its modes itself
             failures += ((each, _NOT_COPIED) for each in self.written())
-            # Last: contexts that were entered by hand and are let go of here end, and set modes.
+            # Last, because contexts that were entered manually end here when they are released, and
+            # set modes.
             _put_modes_back(self._global)
         if failures:
             names = self.names()
@@ -687,15 +660,15 @@ class Captured:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those that are copied or watched, and whose writes are counted."""
+        """The tensors that are copied or compared, and whose writes are counted."""
         return self._copies.counted
 
     def written(self) -> list[Tensor]:
-        """Large tensors and frozen parameters that were written to, and not copied."""
+        """Return large tensors and frozen parameters that were written to, and not copied."""
         return [*self._copies.written(), *self._leaves.written()]
 
     def changed(self) -> Iterator[str]:
-        """Where something is not as it was, by path. Waits for the device."""
+        """Yield the paths of changed values. Waits for the device."""
         names = self.names()
         for value, kind, held in self._entries():
             yield from _changes(value, kind, held, names)
@@ -708,11 +681,11 @@ class Captured:
             yield "torch"
 
     def changed_tensors(self, *, by_content: bool) -> set[int]:
-        """Ids of the tensors that are not as they were; by versions alone, that costs little."""
+        """Return the ids of changed tensors; comparing only versions is cheap."""
         return set(map(id, self._copies.changed(by_content=by_content)))
 
     def names(self) -> dict[int, tuple[str, str]]:
-        """By the id of a value, or of its table, its path, and how parts are named behind it."""
+        """Return the path of each value or table, by id, and the format of names of its parts."""
         start = "torch.nn.modules.module."
         found: dict[int, _Name] = {
             id(table): (start + name, "[{!r}]") for name, table in GLOBAL_HOOKS.items()
@@ -741,6 +714,6 @@ class Captured:
 
 
 def _is_sharded(table: Any) -> bool:
-    """Whether a table's tensors belong to a wrapper that shards, and gathers them for a forward."""
-    each = table.values() if type(table) is dict else ()  # no table of hooks
+    """Whether a table's tensors belong to a wrapper that shards and gathers them for a forward."""
+    each = table.values() if type(table) is dict else ()  # tables of hooks are of another type
     return any(type(e).__module__.startswith("torch.distributed.") for e in each)

@@ -1,4 +1,4 @@
-"""Tensors as they were: copied and put back into the same memory, or only watched."""
+"""Captured tensors: copied and restored into the same memory, or only compared by version."""
 
 import collections
 import contextlib
@@ -23,45 +23,41 @@ from automicro.torch_private import (
 )
 from automicro.values import differs
 
-SMALL_BYTES = 2**16  # of a tensor that is copied each time where it lies; of a buffer, LARGE_BYTES
-LARGE_BYTES = 2**24  # larger copies lie on the host, and only those of buffers are taken
-MOST_BYTES = 2**28  # of the copies of a capture on a device; further ones lie on the host
+SMALL_BYTES = 2**16  # tensors up to this size (buffers: LARGE_BYTES) are copied on their device
+LARGE_BYTES = 2**24  # larger tensors are copied to the host, and only if they are buffers
+MOST_BYTES = 2**28  # of all copies of a capture on a device; further ones go to the host
 
 
 def seen_version(tensor: Tensor) -> int | None:
-    """How often a tensor was written to; None where torch does not count it."""
+    """Return how often a tensor was written to; None if torch does not count it."""
     return None if tensor.is_inference() else version_of(tensor)
 
 
 class _Small(NamedTuple):
-    """Tensors of one dtype on one device, and their memory: copied in one go."""
+    """Tensors of one dtype on one device, and their memory, copied by one kernel."""
 
     tensors: list[Tensor]
     memories: list[Tensor]
-    copy: Tensor  # of all, one behind the other
+    copy: Tensor  # of all, concatenated
 
     def copies(self) -> Sequence[Tensor]:
-        """The copy of each."""
+        """Return the copy of each tensor."""
         parts = torch.split(self.copy, [each.numel() for each in self.memories])
         return [part.view_as(each) for part, each in zip(parts, self.memories, strict=True)]
 
 
 class _Large(NamedTuple):
-    """A tensor, its memory, and what was there at a version."""
+    """A tensor, its memory, and a copy of it at a version."""
 
     tensor: Tensor
     memory: Tensor
-    copy: Tensor | None  # None: only the version is watched
+    copy: Tensor | None  # None: only the version is compared
     version: int | None = None
-    is_kept: bool = False  # the copy is of an earlier capture
+    is_kept: bool = False  # whether the copy comes from an earlier capture
 
 
 class Copies:
-    """Copies of tensors' data: read with few launches, and put back into the same memory.
-
-    A large tensor's copy is kept, and not taken again, while its version stays, once a commit has
-    shown by content that it is not written to past its version.
-    """
+    """Copies of tensors, made by few kernels and restored into the same memory."""
 
     def __init__(
         self,
@@ -70,17 +66,19 @@ class Copies:
         *,
         watches_others: bool = False,
     ) -> None:
+        # The copy of a large tensor is reused while its version stays, once a commit has shown by
+        # content that the tensor is not written to without a new version.
         self.tensors = tensors
         self._odd: list[tuple[Tensor, Tensor]] = []  # sparse, quantized, nested, sharded
-        self._aliased: list[tuple[Tensor, Tensor]] = []  # all others, with their memory as it was
+        self._aliased: list[tuple[Tensor, Tensor]] = []  # all others, with their original memory
         self._large: list[_Large] = []
         self._small: list[_Small] = []
         self._versions = list(map(seen_version, tensors))
         if not tensors:
             return
-        # Copies on a full device could be what makes the attempt fail.
+        # The limit keeps copies on a full device from making the attempt fail.
         bytes_left = MOST_BYTES
-        with without_modes():  # data that no forward uses lie on no device of a budget's
+        with without_modes():  # a memory budget does not count data that no forward uses
             aliases = [each.detach() for each in tensors]
         groups = collections.defaultdict[Any, list[tuple[Tensor, Tensor]]](list)
         for tensor, alias in zip(tensors, aliases, strict=True):
@@ -96,9 +94,9 @@ class Copies:
                 self._large.append(_large(tensor, memory, is_copied=is_copied))
                 continue
             bytes_left -= memory.nbytes
-            # One kernel for each type and device, however many buffers a model has.
+            # One kernel for each dtype and device, for any number of buffers.
             groups[alias.device, alias.dtype].append((tensor, memory))
-        with torch.inference_mode():  # where all may be written to
+        with torch.inference_mode():  # allows writes to all tensors
             for group in groups.values():
                 small, memories = map(list, zip(*group, strict=True))
                 copy = torch.cat([each.reshape(-1) for each in memories])
@@ -106,27 +104,24 @@ class Copies:
 
     @property
     def counted(self) -> list[Tensor]:
-        """Tensors whose writes torch counts."""
+        """The tensors whose writes torch counts."""
         return [each for each in self.tensors if not each.is_inference()]
 
     def written(self) -> list[Tensor]:
-        """Those that are only watched, and were written to."""
+        """Return tensors without a copy that were written to."""
         return [each.tensor for each in self._large if each.copy is None and _has_moved(each)]
 
     def settle(self) -> None:
         """Keep the copies of large tensors that have not changed; call it before a commit."""
         for each in self._large:
             is_new = each.copy is not None and not each.is_kept
-            # Most large buffers never change, and one copy of them is enough for a run.
+            # Most large buffers never change, so one copy of them is enough for a run.
             if is_new and not (_has_moved(each) or _has_changed(each)):
                 _kept[each.tensor] = each.version, each.copy
 
     def put_back(self) -> Iterator[tuple[Tensor, str]]:
-        """Write everything back; gives what is wrong, and cannot be mended.
-
-        What was written past a version is put back past it: that part of an attempt was undone is
-        no change to those who ask the version.
-        """
+        """Restore all tensors; yield those that could not be restored, with the reason."""
+        # Versions stay, so that code that compares them does not see the restoration as a change.
         with keeping_versions(self.counted):
             with torch.inference_mode():
                 for group in self._small:
@@ -137,23 +132,23 @@ class Copies:
             for each in self._large:
                 if each.copy is None:
                     continue
-                # A kept copy of what has not moved holds the same already.
+                # If the version is unchanged, the memory still equals a reused copy.
                 if _has_moved(each) or not each.is_kept:
                     with torch.inference_mode(), without_modes():
                         each.memory.copy_(each.copy)
                 elif _has_changed(each):
-                    # The copy is of an earlier capture: such a write may be older than this one.
+                    # The copy is of an earlier capture, and the write may be older than this one.
                     yield each.tensor, _PAST_VERSION
         for tensor, alias in self._moved():
-            # Past autograd, which would refuse to change what it has saved.
+            # Bypass autograd, which would refuse to change tensors that it has saved.
             tensor.data = alias
 
     def _moved(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Those that were resized, or given other memory, with their own."""
+        """Return the tensors that were resized or given other memory, with their own memory."""
         return (pair for pair in self._aliased if _where(pair[0]) != _where(pair[1]))
 
     def changed(self, *, by_content: bool = True) -> Iterator[Tensor]:
-        """The tensors that are others now; by content, which waits for the device, or version."""
+        """Yield the changed tensors: by content, which waits for the device, or by version."""
         moved = {id(tensor) for tensor, _ in self._moved()}
         if not by_content:
             held = zip(self.tensors, self._versions, strict=True)
@@ -167,7 +162,7 @@ class Copies:
 
 
 def is_freed(value: Any) -> bool:
-    """Whether a wrapper that shards has freed what it had gathered.
+    """Whether a wrapper that shards has freed the memory that it had gathered.
 
     >>> is_freed(torch.ones(2)), is_freed(torch.ones(0)), is_freed(2)
     (False, False, False)
@@ -177,20 +172,20 @@ def is_freed(value: Any) -> bool:
     return bool(value.numel() > 0 and value.untyped_storage().nbytes() == 0)
 
 
-# Of tensors that were seen not to change: their version, and a copy.
+# The version and a copy of each tensor that was found not to change.
 _kept = WeakTensorKeyDictionary()
 _FLAG = operator.attrgetter("requires_grad")
 _DENSE = (Tensor, nn.Parameter)
-_PAST_VERSION = "it was written to past its version (through .data, say), as no earlier batch has"
+_PAST_VERSION = "it was written to without a new version (such as through .data), unlike before"
 
 
 def _in_a_line(alias: Tensor) -> Tensor:
-    """The memory of a tensor: right where elements overlap, or lie apart."""
+    """Return the memory of a tensor, even if its elements overlap or have gaps."""
     if alias.is_contiguous() or not alias.numel():
         return alias
     steps = zip(alias.shape, alias.stride(), strict=True)
     span = 1 + sum((size - 1) * step for size, step in steps)
-    # Where elements lie far apart, the gaps between them would cost more than strides do.
+    # If elements are far apart, copying the gaps would cost more than strides.
     return alias.as_strided((span,), (1,)) if span <= 2 * alias.numel() else alias
 
 
@@ -209,7 +204,7 @@ def _large(tensor: Tensor, memory: Tensor, *, is_copied: bool) -> _Large:
     version = seen_version(tensor)
     known, copy = _kept.get(tensor, (None, None))  # type: ignore[no-untyped-call]
     is_kept = version is not None and version == known
-    # Without a version no write would show, so it is copied in any case.
+    # Without a version, writes are invisible, so it is always copied.
     if not is_kept:
         copy = _copied(memory) if is_copied or version is None else None
     return _Large(tensor, memory, copy, version, is_kept)
@@ -220,12 +215,12 @@ def _has_moved(place: _Large) -> bool:
 
 
 def _copied(memory: Tensor) -> Tensor:
-    """A copy on the host, for the device may have no room for another."""
+    """Copy to the host, because the device may lack memory for another copy."""
     with without_modes():
         if copies_overlap(memory.device):
-            with contextlib.suppress(RuntimeError):  # there may be no more memory to be pinned
+            with contextlib.suppress(RuntimeError):  # pinned memory may be exhausted
                 copy = torch.empty_like(memory, device="cpu", pin_memory=True)
-                # Nothing waits for it: it is read behind it on the same stream.
+                # No wait is needed, because reads follow on the same stream.
                 return copy.copy_(memory, non_blocking=True)
         return memory.to("cpu", copy=True)
 
@@ -238,33 +233,29 @@ def _has_changed(place: _Large) -> bool:
 
 
 class Leaves:
-    """Parameters: their flags, hooks, memory and, of lazy ones, class; not what they hold.
+    """The flags, hooks, memory and (lazy) class of parameters, but not their values."""
 
-    Frozen ones are watched: a teacher that a forward moves is no parameter of the optimizer's.
-
-    Attributes:
-        small: frozen ones that are copied with other tensors, and not watched.
-    """
-
+    # Versions of frozen parameters are compared, because a forward may move a teacher, which is not
+    # a parameter of the optimizer.
     def __init__(self, leaves: Sequence[Tensor]) -> None:
         self._leaves = leaves
         self._lazy = [(each, type(each)) for each in leaves if is_uninitialized(each)]
-        # Only these can be given their memory back by hand.
+        # Only these can have their memory restored.
         self._dense = [each for each in leaves if type(each) in _DENSE and _is_dense(each.detach())]
         self._addresses: list[int] = []
         self._forms: list[Any] = []
         self._flags: list[bool] = []
-        self.small: list[Tensor] = []
+        self.small: list[Tensor] = []  # frozen ones that are copied with other tensors
         self._frozen: list[Tensor] = []
         self._hooks = all_hooks(leaves)
         self.refresh()
 
     def refresh(self) -> bool:
-        """Hold how they are now; not done where hooks were registered or removed."""
+        """Record the current state; return False if hooks were registered or removed."""
         if all_hooks(self._leaves) != self._hooks:
             return False
         flags, self._flags = self._flags, list(map(_FLAG, self._leaves))
-        # Flags change seldom, and to sort all parameters by them at each step would cost.
+        # Flags rarely change, and sorting all parameters by them at each step would be slow.
         if self._flags != flags:
             frozen = compress(self._leaves, map(operator.not_, self._flags))
             there = [e for e in frozen if not (is_uninitialized(e) or e.is_inference())]
@@ -275,20 +266,20 @@ class Leaves:
         addresses, self._addresses = self._addresses, list(map(Tensor.data_ptr, self._dense))
         if self._addresses != addresses:
             self._forms = [(e.storage_offset(), e.shape, e.stride()) for e in self._dense]
-        # Held, so that an address that is free meanwhile is not given to another.
+        # Kept alive, so that their addresses are not reused.
         self._memory = list(map(Tensor.untyped_storage, self._dense))
         return True
 
     def let_go(self) -> None:
-        """Hold no memory."""
+        """Release all memory."""
         self._memory = []
 
     def put_back(self) -> None:
-        """Put back all but content."""
+        """Restore everything except values."""
         for leaf, memory, form in self._moved():
             leaf.data = torch.empty(0, dtype=leaf.dtype, device=memory.device).set_(memory, *form)
         for leaf, kind in self._lazy:
-            if type(leaf) is not kind:  # it was given its shape
+            if type(leaf) is not kind:  # it took its shape
                 leaf.data = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
                 leaf.__class__ = kind
         for leaf in self._switched():
@@ -297,28 +288,28 @@ class Leaves:
             hooks.clear()
 
     def _hooked(self) -> Iterator[tuple[Tensor, Any]]:
-        """Those that had no table of hooks, and have one now."""
+        """Return parameters that had no table of hooks and have one now."""
         held = zip([*self._leaves] * 2, all_hooks(self._leaves), self._hooks, strict=True)
         return ((leaf, now) for leaf, now, then in held if now and now is not then)
 
     def _switched(self) -> Iterator[Tensor]:
-        """Those with another flag."""
+        """Return parameters whose flag changed."""
         return compress(self._leaves, map(operator.ne, map(_FLAG, self._leaves), self._flags))
 
     def _moved(self) -> Iterator[tuple[Tensor, Any, Any]]:
-        """Those that were given other memory, with their own, unless a wrapper has freed it."""
+        """Yield parameters with other memory, with their own, unless a wrapper has freed it."""
         held = zip(self._dense, self._memory, self._addresses, self._forms, strict=True)
         for leaf, memory, address, form in held:
             if leaf.data_ptr() != address and memory.nbytes():
                 yield leaf, memory, form
 
     def changed(self) -> Iterator[Tensor]:
-        """Those with another flag, other hooks, other memory or another class."""
+        """Yield parameters with another flag, other hooks, other memory or another class."""
         yield from self._switched()
         yield from (leaf for leaf, *_ in chain(self._hooked(), self._moved()))
         yield from (leaf for leaf, kind in self._lazy if type(leaf) is not kind)
 
     def written(self) -> Iterator[Tensor]:
-        """Frozen ones that were written to."""
+        """Return frozen parameters that were written to."""
         moved = map(operator.ne, self._versions, all_versions(self._frozen))
         return compress(self._frozen, moved)

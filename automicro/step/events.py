@@ -1,4 +1,4 @@
-"""Events inside a step: its attempts, and each microbatch of them."""
+"""Events inside a step: its attempts and their microbatches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,13 +12,13 @@ from automicro.step.feature import Attempt, Feature, MicrobatchRun
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatch:
-    """One slice of a batch, inside an attempt that may still be undone.
+    """One slice of a batch, inside an attempt that might still be rolled back.
 
     Attributes:
-        attempt: it belongs to.
+        attempt: the attempt that it belongs to.
         index: 0 for the first.
         batch: its rows, on the device.
-        loss: its share of the batch's loss, detached; None before it is known.
+        loss: its share of the loss of the batch, detached; None before it is known.
     """
 
     attempt: Attempt
@@ -29,14 +29,14 @@ class Microbatch:
 
 @dataclass(frozen=True, kw_only=True)
 class OutOfMemory:
-    """An attempt that ran out of memory and was undone.
+    """An attempt that ran out of memory and was rolled back.
 
     Attributes:
-        attempt: that failed.
-        message: of the error.
-        peak_bytes: the most that was allocated on the device, None if not counted.
-        reports: files that tell more of it. A callback that writes one adds its path, and the
-            error names it if no size fits.
+        attempt: the attempt that failed.
+        message: the text of the error.
+        peak_bytes: the most bytes allocated on the device; None if not counted.
+        reports: report files. A callback that writes one adds its path, and the error names it if
+            no size fits.
     """
 
     attempt: Attempt
@@ -47,14 +47,14 @@ class OutOfMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Resize:
-    """Another microbatch size than in the attempt before.
+    """A microbatch size that differs from that of the previous attempt.
 
     Attributes:
         phase: ``"train"`` or ``"eval"``.
-        num_rows: of the batch.
-        before: size of the largest microbatch.
-        after: the same from now on.
-        unit: what sizes are counted in, in the plural.
+        num_rows: rows of the batch.
+        before: size of the largest microbatch in the previous attempt.
+        after: size of the largest microbatch from now on.
+        unit: the unit of sizes, in the plural.
     """
 
     phase: str
@@ -68,20 +68,20 @@ Subject: TypeAlias = Attempt | Microbatch | OutOfMemory | Resize
 
 
 class Observer(Protocol):
-    """Told what happens inside a step. An exception of its own ends the step, undone.
+    """A callable that receives the events of a step. An exception rolls the step back and ends it.
 
     The events, in order: ``attempt_start``; for each microbatch ``microbatch_start``,
     ``forward_start``, ``forward_end``, ``loss_start``, ``loss_end``, ``backward_start``,
-    ``backward_end``, ``microbatch_end``; ``attempt_end`` where all went well. After running out
-    of memory ``oom``, and ``resize`` before the next attempt. Evaluation has no loss and backward.
+    ``backward_end``, ``microbatch_end``; ``attempt_end`` on success. After running out of memory
+    ``oom``, and ``resize`` before the next attempt. Evaluation has no loss and backward events.
     """
 
     def __call__(self, event: str, subject: Subject) -> None:
-        """Take note."""
+        """Handle one event."""
 
 
 class Observing(Feature):
-    """Tells an observer of each attempt and each microbatch, as it happens.
+    """A feature that notifies an observer of each attempt and each microbatch, as it happens.
 
     Args:
         observer: ``observer(event, subject)``; see `Observer`.
@@ -107,7 +107,7 @@ class Observing(Feature):
         try:
             self._observer(event, subject)
         except BaseException as error:
-            if bystander(error) is None:  # else it is known which of several callbacks it was
+            if bystander(error) is None:  # otherwise the error already names the callback
                 named = getattr(self._observer, "__qualname__", type(self._observer).__qualname__)
                 where = f"{named} (the observer), at {event}"
                 blame(error, Bystander(kind="callback", name=where), f"in the callback {where}")
@@ -115,7 +115,7 @@ class Observing(Feature):
 
     def begin(self, attempt: Attempt) -> None:
         earlier, self._attempt = self._attempt, attempt
-        # The first attempt at a batch may differ from the last one at another batch: no resize.
+        # Before the first attempt at a batch came another batch, so a difference is not a resize.
         if earlier is not None and attempt.number > 1:
             before, after = earlier.microbatch_size, attempt.microbatch_size
             if before != after:

@@ -1,4 +1,4 @@
-"""Features take part in a step beside its path: metrics, outputs, observers, or yours."""
+"""Additions to a step that are not on its path: metrics, outputs, observers, or your own."""
 
 import difflib
 import functools
@@ -18,17 +18,17 @@ from automicro.transaction.transaction import Part
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One try at a batch. A batch that ran out of memory has several.
+    """One attempt at a batch. A batch that ran out of memory has several.
 
     Attributes:
         phase: ``"train"`` or ``"eval"``.
         number: 1 for the first.
-        num_rows: of the whole batch.
-        microbatch_size: of the largest microbatch: its rows, or in another unit what it costs.
-        num_microbatches: into how many the batch is cut.
-        is_measuring: whether it is cut smaller than fits, only to measure what its rows need.
-        unit: what sizes are counted in, in the plural.
-        cuts: rows of each microbatch, of each batch.
+        num_rows: rows of the whole batch.
+        microbatch_size: size of the largest microbatch: its rows, or in another unit its cost.
+        num_microbatches: number of microbatches that the batch is cut into.
+        is_measuring: whether it is cut smaller than necessary, only to measure memory.
+        unit: the unit of sizes, in the plural.
+        cuts: rows of each microbatch, for each batch.
     """
 
     phase: str
@@ -45,14 +45,14 @@ class MicrobatchRun:
     """One microbatch while it is computed.
 
     Attributes:
-        index: among those of this rank, from 0.
-        num_rows: of it.
-        given: its rows as they were cut from the batch, where that lies; with the state beside
-            them, where state goes from batch to batch.
-        inputs: the same on the device.
+        index: position among the microbatches of this rank, from 0.
+        num_rows: number of its rows.
+        given: its rows as they were cut from the batch, on the device of the batch; with their
+            state, if state is carried from batch to batch.
+        inputs: the same on the device that computes.
         output: of the forward, in `Feature.computed`; None before and after.
-        loss: detached, and weighted so that those of all microbatches add up; None before it is
-            known, and in evaluation.
+        loss: detached, and weighted so that the losses of all microbatches add up; None before it
+            is known, and in evaluation.
     """
 
     __slots__ = ("given", "index", "inputs", "loss", "num_rows", "output")
@@ -65,18 +65,18 @@ class MicrobatchRun:
 
     @property
     def rows(self) -> Any:
-        """The rows on the device, as the batch holds them."""
+        """Its rows on the device that computes, in the structure of the batch."""
         inputs = self.inputs
         return inputs.batch if isinstance(inputs, Carried) else inputs
 
 
 class Feature:
-    """Takes part in every attempt at a batch. A hook that a subclass leaves out costs nothing.
+    """An addition to every attempt at a batch. Hooks that a subclass leaves out cost nothing.
 
-    An attempt may still be undone after any of these: what a hook keeps starts anew in `begin`, or
-    belongs into a `Part`, an object beside this one with ``begin``, ``prepare``, ``commit`` and
-    ``roll_back``. After a backward, ``.grad`` is the sum over the attempt's microbatches so far. An
-    exception in a hook ends the step, with its state as it was before.
+    An attempt might still be rolled back after any of these hooks. So reset what a hook keeps in
+    `begin`, or put it into a `Part`, a separate object with ``begin``, ``prepare``, ``commit`` and
+    ``roll_back``. After a backward, ``.grad`` is the sum over the microbatches of the attempt so
+    far. An exception in a hook ends the step, with its state as it was before.
 
     Example:
         >>> import torch
@@ -98,35 +98,39 @@ class Feature:
     """
 
     def attach(self, setup: Setup) -> None:
-        """A Microbatcher is made with it, and may be made in another way."""
+        """Change the setup of the Microbatcher that is being constructed with this feature."""
 
     def parts(self) -> Sequence[Part]:
-        """Its parts that an attempt may change, to be committed or rolled back with all else."""
+        """Return the state that an attempt might change, to be committed or rolled back."""
         return ()
 
     def begin(self, attempt: Attempt) -> None:
-        """An attempt begins."""
+        """Handle the start of an attempt."""
 
     def before(self, run: MicrobatchRun) -> None:
-        """A microbatch is on the device; its forward comes next."""
+        """Handle a microbatch that is on the device, before its forward."""
 
     def forwarded(self, run: MicrobatchRun) -> None:
-        """The model has run. A loss function comes next; in evaluation it has run, too."""
+        """Handle the end of the model's forward; in evaluation the loss is known, too."""
 
     def before_backward(self, run: MicrobatchRun) -> None:
-        """The loss is known; its backward comes next. Not in evaluation."""
+        """Handle a known loss, before its backward. Not called in evaluation."""
 
     def computed(self, run: MicrobatchRun) -> None:
-        """Forward and, in training, backward are done; the output is still there."""
+        """Handle the end of forward and, in training, backward, while the output still exists."""
 
     def after(self, run: MicrobatchRun) -> None:
-        """The microbatch is over, and its output is let go."""
+        """Handle the end of a microbatch, after its output was released."""
 
     def end(self, attempt: Attempt) -> None:
-        """All microbatches are done, and may still be rolled back."""
+        """Handle the end of all microbatches, which might still be rolled back."""
 
     def failed(self, attempt: Attempt, message: str, peak_bytes: int | None) -> Sequence[str]:
-        """The attempt ran out of memory and was undone. Return paths of files you wrote on it."""
+        """Handle an attempt that ran out of memory and was rolled back.
+
+        Returns:
+            Paths of report files that the hook wrote.
+        """
         return ()
 
 
@@ -134,10 +138,10 @@ _HOOKS = [name for name in vars(Feature) if not name.startswith("_") and name !=
 
 
 def check_features(features: object) -> list[Feature]:
-    """The features of a run.
+    """Return the features as a list.
 
     Raises:
-        TypeError: something else, such as a class.
+        TypeError: it is not a list of features, or a method looks like a misspelled hook.
 
     >>> check_features([Feature()])[0].parts()
     ()
@@ -149,36 +153,29 @@ def check_features(features: object) -> list[Feature]:
     for each in found:
         if not isinstance(each, Feature):
             kind = f"the class {each.__name__}" if isinstance(each, type) else f"{each!r}"
-            raise TypeError(f"features holds {kind}, which is no Feature; {remedy}")
+            raise TypeError(f"features holds {kind}, which is not a Feature; {remedy}")
         if name := misspelt_hook(type(each), Feature, _HOOKS):
             raise TypeError(
                 f"{type(each).__name__}.{name} would never be called: the hooks of a Feature "
-                f"are {', '.join(_HOOKS)}. Rename it, or let a name of your own begin with _"
+                f"are {', '.join(_HOOKS)}. Rename it, or start the name of your own method with _"
             )
     return found
 
 
 def misspelt_hook(kind: type, base: type, hooks: Collection[str]) -> str | None:
-    """The method of a class that is named nearly as a hook of its base, and would not be called."""
+    """Return a method of a class with nearly the name of a hook, which would never be called."""
     own = (name for name in dir(kind) if name not in dir(base) and not name.startswith("_"))
     called = (name for name in own if callable(getattr(kind, name)))
     return next((n for n in called if difflib.get_close_matches(n, hooks, 1, 0.85)), None)
 
 
 def takes_part(feature: Feature) -> bool:
-    """Whether a feature has any hook of an attempt."""
+    """Whether a feature overrides any hook of an attempt."""
     return any(getattr(type(feature), name) is not getattr(Feature, name) for name in _HOOKS)
 
 
 class Features:
-    """The features of one step. Each hook asks those alone that have it.
-
-    Args:
-        features: in the order in which they are asked; at the end of an attempt from the last to
-            the first.
-        given: those of the caller, which an error of theirs names.
-        has_metrics: whether metrics are among them.
-    """
+    """The features of one step. Each hook calls only the features that override it."""
 
     def __init__(
         self,
@@ -205,7 +202,7 @@ class Features:
         return [functools.partial(_named, h) if f in self._given else h for f, h in hooks]
 
     def parts(self) -> list[Part]:
-        self._attempt = None  # the next one begins
+        self._attempt = None  # a new attempt begins
         found: list[Part] = []
         for parts in self._parts:
             found += parts()
@@ -240,23 +237,23 @@ class Features:
 
     def failed(self, message: str, peak_bytes: int | None) -> list[str]:
         attempt = self._attempt
-        if attempt is None:  # memory ran out before it could begin
+        if attempt is None:  # memory ran out before the features had begun
             return []
         told = [failed(attempt, message, peak_bytes) for failed in self._failed]
-        # A hook of the caller's that ends without a return gives None.
+        # A hook of the caller that lacks a return statement gives None.
         return [file for files in told for file in files or ()]
 
 
-# Most steps have none: they share this one, which never holds an attempt.
+# Most steps have no features and share this object, which never holds an attempt.
 NO_FEATURES = Features(())
 
 
 def _named(hook: Callable[..., Any], *args: Any) -> Any:
-    """Call a hook of the caller's; its error says whose it is."""
+    """Call a hook of the caller and name its feature in any error."""
     try:
         return hook(*args)
     except BaseException as error:
-        if bystander(error) is None:  # else it is known better
+        if bystander(error) is None:  # otherwise an inner call has already named it
             feature: Any = hook.__self__  # type: ignore[attr-defined]
             culprit = Bystander(kind="feature", name=type(feature).__name__)
             blame(error, culprit, f"in {hook.__name__} of {culprit}")

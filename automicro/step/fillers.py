@@ -1,4 +1,4 @@
-"""Microbatches that count for nothing, for ranks that have fewer rows than others."""
+"""Fillers: microbatches with no weight, for ranks that have fewer rows than others."""
 
 import contextlib
 import pickle
@@ -13,7 +13,7 @@ from automicro.ranks.interface import Ranks, announcing_failure
 
 
 class SpareRows:
-    """Rows for fillers: of the batch at hand, of this rank's first one, or of another rank's."""
+    """Rows for fillers: from the current batch, this rank's first batch, or another rank."""
 
     def __init__(self, layout: BatchLayout, ranks: Ranks) -> None:
         self._layout = layout
@@ -21,27 +21,23 @@ class SpareRows:
         self._kept: Any = None
 
     def given(self, batch: Any) -> list[Any]:
-        """The batch in a list; of several ranks, none where this one's data have run out."""
+        """Return the batch in a list; on several ranks, an empty one if the data have run out."""
         return [] if batch is None and not self._ranks.is_alone else [batch]
 
     def rows_of(self, batches: Sequence[Any]) -> list[int]:
-        """How many rows each batch has; of the first one ever, some are kept.
-
-        Raises:
-            BatchError: a batch has no rows that could be counted.
-        """
+        """Return the number of rows of each batch; keep some rows of the very first one."""
         rows = list(map(self._layout.num_rows, batches))
         if batches and self._kept is None and not self._ranks.is_alone:
             with on_host():
-                # Two, because BatchNorm refuses one in training; a single row is there twice. On
-                # the host, where they take no memory from attempts.
+                # Keep two rows, because BatchNorm refuses one in training; a single row is
+                # repeated. They stay on the host, where they take no memory from attempts.
                 chosen = self._layout.take_rows(batches[0], [0, min(1, rows[0] - 1)])
                 self._kept = map_tensors(chosen, lambda tensor: tensor.detach().cpu())
         return rows
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Keep none of the batches that come meanwhile."""
+        """Keep no rows of the batches inside the context."""
         before = self._kept
         try:
             yield
@@ -54,18 +50,14 @@ class SpareRows:
         return self._kept is None
 
     def pass_on(self, donor: int) -> None:
-        """Give the rows of one rank to all that have never had any. All ranks call it.
-
-        Raises:
-            BatchError: they cannot be sent.
-        """
+        """Send the rows of one rank to all that have never had any. All ranks call it."""
         with announcing_failure(self._ranks):
             message = self._packed() if self._ranks.rank == donor else b""
-        # A collective: ranks that have rows of their own take part as well.
+        # A collective: ranks that have rows of their own take part, too.
         message = self._ranks.from_rank(donor, message)
         if self._kept is None:
             with on_host():
-                self._kept = pickle.loads(message)  # of a rank that runs the same program
+                self._kept = pickle.loads(message)  # trusted: the sender runs the same program
 
     def _packed(self) -> bytes:
         try:
@@ -73,13 +65,12 @@ class SpareRows:
         except Exception as error:
             raise BatchError(
                 f"another rank has no rows, and those of rank {self._ranks.rank}, a "
-                f"{type(self._kept).__name__}, cannot be sent there ({describe_error(error)}); "
-                "let batches hold what can be pickled, or give every rank a row in the "
-                "first batch"
+                f"{type(self._kept).__name__}, cannot be sent to it ({describe_error(error)}); "
+                "use batches that can be pickled, or give every rank a row in the first batch"
             ) from error
 
     def filler(self, batches: Sequence[Any], num_rows: int) -> Any:
-        """The rows of a microbatch that counts for nothing, where the batch lies."""
+        """Return the rows of a filler, on the device of the batch."""
         source = batches[0] if batches else self._kept
         assert source is not None, "a rank that never had rows was lent some"
         with on_host():

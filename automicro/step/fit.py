@@ -1,7 +1,7 @@
 """Fit a step into memory: plan, attempt, commit or roll back, until it fits or nothing is smaller.
 
-The whole of it is `fit` and `attempt`. `Sizes` (sizes.py) says what is tried next, and a `Work`
-(work.py) what is done with it.
+The entry points are `fit` and `attempt`. `Sizes` (sizes.py) chooses what to try next, and a `Work`
+(work.py) computes it.
 """
 
 import functools
@@ -25,68 +25,51 @@ T = TypeVar("T")
 
 
 class Work(Protocol[T]):
-    """The work of an attempt, and the parts it may change. Each step has one of its own.
+    """The computation of one step's attempts, and the parts that it changes."""
 
-    It keeps no result and no error, which would keep the tensors of a failed attempt alive.
-    """
+    # It keeps no result and no error: these would keep the tensors of a failed attempt alive.
 
     def check(self, plan: Plan) -> None:
-        """Check what splitting may change, before the attempt at a plan that splits."""
+        """Check what splitting might change, before the attempt at a plan that splits."""
 
     def parts(self) -> Sequence[Part]:
-        """All that an attempt may change. They begin in this order, and roll back in reverse."""
+        """Return all that an attempt might change. They begin in order and roll back in reverse."""
 
     def run(self, plan: Plan) -> T:
-        """Do it, cut as planned."""
+        """Compute all microbatches of a plan."""
 
     def failed(self, message: str, peak_bytes: int | None) -> Sequence[str]:
-        """The attempt ran out of memory and was undone; files that were written of it."""
+        """Report an attempt that ran out of memory; return the report files that were written."""
 
     def numbers(self, result: T) -> Sequence[float]:
-        """Numbers of the result to add up over ranks with the last vote."""
+        """Return numbers of the result to add up over ranks with the last vote."""
 
     def combined(self, result: T, sums: Sequence[float]) -> T:
-        """The result of all ranks, from this one's and the sums."""
+        """Combine this rank's result with the sums over all ranks."""
 
     def accepts(self, result: T) -> bool:
-        """Whether to keep what went through; else it is rolled back, and that is the end."""
+        """Whether to commit a result; otherwise it is rolled back and the step ends."""
 
     def residents(self) -> ResidentMemory | None:
-        """The memory held at any size, for saying why none fits."""
+        """Return the memory held at any size, to explain why no size fits."""
 
 
 class Tried(NamedTuple, Generic[T]):
-    """An attempt that is over. Unless it was committed, the state is as it was before.
+    """A finished attempt. Unless it was committed, the state is as it was before."""
 
-    Attributes:
-        status: of all ranks.
-        result: where it went through.
-        is_committed: whether that was accepted.
-        failure: the error where memory ran out. It holds frames: let go of it.
-        measured: what it took of the device, where that is measured.
-    """
-
-    status: Status
+    status: Status  # of all ranks
     result: T | None = None
     is_committed: bool = False
-    failure: BaseException | None = None
+    failure: BaseException | None = None  # out of memory; it keeps frames alive, so release it soon
     measured: Measured | None = None
 
 
 def fit(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
     """Attempt a step at ever smaller sizes, then at the next level, until it fits.
 
-    Where no rank has any row nothing is attempted, and there is no result.
-
-    Args:
-        step: what it brings at any size.
-        work: what an attempt does.
-        phase: that it belongs to.
-
     Raises:
-        SampleTooLargeError: the smallest size ran out of memory. As with any other exception, the
-            state is as it was before.
-        RollbackError: the state could not be put back.
+        SampleTooLargeError: the smallest size ran out of memory; the state is as it was before.
+        RollbackError: the state could not be restored.
     """
     sizes = Sizes(step, phase)
     while True:
@@ -94,7 +77,8 @@ def fit(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
         if plan.num_microbatches == 0:
             return Finished(result=None, plan=plan, nested_sizes={})
         if plan.num_microbatches > len(plan.cuts):
-            # The check runs on this rank alone: others would wait for one whose check fails.
+            # Each rank checks on its own: without an announcement, others would wait for one whose
+            # check fails.
             with announcing_failure(phase.ranks):
                 work.check(plan)
         phase.ranks.begin(plan.num_microbatches, training=phase.is_training)
@@ -106,19 +90,19 @@ def fit(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
             sizes.fail(plan, tried.failure, tried.measured)
         else:
             sizes.repeat(tried.status)
-        del tried  # it holds the failure
+        del tried  # it references the failure, and so the tensors of its frames
 
 
 def attempt(work: Work[T], plan: Plan, phase: Phase, sizes: Sizes) -> Tried[T]:
     """Attempt a step once, inside a transaction: on all ranks, or on none.
 
     Raises:
-        RollbackError: the state could not be put back.
+        RollbackError: the state could not be restored.
         PeerFailedError: another rank failed for good.
-        BaseException: whatever else than running out of memory; the state is as it was before.
+        BaseException: any error except out of memory; the state is as it was before.
     """
-    # Begin, run, prepare, vote, commit. Where anything fails: give memory back, tell the other
-    # ranks (`stop`), roll back, and empty the cache for the next attempt.
+    # Begin, run, prepare, vote, commit. If anything fails: free memory, notify the other ranks
+    # (`stop`), roll back, and empty the cache for the next attempt.
     ranks, meter, device = phase.ranks, sizes.meter, phase.device
     transaction = Transaction(work.parts())
     tried, failure = caught(functools.partial(_go_through, transaction, work, plan, phase, sizes))
@@ -132,10 +116,11 @@ def attempt(work: Work[T], plan: Plan, phase: Phase, sizes: Sizes) -> Tried[T]:
         # The meter reads what the attempt held, before `release` frees it.
         measured = None if meter is None else meter.end(failure)
         try:
-            if status is not Status.FATAL or not ranks.is_alone:  # else its frames tell the cause
+            # The frames of a fatal error on a single rank stay for debuggers.
+            if status is not Status.FATAL or not ranks.is_alone:
                 release(failure, device)
             status = ranks.stop(failure, status, highs_of(measured))
-        except BaseException as error:  # a peer failed, the device was lost, Ctrl-C came
+        except BaseException as error:  # a failed peer, a lost device, or Ctrl-C
             _roll_back(transaction, error)
             ranks.fail(error)
             raise
@@ -145,8 +130,8 @@ def attempt(work: Work[T], plan: Plan, phase: Phase, sizes: Sizes) -> Tried[T]:
 
             explain(failure, plan)
             raise failure
-        # Gradients and copies of this attempt were in the way until now. Kept, their blocks would
-        # be cut up by the next one.
+        # Only now are this attempt's gradients and copies freed. If the cache kept their blocks,
+        # the next attempt would fragment them.
         empty_cache(device)
         if status is not Status.OUT_OF_MEMORY:
             return Tried(status=status)
@@ -155,29 +140,29 @@ def attempt(work: Work[T], plan: Plan, phase: Phase, sizes: Sizes) -> Tried[T]:
         remember(failure, reports=tuple(reports))
         return Tried(status=status, failure=failure, measured=measured)
     finally:
-        del failure  # it holds this frame: a cycle
+        del failure  # break the reference cycle with the traceback
 
 
 def _go_through(
     transaction: Transaction, work: Work[T], plan: Plan, phase: Phase, sizes: Sizes
 ) -> Tried[T]:
-    """The attempt up to its commit; an error leaves the transaction open."""
+    """Run the attempt up to its commit; an error leaves the transaction open."""
     ranks, meter = phase.ranks, sizes.meter
     transaction.begin()
-    # Behind the copies of the transaction, which are there at any size and count as resident.
+    # After the transaction made its copies, which exist at any size and count as resident.
     if meter is not None:
         meter.begin(waits=sizes.compares_seconds)
     with phase.applying(plan.level):
         result = work.run(plan)
     measured = None if meter is None else meter.end()
-    transaction.prepare()  # it needs memory as well
-    # The vote says that every rank has prepared: after it none has a reason to fail.
+    transaction.prepare()  # before the vote, because it allocates memory and can fail
+    # The vote confirms that every rank has prepared: after it no rank has a reason to fail.
     report = Report(sums=work.numbers(result), highs=highs_of(measured))
     told = ranks.vote(report)
     if told is not report:
         measured = measured_by_all(told.highs, measured)
     result = work.combined(result, told.sums)
-    # On several ranks this is the loss of all, so that all of them accept it, or none does.
+    # The loss is that of all ranks, so they all accept it, or none does.
     is_committed = work.accepts(result)
     if is_committed:
         transaction.commit()
@@ -187,19 +172,19 @@ def _go_through(
 
 
 def _status(error: BaseException, plan: Plan, phase: Phase, sizes: Sizes) -> Status:
-    # A lone row in BatchNorm is no shortage: the same size is cut again, without such rows.
+    # A single row in BatchNorm is not a shortage: the same size is cut again, without single rows.
     if sizes.can_recut and plan.leaves_one_alone and needs_two_rows(error):
         return Status.TWO_ROWS
     if isinstance(error, StrayedError | TouchedGradientsError):
         return Status.STRAYED
     if classify(error) is not Failure.RETRYABLE:
         return Status.FATAL
-    # The parts have shrunk by themselves already: the batch is tried again at the same size.
+    # If parts have already shrunk their own sizes, the batch is tried again at the same size.
     return Status.SMALLER_PART if phase.has_smaller_parts() else Status.OUT_OF_MEMORY
 
 
 def _roll_back(transaction: Transaction, cause: BaseException, ranks: Ranks | None = None) -> None:
-    """Put the state back, in a second try if need be, or let other ranks know that it failed."""
+    """Restore the state, with a second try if necessary, or notify other ranks of the failure."""
     failure, again = caught(transaction.roll_back)[1], None
     if failure is None:
         return
@@ -207,7 +192,7 @@ def _roll_back(transaction: Transaction, cause: BaseException, ranks: Ranks | No
         again = caught(transaction.roll_back)[1]
         if again is not None:
             _give_up_rolling_back(again, cause)
-        # The state is back, which overcomes a shortage; an interrupt (Ctrl-C) must be heard.
+        # The state is restored, which settles a shortage; but an interrupt (Ctrl-C) must pass on.
         elif classify(failure) is not Failure.RETRYABLE:
             raise failure
     except BaseException as error:
@@ -215,22 +200,22 @@ def _roll_back(transaction: Transaction, cause: BaseException, ranks: Ranks | No
             ranks.fail(error)
         raise
     finally:
-        del failure, again  # they hold this frame: a cycle
+        del failure, again  # break the reference cycles with the tracebacks
 
 
 def _give_up_rolling_back(failure: BaseException, cause: BaseException) -> None:
-    # Nothing can be put back on a lost device, and its loss is the error to see.
+    # Nothing can be restored on a lost device, and its loss is the error that users need to see.
     if classify(cause) is Failure.CONTEXT_LOST:
         add_note(
-            cause, f"automicro: the device is lost, nothing could be put back ({text_of(failure)})"
+            cause, f"automicro: the device is lost; nothing could be restored ({text_of(failure)})"
         )
         return
     if isinstance(failure, RollbackError):
         raise failure from cause
     if not isinstance(failure, Exception):
-        add_note(failure, "automicro: the state before the batch could not be put back")
+        add_note(failure, "automicro: the state before the batch could not be restored")
         raise failure
     raise RollbackError(
         f"an attempt failed ({describe_error(cause)}), and the state before it could not "
-        f"be put back ({describe_error(failure)}); continue from a checkpoint"
+        f"be restored ({describe_error(failure)}); continue from a checkpoint"
     ) from cause

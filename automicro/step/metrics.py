@@ -1,4 +1,4 @@
-"""Metrics, updated with the rows of many microbatches as with those of one batch, or named."""
+"""Metrics, updated by many microbatches as by one batch, with warnings if that is impossible."""
 
 import contextlib
 import inspect
@@ -33,19 +33,15 @@ _EPS = 16.0  # times that of the outputs
 
 
 class Metrics:
-    """Metrics of torchmetrics, collections and wrappers of them, or anything with ``update``.
-
-    Compute groups are formed by all rows of a batch: torchmetrics forms them by the first update,
-    where unlike metrics may look alike on one row, and stay merged.
-    """
+    """Metrics of torchmetrics, collections and wrappers of them, or any objects with ``update``."""
 
     def __init__(self, metrics: Iterable[Any]) -> None:
         self._metrics = list(metrics)
         self._ungrouped: list[tuple[Any, Any]] = []
-        self._grown: list[tuple[list[Any], int]] = []  # each with its elements before the batch
+        self._grown: list[tuple[list[Any], int]] = []  # each with its length before the batch
 
     def begin(self) -> None:
-        """Take note of the lengths of lists, and form no compute groups meanwhile."""
+        """Record the lengths of lists of states, and disable compute groups during the batch."""
         states = [values for metric in self._metrics for values in _growing_states(metric)]
         self._grown = [(values, len(values)) for values in states]
         self._ungrouped = [
@@ -53,22 +49,20 @@ class Metrics:
             for metric in self._metrics
             if (enabled := _forms_groups(metric)) is not None
         ]
-        # Else the first microbatch decides which metrics share a state, and few rows look alike.
+        # torchmetrics groups metrics after the first update and never separates them: on the few
+        # rows of one microbatch, different metrics might have equal states.
         for metric, _ in self._ungrouped:
             metric._enable_compute_groups = False
 
     def sort(self, cuts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
-        """Put the rows that lists of states have gained into the order of their batches.
-
-        An update appends a tensor with an entry for each row, or something else, whose order then
-        says nothing.
-        """
+        """Restore the order of the batch in the rows that lists of states have gained."""
+        # An update appends a tensor with an entry for each row, or something else, whose order has
+        # no meaning.
         updates = sum(len(sizes) for sizes, _ in cuts)
-        # Metrics of one compute group share their lists: each list is put in order once.
+        # Metrics of one compute group share their lists, so sort each list only once.
         for values, before in {id(values): (values, n) for values, n in self._grown}.values():
             gained = values[before:]
-            # A metric that gains more than one entry for each update is not known, and stays as it
-            # is.
+            # If a metric gains more than one entry per update, its layout is unknown: leave it.
             if len(gained) != updates:
                 continue
             ordered: list[Any] = []
@@ -80,9 +74,9 @@ class Metrics:
     def prepare(self) -> None:
         for metric, enabled in self._ungrouped:
             metric._enable_compute_groups = enabled
-            # Without any update all states are alike, and all metrics would be merged.
+            # Without any update all states are equal, and all metrics would be merged.
             if any(each.update_count for each in metric.values(copy_state=False)):
-                # As `MetricCollection.update` itself does behind its first update.
+                # The same as `MetricCollection.update` does after its first update.
                 metric._merge_compute_groups()
                 metric._state_is_copy = False
                 metric._compute_groups_create_state_ref()
@@ -90,10 +84,10 @@ class Metrics:
         self._ungrouped = []
 
     def commit(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
     def roll_back(self) -> None:
-        """Capture puts back what they count."""
+        """Restore only the grouping; capture restores the counts."""
         self._ungrouped = []
 
 
@@ -105,13 +99,13 @@ def _has_rows(values: Sequence[Any], sizes: Sequence[int]) -> bool:
 
 
 def _in_order(values: Sequence[Tensor], order: Sequence[int]) -> Tensor:
-    # One tensor in place of several: torchmetrics joins them at last, too.
+    # One tensor replaces several: in the end torchmetrics joins them, too.
     joined = torch.cat(list(values))
     return joined.index_select(0, torch.as_tensor(order, device=joined.device))
 
 
 def _growing_states(metric: Any) -> list[list[Any]]:
-    """Lists that torchmetrics promises only to append to."""
+    """Return the lists that torchmetrics promises only to append to."""
     if not is_of_torchmetrics(metric):
         return []
     table = vars(metric)
@@ -123,29 +117,25 @@ def _growing_states(metric: Any) -> list[list[Any]]:
 
 
 def _forms_groups(metric: Any) -> Any:
-    """How a collection forms groups, where it has yet to; else None."""
+    """Return how a collection will form groups; None if it already has, or does not."""
     if not is_of_torchmetrics(metric, "MetricCollection") or metric._groups_checked:
         return None
     return metric._enable_compute_groups or None
 
 
 def is_of_torchmetrics(metric: Any, class_name: str = "Metric") -> bool:
-    """Tell whether a metric is one of torchmetrics, without importing it.
+    """Whether a metric is one of torchmetrics, without importing it.
 
     >>> is_of_torchmetrics("accuracy")
     False
     """
-    # Code that made such a metric has imported it; importing it takes seconds.
+    # Importing torchmetrics takes seconds, and code that made a metric has already imported it.
     kind = getattr(sys.modules.get("torchmetrics"), class_name, None)
     return kind is not None and isinstance(metric, kind)
 
 
 def flatten_metrics(metrics: Any) -> list[Any]:
-    """Every metric in a metric, a collection, a mapping or a sequence of them.
-
-    Raises:
-        TypeError: something in it has no ``update``.
-    """
+    """Return every metric in a metric, a collection, a mapping or a sequence of them."""
     if metrics is None:
         return []
     if isinstance(metrics, nn.Module):
@@ -156,12 +146,12 @@ def flatten_metrics(metrics: Any) -> list[Any]:
     if isinstance(metrics, list | tuple):
         return [each for value in metrics for each in flatten_metrics(value)]
     if inspect.isfunction(getattr(metrics, "update", None)) and isinstance(metrics, type):
-        raise TypeError(f"metrics holds the class {metrics.__name__}; give an object of it")
+        raise TypeError(f"metrics holds the class {metrics.__name__}; pass an instance of it")
     return [metrics] if hasattr(metrics, "update") else _refuse(metrics)
 
 
 def _by_name(metrics: Any) -> Mapping[str, Any]:
-    """Metrics by the caller's names, or by those of their classes."""
+    """Return metrics by the caller's names, or by those of their classes."""
     if isinstance(metrics, Mapping) and not isinstance(metrics, nn.Module):
         return metrics
     found: dict[str, Any] = {}
@@ -172,14 +162,14 @@ def _by_name(metrics: Any) -> Mapping[str, Any]:
 
 
 def _inside(root: nn.Module) -> list[Any]:
-    """The metrics in a module, itself included, each once."""
+    """Return the metrics in a module, including itself, each once."""
     found: dict[int, nn.Module] = {}
     waiting = [root]
     while waiting:
         module = waiting.pop()
         if id(module) not in found:
             found[id(module)] = module
-            # In the order of the caller, as names are counted in it.
+            # Keep the order of the caller, because names are numbered in it.
             waiting += reversed(children_of(module))
     return [module for module in found.values() if hasattr(module, "update")]
 
@@ -187,17 +177,17 @@ def _inside(root: nn.Module) -> list[Any]:
 def _refuse(value: Any) -> list[Any]:
     if isinstance(value, Tensor):
         raise TypeError(
-            f"a tensor of shape {tuple(value.shape)} was given where a metric belongs; pass inputs "
+            f"a tensor of shape {tuple(value.shape)} was given in place of a metric; pass inputs "
             "and targets as one batch: backward((inputs, targets))"
         )
     raise TypeError(
-        f"{value!r} (of type {type(value).__name__}) is no metric: it has no update method; pass a "
-        "torchmetrics.Metric, a MetricCollection, or a mapping from names to metrics"
+        f"{value!r} (of type {type(value).__name__}) is not a metric: it has no update method; "
+        "pass a torchmetrics.Metric, a MetricCollection, or a mapping from names to metrics"
     )
 
 
 def naming_metrics(update: Callable[..., None]) -> UpdateMetric:
-    """Return what hands a function the metric's name, too, if it has a parameter called ``name``.
+    """Wrap an update function so that it receives the metric's name only if it has a ``name``.
 
     >>> told = []
     >>> naming_metrics(lambda metric, outputs, batch, *, name: told.append(name))(0, 0, 0, "seen")
@@ -213,7 +203,7 @@ def naming_metrics(update: Callable[..., None]) -> UpdateMetric:
 def _takes_name(update: Callable[..., None]) -> bool:
     try:
         parameters = list(inspect.signature(update).parameters.values())
-    except (TypeError, ValueError):  # of builtins it is unknown
+    except (TypeError, ValueError):  # builtins have no signature
         return False
     after = parameters[3:]
     keyword = [each for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY]
@@ -222,15 +212,13 @@ def _takes_name(update: Callable[..., None]) -> bool:
 
 
 class MetricGuard:
-    """Warns once of each metric that comes out otherwise when a batch is split.
+    """The guard that warns once of each metric whose value changes when a batch is split."""
 
-    Of torchmetrics' own it is known which do. Those that take logits ask of each update whether all
-    its numbers lie between 0 and 1, and take these for probabilities then: where microbatches of
-    one batch answer otherwise, that is noticed. Any other metric, and each that a function of the
-    caller's updates, is checked in the first microbatches: a few rows are counted in one update and
-    in two, and the values compared. Nothing of that stays.
-    """
-
+    # For metrics of torchmetrics the answer is known, except for those that take logits: if all
+    # numbers of an update lie between 0 and 1, they treat them as probabilities. The guard notices
+    # if microbatches of one batch disagree. Any other metric, and any that a function of the caller
+    # updates, is checked in the first microbatches: it counts a few rows in one update and in two,
+    # the values are compared, and everything is rolled back.
     def __init__(
         self,
         update: UpdateMetric,
@@ -246,39 +234,27 @@ class MetricGuard:
         self._is_split = False
         self._checks = _Counts()
         self._readings: dict[str, tuple[Any, Readings]] = {}  # of one batch, by the metric's name
-        # Batches in a row in which a metric asked nothing of its numbers: watching costs something.
+        # Consecutive batches in which a metric did not test its numbers: observing it costs time.
         self._silent = _Counts()
         self._warned: set[str] = set()
 
     def expect(self, *, is_split: bool) -> None:
-        """Say whether the next batches are cut. Called inside the attempt.
-
-        Warns:
-            MetricWarning
-        """
+        """Prepare for batches that are split or whole; warn of metrics of the previous batch."""
         for metric, readings in self._readings.values():
             self._warn_of(metric, readings)
             self._silent.put(metric, 0 if readings.asks else self._silent.of(metric) + 1)
-        # Of the batch before, whose answers have arrived on the host meanwhile.
+        # The readings belong to the previous batch, whose answers have reached the host by now.
         self._readings.clear()
         self._is_split = is_split
 
     def update(self, metric: Any, outputs: Any, microbatch: Any, name: str) -> None:
-        """Update a metric with a microbatch.
-
-        Warns:
-            MetricWarning
-        """
+        """Update a metric with a microbatch, and warn if its value depends on the split."""
         self.look(metric, outputs, microbatch, name)
         with self.reading(metric, name):
             self._update(metric, outputs, microbatch, name)
 
     def look(self, metric: Any, outputs: Any, microbatch: Any, name: str) -> None:
-        """Check a metric with some rows of what it is updated with.
-
-        Warns:
-            MetricWarning
-        """
+        """Check a metric with some rows of its update."""
         if not self._is_split:
             return
         for each in flatten_metrics(metric):
@@ -290,18 +266,14 @@ class MetricGuard:
 
     @contextlib.contextmanager
     def reading(self, metric: Any, name: str) -> Iterator[None]:
-        """Around an update of a metric.
-
-        Warns:
-            MetricWarning
-        """
+        """Observe how a metric reads its numbers during an update."""
         if not (self._is_split and self._silent.of(metric) < _MOST_CHECKS):
             yield
             return
         _, readings = self._readings.setdefault(name, (metric, Readings()))
         with readings:
             yield
-        # On a device the answer is read when the next batch begins, which then waits for nothing.
+        # On an accelerator the answer is read when the next batch begins, without waiting.
         if not readings.on_device:
             self._warn_of(metric, readings)
 
@@ -313,7 +285,7 @@ class MetricGuard:
         checks = self._checks.of(metric)
         if checks >= _MOST_CHECKS:
             return False
-        # Counted before it is tried, as a metric that fails would fail each time.
+        # Counted before the check, because a metric that fails would fail each time.
         self._checks.put(metric, checks + 1)
         if not all(callable(getattr(metric, name, None)) for name in ("compute", "reset")):
             return False
@@ -321,15 +293,15 @@ class MetricGuard:
 
     def _check(self, metric: Any, outputs: Any, microbatch: Any, name: str) -> None:
         rows = tried(lambda: self._layout.num_rows(microbatch))
-        if not isinstance(rows, int):  # there are none to cut by
+        if not isinstance(rows, int):  # there are no rows to cut
             return
-        # At least three, some of them twice: two pieces of unlike size need as many.
+        # At least three rows, repeated if necessary: two pieces of different size need them.
         indices = [index % rows for index in range(max(3, min(rows, _MOST_ROWS)))]
-        cut = len(indices) - len(indices) // 3  # unevenly: alike pieces hide a mean of means
+        cut = len(indices) - len(indices) // 3  # uneven, because equal pieces hide a mean of means
 
         def read(*pieces: list[int]) -> Reading:
             parts = [Metrics(flatten_metrics(metric)), self._random_state()]
-            # An update may keep something beside the metric, in a closure or an attribute.
+            # An update may also change state outside the metric, in a closure or an attribute.
             reached = State(lambda: {"metric": metric, "update_metric": self._update})
             undo = Transaction([reached, *parts])
             try:
@@ -346,15 +318,15 @@ class MetricGuard:
             with warnings.catch_warnings(), torch.no_grad():
                 warnings.simplefilter("ignore")
                 whole, parts = read(indices), read(indices[:cut], indices[cut:])
-                # In another order sums are rounded otherwise.
+                # Another order of rows shows how much rounding changes the value.
                 found = gaps(whole, parts, (read(indices[::-1]) for _ in range(1)))
             if not found:
                 return None
-            # Of several numbers the one that is off most.
+            # Report the number that differs most.
             most = max(found, key=found.__getitem__)
             return whole.numbers[most], parts.numbers[most]
 
-        found = tried(differing)  # a few rows may be too few for it
+        found = tried(differing)  # a metric may fail on so few rows
         if isinstance(found, tuple):
             one, two = found
             reason = f"counts {len(indices)} rows as {one:.4g} in one update, and {two:.4g} in two"
@@ -366,16 +338,16 @@ class MetricGuard:
             return
         self._warned.add(name)
         warn(
-            f"the metric {name} {reason}, and a batch that is split updates it once for each "
-            "microbatch, so its value depends on the microbatch size. Let it count rows, update it "
-            "yourself with the outputs of whole batches (evaluate(batch, return_outputs=True)), or "
-            "keep batches whole with microbatch_size=None",
+            f"the metric {name} {reason}, and a split batch updates it once per microbatch, so its "
+            "value depends on the microbatch size. Let it count rows, update it yourself with the "
+            "outputs of whole batches (evaluate(batch, return_outputs=True)), or keep batches "
+            "whole with microbatch_size=None",
             MetricWarning,
         )
 
 
 class MetricUpdates(Feature):
-    """Updates metrics with every row of a step."""
+    """The feature that updates metrics with every row of a step."""
 
     def __init__(
         self,
@@ -413,16 +385,15 @@ class MetricUpdates(Feature):
 
 
 def _known_reason(metric: Any) -> str:
-    """Why the value of a metric of torchmetrics depends on how its rows are cut; else empty."""
-    torchmetrics = sys.modules.get("torchmetrics")  # code that made one has imported it
-    if torchmetrics is None or not isinstance(metric, torchmetrics.Metric):
+    """Return why the cut of a batch changes the value of a torchmetrics metric; else ""."""
+    if not is_of_torchmetrics(metric):
         return ""
     names = {each.__name__ for each in type(metric).__mro__}
     if "Running" in names:
-        return f"looks at the last {getattr(metric, 'window', 'few')} updates"
+        return f"covers the last {getattr(metric, 'window', 'few')} updates"
     if "BootStrapper" in names:
-        return "draws anew with every update"
-    # Only these take a range from what they are given.
+        return "draws random numbers in every update"
+    # Only these infer a range from their inputs.
     ranged = {"StructuralSimilarityIndexMeasure", "MultiScaleStructuralSimilarityIndexMeasure"}
     if names & ranged and getattr(metric, "data_range", 1.0) is None:
         return "takes the range of the data from each update (give it data_range)"
@@ -430,46 +401,41 @@ def _known_reason(metric: Any) -> str:
 
 
 def _members(metric: Any) -> Sequence[Any]:
-    """The metrics of a collection, each on its own."""
-    kind = getattr(sys.modules.get("torchmetrics"), "MetricCollection", None)
-    if kind is None or not isinstance(metric, kind):
-        return [metric]
-    return list(metric.values(copy_state=False))
+    """Return the single metrics of a collection."""
+    if is_of_torchmetrics(metric, "MetricCollection"):
+        return list(metric.values(copy_state=False))
+    return [metric]
 
 
 def _is_unknown(metric: Any) -> bool:
     package, _, module = type(metric).__module__.partition(".")
-    # Those that aggregate count whatever they are given, which may be a mean over a microbatch, and
-    # wrappers may look at each call.
+    # Aggregators count any value, which might be a mean over a microbatch, and wrappers may depend
+    # on each call.
     return package != "torchmetrics" or module.partition(".")[0] in ("aggregation", "wrappers")
 
 
 _TAKES_EITHER = (
-    "takes its numbers for probabilities where all of an update lie between 0 and 1, and for "
-    "logits elsewhere (give it probabilities: sigmoid or softmax)"
+    "treats its numbers as probabilities if all of an update lie between 0 and 1, and as logits "
+    "otherwise (give it probabilities: sigmoid or softmax)"
 )
 
 
 class Readings(TorchFunctionMode):
-    """How metrics of torchmetrics read their numbers: around each update of one batch.
-
-    Attributes:
-        asks: whether it depends on the numbers.
-        on_device: whether to know it is to wait for a device.
-    """
+    """How metrics of torchmetrics read their numbers, observed in each update of one batch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asks = self.on_device = False
+        self.asks = False  # whether the reading depends on the numbers
+        self.on_device = False  # whether the answer is on an accelerator, so that reading it waits
         self._first: list[bool | str] | None = None
         self._differ = False
-        self._waiting: list[list[Tensor | str]] = []  # of updates, the last one's at the end
+        self._waiting: list[list[Tensor | str]] = []  # one list per update
 
     @property
     def differ(self) -> bool:
-        """Whether one update read other than another."""
+        """Whether one update read its numbers differently from another."""
         for waiting in self._waiting:
-            # Here, and only here, the device is waited for.
+            # This is the only place that waits for the device.
             said = [each if isinstance(each, str) else bool(each) for each in waiting]
             if self._first is None:
                 self._first = said
@@ -485,19 +451,19 @@ class Readings(TorchFunctionMode):
     def __exit__(self, kind: Any, *error: Any) -> None:
         super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
         if kind is not None:
-            self._waiting.pop()  # an update that ended early said nothing
+            self._waiting.pop()  # a failed update gives no answer
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Call it; note what torchmetrics makes probabilities, and on a device whether it does."""
+        """Call a function; record whether torchmetrics makes, or might make, probabilities."""
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         if name not in ("all", "any", "sigmoid", "softmax", "where"):
             return result
-        # The caller may use these functions, too: only what torchmetrics calls counts.
+        # The caller may use these functions, too: only calls by torchmetrics count.
         frame = sys._getframe(1)
-        while frame.f_globals.get("__name__") == __name__ and frame.f_back:  # of another such mode
+        while frame.f_globals.get("__name__") == __name__ and frame.f_back:  # skip nested modes
             frame = frame.f_back
         module = frame.f_globals.get("__name__", "")
         if not module.startswith("torchmetrics."):
@@ -513,10 +479,10 @@ class Readings(TorchFunctionMode):
 
 
 class _Counts:
-    """A number for each metric, none at first; they need not be hashable."""
+    """A counter for each metric, 0 at first; metrics do not have to be hashable."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, int]] = {}  # the metric, too: ids are used again
+        self._known: dict[int, tuple[Any, int]] = {}  # keeps the metric, because ids are reused
 
     def of(self, metric: Any) -> int:
         known, count = self._known.get(id(metric), (None, 0))
@@ -527,7 +493,7 @@ class _Counts:
 
 
 def _rows_of(outputs: Any, num_rows: int, rows: list[int]) -> Any:
-    """Some rows of outputs; where their lists of rows are not known, of their tensors alone."""
+    """Return some rows of outputs; if their layout is unknown, only of their tensors."""
     layout = BatchLayout(0)
     with contextlib.suppress(BatchError):
         if layout.num_rows(outputs) == num_rows:
@@ -540,18 +506,18 @@ def _rows_of(outputs: Any, num_rows: int, rows: list[int]) -> Any:
 
 
 def _has_peers() -> bool:
-    """Whether computing a value may be a collective."""
+    """Whether computing a value could be a collective."""
     dist = torch.distributed
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _read(value: Any, outputs: Any) -> Reading:
-    """The numbers in a metric's value; texts and objects are not compared."""
+    """Return the numbers in a metric's value; texts and objects are not compared."""
     numbers = {}
     for at, each in enumerate(_numbers(value)):
         with contextlib.suppress(TypeError, ValueError):
             numbers[str(at)] = float(each)
-    # Outputs in half precision give metrics that are no more exact.
+    # Metrics are no more exact than their outputs, which may be in half precision.
     types = [leaf.dtype for _, leaf in tensor_leaves(outputs) if leaf.is_floating_point()]
     eps = max(torch.finfo(each).eps for each in (torch.float32, *types))
     scales = {name: abs(number) for name, number in numbers.items()}

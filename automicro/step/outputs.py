@@ -1,4 +1,4 @@
-"""Results of a step beside its loss: outputs of all rows, state for the next batch."""
+"""Results of a step besides its loss: outputs of all rows, state for the next batch."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -18,29 +18,12 @@ from automicro.step.feature import Attempt, Feature, MicrobatchRun
 from automicro.step.plan import order_of, with_padding
 from automicro.transaction.transaction import Part
 
-_ALIKE = 3  # slices that show something: two may have as many boxes by chance
-_EARLY = 10
+_ALIKE = 3  # slices of equal size that are conclusive: two may have the same length by chance
+_EARLY = 10  # steps in which slices of equal size are checked, too
 
 
 class Kept(Feature):
-    """The values that the caller asked for of every microbatch's forward.
-
-    Args:
-        where: outputs are kept.
-        device: where the model computes, and where state for the next batch stays.
-        carry_layout: where that has its rows; None where there is none.
-        known: paths of outputs that were warned of, or found to be right, of all steps.
-        is_early: whether this step is one of the first, in which slices that are alike are looked
-            at, too.
-
-    Attributes:
-        outputs: of all rows in order, detached; None where they were not asked for, and before
-            `join`.
-        carry: state for the next batch, likewise.
-
-    Raises:
-        ValueError: ``where`` is none of those that there are.
-    """
+    """The requested results of every microbatch's forward in one step."""
 
     def __init__(
         self,
@@ -55,8 +38,8 @@ class Kept(Feature):
         self._known = set() if known is None else known
         if where not in (True, False, "host", "device"):
             raise ValueError(
-                f"return_outputs={where!r}; say True for outputs where the batch lies, 'host', "
-                "'device', or False"
+                f"return_outputs={where!r} is invalid; give True (the device of the batch), "
+                "'host', 'device', or False"
             )
         self._where = where
         self._device = device
@@ -68,8 +51,8 @@ class Kept(Feature):
         self._forget()
 
     def know(self, paths: frozenset[str]) -> None:
-        """Take note of outputs of which a look has shown whether they can be joined."""
-        # They are warned of by the look, or fit: either way not again.
+        """Record outputs whose joining was already checked."""
+        # The check has warned of them or found them correct, so they need no second warning.
         self._known |= paths
 
     def parts(self) -> Sequence[Part]:
@@ -82,36 +65,25 @@ class Kept(Feature):
         self.outputs = self.carry = None
 
     def computed(self, run: MicrobatchRun) -> None:
-        """Keep what is asked for of one microbatch.
-
-        Raises:
-            LossError: state for the next batch has other rows.
-        """
+        """Keep the requested results of one microbatch."""
         output = run.output
         assert output is not None
         self._is_training = run.loss is not None
         if self._where is not False:
-            # Once for a step: all of its microbatches come from one place.
+            # Found once per step: all of its microbatches come from one device.
             if self._home is None:
                 self._home = self._find_home(run.given)
             self._outputs.append(_bring(outputs_with_rows(output.outputs), self._home))
         if self._layout is not None:
             if output.carry is not None:
                 self._read_carry(self._layout, output.carry, run.num_rows)
-            # A copy: the state may be a view of something large, which it would keep alive.
+            # Copied, because the state may be a view that would keep a large tensor alive.
             self._carries.append(map_tensors(output.carry, _copied))
 
     def end(self, attempt: Attempt) -> None:
-        """Put all rows together, in the order of their batches.
-
-        Raises:
-            BatchError: what the forward gave cannot be joined.
-
-        Warns:
-            MetricWarning: it is joined, and shows that it is not one value per row.
-        """
+        """Join all rows, in the order of their batches."""
         cuts = attempt.cuts
-        # In evaluation what has no rows, a number say, is taken from a batch that stayed whole.
+        # In evaluation, outputs without rows, such as a number, are valid for a whole batch.
         if not self._is_training and len(self._outputs) == 1 and cuts[0].packing is None:
             self.outputs, self._outputs = self._outputs[0], []
         self._warn_of_fixed_lengths([size for cut in cuts for size in cut.sizes])
@@ -121,7 +93,7 @@ class Kept(Feature):
                 if self._outputs:
                     whole = with_padding(self._outputs, cuts)
                     self.outputs = concat_rows(whole, order=order_of(cuts))
-                    # Both at once would be twice the memory of all outputs.
+                    # Keeping both would need twice the memory of all outputs.
                     del whole
         except Exception as error:
             if not is_at_home:
@@ -133,30 +105,30 @@ class Kept(Feature):
         self._outputs, self._carries = [], []
 
     def _warn_of_fixed_lengths(self, sizes: Sequence[int]) -> None:
-        """Warn, once for each, of what is as long for every microbatch, whatever its rows."""
+        """Warn once of each output whose length is the same for microbatches of any size."""
         if len(sizes) < 2 or len(sizes) != len(self._outputs):
             return
         least, most = min(sizes), max(sizes)
         if least == most and (len(sizes) < _ALIKE or not self._is_early):
             return
-        # By path, as one output of several may be such a one.
+        # By path, because only one of several outputs may be affected.
         lengths: dict[str, set[int]] = {}
         for output in self._outputs:
             for path, leaf in tensor_leaves(output):
                 lengths.setdefault(path, set()).add(leaf.size(0) if leaf.dim() else 0)
         for path, found in lengths.items():
             length = found.pop()
-            # As long for slices that are alike may also be so many for each row.
+            # With slices of equal size, a fixed length may also be a fixed number per row.
             is_fixed = not found and length and (least < most or length % most)
             if is_fixed and path not in self._known:
                 self._known.add(path)
                 name = f"output {path!r}" if path else "the output"
                 rows = f"of {least} and of {most} rows" if least < most else f"of {most} rows each"
                 warn(
-                    f"{name} has {length} entries for microbatches {rows}, so it is not one per "
-                    "row (a confusion matrix, a histogram, attention by layers?), and joining it "
-                    "end to end means nothing. Return what has its rows in the first dimension, "
-                    "leave it out of the outputs, or let a metric count it",
+                    f"{name} has {length} entries for microbatches {rows}, so it does not have one "
+                    "per row (a confusion matrix, a histogram, attention by layers?) and cannot be "
+                    "joined. Return tensors with rows in the first dimension, leave it out of the "
+                    "outputs, or let a metric count it",
                     MetricWarning,
                 )
 
@@ -172,37 +144,37 @@ class Kept(Feature):
             found = layout.num_rows(carry)
         except BatchError as error:
             raise LossError(
-                f"forward returned a carry that cannot be read by Carry(…): {error}"
+                f"forward returned a carry that Carry(…) cannot read: {error}"
             ) from error
         if found != num_rows:
             raise LossError(
                 f"forward returned a carry of {found} rows for a microbatch of {num_rows}; return "
-                "the state of its own rows, and let Carry(…) say in which dimension they lie"
+                "the state of exactly its rows, and name their dimension in Carry(…)"
             )
         self._row_dims = layout.row_dims(carry)
 
 
 class _Forgotten(Part):
-    """Lets what an attempt has kept go when it is rolled back."""
+    """The part that releases what an attempt has kept when it is rolled back."""
 
     def __init__(self, forget: Callable[[], None]) -> None:
         self._forget = forget
 
     def begin(self) -> None:
-        """Nothing is kept yet."""
+        """Do nothing, because nothing is kept yet."""
 
     def prepare(self) -> None:
-        """It is joined."""
+        """Do nothing, because outputs are already joined."""
 
     def commit(self) -> None:
-        """The caller has it."""
+        """Do nothing, because the caller has the outputs."""
 
     def roll_back(self) -> None:
         self._forget()
 
 
 def _bring(outputs: Any, home: torch.device | None) -> Any:
-    """Copies, so that nothing of the forward's memory is held; None is where they are."""
+    """Copy outputs, so that no memory of the forward is kept; None leaves them on their device."""
     if home is None:
         return map_tensors(outputs, _copied)
     if active_budget() is None:
@@ -216,7 +188,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 class Keeper:
-    """Keeps what is asked for of the forwards of the steps that ask for something."""
+    """The maker of `Kept` for the steps that request results."""
 
     def __init__(self, device: torch.device, carry_layout: BatchLayout | None) -> None:
         self._device, self._carry_layout = device, carry_layout

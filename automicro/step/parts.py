@@ -1,4 +1,4 @@
-"""Parts of a model that are computed in slices of their own sizes, as a step sees them."""
+"""Parts of a model that are computed in slices of their own sizes, as a step uses them."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
@@ -11,39 +11,32 @@ _PATIENCE = 8  # steps until a part that nothing calls is named
 
 
 class SizedPart(Protocol):
-    """A part of a model with a size of its own; see `NestedSplit`.
-
-    Attributes:
-        name: in messages and results.
-        sizes: rows of each slice of its last call.
-        ooms: how often memory ran out inside of it.
-        finer: the factor by which its slices are smaller than they need be.
-    """
+    """A part of a model with a size of its own; see `NestedSplit`."""
 
     name: str
-    sizes: list[int]
-    ooms: int
-    finer: int
+    sizes: list[int]  # rows of each slice of its last call
+    ooms: int  # how often memory ran out inside it
+    finer: int  # the factor by which its slices are smaller than necessary
 
     @property
     def adapts(self) -> bool:
         """Whether its size may change."""
 
     def took_shortage(self) -> bool:
-        """Whether the memory that has run out was its own, and its size is smaller now."""
+        """Whether it ran out of memory itself, and has a smaller size now."""
 
     def cut_what_was_whole(self) -> bool:
-        """Whether it ran in one piece, kept what it computed, and is cut from now on."""
+        """Whether it ran in one piece, keeping its activations, and is cut from now on."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The sizes that were found, as plain values."""
+        """Return the sizes found so far, as plain values."""
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on with sizes that were found earlier."""
+        """Resume from sizes that were found earlier."""
 
 
 class _Attached(Protocol):
-    """A replacement of a module's forward that a `SizedParts` undoes at its end."""
+    """A replacement of a module's forward that a `SizedParts` removes at its end."""
 
     @property
     def name(self) -> str: ...
@@ -54,21 +47,21 @@ class _Attached(Protocol):
 
     @property
     def is_attached(self) -> bool:
-        """Whether it still stands in the place of the module's forward."""
+        """Whether it still replaces the module's forward."""
 
     def remove(self) -> None:
-        """Give the module its own forward again."""
+        """Restore the module's own forward."""
 
 
 class Source(Protocol):
-    """Gives parts that stand in no module's place, by their names."""
+    """A source of parts, by name, that replace no module's forward."""
 
     @property
     def splits(self) -> Mapping[str, SizedPart]: ...
 
 
 def attached_to(module: Any) -> Any:
-    """The part that stands in the place of a module's forward; None for none."""
+    """Return the part that replaces a module's forward, or None."""
     return getattr(getattr(module, "__dict__", {}).get("forward"), "nested", None)
 
 
@@ -76,18 +69,18 @@ _attachments = 0
 
 
 def count_attachment() -> None:
-    """A module was given a size of its own, or lost it."""
+    """Count that a module received or lost a size of its own."""
     global _attachments
     _attachments += 1
 
 
 def num_attachments() -> int:
-    """How often a part was given a size of its own, or lost it: while it stays, parts do."""
+    """Return the number of such changes: while it is constant, the set of parts is, too."""
     return _attachments
 
 
 class SizedParts:
-    """All parts of a model with sizes of their own, wherever these were given."""
+    """All parts of a model with sizes of their own, given in any way."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
@@ -99,15 +92,15 @@ class SizedParts:
         self._unseen_steps: int | None = None
 
     def give(self, name: str, part: SizedPart) -> None:
-        """Count a part that stands in no module's place."""
+        """Add a part that replaces no module's forward."""
         self._given[name] = part
 
     def add(self, source: Source) -> None:
-        """Count the parts that a source gives, now and later."""
+        """Add the parts that a source gives, now and later."""
         self._sources.append(source)
 
     def own(self, part: _Attached, *, is_named: bool = False) -> None:
-        """Undo what was attached when `remove` is called."""
+        """Register an attached part that `remove` removes."""
         self._own.append(part)
         if is_named:
             self._unseen.append(part)
@@ -116,18 +109,18 @@ class SizedParts:
     def remove(self) -> None:
         """Let parts that were attached here run in one piece again."""
         for part in self._own:
-            # One that was taken away meanwhile, or covered by another, is not ours to undo.
+            # A part that was already removed, or covered by another one, is not ours to remove.
             if part.is_attached:
                 part.remove()
         self._own.clear()
 
     def all(self) -> Collection[SizedPart]:
-        """All of them."""
+        """Return all parts."""
         return self.by_name().values()
 
     def by_name(self) -> Mapping[str, SizedPart]:
-        """All of them, by the names of their modules."""
-        # A walk through all modules at each step would cost; the count tells when one is due.
+        """Return all parts, by the names of their modules."""
+        # Walking through all modules at each step is slow; the count shows when it is necessary.
         if self._attached is None or self._attached[0] != _attachments:
             attached = {
                 name: part
@@ -142,11 +135,7 @@ class SizedParts:
         return {**further, **self._attached[1]}
 
     def notice_step(self) -> None:
-        """Name the parts that no step has called so far: their sizes do nothing.
-
-        Warns:
-            AutomicroWarning: once, after some steps.
-        """
+        """Warn, after a few steps, of parts that no step has called: their sizes have no effect."""
         if self._unseen_steps is None:
             return
         self._unseen = [each for each in self._unseen if not each.has_run]
@@ -157,29 +146,29 @@ class SizedParts:
             self._unseen_steps = None
             names = ", ".join(repr(each.name) for each in self._unseen)
             warn(
-                f"nested gives sizes to {names}, and {_PATIENCE} steps have not called it: the "
-                "size does nothing. Name a module that is called (a list of modules, or a "
-                "layer whose weight alone is used, is not; the tail of a language model runs where "
-                "the model itself is given labels)",
+                f"nested gives sizes to {names}, but {_PATIENCE} steps have not called it: the "
+                "size has no effect. Name a module that is called (a list of modules, or a layer "
+                "of which only the weight is used, is not; the tail of a language model runs only "
+                "if the model receives labels)",
                 AutomicroWarning,
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The sizes that were found, as plain values."""
+        """Return the sizes found so far, as plain values."""
         return {name: each.state_dict() for name, each in self.by_name().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with sizes that were found earlier; those of parts that are gone are left out."""
+        """Resume from sizes that were found earlier; ignore those of parts that are gone."""
         for name, each in self.by_name().items():
             if name in state:
                 each.load_state_dict(state[name])
 
     def took_shortage(self) -> bool:
-        """Whether the memory that has run out was that of parts, which have smaller sizes now."""
-        took = [each.took_shortage() for each in self.all()]  # all are asked
+        """Whether any part ran out of memory itself, and has a smaller size now."""
+        took = [each.took_shortage() for each in self.all()]  # a list, so that all are called
         return any(took)
 
     def cut_what_was_whole(self) -> bool:
-        """Whether parts that ran in one piece, and kept what they computed, have slices now."""
-        cut = [each.cut_what_was_whole() for each in self.all()]  # all of them
+        """Whether any part ran in one piece, keeping its activations, and is cut from now on."""
+        cut = [each.cut_what_was_whole() for each in self.all()]  # a list, so that all are called
         return any(cut)

@@ -42,15 +42,7 @@ Losses = tuple[Tensor, dict[str, Tensor]]
 
 
 class Passes:
-    """Forward and backward of microbatches.
-
-    Attributes:
-        layout: of batches.
-        device: where the model computes.
-        scales_for_ranks: as given.
-        can_begin: whether backwards start from their weights in place of 1, where these are plain,
-            so that losses have none.
-    """
+    """Forward and backward of microbatches."""
 
     def __init__(
         self,
@@ -71,7 +63,8 @@ class Passes:
         self._run_backward = run_backward
         self._ranks = ranks or OneRank()
         self._is_alone = self._ranks.is_alone
-        # A backward of the caller's takes a loss alone, and not what it begins with.
+        # Whether a backward can start from the weight instead of 1, which saves weighting the loss.
+        # A backward of the caller accepts only a loss, and no initial gradient.
         self.can_begin = self._is_alone and run_backward is Tensor.backward
         self.scales_for_ranks = scales_for_ranks
         self._scale = self._ranks.world_size if scales_for_ranks else 1
@@ -81,23 +74,19 @@ class Passes:
         self._row_dims: dict[str, int] = {}
         self._captures = captures_cuda_graphs(computation.modules)
         self._is_plain = autocast_dtype is None and not self._captures
-        # Where nothing but rows counts, the same cuts have the same weights.
+        # If only rows count, equal cuts have equal weights, which can be reused.
         self._counts_rows = all(each.counts_rows for each in self._averages.values())
         self._last_weights: tuple[list[Sequence[int]], BatchWeights] | None = None
 
     def check_form(self, batches: Sequence[ReadBatch]) -> None:
-        """Refuse a list of rows where inputs and targets are looked for in a pair.
-
-        Of two rows each would be taken for one of them. Call it after the batches were read.
-
-        Raises:
-            BatchError: the last batch is a list of rows.
-        """
+        """Refuse a list of rows if the loss function needs a pair of inputs and targets."""
+        # A list of two rows would be taken for inputs and targets. `holds_rows` is known only after
+        # the batches were read.
         if self._convention.needs_pairs and self.layout.holds_rows:
             raise BatchError(
-                f"with loss_fn a batch is a pair (inputs, targets), and this "
+                f"with loss_fn a batch is a pair (inputs, targets), but this "
                 f"{type(batches[-1].batch).__name__} is read as {batches[-1].num_rows} rows, one "
-                "in each element; collate the rows into such a pair, declare batch_layout={'': "
+                "in each element; collate the rows into a pair, declare batch_layout={'': "
                 "'fields'} if it is one, or pass forward=… that takes (model, microbatch)"
             )
 
@@ -108,9 +97,9 @@ class Passes:
         *,
         sizes_change: bool = True,
     ) -> list[CutBatch]:
-        """Each batch as microbatches of these rows: views, where it lies."""
+        """Cut each batch into microbatches: views on the device of the batch."""
         self._row_dims = {}
-        # Unless rows are marked as a dimension that varies, each size is compiled anew.
+        # Unless the dimension of rows is marked as dynamic, each size is compiled again.
         is_compiled = sizes_change and compiler_is_used()
         if not (is_compiled or any(cut.is_split for cut in cuts)):
             return list(map(self._cut_one, batches, cuts))
@@ -133,7 +122,7 @@ class Passes:
     def weights(
         self, cuts: Sequence[CutBatch], totals: Mapping[str, float] | None = None
     ) -> BatchWeights:
-        """The weight of each microbatch's loss in the loss of all batches together."""
+        """Return the weight of each microbatch's loss in the loss of all batches together."""
         if not self.scales_for_ranks:
             totals = None
         if totals is None and self._counts_rows:
@@ -150,18 +139,16 @@ class Passes:
             )
 
     def eval_weights(self, cuts: Sequence[CutBatch]) -> BatchWeights:
-        """The same in evaluation, where each rank's rows count alone."""
+        """Return the same for evaluation, in which each rank counts only its own rows."""
         if self._eval_averages is self._averages:
             return self.weights(cuts)
         with on_host():
             return BatchWeights(self._eval_averages, cuts)
 
     def denominators(self, batches: Sequence[ReadBatch]) -> dict[str, float]:
-        """The divisors of the losses of whole batches, by name; without those that are sums.
-
-        Reading a count of targets that lie on a device waits for the device. Nothing where each
-        rank's loss is divided by its own.
-        """
+        """Return the divisors of the losses of whole batches, by name, except for sums."""
+        # Without scaling, each rank divides by its own denominators, and ranks exchange none. With
+        # it, reading a count of targets on a device waits for the device.
         if not self.scales_for_ranks:
             return {}
         cuts = [CutBatch.whole(each.batch, each.num_rows) for each in batches]
@@ -169,42 +156,34 @@ class Passes:
         return {name: float(total) for name, total in totals.items() if total is not None}
 
     def check_counts(self, weights: BatchWeights, whole: Mapping[str, float]) -> None:
-        """Refuse a count of a batch that is not the sum of those of its microbatches.
-
-        Raises:
-            LossError: the ranks have agreed on another denominator than the microbatches have.
-        """
+        """Refuse a count of a batch that differs from the sum of the counts of its microbatches."""
         for name, total in weights.totals.items():
             if isinstance(total, Tensor) or total is None:
                 continue
-            # Counts may be sums of weights, which are rounded otherwise slice by slice.
+            # Counts may be sums of weights, which round differently slice by slice.
             if not math.isclose(total, whole[name], rel_tol=1e-6):
                 raise LossError(
-                    f"loss_average counts {whole[name]} in a whole batch, and {total} in its "
-                    "microbatches together; on several ranks they must be the same, because ranks "
-                    "agree on what the loss is divided by before they cut: count what does not "
-                    "depend on the other rows of the batch"
+                    f"loss_average counts {whole[name]} in a whole batch, but {total} in its "
+                    "microbatches together; several ranks agree on the divisor of the loss before "
+                    "they cut, so both must be equal: let the count of a row not depend on the "
+                    "other rows of the batch"
                 )
 
     def warn_of_nothing(self, weights: BatchWeights) -> None:
-        """Warn, the first time, of a training batch in which no target counts.
-
-        Warns:
-            LossAverageWarning
-        """
+        """Warn, the first time, of a training batch in which no target counts."""
         if self._ranks.rank or self._has_warned_of_nothing:
             return
         if weights.all_are_nothing:
             warn(
                 "no target of this batch counts: all are ignored or weigh nothing, so its loss "
                 "and its gradient are zero. Check the labels (and the collate function, and "
-                "ignore_index), and skip such batches if they are meant; said once",
+                "ignore_index), and skip these batches if they are intended; said once",
                 LossAverageWarning,
             )
             self._has_warned_of_nothing = True
 
     def tensors(self, batch: Any) -> list[Tensor]:
-        """All tensors of a batch."""
+        """Return all tensors of a batch."""
         return [tensor for _, tensor in self.layout.leaves(batch)]
 
     def train(
@@ -214,18 +193,14 @@ class Passes:
         gradients: Gradients,
         features: Features = NO_FEATURES,
     ) -> Losses:
-        """Forward and backward of one microbatch; its losses, detached.
-
-        The model's outputs die here, before the next forward begins, but for what features keep.
-        Losses are weighted, but where the backward begins with the weight.
-
-        Raises:
-            LossError: there is no loss, or it cannot be differentiated.
-        """
+        """Run forward and backward of one microbatch; return its losses, detached."""
+        # Except for what features keep, the outputs of the model are freed when this returns,
+        # before the next forward begins. The losses returned are weighted, unless the backward
+        # starts from the weight.
         index, inputs = run.index, run.inputs
         is_nothing = weights.is_nothing[index]
         if is_nothing:
-            # The mean over no target is NaN, and so is the gradient of an input that gathers one.
+            # The mean over no target is NaN, and so is the gradient of an input that collects one.
             inputs = map_tensors(inputs, _cut_off)
         if not gradients.is_steady:
             gradients.before_forward()
@@ -238,7 +213,7 @@ class Passes:
             output = self._forward(train, inputs)
         if output.losses and not output.has_total and not self._has_looked_at_parts:
             self._warn_of_metrics_among(output.losses)
-        # Metrics get the outputs, and may count what is left out of the losses.
+        # Metrics receive the outputs and may count the numbers that the losses leave out.
         if not (output.given is None or features.has_metrics or self._has_looked_at_numbers):
             self._warn_of_whole_numbers(output.given)
         loss = check_loss(output.loss, may_be_zero=True)
@@ -246,20 +221,20 @@ class Passes:
         parts = output.losses
         start: tuple[Tensor, ...] = ()
         if self.can_begin and weights.are_plain:
-            # One of its own for each: where a leaf is a view of the loss, autograd makes it the
-            # leaf's gradient, to which the next backwards add.
+            # A new tensor for each backward: if a leaf is a view of the loss, autograd makes it the
+            # leaf's gradient, to which later backwards add.
             start = (torch.full_like(loss, weight),)
         else:
             loss, parts = weights.apply(index, loss, parts, has_total=output.has_total)
         if not gradients.is_steady:
             gradients.after_forward()
         if features.before_backward or features.computed or features.after:
-            # Hooks alone read it; each operation less counts where microbatches are small.
+            # Only hooks read it, and with small microbatches every operation costs time.
             run.loss = loss.detach() * weight if start else loss.detach()
             _call(features.before_backward, run)
         if loss.requires_grad and not self._is_alone:
             with self.zeroing_gradients() if is_nothing else _NOTHING:
-                # Wrappers average gradients over ranks: a multiple of the loss makes that a sum.
+                # Wrappers average gradients over ranks: scaling the loss turns that into a sum.
                 gradients.run(self._run_backward, loss * self._scale if self._scale > 1 else loss)
         elif loss.requires_grad and is_nothing:
             gradients.run_for_nothing(self._run_backward, loss)
@@ -270,16 +245,16 @@ class Passes:
         return weights.report(loss, parts)
 
     def _show(self, run: MicrobatchRun, output: Output, features: Features) -> None:
-        """Let features see an output, and nothing keep it."""
+        """Let features read an output, and keep no reference to it."""
         run.output = output
         try:
             _call(features.computed, run)
-        # Else the run would keep the output alive while the next microbatch is computed.
+        # Otherwise the run keeps the output alive while the next microbatch is computed.
         finally:
             run.output = None
 
     def seen_by_metrics(self, run: MicrobatchRun) -> Any:
-        """The input of metrics from a microbatch."""
+        """Return the outputs of a microbatch that metrics are updated with."""
         assert run.output is not None
         if run.loss is None:  # in evaluation
             return run.output.outputs
@@ -292,47 +267,47 @@ class Passes:
             )
 
     def _warn_of_metrics_among(self, losses: Mapping[str, Tensor]) -> None:
-        """Warn, the first time, of what is added to the losses and cannot be trained on."""
+        """Warn, the first time, of a part of the losses that cannot be trained on."""
         self._has_looked_at_parts = True
-        # A constant zero, such as a loss that is switched off, changes no total.
+        # A constant zero, such as a disabled loss, does not change the total.
         names = [name for name, part in losses.items() if not part.requires_grad and bool(part)]
         if not names or len(names) == len(losses):
             return
         listed = ", ".join(map(repr, names))
         warn(
-            f"the forward gave {', '.join(map(repr, losses))} as losses, which are added up, and "
-            f"{listed} needs no gradient: it changes the reported loss, and trains nothing. If it "
-            "is no loss, name the total yourself, {'loss': total, " + f"{names[0]!r}: …"
-            "}; StepResult.losses tells both",
+            f"the forward returned {', '.join(map(repr, losses))} as losses, which are added up, "
+            f"but {listed} needs no gradient: it changes the reported loss and trains nothing. If "
+            "it is not a loss, name the total yourself, {'loss': total, " + f"{names[0]!r}: …"
+            "}; StepResult.losses has both",
             MetricWarning,
         )
 
     def _warn_of_whole_numbers(self, given: Mapping[Any, Any]) -> None:
-        """Warn, the first time, of counts beside the loss, which are left out."""
+        """Warn, the first time, of counts next to the loss, which are left out."""
         self._has_looked_at_numbers = True
         names = whole_numbers(given)
         if names and not self._ranks.rank:
             warn(
-                f"the forward gives whole numbers beside its loss ({', '.join(map(repr, names))}), "
-                "and `losses` of a result leaves them out: what is beside a loss is weighted as "
-                "the loss is, a mean, and a count is none. Give the mean of what each row has "
-                f"({names[0]!r}: ….float().mean()), or let a metric count it (metrics=…)",
+                f"the forward returns whole numbers next to its loss "
+                f"({', '.join(map(repr, names))}), which `losses` of a result leaves out: values "
+                "there are averaged like the loss, and a count is not a mean. Return the mean over "
+                f"rows ({names[0]!r}: ….float().mean()), or let a metric count it (metrics=…)",
                 MetricWarning,
             )
 
     def fill(self, microbatch: Any) -> Losses:
-        """Forward and backward that count for nothing, for the sake of other ranks' collectives."""
+        """Run forward and backward with zero gradients, only for the collectives of other ranks."""
         output = self._forward(self._convention.train, map_tensors(microbatch, _cut_off))
         loss = check_loss(output.loss, may_be_zero=True)
         if loss.requires_grad:
             with self.zeroing_gradients():
-                # Numbers of a filler's rows may be NaN or infinite, and 0 · NaN is NaN.
+                # The loss of a filler may be NaN or infinite, and 0 · NaN is NaN.
                 self._run_backward(loss.nan_to_num(0.0, 0.0, 0.0) * 0.0)
         return torch.zeros_like(loss), {n: torch.zeros_like(p) for n, p in output.losses.items()}
 
     @contextlib.contextmanager
     def zeroing_gradients(self) -> Iterator[None]:
-        """Let every gradient be zero, although it may compute as NaN, before a wrapper sees it."""
+        """Set every gradient to zero, even one computed as NaN, before a wrapper reads it."""
         parameters = {id(p): p for module in self._modules for p in module.parameters()}
         handles = [
             parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
@@ -346,7 +321,7 @@ class Passes:
                 handle.remove()
 
     def evaluate(self, run: MicrobatchRun, features: Features = NO_FEATURES) -> Output:
-        """Forward of one microbatch for evaluation."""
+        """Run the forward of one microbatch for evaluation."""
         output = self._forward(self._convention.evaluate, run.inputs)
         _call(features.forwarded, run)
         if not (output.given is None or features.has_metrics or self._has_looked_at_numbers):
@@ -355,7 +330,7 @@ class Passes:
         return output
 
     def predict(self, run: MicrobatchRun, features: Features = NO_FEATURES) -> Output:
-        """Forward of one microbatch for its outputs alone."""
+        """Run the forward of one microbatch for its outputs only."""
         predict = functools.partial(self._convention.predict, holds_rows=self.layout.holds_rows)
         output = Output(None, {}, self._forward(predict, run.inputs))
         _call(features.forwarded, run)
@@ -363,16 +338,14 @@ class Passes:
         return output
 
     def materialize(self, batch: Any, *, is_training: bool) -> None:
-        """Let lazy modules take their shapes from one row, before any attempt.
-
-        Inside an attempt their initialisation could not be rolled back: it draws random numbers
-        and happens only once.
-        """
+        """Let lazy modules take their shapes from one row, before any attempt."""
+        # Inside an attempt their initialization could not be rolled back: it draws random numbers
+        # and happens only once.
         with on_host():
             row = self.layout.take_rows(batch, [0])
         with (
             evaluation_mode(self._modules),
-            torch.set_grad_enabled(is_training),  # a forward may differentiate within itself
+            torch.set_grad_enabled(is_training),  # a forward may call autograd
             uncompiled(),
         ):
             moved = next(on_device([row], self.device, isolate=True))
@@ -380,10 +353,10 @@ class Passes:
 
     def _forward(self, forward: Callable[..., T], inputs: Any) -> T:
         dtype = self._autocast_dtype
-        if dtype is None and not self._row_dims:  # costs as little as can be
+        if dtype is None and not self._row_dims:  # the fast path
             found = forward(self._modules[0], inputs)
         else:
-            # None of ours leaves the caller's own, around the call, as it is.
+            # Without a dtype of ours, an autocast that the caller entered stays in effect.
             ours = _NOTHING if dtype is None else torch.autocast(self.device.type, dtype)
             with dynamic_rows(inputs, self._row_dims), ours:
                 found = forward(self._modules[0], inputs)
@@ -391,7 +364,7 @@ class Passes:
 
 
 def _with_own_losses(output: T) -> T:
-    """The same, with losses that the next run of a CUDA graph does not overwrite."""
+    """Copy losses that the next replay of a CUDA graph would overwrite."""
     if not isinstance(output, Output):
         return output
     losses = {name: _own(part) for name, part in output.losses.items()}
@@ -408,23 +381,21 @@ def _call(hooks: Sequence[Callable[[MicrobatchRun], None]], run: MicrobatchRun) 
 
 
 def _cut_off(tensor: Tensor) -> Tensor:
-    """An input that keeps its gradient, which may be NaN, to itself."""
+    """Detach an input, so that its gradient, which may be NaN, goes no further."""
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
 
 
 class _HaveShapes(BaseException):
-    """Ends a forward that is run for the shapes of lazy modules alone."""
+    """End a forward that only runs to give lazy modules their shapes."""
 
 
 @contextlib.contextmanager
 def taking_shapes(
     roots: Mapping[str, Any], modules: Iterable[nn.Module], random: RandomState
 ) -> Iterator[None]:
-    """Let lazy modules take their shapes in a forward, and nothing else change.
-
-    The forward ends where the last of them has its shape. Torch's random numbers go on from there,
-    for weights were drawn.
-    """
+    """Let lazy modules take their shapes in a forward, and undo all its other changes."""
+    # The forward ends when the last lazy module has its shape. The generators of torch continue
+    # from there, because weights were drawn.
     found = {f"{index}": each for index, each in enumerate(modules)}
     waiting = {each: own for each in found.values() if (own := _without_shape(each))}
     lazy = [*waiting, *itertools.chain.from_iterable(waiting.values())]
@@ -441,7 +412,8 @@ def taking_shapes(
     undone = Replay({**roots, **found}, skip=lazy).leaving_no_trace()
     with extra_pass(), undone, contextlib.ExitStack() as stack:
         for module in list(waiting):
-            # Torch's own hook of a lazy module comes before this one. Others take shapes within.
+            # Torch's own hook of a lazy module runs before this one. Other modules take their
+            # shapes inside of forward.
             for register in (module.register_forward_pre_hook, module.register_forward_hook):
                 stack.callback(register(take_note).remove)
         for each, _ in gradients:

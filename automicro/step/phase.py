@@ -1,4 +1,4 @@
-"""Training, or evaluation: sizes of its own, and what was learned of the model meanwhile."""
+"""The phases of a run, training and evaluation, each with its own sizes and measurements."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,14 +22,14 @@ from automicro.transaction.transaction import Part, Transaction
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
-# What a policy may choose beside size and level, by the names that people read.
+# Choices of a policy besides size and level, by the names that users read.
 SYNC, FINER = "sync", "parts finer by"
 
 
 def choices(nested: Iterable[SizedPart], ranks: Ranks) -> dict[str, Sequence[float | str]]:
-    """The choices for the sake of time, the least memory first."""
+    """Return choices that trade memory for time, the least memory first."""
     found: dict[str, Sequence[float | str]] = {}
-    # Offered only where it was asked for, as whole gradients take much memory.
+    # Offered only on request, because whole gradients take much memory.
     if ranks.sync is Sync.LAST:
         found[SYNC] = ("each", "last")
     if any(each.adapts for each in nested):
@@ -38,8 +38,8 @@ def choices(nested: Iterable[SizedPart], ranks: Ranks) -> dict[str, Sequence[flo
 
 
 def leveled(policy: Policy, levels: Sequence[Level], setup: Setup) -> Policy:
-    """A policy that finds the level beside the size, where there are several."""
-    # Slices by cost have rows of many lengths, whose seconds are not alike.
+    """Let a policy find the level in addition to the size, if there are several levels."""
+    # Slices by cost have rows of different lengths, whose durations are not comparable.
     by_time = setup.levels_by_time and setup.unit.is_rows and not setup.repeatable
     further = choices(setup.parts.all(), setup.ranks)
     if len(levels) > 1 or (further and policy.explores):
@@ -49,14 +49,10 @@ def leveled(policy: Policy, levels: Sequence[Level], setup: Setup) -> Policy:
 
 
 def make_phase(name: str, size: Any, setup: Setup, levels: Sequence[Level] = ()) -> "Phase":
-    """A phase with the policy that a size stands for.
-
-    Raises:
-        TypeError, ValueError: no size, or one that does not go with the unit.
-    """
+    """Make a phase with the policy that a size stands for."""
     unit, argument = setup.unit, "microbatch_size" if name == "train" else "eval_microbatch_size"
     recollection: Recollection | None = None
-    # A number is meant as it is given: only a size that is looked for is recalled.
+    # A given number is used as it is: only a size that is searched for is recalled.
     if setup.recollect is not None and isinstance(size, str) and unit.is_rows:
         recollection = setup.recollect(setup, name)
     policy = make_policy(size, name=argument, unit=unit.name, repeatable=setup.repeatable)
@@ -65,7 +61,7 @@ def make_phase(name: str, size: Any, setup: Setup, levels: Sequence[Level] = ())
         name,
         leveled(policy, levels, setup) if levels else policy,
         setup,
-        # An evaluation has a last batch of any size, and drops no row for it.
+        # The last batch of an evaluation has any size, and none of its rows may be dropped.
         rule=unit.rule(strict_divisible=setup.strict_divisible and name == "train"),
         recollection=recollection,
         levels=levels,
@@ -76,23 +72,7 @@ _DECLARED = ("state", "metrics")
 
 
 class Phase:
-    """Training, or evaluation: its sizes, and what outlives its steps.
-
-    Attributes:
-        name: as given.
-        policy: as given.
-        rule: as given.
-        size: of the largest microbatch of the last batch, in rows or the unit of sizes; None before
-            the first.
-        device: where the modules compute.
-        ranks: that run steps together.
-        reach: modules and generators that the caller's functions get at by themselves.
-        spare: rows for the fillers of a rank that has none.
-        own_parts: further state that the caller puts back.
-        random: the generators of the process and of its devices, in attempts.
-        is_training: whether gradients are computed.
-        is_rehearsing: whether steps leave no trace but what is learned of sizes; see `rehearsing`.
-    """
+    """Training, or evaluation: its sizes, and the state that outlives its steps."""
 
     def __init__(
         self,
@@ -106,7 +86,7 @@ class Phase:
     ) -> None:
         self.name, self.policy, self.rule = name, policy, rule
         self._setup, self._levels, self._recollection = setup, levels, recollection
-        self.size: int | None = None
+        self.size: int | None = None  # of the largest microbatch of the last batch
         self.device, self.ranks = setup.device, setup.ranks
         self.reach, self.spare = setup.reach, setup.spare
         self.own_parts: Sequence[Part] = setup.own_parts
@@ -117,17 +97,18 @@ class Phase:
             repeatable=setup.repeatable,
             left_free=setup.ranks.communication_share,
         )
-        # One for all attempts; between them it holds nothing.
+        # All attempts share it; between them it holds nothing.
         self.random = RandomState(setup.devices)
         self._is_new = True
         self._has_run = False
-        self._nested_ooms = 0  # inside of parts, before the step that runs
+        self._nested_ooms = 0  # inside parts, before the current step
         self.is_rehearsing = False
-        self._updated = updated = dict[str, Any]()  # shared, for holding the phase would be a cycle
+        # Shared, because a closure over the phase would be a reference cycle.
+        self._updated = updated = dict[str, Any]()
         self._state = State(lambda: {**setup.roots, **updated}, declared=_DECLARED)
-        # Of its own: `_state` holds the attempt's capture while a filler inside of it is undone.
+        # Separate, because `_state` holds the capture of the attempt while a filler is rolled back.
         self._beside = State(lambda: setup.roots)
-        # Of all steps: whether a model writes into its input is learned once.
+        # Shared by all steps: whether a model writes into its input is learned once.
         self._inputs = InputGuard()
 
     def __repr__(self) -> str:
@@ -141,28 +122,24 @@ class Phase:
 
     @property
     def meter(self) -> Meter | None:
-        """The meter of attempts; None where nothing could follow from it."""
+        """The meter of attempts; None if its measurements would not be used."""
         is_used = self.policy.adapts or self.is_rehearsing or self.fits_overhead
         return self._meter if is_used else None
 
     @property
     def fits_overhead(self) -> bool:
-        """Whether seconds are measured for what a slice costs whatever it holds."""
+        """Whether seconds are measured to learn the fixed cost of a slice."""
         return not self.is_repeatable and self.rule.wants_seconds
 
     def state_dict(self) -> dict[str, Any]:
-        """The sizes found, as plain values."""
+        """Return the sizes found so far, as plain values."""
         state = {"policy": self.policy.state_dict(), **self.rule.state_dict()}
         if self.is_training and self.ranks.whole_fits_below:
             state["whole_fits_below"] = sorted(map(list, self.ranks.whole_fits_below.items()))
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with what was found earlier.
-
-        Raises:
-            ValueError: a state of another policy, or of sizes in another unit.
-        """
+        """Resume from sizes that were found earlier."""
         self.rule.load_state_dict(state)
         self.policy.load_state_dict(state["policy"])
         self._is_new = False
@@ -171,8 +148,8 @@ class Phase:
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Roll back every step that goes through, without events, and remember nothing of it."""
-        # A rehearsal must not show as the size of the last batch.
+        """Roll back every step that succeeds, without events, and remember nothing of it."""
+        # A rehearsal must not appear as the size of the last batch.
         before, self.size = self.size, None
         self.is_rehearsing = True
         try:
@@ -188,24 +165,24 @@ class Phase:
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
-        """Let no state and no random number show what a forward beside the step's own does."""
+        """Roll back the state and random numbers of a forward that is not part of the step."""
         transaction = Transaction([self._beside, self.random_state()])
         transaction.begin()
-        yield  # where it fails, the whole attempt is rolled back
+        yield  # if it fails, the whole attempt is rolled back
         transaction.roll_back()
 
     def initializing(self) -> contextlib.AbstractContextManager[None]:
-        """Let modules take their shapes meanwhile, and nothing else change that is there."""
+        """Let modules take their shapes inside the context, and roll back all other changes."""
         modules = [module for _, module in self._setup.index.owners]
         random = RandomState(self._setup.devices, self.reach.generators)
         return taking_shapes(self._setup.roots, modules, random)
 
     def random_state(self) -> RandomState:
-        """Generators of their own, for what is undone inside of an attempt."""
+        """Return separate generators, for what is rolled back inside an attempt."""
         return RandomState(self._setup.devices)
 
     def arrange(self, settings: Mapping[str, float | str]) -> None:
-        """Let the next attempt run as a policy says beside size and level; see `choices`."""
+        """Apply the settings that a policy chose to the next attempt; see `choices`."""
         if SYNC in settings:
             is_last = settings[SYNC] == "last"
             self.ranks.sync = Sync.LAST if is_last else Sync.REPLICAS_LAST
@@ -214,42 +191,40 @@ class Phase:
                 nested.finer = int(settings[FINER])
 
     def applying(self, level: int) -> contextlib.AbstractContextManager[None]:
-        """Around what computes the microbatches of an attempt."""
+        """Return the context of a level, for the microbatches of an attempt."""
         return self._levels[level].applied() if level else _NOTHING
 
     def has_smaller_parts(self) -> bool:
-        """Whether the memory that has run out was that of parts, which have smaller sizes now."""
+        """Whether parts ran out of memory and now have smaller sizes."""
         return self._setup.parts.took_shortage()
 
     def cuts_whole_parts(self) -> bool:
-        """Whether parts that ran in one piece, and kept what they computed, have slices now.
-
-        On several ranks none has: they would have to agree.
-        """
+        """Whether parts that ran in one piece, keeping their activations, are cut from now on."""
+        # Not on several ranks, which would have to agree.
         return self.is_training and self.ranks.is_alone and self._setup.parts.cut_what_was_whole()
 
     def nested_counts(self) -> tuple[dict[str, int], int]:
-        """Counts of the parts with a size of their own, once a step is over."""
+        """Return the sizes and OOMs of parts with a size of their own, after a step."""
         nested = self._setup.parts.all()
         if not nested:
             return {}, 0
-        # The largest, as that decides what a part takes.
+        # The largest slice decides how much memory a part takes.
         sizes = {each.name: max(each.sizes) for each in nested if each.sizes}
         return sizes, sum(each.ooms for each in nested) - self._nested_ooms
 
     @property
     def compares_rows(self) -> bool:
-        """Whether batches have to stay whole, as a module says of itself."""
+        """Whether a module declares that batches have to stay whole."""
         return comparing_rows(self._setup.modules) is not None
 
     def state(self, metrics: Iterable[Any]) -> State:
-        """Everything that a step can reach, with what the metrics count."""
+        """Return everything that a step can reach, including the counts of the metrics."""
         self._updated.clear()
         self._updated |= {f"metrics[{index}]": each for index, each in enumerate(metrics)}
         return self._state
 
     def begin(self, step: Step) -> int | None:
-        """A step is about to be attempted; the rows that it starts from, if an earlier run says."""
+        """Prepare a step; return the rows that it starts from, if an earlier run recorded them."""
         recalled: int | None = None
         if self._recollection is not None and self.adapts and not self.is_rehearsing:
             first = step.batches[0] if step.batches else None
@@ -258,20 +233,20 @@ class Phase:
             )
         self._nested_ooms = 0
         for nested in self._setup.parts.all():
-            nested.sizes = []  # a part may not be called at all, as a tail is not in evaluation
+            nested.sizes = []  # a part might not be called, such as a tail in evaluation
             self._nested_ooms += nested.ooms
         if not self._has_run:
             self._has_run = True
-            # cuBLAS and the like take memory when first used, and a full device would refuse it in
-            # the middle of an attempt.
+            # cuBLAS and similar libraries allocate memory on first use, which would fail in the
+            # middle of an attempt on a full device.
             use_libraries(self._setup.devices, self._setup.modules)
         self._is_new = False
-        if not self.is_rehearsing:  # it counts the batches of the run
+        if not self.is_rehearsing:  # `reach` counts the batches of the run
             self.reach.step()
         return recalled
 
     def end(self, finished: Finished[Any]) -> None:
-        """It is done: learn from it."""
+        """Learn from a finished step."""
         self.size = finished.microbatch_size
         if self.is_rehearsing:
             return

@@ -19,70 +19,53 @@ ROWS = "rows"
 
 
 class _Packing(Protocol):
-    """The rows of a batch in an order of their own, where they have costs."""
+    """The rows of a batch, reordered by cost."""
 
     @property
     def extent(self) -> int: ...
 
     def largest(self, sizes: Sequence[int]) -> int:
-        """The cost of the costliest of these slices, in whole units."""
+        """Return the cost of the costliest slice, in whole units."""
 
     def cut(self, microbatches: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
-        """Microbatches of these rows, each without the padding that all of its rows have."""
+        """Cut microbatches of these rows, and remove padding that all rows of a microbatch have."""
 
     def restored(
         self, outputs: Sequence[Any], sizes: Sequence[int], *, fill: float = 0
     ) -> list[Any]:
-        """Outputs of these slices, padded to what the whole batch would have given."""
+        """Pad the outputs of these slices to the lengths that the whole batch would have given."""
 
     def places(self) -> list[int]:
-        """Of each row of the batch as it came, its place here."""
+        """Return the place here of each row of the original batch."""
 
 
 class ReadBatch(NamedTuple):
-    """One batch, read once.
+    """One batch, read once."""
 
-    Attributes:
-        batch: as the caller gave it.
-        num_rows: of it.
-        cost: elements of one row, on average; None where it is not known.
-        contents: its tensors, and what else it is made of.
-        packing: its rows, where they are sorted by cost; None where they are as they came.
-    """
-
-    batch: Any
+    batch: Any  # as the caller passed it
     num_rows: int
-    cost: float | None = None
+    cost: float | None = None  # elements of one row, on average
     contents: Contents = Contents(())
-    packing: _Packing | None = None
+    packing: _Packing | None = None  # None if rows keep their order
 
     @property
     def extent(self) -> int:
-        """Its size for a policy: rows, or their cost as one slice."""
+        """The size of the batch for a policy: its rows, or their cost as one slice."""
         return self.num_rows if self.packing is None else self.packing.extent
 
     @property
     def row_cost(self) -> float | None:
-        """The cost of one row: on average, or where rows are sorted by cost, the costliest's."""
+        """The cost of one row: the average, or of the costliest row if rows are sorted by cost."""
         return self.cost if self.packing is None else self.packing.largest([1])
 
 
 @dataclass(kw_only=True)
 class Step:
-    """One optimization batch, as every attempt gets it. It never changes.
+    """One optimization batch, the same for every attempt."""
 
-    Attributes:
-        batches: that count as one; none where this rank's data have run out.
-        policy: proposes their sizes.
-        denominators: of their losses by name, for several ranks.
-        wants_to_stop: whether this rank asks for the end of the run.
-        raw: the batches as the caller gave them.
-        rows: how many each batch has.
-    """
-
-    batches: Sequence[ReadBatch]
+    batches: Sequence[ReadBatch]  # count as one; empty if the data of this rank have run out
     policy: Policy
-    denominators: Mapping[str, float] = field(default_factory=dict)
+    denominators: Mapping[str, float] = field(default_factory=dict)  # of losses, for several ranks
     wants_to_stop: bool = False
 
     raw: list[Any] = field(init=False)
@@ -90,72 +73,54 @@ class Step:
 
     def __post_init__(self) -> None:
         batches = self.batches
-        # Once and not at each attempt: a step may have many batches.
+        # Computed once and not at each attempt, because a step may have many batches.
         self.raw = [each.batch for each in batches]
         self.rows = [each.num_rows for each in batches]
 
 
 @dataclass
 class CutRule:
-    """From a proposed size to the rows of each slice.
-
-    Attributes:
-        strict_divisible: whether all slices must have the same number of rows.
-        min_rows: the fewest rows of a slice; 2 where BatchNorm refuses a single row.
-        unit: what sizes are counted in, in the plural.
-        failed: the smallest size that ran out of memory, where rows have costs.
-        wants_seconds: whether it learns from how long attempts take.
+    """The rule that cuts batches into slices of a proposed size.
 
     >>> CutRule().cut(10, 4), CutRule().cut(50, 16, multiple_of=8)
     ([4, 3, 3], [16, 16, 16, 2])
     """
 
     strict_divisible: bool = False
-    min_rows: int = 1
+    min_rows: int = 1  # of a slice; 2 if BatchNorm refuses a single row
     unit: str = ROWS
-    failed: float = math.inf
+    failed: float = math.inf  # the smallest size that ran out of memory, if rows have costs
 
     @property
     def wants_seconds(self) -> bool:
+        """Whether it learns from the duration of attempts."""
         return False
 
     def cut_batch(self, batch: ReadBatch, size: int, *, multiple_of: int = 1) -> "Cut":
-        """How a batch is cut into slices of at most a size.
-
-        Raises:
-            BatchError: as `cut`.
-        """
+        """Cut a batch into slices of at most a size."""
         return Cut(self.cut(batch.num_rows, size, multiple_of=multiple_of), batch.cost)
 
     def learn(self, finished: "Finished[Any]") -> None:
-        """A step is over."""
+        """Learn from a finished step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The learned state, as plain values."""
+        """Return the learned state, as plain values."""
         return {"min_rows": self.min_rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what was learned earlier.
-
-        Raises:
-            ValueError: sizes of another unit.
-        """
+        """Resume from a learned state."""
         unit = state.get("unit", ROWS)
         if unit != self.unit:
             raise ValueError(
-                f"the sizes of this state are {unit}, and those of this run {self.unit}; "
-                "give the microbatch_unit that it was saved with, or leave the state out"
+                f"the sizes of this state are in {unit}, but those of this run in {self.unit}; "
+                "give the microbatch_unit that it was saved with, or do not load the state"
             )
         self.min_rows = state["min_rows"]
 
     def cut(self, num_rows: int, size: int, *, multiple_of: int = 1) -> list[int]:
-        """The rows of each slice, the largest first.
-
-        Raises:
-            BatchError: ``strict_divisible`` is set and the rows do not divide by the size.
-        """
+        """Return the rows of each slice, the largest first."""
         if not self.strict_divisible:
-            # Any other size, such as that of a batch below one unit, is cut evenly.
+            # Any other size, such as a batch smaller than one unit, is cut evenly.
             if multiple_of > 1 and size % multiple_of == 0:
                 return _whole_units(num_rows, size // multiple_of, multiple_of)
             return balanced_sizes(num_rows, size, min_rows=self.min_rows)
@@ -164,20 +129,20 @@ class CutRule:
                 f"strict_divisible=True: a batch of {num_rows} rows is not a multiple of "
                 f"microbatch_size={size} (remainder {num_rows % size}); make the batch a multiple "
                 "of it (drop_last=True in the data loader), or leave strict_divisible out: a "
-                "ragged rest is exact"
+                "smaller last slice is exact, too"
             )
         return [size] * (num_rows // size)
 
     def largest_divisor(self, num_rows: int, size: int) -> int:
-        """The largest size of at most ``size`` rows that divides the batch."""
+        """Return the largest size of at most ``size`` rows that divides the batch."""
         return next(each for each in range(size, 0, -1) if num_rows % each == 0)
 
 
 def _whole_units(num_rows: int, most_units: int, unit: int) -> list[int]:
-    """Balanced slices of whole units of rows, of which the last unit may be short."""
+    """Return balanced slices of whole units of rows, of which the last unit may be short."""
     units = -(-num_rows // unit)
     sizes = [each * unit for each in balanced_sizes(units, most_units)]
-    # The last one, as slices are the largest first.
+    # Slices come largest first, so the last one is the smallest.
     sizes[-1] -= units * unit - num_rows
     return sizes
 
@@ -187,33 +152,24 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Cut:
-    """How one batch is cut: into slices of neighbouring rows.
-
-    Attributes:
-        sizes: rows of each slice, in order; the first is the largest, unless they are packed.
-        row_cost: of one row, on average; None where it is not known.
-        packing: the rows, where they are sorted by cost; None where they are as they came.
-        num_rows: of the batch.
-        largest: the size of the largest slice: its rows, or what it costs.
-        extent: the size of the batch for a policy: its rows, or their cost as one slice.
-        is_split: whether it has several slices.
+    """The cut of one batch into slices of neighboring rows.
 
     >>> cut = Cut([4, 3, 3], 10.0)
     >>> cut.num_rows, cut.largest, cut.is_split, cut.leaves_one_alone
     (10, 4, True, False)
     """
 
-    sizes: Sequence[int]
-    row_cost: float | None = None
+    sizes: Sequence[int]  # rows of each slice; the first is the largest, unless rows are packed
+    row_cost: float | None = None  # on average
     packing: _Packing | None = None
 
     num_rows: int = field(init=False)
-    largest: int = field(init=False)
-    extent: int = field(init=False)
+    largest: int = field(init=False)  # rows of the largest slice, or its cost
+    extent: int = field(init=False)  # for a policy: rows of the batch, or their cost as one slice
     is_split: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        # Once, as each of them is asked for several times in a step.
+        # Computed once, because a step reads each of them several times.
         sizes, packing = self.sizes, self.packing
         self.num_rows = self.extent = sum(sizes)
         self.is_split = len(sizes) > 1
@@ -229,7 +185,7 @@ class Cut:
 
 
 def order_of(cuts: Sequence[Cut]) -> list[int] | None:
-    """Of each row of some batches, its place among the rows of all slices; None: in order."""
+    """Return the place of each row among the rows of all slices; None if they are in order."""
     if all(cut.packing is None for cut in cuts):
         return None
     order: list[int] = []
@@ -241,7 +197,7 @@ def order_of(cuts: Sequence[Cut]) -> list[int] | None:
 
 
 def with_padding(outputs: Sequence[Any], cuts: Sequence[Cut], *, fill: float = 0) -> list[Any]:
-    """Outputs of all slices, padded with a number to what the whole batch would have given."""
+    """Pad the outputs of all slices to the lengths that the whole batch would have given."""
     found, remaining = [], list(outputs)
     for cut in cuts:
         own, remaining = remaining[: len(cut.sizes)], remaining[len(cut.sizes) :]
@@ -251,95 +207,66 @@ def with_padding(outputs: Sequence[Any], cuts: Sequence[Cut], *, fill: float = 0
 
 
 class Plan(NamedTuple):
-    """The plan of one attempt.
+    """The plan of one attempt."""
 
-    Attributes:
-        cuts: of each batch of this rank; none where no rank has any row.
-        size: of the largest slice, of any rank, in the unit of sizes.
-        num_microbatches: that every rank runs.
-        extent: the size, for the policy, of the batch that speaks for the step: the one with the
-            largest slice, or of several ranks, the largest batch.
-        cost: of one row of it; None where it is not known, or sizes are costs.
-        num_global_rows: of the batches of all ranks.
-        stops: whether any rank asks for the end of the run.
-        unit: of sizes.
-        is_measuring: whether it is smaller than fits, and only there to measure what rows need.
-        agreement: with the other ranks; None where there are none.
-        proposed: by the policy; a single row may be larger, and a balanced cut has less.
-        level: at which microbatches are computed, of the policy's levels.
-        settings: what else the policy says, by name, alike on every rank.
-    """
-
-    cuts: list[Cut]
-    size: int
-    num_microbatches: int
-    extent: int
-    cost: float | None
+    # The largest batch represents the step for the policy; on a single rank, the batch with the
+    # largest slice.
+    cuts: list[Cut]  # of each batch of this rank; empty if no rank has any row
+    size: int  # of the largest slice on any rank
+    num_microbatches: int  # that every rank runs
+    extent: int  # size of the batch that represents the step
+    cost: float | None  # of one row of that batch
     num_global_rows: int
     stops: bool
     unit: str = ROWS
-    is_measuring: bool = False
-    agreement: Agreement | None = None
-    proposed: int = 0
+    is_measuring: bool = False  # whether slices are smaller than necessary, only to measure memory
+    agreement: Agreement | None = None  # with the other ranks
+    proposed: int = 0  # by the policy; a single row may exceed it, a balanced cut stay below
     level: int = 0
-    settings: Mapping[str, float | str] = MappingProxyType({})
+    settings: Mapping[str, float | str] = MappingProxyType({})  # other choices of the policy
 
     @property
     def most(self) -> int:
-        """The limit of slices; the size is above it where a single row costs more."""
+        """The limit of slices; the size exceeds it if a single row costs more."""
         return self.size if self.unit == ROWS else min(self.size, self.proposed)
 
     def needs_less_than(self, other: "Plan") -> bool:
-        """Whether slices are smaller, or computed at a higher level or with other settings."""
-        # A higher level takes less at the same size.
+        """Whether it needs less memory: by smaller slices, a higher level, or other settings."""
+        # A higher level takes less memory at the same size.
         if self.level != other.level:
             return self.level > other.level
-        # Such as smaller slices of a part.
+        # After a failure, other settings need less memory, such as smaller slices of a part.
         if self.settings != other.settings:
             return True
-        # Sizes are costs: beside a largest slice that stays, more slices are smaller ones.
+        # If sizes are costs, more slices are smaller slices, even if the largest one stays.
         if self.unit != ROWS and self.num_microbatches > other.num_microbatches:
             return True
         return self.size < other.size
 
     @property
     def row_cost(self) -> float | None:
-        """The cost of one row for `Policy.climb`; where sizes are costs, of the largest slice."""
+        """The cost of one row for `Policy.climb`; if sizes are costs, that of the largest slice."""
         return self.cost if self.unit == ROWS else float(self.size)
 
     @property
     def leaves_one_alone(self) -> bool:
-        """Whether a slice of several, or a filler, has a single row."""
-        # Fillers have one row as well.
+        """Whether one of several slices, or a filler, has a single row."""
+        # Fillers have a single row, too.
         has_fillers = self.num_microbatches > sum(map(len, map(_SIZES, self.cuts)))
         return has_fillers or any(cut.leaves_one_alone for cut in self.cuts)
 
     @property
     def totals(self) -> Mapping[str, float] | None:
-        """The divisors of the losses of all ranks; None where there is one rank."""
+        """The divisors of the losses of all ranks; None on a single rank."""
         return None if self.agreement is None else self.agreement.denominators
 
 
 class Finished(NamedTuple, Generic[T]):
-    """The outcome of a step, and how many attempts it took.
+    """The outcome of a step, and the number of attempts it took."""
 
-    Attributes:
-        result: of the attempt that succeeded; None where no rank had any row, and none was made.
-        plan: what the last attempt ran.
-        nested_sizes: of the largest slice of each part with a size of its own, by its name.
-        attempts: how many were made.
-        failed_sizes: rows of the largest slice of each attempt that ran out of memory.
-        is_committed: False where it was not accepted, and was rolled back.
-        measured: what the last attempt took, if it was measured.
-        recalled_size: rows that an earlier run found, where the step was the first to use them.
-        grown_from: rows that had been known to fit, where the step was the first with more.
-        exploration: how far the search for the fastest size has come; None where there is none.
-        level_name: how microbatches were computed, in words.
-        nested_ooms: how often memory ran out inside of parts, and their slices became smaller.
-    """
-
-    result: T | None
-    plan: Plan
+    # `StepResult` documents the fields of the same names.
+    result: T | None  # None if no rank had any row and nothing ran
+    plan: Plan  # of the last attempt
     nested_sizes: Mapping[str, int]
     attempts: int = 0
     failed_sizes: tuple[int, ...] = ()
@@ -353,17 +280,17 @@ class Finished(NamedTuple, Generic[T]):
 
     @property
     def cuts(self) -> list[Cut]:
-        """Of each batch."""
+        """The cut of each batch."""
         return self.plan.cuts
 
     @property
     def microbatch_size(self) -> int:
-        """Of the largest slice, in the unit of sizes."""
+        """The size of the largest slice, in the unit of sizes."""
         return self.plan.size
 
     @property
     def level(self) -> int:
-        """At which it ran, of the policy's levels."""
+        """The level at which it ran, of the policy's levels."""
         return self.plan.level
 
     @property
@@ -394,26 +321,22 @@ _SIZES, _NUM_ROWS, _LARGEST = map(operator.attrgetter, ("sizes", "num_rows", "la
 
 
 def plan_alone(step: Step, rule: CutRule) -> Plan:
-    """The plan of one process.
-
-    Raises:
-        BatchError: as `CutRule.cut`.
-    """
+    """Return the plan of a single process."""
     policy = step.policy
-    # Before the sizes: what a policy proposes depends on its level.
+    # Set the level before the sizes: the proposal of a policy depends on its level.
     policy.level = _level_for(step)
     sizes = [_propose(each, policy, rule) for each in step.batches]
-    unit = policy.multiple_of  # which a policy may choose with the size
+    unit = policy.multiple_of  # read after the proposal, because a policy may choose both
     cuts: list[Cut] = []
     is_measuring = False
     for each, size in zip(step.batches, sizes, strict=True):
         cuts.append(rule.cut_batch(each, size, multiple_of=unit))
         is_measuring = is_measuring or policy.is_measuring(each.extent, each.cost)
-    # The batch with the largest slice, in elements, speaks for the step.
+    # The batch with the largest slice, in elements, represents the step.
     widest = max(cuts, key=lambda cut: (cut.largest * (cut.row_cost or 1), cut.num_rows))
     return Plan(
         cuts=cuts,
-        # What failed or fitted is the largest of all slices, of whichever batch.
+        # Whether an attempt fits is decided by the largest slice of all batches.
         size=max(map(_LARGEST, cuts)),
         num_microbatches=sum(map(len, map(_SIZES, cuts))),
         extent=widest.extent,
@@ -429,12 +352,12 @@ def plan_alone(step: Step, rule: CutRule) -> Plan:
 
 
 def propose_to(step: Step, rule: CutRule, *, training: bool, lacks_rows: bool = False) -> Proposal:
-    """This rank's proposal for an agreement."""
+    """Return this rank's proposal for an agreement."""
     step.policy.level = _level_for(step)
     sizes = [_propose(each, step.policy, rule) for each in step.batches]
-    # A rank whose data have run out takes part all the same, without rows.
+    # A rank whose data have run out still takes part, without rows.
     largest = max([each.extent for each in step.batches], default=0)
-    # A batch that goes whole says nothing of the size of others.
+    # A batch that stays whole must not limit the size of other ranks.
     cut = [size for size, each in zip(sizes, step.batches, strict=True) if size < each.extent]
     return Proposal(
         num_rows=sum(step.rows),
@@ -451,33 +374,29 @@ def propose_to(step: Step, rule: CutRule, *, training: bool, lacks_rows: bool = 
 
 
 def plan_together(step: Step, rule: CutRule, agreement: Agreement, ranks: Ranks) -> Plan:
-    """The plan of this rank: as many microbatches as every other one runs.
-
-    Raises:
-        BatchError: ``strict_divisible`` is set, and ranks have batches of different rows.
-    """
+    """Return the plan of this rank, with the number of microbatches that all ranks run."""
     policy, size = step.policy, agreement.microbatch_size
     policy.level = agreement.level
     unit = policy.multiple_of
     if rule.strict_divisible and agreement.min_rows != agreement.num_batches * agreement.max_extent:
         raise BatchError(
             f"strict_divisible=True: ranks have from {agreement.min_rows} to "
-            f"{agreement.max_extent} rows, so their microbatches cannot all be alike; give every "
-            "rank as many rows (drop_last=True in the data loader), or leave strict_divisible out: "
-            "uneven rows are exact"
+            f"{agreement.max_extent} rows, so their microbatches cannot all be equal; give every "
+            "rank the same number of rows (drop_last=True in the data loader), or leave "
+            "strict_divisible out: uneven rows are exact, too"
         )
     if agreement.num_batches <= 1 and rule.unit == ROWS:
         widest = rule.cut(agreement.max_extent, size, multiple_of=unit)
         size, count = widest[0], len(widest)
-        # Balanced over as many slices as the widest batch has. Whole units may come out as fewer,
-        # and then fillers stand for the rest.
+        # Balanced over the number of slices of the widest batch. Whole units may give fewer slices,
+        # and then fillers replace the missing ones.
         if unit > 1 or rule.strict_divisible:
             slices = [rule.cut(rows, size, multiple_of=unit) for rows in step.rows]
         else:
             slices = [_balanced(rows, count, rule.min_rows) for rows in step.rows]
         cuts = list(map(Cut, slices, [each.cost for each in step.batches]))
     else:
-        # How many slices others make of several batches, or of costs, only they can tell.
+        # With several batches, or costs, each rank must report its own number of slices.
         cuts = [rule.cut_batch(each, size, multiple_of=unit) for each in step.batches]
         count = int(ranks.most(sum(len(cut.sizes) for cut in cuts)))
         if rule.unit != ROWS:
@@ -488,7 +407,7 @@ def plan_together(step: Step, rule: CutRule, agreement: Agreement, ranks: Ranks)
         num_microbatches=count,
         extent=max(agreement.max_extent, size),
         cost=agreement.cost,
-        # Ranks that share the work on the same rows (`copies`) would count these several times.
+        # Ranks that share the work on the same rows (`copies`) would count them several times.
         num_global_rows=agreement.num_rows // ranks.copies,
         stops=agreement.stops,
         unit=rule.unit,
@@ -501,7 +420,7 @@ def plan_together(step: Step, rule: CutRule, agreement: Agreement, ranks: Ranks)
 
 
 def nothing_to_run(*, stops: bool) -> Plan:
-    """The plan where no rank has any row.
+    """Return the plan if no rank has any row.
 
     >>> nothing_to_run(stops=False).num_microbatches
     0
@@ -516,7 +435,7 @@ def _balanced(num_rows: int, count: int, min_rows: int) -> list[int]:
 
 
 def _level_for(step: Step) -> int:
-    """The level that the batch begins at which needs the highest."""
+    """Return the highest level that any batch of the step starts at."""
     if len(step.policy.levels) == 1:
         return 0
     levels = [step.policy.level_for(each.extent, each.row_cost) for each in step.batches]
@@ -526,10 +445,10 @@ def _level_for(step: Step) -> int:
 def _propose(batch: ReadBatch, policy: Policy, rule: CutRule) -> int:
     extent = batch.extent
     size = policy.propose(extent) if batch.cost is None else policy.propose(extent, batch.cost)
-    # An int, the usual proposal, passes at once; anything else is converted, or named in an error.
+    # The usual proposal, an int, passes at once; anything else is converted, or an error names it.
     if type(size) is not int or size < 1:
         size = require_size(size, name=f"the proposal of {policy!r} for {extent} {rule.unit}")
-    # A fixed size that does not divide is refused by `cut`; one that adapts can go lower instead.
+    # `cut` refuses a fixed size that does not divide the batch; an adaptive one is lowered instead.
     if rule.strict_divisible and policy.adapts:
         size = rule.largest_divisor(extent, min(size, extent))
     return size

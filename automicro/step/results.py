@@ -9,12 +9,12 @@ from torch import Tensor
 from automicro.policy.policy import Exploration
 
 Where: TypeAlias = bool | Literal["host", "device"]
-"""Whether outputs are kept, and where: True where their batch lies."""
+"""Whether outputs are kept, and where: True keeps them on the device of their batch."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class _Result:
-    """The fields of both results. `StepResult` says what they are."""
+    """The fields that both results share, documented in `StepResult`."""
 
     loss: Tensor | None
     losses: Mapping[str, Tensor] = field(default_factory=dict)
@@ -39,11 +39,11 @@ class _Result:
 
     @property
     def ooms(self) -> int:
-        """How many attempts ran out of memory, and had to be smaller."""
+        """How many attempts ran out of memory and were repeated with smaller slices."""
         return len(self.failed_sizes)
 
     def __repr__(self) -> str:
-        """In one line without tensors but the loss, whose value is waited for."""
+        """Format it in one line with no tensor except the loss, which waits for the device."""
         loss = "None" if self.loss is None else f"{float(self.loss):.6g}"
         words = [f"loss={loss}", f"{self.num_samples} samples"]
         up_to = "" if self.microbatch_unit == "rows" else "up to "
@@ -67,47 +67,48 @@ class _Result:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class StepResult(_Result):
-    """One optimization batch, trained on: its exact gradient is in ``.grad``.
+    """The result of training on one optimization batch; its exact gradient is in ``.grad``.
 
     Attributes:
-        outputs: of the forward, for all rows (of this rank) in order, detached, where they were
-            asked for: what it returned beside the loss.
-        carry: state for the next batch, detached, its rows in order, where the Microbatcher has a
+        outputs: everything that the forward returned except the loss, for all rows (of this rank)
+            in order, detached; None if it was not requested.
+        carry: state for the next batch, detached, its rows in order, if the Microbatcher has a
             `Carry`.
         loss: 0-d, detached, of the whole batch (of all ranks), on the device: reading it waits for
-            the device. On the host where ``accept`` was given.
-        losses: the parts of the loss by name, where the forward gives several; as ``loss``. Each is
-            taken for the same average as the loss, so that a number that is no mean (a maximum, a
-            perplexity, a count) is not that of the whole batch; metrics are for those.
-        rank_loss: the loss of this rank's rows alone, divided by what they count; ``loss`` itself
-            where there is one rank.
-        num_samples: rows of the batch, on several ranks of this one's.
+            the device. On the host if ``accept`` was given.
+        losses: the parts of the loss by name, if the forward returns several; as ``loss``. Each is
+            averaged like the loss, so a number that is not a mean (a maximum, a perplexity, a
+            count) is not that of the whole batch; use a metric for it.
+        rank_loss: the mean loss over this rank's own rows (equal to ``loss`` on a single rank).
+        num_samples: rows of the batch (of this rank).
         num_global_samples: rows of the batches of all ranks.
-        microbatch_size: of the largest microbatch used, on any rank: its rows, or in another
-            unit what it cost with its padding.
-        microbatch_unit: what that is counted in: ``"rows"``, ``"tokens"``, …
-        num_microbatches: microbatches of the attempt that succeeded, as many on every rank.
-        attempts: attempts that were made; all but the last were rolled back.
+        microbatch_size: size of the largest microbatch on any rank: its rows, or in another unit
+            its cost including padding.
+        microbatch_unit: the unit of that size: ``"rows"``, ``"tokens"``, …
+        num_microbatches: microbatches of the attempt that succeeded, equal on every rank.
+        attempts: number of attempts; all but the last were rolled back.
         failed_sizes: rows of the largest microbatch of each attempt that ran out of memory.
-        is_committed: False where the caller did not accept the loss, and all was rolled back.
-        recalled_size: rows that an earlier run found, where this batch was the first to start
-            from them.
-        is_measuring: whether the batch was cut smaller than fits, only to measure what rows need.
-        grown_from: rows that had been known to fit, where this batch was the first that fitted
-            with more after memory had run out.
-        exploration: how far the search for the fastest size has come; None where there is none,
-            or it is over since an earlier batch.
-        stops: whether any rank was asked to end the run, see `Microbatcher.wants_to_stop`.
-        peak_bytes: the most that live tensors held in the attempt that succeeded, on any rank; None
-            where it is not counted, or sizes are fixed.
-        level: how microbatches were computed: ``"plain"``, or what saved memory, such as
+        is_committed: False if the caller did not accept the loss and the step was rolled back.
+        recalled_size: rows that an earlier run found, if this batch was the first to start from
+            them.
+        is_measuring: whether the batch was cut smaller than necessary, only to measure the memory
+            of its rows.
+        grown_from: the previous largest size in rows, if this batch was the first to fit with more
+            after memory had run out.
+        exploration: progress of the search for the fastest size; None if there is no search, or it
+            ended in an earlier batch.
+        stops: whether any rank asked for the end of the run, see `Microbatcher.wants_to_stop`.
+        peak_bytes: the most bytes that live tensors held in the attempt that succeeded, on any
+            rank; None if they are not counted, or sizes are fixed.
+        level: how microbatches were computed: ``"plain"``, or the memory saver in use, such as
             ``"recompute"``; see ``when_too_large``.
         nested_sizes: rows of the largest slice of each part with a size of its own, by its name.
-        nested_ooms: how often memory ran out inside of such parts, on this rank, and their slices
-            became smaller; `ooms` has none of these.
-        loss_average_is: how sure it is what the loss averages over: ``"declared"`` by the caller,
-            ``"read"`` off the loss or the model, ``"checked"`` on a few rows, ``"unchecked"``, or
-            ``"wrong"`` where a few rows showed that it is another. Ranks other than 0 do not look.
+        nested_ooms: how often memory ran out inside these parts on this rank, so that their slices
+            became smaller; not included in `ooms`.
+        loss_average_is: how reliably the average of the loss is known: ``"declared"`` by the
+            caller, ``"read"`` from the loss or the model, ``"checked"`` on a few rows,
+            ``"unchecked"``, or ``"wrong"`` if a few rows showed that it is another. Only rank 0
+            checks.
     """
 
     loss: Tensor
@@ -118,14 +119,14 @@ class StepResult(_Result):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class EvalResult(_Result):
-    """One batch, evaluated: metrics counted every row once.
+    """The result of evaluating one batch, in which metrics counted every row once.
 
-    Every other attribute is as in `StepResult`, of this rank's rows alone.
+    All other attributes are as in `StepResult`, but cover only the rows of this rank.
 
     Attributes:
-        loss: None where the forward gives none, or there is no row.
-        denominators: what the losses were divided by, by name, or one for all under ``""``; None
-            for a sum. With them the losses of several batches add up exactly; see `LossMean`.
+        loss: None if the forward returns none, or there is no row.
+        denominators: the divisors of the losses by name, or one for all under ``""``; None for a
+            sum. With them the losses of several batches add up exactly; see `LossMean`.
     """
 
     denominators: Mapping[str, float | Tensor | None] = field(default_factory=dict)

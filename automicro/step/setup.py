@@ -24,7 +24,7 @@ from automicro.step.plan import ROWS, CutRule, Finished, ReadBatch
 from automicro.transaction.rng import devices_of
 
 Sort = Callable[[Sequence[ReadBatch], Mode], Sequence[ReadBatch]]
-"""From batches as they were read to the same batches with their rows in another order."""
+"""Returns the batches that were read, with their rows in another order."""
 
 
 class Level(Protocol):
@@ -34,10 +34,10 @@ class Level(Protocol):
     def name(self) -> str: ...
 
     def describe(self) -> str:
-        """Describe it in one sentence."""
+        """Describe the level in one sentence."""
 
     def applied(self) -> AbstractContextManager[None]:
-        """Around forward and backward of all microbatches of an attempt."""
+        """Return the context for forward and backward of all microbatches of an attempt."""
 
 
 class Plain:
@@ -53,55 +53,36 @@ class Plain:
 
 
 class Recollection(Protocol):
-    """Sizes that one phase of a run takes from earlier runs, and leaves for later ones."""
+    """The sizes that one phase of a run takes from earlier runs, and saves for later ones."""
 
     def look_up(
         self, batch: ReadBatch | None, policy: Policy, *, is_new: bool, ranks: Ranks
     ) -> int | None:
-        """Let a policy start from what is remembered: the rows; None where nothing is."""
+        """Let a policy start from a remembered size; return its rows, or None if there is none."""
 
     def take_down(self, finished: Finished[Any]) -> None:
         """Remember the size of a step, once it is settled."""
 
 
 class Unit:
-    """The unit of sizes: here rows, as they come.
-
-    Attributes:
-        name: in the plural.
-        is_rows: whether rows are as they come.
-    """
+    """The unit of sizes: here rows, in their original order."""
 
     name = ROWS
     is_rows = True
 
     def check(self, setup: "Setup") -> None:
-        """Refuse what does not go with it.
-
-        Raises:
-            ValueError: the message has the remedy.
-        """
+        """Refuse a setup that does not go with the unit."""
 
     def check_policy(self, policy: Policy, argument: str) -> None:
-        """Refuse a policy that does not go with it.
-
-        Raises:
-            ValueError: the message has the remedy.
-        """
+        """Refuse a policy that does not go with the unit."""
 
     def rule(self, *, strict_divisible: bool) -> CutRule:
-        """The rule that turns proposed sizes into slices."""
+        """Return the rule that turns proposed sizes into slices."""
         return CutRule(strict_divisible=strict_divisible)
 
 
 class Carrying:
-    """No state goes from batch to batch, unless `Carry` puts another class in this one's place.
-
-    Attributes:
-        layout: as given.
-        carry_layout: of the state; None where there is none.
-        is_on: whether there is state.
-    """
+    """The default, in which no state is carried from batch to batch; `Carry` replaces it."""
 
     carry_layout: BatchLayout | None = None
     is_on = False
@@ -110,88 +91,56 @@ class Carrying:
         self.layout = layout
 
     def beside(self, batch: Any, carry: Any) -> Any:
-        """A batch with its state; None where a rank has no batch.
-
-        Raises:
-            ValueError: there is state, and nothing was said of its rows.
-        """
+        """Return a batch with its state; None if a rank has no batch."""
         if carry is not None:
             raise ValueError(
-                "carry=… was given to a Microbatcher without Carry(…); say in which "
-                "dimension the state has its rows: features=[Carry(1)] for nn.LSTM"
+                "carry=… was given to a Microbatcher without Carry(…); name the dimension of "
+                "the state that holds the rows: features=[Carry(1)] for nn.LSTM"
             )
         return batch
 
     def refuse_several(self, batches: Iterable[Any]) -> None:
-        """Refuse batches that are to be taken as one, unless they are one with its state.
-
-        Raises:
-            ValueError: each of them begins where the one before ended.
-        """
+        """Refuse several batches with state, because each continues from the previous one."""
 
     def hiding(self, function: Any) -> Any:
-        """A function of the caller's, or several by name; it gets batches without their state."""
+        """Wrap functions of the caller so that they receive batches without state."""
         return function
 
 
 @dataclass(kw_only=True, eq=False)
 class Setup:
-    """The setup of a Microbatcher. Features change it in `attach`; from then on it stays.
+    """The setup of a Microbatcher. Features change it in `attach`; afterwards it is constant."""
 
-    Attributes:
-        model: inside of any wrapper.
-        modules: everything that takes part, the model first, wrapped as it was given.
-        device: where they compute.
-        batch_layout: as the `Microbatcher` has it.
-        functions: of the caller, by the names of their arguments.
-        optimizer: inside of any wrapper.
-        precision: by name.
-        state: further state that a step changes.
-        carrying: state that goes from batch to batch.
-        parts: of the modules that have sizes of their own.
-        levels: makes the levels at which microbatches can be computed.
-        levels_by_time: whether the fastest level is wanted, and not the first that fits.
-        unit: of sizes.
-        sorter: makes what sorts the rows of batches; None where they stay as they come.
-        strict_divisible: whether a batch must be a multiple of the size.
-        repeatable: whether sizes may not depend on how long attempts took.
-        sums_in_float32: whether gradients in half precision add up in fp32.
-        scales_for_ranks: whether losses are divided by what those of all ranks count.
-        eval_loss_average: if it is another than in training.
-        recollect: makes what remembers the sizes of a phase, by its name; None for nothing.
-        ranks: that run steps together.
-    """
-
-    model: nn.Module
-    modules: list[nn.Module]
+    model: nn.Module  # without any wrapper
+    modules: list[nn.Module]  # all that take part, the model first, with its wrapper
     device: torch.device
     batch_layout: int | Mapping[str, Any] = 0
-    functions: dict[str, Any] = field(default_factory=dict)
-    optimizer: torch.optim.Optimizer | None = None
+    functions: dict[str, Any] = field(default_factory=dict)  # of the caller, by argument
+    optimizer: torch.optim.Optimizer | None = None  # without any wrapper
     precision: str = "fp32"
-    state: list[Any] = field(default_factory=list)
+    state: list[Any] = field(default_factory=list)  # additional objects that a step changes
     carrying: Carrying = field(init=False)
     parts: SizedParts = field(init=False)
     levels: Callable[["Setup"], Sequence[Level]] = lambda setup: [Plain()]
-    levels_by_time: bool = False
+    levels_by_time: bool = False  # whether to use the fastest level, not the first that fits
     unit: Unit = field(default_factory=Unit)
-    sorter: Callable[["Setup", Computation], Sort] | None = None
+    sorter: Callable[["Setup", Computation], Sort] | None = None  # makes what sorts rows
     strict_divisible: bool = False
-    repeatable: bool = False
-    sums_in_float32: bool = True
-    scales_for_ranks: bool = True
-    eval_loss_average: LossAverage | None = None
-    recollect: Callable[["Setup", str], Recollection] | None = None
+    repeatable: bool = False  # whether sizes must not depend on the duration of attempts
+    sums_in_float32: bool = True  # of gradients in half precision
+    scales_for_ranks: bool = True  # whether losses are divided by the denominator of all ranks
+    eval_loss_average: LossAverage | None = None  # if it differs from that of training
+    recollect: Callable[["Setup", str], Recollection] | None = None  # for a phase, by its name
     ranks: Ranks = field(default_factory=OneRank)
 
     def __post_init__(self) -> None:
         self.carrying = Carrying(BatchLayout(self.batch_layout))
         self.parts = SizedParts(self.modules)
 
-    # What follows is found once, so it is to be read only when all features are attached.
+    # The following is computed once, so read it only after all features have been attached.
     @functools.cached_property
     def reach(self) -> Reach:
-        """Modules and generators that the modules and functions get at by themselves."""
+        """Modules and generators that the modules and functions reach on their own."""
         return Reach(self._own_roots)
 
     @property
@@ -201,12 +150,12 @@ class Setup:
 
     @functools.cached_property
     def own_parts(self) -> list[Any]:
-        """Further state that the caller puts back."""
+        """Additional state that the caller rolls back."""
         return read_state(self.state)[0]
 
     @functools.cached_property
     def roots(self) -> dict[str, Any]:
-        """Modules, functions and further values, by name, whose state an attempt may change."""
+        """Modules, functions and other values, by name, whose state an attempt might change."""
         return self._own_roots | read_state(self.state)[1]
 
     @functools.cached_property
@@ -216,10 +165,10 @@ class Setup:
 
     @functools.cached_property
     def index(self) -> ModuleIndex:
-        """All that the modules hold."""
+        """The parameters, buffers and layers of the modules."""
         return ModuleIndex(self.modules, self.reach.modules)
 
     @functools.cached_property
     def devices(self) -> tuple[torch.device, ...]:
-        """All that draw and compute, the main one first."""
+        """All devices that draw random numbers and compute, the main one first."""
         return devices_of([*self.modules, *self.reach.modules().values()], self.device)

@@ -1,4 +1,4 @@
-"""Which size a step tries next, and what is learned from how that went."""
+"""The sizes that a step tries, and what is learned from each attempt."""
 
 import logging
 from collections.abc import Callable
@@ -29,32 +29,24 @@ T = TypeVar("T")
 
 
 class Sizes:
-    """The sizes of one step: each plan needs less than those that ran out of memory.
-
-    Attributes:
-        meter: of its attempts; None where nothing could follow from it.
-    """
+    """The sizes of one step: each plan needs less memory than those that failed."""
 
     def __init__(self, step: Step, phase: Phase) -> None:
         self._step, self._phase, self._policy = step, phase, step.policy
         self.meter, self._recalled_size = phase.meter, phase.begin(step)
-        # A copy, which `_give_up` puts back: an impossible batch teaches nothing.
+        # A copy that `_give_up` restores: an impossible batch teaches nothing about others.
         self._whole_fits_below = dict(phase.ranks.whole_fits_below)
         self._last_size = phase.size
-        self._learned: dict[str, Any] | None = None  # by the policy, before the first failure
+        self._learned: dict[str, Any] | None = None  # state of the policy before the first failure
         self._tried: list[int] = []
         self._attempts = 0
         self._failed: Plan | None = None  # the last one
         self._failure: BaseException | None = None
 
     def plan(self, residents: Callable[[], ResidentMemory | None]) -> Plan:
-        """The plan to try next.
-
-        Raises:
-            SampleTooLargeError: there is nothing smaller.
-        """
-        # Where no smaller size is left, parts that ran whole are cut; then a level that takes less
-        # memory is tried; then there is nothing left to try.
+        """Return the plan to try next."""
+        # If no smaller size is left, parts that ran whole are cut. Then the next level is tried,
+        # which takes less memory. Then there is nothing left to try.
         while True:
             plan, failed = _plan(self._step, self._phase), self._failed
             if plan.num_microbatches == 0:
@@ -62,14 +54,15 @@ class Sizes:
             if failed is None or plan.needs_less_than(failed):
                 break
             if plan.proposed < failed.proposed and plan.size > self._phase.rule.min_rows:
-                # It is the same cut: the slices that would be smaller have less than this.
+                # The cut stayed the same, so record that this proposal does not fit either.
                 self._policy.record(_outcome(plan, plan.most))
                 self._failed = plan
             elif self._failure is None:
-                # Nothing has failed since the last plan, which is cut anew: without lone rows, say.
+                # Nothing has failed since the last plan, which is only cut again, for example
+                # without single rows.
                 break
             elif self._phase.cuts_whole_parts():
-                # The same size comes again: with its parts in slices it needs less.
+                # Try the same size again: it needs less memory with its parts in slices.
                 self._failure = self._failed = None
                 break
             elif not self._policy.climb(failed.row_cost):
@@ -85,16 +78,16 @@ class Sizes:
                 f", {self._policy.levels[plan.level]}" if plan.level else "",
                 describe_cut(*cut, unit=plan.unit),
             )
-            self._failure = None  # it holds frames, which the next attempt may leave by an error
+            self._failure = None  # if the next attempt raised, its frames would stay alive
         if self._last_size is not None and plan.size > self._last_size:
-            # Blocks that are kept for smaller microbatches cannot serve these.
+            # Cached blocks of smaller microbatches are too small for these.
             empty_cache(self._phase.device)
             self._last_size = None
         return plan
 
     @property
     def can_recut(self) -> bool:
-        """Whether slices of a single row can be avoided: on several ranks no rows are fixed."""
+        """Whether slices of a single row can be avoided; on several ranks even at a fixed size."""
         phase = self._phase
         adapts = self._policy.adapts or not phase.ranks.is_alone
         return phase.rule.min_rows == 1 and adapts
@@ -106,10 +99,10 @@ class Sizes:
         return not phase.is_repeatable and (self._policy.compares_seconds or phase.fits_overhead)
 
     def fail(self, plan: Plan, failure: BaseException | None, measured: Measured | None) -> None:
-        """An attempt ran out of memory."""
+        """Record an attempt that ran out of memory."""
         self._attempts += 1
         self._tried.append(plan.size)
-        # Gradients that were held back took the room: without them the same size may fit.
+        # Unreduced gradients took memory: without them the same size may fit.
         if self._phase.ranks.drop_whole_gradients():
             logger.log(
                 self._loudness,
@@ -126,16 +119,16 @@ class Sizes:
         self._failed, self._failure = plan, failure
 
     def repeat(self, status: Status) -> None:
-        """An attempt says that the same size should be tried again."""
+        """Record that the same size should be tried again."""
         if status is Status.TWO_ROWS:
             self._phase.rule.min_rows = 2
-        if status is Status.SMALLER_PART:  # the others are no question of memory
+        if status is Status.SMALLER_PART:  # the other statuses do not concern memory
             self._attempts += 1
 
     def succeed(
         self, plan: Plan, result: T | None, measured: Measured | None, *, is_committed: bool
     ) -> Finished[T]:
-        """An attempt went through."""
+        """Record an attempt that succeeded, and finish the step."""
         self._record(plan, measured, fits=True)
         nested_sizes, nested_ooms = self._phase.nested_counts()
         finished = Finished(
@@ -160,11 +153,12 @@ class Sizes:
         return finished
 
     def _record(self, plan: Plan, took: Measured | None, *, fits: bool) -> None:
-        if type(self._policy).record is Policy.record:  # it learns nothing
+        if type(self._policy).record is Policy.record:  # the policy learns nothing
             return
         size = plan.size
         if size >= self._phase.rule.failed and size > plan.most:
-            # A row fits, or not, that is larger than slices of others that did not.
+            # A single row costs more than slices of other rows that failed, so the outcome is about
+            # the limit of slices and not about the cost of this row.
             size, took = plan.most, None
         outcome = _outcome(plan, size, took, fits=fits, repeatable=self._phase.is_repeatable)
         self._policy.record(outcome)
@@ -196,7 +190,7 @@ class Sizes:
                 f"{text}\nThe last failure: {first_line(failure)}{reports_of(failure)}"
             ) from failure
         finally:
-            self._failure = failure = None  # it holds frames: a cycle
+            self._failure = failure = None  # break the reference cycle with the traceback
             # An impossible batch teaches nothing about others.
             policy.load_state_dict(self._learned)
             phase.ranks.whole_fits_below = self._whole_fits_below
@@ -229,7 +223,7 @@ def _outcome(
     fits: bool = False,
     repeatable: bool = False,
 ) -> Outcome:
-    """That slices of a size fit, or not, and what they took."""
+    """Return the outcome of a size: whether it fit, with its peak memory and time."""
     return Outcome(
         num_rows=plan.extent,
         microbatch_size=size,
@@ -237,7 +231,7 @@ def _outcome(
         peak_bytes=took and took.peak_bytes,
         resident_bytes=took and took.resident_bytes,
         capacity_bytes=took and took.capacity_bytes,
-        # Seconds differ from run to run, and then sizes would.
+        # Seconds differ from run to run, and sizes would follow them.
         seconds=None if repeatable else took and took.seconds,
         cost=plan.cost,
         alloc_retries=took and took.alloc_retries,

@@ -32,7 +32,7 @@ BATCHNORM_MODES = ("warn", "error", "disable", "ignore", "exact")
 
 
 class SplitGuard:
-    """Layers that average over the batch, and buffers that count microbatches."""
+    """The guard for layers that average over the batch, and buffers that count microbatches."""
 
     def __init__(self, index: ModuleIndex, mode: str, whole: Policy | None = None) -> None:
         self._index = index
@@ -44,22 +44,17 @@ class SplitGuard:
 
     @functools.cached_property
     def _evaluations(self) -> "Occasions":
-        """Which evaluations that are split are looked at."""
+        """The rule that selects which split evaluations are checked."""
         from automicro.checking.check import Occasions
 
         return Occasions()
 
     def allowed(self, policy: Policy, *, evaluates: bool = False) -> Policy:
-        """The policy, or whole batches only where layers that average over them disable splitting.
-
-        In evaluation these are layers without running statistics.
-
-        Raises:
-            UnsplittableModelError: BatchNorm forbids what the policy might propose.
-        """
+        """Return the policy, or whole batches only if layers that average over them require it."""
+        # In evaluation only layers without running statistics average over the batch.
         if self._mode not in ("error", "disable", "exact"):
             return policy
-        # Levels save memory for a backward, and evaluation has none.
+        # Evaluation needs no levels: they save memory of a backward, which it does not have.
         whole = Fixed(None) if evaluates else self._whole
         if policy is whole or policy.state_dict() == Fixed(None).state_dict():
             return policy
@@ -81,27 +76,23 @@ class SplitGuard:
         )
 
     def allow_measuring(self, policy: Policy) -> None:
-        """Keep a policy from cutting a batch smaller only to measure, where layers average over it.
-
-        Called before each step, for layers are frozen and thawed. Exploring is what the caller
-        asked for, so that "ignore" allows it.
-        """
+        """Keep a policy from cutting batches only to measure, if layers average over them."""
+        # Repeated before each step, because layers are frozen and thawed. The caller asked for
+        # exploring, so "ignore" allows it.
         if policy.wants_to_measure:
             accepts = policy.explores and self._mode == "ignore"
             policy.may_measure = accepts or not self._batchnorm_names()
 
     @staticmethod
     def could_split(policy: Policy, rows: Sequence[int], *, by_cost: bool = False) -> bool:
-        """Whether the policy, as `allowed` gave it, might ever split batches of these rows.
-
-        A step of several batches counts as split, and so do rows with costs, to save padding.
-        """
+        """Whether a policy from `allowed` might ever split batches of these rows."""
+        # Several batches in a step count as split. Rows with costs are split to save padding.
         if len(rows) != 1 or by_cost:
             return bool(rows)
         return policy.adapts or policy.propose(rows[0]) < rows[0]
 
     def explaining_memory(self) -> contextlib.AbstractContextManager[None]:
-        """Add to an out-of-memory error that splitting was disabled, where it was."""
+        """Note on out-of-memory errors that splitting is disabled, if it is."""
         return self._explaining() if self._mode == "disable" else _NOTHING
 
     @contextlib.contextmanager
@@ -120,17 +111,12 @@ class SplitGuard:
             raise
 
     def know(self, names: Iterable[str]) -> None:
-        """Take note of state of Python's that needs no warning."""
+        """Suppress warnings about attributes or variables."""
         self._named_state.update(names)
 
     def warn(self, sizes: Sequence[int], state: State, counting: Sequence[str] = ()) -> None:
-        """Warn, the first time that a batch is really split, and of state that changes later.
-
-        Called inside the attempt: where warnings are errors, it is rolled back.
-
-        Warns:
-            BatchNormWarning, BufferWarning
-        """
+        """Warn when a batch is first split, and when more buffers change later."""
+        # Called inside the attempt, so that it is rolled back if warnings are errors.
         if self._mode == "ignore":
             return
         new = [name for name in counting if name not in self._named_state]
@@ -144,21 +130,14 @@ class SplitGuard:
             self._warn_of_buffers(self._index.changed_buffers(state.changed_tensors()), len(sizes))
             self._has_warned = True
             return
-        # By versions from now on: comparing content waits for the device, in each step.
+        # From now on compare only versions: comparing content would wait for the device each step.
         written = self._index.changed_buffers(state.changed_tensors(by_content=False))
         moved = [name for name in written if name not in self._named_buffers]
         if moved:
             self._warn_of_buffers(moved, len(sizes))
 
     def warn_of_evaluation(self, sizes: Sequence[int], state: State) -> None:
-        """Warn, the first time that a batch is split, of layers without running statistics.
-
-        And of buffers that the forward changes in evaluation, which the first splits show. Called
-        inside the attempt.
-
-        Warns:
-            BatchNormWarning, BufferWarning
-        """
+        """Warn when an evaluated batch is split although layers or buffers depend on that."""
         if self._mode == "ignore":
             return
         if not self._has_warned_of_evaluation:
@@ -184,7 +163,7 @@ class SplitGuard:
         return [name for name, layer in self._index.batchnorms if sees_the_batch(layer)]
 
     def _batchnorm_buffers(self) -> list[str]:
-        """By every name of layers that are shared."""
+        """Return the buffers of these layers, by every name of a shared layer."""
         return [
             prefix + name
             for prefix, root in self._index.roots.items()
@@ -196,7 +175,7 @@ def _state_message(
     kind: str, names: Sequence[str], num_microbatches: int, *, evaluates: bool = False
 ) -> str:
     listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    # Attributes that add up by rows have been left out.
+    # Attributes that add up by rows were already left out.
     unless = " unless each row writes to a place of its own" if kind == "buffers" else ""
     what, argument = "training forward", "microbatch_size"
     update = "Update them once per step outside the forward"

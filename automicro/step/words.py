@@ -1,4 +1,4 @@
-"""Messages of a failing step: why nothing fits, and the part of microbatches in it."""
+"""Messages of a failing step: why nothing fits, and how microbatches contributed to an error."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -23,36 +23,31 @@ from automicro.step.plan import ROWS, Plan
 from automicro.units import format_bytes
 
 _LESS_BESIDE = (
-    "let it compute and keep less on the device (detach and move to the host what it keeps)",
-    "take it out",
+    "let it compute and keep less on the device (detach what it keeps and move it to the host)",
+    "remove it",
     "a larger device",
 )
 
 
 _WOULD_BE_SMALLER = 'microbatch_size="auto" would try smaller ones'
 _ENCODERS_WOULD = (
-    "a loss that compares rows needs all of them, but its encoders may have smaller sizes of their "
-    'own (microbatch_size="auto" in Contrastive), and the batch fewer rows'
+    "a loss that compares rows needs all of them, but its encoders can run in smaller slices "
+    '(microbatch_size="auto" in Contrastive), and the batch can have fewer rows'
 )
 
 
 def give_up_fixed(failure: BaseException, plan: Plan, size: int, *, is_whole: bool) -> NoReturn:
-    """Raise the out-of-memory error of a size that never changes, with what would.
-
-    Raises:
-        BaseException: the failure.
-        SampleTooLargeError: it happened on another rank.
-    """
+    """Raise the out-of-memory error of a fixed size, with remedies."""
     smaller = _ENCODERS_WOULD if is_whole else _WOULD_BE_SMALLER
     if isinstance(failure, PeerStoppedError):
-        # Its own log has the error, and this rank's has not.
+        # The error itself is in the log of that rank only, so name the rank.
         who = "another rank" if failure.culprit is None else f"rank {failure.culprit}"
         raise SampleTooLargeError(
             f"the microbatch size is fixed, and {_of(size, plan)} do not fit on {who}; "
             f"{smaller}. The state is as before the step.{reports_of(failure)}"
         ) from failure
     beside = bystander(failure)
-    # Fewer rows would not help a callback that keeps what it is given.
+    # Fewer rows would not help a callback that keeps its inputs.
     if beside is not None:
         add_note(
             failure,
@@ -79,7 +74,7 @@ def _listed(remedies: Iterable[str]) -> str:
 
 
 def reports_of(failure: BaseException, before: str = " ") -> str:
-    """A sentence on the files that were written of a failure; empty where there is none."""
+    """Return a sentence on the report files written about a failure; empty if there are none."""
     written = facts_of(failure).reports
     return f"{before}More in {', '.join(written)} (automicro doctor reads it)." if written else ""
 
@@ -99,8 +94,8 @@ def why_nothing_fits(
     levels: Sequence[str] = ("plain",),
     helps: Sequence[str] = (),
 ) -> str:
-    """The reasons why the smallest size ran out of memory: lines, and a list."""
-    # A size may have been tried twice, the second time cut into slices of two rows.
+    """Return the reasons why the smallest size ran out of memory, and a list of remedies."""
+    # Remove duplicates: a size may be tried again, cut into slices of two rows.
     listed = f"(tried: {', '.join(map(str, dict.fromkeys(tried)))})"
     unit, extent = plan.unit, plan.extent
     at_last = f", not even with {levels[plan.level]}" if plan.level else ""
@@ -108,20 +103,20 @@ def why_nothing_fits(
     state = "\nThe state is as before the step. What helps:"
     if who is not None:
         return (
-            f"memory ran out in {who}, with every size {listed} of {extent} {unit}, so that fewer "
-            f"rows do not help.{state}{_listed(_LESS_BESIDE)}"
+            f"memory ran out in {who} with every size {listed} of {extent} {unit}, so fewer rows "
+            f"do not help.{state}{_listed(_LESS_BESIDE)}"
         )
     less_state = ["an optimizer with less state"] if _has_state(residents) else []
-    # Accumulated by hand, they take the memory of a second model.
+    # Gradients that are accumulated by hand take the memory of a second model.
     is_cleared = residents is None or residents.earlier_gradients == 0
     cleared = [] if is_cleared else ["no gradients of earlier batches: optimizer.zero_grad()"]
     shared = residents is not None and residents.shared_inputs > 0
     less_shared = ["less in the parts of the batch that are shared by all rows"] * shared
-    # Then sizes were never the matter, and advice on rows would mislead.
+    # If the limit is exceeded without any row, advice about rows would mislead.
     if residents is not None and residents.limit is not None and residents.leaves_nothing:
         other = ["a smaller model", "a higher limit", "a larger device"]
         return (
-            f"{text}no size can {listed}: {residents} come to {format_bytes(residents.total)} "
+            f"{text}no size can {listed}: {residents} take {format_bytes(residents.total)} "
             f"without any row, and the limit is {format_bytes(residents.limit)}.{state}"
             f"{_listed([*cleared, *less_shared, *less_state, *other])}"
         )
@@ -137,7 +132,7 @@ def why_nothing_fits(
     if residents is not None and residents.total:
         limit = f" of {format_bytes(residents.limit)}" if residents.limit is not None else ""
         facts.append(f"Every size needs {format_bytes(residents.total)}{limit} for {residents}.")
-    # Where more than half is taken without any row, it is not the samples that are large.
+    # If more than half of the limit is taken without any row, the samples are not the problem.
     smaller = ["shorter or smaller samples"]
     if _is_mostly_taken(residents):
         smaller = [] if shared else ["a smaller model"]
@@ -146,11 +141,11 @@ def why_nothing_fits(
     return f"{text}{told}{state}{_listed(remedies)}"
 
 
-# What helps besides fewer rows, by level or precision: in words, and as an option. A level switches
-# on what comes before, too.
+# Remedies besides fewer rows, by level or precision: in words, and as an option. A level includes
+# the levels before it.
 _HELPS = {
     "recompute": ("activation checkpointing", "when_too_large={}"),
-    "offload": ("host memory for what waits for the backward", "when_too_large={}"),
+    "offload": ("host memory for tensors saved for the backward", "when_too_large={}"),
     "nested": (
         "outputs and their loss in slices",
         "when_too_large={} for models of transformers, automicro.split for others",
@@ -160,7 +155,7 @@ _HELPS = {
 
 
 def what_helps(level: str | None) -> list[str]:
-    """Words for what makes the same rows need less; `automicro.plan` says how many bytes.
+    """Return remedies that reduce the memory of the same rows.
 
     >>> what_helps("plain")[0]
     "activation checkpointing (when_too_large='recompute')"
@@ -184,28 +179,28 @@ def _has_state(residents: ResidentMemory | None) -> bool:
 
 
 _USED_TWICE = "backward through the graph a second time"  # as torch says it
-# What messages about shapes speak of.
+# Words that mark a message about shapes.
 _SHAPES = re.compile(r"\b(sizes?|shapes?|dims?|dimensions?|dimensional|D)\b|\dD\b", re.IGNORECASE)
 
 
 def explain(error: BaseException, plan: Plan) -> None:
-    """Note on an error what microbatches may have to do with it."""
-    if bystander(error) is not None:  # what a metric or a callback does is not the forward's
+    """Add a note to an error about how microbatches may have contributed to it."""
+    if bystander(error) is not None:  # the error comes from a metric or callback, not the forward
         return
     _explain_lonely_row(error, plan)
     if _USED_TWICE in text_of(error) and any(cut.is_split for cut in plan.cuts):
         add_note(
             error,
-            "automicro: each microbatch goes backward by itself, so what the forward uses of a "
-            f"graph that was made before it is gone after the first; {ONE_GRAPH_EACH}",
+            "automicro: each microbatch has its own backward, and the first one frees any graph "
+            f"that was built before the forward and is used in it; {ONE_GRAPH_EACH}",
         )
     shortage = unquoted_shortage(error)
     if shortage is not None:
         add_note(
             error,
-            f"automicro: memory ran out before this ({first_line(shortage)}), in what this error "
-            "neither was raised from nor quotes, so the batch is not tried again with fewer rows; "
-            "if that is what failed, raise it from that error, or let that one through",
+            f"automicro: memory ran out before this ({first_line(shortage)}), but this error "
+            "neither was raised from that one nor quotes it, so the batch is not tried again with "
+            "fewer rows; if that was the cause, use `raise … from` it, or do not catch it",
         )
 
 
@@ -220,7 +215,7 @@ def _explain_lonely_row(error: BaseException, plan: Plan) -> None:
         add_note(
             error,
             f"automicro: BatchNorm cannot train on one row, and {who} no more; use drop_last=True "
-            "in the data loader, which leaves such a last batch out, or another batch size",
+            "in the data loader, which drops this last batch, or another batch size",
         )
         return
     if not plan.leaves_one_alone:
@@ -228,16 +223,13 @@ def _explain_lonely_row(error: BaseException, plan: Plan) -> None:
     add_note(
         error,
         f"automicro: BatchNorm cannot train on one row, and slices of at most "
-        f"{plan.size} of {num_rows} rows leave one alone; use "
-        'another microbatch_size, or "auto", which leaves no row alone',
+        f"{plan.size} of {num_rows} rows leave a single row; use "
+        'another microbatch_size, or "auto", which avoids single rows',
     )
 
 
 def _explain_shapes(error: BaseException, plan: Plan) -> None:
-    """Explain a shape error with one row: the dimension of rows was probably lost.
-
-    And what works with a whole batch and not with a part may take its rows in pairs or groups.
-    """
+    """Explain a shape error that occurs only with one row, or only with a part of the batch."""
     is_of_shapes = isinstance(error, RuntimeError | IndexError | ValueError | TypeError)
     if not (is_of_shapes and _SHAPES.search(text_of(error))):
         return
@@ -246,9 +238,9 @@ def _explain_shapes(error: BaseException, plan: Plan) -> None:
         which = "each microbatch has" if alone[0].largest == 1 else "the last microbatch has"
         add_note(
             error,
-            f"automicro: {which} one of {alone[0].num_rows} rows; where more rows do not fail, a "
-            ".squeeze() without a dimension may have taken away that of the rows, too: name the "
-            "dimension, as in .squeeze(-1)",
+            f"automicro: {which} one of {alone[0].num_rows} rows; if more rows do not fail, a "
+            ".squeeze() without a dimension may have removed the dimension of the rows: name the "
+            "dimension to squeeze, as in .squeeze(-1)",
         )
         return
     split = [cut for cut in plan.cuts if cut.is_split]
@@ -256,8 +248,8 @@ def _explain_shapes(error: BaseException, plan: Plan) -> None:
         add_note(
             error,
             f"automicro: microbatches have at most {split[0].largest} of {split[0].num_rows} rows; "
-            "where the whole batch does not fail, the forward may take its rows in groups: give "
-            "sizes that hold whole groups, as in microbatch_size=Halving(multiple_of=4); what is "
-            "as long as the batch and holds no rows (a table, positions) needs batch_layout="
+            "if the whole batch does not fail, the forward may take its rows in groups: use sizes "
+            "that hold whole groups, as in microbatch_size=Halving(multiple_of=4); a tensor as "
+            "long as the batch that holds no rows (a table, positions) needs batch_layout="
             "{'its name': 'shared'}; or keep batches whole with microbatch_size=None",
         )

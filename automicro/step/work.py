@@ -1,4 +1,4 @@
-"""The work of a step: all its microbatches, one after the other, and what they may change."""
+"""The work of a step: all its microbatches, one after the other, and the parts they change."""
 
 import contextlib
 import functools
@@ -33,7 +33,7 @@ from automicro.transaction.parameters import Parameters
 from automicro.transaction.transaction import Part
 from automicro.values import read_scalars, stack_scalars
 
-if TYPE_CHECKING:  # each stands beside the path of a batch, and is loaded where it is used
+if TYPE_CHECKING:  # not on the path of every batch, so each is imported on first use
     from automicro.checking.check import Checks
     from automicro.optimizer.reservation import OptimizerReservation
     from automicro.step.metrics import MetricGuard
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 def _read_losses(losses: Losses) -> Losses:
-    """The loss and its parts on the host. Waits for the device once, however many parts there are.
+    """Copy the loss and its parts to the host, waiting for the device only once.
 
     >>> _read_losses((torch.tensor(3.0), {"a": torch.tensor(1.0), "b": torch.tensor(2.0)}))
     (tensor(3.), {'a': tensor(1.), 'b': tensor(2.)})
@@ -58,7 +58,7 @@ def _read_losses(losses: Losses) -> Losses:
 
 
 def _like(losses: Losses, values: Iterable[Tensor]) -> Losses:
-    """Other values for a loss and its parts, in their types."""
+    """Return other values for a loss and its parts, in their dtypes."""
     loss, parts = losses
     loss, *others = (
         value.to(each.dtype) for each, value in zip((loss, *parts.values()), values, strict=True)
@@ -67,27 +67,27 @@ def _like(losses: Losses, values: Iterable[Tensor]) -> Losses:
 
 
 class _GlobalLoss:
-    """Adds up the losses of all ranks, each of which has divided its own by what all count."""
+    """The sum of the losses of all ranks, each already divided by the denominator of all ranks."""
 
     def __init__(self, device: torch.device, *, at_once: bool, num_means: int = 1) -> None:
         self._device = device
         self._num_means = num_means
-        # A vote carries a few numbers for nothing, but reading them from a device would wait for
+        # A vote carries a few numbers at no cost, but reading them from an accelerator waits for
         # it.
         self._votes = at_once or device.type == "cpu"
         self._own: Tensor | None = None  # on an accelerator
 
     def numbers(self, result: Losses) -> Sequence[float]:
-        """The loss and its parts, where the vote carries them."""
+        """Return the loss and its parts, if the vote carries them."""
         loss, parts = result
         if self._votes:
             return read_scalars([loss, *parts.values()])
-        # Before the vote: after it, running out of memory here would leave the others alone.
+        # Allocate before the vote: an out-of-memory error after it would leave other ranks waiting.
         self._own = stack_scalars([loss, *parts.values()]).to(self._device)
         return ()
 
     def together(self, result: Losses, sums: Sequence[float]) -> Losses:
-        """The loss of all ranks and its parts."""
+        """Return the loss of all ranks and its parts."""
         stacked, self._own = self._own, None
         if stacked is None:
             summed = torch.tensor(sums, dtype=torch.float64, device="cpu")
@@ -105,34 +105,17 @@ Evaluated = tuple[Tensor | None, dict[str, Tensor], dict[str, Weight | None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """The shared machinery of a Microbatcher's steps.
-
-    Attributes:
-        index: of all parameters and buffers that take part.
-        passes: run one microbatch.
-        spare: rows for microbatches that count for nothing.
-        split_guard: warns where splitting changes the model.
-        computation: that is checked.
-        checking: options of `Checks`.
-        update_metric: feeds one metric with outputs and microbatch.
-        updates_by_caller: whether that is the caller's.
-        random_state: gives what undoes what an update may draw.
-        gradients: what is known of them.
-        memory: the device, and what lies on it.
-        reservation: for the optimizer's first step; None where there is no optimizer.
-        features: of the caller.
-        carry_layout: of state for the next batch; None where there is none.
-    """
+    """The machinery that all steps of a Microbatcher share."""
 
     index: ModuleIndex
     passes: Passes
     spare: SpareRows
     split_guard: SplitGuard
     computation: Computation
-    checking: Mapping[str, bool]
+    checking: Mapping[str, bool]  # options of `Checks`
     update_metric: Callable[..., None]
     updates_by_caller: bool
-    random_state: Callable[[], Part]
+    random_state: Callable[[], Part]  # makes the part that undoes the draws of a metric's update
     gradients: GradientHistory
     memory: OccupiedDevice
     reservation: "OptimizerReservation | None" = None
@@ -141,14 +124,14 @@ class Engine:
 
     @functools.cached_property
     def checks(self) -> "Checks":
-        """The checks, which compare rows together and apart."""
+        """The checks, which compare rows computed together with rows computed in parts."""
         from automicro.checking.check import Checks
 
         return Checks(self.computation, **self.checking)
 
     @functools.cached_property
     def metric_guard(self) -> "MetricGuard":
-        """The guard that warns where splitting changes a metric."""
+        """The guard that warns if splitting changes a metric."""
         from automicro.step.metrics import MetricGuard, naming_metrics
 
         return MetricGuard(
@@ -160,19 +143,19 @@ class Engine:
 
     @functools.cached_property
     def keeper(self) -> "Keeper":
-        """The keeper of outputs and of state for the next batch, where they are asked for."""
+        """The keeper of outputs and of state for the next batch, if they are requested."""
         from automicro.step.outputs import Keeper
 
         return Keeper(self.passes.device, self.carry_layout)
 
     @property
     def upcoming_bytes(self) -> Sequence[int]:
-        """Of each tensor of state that the optimizer has yet to build, as far as known."""
+        """Bytes of each state tensor that the optimizer has yet to create, as far as known."""
         return () if self.reservation is None else self.reservation.upcoming_bytes
 
 
 class _Watching(Feature):
-    """Notes whether the forward writes into copies of the batch, while that is not known."""
+    """A detector of forwards that write into copies of the batch, until that is known."""
 
     def __init__(self, watch: InputWatch, tensors: Callable[[Any], list[Tensor]]) -> None:
         self._watch, self._tensors = watch, tensors
@@ -187,7 +170,7 @@ class _Watching(Feature):
 
 
 class _Work(Generic[T]):
-    """The shared work of training and evaluation."""
+    """The work that training and evaluation share."""
 
     _mode: Mode = "train"
 
@@ -204,14 +187,14 @@ class _Work(Generic[T]):
 
             with announcing_failure(phase.ranks):
                 counted = flatten_metrics(metrics)
-        # One for the phase and not for each step: a walk over all that is reached costs more than a
+        # The phase owns it and not each step: walking over all that is reached costs more than a
         # step.
         self._state = phase.state(counted)
         self._watch = watch = phase.watch([each.contents for each in step.batches])
-        # The usual step has none of these, and then no hook is looked for.
+        # The usual step has no features, and then no hook is looked up.
         self._watching = [_Watching(watch, self._passes.tensors)] if watch.compares else []
         features: list[Feature] = [*self._watching]
-        # A rehearsal leaves no trace, so that features of the caller's do not hear of it.
+        # A rehearsal leaves no trace, so the caller's features are not notified of it.
         if not phase.is_rehearsing:
             features += engine.features
         if metrics is not None:
@@ -236,12 +219,12 @@ class _Work(Generic[T]):
 
     @property
     def outputs(self) -> Any:
-        """Of all rows, where they were asked for."""
+        """The outputs of all rows, or None if they were not requested."""
         return None if self._kept is None else self._kept.outputs
 
     @property
     def carry(self) -> Any:
-        """State for the next batch, where there is any."""
+        """The state for the next batch, if any."""
         return None if self._kept is None else self._kept.carry
 
     def check(self, plan: Plan) -> None:
@@ -252,15 +235,15 @@ class _Work(Generic[T]):
         if not (of_outputs or of_loss):
             return
         every = zip(self._step.raw, self._step.rows, plan.cuts, strict=True)
-        # One batch is enough: others of the step are cut by the same rule.
+        # One batch is enough: the others of the step are cut by the same rule.
         split = next((each for each in every if each[2].is_split), None)
-        if split is None:  # the others are fillers
+        if split is None:  # the additional microbatches are fillers
             return
         batch, num_rows, cut = split
-        # The checks run forwards on this rank alone: a collective there raises in place of hanging.
+        # The checks run forwards on this rank only: a collective in them raises instead of hanging.
         with self._ranks.looking_alone():
             if of_outputs:
-                # Set before the look: however that ends, no later attempt at this step repeats it.
+                # Set before the check: however it ends, no later attempt at this step repeats it.
                 self._has_checked_outputs = True
                 known = checks.outputs(batch, num_rows, mode)
                 if kept is not None:
@@ -271,7 +254,7 @@ class _Work(Generic[T]):
                 checks.whole(batch, cut.sizes, mode, gives_outputs=gives_outputs)
 
     def run(self, plan: Plan) -> T:
-        """All microbatches, one after the other: this is the path that features stand beside."""
+        """Compute all microbatches, one after the other: this is the path that features add to."""
         features = self._features
         self._number += 1
         features.begin(self._phase.name, self._number, plan)
@@ -282,7 +265,7 @@ class _Work(Generic[T]):
             self._run_all(plan, cuts)
             result = self._total(plan)
         finally:
-            self._let_go()  # an error that is kept holds this frame, and by it this object
+            self._let_go()  # a stored error keeps this frame alive, and through it this object
         features.end()
         return result
 
@@ -295,23 +278,23 @@ class _Work(Generic[T]):
             spare, min_rows = self._engine.spare, self._phase.rule.min_rows
             every = [*every, *[spare.filler(self._spares(cuts), min_rows)] * num_fillers]
         moved = on_device(every, self._passes.device, isolate=self._watch.isolate)
-        # This rank's own microbatches come first and its fillers last, so that ranks run as many.
+        # Own microbatches come first, then fillers, so that all ranks run the same number.
         for index, inputs in enumerate(moved):
-            # A filler runs for the collectives of other ranks alone: no feature and no metric sees
-            # it, and its buffers and random numbers are put back.
+            # A filler only serves the collectives of other ranks: features and metrics skip it, and
+            # its buffers and random numbers are rolled back.
             if index >= len(sizes):
                 with self._phase.undone(), ranks.microbatch(index, weightless=True):
                     self._fill(MicrobatchRun(index, 0, inputs, inputs))
                 continue
             run = MicrobatchRun(index, sizes[index], microbatches[index], inputs)
-            # Only the hooks that a feature overrides are in here.
+            # The list holds only hooks that a feature overrides.
             for hook in features.before:
                 hook(run)
             with ranks.microbatch(index, weightless=self._is_nothing(index)):
                 self._compute(run)
             for hook in features.after:
                 hook(run)
-            del run, inputs  # before the next one comes
+            del run, inputs  # free this microbatch before the next one is moved
 
     def failed(self, message: str, peak_bytes: int | None) -> Sequence[str]:
         return self._features.failed(message, peak_bytes)
@@ -320,24 +303,24 @@ class _Work(Generic[T]):
         raise NotImplementedError
 
     def _is_nothing(self, index: int) -> bool:
-        """Whether a microbatch counts for nothing."""
+        """Whether no target of a microbatch counts."""
         return False
 
     def _compute(self, run: MicrobatchRun) -> None:
-        """Forward and, in training, backward of one microbatch."""
+        """Run forward and, in training, backward of one microbatch."""
         raise NotImplementedError
 
     def _fill(self, run: MicrobatchRun) -> None:
-        """The same for the sake of other ranks' collectives alone."""
+        """Run forward and backward only for the collectives of other ranks."""
         raise NotImplementedError
 
     def _total(self, plan: Plan) -> T:
-        """The total of all microbatches."""
+        """Return the total of all microbatches."""
         raise NotImplementedError
 
     def _let_go(self) -> None:
-        """Hold nothing of an attempt that is over."""
-        # A failed attempt's losses would keep its graphs, and so its memory, through the next one.
+        """Release everything that belongs to a finished attempt."""
+        # Losses of a failed attempt would keep its graphs, and so its memory, during the next one.
         self._losses: list[Losses] = []
         self._weights: BatchWeights | None = None
         self._cuts: Sequence[CutBatch] = ()
@@ -345,22 +328,22 @@ class _Work(Generic[T]):
             each.used = []
 
     def _spares(self, cuts: Sequence[CutBatch]) -> list[Any]:
-        """Batches to take the rows of fillers from: where they are sorted, the shortest."""
+        """Return batches to take filler rows from; if rows are sorted by length, the shortest."""
         if self._phase.rule.unit == ROWS:
             return self._step.raw
         return [cuts[0].microbatches[-1]] if cuts else []
 
     def _shared_inputs(self) -> list[Tensor]:
-        """Bytes of inputs that every microbatch shares: of several batches, the most of one."""
+        """Return the inputs that all microbatches share, of the batch with most bytes of them."""
         each: list[list[Tensor]] = []
-        with contextlib.suppress(Exception):  # it is for words, where memory has run out
+        with contextlib.suppress(Exception):  # it only improves an out-of-memory message
             each = [self._passes.layout.shared(batch) for batch in self._step.raw]
-        # Batches of a step are computed one after the other.
+        # Batches of a step are computed one after the other, so only the largest counts.
         return max(each, key=lambda tensors: sum(tensor.nbytes for tensor in tensors), default=[])
 
 
 class TrainingWork(_Work[Losses]):
-    """Forward and backward of all batches: their gradients add up, and their losses."""
+    """Forward and backward of all batches: their gradients and losses add up."""
 
     def __init__(
         self,
@@ -390,11 +373,11 @@ class TrainingWork(_Work[Losses]):
         return [
             Parameters(index.parameters, index.names_of),
             self._watch,
-            # Early, so that what an attempt finds free is what it has beside the optimizer's state.
+            # Early, so that the optimizer's state does not count as free memory of an attempt.
             *([] if reservation is None else [reservation]),
             self._phase.random,
             self._state,
-            self._gradients,  # behind what the caller's hooks may change when it prepares
+            self._gradients,  # after the state: its `prepare` calls hooks, which may change state
             *self._features.parts(),
             *self._phase.own_parts,
         ]
@@ -404,12 +387,12 @@ class TrainingWork(_Work[Losses]):
         if plan.num_microbatches > len(plan.cuts):
             for batch, cut in zip(self._step.raw, plan.cuts, strict=True):
                 if cut.is_split:
-                    # The first microbatch's backward would free the graph behind such inputs.
+                    # The backward of the first microbatch would free the graph behind these inputs.
                     check_history(passes.layout.leaves(batch))
         self._weights = passes.weights(cuts, totals := plan.totals)
         if totals:
             passes.check_counts(self._weights, self._step.denominators)
-        # With one microbatch gradients need no sum of their own.
+        # A single microbatch needs no separate sum of gradients.
         self._gradients.expect(plan.num_microbatches)
 
     def _is_nothing(self, index: int) -> bool:
@@ -426,23 +409,23 @@ class TrainingWork(_Work[Losses]):
     def _total(self, plan: Plan) -> Losses:
         losses, weights = self._losses, self._weights
         assert weights is not None
-        # No loss had a graph: the step would go through and train nothing.
+        # If no loss had a graph, the step would succeed and train nothing.
         if plan.cuts and not self._gradients.is_reached:
             refuse_constant()
-        # Before anything is told: a forward that cleared gradients has spoiled the whole attempt.
+        # Before any warning: a forward that cleared gradients invalidates the whole attempt.
         self._gradients.require_untouched()
         self._passes.warn_of_nothing(weights)
         self._warn_of_splitting(plan)
         are_unweighted = self._passes.can_begin and weights.are_plain
         summed = add_up(losses, weights.of_all if are_unweighted else None)
-        # `rank_loss` reads it after the step, when `run` has let go of the weights.
+        # `rank_loss` reads it after the step, when `run` has released the weights.
         if not self._ranks.is_alone:
             self._own = summed, weights, plan.totals or {}
-        # Reading waits for the device, so that only `accept`, which needs a number, makes it wait.
+        # Reading waits for the device, so do it only for `accept`, which needs a number.
         return summed if self._accept is None else _read_losses(summed)
 
     def _warn_of_splitting(self, plan: Plan) -> None:
-        # All ranks would say the same: the first one speaks for them.
+        # All ranks would give the same warning, so only the first one does.
         if plan.num_microbatches <= len(plan.cuts) or self._ranks.rank:
             return
         most = max(plan.cuts, key=lambda cut: len(cut.sizes), default=None)
@@ -452,7 +435,7 @@ class TrainingWork(_Work[Losses]):
 
     @property
     def rank_loss(self) -> Tensor | None:
-        """The loss of this rank's rows, divided by what they count; None where it is alone."""
+        """The mean loss over this rank's own rows; None on a single rank."""
         if self._own is None:
             return None
         (loss, parts), weights, denominators = self._own
@@ -465,7 +448,7 @@ class TrainingWork(_Work[Losses]):
 
         if "" in weights.totals:
             return own(loss, "")
-        # Without an average of the total each part has its own, and is scaled before they add up.
+        # If the total has no average, each part has its own and is scaled before they are summed.
         return torch.stack([own(part, name) for name, part in parts.items()]).sum()
 
     def numbers(self, result: Losses) -> Sequence[float]:
@@ -475,7 +458,7 @@ class TrainingWork(_Work[Losses]):
         return result if self._global_loss is None else self._global_loss.together(result, sums)
 
     def accepts(self, result: Losses) -> bool:
-        # What a rehearsal runs is measured, and then rolled back like a step that is not accepted.
+        # A rehearsal is measured, and then rolled back like a step that is not accepted.
         if self._phase.is_rehearsing:
             return False
         return self._accept is None or self._accept(result[0])
@@ -489,7 +472,7 @@ class TrainingWork(_Work[Losses]):
 
 
 class EvaluationWork(_Work[Evaluated]):
-    """Forward of one batch: its loss, and what it was divided by. Of this rank's rows alone."""
+    """Forward of one batch: its loss and the divisor of it, over this rank's rows only."""
 
     def __init__(
         self,
@@ -506,7 +489,7 @@ class EvaluationWork(_Work[Evaluated]):
         self._gives_outputs |= compares_outputs
         self._predicts = predicts
         self._mode = "predict" if predicts else "eval"
-        self._has_checked = predicts  # without a loss there is nothing to see
+        self._has_checked = predicts  # a prediction has no loss to check
 
     def parts(self) -> list[Part]:
         return [
@@ -524,7 +507,7 @@ class EvaluationWork(_Work[Evaluated]):
         output = self._forward(run, self._features)
         if output.loss is None:
             return
-        # Not before a loss is there: a forward that gives none need not tell what it averages over.
+        # Only once a loss exists: a forward without a loss does not have to declare its average.
         weights = self._weights = self._weights or self._passes.eval_weights(self._cuts)
         loss = weights.apply(run.index, output.loss, output.losses, has_total=output.has_total)
         self._losses.append(weights.report(*loss))

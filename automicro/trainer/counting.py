@@ -13,15 +13,15 @@ from automicro.units import Duration, Unit
 
 _HOW = {
     Unit.TOKENS: (
-        "pass count_tokens=…, a callable from a batch to its number of tokens, such as "
-        "count_tokens=lambda batch: batch['input_ids'].numel(); a config names one of yours with "
+        "pass features=[CountData(tokens=…)] with a callable from a batch to its number of tokens, "
+        "such as lambda batch: batch['input_ids'].numel(); a config has count_tokens: "
         "{call: pkgutil.resolve_name, args: {name: my_data.count_tokens}}"
     ),
     Unit.SECONDS: (
-        "pass count_seconds=…, a callable from a batch to its seconds, such as "
-        "count_seconds=lambda batch: float(batch['seconds'].sum()), or batches of a "
-        "LengthBatchSampler with unit='seconds' (sampling_mode.unit in a config); a limit in time "
-        "is max_time='2h30m'"
+        "pass features=[CountData(seconds=…)] (count_seconds in a config) with a callable from a "
+        "batch to its seconds, such as lambda batch: float(batch['seconds'].sum()), or batches of "
+        "a LengthBatchSampler with unit='seconds' (sampling_mode.unit in a config); a limit in "
+        "time is max_time='2h30m'"
     ),
 }
 _WORDS = {Unit.TOKENS: "tokens", Unit.SECONDS: "seconds of data"}
@@ -36,10 +36,6 @@ class Counter:
     not where it is added to attention scores.
 
     A batch that lies on a device is counted there, and the host waits for the sum once per batch.
-
-    Raises:
-        TypeError: ``count`` cannot be called.
-        ValueError: a duration counts seconds, and nothing says what a batch's are.
 
     Example:
         >>> import torch
@@ -70,23 +66,14 @@ class Counter:
                 self.require_for(name, duration)
 
     def require_for(self, name: str, duration: Duration) -> None:
-        """Let every batch tell its amount from now on, where a duration counts it.
-
-        Raises:
-            ValueError: it counts seconds, and nothing says what a batch's are.
-        """
+        """Let every batch tell its amount from now on, where a duration counts it."""
         if duration.unit is self._unit:
             self._wanted = self._wanted or f"{name}='{duration}'"
             if not self._may_be_known:
                 raise self._refusal("nothing says how many a batch has")
 
     def count_all(self, batches: Sequence[Any], *, known: float | None = None) -> Any:
-        """The amount of several batches; None where nothing says what it is.
-
-        Raises:
-            TypeError: the callable gave no number.
-            ValueError: it gave one that cannot be, or a duration counts what is not known.
-        """
+        """The amount of several batches; None where nothing says what it is."""
         if self._count is None and self._unit is Unit.SECONDS:
             return known
         amounts = [self._amount(batch) for batch in batches]
@@ -102,21 +89,17 @@ class Counter:
             return _tokens_of(batch) if self._count is None else self._checked(self._count(batch))
 
     def _checked(self, value: Any) -> float:
+        is_one = isinstance(value, Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1
+        number: Any = value.item() if is_one else value
         is_whole = self._unit is Unit.TOKENS
-        number: Any = value
-        if isinstance(value, Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1:
-            number = value.item()
         kinds: Any = Integral if is_whole else int | float
-        if isinstance(number, bool) or not isinstance(number, kinds):
-            what, kind = ("a whole number", "an int") if is_whole else ("a number", "a float")
-            raise TypeError(
-                f"{self._name} gave {value!r} ({type(value).__name__}), not {what}; return {kind}, "
-                f"the {_WORDS[self._unit]} of the batch"
-            )
-        if not (math.isfinite(number) and number >= 0):
-            raise ValueError(
-                f"{self._name} gave {number}, and no batch has that many {_WORDS[self._unit]}; "
-                "return their number"
+        is_number = isinstance(number, kinds) and not isinstance(number, bool)
+        if not (is_number and math.isfinite(number) and number >= 0):
+            kind = "a whole number from 0" if is_whole else "a number from 0"
+            error = ValueError if is_number else TypeError
+            raise error(
+                f"{self._name} gave {value!r} ({type(value).__name__}), not {kind}; return the "
+                f"{_WORDS[self._unit]} of the batch"
             )
         return float(number)
 

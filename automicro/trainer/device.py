@@ -16,9 +16,6 @@ def choose_device(device: torch.device | str) -> torch.device:
 
     ``"auto"`` is the accelerator that is there (CUDA or ROCm, XPU, MPS …), else the CPU.
 
-    Raises:
-        ValueError: there is no such device.
-
     >>> choose_device("cpu")
     device(type='cpu')
     """
@@ -29,21 +26,12 @@ def choose_device(device: torch.device | str) -> torch.device:
         found = torch.empty(0, device=device).device
     except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
         raise ValueError(
-            f"device={str(device)!r} cannot be used here{_meant(device)} ({first_line(error)}); "
+            f"device={str(device)!r} cannot be used here ({first_line(error)}); "
             "pass 'auto', 'cpu' or a device that torch can see"
         ) from error
     if found.type == "meta":
         raise ValueError("device='meta' holds no data, so nothing can train there; pass 'auto'")
     return found
-
-
-def _meant(device: object) -> str:
-    """People say gpu, which torch does not know."""
-    name, colon, index = str(device).lower().partition(":")
-    if name not in ("gpu", "nvidia"):
-        return ""
-    there = _best_device()
-    return f" (did you mean {'cuda' if there == 'cpu' else there}{colon}{index}?)"
 
 
 def _best_device() -> str:
@@ -78,10 +66,6 @@ def describe_device(device: torch.device, memory_limit: str | int | float | None
 def check_seed(seed: object) -> None:
     """Refuse what NumPy does not take.
 
-    Raises:
-        TypeError: not an int.
-        ValueError: outside of 0 to 2**32 - 1.
-
     >>> check_seed(7)
     """
     if isinstance(seed, bool) or not isinstance(seed, int):
@@ -92,10 +76,6 @@ def check_seed(seed: object) -> None:
 
 def seed_everything(seed: int) -> None:
     """Seed Python, NumPy, and torch on every device.
-
-    Raises:
-        TypeError: not an int.
-        ValueError: outside of what NumPy takes, 0 to 2**32 - 1.
 
     >>> seed_everything(7)
     >>> random.random() == random.Random(7).random()

@@ -18,23 +18,11 @@ from automicro.microbatcher import Microbatcher
 from automicro.ranks.interface import Ranks
 from automicro.step.results import EvalResult
 from automicro.trainer.context import RunContext
-from automicro.trainer.data.loading import (
-    check_loader,
-    empty,
-    fetch,
-    num_batches,
-    samplers_of,
-)
+from automicro.trainer.data.loading import check_loader, empty, fetch, num_batches, samplers_of
 from automicro.trainer.data.sharing import shared_sampler
 from automicro.trainer.evaluators import INHERITED, Evaluator, read_evaluators
 from automicro.trainer.metrics import MetricSet
-from automicro.trainer.progress import (
-    StatusLine,
-    count_of,
-    evaluation_line,
-    position,
-    size_lines,
-)
+from automicro.trainer.progress import StatusLine, count_of, evaluation_line, position, size_lines
 from automicro.trainer.same_on_all_ranks import (
     announcing_once,
     compare_orders,
@@ -89,17 +77,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Evaluation:
-    """Evaluates whole batches, at a size of its own.
-
-    Attributes:
-        name: of the evaluation; empty where there is only one.
-        dataloader: the data to evaluate on, of several ranks this one's part.
-        max_batches: of each pass; None for all.
-        microbatcher: runs the forward.
-        metrics: count every row once, from zero in each pass.
-        interval: how often.
-        loader_name: of the argument, for errors.
-    """
+    """Evaluates whole batches, at a size of its own."""
 
     name: str
     dataloader: Iterable[Any]
@@ -119,11 +97,7 @@ class Evaluation:
         return f"{self.name}/" if self.name else ""
 
     def check_passes(self, max_duration: Duration) -> None:
-        """Refuse an iterator where training may pass over it several times.
-
-        Raises:
-            ValueError: it can be passed over only once.
-        """
+        """Refuse an iterator where training may pass over it several times."""
         loader, every = self.dataloader, self.interval.every
         is_endless = self.max_batches is not None  # each pass takes the next ones
         if every is None or is_endless or not isinstance(loader, Iterator):
@@ -136,15 +110,6 @@ class Evaluation:
             "need more passes; pass something that starts again, such as a DataLoader or a list, "
             f"or evaluate once, with an interval of '{max_duration}'"
         )
-
-    def refuse_empty(self) -> None:
-        """Refuse a loader that says that it has no batch, before any training.
-
-        Raises:
-            DataLoaderError: with what may be the reason.
-        """
-        if num_batches(self.dataloader) == 0:
-            raise empty(self.dataloader, self.loader_name)
 
     def gives(self, name: str) -> bool:
         """Whether a value that is logged under this name is one of its own."""
@@ -174,47 +139,45 @@ class Evaluation:
         """
         with context.mode.evaluating():
             start = time.perf_counter()
-            before = phase.ooms, phase.nested_ooms, phase.cut
-            values = None
+            here = PhaseState()
             try:
                 context.tell("eval_start")
                 with announcing_once(self.microbatcher.ranks), self.microbatcher.evaluating():
-                    found = self._pass(phase, context, is_stopped, max_batches)
-                if found is None:
-                    context.forget()
-                    return None
-                values, samples, last, cut_here = found
+                    found = self._pass(here, context, is_stopped, max_batches)
             finally:
                 self.metrics.reset()  # what was counted would take memory from training
-                if values is None:
-                    phase.ooms, phase.nested_ooms, phase.cut = before
-            others = (name for name in phase.metrics if not name.startswith(self._prefix))
-            phase.metrics = {name: phase.metrics[name] for name in others}
-            phase.metrics |= {f"{self._prefix}{name}": value for name, value in values.items()}
+            if found is None:
+                context.forget()
+                return None
+            values, samples, size = found
+            assert here.cut is not None
+            phase.ooms += here.ooms
+            phase.nested_ooms += here.nested_ooms
+            if phase.cut is None or here.cut.num_rows >= phase.cut.num_rows:
+                phase.cut = here.cut
+            prefix, before = self._prefix, phase.metrics
+            own = {f"{prefix}{name}": value for name, value in values.items()}
+            others = {name: before[name] for name in before if not name.startswith(prefix)}
+            phase.metrics = others | own
             phase.seconds += time.perf_counter() - start
             context.progress.line(
-                evaluation_line(values, name=self.name, samples=samples, cut=cut_here, where=where)
+                evaluation_line(values, name=self.name, samples=samples, cut=here.cut, where=where)
             )
-            named = {f"eval/{self._prefix}{name}": value for name, value in values.items()}
-            sizes = {
-                f"eval/{self._prefix}microbatch_size": last.microbatch_size,
-                "eval/ooms": phase.ooms,
-            }
-            context.log(named | sizes)
+            named = {f"eval/{name}": value for name, value in own.items()}
+            context.log({**named, f"eval/{prefix}microbatch_size": size, "eval/ooms": phase.ooms})
             context.tell("eval_end", named)
             return values
 
     def _pass(
         self,
-        phase: PhaseState,
+        here: PhaseState,
         context: RunContext,
         is_stopped: Callable[[Ranks], bool] | None,
         max_batches: int | None,
-    ) -> tuple[dict[str, float], int, EvalResult, Sizes] | None:
-        """Values, rows, the result of the last batch, the cut; None if it was broken off."""
+    ) -> tuple[dict[str, float], int, int] | None:
+        """Values, rows, the size for the last batch; None if it was broken off."""
         self.metrics.reset()
-        losses, here = LossMean(), PhaseState()
-        ranks = self.microbatcher.ranks
+        losses, ranks = LossMean(), self.microbatcher.ranks
         samples = batches = 0
         result: EvalResult | None = None
         of = f" of {self.name!r}" if self.name else ""
@@ -234,7 +197,6 @@ class Evaluation:
                 result = this
                 for line in size_lines("eval", result, here.cut):
                     context.progress.line(line)
-                phase.count(result)
                 here.count(result)
                 if result.loss is not None:
                     losses.add(result.loss, result.losses, result.denominators)
@@ -246,21 +208,16 @@ class Evaluation:
             if result is None:  # on any rank
                 raise empty(self.dataloader, self.loader_name)
             values = self._losses_of_all(ranks, losses) | self.metrics.compute()
-            assert here.cut is not None
-        return values, samples, result, here.cut
+        return values, samples, result.microbatch_size
 
     def _describe(self, batches: int, cut: Sizes | None, max_batches: int | None) -> StatusLine:
         """How far the pass is."""
         what = f"evaluating {self.name!r}" if self.name else "evaluating"
         known = num_batches(self.dataloader), self.max_batches, max_batches
         total = min((each for each in known if each is not None), default=None)
-        done = count_of(batches, "batch")
-        text = f"{what}: {done} done" if total is None else f"{what}: {batches:,} of {total:,}"
-        return StatusLine(
-            line=f"{what}: {done} done",
-            parts=[text if total is None else f"{text} batches", f"microbatches {cut}"],
-            share=None if not total else min(1.0, batches / total),
-        )
+        share = None if not total else min(1.0, batches / total)
+        text = f"{what}: {count_of(batches, 'batch')}{'' if total is None else f' of {total:,}'}"
+        return StatusLine(where=text, words=[f"microbatches {cut}"], share=share)
 
     def _losses_of_all(self, ranks: Ranks, losses: LossMean) -> dict[str, float]:
         sampler = shared_sampler(self.dataloader)
@@ -283,17 +240,7 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EvaluationFactory:
-    """Makes evaluations: each with metrics and, where it asks for them, a size of its own.
-
-    Attributes:
-        microbatcher: the trainer's, for one evaluation without a name.
-        make_microbatcher: makes one for a named evaluation, whose size is found apart.
-        metrics: of those that give none of their own.
-        microbatch_size: the same.
-        interval: the same.
-        device: where metrics lie.
-        share: gives this rank its part of a loader.
-    """
+    """Makes evaluations: each with metrics and, where it asks for them, a size of its own."""
 
     microbatcher: Microbatcher
     make_microbatcher: Callable[..., Microbatcher]
@@ -304,11 +251,7 @@ class EvaluationFactory:
     share: Callable[..., Any]
 
     def make_given(self, dataloader: Any) -> list[Evaluation]:
-        """The evaluations that `Trainer.eval` was asked for. All ranks call it.
-
-        Raises:
-            DesyncError: ranks were given different things, or some do not evaluate now.
-        """
+        """The evaluations that `Trainer.eval` was asked for. All ranks call it."""
         given = read_evaluators("dataloader", dataloader)
         self.microbatcher.ranks.ready("evaluating on a loader of its own")
         require_same(partial(outline_evaluations, "dataloader", dataloader))
@@ -364,9 +307,6 @@ class EvaluationPlan:
 
     An evaluation that is broken off, by a signal or an error, counts for nothing and stays due:
     it comes first when training goes on, in a run that is taken up again, too.
-
-    Raises:
-        ValueError: data that can be passed over only once, for several evaluations.
     """
 
     def __init__(self, evaluations: Sequence[Evaluation], context: RunContext) -> None:
@@ -413,14 +353,11 @@ class EvaluationPlan:
             self._evaluate(evaluation, is_stopped)
 
     def refuse_empty(self) -> None:
-        """Refuse loaders without a batch now, and not after an epoch.
-
-        Raises:
-            DataLoaderError: with what may be the reason.
-        """
-        if not self._context.has_peers:  # others may have batches where this one has none
-            for evaluation in self._at_end:
-                evaluation.refuse_empty()
+        """Refuse loaders without a batch now, and not after an epoch."""
+        for each in self._at_end:
+            # Other ranks may have batches where this one has none.
+            if not self._context.has_peers and num_batches(each.dataloader) == 0:
+                raise empty(each.dataloader, each.loader_name)
 
     def catch_up(self) -> None:
         """Take what is done for handled, in a run that is taken up again."""
@@ -466,12 +403,7 @@ _SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 def predict_all(
     microbatcher: Microbatcher, loader: Iterable[Any], context: RunContext
 ) -> list[Any]:
-    """The outputs of each batch, in order.
-
-    Raises:
-        ValueError: the loader shuffles.
-        DataLoaderError: there is not one batch.
-    """
+    """The outputs of each batch, in order."""
     check_loader("dataloader", loader)
     for sampler in samplers_of(loader):
         if isinstance(sampler, _SHUFFLING):

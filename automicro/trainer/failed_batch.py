@@ -1,7 +1,6 @@
 """A batch that did not fit, kept in a file."""
 
 import contextlib
-import copy
 import dataclasses
 import os
 import shlex
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from automicro.batch.device import on_host
-from automicro.batch.tensors import tensor_leaves
+from automicro.batch.tensors import builder, open_container, tensor_leaves
 from automicro.errors import (
     BatchError,
     PeerStoppedError,
@@ -31,14 +30,14 @@ from automicro.memory.device import capacity_bytes
 from automicro.memory.oom import is_out_of_memory
 from automicro.units import format_bytes
 
-FORMAT, VERSION = "automicro: a batch that did not fit", 1
+FORMAT = "automicro: a batch that did not fit, 1"
 MOST_BYTES = 256 * 2**20
 """Of a batch in a file. Larger ones are not kept."""
 KEPT = "failed-batch-"
 """How the names of these files begin."""
 CONFIG = "config.yaml"
 """The file that a run with a config writes beside the batches that it keeps."""
-_ARRAY, _FIELDS, _MAPPING = "array of numpy", "fields of", "mapping of"
+_ARRAY, _KIND = "array of numpy", "kind of container"
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size)
 
 
@@ -74,10 +73,6 @@ class FailedBatch:
 def save_batch(path: str | os.PathLike[str], failed: FailedBatch) -> None:
     """Keep a batch in a file: tensors on the host, and plain values, without any code.
 
-    Raises:
-        UnreadableBatchError: it is too large, or holds what is neither.
-        OSError: the file cannot be written.
-
     Example:
         >>> import tempfile
         >>> folder = tempfile.TemporaryDirectory()
@@ -99,7 +94,6 @@ def save_batch(path: str | os.PathLike[str], failed: FailedBatch) -> None:
             )
         content = {
             "format": FORMAT,
-            "version": VERSION,
             **{each.name: getattr(failed, each.name) for each in dataclasses.fields(failed)},
             "batches": [_plain(each) for each in failed.batches],
         }
@@ -107,13 +101,7 @@ def save_batch(path: str | os.PathLike[str], failed: FailedBatch) -> None:
 
 
 def load_batch(path: str | os.PathLike[str], *, like: Any = None) -> FailedBatch:
-    """Read a batch that `save_batch` kept. Nothing in the file is run.
-
-    Raises:
-        UnreadableBatchError: the file is none of these, is damaged, or its batch is of a class that
-            only ``like`` can tell.
-        OSError: it cannot be read.
-    """
+    """Read a batch that `save_batch` kept. Nothing in the file is run."""
     try:
         with on_host():
             content = torch.load(path, map_location="cpu", weights_only=True)
@@ -126,11 +114,6 @@ def load_batch(path: str | os.PathLike[str], *, like: Any = None) -> FailedBatch
         ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UnreadableBatchError(f"{path} holds no batch that automicro has kept")
-    if content.get("version") != VERSION:
-        raise UnreadableBatchError(
-            f"{path} was written by another automicro (format {content.get('version')!r}, and this "
-            f"one reads {VERSION}): use that one"
-        )
     try:
         fields = {each.name: content[each.name] for each in dataclasses.fields(FailedBatch)}
         fields["batches"] = [_rebuilt(each, like) for each in fields["batches"]]
@@ -148,67 +131,51 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
         return {_ARRAY: torch.from_numpy(np.array(value))}
-    if type(value) in (list, tuple):
-        return type(value)(_plain(each) for each in value)
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    if isinstance(value, Mapping):
-        items = {key: _plain(each) for key, each in value.items()}
-        return items if type(value) is dict else {_MAPPING: kind, "values": items}
-    if dataclasses.is_dataclass(value):
-        items = {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
-        return {_FIELDS: kind, "values": items}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        items = {name: _plain(each) for name, each in zip(value._fields, value, strict=True)}
-        return {_FIELDS: kind, "values": items}
-    raise UnreadableBatchError(f"the batch holds a {kind}, which only its own code can write")
+    if not _is_container(value):
+        raise UnreadableBatchError(
+            f"the batch holds a {_name_of(value)}, which only its own code can write"
+        )
+    keys, parts = open_container(value)
+    parts = [_plain(each) for each in parts]
+    if type(value) in (list, tuple, dict):
+        return builder(value, keys)(parts)
+    is_mapping = isinstance(value, Mapping)
+    return {_KIND: _name_of(value), "keys": list(keys), "parts": parts, "is_mapping": is_mapping}
 
 
 def _rebuilt(value: Any, like: Any) -> Any:
     """Rebuild what `_plain` took apart, with the classes of a batch of the same kind."""
-    if type(value) in (list, tuple):
-        others = list(like) if isinstance(like, list | tuple) else []
-        others += [None] * (len(value) - len(others))
-        return type(value)(_rebuilt(each, one) for each, one in zip(value, others, strict=False))
-    if type(value) is not dict:
+    if type(value) not in (list, tuple, dict):
         return value
-    if _ARRAY in value:
+    if type(value) is dict and _ARRAY in value:
         return value[_ARRAY].numpy()
-    parts = value.get("values") if _FIELDS in value or _MAPPING in value else value
-    assert isinstance(parts, dict)
-    items = {key: _rebuilt(each, _part_of(like, key)) for key, each in parts.items()}
-    if _MAPPING in value:
-        if not isinstance(like, Mapping) or type(like) is dict:
-            return items  # called and read in the same way
-        again: Any = copy.copy(like)
-        again.clear()
-        again.update(items)
-        return again
-    if _FIELDS not in value:
-        return items
-    kind = value[_FIELDS]
-    if f"{type(like).__module__}.{type(like).__qualname__}" != kind:
-        raise UnknownClassError(
-            f"the batch holds a {kind}, and a file is not asked for code: give a batch of the same "
-            "kind, like=next(iter(loader))"
-        )
-    return type(like)(**items) if isinstance(like, tuple) else dataclasses.replace(like, **items)
+    is_named = type(value) is dict and _KIND in value
+    keys, parts = (value["keys"], value["parts"]) if is_named else open_container(value)
+    others = dict(zip(*open_container(like), strict=True)) if _is_container(like) else {}
+    parts = [_rebuilt(each, others.get(key)) for key, each in zip(keys, parts, strict=True)]
+    if not is_named:
+        return builder(value, keys)(parts)
+    if value[_KIND] == _name_of(like):
+        return builder(like, keys)(parts)
+    if value["is_mapping"]:
+        return dict(zip(keys, parts, strict=True))  # called and read in the same way
+    raise UnknownClassError(
+        f"the batch holds a {value[_KIND]}, and a file is not asked for code: give a batch of the "
+        "same kind, like=next(iter(loader))"
+    )
 
 
-def _part_of(like: Any, key: Any) -> Any:
-    if isinstance(like, Mapping):
-        return like.get(key)
-    return getattr(like, key, None) if isinstance(key, str) else None
+def _is_container(value: Any) -> bool:
+    return isinstance(value, Mapping | list | tuple) or dataclasses.is_dataclass(value)
+
+
+def _name_of(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 @dataclass(kw_only=True)
 class Failures:
-    """Keeps a batch that does not fit even in the smallest microbatches.
-
-    Attributes:
-        device: that is too small.
-        rank: of this process.
-        folder: where to keep it; None for a new folder among the system's temporary files.
-    """
+    """Keeps a batch that does not fit even in the smallest microbatches."""
 
     device: torch.device
     rank: int = 0

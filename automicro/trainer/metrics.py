@@ -4,13 +4,13 @@ import copy
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from automicro.checkpoints.state import put_together, take_apart
+from automicro.checkpoints.state import take_apart
 from automicro.errors import CheckpointError, CheckpointWarning, add_note, warn
 from automicro.memory.oom import once_more
 from automicro.sharding import num_ranks
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
 
-_Form: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
-
-
 def _match_peers(metrics: Sequence["Metric"]) -> None:
     """Give what has counted nothing here the types and shapes that it has elsewhere.
 
@@ -31,46 +28,39 @@ def _match_peers(metrics: Sequence["Metric"]) -> None:
     """
     if not metrics or num_ranks() == 1:
         return
-    forms: list[Any] = [None] * num_ranks()
-    dist.all_gather_object(forms, [_forms(metric) for metric in metrics])
-    for metric, *others in zip(metrics, *forms, strict=True):
+    blanks: list[Any] = [None] * num_ranks()
+    dist.all_gather_object(blanks, [_blank(metric) for metric in metrics])
+    for metric, *others in zip(metrics, *blanks, strict=True):
         elsewhere = next((each for each in others if each is not None), None)
         if metric.update_count == 0 and elsewhere is not None:
-            _take_on(metric, elsewhere)
+            for name, value in elsewhere.items():
+                setattr(metric, name, _on_device_of(metric, value))
+            metric._update_count = 1  # none at all would be warned of, and others have some
 
 
-def _forms(metric: "Metric") -> dict[str, _Form | None] | None:
-    """Of its states, by name; None where nothing was counted."""
+def _blank(metric: "Metric") -> dict[str, Any] | None:
+    """States without counts, formed like those here; None where nothing was counted."""
     if metric.update_count == 0:
         return None
-    return {name: _form(value) for name, value in metric.metric_state.items()}
-
-
-def _form(value: Tensor | list[Tensor]) -> _Form | None:
-    """For a list, that of its entries without the rows; None for an empty one."""
-    if isinstance(value, Tensor):
-        return value.dtype, tuple(value.shape)
-    return (value[0].dtype, tuple(value[0].shape[1:])) if value else None
-
-
-def _take_on(metric: "Metric", forms: dict[str, _Form | None]) -> None:
+    found: dict[str, Any] = {}
     for name, value in metric.metric_state.items():
-        form = forms[name]
-        if form is None:
-            continue
-        dtype, shape = form
+        default = metric._defaults[name]
         if isinstance(value, list):
-            setattr(metric, name, [torch.empty((0, *shape), dtype=dtype, device=metric.device)])
-        elif value.numel() == 1:
-            setattr(metric, name, value.expand(shape).to(dtype, copy=True))
-    metric._update_count = 1  # none at all would be warned of, and others have some
+            found[name] = [(each if each.dim() else each[None])[:0].cpu() for each in value[:1]]
+        elif isinstance(default, Tensor) and default.numel() == 1:
+            found[name] = default.expand(value.shape).to("cpu", value.dtype)
+    return found
+
+
+def _on_device_of(metric: Any, value: Any) -> Any:
+    """A state, copied to where a metric counts."""
+    if isinstance(value, list):
+        return [each.to(metric.device) for each in value]
+    return value.to(metric.device, copy=True) if isinstance(value, Tensor) else value
 
 
 def model_metrics(model: Any, *, is_train: bool) -> dict[str, Any] | None:
     """The metrics by name that a model with Composer's interface has.
-
-    Raises:
-        TypeError: ``get_metrics`` gave something else than metrics.
 
     Example:
         >>> model_metrics(nn.Linear(2, 1), is_train=True) is None
@@ -97,10 +87,6 @@ def model_metrics(model: Any, *, is_train: bool) -> dict[str, Any] | None:
 class MetricSet:
     """Clones of metrics, on the device.
 
-    Raises:
-        TypeError: something in it is no metric.
-        ValueError: a metric is called ``"loss"``, the name of the loss.
-
     >>> from torchmetrics import MeanMetric
     >>> metrics = MetricSet({"size": MeanMetric()}, torch.device("cpu"))
     >>> metrics.metrics["size"].update(torch.tensor([1.0, 2.0]))
@@ -122,11 +108,15 @@ class MetricSet:
                     f"{metric!r} has no {' and no '.join(lacks)} method; pass a "
                     "torchmetrics.Metric, or an object with update, compute and reset"
                 )
-            _refuse_uncounted(metric)
+            if not is_of_torchmetrics(metric) and num_ranks() > 1:
+                raise TypeError(
+                    f"{metric!r} is not a torchmetrics.Metric, and nothing adds up what it counts "
+                    f"on each of {num_ranks()} ranks; make it a torchmetrics.Metric, with add_state"
+                )
         # A collection is a module and hands its arguments on; a mapping is updated one by one.
         is_mapping = isinstance(metrics, Mapping) and not isinstance(metrics, nn.Module)
         by_name = dict(metrics) if is_mapping else {"": metrics} if metrics is not None else {}
-        if "loss" in by_name or (not is_mapping and "loss" in _names(metrics)):
+        if "loss" in by_name or (not is_mapping and "loss" in getattr(metrics, "keys", dict)()):
             raise ValueError(
                 "a metric is called 'loss', which is the name of the loss in all results; "
                 "give the metric another name"
@@ -155,24 +145,15 @@ class MetricSet:
 
     def state_dict(self) -> dict[str, Any]:
         """The counts so far, by the name and the class of each metric."""
-        return {
-            name: {"class": each.class_name, **each.state_dict()}
-            for name, each in self._states.items()
-        }
+        return {name: each.state_dict() for name, each in self._states.items()}
 
     def differences(self, state: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         """Metrics that a state lacks, and those that only it has, in words."""
-        lacks, extra = [], []
+        lacks = [name for name in self._states if name not in state]
         for name, each in self._states.items():
-            if name not in state:
-                lacks.append(name)
-            elif not self._is_of(name, state):
-                reason = each.refusal(state[name])
-                was = state[name]["class"]
-                is_other = was != each.class_name
-                lacks.append(f"{name} ({f'there a {was}' if is_other else reason})")
-        extra += [name for name in state if name not in self._states]
-        return lacks, extra
+            if name in state and (reason := each.refusal(state[name])):
+                lacks.append(f"{name} ({reason})")
+        return lacks, [name for name in state if name not in self._states]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on counting from what `state_dict` gave; what it lacks counts from zero."""
@@ -189,28 +170,22 @@ class MetricSet:
         """The state for a rank, where another number of ranks has counted.
 
         The first goes on with what all have counted, the others with nothing.
-
-        Raises:
-            CheckpointError: the counts of a metric cannot be put together.
         """
         merged = {}
         for name, each in self._states.items():
             if not all(self._is_of(name, state) for state in states):
                 continue  # it was said what of that is dropped
             try:
-                counts = each.reshard([state[name] for state in states], rank=rank)
+                merged[name] = each.reshard([state[name] for state in states], rank=rank)
             except CheckpointError as error:
                 raise CheckpointError(
                     f"the metric {name} ({each.class_name}) {error}; leave it out of the metrics "
                     "of training"
                 ) from error
-            merged[name] = {"class": each.class_name, **counts}
         return merged
 
     def _is_of(self, name: str, state: Mapping[str, Any]) -> bool:
-        if name not in state or state[name]["class"] != self._states[name].class_name:
-            return False
-        return self._states[name].refusal(state[name]) is None
+        return name in state and self._states[name].refusal(state[name]) is None
 
     def compute(self) -> dict[str, float]:
         """The values by name; of a metric with several values, each as ``name/index``.
@@ -239,22 +214,13 @@ class MetricSet:
             raise
 
 
-def _refuse_uncounted(metric: Any) -> None:
-    """Refuse a metric that would know the rows of one rank only."""
-    if not is_of_torchmetrics(metric) and num_ranks() > 1:
-        raise TypeError(
-            f"{metric!r} is not a torchmetrics.Metric, and nothing adds up what it counts on each "
-            f"of {num_ranks()} ranks; make it a torchmetrics.Metric, with add_state"
-        )
-
-
 def _each_by_name(metrics: Any, name: str = "") -> dict[str, Any]:
     """Every metric, also those within others, by its place."""
     if isinstance(metrics, nn.Module):
         return {
             f"{name}.{place}".strip(".") or type(metrics).__name__: module
             for place, module in metrics.named_modules()
-            if hasattr(module, "update")
+            if hasattr(module, "update") and not is_of_torchmetrics(module, "MetricCollection")
         }
     if isinstance(metrics, Mapping):
         return {
@@ -265,10 +231,6 @@ def _each_by_name(metrics: Any, name: str = "") -> dict[str, Any]:
     if isinstance(metrics, list | tuple):
         return _each_by_name(dict(enumerate(metrics)), name)
     return {name or type(metrics).__name__: metrics}
-
-
-def _names(metrics: Any) -> list[str]:
-    return list(metrics.keys()) if isinstance(metrics, Mapping) else []
 
 
 def _clone(metric: Any, device: torch.device) -> Any:
@@ -293,35 +255,6 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
 # What one metric has counted, as tensors and plain values
 
 _TELLING = (type(None), bool, str, torch.dtype, torch.device)
-
-
-def _merge_counts(
-    metric: Any, states: Sequence[Mapping[str, Any]], *, is_first: bool
-) -> dict[str, Any]:
-    """The counts that a rank resumes with: the first with all of them, others with none.
-
-    >>> from torchmetrics import SumMetric
-    >>> metrics = SumMetric(), SumMetric()
-    >>> saving = [_MetricState(each) for each in metrics]
-    >>> for metric, value in zip(metrics, (3.0, 4.0)):
-    ...     metric.update(value)
-    >>> states = [each.state_dict() for each in saving]
-    >>> _merge_counts(SumMetric(), states, is_first=True)["states"]
-    {'sum_value': tensor(7.)}
-    >>> _merge_counts(SumMetric(), states, is_first=False)["states"]
-    {'sum_value': tensor(0.)}
-    """
-    first = states[0]
-    merged: dict[str, Any] = {"attributes": _merge_attributes(states)}
-    if "own" in first:  # what a collection has of its metrics, each of which comes by itself
-        return {"own": first["own"], **merged}
-    updates = sum(each["updates"] for each in states)
-    merged["states"] = {
-        name: _merge_state(metric, name, [each["states"][name] for each in states], is_first)
-        for name in metric.metric_state
-    }
-    # On all: who computes before any update of its own would be warned.
-    return {**merged, "updates": updates}
 
 
 def _merge_attributes(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -393,9 +326,8 @@ class _MetricState:
         self._saves_itself = not self._is_known and all(
             callable(getattr(metric, name, None)) for name in ("state_dict", "load_state_dict")
         )
-        # A module saves its tensors itself, and no other attribute; a collection has no counts.
-        is_collection = is_of_torchmetrics(metric, "MetricCollection")
-        is_module = isinstance(metric, nn.Module) and not is_collection
+        # A module saves its tensors itself, and no other attribute.
+        is_module = isinstance(metric, nn.Module)
         self._has_attributes = is_module or not self._saves_itself
         of_all = _of_every_metric() if self._is_known else vars(nn.Module())
         self._ignored = frozenset(of_all) if is_module else frozenset()
@@ -410,28 +342,25 @@ class _MetricState:
     def state_dict(self) -> dict[str, Any]:
         """The counts."""
         self._warn_of_other_attributes()
-        given = self._given
         changed = {
             name: value
             for name, value in self._data().items()
-            if name not in given or not same_values(value, given[name])
+            if name not in self._given or not same_values(value, self._given[name])
         }
-        changed = put_together(*take_apart(changed))  # other containers than those it counts in
-        if self._saves_itself:
-            return {"own": self._metric.state_dict(), "attributes": changed}
-        if not self._is_known:
-            return {"attributes": changed}
-        states = {name: copy.copy(value) for name, value in self._metric.metric_state.items()}
-        return {"states": states, "updates": self._metric.update_count, "attributes": changed}
+        return {
+            "class": self.class_name,
+            "own": self._metric.state_dict() if self._saves_itself else None,
+            "states": dict(self._counts()),
+            "updates": self._metric.update_count if self._is_known else 0,
+            "attributes": changed,
+        }
 
     def refusal(self, state: Mapping[str, Any]) -> str | None:
         """Why a state is not one of this metric, in words; None where it is."""
-        if ("own" in state) != self._saves_itself or ("states" in state) != self._is_known:
-            return "it keeps its state in another way"
-        if not self._is_known:
-            return None
-        here, saved = self._metric.metric_state, state["states"]
-        if here.keys() != saved.keys():
+        here, saved = self._counts(), state["states"]
+        if state["class"] != self.class_name:
+            return f"there a {state['class']}"
+        if (state["own"] is not None) != self._saves_itself or here.keys() != saved.keys():
             return f"it has the states {', '.join(saved)}, here {', '.join(here)}"
         for name, value in here.items():
             is_list, was_list = isinstance(value, list), isinstance(saved[name], list)
@@ -445,38 +374,52 @@ class _MetricState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on counting from what `state_dict` gave. The metric was reset before."""
-        metric = self._metric
         if self._saves_itself:
-            metric.load_state_dict(state["own"])
+            self._metric.load_state_dict(state["own"])
         for name, value in state["attributes"].items():
-            _put(metric, name, value)
-        if not self._is_known:
-            return
+            _put(self._metric, name, value)
         for name, value in state["states"].items():
-            put = [each.to(metric.device) for each in value] if isinstance(value, list) else value
-            setattr(metric, name, put.to(metric.device) if isinstance(put, Tensor) else put)
-        # torchmetrics counts updates itself, and a metric without any warns when it is computed.
-        metric._update_count = state["updates"]
+            setattr(self._metric, name, _on_device_of(self._metric, value))
+        if self._is_known:
+            # torchmetrics counts updates itself, and warns where one without any is computed.
+            self._metric._update_count = state["updates"]
 
     def reshard(self, states: Sequence[Mapping[str, Any]], *, rank: int) -> dict[str, Any]:
-        """The counts of a rank where another number of ranks saved; see `_merge_counts`.
+        """The counts of a rank where another number of ranks saved: the first has all of them.
 
-        Raises:
-            CheckpointError: its counts cannot be put together.
+        >>> from torchmetrics import SumMetric
+        >>> metric = SumMetric()
+        >>> metric.update(3.0)
+        >>> saved = _MetricState(metric).state_dict()
+        >>> merged = [_MetricState(metric).reshard([saved, saved], rank=rank) for rank in (0, 1)]
+        >>> [each["states"]["sum_value"].item() for each in merged]
+        [6.0, 0.0]
         """
-        if not (self._is_known or is_of_torchmetrics(self._metric, "MetricCollection")):
+        if not self._is_known:
             raise CheckpointError("is not a torchmetrics.Metric, so nothing says how counts add up")
-        return _merge_counts(self._metric, states, is_first=rank == 0)
+        counts = {
+            name: _merge_state(
+                self._metric, name, [each["states"][name] for each in states], rank == 0
+            )
+            for name in self._metric.metric_state
+        }
+        return {
+            **states[0],
+            "attributes": _merge_attributes(states),
+            "states": counts,
+            # On all: who computes before any update of its own would be warned.
+            "updates": sum(each["updates"] for each in states),
+        }
+
+    def _counts(self) -> dict[str, Any]:
+        return self._metric.metric_state if self._is_known else {}
 
     def _attributes(self) -> dict[str, Any]:
         if not self._has_attributes:
             return {}
-        states = self._metric.metric_state if self._is_known else {}
-        return {
-            name: value
-            for name, value in getattr(self._metric, "__dict__", {}).items()
-            if name not in self._ignored and name not in states
-        }
+        attributes, states = getattr(self._metric, "__dict__", {}), self._counts()
+        ignored = self._ignored | states.keys()
+        return {name: value for name, value in attributes.items() if name not in ignored}
 
     def _data(self) -> dict[str, Any]:
         return {name: value for name, value in self._attributes().items() if _is_data(value)}

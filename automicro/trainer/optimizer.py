@@ -5,6 +5,7 @@ import fnmatch
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -20,24 +21,52 @@ from automicro.options import (
     innermost_optimizer,
 )
 from automicro.ranks.interface import Ranks
-from automicro.values import comes_from, read_scalars
-
-ParameterGroups: TypeAlias = Sequence[Mapping[str, Any]]
+from automicro.values import as_text, comes_from, read_scalars
 
 FORM = "write mappings such as {'params': ['*.bias'], 'weight_decay': 0.0}"
 
 
-def group_parameters(model: nn.Module, groups: ParameterGroups) -> list[dict[str, Any]]:
+class ParameterGroups:
+    """An optimizer to be built with options of their own for some parameters, by their names.
+
+    Args:
+        optimizer: a callable that makes one, as for the `Trainer`.
+        groups: mappings such as ``{"params": ["*.bias", "*norm*"], "weight_decay": 0.0}``, with
+            ``*``, ``?`` and ``[…]`` as in `fnmatch`. The first that matches counts.
+
+    >>> groups = [{"params": "bias", "weight_decay": 0.0}]
+    >>> built = ParameterGroups(torch.optim.AdamW, groups).build(nn.Linear(2, 2))
+    >>> [group["weight_decay"] for group in built.param_groups]
+    [0.01, 0.0]
+    """
+
+    def __init__(self, optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+        read_patterns(groups)
+        if isinstance(optimizer, Optimizer) or not callable(optimizer):
+            raise ValueError(
+                "parameter_groups sorts the parameters for an optimizer that is still to be built; "
+                "pass optimizer= as a callable such as torch.optim.AdamW, or build the optimizer "
+                "with groups of its own"
+            )
+        self._optimizer, self._groups = optimizer, groups
+
+    def __repr__(self) -> str:
+        return f"ParameterGroups({as_text(self._optimizer)}, {as_text(self._groups)})"
+
+    def build(self, model: nn.Module) -> Any:
+        """The optimizer of a model's parameters."""
+        made = self._optimizer(group_parameters(model, self._groups))
+        if isinstance(made, Optimizer):
+            check_group_options(made, self._groups)
+        return made
+
+
+def group_parameters(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Sort a model's parameters into groups, in the form that optimizers of torch take.
 
     Each parameter is in one group: the first that names it. Those that none names make a group of
     their own, without options, in front of the others. A parameter that a model has under several
     names (tied weights) goes by any of them.
-
-    Raises:
-        TypeError: groups that are not such mappings.
-        ValueError: a name that no parameter has, or a group whose parameters are all in earlier
-            ones.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
     >>> rest, undecayed = group_parameters(model, [{"params": "1.*", "weight_decay": 0.0}])
@@ -68,11 +97,8 @@ def group_parameters(model: nn.Module, groups: ParameterGroups) -> list[dict[str
     return [*rest, *grouped]
 
 
-def check_group_options(optimizer: Optimizer, groups: ParameterGroups) -> None:
+def check_group_options(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
     """Refuse options that the optimizer does not have: torch keeps them and never looks at them.
-
-    Raises:
-        ValueError: an option that the optimizer does not have.
 
     >>> import torch
     >>> model = nn.Linear(2, 2)
@@ -103,46 +129,26 @@ def read_patterns(groups: object) -> list[list[str]]:
 
 
 def _read_group(where: str, group: object) -> list[str]:
-    if not isinstance(group, Mapping):
-        raise TypeError(f"{where} is of type {type(group).__name__}, not a mapping: {FORM}")
-    if "params" not in group:
-        near = nearest("params", group)
-        instead = "" if near is None else f" and has {near!r}"
-        raise ValueError(
-            f"{where} lacks 'params'{instead}, so nothing says whose options these are: {FORM}"
-        )
-    params = group["params"]
-    patterns = [params] if isinstance(params, str) else params
-    if isinstance(patterns, Tensor | nn.Module) or not isinstance(patterns, Iterable):
-        patterns = [patterns]
-    patterns = list(patterns)
-    for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise TypeError(
-                f"{where}: 'params' holds a value of type {type(pattern).__name__}, and "
-                f"parameters are named: {FORM}, or give the Trainer an optimizer with groups of "
-                "its own"
-            )
-    if not patterns:
-        raise ValueError(f"{where} names no parameters: {FORM}, or leave the group out")
-    return patterns
+    params = group.get("params") if isinstance(group, Mapping) else None
+    patterns: Any = [params] if isinstance(params, str) else params
+    is_listed = isinstance(patterns, list | tuple) and len(patterns) > 0
+    if not is_listed or not all(isinstance(each, str) for each in patterns):
+        raise TypeError(f"{where} is {group!r:.60}, without names in 'params': {FORM}")
+    return list(patterns)
 
 
 def _nothing_named(index: int, pattern: str, names: Sequence[str]) -> str:
     start = f"parameter_groups[{index}]: {pattern!r} matches no parameter of the model"
     if not names:
         return f"{start}, which has none: leave parameter_groups out"
-    near = nearest(pattern, names)
-    if near is None:  # the letters between a pattern's wildcards may be those of a part of a name
-        parts = {part: name for name in reversed(names) for part in name.split(".")}
-        near = parts.get(nearest(pattern.strip("*?.").rpartition(".")[2], parts) or "")
+    near = nearest(pattern.strip("*?."), names)
     if near is not None:
         return f"{start} (did you mean {near!r}?): correct it"
     shown = ", ".join(map(repr, names[:3]))
     return f"{start}: use names such as {shown}, with * for any letters"
 
 
-OptimizerOrFactory: TypeAlias = Optimizer | Callable[[list[Any]], Optimizer]
+OptimizerOrFactory: TypeAlias = Optimizer | ParameterGroups | Callable[[list[Any]], Optimizer]
 SchedulerOrFactory: TypeAlias = torch.optim.lr_scheduler.LRScheduler | Callable[[Optimizer], Any]
 
 
@@ -165,37 +171,27 @@ def build_optimizer(
     optimizer: OptimizerOrFactory | None,
     model: nn.Module,
     modules: list[nn.Module],
-    groups: ParameterGroups = (),
     loss_fn: object = None,
 ) -> Optimizer | None:
     """The optimizer, built from the model's parameters where a callable was given.
-
-    Raises:
-        TypeError: neither an optimizer nor something that makes one.
-        ValueError: an optimizer of another model, or groups that do not fit.
-
-    Warns:
-        UserWarning: the loss has parameters that are not trained.
 
     >>> model = nn.Linear(2, 2)
     >>> type(build_optimizer(torch.optim.AdamW, model, [model])).__name__
     'AdamW'
     """
-    if groups and (optimizer is None or isinstance(optimizer, Optimizer)):
-        raise ValueError(
-            "parameter_groups sorts the parameters for an optimizer that is still to be built; "
-            "pass optimizer= as a callable such as torch.optim.AdamW, or build the optimizer with "
-            "groups of its own"
-        )
-    if callable(optimizer) and not isinstance(optimizer, Optimizer):
-        made = optimizer(group_parameters(model, groups) if groups else list(model.parameters()))
+    build: Callable[[], Any] | None = None
+    if isinstance(optimizer, ParameterGroups):
+        build = partial(optimizer.build, model)
+    elif callable(optimizer) and not isinstance(optimizer, Optimizer):
+        build = partial(optimizer, list(model.parameters()))
+    if build is not None:
+        made = build()
         if not isinstance(made, Optimizer):
             raise TypeError(
                 f"optimizer={optimizer!r} made a {type(made).__name__} of the model's parameters, "
                 "not a torch.optim.Optimizer; return the optimizer"
             )
         optimizer = made
-        check_group_options(optimizer, groups)
     innermost = check_optimizer(optimizer, modules)
     if _only_hands_on(optimizer):
         optimizer = innermost
@@ -240,10 +236,6 @@ def _warn_of_untrained(loss_fn: nn.Module, optimizer: Optimizer) -> None:
 def build_scheduler(scheduler: SchedulerOrFactory | None, optimizer: Optimizer | None) -> Any:
     """The scheduler, built from the optimizer where a callable was given.
 
-    Raises:
-        TypeError: nothing that can be stepped after each batch.
-        ValueError: no optimizer to schedule, or the scheduler of another one.
-
     >>> optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
     >>> build_scheduler(torch.optim.lr_scheduler.ConstantLR, optimizer).get_last_lr()
     [0.000333...]
@@ -252,13 +244,8 @@ def build_scheduler(scheduler: SchedulerOrFactory | None, optimizer: Optimizer |
         return None
     if optimizer is None:
         raise ValueError("a scheduler was given and no optimizer to schedule; pass optimizer=…")
-    if not callable(getattr(scheduler, "step", None)) or isinstance(scheduler, type):
-        if not callable(scheduler):
-            raise TypeError(
-                f"scheduler is a {type(scheduler).__name__}; pass an instance such as "
-                "torch.optim.lr_scheduler.StepLR(optimizer, 30), or a callable that makes one of "
-                "the optimizer"
-            )
+    is_made = callable(getattr(scheduler, "step", None)) and not isinstance(scheduler, type)
+    if callable(scheduler) and not is_made:
         scheduler = scheduler(optimizer)
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise TypeError(
@@ -268,13 +255,12 @@ def build_scheduler(scheduler: SchedulerOrFactory | None, optimizer: Optimizer |
         )
     if not callable(getattr(scheduler, "step", None)):
         raise TypeError(
-            f"the callable given as scheduler made a {type(scheduler).__name__}, which has no "
-            "step method; return a scheduler of torch.optim.lr_scheduler"
+            f"scheduler is a {type(scheduler).__name__} without a step method; pass one of "
+            "torch.optim.lr_scheduler, or a callable that makes one of the optimizer"
         )
-    if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
-        scheduled = getattr(scheduler, "optimizer", optimizer)
-    else:  # accelerate's wrapper holds the scheduler, and several optimizers
-        scheduled = getattr(getattr(scheduler, "scheduler", scheduler), "optimizer", optimizer)
+    # A wrapper, such as accelerate's, holds the scheduler, and several optimizers.
+    inner = getattr(scheduler, "scheduler", scheduler)
+    scheduled = getattr(inner, "optimizer", optimizer)
     if innermost_optimizer(scheduled) is not innermost_optimizer(optimizer):
         raise ValueError(
             "the scheduler belongs to another optimizer; build it from the one given as "
@@ -289,9 +275,6 @@ SCHEDULER_INTERVALS = ("batch", "epoch")
 
 def read_scheduler_interval(scheduler: object, given: str | None) -> str:
     """After what the scheduler is stepped.
-
-    Raises:
-        ValueError: it is not known, missing, or other than what the scheduler says.
 
     >>> read_scheduler_interval(object(), "epoch")
     'epoch'
@@ -353,19 +336,7 @@ class OptimizerMode:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Update:
-    """The update from a gradient: unscale, clip, step, clear; then the scheduler.
-
-    Attributes:
-        optimizer: steps once per batch.
-        modules: whose gradients are cleared.
-        scaler: of the loss in half precision, which gives the microbatcher its backward; None
-            for none.
-        grad_clip_norm: the largest norm of the gradient; None for any.
-        scheduler: steps once per optimizer step, or once per epoch; None for none.
-        scheduler_interval: after what it is stepped: one of `SCHEDULER_INTERVALS`.
-        device: where it all happens.
-        ranks: all that train the model.
-    """
+    """The update from a gradient: unscale, clip, step, clear; then the scheduler."""
 
     optimizer: Optimizer
     modules: Sequence[nn.Module]
@@ -405,11 +376,7 @@ class Update:
         return self.scaler.read(self.optimizer, numbers)
 
     def step(self) -> bool:
-        """Step once; whether gradients did not overflow.
-
-        Raises:
-            OptimizerStepError: memory ran out inside the optimizer's step.
-        """
+        """Step once; whether gradients did not overflow."""
         return step_optimizer(self.optimizer, self.device, scaler=self.scaler)
 
     def clear(self) -> None:

@@ -2,7 +2,6 @@
 
 import atexit
 import functools
-import hashlib
 import os
 import sys
 import time
@@ -17,12 +16,10 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from automicro.errors import PeerLostError
-from automicro.memory.device import device_identity
 from automicro.sharding import num_ranks
 from automicro.torch_private_distributed import HashStore, PrefixStore, Store
 
 _MEETING = timedelta(minutes=10)
-_PATIENCE = timedelta(seconds=5)
 _POLL_SECONDS = 0.02
 
 
@@ -48,9 +45,6 @@ class Process:
 
 def process_in_environment() -> Process:
     """Who this process is by the variables that torchrun sets; alone without them.
-
-    Raises:
-        ValueError: variables that are no numbers, or not all of them.
 
     >>> process_in_environment()
     Process(rank=0, world_size=1, local_rank=0)
@@ -102,10 +96,7 @@ def own_device(device: torch.device | str, place: Process) -> torch.device | str
     A device with an index stays what it is, and so does ``"auto"`` where there is no accelerator,
     whatever torch was built for: what pip installs on Linux is built for CUDA on any machine.
     Where a process sees one accelerator alone, it takes that: many clusters show each process its
-    own. Whether it is another's as well, `meet` finds out.
-
-    Raises:
-        ValueError: more processes on this machine than accelerators.
+    own.
 
     >>> own_device("cpu", Process(rank=1, world_size=2, local_rank=1))
     'cpu'
@@ -131,11 +122,6 @@ def meet(device: torch.device, place: Process) -> None:
 
     It meets in a part of the store that is this start's alone: what processes of an earlier one
     left in the store would mislead those of this one.
-
-    Raises:
-        ValueError: several processes, and nothing says where they meet, or two of them are on one
-            device and would communicate by what takes one process on each.
-        PeerLostError: some of them did not come.
     """
     if dist.is_initialized():
         return
@@ -144,12 +130,9 @@ def meet(device: torch.device, place: Process) -> None:
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
     try:
-        store = _store(place)
-        if has_own:
-            require_own_device(store, place, device_identity(device), str(device))
         dist.init_process_group(
             f"cpu:gloo,{device.type}:{own_backend}" if has_own else "gloo",
-            store=store,
+            store=_store(place),
             rank=place.rank,
             world_size=place.world_size,
             device_id=device if has_own else None,
@@ -160,30 +143,6 @@ def meet(device: torch.device, place: Process) -> None:
             "logs have the cause: start all processes again"
         ) from error
     atexit.register(part)
-
-
-def require_own_device(store: Store, place: Process, identity: str | None, device: str) -> None:
-    """Refuse a device that two processes have, on all ranks. All ranks call it.
-
-    NCCL refuses it too, but as an invalid usage, and after it has connected.
-
-    Raises:
-        ValueError: two processes are on one device.
-
-    >>> require_own_device(HashStore(), Process(), "GPU-1", "cuda:0")
-    """
-    keys = [f"automicro/device/{rank}" for rank in range(place.world_size)]
-    store.set(keys[place.rank], identity or "")
-    ranks: dict[str, int] = {}
-    for rank, each in enumerate(store.multi_get(keys)):
-        first = ranks.setdefault(each.decode(), rank) if each else rank
-        if first != rank:
-            raise ValueError(
-                f"ranks {first} and {rank} are both on one device ({each.decode()}; this process "
-                f"has {device}), and their communicator takes one process on each; start as many "
-                "processes on a machine as it has devices (torchrun --nproc-per-node), let each "
-                "see one of its own (CUDA_VISIBLE_DEVICES), or pass device='cpu'"
-            )
 
 
 def leave() -> None:
@@ -205,31 +164,6 @@ def agreed_time(now: str) -> str:
         # What is there is of an earlier start, whose folder this one goes on in.
         return str(store.compare_set(key, "", now).decode())
     return str(store.get(key).decode())
-
-
-def is_said_by_first(text: str) -> bool | None:
-    """Whether rank 0 says the very same as its last words; None where that cannot be known.
-
-    Rank 0 leaves what it says in the store of torchrun, and the others wait a little for it.
-
-    >>> is_said_by_first("no such file") is None
-    True
-    """
-    place = place_for_output()
-    if place.world_size == 1 or not _has_agent_store():
-        return None
-    # What an earlier start said is still there.
-    key = f"automicro/said in start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    own = hashlib.sha256(text.encode()).hexdigest()
-    try:
-        store = _tcp_store(place)
-        if place.is_first:
-            store.set(key, own)
-            return False
-        store.wait([key], _PATIENCE)
-        return bool(store.get(key).decode() == own)
-    except (RuntimeError, ValueError):  # rank 0 has not said anything, or the store is gone
-        return False
 
 
 def part() -> None:
@@ -277,9 +211,6 @@ def name_of_start(store: Store, place: Process) -> str:
 
     torchrun's restart count is no such name: each agent counts the failures of its own host. So
     each process says hello with a word of its own, and rank 0 answers to that word.
-
-    Raises:
-        PeerLostError: some did not come.
 
     >>> len(name_of_start(HashStore(), Process()))
     32

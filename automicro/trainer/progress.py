@@ -1,20 +1,17 @@
 """Showing how training goes: a live bar in a terminal, plain lines elsewhere, or nothing.
 
-A line stays; a status is what is true now. In a terminal, and in a notebook, the status is one line
-that is written over; elsewhere (a log file, CI, a terminal that cannot move its cursor) it is
-printed now and then. What is being done says why nothing moves, where people watch.
+A line stays; a status is what is true now. In a terminal the status is one line that is written
+over; elsewhere (a notebook, a log file, CI, a terminal that cannot move its cursor) it is printed
+now and then. What is being done says why nothing moves, where people watch.
 """
 
-import dataclasses
 import datetime
-import html
 import logging
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from rich.cells import cell_len
@@ -25,10 +22,8 @@ from torch import nn
 
 from automicro.events.run import GlobalBatch, LoopState, Run, Sizes, Window, describe_hours
 from automicro.memory.device import peak_bytes
-from automicro.policy.auto import Halving
-from automicro.policy.explore import Explore, FastestLevel
-from automicro.policy.ladder import Ladder
-from automicro.policy.policy import Fixed, Policy
+from automicro.policy.policy import Policy
+from automicro.savers.levels import Savers
 from automicro.step.results import EvalResult, StepResult
 from automicro.torch_private import is_uninitialized
 from automicro.trainer.device import describe_device
@@ -92,31 +87,38 @@ class StatusLine:
     """The present status.
 
     Attributes:
-        line: for a log, in full.
-        parts: for a window, the most important first; what has no room is left out.
+        where: it stands; a line of a log begins with it.
+        words: what is measured there, the most important first; a window leaves out what has no
+            room.
         share: done of the whole, from 0 to 1; None if unknown.
         seconds_left: until the whole is done; None while unknown.
 
-    >>> status = StatusLine(line="batch 3/12", parts=["loss 0.5", "9 samples/s"], share=0.25)
+    >>> status = StatusLine(where="batch 3/12", words=["loss 0.5", "9 samples/s"], share=0.25)
     >>> str(status), status.in_window(40, ascii_only=True).plain
-    ('batch 3/12', '#-----  25% - loss 0.5 - 9 samples/s')
+    ('batch 3/12 · loss 0.5 · 9 samples/s · 25% done', '#-----  25% - loss 0.5 - 9 samples/s')
     >>> status.in_window(24).plain
     '25% · loss 0.5'
     """
 
-    line: str
-    parts: Sequence[str]
+    where: str
+    words: Sequence[str] = ()
     share: float | None = None
     seconds_left: float | None = None
 
+    @property
+    def _left(self) -> list[str]:
+        if self.seconds_left is None:
+            return []
+        return [f"{datetime.timedelta(seconds=round(self.seconds_left))} left"]
+
     def __str__(self) -> str:
-        return self.line
+        done = [] if self.share is None else [f"{self.share:.0%} done"]
+        return SEPARATOR.join([self.where, *self.words, *done, *self._left])
 
     def in_window(self, columns: int, *, ascii_only: bool = False) -> Text:
         """In one line of a window, trimmed from the right."""
-        text, words = Text(no_wrap=True, overflow="ellipsis"), list(self.parts)
-        if self.seconds_left is not None:
-            words.insert(0, f"{_clock(self.seconds_left)} left")
+        text, words = Text(no_wrap=True, overflow="ellipsis"), [*self._left, *self.words]
+        words.append(self.where)
         if self.share is not None:
             width = next((bar for least, bar in BARS if columns >= least), 0)
             if width:
@@ -136,10 +138,6 @@ def _bar(share: float, width: int, *, ascii_only: bool) -> Text:
     done = min(width, max(0, math.floor(share * width + 1e-9)))
     full, rest = ("#", "-") if ascii_only else ("━", "╌")  # told apart without colours, too
     return Text.assemble((full * done, DONE_STYLE), rest * (width - done))
-
-
-def _clock(seconds: float) -> datetime.timedelta:
-    return datetime.timedelta(seconds=round(seconds))
 
 
 class TimeLeft:
@@ -194,47 +192,23 @@ def describe_parameters(parameters: Iterable[nn.Parameter]) -> str:
     return count_of(known, "parameter") + more
 
 
-def _describe_size(policy: Policy) -> str:
-    """A microbatch size as people write it.
+def _describe_size(size: int | str | Policy | None, savers: Savers) -> str:
+    """A microbatch size, and what comes where not even the smallest fits, as they were given.
 
-    >>> _describe_size(Halving()), _describe_size(Fixed(4)), _describe_size(Fixed(None))
-    ('auto', '4', 'whole batch')
-    >>> _describe_size(Explore()), _describe_size(Ladder(Fixed(8), ["plain", "recompute"]))
-    ('explore', '8, then recompute')
-    >>> _describe_size(FastestLevel(Halving(), ["plain", "recompute"]))
-    'auto, and the fastest of plain, recompute'
+    >>> _describe_size("auto", "error"), _describe_size(None, "error"), _describe_size(8, "offload")
+    ('auto', 'whole batch', '8, then offload')
     """
-    if isinstance(policy, FastestLevel):
-        return f"{_describe_size(policy.plain)}, and the fastest of {', '.join(policy.levels)}"
-    if isinstance(policy, Explore):
-        return "explore"
-    if isinstance(policy, Ladder):
-        return f"{_describe_size(policy.plain)}, then {' or '.join(policy.levels[1:])}"
-    if isinstance(policy, Halving) and policy.state_dict()["limit"] is None:
-        return "auto"
-    if isinstance(policy, Fixed):
-        size = policy.state_dict()["microbatch_size"]
-        return "whole batch" if size is None else str(size)
-    return repr(policy)
+    levels = [savers] if isinstance(savers, str) else savers
+    after = "" if savers == "error" else f", then {' or '.join(map(str, levels))}"
+    return ("whole batch" if size is None else str(size)) + after
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """The model, the device and the settings of a run.
-
-    Attributes:
-        run: what is trained, where, and how far.
-        options: the arguments of the `Trainer`, by name.
-        policies: of sizes, in training and in evaluation.
-        parallel: how several processes train the model, in words; None for one.
-        expected: what optimization batches are expected to hold on average; None if not
-            known before.
-        accumulation: how many batches make up one, where that was chosen for a size; else None.
-    """
+    """The model, the device and the settings of a run."""
 
     run: Run
     options: Mapping[str, Any]
-    policies: tuple[Policy, Policy]
     parallel: str | None = None
     expected: GlobalBatch | None = None
     accumulation: str | None = None
@@ -244,7 +218,10 @@ class RunSettings:
         limit, precision = self.options["memory_limit"], self.options["precision"]
         model, max_duration = self.run.model, self.run.max_duration
         device = describe_device(self.run.device, limit)
-        train, evaluation = map(_describe_size, self.policies)
+        train, evaluation = (
+            _describe_size(self.options[name], self.options["when_too_large"])
+            for name in ("microbatch_size", "eval_microbatch_size")
+        )
         of_data = " of data" if max_duration.unit is Unit.SECONDS else ""
         parameters = describe_parameters(model.parameters())
         sizes = train if train == evaluation else f"{train} in train, {evaluation} in eval"
@@ -332,34 +309,29 @@ def batch_status(
     time_left: TimeLeft,
 ) -> StatusLine:
     """Where training stands after a batch."""
-    state, max_duration, cut = run.state, run.max_duration, Sizes.of(result)
-    if max_duration.unit is Unit.EPOCHS and num_batches is None:
+    state, max_duration = run.state, run.max_duration
+    if max_duration.unit is not Unit.EPOCHS:
+        where = f"{position(state, max_duration)}, epoch {state.epoch + 1}"
+    elif num_batches is None:
         where = f"epoch {state.epoch + 1}/{max_duration.value}, batch {state.epoch_batch}"
     else:
         where = position(state, max_duration, num_batches)
-    if max_duration.unit is not Unit.EPOCHS:
-        where += f", epoch {state.epoch + 1}"
     assert state.loss is not None
-    measuring = " (measuring)" if result.is_measuring else ""
-    peak, share = peak_bytes(run.device), _share_done(state, max_duration, num_batches)
-    left = time_left.at(share)
-    loss = f"loss {describe_number(state.loss)}"
-    rate = [] if learning_rate is None else [f"lr {learning_rate:.3g}"]
-    whole = f"global batch {GlobalBatch.of(state, num_devices).brief}"
-    memory = [] if peak is None else [f"peak memory {format_bytes(peak)}"]
-    line = [where, loss, *rate, str(speed), f"microbatches {cut}{measuring}", whole, *memory]
-    if share is not None:
-        line.append(f"{share:.0%} done")
-    if left is not None:
-        line.append(f"{_clock(left)} left")
+    cut, peak = Sizes.of(result), peak_bytes(run.device)
     unit = "" if cut.unit == "rows" else f" {cut.unit}"
-    size = f"{cut.num_microbatches} × {cut.microbatch_size}{unit}{measuring}"
-    return StatusLine(
-        line=SEPARATOR.join(line),
-        parts=[loss, f"microbatches {size}", str(speed), *memory, where, *rate, whole],
-        share=share,
-        seconds_left=left,
-    )
+    measuring = " (measuring)" if result.is_measuring else ""
+    words = [
+        f"loss {describe_number(state.loss)}",
+        f"microbatches {cut.num_microbatches} × {cut.microbatch_size}{unit}{measuring}",
+        str(speed),
+    ]
+    if peak is not None:
+        words.append(f"peak memory {format_bytes(peak)}")
+    if learning_rate is not None:
+        words.append(f"lr {learning_rate:.3g}")
+    words.append(f"global batch {GlobalBatch.of(state, num_devices).brief}")
+    share = _share_done(state, max_duration, num_batches)
+    return StatusLine(where=where, words=words, share=share, seconds_left=time_left.at(share))
 
 
 def describe_number(value: float) -> str:
@@ -378,9 +350,6 @@ def size_lines(phase: str, result: StepResult | EvalResult, settled: Sizes | Non
     ...     microbatch_size=128, num_microbatches=4, attempts=3, failed_sizes=(512, 256))
     >>> size_lines("eval", result, None)
     ['eval: out of memory, microbatch size 512 → 128 rows (4 × 128 of 512; 2 attempts rolled back)']
-    >>> grown = dataclasses.replace(result, failed_sizes=(), attempts=1, grown_from=64)
-    >>> size_lines("eval", grown, None)
-    ['eval: more fits, microbatch size 64 → 128 rows (4 × 128 of 512)']
     """
     cut, lines = Sizes.of(result), []
     size = count_of(result.microbatch_size, result.microbatch_unit.removesuffix("s"))
@@ -398,28 +367,15 @@ def size_lines(phase: str, result: StepResult | EvalResult, settled: Sizes | Non
         )
     elif result.is_measuring and result.exploration is None:
         lines.append(f"this batch alone in smaller microbatches ({cut}), to measure what rows need")
-    elif result.grown_from is not None and _is_coarser(cut, settled):
+    elif result.grown_from is not None and (
+        settled is None
+        or cut.num_microbatches < settled.num_microbatches
+        or cut.num_rows > settled.num_rows
+    ):
         lines.append(f"more fits, microbatch size {result.grown_from} → {size} ({cut})")
     if result.exploration is not None and result.exploration.is_news:
         lines.append(str(result.exploration))
     return [f"{phase}: {line}" for line in lines]
-
-
-def _is_coarser(cut: Sizes, settled: Sizes | None) -> bool:
-    return (
-        settled is None
-        or cut.num_microbatches < settled.num_microbatches
-        or cut.num_rows > settled.num_rows
-    )
-
-
-def level_line(phase: str, level: str, what_it_does: str) -> str:
-    """How microbatches are computed that do not fit as they come.
-
-    >>> level_line("train", "offload", "what waits for the backward does so in host memory")
-    'train: too large as it is, so what waits for the backward does so in host memory (offload)'
-    """
-    return f"{phase}: too large as it is, so {what_it_does} ({level})"
 
 
 def evaluation_line(
@@ -432,44 +388,43 @@ def evaluation_line(
     'eval after batch 3: loss 0.2500, accuracy 1.0000 · 10 samples · microbatches 2 × 5 of 10'
     """
     after = f"{' ' if name else ''}{name}{f' after {where}' if where else ''}"
-    found = _describe_values(values)
+    shown = [f"{name} {describe_number(value)}" for name, value in values.items()]
+    if len(shown) > _MOST_METRICS:
+        shown[_MOST_METRICS:] = [f"and {len(shown) - _MOST_METRICS} more"]
+    found = ", ".join(shown) or "nothing to report (no loss, no metrics)"
     return f"eval{after}: {found} · {count_of(samples, 'sample')} · microbatches {cut}"
-
-
-def _describe_values(values: Mapping[str, float]) -> str:
-    """Loss and metrics in a few words."""
-    shown = [
-        f"{name} {describe_number(value)}" for name, value in list(values.items())[:_MOST_METRICS]
-    ]
-    if len(values) > _MOST_METRICS:
-        shown.append(f"and {len(values) - _MOST_METRICS} more")
-    return ", ".join(shown) or "nothing to report (no loss, no metrics)"
 
 
 LIVE_SECONDS = 0.1
 PLAIN_SECONDS = 5.0
-NOTEBOOK_SECONDS = 0.5  # each goes through a kernel's connection
-NOTEBOOK_COLUMNS = 140
 
 _ATTEMPTS = logging.getLogger("automicro.attempts")
 
 
 class Progress:
-    """Where the trainer says how it goes, entered while it runs. This one shows nothing.
+    """Where the trainer says how it goes, entered while it runs; without a console, nowhere.
+
+    A terminal has lines, and below them one that is written over; anything else has lines alone,
+    with the status at most every few seconds.
 
     >>> with Progress() as progress:
     ...     progress.line("unread")
     """
 
-    _seconds: ClassVar[float | None] = None
-    """How long a status stays at least; None where none is shown."""
-
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(
+        self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._console, self._clock = console, clock
+        self._live: Live | None = None
+        if console is not None and console.is_terminal and not console.is_dumb_terminal:
+            # Refreshed from here: a thread of its own would be one more thing to end.
+            self._live = Live(console=console, auto_refresh=False, transient=True)
         self._shown_at: float | None = None
         self._retries = _Retries(self.doing)
 
     def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
         # Without a handler, Python's last resort would write each retry to stderr.
         _ATTEMPTS.addHandler(self._retries)
         return self
@@ -477,150 +432,51 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         """Leave nothing behind but lines."""
         _ATTEMPTS.removeHandler(self._retries)
+        if self._live is not None:
+            self._live.stop()
 
     def line(self, text: str) -> None:
         """Say something that stays."""
+        if self._console is not None:
+            # soft_wrap: a log is not 80 columns wide. No markup: "[4]" is not a style.
+            self._console.print(Text(text), soft_wrap=self._live is None)
 
     def status(self, describe: Callable[[], StatusLine | str]) -> None:
         """Say what is true now, if it is time to; otherwise nothing is described."""
-        if self._seconds is None:
+        if self._console is None:
             return
-        now = self._clock()
-        if self._shown_at is None or now - self._shown_at >= self._seconds:
+        now, seconds = self._clock(), PLAIN_SECONDS if self._live is None else LIVE_SECONDS
+        if self._shown_at is None or now - self._shown_at >= seconds:
             self._shown_at = now
-            self._show(describe())
+            status = describe()
+            if self._live is None:
+                self.line(str(status))
+            else:
+                self._write_over(self._live, status)
 
     def doing(self, text: str) -> None:
-        """Say at once what takes long, to people who watch."""
-        self._show(f"{text} …")
+        """Say at once what takes long, to people who watch: a log says what came of it."""
+        if self._live is not None:
+            self._write_over(self._live, f"{text} …")
 
-    def _show(self, status: StatusLine | str) -> None:
-        """Write over what was true before."""
+    def _write_over(self, live: Live, status: StatusLine | str) -> None:
+        if isinstance(status, StatusLine):
+            options = live.console.options
+            text = status.in_window(options.max_width, ascii_only=options.ascii_only)
+        else:
+            text = Text(status, no_wrap=True, overflow="ellipsis")
+        live.update(text, refresh=True)
 
 
 def make_progress(enabled: bool, console: Console | None = None) -> Progress:
     """The way to show progress that suits where the output goes.
-
-    Raises:
-        TypeError: ``enabled`` is not True or False.
 
     >>> with make_progress(False) as progress:
     ...     progress.line("unread")
     """
     if not isinstance(enabled, bool):
         raise TypeError(f"progress is {enabled!r}; pass True to show progress, or False")
-    if not enabled:
-        return Progress()
-    console = console or Console()
-    if console.is_jupyter and (show := _display_in_notebook()) is not None:
-        return NotebookProgress(show)
-    if console.is_terminal and not console.is_dumb_terminal and not console.is_jupyter:
-        return LiveProgress(console)
-    return PlainProgress(console)
-
-
-class PlainProgress(Progress):
-    """Lines, with the status at most every few seconds."""
-
-    _seconds = PLAIN_SECONDS
-
-    def __init__(self, console: Console, **options: Any) -> None:
-        super().__init__(**options)
-        self._console = console
-
-    def line(self, text: str) -> None:
-        """Print a line."""
-        # soft_wrap: a log is not 80 columns wide. No markup: "[4]" is not a style.
-        self._console.print(Text(text), soft_wrap=True)
-
-    def doing(self, text: str) -> None:
-        """Print nothing: a log is not watched, and says what came of it."""
-
-    def _show(self, status: StatusLine | str) -> None:
-        self.line(str(status))
-
-
-class LiveProgress(Progress):
-    """Lines, and below them one that is written over."""
-
-    _seconds = LIVE_SECONDS
-
-    def __init__(self, console: Console, **options: Any) -> None:
-        super().__init__(**options)
-        self._console = console
-        # Refreshed from here: a thread of its own would be one more thing to end after a failure.
-        self._live = Live(console=console, auto_refresh=False, transient=True)
-
-    def __enter__(self) -> Self:
-        self._live.start()
-        return super().__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        self._live.stop()
-
-    def line(self, text: str) -> None:
-        """Print a line above the live one."""
-        self._console.print(Text(text))
-
-    def _show(self, status: StatusLine | str) -> None:
-        if isinstance(status, StatusLine):
-            options = self._console.options
-            text = status.in_window(options.max_width, ascii_only=options.ascii_only)
-        else:
-            text = Text(status, no_wrap=True, overflow="ellipsis")
-        self._live.update(text, refresh=True)
-
-
-class NotebookProgress(Progress):
-    """Lines, and above them one that is written over, in the output of a notebook's cell."""
-
-    _seconds = NOTEBOOK_SECONDS
-
-    def __init__(self, display: Callable[[str], Callable[[str], None]], **options: Any) -> None:
-        super().__init__(**options)
-        self._display = display
-        self._update: Callable[[str], None] | None = None
-
-    def __enter__(self) -> Self:
-        self._update = self._display("")
-        return super().__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        self._show("")
-
-    def line(self, text: str) -> None:
-        """Print a line below."""
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
-
-    def _show(self, status: StatusLine | str) -> None:
-        if self._update is not None:
-            self._update(_html_of(status))
-
-
-def _html_of(status: StatusLine | str) -> str:
-    if isinstance(status, str):
-        return html.escape(status)
-    bar = "" if status.share is None else f'<progress value="{status.share:.4f}"></progress> '
-    words = dataclasses.replace(status, share=None).in_window(NOTEBOOK_COLUMNS)
-    share = "" if status.share is None else f"{status.share:.0%} · "
-    return bar + html.escape(share + words.plain)
-
-
-def _display_in_notebook() -> Callable[[str], Callable[[str], None]] | None:
-    """The function that shows HTML in a notebook; None where its library is missing."""
-    try:
-        from IPython.display import HTML, display
-    except ImportError:
-        return None
-
-    def show(text: str) -> Callable[[str], None]:
-        handle = display(HTML(text), display_id=True)
-        return lambda new: None if handle is None else handle.update(HTML(new))
-
-    return show
+    return Progress(console or Console()) if enabled else Progress()
 
 
 class _Retries(logging.Handler):

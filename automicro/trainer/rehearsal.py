@@ -7,12 +7,13 @@ import contextlib
 import copy
 import itertools
 import math
+import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from automicro.batch.layout import describe_cut
 from automicro.batch.tensors import Contents
 from automicro.checkpoints.rng import restore_rng_state, rng_state
 from automicro.errors import BatchError
-from automicro.memory.device import capacity_bytes, reset_peak
+from automicro.memory.device import reset_peak
 from automicro.microbatcher import Microbatcher
 from automicro.options import check_choice
 from automicro.reach import generators_in, kinds_of_loading
@@ -59,12 +60,11 @@ SCANNED_SECONDS = 30.0
 MOST_TRIES = 8
 SHOWN_ROWS = 8
 
+_Run: TypeAlias = Callable[[Any], StepResult | EvalResult]
+
 
 def read_rehearsal(rehearse: str | None) -> str | None:
     """The option for rehearsals, read and checked.
-
-    Raises:
-        TypeError, ValueError: nothing that can be rehearsed.
 
     >>> read_rehearsal("worst"), read_rehearsal(None)
     ('worst', None)
@@ -84,20 +84,22 @@ class _KnowsCosts(Protocol):
         """
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class _CostlyBatch:
-    """One of the costliest batches of a pass."""
+    """One of the costliest batches of a pass; ``make`` gives it."""
 
     index: int
     cost: float
-    rows: tuple[Any, ...] | None
+    row_cost: float
+    rows: tuple[Any, ...]
     make: Callable[[], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Scan:
-    """The scanned batches, and the costliest of them."""
+    """The costliest of the scanned batches."""
 
+    name: str
     batches: Sequence[_CostlyBatch]
     seen: int
     total: int | None
@@ -109,9 +111,7 @@ class _Scan:
 
     def __str__(self) -> str:
         of = "an unknown number of" if self.total is None else f"{self.total:,}"
-        if self.is_complete:
-            return f"all {of} batches"
-        return f"the first {self.seen:,} of {of} batches"
+        return f"{'all' if self.is_complete else f'the first {self.seen:,} of'} {of} batches"
 
 
 def find_costliest(
@@ -128,9 +128,6 @@ def find_costliest(
     A sampler with ``batch_costs`` is asked. Of a data set with indices the batches are made in
     this process from what the sampler gives; anything else is passed over. Both are bounded.
 
-    Raises:
-        ValueError: it can be passed over only once.
-
     >>> batches = [torch.zeros(2, 3), torch.zeros(2, 9), torch.zeros(2, 5)]
     >>> scan = find_costliest(batches, "train_dataloader")
     >>> [(each.index, each.cost) for each in scan.batches][0], str(scan)
@@ -140,32 +137,41 @@ def find_costliest(
     if most_batches is not None:
         total = most_batches if total is None else min(total, most_batches)
     announce_epoch(loader, epoch)
-    order = _known_order(loader)
-    if order is None:
-        batches = _passed_over(loader, name)
-    else:
-        # As a pass begins: workers are seeded before the sampler draws.
-        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-        batches = _made_of(loader, order, total)
-    start, best = time.monotonic(), _Best()
     most_made = SCANNED_BATCHES if total is None else min(SCANNED_BATCHES, total)
-    for index, (rows, make, known_cost) in enumerate(batches):
-        listed, cost = _as_tuple(rows), known_cost
-        num_rows = max(1, len(listed or ()))
+    start, seen, found = time.monotonic(), 0, list[_CostlyBatch]()
+    for rows, make, known_cost in _pass_of(loader, name, total):
+        listed, cost = tuple(rows) if isinstance(rows, list | tuple) else (rows,), known_cost
+        num_rows = len(listed)
         if cost is None:
             batch = make()
             cost, num_rows = float(Contents(batch).num_elements), 1
             with contextlib.suppress(BatchError):  # a callback may make it one that has rows
                 num_rows = 1 if rows_of is None else rows_of(batch)
             del batch
-        this = _CostlyBatch(index=index, cost=cost, rows=listed, make=make)
-        best.add(this, row_cost=cost / num_rows)
+        row_cost = cost / max(1, num_rows)
+        this = _CostlyBatch(index=seen, cost=cost, row_cost=row_cost, rows=listed, make=make)
+        found, seen = _costliest([*found, this]), seen + 1
         is_late = time.monotonic() - start >= most_seconds
-        if known_cost is None and (best.seen >= most_made or is_late):
+        if known_cost is None and (seen >= most_made or is_late):
             break
     else:
-        total = best.seen
-    return _Scan(batches=best.batches, seen=best.seen, total=total)
+        total = seen
+    return _Scan(name=name, batches=found, seen=seen, total=total)
+
+
+def _costliest(batches: Sequence[_CostlyBatch]) -> list[_CostlyBatch]:
+    """The costliest first, then that of the longest rows, then those of shorter ones.
+
+    What a batch of long rows needs says little of one with many short ones, so of each doubling of
+    the cost of a row the costliest batch is kept.
+    """
+    ranked = sorted(batches, key=lambda each: (-each.cost, each.index))
+    of_class: dict[int, _CostlyBatch] = {}
+    for each in ranked:
+        of_class.setdefault(math.frexp(each.row_cost)[1], each)
+    longest = max(batches, key=lambda each: (each.row_cost, -each.index))
+    others = [of_class[each] for each in sorted(of_class, reverse=True)[:CLASSES]]
+    return list(dict.fromkeys([*ranked[:COSTLIEST], longest, *others]))
 
 
 _Made = tuple[Any, Callable[[], Any], float | None]
@@ -179,19 +185,40 @@ def _known_order(loader: Any) -> Iterable[Any] | None:
     return batch_order(loader)
 
 
+def _pass_of(loader: Any, name: str, total: int | None) -> Iterator[_Made]:
+    """The batches of a pass in this process: made of their indices, or passed over."""
+    order = _known_order(loader)
+    if order is not None:
+        # As a pass begins: workers are seeded before the sampler draws.
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        known = _known_costs(order)
+        costs = itertools.repeat(None) if known is None else map(float, list(known)[:total])
+        for cost, rows in zip(costs, order, strict=False):
+            yield rows, partial(_make, loader, rows), cost
+        return
+    if not _begins_again(loader):
+        owner = loader.dataset if isinstance(loader, DataLoader) else loader
+        raise ValueError(
+            f"rehearse='worst' looks for the costliest batches before the first step, and {name} "
+            f"({type(owner).__name__}) can be passed over only once, so they would be missing in "
+            "the run; pass what begins again with each pass, such as a DataLoader over a data set "
+            "with a length, or leave rehearse out"
+        )
+    if isinstance(loader, DataLoader):  # without its workers, which would be started for this alone
+        loader = copy.copy(loader)
+        forget_workers(loader)
+        alone = {"num_workers": 0, "timeout": 0, "prefetch_factor": None}
+        vars(loader).update(alone, persistent_workers=False)
+    for batch in rest(begin(loader)):
+        yield (), partial(operator.itemgetter(0), [batch]), None
+        del batch
+
+
 def _known_costs(order: Any) -> Sequence[float] | None:
     if isinstance(order, SharedSampler):
         costs = _known_costs(order.sampler)
         return None if costs is None else list(costs)[order.rank :: order.world_size]
     return order.batch_costs() if isinstance(order, _KnowsCosts) else None
-
-
-def _made_of(loader: DataLoader[Any], order: Iterable[Any], total: int | None) -> Iterator[_Made]:
-    """The batches that the indices of an order make."""
-    known = _known_costs(order)
-    costs = itertools.repeat(None) if known is None else map(float, list(known)[:total])
-    for cost, rows in zip(costs, order, strict=False):
-        yield rows, partial(_make, loader, rows), cost
 
 
 def _make(loader: DataLoader[Any], rows: Any) -> Any:
@@ -203,20 +230,6 @@ def _make(loader: DataLoader[Any], rows: Any) -> Any:
         if callable(getattr(dataset, "__getitems__", None)):
             return loader.collate_fn(dataset.__getitems__(rows))
         return loader.collate_fn([dataset[row] for row in rows])
-
-
-def _passed_over(loader: Any, name: str) -> Iterator[_Made]:
-    """The batches of a pass in this process; each is held until the next is made."""
-    if not _begins_again(loader):
-        raise ValueError(
-            f"rehearse='worst' looks for the costliest batches before the first step, and {name} "
-            f"({_kind_of(loader)}) can be passed over only once, so they would be missing in "
-            "the run; pass what begins again with each pass, such as a DataLoader over a data set "
-            "with a length, or leave rehearse out"
-        )
-    for batch in rest(begin(_in_this_process(loader))):
-        yield None, partial(_given, [batch]), None
-        del batch
 
 
 def _begins_again(loader: Any) -> bool:
@@ -232,68 +245,6 @@ def _begins_again(loader: Any) -> bool:
     source = loader.dataset if isinstance(loader, DataLoader) else loader
     with undisturbed(source):
         return iter(source) is not iter(source)
-
-
-def _kind_of(loader: Any) -> str:
-    return type(loader.dataset if isinstance(loader, DataLoader) else loader).__name__
-
-
-def _given(held: list[Any]) -> Any:
-    return held[0]
-
-
-def _in_this_process(loader: Any) -> Any:
-    """A loader of torch's without its workers, which would be started for this alone."""
-    if not isinstance(loader, DataLoader):
-        return loader
-    alone = copy.copy(loader)
-    forget_workers(alone)
-    vars(alone).update(num_workers=0, timeout=0, persistent_workers=False, prefetch_factor=None)
-    return alone
-
-
-class _Best:
-    """The costliest of the batches that were seen: of all, and of those with shorter rows.
-
-    What a batch of long rows needs says little of one with many short ones, so of each doubling of
-    the cost of a row the costliest batch is kept.
-    """
-
-    def __init__(self) -> None:
-        self.seen = 0
-        self._costliest: list[_CostlyBatch] = []
-        self._of_class: dict[int, tuple[float, _CostlyBatch]] = {}  # with the cost of a row
-        self._longest: tuple[float, _CostlyBatch] | None = None
-
-    @property
-    def batches(self) -> list[_CostlyBatch]:
-        """The costliest first, then that of the longest rows, then those of shorter ones."""
-        highest = sorted(self._of_class, reverse=True)[:CLASSES]
-        beside = [self._longest, *(self._of_class[each] for each in highest)]
-        found = {each.index: each for each in self._costliest}
-        for each in beside:
-            if each is not None:
-                found.setdefault(each[1].index, each[1])
-        return list(found.values())
-
-    def add(self, batch: _CostlyBatch, *, row_cost: float) -> None:
-        """Take note of the next one."""
-        self.seen += 1
-        if len(self._costliest) < COSTLIEST or batch.cost > self._costliest[-1].cost:
-            ranked = sorted([*self._costliest, batch], key=lambda each: (-each.cost, each.index))
-            self._costliest = ranked[:COSTLIEST]
-        if self._longest is None or row_cost > self._longest[0]:
-            self._longest = row_cost, batch
-        doubling = math.floor(math.log2(row_cost)) if row_cost > 0 else 0
-        known = self._of_class.get(doubling)
-        if known is None or (batch.cost, row_cost) > (known[1].cost, known[0]):
-            self._of_class[doubling] = row_cost, batch
-
-
-def _as_tuple(rows: Any) -> tuple[Any, ...] | None:
-    if rows is None:
-        return None
-    return tuple(rows) if isinstance(rows, list | tuple) else (rows,)
 
 
 @contextlib.contextmanager
@@ -350,7 +301,7 @@ class _RehearsedBatch:
 
     loader: str
     index: int | None
-    dataset_rows: tuple[Any, ...] | None
+    dataset_rows: tuple[Any, ...]
     rows: int
     cost: float
     microbatch_size: int
@@ -358,7 +309,6 @@ class _RehearsedBatch:
     num_microbatches: int
     ooms: int
     peak_bytes: int | None
-    capacity_bytes: int | None
 
     def __str__(self) -> str:
         unit, size = self.microbatch_unit, self.microbatch_size
@@ -367,8 +317,7 @@ class _RehearsedBatch:
             cut += " row" if self.rows == 1 else " rows"
         text = f"{_name(self.loader, self.index, self.dataset_rows)}: {cut}"
         if self.peak_bytes is not None:
-            of = "" if self.capacity_bytes is None else f" of {format_bytes(self.capacity_bytes)}"
-            text += f", peak {format_bytes(self.peak_bytes)}{of}"
+            text += f", peak {format_bytes(self.peak_bytes)}"
         if self.ooms:
             text += f", after {count_of(self.ooms, 'OOM')}"
         return text
@@ -376,19 +325,17 @@ class _RehearsedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class RehearsalReport:
-    """The result of a rehearsal. ``str()`` of it has a line for each loader and each batch.
+    """The result of a rehearsal.
 
     Attributes:
         batches: that went through, the costliest of each loader first.
         looked_at: by loader, among how many batches these were found, in words.
         unknown: what was left out, or not looked at, and why; empty where nothing was.
-        seconds: that it took.
     """
 
     batches: Sequence[_RehearsedBatch]
     looked_at: dict[str, str]
     unknown: Sequence[str]
-    seconds: float
 
     @property
     def ooms(self) -> int:
@@ -398,7 +345,7 @@ class RehearsalReport:
     def brief(self) -> str:
         """All of it in one line, for a summary.
 
-        >>> RehearsalReport(batches=(), looked_at={}, unknown=(), seconds=0.0).brief()
+        >>> RehearsalReport(batches=(), looked_at={}, unknown=()).brief()
         'nothing'
         """
         parts = []
@@ -406,37 +353,20 @@ class RehearsalReport:
             own = [each for each in self.batches if each.loader == loader]
             if own:
                 smallest = min(own, key=lambda each: each.microbatch_size)
+                size = count_of(
+                    smallest.microbatch_size, smallest.microbatch_unit.removesuffix("s")
+                )
+                ooms = count_of(sum(each.ooms for each in own), "OOM")
                 parts.append(
-                    f"the costliest {len(own)} of {looked_at} of {loader} fit, with "
-                    f"{_counted(smallest)} or more, after "
-                    f"{count_of(sum(each.ooms for each in own), 'OOM')}"
+                    f"the costliest {len(own)} of {looked_at} of {loader} fit, with {size} or "
+                    f"more, after {ooms}"
                 )
         return "; ".join([*parts, *self.unknown]) or "nothing"
-
-    def __str__(self) -> str:
-        lines = []
-        for loader, looked_at in self.looked_at.items():
-            lines.append(_heading(loader, looked_at))
-            lines += [f"  {each}" for each in self.batches if each.loader == loader]
-        return "\n".join([*lines, *(f"rehearsal: {each}" for each in self.unknown)])
 
 
 @dataclass(kw_only=True, eq=False)
 class Rehearsal:
-    """Runs the costliest batches before the first step of a run, and rolls all of it back.
-
-    Attributes:
-        loader: of the data to train on.
-        microbatcher: of training, whose sizes stay.
-        metrics: of training, updated and put back.
-        evaluations: all; those that happen in the run are rehearsed.
-        context: of the run.
-        count_rows: of a batch.
-        accumulate_batches: how many batches of the loader make up an optimization batch.
-        repeatable: whether no clock may decide what is found.
-        report: of what was found, once all is done.
-        at: where it stands while it runs, for errors.
-    """
+    """Runs the costliest batches before the first step of a run, and rolls all of it back."""
 
     loader: Any
     microbatcher: Microbatcher
@@ -453,15 +383,10 @@ class Rehearsal:
     _unknown: list[str] = field(default_factory=list)
 
     def run(self) -> None:
-        """Rehearse, and say what was found. All ranks call it.
-
-        Raises:
-            SampleTooLargeError: a batch does not fit.
-            ValueError: a loader that can be passed over only once, or layers without shapes.
-        """
+        """Rehearse, and say what was found. All ranks call it."""
         # They would get other random weights in a rehearsal than in the run.
         refuse_lazy("rehearse='worst'", self.context.run.modules)
-        start, context = time.perf_counter(), self.context
+        context = self.context
         self.at = "in the rehearsal before the first step"
         try:
             self._train()
@@ -475,18 +400,14 @@ class Rehearsal:
             reset_peak(context.device)  # that of the run is to come
         self.at = None
         self.report = RehearsalReport(
-            batches=tuple(self._batches),
-            looked_at=self._looked_at,
-            unknown=tuple(self._unknown),
-            seconds=time.perf_counter() - start,
+            batches=tuple(self._batches), looked_at=self._looked_at, unknown=tuple(self._unknown)
         )
         for each in self._unknown:
             context.progress.line(f"rehearsal: {each}")
         context.tell("rehearsal_end", self.report)
 
     def _train(self) -> None:
-        microbatcher, context = self.microbatcher, self.context
-        duration, most_batches = context.run.max_duration, None
+        duration, most_batches = self.context.run.max_duration, None
         if duration.unit is Unit.BATCHES:
             most_batches = duration.value * self.accumulate_batches
         # From the second one on, the gradients of those before lie beside a batch.
@@ -494,11 +415,12 @@ class Rehearsal:
 
         def run(batch: Any) -> StepResult:
             batches = [] if batch is None else [batch] * copies
-            return microbatcher.accumulate(batches, self.metrics.metrics)
+            return self.microbatcher.accumulate(batches, self.metrics.metrics)
 
-        with undisturbed(self.loader, *context.callbacks.transforming):
-            scan = self._look(self.loader, "train_dataloader", context.state.epoch, most_batches)
-            self._twice(scan, "train_dataloader", run, microbatcher, phase="train")
+        with undisturbed(self.loader, *self.context.callbacks.transforming):
+            epoch = self.context.state.epoch
+            scan = self._look(self.loader, "train_dataloader", epoch, most_batches)
+            self._twice(scan, run, self.microbatcher, phase="train")
 
     def _evaluate(self, evaluation: Evaluation) -> None:
         name, microbatcher = evaluation.loader_name, evaluation.microbatcher
@@ -516,7 +438,7 @@ class Rehearsal:
             self.microbatcher.hold_reservation()
             try:
                 with microbatcher.evaluating():
-                    self._twice(scan, name, run, microbatcher, phase="eval")
+                    self._twice(scan, run, microbatcher, phase="eval")
             finally:
                 self.microbatcher.release_reservation()
 
@@ -532,7 +454,8 @@ class Rehearsal:
             most_seconds=math.inf if self.repeatable else SCANNED_SECONDS,
         )
         self._looked_at[name] = str(scan)
-        progress.line(_heading(name, str(scan)))  # before any of them can fail
+        # Before any of them can fail.
+        progress.line(f"rehearsal: the costliest of {scan} of {name}")
         if not scan.is_complete:
             self._unknown.append(
                 f"batches of {name} that were not looked at may be costlier ({scan} were looked "
@@ -540,96 +463,63 @@ class Rehearsal:
             )
         return scan
 
-    def _twice(
-        self,
-        scan: _Scan,
-        name: str,
-        run: Callable[[Any], StepResult | EvalResult],
-        microbatcher: Microbatcher,
-        *,
-        phase: str,
-    ) -> None:
+    def _twice(self, scan: _Scan, run: _Run, microbatcher: Microbatcher, *, phase: str) -> None:
         """Find the size of each batch; then run all with what was learned from the others."""
         with microbatcher.rehearsing():
-            first = list(self._each(scan, name, _until_it_stays(run), phase=phase))
+            first = list(self._each(scan, partial(_settled, run), phase=phase))
         with microbatcher.rehearsing():  # from here on no larger size is tried, as in the run
-            second = self._each(scan, name, run, phase=phase)
+            second = self._each(scan, run, phase=phase)
             for before, after in zip(first, second, strict=True):
                 self._batches.append(replace(after, ooms=before.ooms + after.ooms))
                 self.context.progress.line(f"  {self._batches[-1]}")
 
-    def _each(
-        self,
-        scan: _Scan,
-        name: str,
-        run: Callable[[Any], StepResult | EvalResult],
-        *,
-        phase: str,
-    ) -> Iterator[_RehearsedBatch]:
+    def _each(self, scan: _Scan, run: _Run, *, phase: str) -> Iterator[_RehearsedBatch]:
         context, chosen = self.context, list[_CostlyBatch | None](scan.batches)
         if context.has_peers:  # a rank with fewer takes part without rows
             chosen += [None] * (int(context.ranks.most(float(len(chosen)))) - len(chosen))
         for number, this in enumerate(chosen, start=1):
             context.progress.doing(
-                f"rehearsal: batch {number} of the costliest {len(chosen)} of {name}"
+                f"rehearsal: batch {number} of the costliest {len(chosen)} of {scan.name}"
             )
             batch = None if this is None else this.make()
             if batch is not None and phase == "train":
                 batch = context.callbacks.transform(context.run, batch)
-            index, rows = (None, None) if this is None else (this.index, this.rows)
-            at = _name(name, index, rows)
+            index, rows = (None, ()) if this is None else (this.index, this.rows)
+            at = _name(scan.name, index, rows)
             self.at = f"in the rehearsal before the first step, {at}, of the costliest of {scan}"
             given = [] if batch is None else [batch]
             with context.failures.kept(given, phase=phase, where=self.at):
                 result = run(batch)
-            num_rows = 0 if batch is None else self.count_rows(batch)
-            copies = result.num_samples // num_rows if num_rows else 1
             del given, batch
+            copies = min(2, self.accumulate_batches) if phase == "train" else 1
             yield _RehearsedBatch(
-                loader=name,
+                loader=scan.name,
                 index=index,
                 dataset_rows=rows,
-                rows=num_rows,
+                rows=result.num_samples // copies,
                 cost=0.0 if this is None else this.cost,
                 microbatch_size=result.microbatch_size,
                 microbatch_unit=result.microbatch_unit,
                 num_microbatches=result.num_microbatches // copies,
                 ooms=result.ooms,
                 peak_bytes=result.peak_bytes,
-                capacity_bytes=capacity_bytes(context.device),
             )
 
 
-def _until_it_stays(
-    run: Callable[[Any], StepResult | EvalResult],
-) -> Callable[[Any], StepResult | EvalResult]:
+def _settled(run: _Run, batch: Any) -> StepResult | EvalResult:
     """Run a batch until nothing larger is tried any more; the last result, with all failures."""
-
-    def again(batch: Any) -> StepResult | EvalResult:
-        failed: tuple[int, ...] = ()
-        sizes = set[int]()
-        for _ in range(MOST_TRIES):
-            result = run(batch)
-            failed += result.failed_sizes
-            is_new = result.microbatch_size not in sizes
-            sizes.add(result.microbatch_size)
-            if not (is_new or result.ooms or result.is_measuring):
-                break
-        return replace(result, failed_sizes=failed)
-
-    return again
+    failed, sizes = list[int](), set[int]()
+    for _ in range(MOST_TRIES):
+        result = run(batch)
+        failed += result.failed_sizes
+        is_new = result.microbatch_size not in sizes
+        sizes.add(result.microbatch_size)
+        if not (is_new or result.ooms or result.is_measuring):
+            break
+    return replace(result, failed_sizes=tuple(failed))
 
 
-def _heading(loader: str, looked_at: str) -> str:
-    return f"rehearsal: the costliest of {looked_at} of {loader}"
-
-
-def _counted(batch: _RehearsedBatch) -> str:
-    unit, size = batch.microbatch_unit, batch.microbatch_size
-    return f"{size:,} {unit.removesuffix('s') if size == 1 else unit}"
-
-
-def _name(loader: str, index: int | None, rows: tuple[Any, ...] | None) -> str:
+def _name(loader: str, index: int | None, rows: tuple[Any, ...]) -> str:
     """A batch, with its rows.
 
     >>> _name("train_dataloader", 7, (3, 1))

@@ -12,15 +12,17 @@ from torch import nn
 from automicro.callbacks import ExponentialMovingAverage
 from automicro.errors import DesyncError, facts_of
 from automicro.events.callback import Callback
+from automicro.features import WORDS
 from automicro.ranks.interface import Ranks
 from automicro.sharding import num_ranks
+from automicro.step.feature import Feature
 from automicro.torch_private import is_uninitialized
-from automicro.trainer.data.described import describe_for_ranks
+from automicro.trainer.data.sharing import describe_for_ranks
 from automicro.trainer.evaluators import Evaluator
 from automicro.trainer.resume.optimizer import given_options
 from automicro.values import as_text
 
-MAY_DIFFER = frozenset({"device", "loggers", "max_time", "memory_limit", "probe", "progress"})
+MAY_DIFFER = frozenset({"device", "loggers", "memory_limit", "probe", "progress"})
 """Arguments of the `Trainer` that rank 0 alone uses, or that ranks agree on in the run."""
 
 Outline: TypeAlias = Mapping[str, str]
@@ -86,19 +88,17 @@ def _seed(name: str, given: int | None) -> dict[str, str]:
 
 def _modules(name: str, given: Any) -> dict[str, str]:
     found: dict[str, str] = {}
-    for index, module in enumerate([given] if isinstance(given, nn.Module) else given):
-        which = name if isinstance(given, nn.Module) else f"{name}[{index}]"
+    modules = {name: given}
+    if not isinstance(given, nn.Module):
+        modules = {f"{name}[{index}]": each for index, each in enumerate(given)}
+    for which, module in modules.items():
         found[which] = type(module).__qualname__
-        found |= {f"{each} of {which}": text for each, text in _structure(module)}
+        for key, parameter in module.named_parameters():
+            frozen = "" if parameter.requires_grad else ", frozen"
+            found[f"parameter {key!r} of {which}"] = _form(parameter) + frozen
+        for key, buffer in module.named_buffers():
+            found[f"buffer {key!r} of {which}"] = _form(buffer)
     return found
-
-
-def _structure(module: nn.Module) -> Iterator[tuple[str, str]]:
-    for name, parameter in module.named_parameters():
-        frozen = "" if parameter.requires_grad else ", frozen"
-        yield f"parameter {name!r}", _form(parameter) + frozen
-    for name, buffer in module.named_buffers():
-        yield f"buffer {name!r}", _form(buffer)
 
 
 def _form(tensor: Any) -> str:
@@ -113,6 +113,13 @@ def _callbacks(name: str, given: Iterable[Callback]) -> dict[str, str]:
     return {f"{name} that change batches, gradients or weights": ", ".join(changing) or "none"}
 
 
+def _features(name: str, given: Iterable[Feature]) -> dict[str, str]:
+    """Those that words of a config stand for; one of the user's may observe on one rank alone."""
+    compared = {word.feature for word in WORDS.values()}
+    kinds = [(type(each).__name__, vars(each)) for each in given]
+    return {name: as_text({kind: held for kind, held in kinds if kind in compared})}
+
+
 def _changes_training(callback: Callback) -> bool:
     kind = type(callback)
     overrides = any(
@@ -125,6 +132,7 @@ def _changes_training(callback: Callback) -> bool:
 _SPECIAL: Mapping[str, Callable[[str, Any], dict[str, str]]] = {
     "callbacks": _callbacks,
     "eval_dataloader": outline_evaluations,
+    "features": _features,
     "metrics": lambda name, given: {name: _metrics(given)},
     "model": _modules,
     "modules": _modules,
@@ -180,14 +188,15 @@ def of_all_ranks(ranks: Ranks, value: Any, point: str) -> list[Any]:
 
 _SHOWN = 8
 _SHORT = 300  # letters
-_MISSING = "there is none"
+_GIVE_THE_SAME = (
+    "Give every rank the same. All ranks train, evaluate, count metrics and save checkpoints "
+    "together, and rank 0 alone shows and logs what comes of it: nothing of this has to be left "
+    "out elsewhere."
+)
 
 
 def require_same(outline: Callable[[], Outline], *, what: str = "options") -> None:
     """Compare what ranks were given. All ranks call it; for one process it is free.
-
-    Raises:
-        DesyncError: on all ranks, with each thing that differs and every rank's value.
 
     >>> require_same(lambda: {"max_duration": "'2ep'"})
     """
@@ -215,23 +224,14 @@ def _describe_differences(outlines: Sequence[Outline], *, what: str) -> str:
     together, and rank 0 alone shows and logs what comes of it: nothing of this has to be left out \
     elsewhere.
     """
-    names = list(dict.fromkeys(name for each in outlines for name in each))
     lines = []
-    for name in names:
-        values = [each.get(name, _MISSING) for each in outlines]
+    for name in dict.fromkeys(name for each in outlines for name in each):
+        values = [each.get(name, "there is none") for each in outlines]
         if len(set(values)) > 1:
             lines.append(f"  {name}: {_by_rank(values)}")
-    more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    return "\n".join(
-        [
-            f"ranks were given different {what}:",
-            *lines[:_SHOWN],
-            *more,
-            "Give every rank the same. All ranks train, evaluate, count metrics and save "
-            "checkpoints together, and rank 0 alone shows and logs what comes of it: nothing of "
-            "this has to be left out elsewhere.",
-        ]
-    )
+    if len(lines) > _SHOWN:
+        lines[_SHOWN:] = [f"  and {len(lines) - _SHOWN} more"]
+    return "\n".join([f"ranks were given different {what}:", *lines, _GIVE_THE_SAME])
 
 
 def _by_rank(values: Sequence[str]) -> str:
@@ -252,9 +252,6 @@ def _by_rank(values: Sequence[str]) -> str:
 def require_same_order(ranks: Ranks, checksum: int | None, name: str) -> None:
     """Compare the order of rows that ranks share. All ranks call it, once in a pass.
 
-    Raises:
-        DesyncError: on all ranks, where orders differ.
-
     >>> from automicro.ranks.interface import OneRank
     >>> require_same_order(OneRank(), 3, "train_dataloader")
     """
@@ -263,9 +260,6 @@ def require_same_order(ranks: Ranks, checksum: int | None, name: str) -> None:
 
 def compare_orders(checksums: Sequence[int | None], name: str) -> None:
     """Refuse orders of rows that differ.
-
-    Raises:
-        DesyncError: with the remedy.
 
     >>> compare_orders([7, None, 7], "train_dataloader")
     """

@@ -13,27 +13,21 @@ from automicro.checkpoints.peers import open_peers
 from automicro.compilation import compile_model
 from automicro.data import LengthBatchSampler
 from automicro.events.run import GlobalBatch
-from automicro.features import WORDS, with_features
+from automicro.features import WORDS, CountData, NonFinite, last_of, with_features
 from automicro.lengths.unit import unit_name
 from automicro.microbatcher import Microbatcher
 from automicro.modules import is_parallel
 from automicro.optimizer.step import GradientScaler
-from automicro.options import (
-    check_choice,
-    read_accumulation,
-    read_amount,
-    read_flag,
-    read_time,
-    resolve_device,
-    unwrapped,
-)
+from automicro.options import read_amount, resolve_device, unwrapped
 from automicro.policy.choose import make_policy
+from automicro.step.feature import Feature
 from automicro.trainer.context import RunContext
 from automicro.trainer.counting import Counter
 from automicro.trainer.data.feed import Feed
 from automicro.trainer.data.loading import (
     average_batch,
     choose_accumulation,
+    read_accumulation,
 )
 from automicro.trainer.data.sharing import LoaderSharing, shared_sampler
 from automicro.trainer.device import choose_device, seed_everything
@@ -53,17 +47,11 @@ from automicro.trainer.rehearsal import Rehearsal, read_rehearsal
 from automicro.trainer.resume.checkpointer import (
     Checkpointer,
     check_best_metric,
-    check_optimizer_state,
     read_checkpoint,
 )
 from automicro.trainer.resume.snapshot import Part, Scope, Snapshot
 from automicro.trainer.same_on_all_ranks import outline_given, outline_options, require_same
-from automicro.trainer.step import (
-    NON_FINITE_MODES,
-    FinitenessGuard,
-    TrainingStep,
-)
-from automicro.trainer.surroundings import to_channels_last
+from automicro.trainer.step import FinitenessGuard, TrainingStep
 from automicro.units import Duration, Unit
 
 
@@ -94,7 +82,7 @@ class PlacedModel:
             everything,
             self.place,
             compiles=bool(options["compile"]),
-            **{name: options[name] for name in ("channels_last", "loss_fn", "optimizer")},
+            **{name: options[name] for name in ("loss_fn", "optimizer")},
         )
         self.is_shared = is_wrapped or self._parallel is not None
         if self._parallel is not None:
@@ -119,14 +107,12 @@ class PlacedModel:
         """Move the model, let the processes meet, and wrap it. All ranks call it.
 
         Raises:
-            ValueError: nothing in the model has channels, or the processes cannot meet.
+            ValueError: the processes cannot meet.
             DesyncError: ranks were given different things.
         """
         resolve_device(None, self.model)  # refuses a model without data, which cannot be moved
         for module in self.modules:  # before an optimizer is built of it
             module.to(self.device)
-        if read_flag("channels_last", self._options["channels_last"]):
-            to_channels_last(*self.modules)
         if self._parallel is not None:
             meet(self.device, self.place)
         # Before anything else that ranks do together, and where those would wait that differ.
@@ -168,6 +154,10 @@ _OF_STEPS = (
 )
 
 
+# Whether sizes are remembered is an option of each microbatcher by then.
+_OF_THE_LOOP = ("CountData", "NonFinite", "RememberSizes")
+
+
 class MicrobatcherFactory:
     """Makes microbatchers of one model, compiled where that is asked for.
 
@@ -176,7 +166,9 @@ class MicrobatcherFactory:
     """
 
     def __init__(self, placed: PlacedModel, options: Mapping[str, Any]) -> None:
-        unit = unit_name(options["microbatch_unit"])
+        self._features = [f for f in options["features"] if type(f).__name__ not in _OF_THE_LOOP]
+        sized = last_of("MicrobatchUnit", self._features)
+        unit = unit_name(options["microbatch_unit"] if sized is None else sized.unit)
         self.policies = (
             make_policy(options["microbatch_size"], unit=unit),
             make_policy(options["eval_microbatch_size"], name="eval_microbatch_size", unit=unit),
@@ -200,11 +192,12 @@ class MicrobatcherFactory:
 
     def make_for_callback(self, **options: Any) -> Microbatcher:
         """A microbatcher for passes of a callback's own: unscaled, its sizes not remembered."""
-        return self.make(**{"backward": Tensor.backward, "remember_sizes": False, **options})
+        return self.make(**{"backward": Tensor.backward, "remember_sizes": None, **options})
 
-    def make(self, **options: Any) -> Microbatcher:
-        """A microbatcher of the model."""
-        microbatcher = Microbatcher(self._model, **with_features({**self._options, **options}))
+    def make(self, *, features: Sequence[Feature] = (), **options: Any) -> Microbatcher:
+        """A microbatcher of the model, with the features of the run and further ones."""
+        given = {**self._options, **options, "features": [*self._features, *features]}
+        microbatcher = Microbatcher(self._model, **with_features(given))
         if self._is_scaled and self.scaler is None:
             self.scaler = GradientScaler(self._device, ranks=microbatcher.ranks)
         return microbatcher
@@ -226,12 +219,6 @@ def _expected(loader: object, num_devices: int, accumulate_batches: int) -> Glob
         num_devices=num_devices,
         accumulation=accumulate_batches,
     )
-
-
-_PLAIN_SCHEDULE = (
-    "a LambdaLR saves what its callable objects hold, so use a function, or an object that holds "
-    "numbers"
-)
 
 
 def assemble_fit(
@@ -261,13 +248,14 @@ def assemble_fit(
     scheduler_interval = read_scheduler_interval(schedule, options["scheduler_interval"])
     require_same(partial(outline_given, optimizer, schedule), what="optimizers")
     grad_clip_norm = read_amount("grad_clip_norm", options["grad_clip_norm"])
-    guard = FinitenessGuard(check_choice("non_finite", options["non_finite"], NON_FINITE_MODES))
+    non_finite = last_of("NonFinite", options["features"]) or NonFinite()
+    counts = last_of("CountData", options["features"]) or CountData()
     rehearse = read_rehearsal(options["rehearse"])
     durations = {"max_duration": run.max_duration, "eval_interval": every}
-    tokens = Counter(Unit.TOKENS, options["count_tokens"], **durations)
+    tokens = Counter(Unit.TOKENS, counts.tokens, **durations)
     sampler = shared_sampler(loader)
     is_known = isinstance(sampler, LengthBatchSampler) and "seconds" in sampler.units
-    seconds = Counter(Unit.SECONDS, options["count_seconds"], is_known=is_known, **durations)
+    seconds = Counter(Unit.SECONDS, counts.seconds, is_known=is_known, **durations)
     if loader is None:
         return None
     if optimizer is None:
@@ -310,12 +298,11 @@ def assemble_fit(
     if config is not None:
         context.failures.folder = Path(config.folder).parent
         check_best_metric(config, run.expected)
-        check_optimizer_state(optimizer)
         if config.interval is not None:
             seconds.require_for("checkpoint interval", Duration.parse(config.interval))
         metrics_of = {f"metrics of {each.name or 'eval'}": each.metrics for each in evaluations}
         parts = {
-            "scheduler": Part(owner=schedule, remedy=_PLAIN_SCHEDULE),
+            "scheduler": Part(owner=schedule),
             "scaler": Part(owner=scaler),
             "sizes": Part(owner=microbatcher),
             "metrics": Part(owner=metrics, scope=Scope.EPOCH),
@@ -340,7 +327,7 @@ def assemble_fit(
             microbatcher=microbatcher,
             update=update,
             metrics=metrics,
-            guard=guard,
+            guard=FinitenessGuard(non_finite.mode),
             tokens=tokens,
             seconds=seconds,
             context=context,
@@ -350,11 +337,9 @@ def assemble_fit(
         evaluations=plan,
         checkpointer=checkpointer,
         rehearsal=rehearsal,
-        max_seconds=read_time("max_time", options["max_time"]),
         settings=RunSettings(
             run=run,
             options=options,
-            policies=factory.policies,
             parallel=placed.name,
             expected=_expected(loader, ranks.world_size, accumulate_batches),
             accumulation=chosen,

@@ -1,4 +1,4 @@
-"""The surroundings of a run: determinism, the memory limit and format, notes on errors."""
+"""The surroundings of a run: determinism, the memory limit, notes on errors."""
 
 import contextlib
 import os
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
-from automicro.errors import DeterminismWarning, add_note, text_of, warn
+from automicro.errors import DeterminismWarning, add_note, warn
 from automicro.memory.budget import active_budget
 from automicro.memory.device import limit_memory
 from automicro.memory.residents import track_residents
@@ -25,11 +25,6 @@ from automicro.trainer.progress import Progress, make_progress
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_VALUES = (":4096:8", ":16:8")
 
-_SIGNS = (
-    "does not have a deterministic implementation",
-    "Deterministic behavior was enabled with either",  # cuBLAS without its variable
-)
-
 
 def prepare_cublas(device: torch.device | str) -> None:
     """Tell cuBLAS to be deterministic, which it asks for when it is first used.
@@ -37,12 +32,6 @@ def prepare_cublas(device: torch.device | str) -> None:
     Sets the environment variable ``CUBLAS_WORKSPACE_CONFIG`` and leaves it set: cuBLAS and torch
     read it once in the life of a process. Call it before anything computes on the device, best
     before anything lies there. Nothing happens where the device has no cuBLAS.
-
-    Raises:
-        ValueError: the variable has a value that is not deterministic.
-
-    Warns:
-        DeterminismWarning: CUDA is in use already, so cuBLAS may have asked.
 
     Example:
         >>> prepare_cublas("cpu")
@@ -59,14 +48,10 @@ def prepare_cublas(device: torch.device | str) -> None:
         "leave deterministic=True out"
     )
     if value is not None:
-        raise ValueError(
-            f"deterministic=True, but the environment has {CUBLAS_VARIABLE}={value}, with which "
-            f"cuBLAS is not deterministic; {remedy}"
-        )
+        raise ValueError(f"{CUBLAS_VARIABLE}={value} is not deterministic; {remedy}")
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         warn(
-            f"deterministic=True on {device} needs {CUBLAS_VARIABLE}, and CUDA is in use already "
-            "(the model lies on the device, perhaps). It is set now; if matrices have been "
+            f"{CUBLAS_VARIABLE} is set while CUDA is in use already: if matrices have been "
             "multiplied on the device before, cuBLAS does not see it, and runs may differ. Make "
             f"the Trainer before anything computes there, or {remedy}",
             DeterminismWarning,
@@ -82,10 +67,6 @@ def deterministic_algorithms(device: torch.device) -> Iterator[None]:
     Whether ``torch.empty`` fills its memory stays as it is (torch does it in this mode unless
     ``torch.utils.deterministic.fill_uninitialized_memory`` says otherwise): without, a model that
     reads what it never wrote would differ from run to run, unnoticed.
-
-    Raises:
-        RuntimeError: an operation has no deterministic implementation. That is torch's own error,
-            with a note that says what helps.
 
     Example:
         >>> with deterministic_algorithms(torch.device("cpu")):
@@ -103,14 +84,6 @@ def deterministic_algorithms(device: torch.device) -> Iterator[None]:
         cudnn.benchmark = False
         cudnn.deterministic = True
         yield
-    except RuntimeError as error:
-        if any(sign in text_of(error) for sign in _SIGNS):
-            add_note(
-                error,
-                "automicro: deterministic=True asks for this error; replace the operation by one "
-                "that is deterministic, or leave deterministic=True out",
-            )
-        raise
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warns)
         set_inductor_deterministic(compiled)
@@ -120,9 +93,6 @@ def deterministic_algorithms(device: torch.device) -> Iterator[None]:
 
 def refuse_lazy(option: str, modules: Iterable[nn.Module]) -> None:
     """Refuse modules that have no shape yet, for an option that needs it before the first batch.
-
-    Raises:
-        ValueError: names the first parameter or buffer.
 
     >>> refuse_lazy("parallel='ddp'", [nn.Linear(2, 2)])
     """
@@ -134,44 +104,6 @@ def refuse_lazy(option: str, modules: Iterable[nn.Module]) -> None:
                     "first batch and has none yet; run the model on one row before, give the layer "
                     "its shape, or leave the option out"
                 )
-
-
-FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
-def to_channels_last(*modules: nn.Module) -> None:
-    """Give every 4-D and 5-D parameter and buffer the memory format with the channels last.
-
-    Values, shapes and the parameters themselves stay, so an optimizer may have them already.
-    Inputs need not be converted: a convolution takes the format from its weight, and hands it on
-    to the layers behind it; the gradients and the optimizer's state have it, too. Do it after the
-    model was moved and before it is compiled.
-
-    Raises:
-        ValueError: nothing in them has four or five dimensions, or a lazy layer has no shape yet.
-
-    Example:
-        >>> model = nn.Conv2d(3, 8, 3)
-        >>> to_channels_last(model)
-        >>> model.weight.is_contiguous(memory_format=torch.channels_last)
-        True
-        >>> model(torch.zeros(2, 3, 8, 8)).is_contiguous(memory_format=torch.channels_last)
-        True
-    """
-    refuse_lazy("channels_last=True", modules)
-    tensors = [each for module in modules for each in [*module.parameters(), *module.buffers()]]
-    found = [tensor for tensor in tensors if _has_channels(tensor)]
-    if not found:
-        raise ValueError(
-            "channels_last=True needs parameters of 4 or 5 dimensions, which convolutions over "
-            f"images or volumes have, and {type(modules[0]).__name__} has none; leave it out"
-        )
-    for tensor in found:
-        tensor.data = tensor.data.to(memory_format=FORMATS[tensor.dim()])
-
-
-def _has_channels(tensor: Tensor) -> bool:
-    return tensor.dim() in FORMATS and tensor.layout is torch.strided
 
 
 @dataclass(kw_only=True, eq=False)
@@ -186,10 +118,6 @@ class RunSurroundings:
         residents: what lies there all the time.
         deterministic: whether to refuse algorithms that are not.
         console: where progress is shown; None for the usual one.
-
-    Raises:
-        TypeError: ``shows_progress`` is not True or False.
-        ValueError: no such limit for this device.
     """
 
     shows_progress: bool
@@ -208,11 +136,7 @@ class RunSurroundings:
 
     @contextlib.contextmanager
     def open(self, context: RunContext) -> Iterator[None]:
-        """Run inside; the context's progress is shown. Inside of itself it changes nothing.
-
-        Raises:
-            torch.OutOfMemoryError: what is resident alone exceeds a simulated limit.
-        """
+        """Run inside; the context's progress is shown. Inside of itself it changes nothing."""
         if self._is_open:
             yield
             return

@@ -14,7 +14,7 @@ from automicro.checkpoints.store import CheckpointConfig
 from automicro.errors import DeterminismWarning, warn
 from automicro.events.callback import Callback, Callbacks
 from automicro.events.run import LoopState, PhaseState, Requests, Run
-from automicro.features import answering_unknown
+from automicro.features import answering_unknown, last_of
 from automicro.files import write_whole
 from automicro.lengths.unit import Cost
 from automicro.loggers import Logger, LoggerGroup
@@ -25,6 +25,7 @@ from automicro.policy.explore import Explore
 from automicro.policy.policy import Policy
 from automicro.ranks.interface import announcing_failed_construction
 from automicro.savers.levels import Savers
+from automicro.step.feature import Feature, check_features
 from automicro.trainer.context import RunContext
 from automicro.trainer.data.loading import check_loader, check_passes
 from automicro.trainer.device import seed_everything
@@ -35,7 +36,6 @@ from automicro.trainer.metrics import MetricSet, model_metrics
 from automicro.trainer.optimizer import (
     OptimizerMode,
     OptimizerOrFactory,
-    ParameterGroups,
     SchedulerOrFactory,
     build_optimizer,
 )
@@ -48,7 +48,7 @@ from automicro.trainer.same_on_all_ranks import (
 )
 from automicro.trainer.setup import MicrobatcherFactory, PlacedModel, assemble_fit
 from automicro.trainer.surroundings import RunSurroundings, noting, prepare_cublas
-from automicro.units import Duration, read_duration
+from automicro.units import Duration, parse_time, read_duration
 
 
 class Trainer:
@@ -84,18 +84,15 @@ class Trainer:
         eval_dataloader: the same for evaluation; an `Evaluator` with a size, metrics or an
             interval of its own; or a mapping from names to these.
         loss_fn: see `Microbatcher`, as for ``forward``, ``loss_average``, ``batchnorm``,
-            ``modules``, ``strict_divisible``, ``batch_layout`` and ``update_metric``. A loss that
-            is a module is moved to the device.
+            ``modules``, ``probe`` and ``batch_layout``. A loss that is a module is moved to the
+            device.
         forward: see `Microbatcher`.
         optimizer: an optimizer, or a callable that makes one of a list of the model's
             parameters, which are on the device by then: ``torch.optim.AdamW``, or
-            ``partial(torch.optim.AdamW, lr=0.01)``. Where it has ``train()`` and ``eval()``, as
+            ``partial(torch.optim.AdamW, lr=0.01)``; or `ParameterGroups`, by which some
+            parameters have options of their own. Where it has ``train()`` and ``eval()``, as
             schedule-free ones do, both are called: the model has the weights of ``eval()`` in
             evaluations, predictions and checkpoints, and after `fit`.
-        parameter_groups: options of the optimizer for some parameters, by their names: mappings
-            such as ``{"params": ["*.bias", "*norm*"], "weight_decay": 0.0}``, with ``*``, ``?``
-            and ``[…]`` as in `fnmatch`. The first that matches counts. The optimizer is given as
-            a callable then.
         scheduler: a learning rate scheduler, or a callable that makes one of the optimizer. One
             that steps on a measured value (ReduceLROnPlateau) is stepped by a callback of yours.
         scheduler_interval: after what it is stepped: ``"batch"`` for each optimizer step, or
@@ -105,8 +102,8 @@ class Trainer:
             Training and evaluation update clones of their own.
         max_duration: ``"2ep"`` (epochs), ``"500ba"`` (optimization batches), ``"10000sp"``
             (samples), ``"1e6tok"`` (tokens) or ``"100h"`` (hours of data, also ``min`` and
-            ``sec``; a limit in time is ``max_time``). Training ends after the batch that reaches
-            it.
+            ``sec``; a limit in time is ``fit(max_time=…)``). Training ends after the batch that
+            reaches it.
         accumulate_batches: how many batches of the loader make up an optimization batch, which is
             one optimizer step. Their loss has one denominator. The last ones of an epoch may be
             fewer. A size, such as ``"1024sp"`` or ``"5h"``, takes the fewest that reach it on
@@ -122,9 +119,6 @@ class Trainer:
         when_too_large: what to do where not even the smallest size fits: ``"error"``,
             ``"recompute"``, ``"offload"``, ``"nested"``, a list of these in order, or ``"auto"``
             for what is fastest by measured seconds; see `docs/levels.md`.
-        padding: where the lengths of padded tensors are, by their paths.
-        cut_padding: whether each microbatch is cut to its longest row: ``"auto"`` for where that
-            changes nothing.
         loss_average: what the loss is a mean over: ``"samples"``, ``"tokens"`` (targets that are
             not ignored), ``"none"`` (a sum), or a callable that counts what the loss was divided
             by.
@@ -135,19 +129,8 @@ class Trainer:
         precision: ``"fp32"``, or ``"bf16"`` or ``"fp16"`` for autocast of the forward and the
             loss. With ``"fp16"`` the loss is scaled, and a step whose gradients overflow is
             skipped and the scale lowered.
-        gradient_sums: what the gradients of parameters in bf16 or fp16 add up in, where a batch is
-            split: ``"fp32"``, or ``"native"`` for the parameters' own type, which needs less
-            memory. On several ranks it is always their own.
-        sync: with which microbatch a model that ``fully_shard`` was applied to reduces gradients:
-            ``"each"``; or ``"auto"`` for the last one, which holds gradients of whole parameters
-            meanwhile: with each again where memory runs out.
         grad_clip_norm: the largest norm of the gradient of all the optimizer's parameters
             together; larger gradients are scaled down to it.
-        non_finite: what to do where the loss of a batch, or the norm of its gradient where that
-            is clipped, is NaN or infinite: ``"stop"`` with an error before the optimizer steps,
-            ``"skip"`` the batch and say so, or ``"ignore"`` it and step.
-        channels_last: whether to keep the weights of convolutions with the channels last in
-            memory, which is faster on many devices; the results are the same up to rounding.
         compile: whether to compile the model, or the keyword arguments of ``torch.compile``.
             Other microbatch sizes do not compile anew; CUDA graphs are refused where they change.
         deterministic: whether to refuse operations that may give other results in every run.
@@ -158,24 +141,14 @@ class Trainer:
         device: ``"auto"`` (an accelerator where there is one, else the CPU), or a device.
         seed: seeds Python, NumPy and torch when the trainer is constructed, but no model or
             loader made before. A script that makes these from the same numbers gives the same ones
-            each time: sizes are not remembered then, and no clock decides them. What
-            ``deterministic`` refuses, and memory that other processes take from a GPU, may still
-            differ. Of several ranks, each goes on with ``seed + rank`` afterwards.
+            each time: sizes are not remembered then unless asked for, and no clock decides them.
+            What ``deterministic`` refuses, and memory that other processes take from a GPU, may
+            still differ. Of several ranks, each goes on with ``seed + rank`` afterwards.
         progress: whether to write to stdout how it goes, and the summary at the end.
         eval_interval: how often `fit` evaluates: ``"1ep"``, ``"100ba"``, ``"10000sp"``,
             ``"1e6tok"``, or None for never. With an interval, it also does at the end.
         batch_layout: which dimension holds the rows, and what is shared.
-        update_metric: ``update_metric(metric, outputs, microbatch)``; see `Microbatcher`.
-        count_tokens: ``count_tokens(batch)`` gives the number of tokens in a batch of the loader,
-            for durations in tokens and tokens per second. Without it they are the sum of
-            ``attention_mask``, or the elements of ``input_ids``.
-        count_seconds: ``count_seconds(batch)`` gives the seconds of data in a batch of the loader,
-            for durations in hours and the summary. Without it they are those that a
-            `LengthBatchSampler` knows.
         probe: see `Microbatcher`.
-        remember_sizes: whether ``"auto"`` starts from the size that an earlier run found, which
-            ``automicro cache`` lists, so that the second run may cut other microbatches than the
-            first. None for where no ``seed`` is given. Never with ``deterministic``.
         rehearse: ``"worst"`` to run the costliest few batches of the data before the first step,
             and of each evaluation, without a trace but the sizes that they fit in; see
             ``docs/plan.md``. None for none.
@@ -183,8 +156,9 @@ class Trainer:
         callbacks: told of every event of the run; see `Callback`.
         loggers: take down the numbers of the run; see ``automicro.loggers``.
         checkpoint: where and how often to save the run, and whether to go on from what is there.
-        max_time: how long one call of `fit` may take, such as ``"2h30m"``: it ends after the batch
-            that runs then, and saves.
+        features: what stands beside the path of a batch, of `automicro.features`, or yours. Sizes
+            are remembered where neither ``seed`` nor ``deterministic`` is given, unless
+            ``RememberSizes(False)`` is among them; with ``deterministic`` never.
 
     Raises:
         TypeError, ValueError: arguments that make no sense, each with its remedy.
@@ -202,7 +176,6 @@ class Trainer:
         loss_fn: Callable[..., Any] | None = None,
         forward: Callable[[Any, Any], Any] | None = None,
         optimizer: OptimizerOrFactory | None = None,
-        parameter_groups: ParameterGroups = (),
         scheduler: SchedulerOrFactory | None = None,
         scheduler_interval: str | None = None,
         metrics: Any = None,
@@ -213,18 +186,12 @@ class Trainer:
         microbatch_unit: str | Cost = "rows",
         nested: NestedParts = None,
         when_too_large: Savers = "error",
-        padding: Mapping[str, Any] | None = None,
-        cut_padding: bool | str = "auto",
         loss_average: LossAverage = "auto",
         batchnorm: str = "warn",
         memory_limit: str | int | float | None = None,
         strict_divisible: bool = False,
         precision: str = "fp32",
-        gradient_sums: str = "fp32",
-        sync: str = "each",
         grad_clip_norm: float | None = None,
-        non_finite: str = "stop",
-        channels_last: bool = False,
         compile: bool | Mapping[str, Any] = False,
         deterministic: bool = False,
         parallel: str | None = None,
@@ -233,19 +200,16 @@ class Trainer:
         progress: bool = True,
         eval_interval: str | Duration | None = "1ep",
         batch_layout: int | Mapping[str, Any] = 0,
-        update_metric: Callable[..., None] | None = None,
-        count_tokens: Callable[[Any], int] | None = None,
-        count_seconds: Callable[[Any], float] | None = None,
         probe: bool = True,
-        remember_sizes: bool | None = None,
         rehearse: str | None = None,
         modules: Iterable[nn.Module] = (),
         callbacks: Iterable[Callback] = (),
         loggers: Iterable[Logger] = (),
         checkpoint: CheckpointConfig | None = None,
-        max_time: str | timedelta | None = None,
+        features: Iterable[Feature] = (),
     ) -> None:
         given = {name: value for name, value in locals().items() if name != "self"}
+        given["features"] = features = check_features(features)
         if seed is not None:
             seed_everything(seed)
         check_model(model)
@@ -268,7 +232,7 @@ class Trainer:
             deterministic=deterministic,
         )
         placed.put_in_place()
-        optimizer = build_optimizer(optimizer, placed.model, modules, parameter_groups, loss_fn)
+        optimizer = build_optimizer(optimizer, placed.model, modules, loss_fn)
         residents += [] if optimizer is None else [optimizer]
         by_clock = _are_found_by_clock(
             microbatch_size,
@@ -276,10 +240,12 @@ class Trainer:
             *(each.microbatch_size for each in evaluators.values()),
             deterministic=deterministic,
         )
+        asked = last_of("RememberSizes", features)
+        remembers = seed is None if asked is None else asked.wanted
         given |= {
             "eval_interval": every,
             "repeatable": not by_clock and (seed is not None or deterministic),
-            "remember_sizes": _remembers(remember_sizes, seed, deterministic),
+            "remember_sizes": (remembers and not deterministic) or None,
         }
         factory = MicrobatcherFactory(placed, given)
         state, callbacks = LoopState(), Callbacks(callbacks)
@@ -295,12 +261,12 @@ class Trainer:
             evaluations=list(evaluators),
             make_microbatcher=factory.make_for_callback,
         )
-        features = callbacks.features(self._run)
+        of_callbacks = callbacks.features(self._run)
         self._microbatcher = factory.make(
             microbatch_size=microbatch_size,
             eval_microbatch_size=eval_microbatch_size,
             optimizer=optimizer,
-            features=features,
+            features=of_callbacks,
         )
         if by_clock and seed is not None:
             warn(
@@ -320,7 +286,7 @@ class Trainer:
         share = placed.sharing()
         self._evaluating = EvaluationFactory(
             microbatcher=self._microbatcher,
-            make_microbatcher=partial(factory.make, features=features),
+            make_microbatcher=partial(factory.make, features=of_callbacks),
             metrics=model_metrics(model, is_train=False) if metrics is None else metrics,
             microbatch_size=eval_microbatch_size,
             interval=every,
@@ -357,7 +323,7 @@ class Trainer:
 
     @property
     def state(self) -> LoopState:
-        """Where training stands. Setting anything in it is an error."""
+        """Where training stands, to be read: training goes by it."""
         return self._run.state
 
     @property
@@ -383,7 +349,9 @@ class Trainer:
         if self._run.rank == 0:
             write_whole(Path(path), lambda file: torch.save(weights, file))
 
-    def fit(self, duration: str | Duration | None = None) -> FitSummary:
+    def fit(
+        self, duration: str | Duration | None = None, *, max_time: str | timedelta | None = None
+    ) -> FitSummary:
         """Train until ``max_duration``.
 
         With ``checkpoint``, it goes on from the newest checkpoint if there is one. Ctrl-C and
@@ -416,12 +384,14 @@ class Trainer:
         Args:
             duration: how much more to train than is done, such as ``"1ep"``, in place of
                 ``max_duration``. Not of a run that is saved.
+            max_time: how long this call may take, such as ``"2h30m"``: it ends after the batch that
+                runs then, and saves.
 
         Raises:
             ValueError: no training data, it has trained for ``max_duration`` already, or another
                 call has not returned.
             DataLoaderError: a pass over the data gave no batch.
-            NonFiniteLossError: see ``non_finite``.
+            NonFiniteLossError: see `automicro.features.NonFinite`.
             OptimizerStepError: memory ran out inside the optimizer's step.
             SampleTooLargeError: not even one row fits.
             CheckpointError: the checkpoints are of another run, or all are damaged.
@@ -435,6 +405,7 @@ class Trainer:
                 f"{type(duration).__name__}; give a loader to the Trainer as train_dataloader=…"
             )
         more = None if duration is None else read_duration("duration", duration)
+        max_seconds = None if max_time is None else parse_time(max_time)
         if self._fit is None:
             raise ValueError(
                 "there is nothing to train on; pass train_dataloader=… and optimizer=… to the "
@@ -452,7 +423,7 @@ class Trainer:
                 self._session.open(self._context),
                 noting(fit.where),
             ):
-                return fit.run()
+                return fit.run(max_seconds)
 
     def keep_failures_in(self, folder: str | os.PathLike[str]) -> None:
         """Where a batch is kept that does not fit even in the smallest microbatches.
@@ -540,10 +511,3 @@ def _are_found_by_clock(*sizes: Any, deterministic: bool) -> bool:
             f"{_SIZE_FOUND}"
         )
     return by_clock
-
-
-def _remembers(wanted: bool | None, seed: int | None, deterministic: bool) -> bool:
-    """Whether to start from remembered sizes, and to leave some."""
-    if wanted is None:
-        return seed is None and not deterministic
-    return read_flag("remember_sizes", wanted) and not deterministic

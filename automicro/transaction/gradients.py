@@ -1,14 +1,14 @@
-"""Gradients: set aside while an attempt runs, added to when it commits.
+"""Gradients: set aside during an attempt, and added to when it commits.
 
-Between the two they are the attempt's own. Microbatches add theirs up in ``.grad``, the cheapest
-place there is, where the user's forward could see and clear them and hooks would see parts. So
+In between, ``.grad`` belongs to the attempt. Microbatches accumulate there, because it costs least,
+but the user's forward could read and clear it and hooks would see parts of the gradient. So
 
-- hooks are kept from running, and run once at the commit, with the whole gradient;
-- one look at the end tells whether only our own backwards have added to ``.grad``. A forward that
-  clears gradients or goes backward itself is an error where a batch is split;
-- parameters in bf16 or fp16 add up in float32, which is put away while a forward runs.
+- hooks are held back, and run once at the commit, with the whole gradient;
+- one check at the end shows whether only our own backwards added to ``.grad``. If a batch is split,
+  a forward that clears gradients or calls backward itself is an error;
+- parameters in bf16 or fp16 accumulate in float32, which is hidden while a forward runs.
 
-On several ranks wrappers have hooks and ways of their own, so there all of it is left to them.
+On several ranks, wrappers have hooks and accumulation of their own, so all of this is left to them.
 """
 
 import logging
@@ -32,13 +32,13 @@ from automicro.transaction.leaves import (
     refuse_unknown_part,
 )
 
-# A look walks the whole graph of a loss, so that only some batches are looked at.
+# A check walks the whole graph of a loss, so only some batches are checked.
 _LOOKED_BATCHES = (1, 2, 4, 8)
 _LOOKED_MICROBATCHES = 4
 
 
 class TouchedGradientsError(Exception):
-    """The same attempt has to be made again, with leaves that it has found. It leaves no step."""
+    """A signal to repeat the attempt with newly found leaves. It never leaves a step."""
 
 
 class GradientHistory:
@@ -46,10 +46,10 @@ class GradientHistory:
 
     Attributes:
         writes_to_gradients: whether the forward writes into the gradients of earlier batches;
-            None where that is not known yet.
+            None until that is known.
         is_watched: whether gradients are compared before and after each forward.
-        are_released: whether the forward clears the gradients of earlier batches, and they
-            are not wanted back where it fails after that.
+        are_released: whether the forward clears the gradients of earlier batches, which are not
+            restored if it fails afterwards.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class GradientHistory:
         self._told: set[str] = set()
 
     def next_batch(self, parameters: Mapping[int, Tensor]) -> None:
-        """A new batch begins, for these parameters by their ids."""
+        """Start a new batch for these parameters, by id."""
         self._num_batches += 1
-        if parameters is self._last:  # as they were found, and nothing has changed
+        if parameters is self._last:  # the index returned the same mapping: nothing has changed
             return
         self._last = parameters
         ids = list(parameters)
@@ -87,29 +87,25 @@ class GradientHistory:
             self._has_looked_at_nodes = False
 
     def num_looks(self, *, is_retry: bool, splits: bool) -> int:
-        """Of how many microbatches to look which leaves their losses reach."""
+        """Return how many microbatches to check for the leaves that their losses reach."""
         looks = is_retry or self._num_batches in _LOOKED_BATCHES or self._has_split < splits
         self._has_split |= splits
         return _LOOKED_MICROBATCHES if looks and self._can_look else 0
 
     def outside(self) -> list[Tensor]:
-        """Leaves that losses have reached although no module lists them."""
+        """Return leaves that losses have reached although no module lists them."""
         if not self._outside:
             return []
         self._outside = [each for each in self._outside if each() is not None]
         return [leaf for each in self._outside if (leaf := each()) is not None]
 
     def remember(self, leaf: Tensor) -> None:
-        """Know one more of these."""
-        # Weakly: what this history alone held would never be freed.
+        """Remember a leaf that no module lists."""
+        # By a weak reference, so that this history does not keep it alive.
         self._outside.append(TensorWeakRef(leaf))
 
     def look_at_nodes(self, leaves: Iterable[Tensor]) -> None:
-        """Warn, once, of hooks that cannot be kept from running.
-
-        Warns:
-            GradientWarning
-        """
+        """Warn once of hooks that cannot be held back."""
         if self._has_looked_at_nodes:
             return
         self._has_looked_at_nodes = True
@@ -123,11 +119,7 @@ class GradientHistory:
             )
 
     def warn_of_hooks(self, leaves: Iterable[Tensor]) -> None:
-        """Warn, once, of hooks on several ranks, where they see parts.
-
-        Warns:
-            GradientWarning
-        """
+        """Warn once of hooks on several ranks, where they see parts of the gradient."""
         if "ranks" in self._told:
             return
         found = with_hooks(leaves)
@@ -135,16 +127,12 @@ class GradientHistory:
             self._told.add("ranks")
             self._tell(
                 f"hooks on {self._names(found)} see the gradient of every microbatch and not that "
-                "of the whole batch, because on several ranks the wrapper of the model adds up; "
-                "clip or change gradients between backward() and the optimizer's step"
+                "of the whole batch, because on several ranks the wrapper of the model adds them "
+                "up; clip or change gradients between backward() and the optimizer's step"
             )
 
     def warn_of_late_hooks(self, leaves: Iterable[Tensor], held: Iterable[Tensor]) -> None:
-        """Warn, once, of hooks that the forward itself registered.
-
-        Warns:
-            GradientWarning
-        """
+        """Warn once of hooks that the forward itself registered."""
         if "late" in self._told:
             return
         known = set(map(id, held))
@@ -153,23 +141,19 @@ class GradientHistory:
             self._told.add("late")
             self._tell(
                 f"the forward registers hooks on {self._names(found)}: one for every microbatch, "
-                "and they see parts of the gradient; register them once, before training"
+                "so they see parts of the gradient; register them once, before training"
             )
 
     def _tell(self, text: str) -> None:
         warn(text, GradientWarning)
 
     def refuse_touching(self, leaves: Iterable[Tensor]) -> NoReturn:
-        """Name whose gradients something else than our backwards has changed.
-
-        Raises:
-            LossError: always.
-        """
+        """Name the leaves whose gradients were changed by something other than our backwards."""
         raise LossError(
-            f"the forward (or backward=) changes .grad of {self._names(leaves)} by itself, where "
-            "microbatches add up: it goes backward or clears gradients. Leave loss.backward() out "
-            "and return all that it was called of, added up; take gradients that the forward needs "
-            "with torch.autograd.grad, and clear gradients after the optimizer's step"
+            f"the forward (or backward=) changes .grad of {self._names(leaves)} itself, where "
+            "microbatches add up: it calls backward or clears gradients. Remove loss.backward() "
+            "and return the sum of all losses that it was called on; compute gradients that the "
+            "forward needs with torch.autograd.grad, and clear gradients after the optimizer's step"
         )
 
     def _names(self, leaves: Iterable[Tensor]) -> str:
@@ -188,40 +172,23 @@ Backward = Callable[..., Any]
 
 @dataclass(slots=True)
 class _Earlier:
-    """A gradient that was there before.
-
-    Attributes:
-        leaf: whose it is.
-        gradient: the tensor, which others may hold as well.
-        copy: of its values, where they might be written to.
-        version: of the tensor, so that it shows.
-        is_cleared: whether the forward cleared it, so that it does not count any more.
-        is_gone: whether the forward let go of the tensor itself.
-    """
+    """A gradient from before the attempt."""
 
     leaf: Tensor
-    gradient: Tensor
-    copy: Tensor | None
-    version: int
-    is_cleared: bool = False
-    is_gone: bool = False
+    gradient: Tensor  # which other code may hold, too
+    copy: Tensor | None  # of its values, if they might be written to
+    version: int  # reveals writes
+    is_cleared: bool = False  # whether the forward cleared it, so that it no longer counts
+    is_gone: bool = False  # whether the forward released the tensor itself
 
 
 class Gradients:
-    """The ``.grad`` of parameters, of inputs that require one, and of whatever a loss reaches.
+    """The ``.grad`` of parameters, of inputs that require one, and of other leaves of a loss."""
 
-    An attempt starts with no gradients at all. Rolling back drops what it made and puts the
-    earlier tensors back. Committing adds into these *same* tensors, so that code that holds them
-    (a flat bucket, a captured graph) still holds the gradient. While gradients exist this costs a
-    second set; ``zero_grad(set_to_none=True)`` before the step avoids it.
-
-    A gradient that is a view of a larger storage is cloned too: whatever owns that storage (DDP's
-    ``gradient_as_bucket_view``) may write into it during the attempt.
-
-    Attributes:
-        is_steady: whether nothing is to be seen to around the forwards that are left.
-    """
-
+    # An attempt starts without gradients. A rollback drops its gradients and restores the earlier
+    # tensors. A commit adds into these *same* tensors, so that code that holds them (a flat bucket,
+    # a captured graph) still holds the gradient. While gradients exist this costs a second set,
+    # which `zero_grad(set_to_none=True)` before the step avoids.
     def __init__(
         self,
         parameters: Iterable[Tensor] | Mapping[int, Tensor],
@@ -238,7 +205,7 @@ class Gradients:
         self._inputs: dict[int, Tensor] = {}
         if inputs:
             self._inputs = {id(e): e for e in inputs if id(e) not in self._parameters}
-        self._further = dict(self._inputs)  # leaves that are no parameters
+        self._further = dict(self._inputs)  # leaves that are not parameters
         self._leaves: list[Tensor] = []
         self._earlier: list[_Earlier] = []
         self._finals: list[tuple[_Earlier, Tensor]] = []
@@ -250,13 +217,14 @@ class Gradients:
 
     def _forget(self) -> None:
         self._hooks = _NO_HOOKS
-        self._outside: OutsideLeaves | None = None  # until a look finds some
+        self._outside: OutsideLeaves | None = None  # until a check finds some
         self._narrow: list[tuple[Tensor, torch.dtype]] = []
-        self._sums: list[Tensor | None] = []  # after the first or last backward, to compare with
-        self._versions: list[int] = []  # of the same
+        self._sums: list[Tensor | None] = []  # after the first or last backward, for comparison
+        self._versions: list[int] = []  # of these sums
         self._sums_away: list[Tensor | None] = []  # while a forward runs
         self._num_forwards = self._num_backwards = 0
-        self._splits = self.is_steady = False
+        self._splits = False
+        self.is_steady = False  # whether the remaining forwards need no handling
         self._looks = 0
         self._finals = []
 
@@ -276,20 +244,21 @@ class Gradients:
             _Earlier(
                 leaf,
                 gradient,
+                # The owner of a larger storage, such as DDP's bucket, might write into it.
                 gradient.clone() if _shares_storage(gradient) else None,
                 version_of(gradient),
             )
             for leaf in self._leaves
             if (gradient := leaf.grad) is not None
         ]
-        # No gradient is taken away before all copies are there: where memory runs out for one,
-        # `roll_back` has nothing to do.
+        # Remove gradients only after all copies exist: if memory runs out for one, `roll_back` has
+        # nothing to do.
         self._begun = True
         for each in self._earlier:
             each.leaf.grad = None
 
     def expect(self, num_microbatches: int) -> None:
-        """Say how many microbatches the attempt has, before the first."""
+        """Set the number of microbatches of the attempt, before the first."""
         memory = self._memory
         self._splits = num_microbatches > 1
         self._looks = memory.num_looks(is_retry=self._attempts > 1, splits=self._splits)
@@ -305,15 +274,15 @@ class Gradients:
                         for leaf in self._leaves
                         if leaf.dtype in NARROW
                         and id(leaf) not in self._inputs
-                        # It may be of code that adds up in float32 already.
+                        # Otherwise other code already accumulates it in float32.
                         and leaf.grad_dtype is leaf.dtype
                     ]
         elif self._splits:
             memory.warn_of_hooks(self._leaves)
 
     def before_forward(self) -> None:
-        """Call it before the forward of every microbatch."""
-        # By now leaves of the last microbatch are gone, unless others hold them.
+        """Prepare for a forward; call it before every microbatch."""
+        # By now leaves of the last microbatch are freed, unless other code holds them.
         if self._outside:
             self._take_in()
         self._num_forwards += 1
@@ -325,12 +294,7 @@ class Gradients:
             self._put_away()
 
     def run(self, backward: Backward, loss: Tensor, *start: Tensor) -> None:
-        """Run the backward of a microbatch.
-
-        Raises:
-            TouchedGradientsError: the same attempt again, please.
-            LossError: the forward changes gradients, or has gone backward from this loss itself.
-        """
+        """Run the backward of a microbatch."""
         if self.is_steady:
             backward(loss, *start)
             self._num_backwards += 1
@@ -338,7 +302,7 @@ class Gradients:
         if self._num_backwards < self._looks:
             self._notice(loss)
         else:
-            # It may give a gradient to leaves that no look has seen, which `_take_in` has to know.
+            # It may give gradients to leaves that no check has found; `_take_in` needs to know.
             self._went_unseen = True
         if self._hooks.leaves:
             with self._hooks.held():
@@ -350,14 +314,12 @@ class Gradients:
             self._after_backward()
 
     def run_for_nothing(self, backward: Backward, loss: Tensor) -> None:
-        """Run a backward whose gradients are known to be zero, although they may compute as NaN.
+        """Run a backward whose gradients are known to be zero, although they may compute as NaN."""
 
-        A mean over no target divides by zero. The backward still runs, because hooks and
-        collectives hang on it, and leaves zeros where there was no gradient yet.
-        """
-
+        # A mean over no target divides by zero. The backward still runs, because hooks and
+        # collectives depend on it, and sets gradients that did not exist to zeros.
         def backward_aside(loss: Tensor) -> None:
-            # Apart from the sums of other microbatches, which a NaN would spoil.
+            # Separate from the sums of other microbatches, which a NaN would spoil.
             sums = [leaf.grad for leaf in self._leaves]
             for leaf in self._leaves:
                 leaf.grad = None
@@ -371,11 +333,7 @@ class Gradients:
         self.run(backward_aside, loss)
 
     def after_forward(self) -> None:
-        """Call it after the forward of every microbatch: ``.grad`` is the attempt's own again.
-
-        Raises:
-            LossError: the forward changes gradients.
-        """
+        """Return ``.grad`` to the attempt; call it after the forward of every microbatch."""
         if self.is_steady or not self._memory.is_alone:
             return
         if self._num_forwards == 1:
@@ -391,12 +349,7 @@ class Gradients:
         return self._num_backwards > 0
 
     def require_untouched(self) -> None:
-        """Show that only our backwards added to ``.grad``. Call it after the last microbatch.
-
-        Raises:
-            TouchedGradientsError: the same attempt again, please.
-            LossError: the forward changes gradients.
-        """
+        """Check that only our backwards added to ``.grad``; call it after the last microbatch."""
         if self._outside:
             self._take_in()
         if not (self._memory.is_alone and self._splits):
@@ -407,22 +360,22 @@ class Gradients:
             self._memory.warn_of_late_hooks(self._leaves, self._hooks.leaves)
 
     def _require_as_many(self) -> None:
-        """Show that each gradient is the first backward's, with one addition for each other one."""
+        """Check that each gradient is the first backward's plus one addition per later backward."""
         now = [leaf.grad for leaf in self._leaves]
         most = self._num_backwards - 1
         additions = list(map(operator.sub, versions_of(now), self._versions))
         if all(map(operator.is_, now, self._sums)) and max(additions, default=0) <= most:
             return
         for each, first, added in zip(now, self._sums, additions, strict=True):
-            # A leaf that the first backward did not reach has nothing to compare with.
+            # For a leaf that the first backward did not reach, there is nothing to compare.
             if first is not None and (each is not first or added > most):
-                # A backward may have others inside of it, which add more often. Whether it was
-                # that, the next attempt tells by looking before and after each forward.
+                # A backward may have others inside it, which add more often. The next attempt
+                # finds out, by comparing before and after each forward.
                 self._memory.is_watched = True
                 raise TouchedGradientsError("gradients have changed otherwise than by backwards")
 
     def _require_kept(self) -> None:
-        """Show that nothing has changed since the last backward."""
+        """Check that nothing has changed since the last backward."""
         now = [leaf.grad for leaf in self._leaves]
         pairs = zip(now, self._sums, versions_of(now), self._versions, strict=True)
         touched = [
@@ -433,12 +386,12 @@ class Gradients:
         if touched:
             self._memory.refuse_touching(touched)
 
-    # Around the user's forward
+    # Before and after the user's forward
 
     def _show_earlier(self) -> None:
-        """Let the first forward see the gradients of earlier batches, which it may clear."""
+        """Show the first forward the gradients of earlier batches, which it may clear."""
         for each in self._earlier:
-            # Copies are taken until a committed batch has shown that the forward leaves them alone.
+            # Copied until a committed batch has shown that the forward does not change them.
             may_write = self._memory.writes_to_gradients is not False
             if each.copy is None and may_write and not self._memory.are_released:
                 each.copy = each.gradient.clone()
@@ -446,7 +399,7 @@ class Gradients:
             each.leaf.grad = each.gradient
 
     def _end_of_showing(self) -> None:
-        """Take them away again. Of a whole batch they may have been cleared, and no more."""
+        """Remove them again; with a whole batch the forward may clear them, but not change them."""
         touched = [leaf for leaf in self._leaves if leaf.grad is not None]
         if self._earlier:
             shown = {id(each.leaf) for each in self._earlier}
@@ -456,11 +409,11 @@ class Gradients:
             self._memory.refuse_touching(touched)
         for each in self._earlier:
             each.leaf.grad = None
-        if self._memory.are_released:  # the forward has let go of them
+        if self._memory.are_released:  # the forward has released them
             self._earlier = [each for each in self._earlier if not each.is_gone]
 
     def _is_as_shown(self, each: "_Earlier") -> bool:
-        """Whether a forward left a gradient alone, or cleared it where it may; and note that."""
+        """Record whether a forward cleared a gradient; return whether its state is valid."""
         now = each.leaf.grad
         if now is None:
             each.is_cleared = each.is_gone = True
@@ -469,19 +422,19 @@ class Gradients:
             return False
         if version_of(now) == each.version:
             return True
-        # `zero_grad(set_to_none=False)` writes zeros, which is clearing as well.
+        # `zero_grad(set_to_none=False)` writes zeros, which also counts as clearing.
         is_zero = not bool(now.to_dense().any())
         if each.copy is not None:
             now.copy_(each.copy)
         elif is_zero and self._memory.are_released:
-            each.version = version_of(now)  # this is what to go back to
+            each.version = version_of(now)  # the state that a rollback restores
         else:
             raise _cannot_undo()
         each.is_cleared = self._memory.writes_to_gradients = True
         return is_zero and not self._splits
 
     def _put_away(self) -> None:
-        """Keep sums in float32 from a forward, which sees gradients of its parameters' type."""
+        """Hide sums in float32 from a forward, which sees gradients of its parameters' dtype."""
         self._sums_away = [leaf.grad for leaf in self._leaves]
         for leaf in self._leaves:
             leaf.grad = None
@@ -491,7 +444,7 @@ class Gradients:
         touched = [leaf for leaf in self._leaves if leaf.grad is not None]
         if touched:
             self._memory.refuse_touching(touched)
-        # Torch refuses a gradient of another type than the leaf's, unless it was told of that.
+        # Torch refuses a gradient of another dtype than the leaf's, unless `grad_dtype` allows it.
         for leaf, _ in self._narrow:
             leaf.grad_dtype = torch.float32
         for leaf, total in zip(self._leaves, self._sums_away, strict=False):
@@ -512,33 +465,33 @@ class Gradients:
         is_held = bool(self._hooks.leaves or self._narrow or is_watched)
         self.is_steady = not is_held and self._num_backwards > self._looks
 
-    # Leaves that were not listed
+    # Leaves that no module lists
 
     def _notice(self, loss: Tensor) -> None:
         leaves, known = leaves_of(loss), self._parameters.keys() | self._further.keys()
         if self._splits and _has_gone_backward(leaves, known):
             raise LossError(
-                "the loss reaches no parameter, but a number with a hook: the forward has gone "
-                "backward itself, as cached losses do, for rows of one microbatch. Let it have "
-                "the whole batch, which it cuts by itself: microbatch_size=None"
+                "the loss reaches no parameter, but a number with a hook: the forward has called "
+                "backward itself, as cached losses do, for the rows of one microbatch. Give it the "
+                "whole batch, which it cuts itself: microbatch_size=None"
             )
         if self._outside is None:
             self._outside = OutsideLeaves()
         self._outside.notice(leaves, known)
         if self._outside and self._memory.is_alone and not self._has_restarted:
             hooked = self._outside.with_hooks()
-            if hooked:  # they must not run yet
+            if hooked:  # their hooks must not run yet
                 for leaf in hooked:
                     self._memory.remember(leaf)
                 self._restart()
 
     def _restart(self) -> None:
-        # Once a step: a forward that makes such leaves anew each time would be repeated for ever.
+        # Once per step: a forward that creates new leaves each time would be repeated forever.
         self._has_restarted = True
         raise TouchedGradientsError("the forward reaches leaves that no module lists")
 
     def _take_in(self) -> None:
-        """Know those that outlived their microbatch; from now on, and for this attempt."""
+        """Add leaves that outlived their microbatch, for this attempt and later ones."""
         needs_restart = False
         assert self._outside is not None
         for leaf, gradient in self._outside.take_survivors():
@@ -551,22 +504,22 @@ class Gradients:
                 self._earlier.append(_Earlier(leaf, gradient, None, version_of(gradient)))
             self._sums.append(leaf.grad)
             self._versions += versions_of([leaf.grad])
-            # Its sum was rounded with each microbatch; in the next attempt it adds up in float32.
+            # Its sum was rounded in each microbatch; the next attempt accumulates it in float32.
             needs_restart |= leaf.dtype in NARROW
         if needs_restart and self._memory.is_alone and not self._has_restarted:
             self._restart()
 
-    # Committing, or not
+    # Committing and rolling back
 
     def prepare(self) -> None:
-        self._sums = []  # no other code is to hold them
+        self._sums = []  # release the references to gradients
         self._narrow_totals()
         if not (self._earlier or self._hooks.leaves):
             return
         hooked = {id(leaf) for leaf in self._hooks.leaves if leaf.grad is not None}
         copied: set[int] = set()
         delivered: dict[int, Tensor] = {}
-        # Taken off, so that the engine hands over each total through the hooks, in one piece.
+        # Removed, so that autograd delivers each total through the hooks, in one piece.
         for leaf in self._hooks.leaves:
             if id(leaf) in hooked:
                 assert leaf.grad is not None
@@ -582,7 +535,7 @@ class Gradients:
             elif leaf.grad is None:  # the batch did not reach this parameter
                 self._keep(each)
             elif each.is_cleared:
-                # The forward has cleared the earlier one, so that this batch's is all.
+                # The forward cleared the earlier gradient, so only that of this batch counts.
                 pass
             elif leaf.grad.layout is each.gradient.layout:
                 leaf.grad.add_(self._unshared(each))  # into the attempt's own gradient
@@ -598,16 +551,16 @@ class Gradients:
             if not each.is_gone
             and (total := each.leaf.grad) is not None
             and total is not each.gradient
-            # A hook may have cleared or replaced it, which is final.
+            # If a hook cleared or replaced it, that is final.
             and (id(each.leaf) not in hooked or id(each.leaf) in copied)
         ]
 
     def _unshared(self, each: _Earlier) -> Tensor:
-        """The values of an earlier gradient, as writes leave it."""
+        """Return the values of an earlier gradient, unaffected by writes."""
         return each.gradient if each.copy is None else each.copy
 
     def _keep(self, each: _Earlier) -> None:
-        """Leave an earlier gradient as the forward left it, where the batch added nothing."""
+        """Restore an earlier gradient as the forward left it, if the batch added nothing."""
         if not each.is_cleared:
             each.leaf.grad = self._unshared(each)
         elif not each.is_gone:
@@ -617,7 +570,7 @@ class Gradients:
         if not self._earlier:
             self._end()
             return
-        # Copying complete totals needs no memory of its own and can be repeated.
+        # Copying complete totals needs no additional memory and can be repeated.
         failures = []
         for _ in range(2):
             failure = self._copy_totals()
@@ -634,7 +587,7 @@ class Gradients:
                 if classify(failure) is not Failure.RETRYABLE:
                     raise failure
         finally:
-            failures.clear()  # they hold this frame: a cycle
+            failures.clear()  # break the reference cycles with the tracebacks
             failure = None
 
     def _copy_totals(self) -> BaseException | None:
@@ -665,7 +618,7 @@ class Gradients:
             each.leaf.grad = each.gradient
         self._end()
         if is_lost:
-            # From now on copies are taken, so that the next batch can be tried again.
+            # From now on gradients are copied, so that the next batch can be tried again.
             self._memory.writes_to_gradients = True
             raise _cannot_undo()
 
@@ -677,14 +630,14 @@ class Gradients:
     # Sums in float32
 
     def _narrow_again(self) -> None:
-        """Let gradients have the type of their parameters, where there are none just now."""
+        """Reset gradients to the dtype of their parameters, while there are none."""
         for leaf, dtype in self._narrow:
             leaf.grad_dtype = dtype
 
     def _narrow_totals(self) -> None:
-        """Round the sums, one parameter after the other, so that no second set is needed."""
+        """Round the sums, one parameter after the other, which avoids a second set."""
         for leaf, dtype in self._narrow:
-            # Torch lets the type be set only while there is no gradient.
+            # Torch allows setting the dtype only while there is no gradient.
             total, leaf.grad = leaf.grad, None
             leaf.grad_dtype = dtype
             if total is not None:
@@ -692,7 +645,7 @@ class Gradients:
 
 
 def _has_gone_backward(leaves: Sequence[Tensor], known: Container[int]) -> bool:
-    """Whether a loss has been cut off from its graph, and a hook on it does the rest."""
+    """Whether a loss is detached from its graph, and a hook on it continues the backward."""
     is_cut_off = all(leaf.dim() == 0 and id(leaf) not in known for leaf in leaves)
     return is_cut_off and bool(with_hooks(leaves))
 
@@ -706,9 +659,9 @@ def _is_lost(sum_of_earlier: Tensor, now: Tensor | None) -> bool:
 
 def _cannot_undo() -> RollbackError:
     return RollbackError(
-        "the forward wrote into .grad tensors of earlier batches, which earlier steps had not "
-        "shown, so this batch cannot be tried again; clear gradients with "
-        "zero_grad(set_to_none=True), after the optimizer's step"
+        "the forward wrote into .grad tensors of earlier batches, but not in earlier steps, so "
+        "this batch cannot be tried again; clear gradients with zero_grad(set_to_none=True), after "
+        "the optimizer's step"
     )
 
 

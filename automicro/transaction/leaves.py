@@ -19,15 +19,14 @@ from automicro.torch_private import (
     with_hooks,
 )
 
-_NOTE = -1  # no id of a hook of anybody's
+_NOTE = -1  # an id that no other hook has
 
 
 class HeldHooks:
-    """Keeps the hooks of leaves from running while the gradients of microbatches add up.
+    """The hooks of leaves, held back while the gradients of microbatches add up."""
 
-    They are away only while a backward of ours runs: one inside the user's forward runs them.
-    """
-
+    # They are removed only during our own backwards: a backward inside the user's forward runs
+    # them.
     def __init__(self, leaves: Sequence[Tensor] = ()) -> None:
         self.leaves = leaves
         self._order: dict[int, Tensor] = {}
@@ -35,7 +34,7 @@ class HeldHooks:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Let no hook of the leaves run meanwhile."""
+        """Let no hook of the leaves run inside the context."""
         try:
             for leaf in self.leaves:
                 self._hold(leaf)
@@ -44,9 +43,9 @@ class HeldHooks:
             self.give_back()
 
     def give_back(self) -> None:
-        """Give the leaves their hooks, and those registered meanwhile. It may be called twice."""
+        """Restore the hooks of the leaves, with those registered since. It may be called twice."""
         while self._away:
-            # It leaves the list last: after an interruption the next call gives it back.
+            # Removed from the list last, so that after an interruption the next call restores it.
             leaf, theirs, ours = self._away[-1]
             for their, our in zip(theirs, ours, strict=True):
                 if our is not None:
@@ -56,7 +55,7 @@ class HeldHooks:
             self._away.pop()
 
     def in_order(self) -> list[Tensor]:
-        """The leaves as autograd came by them first, then those that it has not come by."""
+        """Return the leaves in the order in which autograd reached them, then all others."""
         reached = list(self._order.values())
         return reached + [leaf for leaf in self.leaves if id(leaf) not in self._order]
 
@@ -67,7 +66,7 @@ class HeldHooks:
         theirs = gradient_hooks(leaf)
         before: Hooks | None = None if theirs[0] is None else OrderedDict()
         after: Hooks | None = None if theirs[1] is None else OrderedDict()
-        # The first backward shows in which order hooks would have run, and `deliver` keeps to it.
+        # The first backward records the order in which hooks would run, and `deliver` keeps it.
         if id(leaf) not in self._order:
             noting = after if before is None else before
             assert noting is not None
@@ -77,11 +76,7 @@ class HeldHooks:
 
 
 def deliver(leaves: Sequence[Tensor], totals: list[Tensor]) -> None:
-    """Hand each leaf its total gradient in this order, through all its hooks, in one backward.
-
-    Adding up has the highest priority in autograd's engine, so that each leaf is done, with its
-    hooks, before the next one's turn comes. The engine takes a total over without a copy where
-    no other code holds it, so the list is emptied.
+    """Deliver to each leaf its total gradient, in order and through all its hooks, in one backward.
 
     >>> weight = torch.ones(2, requires_grad=True)
     >>> handle = weight.register_hook(lambda gradient: gradient.clamp(max=1))
@@ -89,11 +84,14 @@ def deliver(leaves: Sequence[Tensor], totals: list[Tensor]) -> None:
     >>> weight.grad.tolist()
     [0.5, 1.0]
     """
+    # Accumulation has the highest priority in autograd, so each leaf and its hooks are finished
+    # before the next one. Autograd takes a total without a copy if no other code holds it, so the
+    # list is emptied.
     waiting = dict(enumerate(totals))
     totals.clear()
     with torch.enable_grad():
         token = torch.zeros((), device=leaves[0].device, requires_grad=True) * 1
-        # A backward begins at the node that was made last, which so is that of the first leaf.
+        # In reverse, because a backward begins at the last node, which must be the first leaf's.
         for index in reversed(range(len(leaves))):
             token = _HandOver.apply(  # type: ignore[no-untyped-call]
                 token, leaves[index], waiting, index
@@ -102,7 +100,7 @@ def deliver(leaves: Sequence[Tensor], totals: list[Tensor]) -> None:
 
 
 class _HandOver(torch.autograd.Function):
-    """Gives one leaf its gradient, then lets the next node run."""
+    """An operation whose backward gives one leaf its gradient, then lets the next node run."""
 
     @staticmethod
     def forward(
@@ -117,23 +115,22 @@ class _HandOver(torch.autograd.Function):
 
 
 def leaves_of(loss: Tensor) -> list[Tensor]:
-    """All leaves that a backward of a loss would add a gradient to.
-
-    Not those that are reached only inside of an operation's own backward, as with reentrant
-    checkpointing.
+    """Return all leaves that a backward of a loss would add a gradient to.
 
     >>> import torch
     >>> weight = torch.ones(2, requires_grad=True)
     >>> [leaf is weight for leaf in leaves_of((weight * weight).sum())]
     [True]
     """
+    # Leaves that are reached only inside an operation's own backward, as in reentrant
+    # checkpointing, are missing.
     if loss.grad_fn is None:
         return [loss]
     return [node.variable for node in nodes_of(loss) if is_accumulation(node)]
 
 
 def nodes_of(loss: Tensor) -> Iterator[Any]:
-    """The operations that a backward of a tensor would run, each once.
+    """Yield the operations that a backward of a tensor would run, each once.
 
     >>> import torch
     >>> weight = torch.ones(2, requires_grad=True)
@@ -152,12 +149,10 @@ def nodes_of(loss: Tensor) -> Iterator[Any]:
 
 
 class OutsideLeaves:
-    """Those that an attempt comes by for the first time.
+    """Leaves that an attempt reaches for the first time."""
 
-    Most die with their microbatch, such as a copy of the input that a forward differentiates by.
-    They are not kept alive. The others are known from then on.
-    """
-
+    # Weak references: most are freed with their microbatch, such as a copy of the input that a
+    # forward differentiates with respect to. The others are remembered.
     def __init__(self) -> None:
         self._found: list[tuple[TensorWeakRef, Tensor | None]] = []
 
@@ -165,7 +160,7 @@ class OutsideLeaves:
         return bool(self._found)
 
     def notice(self, leaves: Sequence[Tensor], known: Container[int]) -> None:
-        """Put aside the gradients of those that are not known, before a backward."""
+        """Set the gradients of unknown leaves aside, before a backward."""
         mine = {id(leaf) for reference, _ in self._found if (leaf := reference()) is not None}
         for leaf in leaves:
             if id(leaf) not in known and id(leaf) not in mine:
@@ -173,31 +168,26 @@ class OutsideLeaves:
                 leaf.grad = None
 
     def with_hooks(self) -> list[Tensor]:
-        """Those whose gradients are waited for."""
+        """Return the found leaves that have hooks."""
         return with_hooks(leaf for reference, _ in self._found if (leaf := reference()) is not None)
 
     def take_survivors(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Those that are still alive, each with the gradient that it had."""
+        """Return the leaves that are still alive, each with its earlier gradient."""
         found, self._found = self._found, []
         return [
             (leaf, earlier) for reference, earlier in found if (leaf := reference()) is not None
         ]
 
     def roll_back(self) -> None:
-        """Let those that are still alive have the gradients that they had."""
+        """Restore the earlier gradients of leaves that are still alive."""
         for leaf, earlier in self.take_survivors():
             leaf.grad = earlier
 
 
 def refuse_unknown_part() -> None:
-    """Say that a gradient cannot be told from what a failed attempt left.
-
-    Raises:
-        RollbackError: always.
-    """
+    """Raise because a gradient is mixed with that of a failed attempt."""
     raise RollbackError(
-        "the forward reached a tensor that requires a gradient and is in no module for the first "
-        "time in an attempt that failed, so what that attempt added to its .grad cannot be told "
-        "from what was there; clear it (tensor.grad = None), and let a module own the tensor and "
-        "name it with modules=(…)"
+        "the forward first reached a tensor that requires a gradient and is in no module during a "
+        "failed attempt, so its .grad now includes a part of that attempt; clear it "
+        "(tensor.grad = None), and let a module own the tensor and pass it in modules=(…)"
     )

@@ -1,4 +1,4 @@
-"""Parameters and other tensors as they were: watched, or copied and put back."""
+"""Parameters and other tensors during an attempt: compared by version, or copied and restored."""
 
 import collections
 import operator
@@ -19,12 +19,10 @@ from automicro.values import same_content
 
 
 class Parameters:
-    """Shows that forward and backward left the parameters alone.
+    """The check that forward and backward do not change the parameters."""
 
-    Copies would double the memory of the largest thing there is, and an attempt has no business
-    changing parameters: the optimizer steps after the commit.
-    """
-
+    # Copies would double the largest part of memory, and an attempt must not change parameters: the
+    # optimizer steps after the commit.
     def __init__(
         self,
         parameters: Sequence[Tensor],
@@ -40,10 +38,10 @@ class Parameters:
     def prepare(self) -> None:
         before, now = self._versions, all_versions(self._parameters)
         if before != now:
-            # Said once: the rollback that follows a failed `prepare` is not to fail for it, too.
+            # Raised only once: the rollback after a failed `prepare` must not fail for it, too.
             self._versions = None
             moved = map(operator.ne, before or (), now)
-            pairs = zip(self._parameters, moved, strict=False)  # no versions: nothing to compare
+            pairs = zip(self._parameters, moved, strict=False)  # empty if there are no versions
             changed = [each for each, has_moved in pairs if has_moved]
             raise refused_writes(self._names_of(changed))
 
@@ -57,24 +55,20 @@ class Parameters:
 
 
 def refused_writes(names: Sequence[str]) -> RollbackError:
-    """The error of parameters that change where only an optimizer should change them."""
+    """Return the error for parameters that a forward or backward changed."""
     listed = ", ".join(map(repr, names[:3])) + f" and {len(names) - 3} more" * (len(names) > 3)
     return RollbackError(
-        f"the forward or backward changed parameters{listed and f' ({listed})'}, and such a "
-        "change cannot be rolled back. Call optimizer.step() after backward() returns (in one "
-        "process also in a post-accumulate hook that cannot fail). Move averages (a teacher, a key "
+        f"the forward or backward changed parameters{listed and f' ({listed})'}, which cannot be "
+        "rolled back. Call optimizer.step() after backward() returns (in a single process also in "
+        "a post-accumulate hook that cannot fail). Update moving averages (a teacher, a key "
         "encoder) and constrain parameters after the step (an embedding with max_norm constrains "
-        "its own in the forward). Let layers that initialise themselves see a whole batch before, "
-        "under torch.no_grad()"
+        "itself in the forward). Run a whole batch through layers that initialize themselves "
+        "first, under torch.no_grad()"
     )
 
 
 class ParameterWrites(OperationMode):
-    """Notices what forwards write to parameters, through ``.data`` as well, and puts it back.
-
-    Entered around each of several forwards. Autograd counts no writes to ``parameter.data``, which
-    is how many encoders of moving averages are moved. Seen are writes to the memory of plain
-    parameters, and other memory given to them.
+    """Detection and rollback of writes to parameters in forwards, including through ``.data``.
 
     Example:
         >>> linear = nn.Linear(2, 2)
@@ -90,6 +84,8 @@ class ParameterWrites(OperationMode):
         True
     """
 
+    # Autograd counts no writes to `parameter.data`, with which many encoders of moving averages are
+    # updated. Writes to the memory of plain parameters and replaced memory are detected.
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__()
         plain = {
@@ -99,14 +95,14 @@ class ParameterWrites(OperationMode):
             if each.device.type != "meta" and each.numel()
         }
         self._parameters = plain
-        # An alias keeps the memory, although a forward may give the parameter other (`.data = …`).
+        # An alias keeps the memory, even if a forward replaces it (`.data = …`).
         self._memory = {key: each.detach() for key, each in plain.items()}
         self._in: dict[int, list[int]] = collections.defaultdict(list)
         for key, memory in self._memory.items():
             # By storage, so that a write to any view of a parameter is found.
             self._in[memory.untyped_storage().data_ptr()].append(key)
         self._copies: dict[int, Copies] = {}
-        self._before: dict[int, Tensor] = {}  # this forward
+        self._before: dict[int, Tensor] = {}  # values before the current forward
         self._calls: collections.Counter[int] = collections.Counter()
 
     def __enter__(self) -> Self:
@@ -121,12 +117,12 @@ class ParameterWrites(OperationMode):
             if parameter.data_ptr() != self._lay[key].data_ptr():
                 self._before.setdefault(key, self._lay[key])
         for key, before in self._before.items():
-            # A write that changes no value, as by a constraint that holds already, does not count.
+            # A write that changes no value, such as a satisfied constraint, does not count.
             self._calls[key] += not same_content(before, self._parameters[key])
         self._before, self._lay = {}, {}
 
     def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run one operation, and remember the parameters that it is about to write to."""
+        """Run one operation, and copy the parameters that it is about to write to."""
         schema = schema_of(func)
         if schema is not None and schema.is_mutable:
             for tensor in _written(schema, args, kwargs):
@@ -140,25 +136,25 @@ class ParameterWrites(OperationMode):
 
     @property
     def moving(self) -> list[Tensor]:
-        """Parameters that more than one forward has changed: that was no constraint."""
+        """Parameters that more than one forward changed, so that it was not a constraint."""
         return [self._parameters[key] for key, count in self._calls.items() if count > 1]
 
     @property
     def set_once(self) -> list[Tensor]:
-        """Parameters that exactly one forward has changed."""
+        """Parameters that exactly one forward changed."""
         return [self._parameters[key] for key, count in self._calls.items() if count == 1]
 
     def put_back(self) -> None:
-        """Let the parameters have the memory and the values that they had at first."""
+        """Restore the original memory and values of the parameters."""
         for key, parameter in self._parameters.items():
             if parameter.data_ptr() != self._memory[key].data_ptr():
                 parameter.data = self._memory[key]
         for copies in self._copies.values():
-            list(copies.put_back())  # as buffers, however large, all are copied
+            list(copies.put_back())  # all are copied, because they count as buffers
 
 
 def _written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The plain tensors that an operation is about to write to."""
+    """Yield the plain tensors that an operation is about to write to."""
     for index, argument in enumerate(schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue

@@ -1,4 +1,4 @@
-"""Random number generators: a retried attempt draws the numbers that the failed one drew."""
+"""Random number generators: a retried attempt draws the same numbers as the failed one."""
 
 import contextlib
 import ctypes
@@ -16,7 +16,7 @@ from automicro.values import same_values, set_state, state_of
 
 
 def devices_of(modules: Iterable[nn.Module], device: torch.device) -> tuple[torch.device, ...]:
-    """The devices that draw in a step: the one that it runs on, first, and where modules lie.
+    """Return the devices that draw in a step: its own, first, and those of the modules.
 
     >>> devices_of([nn.Linear(2, 2)], torch.device("cpu"))
     (device(type='cpu'),)
@@ -27,7 +27,7 @@ def devices_of(modules: Iterable[nn.Module], device: torch.device) -> tuple[torc
 
 
 class RandomState:
-    """Python's, numpy's and torch's generators, those of devices, and those of the caller."""
+    """The generators of Python, NumPy and torch, of devices, and of the caller."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class RandomState:
         given = self._generators
         own = given() if callable(given) else given
         self._state = (
-            # All of them in any case: what a forward draws from is not known before it runs.
+            # Capture all of them, because the generators that a forward uses are unknown.
             _PYTHON.state(),
             _NUMPY.state(),
             torch.get_rng_state(),
@@ -54,7 +54,7 @@ class RandomState:
         )
 
     def advance(self) -> None:
-        """Let torch's generators come back to where they are now, and others to the beginning."""
+        """Let a roll back return torch's generators to the present state, and others to `begin`."""
         assert self._state is not None
         python, numpy, *_, own = self._state
         own = [each for each in own if each[0] is not torch.default_generator]
@@ -62,7 +62,7 @@ class RandomState:
         self._state = python, numpy, *self._state[2:4], own
 
     def prepare(self) -> None:
-        """Nothing here can fail."""
+        """Do nothing, because nothing can fail."""
 
     def commit(self) -> None:
         self._state = None
@@ -72,7 +72,7 @@ class RandomState:
         self._state = None
 
     def put_back(self) -> None:
-        """As they were at the beginning, as often as wanted."""
+        """Restore the state at `begin`; it may be called repeatedly."""
         if self._state is not None:
             self._set(self._state)
 
@@ -88,18 +88,18 @@ class RandomState:
 
     @property
     def has_moved(self) -> bool:
-        """Whether any number was drawn since it began."""
+        """Whether any number was drawn since `begin`."""
         before, self._state = self._state, None
         self.begin()
         now, self._state = self._state, before
         assert before is not None
         assert now is not None
-        # A tuple of Python's numbers, and a dict of numpy's, which are kept where nothing moved.
+        # `state` returns the same objects for Python and NumPy if nothing was drawn.
         return before[0] != now[0] or not same_values(before[1:], now[1:])
 
     @contextlib.contextmanager
     def replaying(self) -> Iterator[None]:
-        """Meanwhile the numbers come that came after it began; afterwards, those that were next.
+        """Draw the numbers after `begin` again inside the context, then continue as before.
 
         >>> state = RandomState([])
         >>> state.begin()
@@ -122,7 +122,7 @@ class RandomState:
 
 
 class NothingDrawn(RandomState):
-    """Of tensors without data, for which no generator draws.
+    """The state for tensors without data, for which no generator draws.
 
     >>> state = NothingDrawn([])
     >>> state.begin()
@@ -134,34 +134,34 @@ class NothingDrawn(RandomState):
         self._state = ()
 
     def put_back(self) -> None:
-        """There is nothing."""
+        """Do nothing."""
 
     @property
     def has_moved(self) -> bool:
-        """Never."""
+        """Always False."""
         return False
 
     @contextlib.contextmanager
     def replaying(self) -> Iterator[None]:
-        """Nothing is drawn meanwhile, either."""
+        """Do nothing."""
         yield
 
 
 def foreign_states() -> tuple[Any, Any]:
-    """Where Python's and numpy's generators stand, to be compared."""
+    """Return the states of Python's and NumPy's generators, for comparison."""
     name, numbers, *rest = np.random.get_state()
     return random.getstate(), (name, np.asarray(numbers).tobytes(), *rest)
 
 
 class _Global:
-    """A generator of the whole process. Its memory is compared before it is asked for its state."""
+    """A generator of the process. Its state is read only after its memory has changed."""
 
     def __init__(
         self, ask: Callable[[], Any], find: Callable[[], tuple[tuple[object, ...], object]]
     ) -> None:
         self._ask, self._find = ask, find
         self._objects: tuple[object, ...] = ()
-        self._memory: list[Any] = []  # as it is
+        self._memory: list[Any] = []  # views of its current memory
         self._seen: object = None
         self._state: Any = None
 
@@ -169,7 +169,7 @@ class _Global:
         objects, values = self._find()
         if not objects:
             return self._ask()
-        # After `np.random.set_bit_generator`, say, another memory tells where the numbers stand.
+        # `np.random.set_bit_generator`, for example, replaces the memory.
         if objects != self._objects:
             self._objects, self._memory = objects, [_memory_of(each) for each in objects]
         seen = [values, *map(_RAW, self._memory)]
@@ -179,11 +179,11 @@ class _Global:
 
 
 _RAW = operator.attrgetter("raw")
-_MT19937_BYTES = 2500  # 624 numbers, and where in them it stands
+_MT19937_BYTES = 2500  # 624 numbers and the position in them
 
 
 def _memory_of(generator: object) -> Any:
-    """Where the numbers lie: for CPython's objects, behind the head that all have."""
+    """Return the memory of the numbers: in CPython's objects, behind the common header."""
     if isinstance(generator, np.random.MT19937):
         return (ctypes.c_char * _MT19937_BYTES).from_address(generator.ctypes.state_address)
     head = object.__basicsize__
@@ -200,7 +200,7 @@ def _find_numpys() -> tuple[tuple[object, ...], object]:
     bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if type(bits) is not np.random.MT19937 or not _IS_CPYTHON:
         return (), None
-    # The other one holds a normal number for later, which may be used up without drawing.
+    # The second object caches a normal number, which can be used without drawing.
     return (bits, np.random.mtrand._rand), None
 
 

@@ -1,4 +1,4 @@
-"""Begin together, then commit or roll back together."""
+"""Transactions, whose parts begin together and then commit or roll back together."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -7,26 +7,23 @@ from automicro.errors import add_note, remember
 
 
 class Part(Protocol):
-    """One restorable thing."""
+    """A part of a transaction that can restore one thing."""
 
     def begin(self) -> None:
-        """Remember the state. May run out of memory, before anything has changed."""
+        """Capture the state. It may run out of memory, before anything has changed."""
 
     def prepare(self) -> None:
-        """Do all of the commit that can fail, so that it can still be rolled back."""
+        """Do everything in the commit that can fail, while it can still be rolled back."""
 
     def commit(self) -> None:
-        """Keep what happened since `begin`. Needs no memory, and is not given up half-way."""
+        """Keep the changes since `begin`, without allocating memory."""
 
     def roll_back(self) -> None:
-        """Put the state back. Right also after a `begin` or a `prepare` that failed half-way."""
+        """Restore the state, even after a `begin` or a `prepare` that failed half-way."""
 
 
 class Transaction:
-    """Several parts as one.
-
-    Not a context manager on purpose: after running out of memory, rolling back has to wait until
-    the ``except`` block is left, because the traceback keeps the failed attempt's tensors alive.
+    """Several parts that act as one.
 
     Example:
         >>> import torch
@@ -40,38 +37,40 @@ class Transaction:
         True
     """
 
+    # Not a context manager: after running out of memory, the rollback must wait until the `except`
+    # block is left, because the traceback keeps the tensors of the failed attempt alive.
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = parts
         self._begun: list[Part] = []
         self._is_prepared = False
 
     def begin(self) -> None:
-        """Let every part remember its state.
+        """Let every part capture its state.
 
         Raises:
             torch.OutOfMemoryError: no memory for the copies; roll back, as after any failure.
         """
         self._is_prepared = False
         for part in self._parts:
-            self._begun.append(part)  # first, so that a half-begun part is rolled back too
+            self._begun.append(part)  # first, so that a half-begun part is rolled back, too
             part.begin()
 
     def prepare(self) -> None:
-        """Let every part do what can fail of its commit. It can be called ahead of `commit`.
+        """Let every part do what can fail in its commit. It may be called before `commit`.
 
         Raises:
-            Exception: roll back.
+            Exception: a part failed; roll back.
         """
         self._is_prepared = True
         for part in self._begun:
             part.prepare()
 
     def commit(self) -> None:
-        """Let every part keep what happened: first all prepare, then all commit.
+        """Commit every part, after all have prepared.
 
         Raises:
-            Exception: while preparing; roll back. Afterwards the commit is carried through, and an
-                exception (Ctrl-C, say) is raised only at its end.
+            Exception: a part failed while preparing; roll back. A later exception, such as Ctrl-C,
+                is raised only after the commit is complete.
         """
         if not self._is_prepared:
             self.prepare()
@@ -79,23 +78,20 @@ class Transaction:
         while self._begun:
             try:
                 self._begun[0].commit()
-            # Half a commit could neither be used nor undone, so that even Ctrl-C waits for its end.
+            # Half a commit could be neither used nor undone, so even Ctrl-C waits for its end.
             except BaseException as error:
                 interruption = interruption or error
             del self._begun[0]
         if interruption is not None:
-            add_note(interruption, "automicro: the batch was committed, its gradient is in .grad")
+            add_note(interruption, "automicro: the batch was committed; its gradient is in .grad")
             remember(interruption, is_committed=True)
             try:
                 raise interruption
             finally:
-                interruption = None  # it holds this frame: a cycle
+                interruption = None  # break the reference cycle with the traceback
 
     def roll_back(self) -> None:
-        """Let every part that has begun put its state back.
-
-        All parts get their chance. Those that failed are kept, so that calling again tries them
-        again.
+        """Roll back every part that has begun. Calling it again retries the parts that failed.
 
         Raises:
             BaseException: of the first part that failed.
@@ -106,7 +102,7 @@ class Transaction:
             try:
                 part.roll_back()
             except BaseException as error:
-                # The others are put back all the same, and a second call tries these again.
+                # The other parts are still rolled back, and a second call retries the failed ones.
                 failed.append(part)
                 failure = failure or error
         self._begun = failed[::-1]
@@ -114,4 +110,4 @@ class Transaction:
             if failure is not None:
                 raise failure
         finally:
-            failure = None  # it holds this frame: a cycle
+            failure = None  # break the reference cycle with the traceback

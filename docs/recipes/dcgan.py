@@ -1,7 +1,7 @@
 """Two networks, two optimizers, three losses.
 
-Each loss has its own `Microbatcher`; the order of the loop stays. To train the generator, its
-images are made again from the same noise, which costs one more forward. D(x) and D(G(z)) come
+Each loss has its own `Microbatcher`; the order of the loop is unchanged. The generator's step
+recomputes its images from the same noise, at the cost of one more forward. D(x) and D(G(z)) come
 from `result.outputs`. GroupNorm replaces BatchNorm.
 """
 
@@ -65,7 +65,7 @@ def plain(epochs=3):
     for _ in range(epochs):
         for real in loader():
             noise = torch.randn(len(real), NOISE, 1, 1)
-            # The discriminator: tell real images from made ones.
+            # The discriminator: tell real images from generated ones.
             netD.zero_grad()
             output = netD(real)
             errD_real = criterion(output, torch.ones_like(output))
@@ -115,7 +115,7 @@ def microbatched(epochs=3):
     for _ in range(epochs):
         for real in loader():
             noise = torch.randn(len(real), NOISE, 1, 1)
-            # The discriminator: tell real images from made ones.
+            # The discriminator: tell real images from generated ones.
             netD.zero_grad()
             on_real = real_pass.backward(real, return_outputs=True)
             D_x = on_real.outputs.mean().item()

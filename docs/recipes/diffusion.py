@@ -21,7 +21,7 @@ GRADIENT_ACCUMULATION_STEPS = 2
 
 
 class Scheduler:
-    """How much of an image is left at each time step, and how much is noise."""
+    """Proportions of image and noise at each time step."""
 
     def __init__(self):
         betas = torch.linspace(1e-4, 0.2, TIMESTEPS)

@@ -1,11 +1,11 @@
-"""Attention over one graph, whose labelled nodes are the rows.
+"""Attention over one graph, whose labeled nodes are the rows.
 
-A graph has no rows, so the batch is its labelled nodes. With two layers, a node depends on the
-nodes within two hops. The forward computes each microbatch on that part of the graph, which is
-exact. Sort nodes by community to keep that part small. Features and adjacency stay on the device.
+A graph has no rows, so the batch is its labeled nodes. With two layers, a node depends on the nodes
+within two hops. The forward computes each microbatch on that part of the graph, which is exact.
+Sort nodes by community to keep that part small. Features and adjacency stay on the device.
 
-`HOPS` must be the number of layers: a check of a few nodes cannot notice one too few. If each of
-many small graphs is a row, see [what a batch may be](../drop_in.md#what-a-batch-may-be).
+`HOPS` must be the number of layers: a check of a few nodes cannot detect a number that is too
+small. If each of many small graphs is a row, see [batches](../drop_in.md#what-a-batch-may-be).
 """
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 from automicro import Microbatcher
 
 DROPOUT = 0.6
-HOPS = 2  # one for each layer
+HOPS = 2  # one per layer
 
 
 class GraphAttention(nn.Module):
@@ -47,7 +47,7 @@ class GAT(nn.Module):
 
 
 def ring(nodes=320, classes=4):
-    """Nodes on a ring that know those near them, and features that tell a little of the class."""
+    """Nodes on a ring, connected to near ones, with features that weakly indicate the class."""
     place = torch.arange(nodes)
     distance = (place[:, None] - place[None, :]).abs()
     distance = torch.minimum(distance, nodes - distance)

@@ -22,7 +22,7 @@ EVAL_BATCH_SIZE = 64
 
 
 def pairs(rows, seed):
-    """Two pieces of text, and whether the second goes on where the first ended."""
+    """Two pieces of text, and whether the second continues the first."""
     generator = torch.Generator().manual_seed(seed)
     text = topics["class"] + topics["for"] + topics["operator-summary"]
     for _ in range(rows):

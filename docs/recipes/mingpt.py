@@ -1,8 +1,8 @@
 """A GPT in a small trainer class, whose model computes its loss.
 
-The model returns logits and loss, so `forward=` picks the loss. Every row has equally
-many targets, so it is a mean over rows, and a check confirms that. If rows differ, pass a
-function that counts them as `loss_average=`.
+The model returns logits and loss, so `forward=` picks the loss. Every row has the same number of
+targets, so it is a mean over rows, and a check confirms that. If rows differ, pass a function that
+counts targets as `loss_average=`.
 """
 
 import torch
@@ -50,7 +50,7 @@ class GPT(nn.Module):
 
 
 class SortDataset(Dataset):
-    """Digits and, behind them, the same digits sorted, which alone are to be predicted."""
+    """Digits followed by the same digits sorted, which are the only targets."""
 
     def __init__(self, rows=2048, length=6, digits=3):
         generator = torch.Generator().manual_seed(3)

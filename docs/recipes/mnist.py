@@ -1,7 +1,7 @@
 """A CNN on digits, evaluated after each epoch.
 
-`F.nll_loss` is read as a mean over targets. The evaluation asks for the outputs of all rows and
-counts the right ones; it has its own microbatch size. Each microbatch draws its own dropout mask.
+`F.nll_loss` is recognized as a mean over targets. The evaluation requests the outputs of all rows
+and counts correct ones; it has its own microbatch size. Each microbatch draws its own dropout mask.
 """
 
 import torch

@@ -1,7 +1,6 @@
 """Pairs of images: a batch of three parts.
 
-Image, image and label are cut together; each pair is one row. The network has GroupNorm instead
-of BatchNorm.
+Image, image and label are split together; each pair is one row. GroupNorm replaces BatchNorm.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Upscaling images: a plain regression.
 
-A mean squared error over images of one size is read as a mean over rows.
+A mean squared error over images of one size is recognized as a mean over rows.
 """
 
 import math

@@ -1,7 +1,7 @@
 """A variational autoencoder, whose loss is a sum.
 
-Both parts of the loss are sums over rows, so `loss_average="none"` adds microbatches up. The
-model draws its noise row by row, so on a CPU microbatches draw the same noise as the whole batch.
+Both terms of the loss are sums over rows, so `loss_average="none"` adds microbatches. The model
+draws its noise row by row, so on a CPU microbatches draw the same noise as the whole batch.
 """
 
 import torch

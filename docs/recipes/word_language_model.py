@@ -43,7 +43,7 @@ def repackage_hidden(hidden):
 
 
 def batchify(batch_size, ntoken):
-    """The most frequent words of a text, as columns: of shape (words of a column, batch_size)."""
+    """The most frequent words of a text, as columns of shape (words per column, batch_size)."""
     words = re.findall(r"\w+|\S", topics["for"] + topics["class"] + topics["operator-summary"])
     known = sorted(set(words), key=words.count, reverse=True)[: ntoken - 1]
     number = {word: index + 1 for index, word in enumerate(known)}

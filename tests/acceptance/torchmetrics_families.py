@@ -102,16 +102,16 @@ NAMED: dict[str, tuple[Callable[[], Any], str, str]] = {
         "numbers",
         "last 2 updates",
     ),
-    "BootStrapper": (lambda: wrappers.BootStrapper(MeanSquaredError(), 4), "numbers", "draws anew"),
+    "BootStrapper": (lambda: wrappers.BootStrapper(MeanSquaredError(), 4), "numbers", "draws random numbers"),
     "SSIM": (of_images.StructuralSimilarityIndexMeasure, "images", "data_range"),
-    "logits": (of_classes.BinaryAccuracy, "logits", "BinaryAccuracy takes its numbers for prob"),
+    "logits": (of_classes.BinaryAccuracy, "logits", "BinaryAccuracy treats its numbers as prob"),
     "logits of classes": (
         lambda: of_classes.MulticlassAUROC(4), "logits of classes", "softmax",
     ),
     "logits in a collection": (
         lambda: MetricCollection([of_classes.BinaryF1Score(), of_classes.BinaryAccuracy()]),
         "logits",
-        "for logits elsewhere",
+        "as logits otherwise",
     ),
 }  # fmt: skip
 

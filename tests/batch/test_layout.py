@@ -196,7 +196,7 @@ def test_a_pair_of_equal_shapes_is_inputs_and_targets() -> None:
 
 
 def test_of_what_disagrees_with_the_rest_the_leaf_is_named_that_cannot_agree() -> None:
-    either = [torch.zeros(ROWS, 2)] * 3  # three rows, or as many as the rest
+    either = [torch.zeros(ROWS, 2)] * 3  # three rows, or the same number as the other parts
     batch = {"x": x(), "meta": {"images": either, "n": torch.zeros(3)}}
     with pytest.raises(BatchError, match=rf"'x' has {ROWS} rows .*, but 'meta.n' has 3 rows"):
         num_rows(batch)
@@ -229,7 +229,7 @@ def test_a_batch_of_a_form_that_was_cut_before_is_not_read_again(
 def test_offsets_of_bags_are_not_told_to_be_shared(stops: list[int]) -> None:
     offsets = torch.tensor([0, 3, 7, 9, *stops])
     with pytest.raises(
-        BatchError, match="'offsets' seems to say where each row begins in 'flat'"
+        BatchError, match="'offsets' seems to hold the offsets of the rows in 'flat'"
     ) as e:
         num_rows({"flat": torch.arange(17), "offsets": offsets, "y": torch.zeros(4)})
     assert "a list of one tensor per row" in str(e.value)

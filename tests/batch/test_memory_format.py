@@ -1,18 +1,20 @@
-"""Channels last in memory: the format goes everywhere, and the numbers stay."""
+"""Channels last in memory: gradients of microbatches have the format of their parameters."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from automicro import Microbatcher
-from automicro.trainer.surroundings import FORMATS, to_channels_last
+from automicro import Microbatcher, Trainer
 
 ROWS, SIDE = 6, 8
+FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
 
 
 def make_net(dims: int = 2) -> Any:
+    torch.manual_seed(0)
     conv = {2: nn.Conv2d, 3: nn.Conv3d}[dims]
     norm = {2: nn.BatchNorm2d, 3: nn.BatchNorm3d}[dims]
     return nn.Sequential(
@@ -26,55 +28,38 @@ def make_net(dims: int = 2) -> Any:
     )
 
 
-def images(dims: int = 2) -> torch.Tensor:
-    return torch.randn(ROWS, 3, *[SIDE] * dims)
+def make_batch(dims: int = 2) -> tuple[Tensor, Tensor]:
+    return torch.randn(ROWS, 3, *[SIDE] * dims), torch.randint(5, (ROWS,))
 
 
 @pytest.mark.parametrize("dims", [2, 3])
-def test_weights_activations_gradients_and_optimizer_state_have_the_format(dims: int) -> None:
-    net, format_ = make_net(dims), FORMATS[dims + 2]
-    optimizer = torch.optim.AdamW(net.parameters())  # made before: it keeps its parameters
-    to_channels_last(net)
-    hidden = images(dims)
-    assert hidden.is_contiguous()
-    for layer in net:
-        hidden = layer(hidden)
-        assert hidden.dim() == 2 or hidden.is_contiguous(memory_format=format_)
-    hidden.square().mean().backward()
-    optimizer.step()
-    for weight in (net[0].weight, net[3].weight):
-        state = optimizer.state[weight]
-        for tensor in (weight, weight.grad, state["exp_avg"], state["exp_avg_sq"]):
-            assert tensor.is_contiguous(memory_format=format_)
-            assert not tensor.is_contiguous()
-
-
-def test_gradients_added_up_over_microbatches_keep_the_format() -> None:
-    net = make_net()
-    to_channels_last(net)
+def test_gradients_added_up_over_microbatches_keep_the_format(dims: int) -> None:
+    net = make_net(dims)
+    for index in (0, 3):
+        net[index].weight.data = net[index].weight.data.to(memory_format=FORMATS[dims])
     microbatcher = Microbatcher(
         net, loss_fn=nn.CrossEntropyLoss(), microbatch_size=4, batchnorm="ignore"
     )
     for _ in range(2):
-        microbatcher.backward((images(), torch.randint(5, (ROWS,))))
+        microbatcher.backward(make_batch(dims))
     gradient = net[3].weight.grad
     assert gradient is not None
-    assert gradient.is_contiguous(memory_format=torch.channels_last)
+    assert gradient.is_contiguous(memory_format=FORMATS[dims])
 
 
-def test_a_model_without_convolutions_is_named() -> None:
-    message = r"and Sequential has none; leave it out"
-    with pytest.raises(ValueError, match=message):
-        to_channels_last(nn.Sequential(nn.Linear(2, 2)))
-    with pytest.raises(ValueError, match="Tanh has none"):
-        to_channels_last(nn.Tanh())
-    to_channels_last(nn.Linear(2, 2), nn.Conv2d(2, 2, 1))  # one of the modules is enough
-
-
-def test_a_layer_without_a_shape_is_named() -> None:
-    net: Any = nn.Sequential(nn.Conv2d(3, 4, 3), nn.LazyConv2d(4, 3))
-    with pytest.raises(
-        ValueError, match=r"channels_last=True, but '1\.weight' of Sequential gets its shape"
-    ):
-        to_channels_last(net)
-    assert net[0].weight.is_contiguous()
+def test_a_model_in_the_format_trains_to_the_same_weights_up_to_rounding() -> None:
+    torch.manual_seed(0)
+    batches = [make_batch() for _ in range(4)]
+    ours, theirs = make_net().to(memory_format=torch.channels_last), make_net()
+    for net in (ours, theirs):
+        Trainer(
+            net,
+            batches,
+            loss_fn=nn.CrossEntropyLoss(),
+            optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+            device="cpu",
+            progress=False,
+        ).fit()
+    assert ours[0].weight.is_contiguous(memory_format=torch.channels_last)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Types that users register are cut, joined and mapped."""
+"""Types registered by users are cut, joined and mapped."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ class TestRegisteredTypes:
         register_batch_type(
             Leaky, num_rows=lambda v: len(v.x), take=lambda v, a, b: Leaky(v.x[a : b - 1])
         )
-        with pytest.raises(BatchError, match=r"take\(Leaky, 0, 4\).*gave 3 rows instead of 4"):
+        with pytest.raises(BatchError, match=r"take\(Leaky, 0, 4\).*returned 3 rows instead of 4"):
             split_batch(Leaky(x()), 4)
 
     @pytest.mark.parametrize(

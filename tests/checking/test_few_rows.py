@@ -67,7 +67,7 @@ def test_draws_that_nothing_can_silence_are_named_with_both_remedies(draw: Any) 
 
     microbatcher = Microbatcher(net(6, 6), forward=forward, microbatch_size=4)
     (message,) = warnings_of(microbatcher, (rows(), rows()))
-    assert "could not check that the loss is a mean over samples" in message
+    assert "could not check the assumption that the loss is a mean over samples" in message
     assert "loss_average=" in message
     assert "automicro.verify" in message
     assert microbatcher.loss_average_is == "unchecked"
@@ -143,7 +143,7 @@ def test_where_no_check_of_a_few_rows_could_be_made_the_whole_batch_is_compared(
     microbatcher = Microbatcher(net(6, 6), forward=forward, microbatch_size=8)
     _, message = warnings_of(microbatcher, hidden())
     assert "splitting changes this batch: the " in message
-    assert "of 30 rows in 4 parts" in message
+    assert "for 30 rows in 4 parts" in message
 
 
 def test_rows_that_fail_by_themselves_are_named_with_their_error() -> None:
@@ -159,7 +159,7 @@ def test_rows_that_fail_by_themselves_are_named_with_their_error() -> None:
     microbatcher = Microbatcher(net(4, 3), forward=masked)
     (message,) = warnings_of(microbatcher, batch)
     assert "the whole batch has a loss, and rows such as" in message
-    assert "have none by themselves (RuntimeError" in message
+    assert "have none on their own (RuntimeError" in message
 
 
 def test_a_forward_that_communicates_is_not_looked_at_alone() -> None:
@@ -194,7 +194,7 @@ def test_what_a_look_cannot_put_back_is_a_warning_and_stops_nothing() -> None:
     microbatcher = Microbatcher(Remembers(), loss_fn=nn.MSELoss(), microbatch_size=None)
     microbatcher.backward((rows(), rows()))
     microbatcher = Microbatcher(Remembers(), loss_fn=nn.MSELoss(), microbatch_size=6)
-    with pytest.warns(StateWarning, match="a check of a few rows has left traces .bank: it was "):
+    with pytest.warns(StateWarning, match="rows could not restore everything .bank: it was "):
         microbatcher.backward((rows(), rows()))
 
 
@@ -408,7 +408,7 @@ def seed_of_the_batch(model: Any, batch: Any) -> Tensor:
 def test_a_forward_that_seeds_its_own_draws_is_named(forward: Any) -> None:
     microbatcher = Microbatcher(net(6, 6), forward=forward, microbatch_size=4)
     (message,) = warnings_of(microbatcher, *[(rows(), rows(), 3)] * 3)
-    assert "sets the seed of what it draws" in message
+    assert "sets the seed of its random draws" in message
     assert microbatcher.loss_average_is == "wrong"
 
 
@@ -416,7 +416,7 @@ def test_a_forward_that_seeds_its_own_draws_is_named(forward: Any) -> None:
 def test_verify_does_not_call_own_seeds_exact(forward: Any) -> None:
     report = verify(net(6, 6), (rows(), rows()), forward=forward)
     assert not report.is_exact
-    assert "sets the seed of what it draws" in report.verdict
+    assert "sets the seed of its random draws" in report.verdict
     assert "the expectation is the same" not in str(report)
 
 
@@ -680,7 +680,7 @@ def test_a_graph_that_microbatches_would_share_is_named_with_what_to_do() -> Non
         Microbatcher(model, forward=forward, microbatch_size=4).backward(batch)
     assert "compute it inside forward=…, .detach() it" in "".join(caught.value.__notes__)
     given = outer(rows(6))
-    with pytest.raises(LossError, match=r"made before the forward \(AddmmBackward0\).*\.detach"):
+    with pytest.raises(LossError, match=r"built before the forward \(AddmmBackward0\).*\.detach"):
         verify(model, batch, forward=forward)
     given.sum().backward()  # its graph is still there
 

@@ -53,9 +53,9 @@ def stateful(net: Any, x: Tensor) -> Tensor:
 
 
 WRONG: dict[str, tuple[Callable[..., Any], str]] = {
-    "centred": (lambda net, x: net.linear(x - x.mean(0)), "the output of a row depends on the row"),
+    "centred": (lambda net, x: net.linear(x - x.mean(0)), "output of a row depends on the other"),
     "softmax": (lambda net, x: {"a": net.linear(x).softmax(0)}, "the output 'a' of a row depends"),
-    "state": (stateful, "the output of a row depends on the row"),
+    "state": (stateful, "the output of a row depends on the other"),
     "similarity": (
         lambda net, x: net.linear(x) @ net.linear(x).T,
         r"the shape \(12, 12\) for 12 rows",

@@ -52,7 +52,7 @@ def test_a_planted_cause_is_named(name: str) -> None:
     assert len(report.causes) == 1, report
     assert report.exit_code == planted.exit_code, report
     assert planted.exit_code == 3 or found[0].remedy, report
-    in_slices = "automicro.Contrastive runs encoders in slices" in found[0].remedy
+    in_slices = "automicro.Contrastive, which runs encoders in slices" in found[0].remedy
     assert in_slices is (planted.kind == "compares rows")
     if planted.loss_average:
         assert report.loss_average == planted.loss_average
@@ -150,7 +150,7 @@ def test_a_scripted_model_cannot_be_verified() -> None:
     report = verify(torch.jit.trace(nn.Linear(4, 3), torch.zeros(2, 4)), single(), loss_fn=LOSS)
     assert kinds(report) == ["scripted"]
     assert report.exit_code == 3
-    assert report.causes[0].remedy == "pass the model that it was made from"
+    assert report.causes[0].remedy == "pass the model that it was created from"
 
 
 def test_failing_at_one_size_is_told_apart_from_being_inexact() -> None:
@@ -249,8 +249,8 @@ def test_a_bug_in_the_model_passes_through() -> None:
     [
         ({"sizes": [0]}, "at least 1"),
         ({"sizes": [11, 20]}, "leaves the batch of 11 rows whole"),
-        ({"dtype": "float46"}, "no floating point type"),
-        ({"dtype": torch.int64}, "no floating point type"),
+        ({"dtype": "float46"}, "is not a floating point type"),
+        ({"dtype": torch.int64}, "is not a floating point type"),
         ({"loss_average": "rows"}, "'rows' is not known"),
     ],
 )

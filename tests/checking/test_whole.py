@@ -57,7 +57,7 @@ def above_the_16th(model: Any, batch: Any) -> Tensor:
 def test_what_only_many_rows_show_is_named(loss: Callable[..., Tensor], loss_average: str) -> None:
     microbatcher = Microbatcher(net(), forward=loss, microbatch_size=16, loss_average=loss_average)
     (message,) = warnings_of(microbatcher, batch(), batch(), batch())
-    assert "of 64 rows in 4 parts" in message
+    assert "for 64 rows in 4 parts" in message
     assert "microbatch_size=None" in message
     assert microbatcher.loss_average_is == "wrong"
 
@@ -65,7 +65,7 @@ def test_what_only_many_rows_show_is_named(loss: Callable[..., Tensor], loss_ave
 def test_it_is_refused_before_anything_has_changed() -> None:
     model = net()
     microbatcher = Microbatcher(model, forward=hardest, microbatch_size=16, probe="error")
-    with pytest.raises(LossAverageError, match="of 64 rows in 4 parts"):
+    with pytest.raises(LossAverageError, match="for 64 rows in 4 parts"):
         microbatcher.backward(batch())
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -97,12 +97,12 @@ def test_after_running_out_of_memory_what_fits_without_gradients_is_compared() -
 
     microbatcher = Microbatcher(net(), forward=forward)
     (message,) = warnings_of(microbatcher, batch(), batch())
-    assert "of 32 rows in 4 parts" in message  # of 64, half of the microbatches
+    assert "for 32 rows in 4 parts" in message  # of 64, half of the microbatches
 
 
 def test_an_evaluation_loss_is_compared_by_itself() -> None:
     microbatcher = Microbatcher(net(), forward=hardest, eval_microbatch_size=16)
-    with pytest.warns(LossAverageWarning, match=r"the loss is .* of 64 rows in 4 parts"):
+    with pytest.warns(LossAverageWarning, match=r"the loss is .* for 64 rows in 4 parts"):
         microbatcher.evaluate(batch())
 
 
@@ -144,7 +144,7 @@ def test_a_microbatch_without_a_finite_loss_is_named(call: str) -> None:
     microbatcher = Microbatcher(
         net(), forward=forward, microbatch_size=16, eval_microbatch_size=16, loss_average="samples"
     )
-    with pytest.warns(LossAverageWarning, match="the loss is .* as a whole and nan put together"):
+    with pytest.warns(LossAverageWarning, match="the loss is .* as a whole and nan combined"):
         result = getattr(microbatcher, call)((batch()[0], targets))
     assert result.loss.isnan()
 
@@ -236,7 +236,7 @@ def test_a_batch_that_cannot_be_compared_is_not_the_one_that_was_due() -> None:
         return {"loss": loss, "perplexity": loss.detach().exp()}
 
     microbatcher = Microbatcher(net(), forward=forward, loss_average="samples")
-    with pytest.warns(MetricWarning, match="'perplexity' is .* put together"):
+    with pytest.warns(MetricWarning, match="'perplexity' is .* combined"):
         results = [microbatcher.backward(batch()) for _ in range(4)]
     assert results[-1].num_microbatches == 32
 
@@ -319,7 +319,7 @@ def test_whole_numbers_beside_a_loss_are_said_to_be_left_out() -> None:
         return {"loss": F.cross_entropy(logits, batch[1]), "right": right, "rows": len(logits)}
 
     (message,) = numbers_told(forward, batch(), batch(), microbatch_size=16)
-    assert r"whole numbers beside its loss ('right')" in message
+    assert r"whole numbers next to its loss ('right')" in message
     assert "(metrics=…)" in message
 
 

@@ -42,11 +42,9 @@ def bits(tensor: torch.Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", TENSORS)
-@pytest.mark.parametrize("saving", ["save", "save_async"])
-def test_a_tensor_comes_back_bit_for_bit(store: CheckpointStore, kind: str, saving: str) -> None:
+def test_a_tensor_comes_back_bit_for_bit(store: CheckpointStore, kind: str) -> None:
     tensor = TENSORS[kind].detach()
-    getattr(store, saving)({"x": [TENSORS[kind]]}, step=1)
-    store.wait()
+    store.save({"x": [TENSORS[kind]]}, step=1)
 
     back = store.load().state["x"][0]
 
@@ -113,9 +111,8 @@ class Color(StrEnum):
 def test_what_is_no_data_is_refused_by_its_place(
     store: CheckpointStore, state: dict, place: str
 ) -> None:
-    for saving in (store.save, store.save_async):
-        with pytest.raises(CheckpointError, match=rf"^{place} is "):
-            saving(state, step=1)
+    with pytest.raises(CheckpointError, match=rf"^{place} is "):
+        store.save(state, step=1)
     assert not store.folder.exists()
 
 

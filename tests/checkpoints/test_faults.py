@@ -86,19 +86,17 @@ def test_what_is_renamed_is_on_the_disk_before(scene: Scene) -> None:
     ]
 
 
-def error_of(store: CheckpointStore, saving: str) -> CheckpointError | None:
+def error_of(store: CheckpointStore) -> CheckpointError | None:
     try:
-        getattr(store, saving)(state(3), step=3)
-        store.wait()
+        store.save(state(3), step=3)
     except CheckpointError as error:
         return error
     return None
 
 
 @pytest.mark.parametrize("lasts", [False, True], ids=["once", "from then on"])
-@pytest.mark.parametrize("saving", ["save", "save_async"])
 def test_no_space_left_at_any_point_costs_no_checkpoint(
-    scene: Scene, faults: Faults, lasts: bool, saving: str
+    scene: Scene, faults: Faults, lasts: bool
 ) -> None:
     outcomes = []
     for index in range(len(scene.points)):
@@ -106,7 +104,7 @@ def test_no_space_left_at_any_point_costs_no_checkpoint(
         faults.arm(lambda at, n=index: at >= n if lasts else at == n, fail)  # type: ignore[misc]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            error = error_of(store, saving)
+            error = error_of(store)
         if error is None:
             assert [each.category for each in caught] == [CheckpointWarning]
             assert "could not be removed" in str(caught[0].message)
@@ -147,21 +145,6 @@ def test_the_end_of_the_process_at_any_point_costs_no_checkpoint(
     assert found == sorted(found)
     assert found[0] == 2
     assert found[-1] == 3
-
-
-def test_the_end_of_the_process_while_it_saves_in_the_background_costs_no_checkpoint(
-    scene: Scene, faults: Faults
-) -> None:
-    def save_in_background(store: CheckpointStore) -> None:
-        store.save_async(state(3), step=3)
-        store.wait()
-
-    for index in range(0, len(scene.points), 3):
-        store = scene.fresh()
-        faults.arm(lambda at, n=index: at == n, kill)  # type: ignore[misc]
-        assert in_child(lambda s=store: save_in_background(s)) == KILLED  # type: ignore[misc]
-        faults.disarm()
-        assert_good(store, {2, 3})
 
 
 def test_the_first_save_may_fail_anywhere_too(tmp_path: Path, faults: Faults) -> None:
@@ -246,16 +229,3 @@ def test_the_folder_of_a_live_process_stays(tmp_path: Path) -> None:
         store.save(state(2), step=2)
         assert mine.exists()
     assert_tidy(store, [1, 2])
-
-
-def test_a_script_that_ends_waits_for_its_last_save(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-
-    def script() -> None:
-        import threading
-
-        store.save_async({"x": torch.randn(1 << 18)}, step=1)
-        threading._shutdown()  # type: ignore[attr-defined]  # What Python does at exit.
-
-    assert in_child(script) == 0
-    assert store.load().step == 1

@@ -122,5 +122,5 @@ def test_more_channels_are_more_parameters() -> None:
 
 @pytest.mark.parametrize("channels", [0, -8, 12])
 def test_channels_that_make_no_groups_are_refused(channels: int) -> None:
-    with pytest.raises(ValueError, match=f"channels={channels} cannot be normalised in 8 groups"):
+    with pytest.raises(ValueError, match=f"channels={channels} cannot be normalized in 8 groups"):
         CNN(channels=channels)

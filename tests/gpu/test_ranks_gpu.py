@@ -3,8 +3,6 @@
 The votes go through a gloo group of one, so every exchange is made that several ranks would make.
 """
 
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 
@@ -13,13 +11,12 @@ import torch
 from torch import nn
 
 from automicro import Fixed, Halving, Microbatcher
-from automicro.memory.device import device_identity
 from automicro.ranks import coordinated as setup
 from automicro.ranks.coordinated import CoordinatedRanks
 from automicro.ranks.exchange import Ballot, TreeExchange, failed, fold
 from automicro.ranks.interface import Status
 from tests.gpu.conftest import Record
-from tests.gpu.device import DEVICE, GPU, accelerator, differences, only_cuda, room, to_device
+from tests.gpu.device import GPU, accelerator, differences, room, to_device
 from tests.gpu.subjects import ROWS, Hungry, batch, microbatcher
 from tests.gpu.test_oom_gpu import PHASES, ROOM
 from tests.gpu.traces import traced
@@ -146,17 +143,6 @@ def test_a_vote_that_is_cast_on_a_device_thread_stops_a_guarded_step() -> None:
     # A second failure, of a device whose blocks were cut up, is as good.
     assert (result.ooms, result.microbatch_size) in ((1, HALF), (2, HALF // 2))
     assert all(parameter.grad is not None for parameter in net.parameters())
-
-
-@only_cuda("a name of its own on each device, the same in all processes")
-def test_another_process_knows_the_device_by_the_same_name() -> None:
-    program = (
-        "import sys, torch; from automicro.memory.device import device_identity; "
-        "print(device_identity(sys.argv[1]), flush=True)"
-    )
-    command = [sys.executable, "-c", program, str(DEVICE)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.strip() == device_identity(DEVICE) != "None"
 
 
 class PeerFails(TreeExchange):

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from automicro import Callback, Microbatcher, StepResult, Trainer
 from automicro.events.run import Run
+from automicro.features import NonFinite
 from tests.gpu.device import DEVICE, GPU, accelerator
 
 pytestmark = GPU
@@ -232,10 +233,10 @@ TRAINERS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "as it is": ({}, (1, 1, 1)),
     "clipped": ({"grad_clip_norm": 1.0}, (2, 2, 2)),
     "losses by name": ({"forward": named, "loss_average": "samples"}, (1, 1, 1)),
-    'non_finite="ignore"': ({"non_finite": "ignore"}, (1, 1, 1)),
+    'non_finite="ignore"': ({"features": [NonFinite("ignore")]}, (1, 1, 1)),
     'clipped, named, non_finite="ignore"': (
         {
-            "non_finite": "ignore",
+            "features": [NonFinite("ignore")],
             "grad_clip_norm": 1.0,
             "forward": named,
             "loss_average": "samples",

@@ -525,7 +525,7 @@ def test_a_loss_that_may_compare_rows_is_said_to_be_unchecked_where_no_two_fit(l
     model = classifier(loss=loss, metrics=None)
     model.layers[0].register_forward_pre_hook(run_out)
     enable(model)
-    with pytest.warns(UserWarning, match="could not check that the loss is a mean over samples"):
+    with pytest.warns(UserWarning, match="the assumption that the loss is a mean over samples"):
         model.fit(INPUTS, LABELS, batch_size=8, epochs=4, verbose=0)
     assert model.automicro.last.loss_average_is == "unchecked"
 
@@ -729,6 +729,15 @@ def test_what_a_step_tells_is_the_hosts_own_or_named(seed: int) -> None:
     host = host_of("keras")
     verdict = with_and_without(host, Program.drawn(host, seed))
     assert verdict.kind != "silent", verdict.about
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("cut", ["size", "oom"])
+def test_each_way_to_tell_something_is_the_hosts_own_or_named(cut: str) -> None:
+    host = host_of("keras")
+    for program in Program.of_every_way(host, cut):
+        verdict = with_and_without(host, program)
+        assert verdict.kind != "silent", verdict.about
 
 
 class Averaging(keras.optimizers.SGD):

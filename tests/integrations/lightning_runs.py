@@ -14,9 +14,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.fabric import Fabric
-from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDP
-from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricFSDP2
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
@@ -26,9 +23,8 @@ from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from automicro import Observing
-from automicro.integrations.lightning import AutoMicrobatch, microbatcher
+from automicro.integrations.lightning import AutoMicrobatch
 from automicro.loss.passes import is_extra_pass
-from automicro.memory.budget import MemoryBudget
 from tests.ranks.steps import local
 
 ROWS, BATCH = 110, 32  # an epoch of four batches, the last of 14 rows
@@ -350,143 +346,4 @@ def compare_on_ranks(folder: str, kind: str, parts: int) -> dict[str, Any]:
         ),
         "losses": len(ours.module.losses),
         "its losses": len(plain.module.losses),
-    }
-
-
-# Loops with Fabric
-
-
-@dataclass
-class Looped:
-    """What a loop with Fabric leaves."""
-
-    losses: list[float] = field(default_factory=list)
-    evaluated: list[float] = field(default_factory=list)
-    predicted: list[Tensor] = field(default_factory=list)
-    parameters: list[Tensor] = field(default_factory=list)
-    ooms: int = 0
-    scale: float | None = None
-    peak: int = 0
-
-    def losses_differ_by(self, other: "Looped") -> float:
-        return max(abs(a - b) for a, b in zip(self.losses, other.losses, strict=True))
-
-
-def fabric_loop(
-    *,
-    ours: bool,
-    dropout: float = 0.0,
-    dtype: torch.dtype = torch.float32,
-    parts: int = 1,
-    epochs: int = 3,
-    limit: int | None = None,
-    saves: Path | None = None,
-    loads: Path | None = None,
-    shorten: Callable[[int], bool] = lambda rows: False,
-    train: Any = None,
-    change: Callable[[Any], None] = lambda fabric: None,
-    **how: Any,
-) -> Looped:
-    """A loop as Fabric's pages write it; ``ours`` changes one line of it."""
-    fabric = Fabric(accelerator="cpu", **how)
-    fabric.launch()
-    change(fabric)
-    torch.manual_seed(0)
-    model = fabric.setup_module(Module(dropout=dropout).net)
-    optimizer: Any = fabric.setup_optimizers(
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # of shards, where there are
-    )
-    found = Looped()
-
-    def observe(event: str, subject: Any) -> None:
-        found.ooms += event == "oom"
-        if event == "microbatch_end" and shorten(len(subject.batch[0])):
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    probe = {"probe": False} if isinstance(fabric.strategy, FabricFSDP2) else {}
-    loss_fn = nn.CrossEntropyLoss()
-    step = microbatcher(
-        fabric, model, optimizer, loss_fn=loss_fn, features=[Observing(observe)], **probe
-    )
-    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": step}
-    if loads is not None:
-        fabric.load(loads, state)
-        torch.set_rng_state(torch.load(f"{loads}.rng"))
-    scaler = getattr(fabric.strategy.precision, "scaler", None)
-    given, held = train or loader(dtype), loader(dtype, rows=40, batch=40)
-    with MemoryBudget("1GiB" if limit is None else limit) as budget:
-        for _ in range(1 if saves else epochs):
-            model.train()
-            for index, batch in enumerate(budget.from_host(given)):
-                accumulates = (index + 1) % parts != 0 and index + 1 < len(given)
-                with fabric.no_backward_sync(model, enabled=accumulates and fabric.world_size > 1):
-                    if ours:
-                        loss = step.backward(batch).rank_loss
-                    else:
-                        loss = loss_fn(model(batch[0]), batch[1])
-                        fabric.backward(loss)
-                found.losses.append(loss.item())
-                if not accumulates:
-                    fabric.clip_gradients(model, optimizer, max_norm=0.5, error_if_nonfinite=False)
-                    optimizer.step()
-                    optimizer.zero_grad()
-                del batch, loss
-            model.eval()
-            for x, y in budget.from_host(held):
-                if ours:
-                    result = step.evaluate((x, y), return_outputs=True)
-                    assert result.loss is not None
-                    loss, outputs = result.loss, result.outputs
-                    found.predicted.append(step.predict(x))
-                else:
-                    with torch.no_grad():
-                        outputs = model(x)
-                        loss = loss_fn(outputs, y)
-                    found.predicted.append(outputs)
-                found.evaluated += [loss.item(), float((outputs.argmax(-1) == y).sum())]
-                del x, y, loss, outputs
-    found.peak = budget.peak_bytes
-    found.parameters = [local(p.detach()) for p in model.parameters()]
-    found.scale = None if scaler is None else scaler.get_scale()
-    if saves is not None:
-        fabric.save(saves, state)
-        torch.save(torch.get_rng_state(), f"{saves}.rng")
-    return found
-
-
-def shard(model: Any, mesh: Any) -> Any:
-    """For Fabric's strategy of FSDP2."""
-    return fully_shard(model, mesh=mesh["data_parallel"])
-
-
-def compare_fabric_on_ranks(kind: str, parts: int) -> dict[str, Any]:
-    """One rank's part: a plain loop, and ours where memory is short on rank 1 alone.
-
-    Args:
-        kind: ``"ddp"``, or ``"uneven"`` for ranks with batches of 32 and of 12 rows, or
-            ``"fsdp2"``.
-        parts: batches that are accumulated.
-    """
-    rank = dist.get_rank()
-    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="localhost")
-    uneven = kind == "uneven" and rank == 1
-
-    def loop(**given: Any) -> Looped:
-        strategy: Any = (
-            FabricFSDP2(shard, process_group_backend="gloo")
-            if kind == "fsdp2"
-            else FabricDDP(process_group_backend="gloo")
-        )
-        rows = loader(rows=48, batch=12) if uneven else None
-        return fabric_loop(strategy=strategy, devices=2, parts=parts, train=rows, **given)
-
-    plain = loop(ours=False)
-    ours = loop(ours=True, shorten=lambda rows: rank == 1 and rows > 9)
-    return {
-        "ooms": ours.ooms,
-        "losses": ours.losses_differ_by(plain),
-        "parameters": furthest(ours.parameters, plain.parameters),
-        "evaluated": max(abs(a - b) for a, b in zip(ours.evaluated, plain.evaluated, strict=True)),
     }

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,6 @@ from torch.utils.data import DataLoader
 pytest.importorskip("lightning")
 
 import lightning.pytorch as pl
-from lightning.fabric import Fabric
-from lightning.fabric.plugins import MixedPrecision
 from lightning.pytorch.utilities import CombinedLoader
 from torchmetrics import MetricCollection
 from torchmetrics.classification import (
@@ -43,14 +41,13 @@ from automicro import (
     RollbackError,
     SampleTooLargeError,
 )
-from automicro.integrations.lightning import AutoMicrobatch, microbatcher, verify
+from automicro.integrations.lightning import AutoMicrobatch
 from automicro.reach import Reach
 from automicro.state.capture import capture
 from automicro.step.results import StepResult
 from tests.integrations import lightning_runs as runs
 from tests.integrations.lightning_runs import fit, furthest, furthest_row
 from tests.ranks.world import world_of
-from tests.step.texts import Reader, texts
 
 LIMITS = 20
 EVALUATIONS = ("validation_step", "test_step", "predict_step")
@@ -446,43 +443,6 @@ def test_none_for_a_part_of_a_batch_is_refused(tmp_path: Path) -> None:
         fit(tmp_path, [line], make=Skipping, num_sanity_val_steps=0)
 
 
-class InLists(runs.Module):
-    """Each list has as many tensors as a microbatch has rows."""
-
-    def both(self, batch: Any) -> list[torch.Tensor]:
-        outputs = self.net(batch[0])
-        return [outputs.detach(), outputs.argmax(-1)]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        both = self.both(batch)
-        self.losses.extend(both)
-        return {"loss": F.cross_entropy(self.net(batch[0]), batch[1]), "both": both}
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.both(batch)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.kept["outputs"] += [*outputs["both"], *self.losses]
-
-    def on_train_epoch_end(self) -> None:
-        """Without the metrics that the step does not update."""
-
-
-def test_a_list_of_as_many_tensors_as_there_are_rows_is_joined_tensor_by_tensor(
-    tmp_path: Path,
-) -> None:
-    case: dict[str, Any] = {"max_steps": 1, "limit_val_batches": 0, "make": InLists}
-    found, predicted = [], []
-    for line in ([], [AutoMicrobatch(microbatch_size=2, eval_microbatch_size=2)]):
-        found.append(fit(tmp_path, line, **case).module.kept["outputs"])
-        torch.manual_seed(0)
-        trainer, loader = runs.trainer_of(tmp_path, line), runs.loader(rows=10, batch=10)
-        predicted.append(trainer.predict(InLists(), loader)[0])
-    for plain, ours in (found, predicted):
-        assert [each.shape for each in ours] == [each.shape for each in plain]
-        assert all(map(functools.partial(torch.allclose, atol=1e-6), ours, plain))
-
-
 class Predicting(runs.Module):
     """Gives what microbatches cannot give."""
 
@@ -500,9 +460,9 @@ class Predicting(runs.Module):
 @pytest.mark.parametrize(
     ("gives", "said"),
     [
-        ("centred", "the output of a row depends on the rows"),
+        ("centred", "the output of a row depends on the other rows"),
         ("similar", "the shape|is a Tensor in each microbatch"),
-        ("spread", r"returns\['spread'\] is .* as a whole and .* put together from 4"),
+        ("spread", r"returns\['spread'\] is .* as a whole and .* combined from 4"),
     ],
 )
 def test_predictions_that_microbatches_cannot_give_are_named(
@@ -531,9 +491,9 @@ class OfLogits(runs.Module):
 
 def test_a_metric_that_takes_some_microbatches_for_probabilities_is_named(tmp_path: Path) -> None:
     case: dict[str, Any] = {"max_steps": 2, "limit_val_batches": 0}
-    with pytest.warns(MetricWarning, match="BinaryAccuracy takes its numbers for prob") as told:
+    with pytest.warns(MetricWarning, match="BinaryAccuracy treats its numbers as prob") as told:
         fit(tmp_path, [AutoMicrobatch(microbatch_size=1)], make=OfLogits, **case)
-    assert sum("takes its numbers" in str(each.message) for each in told) == 1
+    assert sum("treats its numbers" in str(each.message) for each in told) == 1
 
 
 class TokenMeans(pl.LightningModule):
@@ -600,21 +560,6 @@ def test_a_mean_over_tokens_in_validation_is_right_or_warned_of(
         return
     with pytest.warns(MetricWarning, match=r"no means over rows: log\('loss'\) is"):
         trainer.validate(module, given, verbose=False)
-
-
-class Sometimes(runs.Module):
-    """Sends for some microbatches alone."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if float(batch[0][0, 0]) > 0:
-            self.logger.log_metrics({"sent": 1.0}, step=self.global_step)  # type: ignore[union-attr]
-        return super().training_step(batch, batch_idx)
-
-
-def test_what_is_sent_for_some_microbatches_alone_is_said_to_be(tmp_path: Path) -> None:
-    line = AutoMicrobatch(microbatch_size=4)
-    with pytest.warns(MetricWarning, match="what the step sends to a logger is a dict in each"):
-        fit(tmp_path, [line], make=Sometimes, max_epochs=1, num_sanity_val_steps=0)
 
 
 class Small(pl.LightningModule):
@@ -910,36 +855,38 @@ class Two(runs.Module):
         return [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.net[0], self.net[2])]
 
 
+def of_strategy(name: str) -> Callable[..., Any]:
+    def change(trainer: Any) -> None:
+        trainer.strategy.__class__ = type(name, (type(trainer.strategy),), {})
+
+    return change
+
+
+def searching(trainer: Any) -> None:
+    trainer.callbacks.append(pl.callbacks.BatchSizeFinder())
+
+
 @pytest.mark.parametrize(
-    ("module", "error", "says"),
+    ("module", "change", "error", "says"),
     [
-        (Manual, ValueError, "backward=self.manual_backward"),
-        (Lbfgs, ValueError, "LBFGS runs a batch several times"),
-        (Iterating, ValueError, r"let it be training_step\(batch, batch_idx\)"),
-        (Two, RuntimeError, "multiple optimizers"),  # by the host
+        (Manual, None, ValueError, "backward=self.manual_backward"),
+        (Lbfgs, None, ValueError, "LBFGS runs a batch several times"),
+        (Iterating, None, ValueError, r"let it be training_step\(batch, batch_idx\)"),
+        (Two, None, RuntimeError, "multiple optimizers"),  # by the host
+        (runs.Module, of_strategy("DeepSpeedStrategy"), ValueError, "DeepSpeedS.* keeps gradients"),
+        (runs.Module, of_strategy("FSDPStrategy"), ValueError, "FSDPStrategy is FSDP1"),
+        (runs.Module, searching, ValueError, "BatchSizeFinder looks for the largest batch"),
     ],
 )
 def test_what_cannot_be_right_is_refused_by_name(
-    module: Any, error: Any, says: str, tmp_path: Path
+    module: Any, change: Any, error: Any, says: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(error, match=says):
-        fit(tmp_path, [AutoMicrobatch()], make=module)
-
-
-def test_strategies_that_keep_their_own_gradients_are_refused(tmp_path: Path) -> None:
-    for name, says in (("DeepSpeedStrategy", "keeps gradients"), ("FSDPStrategy", "is FSDP1")):
-        trainer = runs.trainer_of(tmp_path)
-        strategy = type(name, (type(trainer.strategy),), {})
-        trainer.strategy.__class__ = strategy
-        with pytest.raises(ValueError, match=f"{name} {says}"):
-            AutoMicrobatch().setup(trainer, runs.Module(), "fit")
-
-
-def test_a_search_for_the_batch_size_is_refused(tmp_path: Path) -> None:
     line = AutoMicrobatch()
-    trainer = runs.trainer_of(tmp_path, [line, pl.callbacks.BatchSizeFinder()])
-    with pytest.raises(ValueError, match="BatchSizeFinder looks for the largest batch"):
-        line.setup(trainer, runs.Module(), "fit")
+    trainer = runs.trainer_of(tmp_path, [line], logger=False)
+    if change is not None:
+        change(trainer)
+    with pytest.raises(error, match=says):
+        trainer.fit(module(), runs.loader())
 
 
 def test_given_twice_it_is_refused(tmp_path: Path) -> None:
@@ -1024,171 +971,3 @@ def test_the_other_package_is_a_host_too(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "48 rows in 2, lightning imported: False" in done.stdout
-
-
-def fabric_step(precision: str, **options: Any) -> tuple[Any, Any, Any, Any]:
-    torch.manual_seed(0)
-    fabric = Fabric(accelerator="cpu", precision=precision)  # type: ignore[arg-type]
-    plain = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 3))
-    model, optimizer = fabric.setup(plain, torch.optim.Adam(plain.parameters(), lr=1e-2))
-    return fabric, model, optimizer, nn.CrossEntropyLoss()
-
-
-def fabric_scaled(scale: float) -> Any:
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
-    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)]}
-
-
-FABRIC_CASES: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "accumulation": {"parts": 4},
-    "float64": {"precision": "64-true", "dtype": torch.float64},
-    "bf16": {"precision": "bf16-mixed"},
-}
-CLOSE = {"bf16": 1e-3}
-
-
-@pytest.mark.parametrize("name", FABRIC_CASES)
-def test_a_fabric_loop_is_the_plain_one_bit_for_bit_and_lives_at_half_of_its_peak(
-    name: str,
-) -> None:
-    case = FABRIC_CASES[name]
-    plain, ours = (runs.fabric_loop(ours=each, dropout=0.1, **case) for each in (False, True))
-    assert len(plain.losses) >= 10
-    assert ours.losses == plain.losses
-    assert ours.evaluated == plain.evaluated
-    assert all(map(torch.equal, ours.predicted, plain.predicted))
-    assert all(map(torch.equal, ours.parameters, plain.parameters))
-    plain = runs.fabric_loop(ours=False, **case)
-    with pytest.raises(torch.OutOfMemoryError):
-        runs.fabric_loop(ours=False, limit=plain.peak // 2, **case)
-    ours = runs.fabric_loop(ours=True, limit=plain.peak // 2, **case)
-    assert ours.ooms > 0
-    assert ours.losses_differ_by(plain) < CLOSE.get(name, 1e-6)
-    assert ours.evaluated[1::2] == plain.evaluated[1::2] or name == "bf16"
-    if name == "float64":
-        assert furthest(ours.parameters, plain.parameters) < 1e-12
-
-
-@pytest.mark.parametrize("scale", [2.0**10, 2.0**40])
-def test_in_a_fabric_loop_the_loss_scale_of_fp16_moves_as_the_hosts_own(scale: float) -> None:
-    plain, ours = (runs.fabric_loop(ours=each, **fabric_scaled(scale)) for each in (False, True))
-    assert ours.losses == plain.losses
-    assert ours.scale == plain.scale != scale
-    limited = runs.fabric_loop(ours=True, limit=plain.peak // 2, **fabric_scaled(scale))
-    assert limited.ooms > 0
-    assert limited.scale == plain.scale
-    assert limited.losses_differ_by(plain) < 1e-2
-
-
-@pytest.mark.parametrize(("first", "second"), [(True, True), (False, True), (True, False)])
-def test_a_fabric_loop_goes_on_from_what_either_has_saved(
-    first: bool, second: bool, tmp_path: Path
-) -> None:
-    case: dict[str, Any] = {"dropout": 0.1}
-    through = runs.fabric_loop(ours=False, **case)
-    runs.fabric_loop(ours=first, saves=tmp_path / "state", **case)
-    rest = runs.fabric_loop(ours=second, loads=tmp_path / "state", epochs=2, **case)
-    assert rest.losses == through.losses[4:]
-    assert all(map(torch.equal, rest.parameters, through.parameters))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "parts"), [("ddp", 1), ("ddp", 2), ("uneven", 1), ("fsdp2", 1)])
-def test_two_ranks_of_a_fabric_loop_are_plain_ones(kind: str, parts: int) -> None:
-    with world_of(2) as world:
-        results = world.run(runs.compare_fabric_on_ranks, kind, parts)
-    for found in results:
-        assert found["ooms"] > 0
-        assert found["losses"] < 1e-6
-        assert found["parameters"] < 1e-6
-        assert found["evaluated"] < 1e-6
-
-
-def test_a_model_that_fabric_has_not_set_up_is_refused() -> None:
-    fabric, model, optimizer, loss_fn = fabric_step("32-true")
-    with pytest.raises(ValueError, match=r"pass what fabric\.setup"):
-        microbatcher(fabric, model.module, optimizer, loss_fn=loss_fn)
-    with pytest.raises(TypeError, match=r"that is Fabric\(precision=…\); leave it out"):
-        microbatcher(fabric, model, optimizer, loss_fn=loss_fn, precision="bf16")
-
-
-# Is the host's own accumulation the full batch's gradient?
-
-
-def test_verify_tells_what_the_hosts_own_accumulation_is(tmp_path: Path) -> None:
-    trainer = runs.trainer_of(tmp_path, accumulate_grad_batches=3)
-    module = runs.Module(dropout=0.5)
-    state = {name: each.clone() for name, each in module.state_dict().items()}
-    even = verify(trainer, module, runs.loader(rows=96))
-    assert even.is_exact
-    assert [group.rows for group in even.groups] == [(32, 32, 32)]
-    uneven = verify(trainer, module, runs.loader())
-    assert not uneven.is_exact
-    first, last = uneven.groups
-    assert first.error < 1e-4
-    assert (last.rows, last.divisor) == ((14,), 3)
-    assert last.ratio == pytest.approx(1 / 3, rel=1e-4)
-    assert "14 rows" in str(uneven)
-    assert "AutoMicrobatch" in str(uneven)
-    assert all(map(torch.equal, module.state_dict().values(), state.values()))
-    assert trainer.global_step == 0
-
-
-def test_verify_tells_of_means_over_tokens(tmp_path: Path) -> None:
-    trainer = runs.trainer_of(tmp_path, accumulate_grad_batches=2)
-    (batch, *_) = token_batches()
-    halves = [{k: v[rows] for k, v in batch.items()} for rows in (slice(0, 4), slice(4, 9))]
-    halves[0]["labels"][:, 1:] = -100
-    given: Any = DataLoader(halves, batch_size=None)  # type: ignore[arg-type]
-    report = verify(trainer, TokenMeans(), given)
-    assert not report.is_exact
-    assert report.groups[0].rows == (4, 5)
-
-
-def test_verify_of_single_batches_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="accumulate_grad_batches is 1"):
-        verify(runs.trainer_of(tmp_path), runs.Module(), runs.loader(rows=64))
-
-
-class _Reading(pl.LightningModule):
-    """A causal model of texts of varying length."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.reader = Reader()
-
-    def training_step(self, batch: Any, index: int) -> Any:
-        return self.reader(**batch)["loss"]
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def test_slices_by_cost_train_to_the_hosts_own_weights(tmp_path: Path) -> None:
-    batches: Any = [texts([9, 3, 17, 5, 5, 12]), texts([2, 8, 16, 4, 7])]
-
-    def trained(*callbacks: Any) -> _Reading:
-        module = _Reading()
-        pl.Trainer(
-            max_epochs=2,
-            accelerator="cpu",
-            precision="64-true",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-            callbacks=list(callbacks),
-        ).fit(module, DataLoader(batches, batch_size=None))
-        return module
-
-    own = trained()
-    ours = trained(
-        AutoMicrobatch(microbatch_unit="tokens", microbatch_size=30, loss_average="tokens")
-    )
-    assert max(rows for rows, _ in own.reader.seen) == 6
-    assert all(rows * length <= 30 or rows == 1 for rows, length in ours.reader.seen[-4:])
-    for one, other in zip(own.parameters(), ours.parameters(), strict=True):
-        assert (one - other).abs().max() < 1e-12

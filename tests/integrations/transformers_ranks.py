@@ -48,18 +48,17 @@ def make(folder: Path, name: str, accumulation: int, *, with_us: bool, is_sharde
     """A trainer of a case of theirs."""
     arguments: dict[str, Any] = {"gradient_accumulation_steps": accumulation}
     options: dict[str, Any] = {"eval_microbatch_size": 3}
-    if name in runs.CASES:
-        if is_sharded:  # else whole gradients of all but the last batch are kept back
-            each = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
-            arguments["accelerator_config"] = each
-            arguments |= {"eval_on_start": True, "eval_strategy": "epoch"}
-        trainer = runs.make(runs.CASES[name], folder, dtype=torch.float64, **arguments)
-        if is_sharded:
-            shard(trainer)
-        return enable(trainer, **options) if with_us else trainer
-    from tests.integrations import trl_runs
-
-    return trl_runs.make(name, folder, with_us=with_us, rows=44, changed=arguments, **options)
+    if is_sharded:  # else whole gradients of all but the last batch are kept back
+        each = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+        arguments["accelerator_config"] = each
+        arguments |= {"eval_on_start": True, "eval_strategy": "epoch"}
+    if name not in runs.CASES:
+        arguments["rows"] = 44
+    case = runs.CASES.get(name, name)
+    trainer = runs.make(case, folder, dtype=torch.float64, **arguments)
+    if is_sharded:
+        shard(trainer)
+    return enable(trainer, **options) if with_us else trainer
 
 
 def fail_above(trainer: Any, rows: int, *, of_pairs: bool) -> Any:

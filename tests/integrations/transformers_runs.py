@@ -196,6 +196,20 @@ CASES = {
 }
 
 
+# Of TRL's: the kind of trainer, and its arguments.
+OF_TRL: dict[str, tuple[str, dict[str, Any]]] = {
+    "SFT": ("sft", {}),
+    "SFT, accumulation": ("sft", {"gradient_accumulation_steps": 2}),
+    "SFT, packed": ("sft", {"packing": True}),
+    "SFT, packed and wrapped": ("sft", {"packing": True, "packing_strategy": "wrapped"}),
+    "SFT, without padding": ("sft", {"padding_free": True, "max_length": None}),
+    "SFT, DFT": ("sft", {"loss_type": "dft"}),
+    "DPO": ("dpo", {}),
+    "DPO, accumulation": ("dpo", {"gradient_accumulation_steps": 2}),
+    "Reward": ("reward", {}),
+}
+
+
 class Events(TrainerCallback):
     """The order of everything that a trainer tells its callbacks."""
 
@@ -209,7 +223,7 @@ class Events(TrainerCallback):
 
 
 def make(
-    case: Case,
+    case: Case | str,
     folder: Path,
     *,
     with_us: bool = False,
@@ -219,7 +233,15 @@ def make(
     kind: Any = Trainer,
     **arguments: Any,
 ) -> Any:
-    """A trainer of two epochs: 12 steps of at most 8 rows, the last of each epoch of 4."""
+    """A trainer of two epochs: 12 steps of at most 8 rows, the last of each epoch of 4.
+
+    A name is that of a case of TRL's.
+    """
+    if isinstance(case, str):
+        from tests.integrations import trl_runs
+
+        how: dict[str, Any] = {"dtype": dtype, "dropout": dropout, "options": options, **arguments}
+        return trl_runs.make(case, folder, with_us=with_us, **how)
     torch.manual_seed(0)
     model = case.model(dropout).to(dtype)
     given = {
@@ -266,11 +288,12 @@ def parameters(trainer: Any) -> list[Tensor]:
 
 def logged(trainer: Any) -> list[dict[str, Any]]:
     """All that was logged but times."""
-    clocks = ("runtime", "per_second", "flos")
-    return [
-        {k: v for k, v in row.items() if not any(each in k for each in clocks)}
-        for row in trainer.state.log_history
-    ]
+    return list(map(timeless, trainer.state.log_history))
+
+
+def timeless(row: Mapping[str, Any]) -> dict[str, Any]:
+    clocks = ("runtime", "per_second", "flos", "_time")
+    return {k: v for k, v in row.items() if not any(each in k for each in clocks)}
 
 
 def furthest(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:

@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from automicro.integrations.transformers import enable
+from tests.integrations.transformers_runs import OF_TRL
 
 WORDS = 46
 SPECIAL = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}
@@ -58,23 +59,7 @@ def texts(rows: int, *, pairs: bool, words: tuple[int, int]) -> Any:
     return Dataset.from_dict({name: [text() for _ in range(rows)] for name in names})
 
 
-# The kind of trainer, and its arguments.
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "SFT": ("sft", {}),
-    "SFT, accumulation": ("sft", {"gradient_accumulation_steps": 2}),
-    "SFT, packed": ("sft", {"packing": True}),
-    "SFT, packed and wrapped": ("sft", {"packing": True, "packing_strategy": "wrapped"}),
-    "SFT, without padding": ("sft", {"padding_free": True, "max_length": None}),
-    "SFT, DFT": ("sft", {"loss_type": "dft"}),
-    "DPO": ("dpo", {}),
-    "DPO, accumulation": ("dpo", {"gradient_accumulation_steps": 2}),
-    "Reward": ("reward", {}),
-}
 _NAMES = {"sft": "SFT", "dpo": "DPO", "reward": "Reward"}
-
-
-# Activations of these rows are most of what a step takes.
-LONG: dict[str, Any] = {"words": (60, 100), "changed": {"max_length": 112}}
 
 
 def make(
@@ -82,16 +67,16 @@ def make(
     folder: Path,
     *,
     with_us: bool = False,
-    peft_config: Any = None,
     dtype: torch.dtype = torch.float64,
     dropout: float = 0.0,
+    options: Mapping[str, Any] | None = None,
+    peft_config: Any = None,
     rows: int = 20,
     words: tuple[int, int] = (3, 13),
-    changed: Mapping[str, Any] | None = None,
-    **options: Any,
+    **changed: Any,
 ) -> Any:
     """A trainer of one epoch: two steps of 8 rows, and one of 4, if nothing else is asked for."""
-    kind, arguments = CASES[name]
+    kind, arguments = OF_TRL[name]
     trainer, config = (getattr(trl, _NAMES[kind] + each) for each in ("Trainer", "Config"))
     fields = {each.name for each in dataclasses.fields(config)}
     recomputing = [each for each in fields if each.endswith("_checkpointing")]
@@ -111,7 +96,7 @@ def make(
             "max_length": 32,
             **{each: False for each in recomputing if each == "activation_checkpointing"},
             **arguments,
-            **(changed or {}),
+            **changed,
         }
     )
     kinds: dict[str, Any] = {"dtype": dtype, "attention_dropout": dropout}
@@ -129,4 +114,4 @@ def make(
         processing_class=tokenizer(),
         **more,
     )
-    return enable(made, **options) if with_us else made
+    return enable(made, **(options or {})) if with_us else made

@@ -1,7 +1,5 @@
 """Loggers together: each gets every value, and none can stop the run."""
 
-import io
-import logging
 import math
 import warnings
 from collections.abc import Mapping
@@ -16,14 +14,12 @@ from torch import nn
 from automicro import Microbatcher
 from automicro.errors import LoggerWarning
 from automicro.loggers import (
-    ConsoleLogger,
-    CSVLogger,
     JSONLinesLogger,
     Logger,
     LoggerGroup,
     TensorBoardLogger,
 )
-from tests.loggers.logged import read_csv
+from tests.loggers.logged import read_json_lines
 from tests.models import Mlp, x, y
 
 
@@ -79,8 +75,8 @@ def test_a_logger_that_fails_once_is_warned_about_once_and_goes_on() -> None:
     first, failing, last = Noting(), Noting(3), Noting()
     messages = play(LoggerGroup([first, failing, last]), range(1, 6))
     assert messages == [
-        "Noting() could not log step 3 (ConnectionError: the server is gone): the run goes on, "
-        "without these values in this logger. It is tried again with the next ones, and switched "
+        "Noting() could not log step 3 (ConnectionError: the server is gone): the run goes on, and "
+        "values may be missing in this logger. It is tried again with the next ones, and switched "
         "off after 3 failures in a row; make sure that it can write (space on the disk, rights, a "
         "server that answers)"
     ]
@@ -88,25 +84,18 @@ def test_a_logger_that_fails_once_is_warned_about_once_and_goes_on() -> None:
     assert [told for told in whole(range(1, 6)) if told[0] != 3] == failing.told
 
 
-def test_three_failures_in_a_row_switch_a_logger_off(caplog: pytest.LogCaptureFixture) -> None:
+def test_three_failures_in_a_row_switch_a_logger_off() -> None:
     failing, other = Noting(2, 3, 4), Noting()
     messages = play(LoggerGroup([failing, other]), range(1, 8))
     assert len(messages) == 1
-    assert [record.message for record in caplog.records] == [
-        "automicro: Noting() is switched off: it failed 3 times in a row, at last to log step 4"
-    ]
     assert failing.told == [({"seed": 0}, None), (1, {"loss": 1.0}), "close"]
     assert other.told == whole(range(1, 8))
 
 
-def test_a_success_ends_a_row_of_failures(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "automicro.loggers")
+def test_a_success_ends_a_row_of_failures() -> None:
     failing = Noting(1, 2, 4, 5, 7, 8)
     assert len(play(LoggerGroup([failing]), range(1, 10))) == 3
     assert [told[0] for told in failing.told[1:-1]] == [3, 6, 9]
-    assert [record.message for record in caplog.records] == [
-        f"Noting() works again after 2 failures: it could log step {step}" for step in (3, 6, 9)
-    ]
 
 
 def test_a_logger_that_cannot_start_is_started_again_with_the_next_values() -> None:
@@ -180,16 +169,16 @@ def test_training_does_not_notice_loggers_that_fail(tmp_path: Path) -> None:
     expected = train(LoggerGroup())
     (tmp_path / "a file").write_text("in the way")
     failing: list[Logger] = [
-        CSVLogger(tmp_path),
+        JSONLinesLogger(tmp_path),
         JSONLinesLogger(tmp_path / "a file" / "log"),
         TensorBoardLogger(tmp_path / "a file"),
         Noting("start", "close", *range(9)),
     ]
     with pytest.warns(LoggerWarning) as caught:
-        losses = train(LoggerGroup([*failing, CSVLogger(tmp_path / "log.csv")]))
+        losses = train(LoggerGroup([*failing, JSONLinesLogger(tmp_path / "log.jsonl")]))
     assert len(caught) == len(failing)
     assert losses == expected
-    rows = read_csv(tmp_path / "log.csv")
+    rows = read_json_lines(tmp_path / "log.jsonl")
     assert [value for _, name, value in rows if name == "train/loss"] == losses
 
 
@@ -217,30 +206,27 @@ def test_tensors_and_numpy_numbers_become_python_numbers_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "problem"),
+    ("name", "value"),
     [
-        (
-            "curve",
-            torch.zeros(3),
-            r"a Tensor of the shape \(3,\) and the type torch.float32 is not",
-        ),
-        ("meta", torch.zeros((), device="meta"), "a Tensor of the shape .* is not one number"),
-        ("complex", torch.tensor(1j), "is not one number"),
-        ("text", "abc", "'abc' is not one number"),
-        ("nothing", None, "None is not one number"),
-        ("step", 0.5, "run, step, time have a meaning of their own in log files"),
-        ("two\nlines", 0.5, "a name is one line of text"),
-        ("end\n", 0.5, "a name is one line of text"),
-        ("", 0.5, "a name is one line of text"),
-        (3, 0.5, "a name is one line of text"),
+        ("curve", torch.zeros(3)),
+        ("meta", torch.zeros((), device="meta")),
+        ("complex", torch.tensor(1j)),
+        ("text", "abc"),
+        ("nothing", None),
+        ("step", 0.5),
+        ("two\nlines", 0.5),
+        ("end\n", 0.5),
+        ("", 0.5),
+        (3, 0.5),
     ],
     ids=repr,
 )
-def test_what_is_no_value_is_left_out_and_said_once(name: Any, value: Any, problem: str) -> None:
+def test_what_is_no_value_is_left_out_and_said_once(name: Any, value: Any) -> None:
     noting = Noting()
     group = LoggerGroup([noting])
     group.start({})
-    with pytest.warns(LoggerWarning, match=f"is not logged.*{problem}.*'my/value'"):
+    kind = type(value).__name__
+    with pytest.warns(LoggerWarning, match=f"is not logged.*this is a {kind}.*'my/value'"):
         group.log({name: value, "loss": 0.5}, step=1)
     group.log({name: value, "loss": 0.5}, step=2)  # a second warning would be an error
     assert noting.told[1:] == [(step, {"loss": 0.5}) for step in (1, 2)]
@@ -257,10 +243,10 @@ def test_without_loggers_nothing_is_even_looked_at() -> None:
 @pytest.mark.parametrize(
     ("loggers", "message"),
     [
-        (ConsoleLogger(), r"loggers is ConsoleLogger\(.*\) and not a list; pass a list"),
-        ([ConsoleLogger], r"loggers\[0\] is the class ConsoleLogger; say ConsoleLogger\(…\)"),
+        (JSONLinesLogger("a"), r"loggers is JSONLinesLogger\(.*\) and not a list; pass a list"),
+        ([JSONLinesLogger], r"loggers\[0\] is the class JSONLinesLogger; say JSONLinesLogger\(…\)"),
         (
-            [ConsoleLogger(), "csv"],
+            [JSONLinesLogger("a"), "csv"],
             r"loggers\[1\] is 'csv', which has no start and no log and no close; give",
         ),
         (3, "loggers is 3 and not a list; pass a list of loggers"),
@@ -272,39 +258,6 @@ def test_what_is_no_logger_is_refused(loggers: Any, message: str) -> None:
         LoggerGroup(loggers)
 
 
-@pytest.mark.parametrize(
-    "logger", [ConsoleLogger(), JSONLinesLogger("a"), CSVLogger("b"), TensorBoardLogger("c")]
-)
+@pytest.mark.parametrize("logger", [JSONLinesLogger("a"), TensorBoardLogger("c")])
 def test_all_loggers_follow_the_protocol(logger: Logger) -> None:
     assert isinstance(logger, Logger)
-
-
-def test_the_console_shows_each_name_in_its_own_time() -> None:
-    now = 0.0
-    file = io.StringIO()
-    logger = ConsoleLogger(interval_seconds=10.0, file=file, clock=lambda: now)
-    logger.start({})
-    for step in range(1, 21):
-        now = float(step)
-        logger.log({"train/loss": 1 / step, "train/lr": 0.1}, step=step)
-        if step % 8 == 0:
-            logger.log({"eval/loss": math.nan}, step=step)
-    assert file.getvalue().splitlines() == [
-        "step 1: train/loss 1, train/lr 0.1",
-        "step 8: eval/loss nan",
-        "step 11: train/loss 0.0909091, train/lr 0.1",
-    ]
-
-
-def test_the_console_can_show_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    logger = ConsoleLogger(interval_seconds=0, clock=lambda: 0.0)
-    logger.start({})
-    for step in range(1, 4):
-        logger.log({"loss": 0.5}, step=step)
-    assert len(capsys.readouterr().out.splitlines()) == 3
-
-
-@pytest.mark.parametrize("seconds", [-1, math.nan])
-def test_an_interval_that_makes_no_sense_is_refused(seconds: float) -> None:
-    with pytest.raises(ValueError, match="is not an interval: give seconds, or 0"):
-        ConsoleLogger(interval_seconds=seconds)

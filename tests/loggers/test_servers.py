@@ -1,6 +1,5 @@
-"""W&B, MLflow and Lightning's loggers: what they have after kills and resumes, each value once."""
+"""W&B and MLflow: what they have after kills and resumes, each value once."""
 
-import csv
 import importlib
 import json
 import os
@@ -17,11 +16,9 @@ from typing import Any
 import pytest
 from pytest_mock import MockerFixture
 
-from automicro.cli import main
-from automicro.loggers import LightningLogger, LoggerGroup, MLflowLogger, WandbLogger
+from automicro.loggers import LoggerGroup, MLflowLogger, WandbLogger
 from automicro.loggers.logger import Logger
 from automicro.loggers.servers import GivenOnce
-from tests.cli_jobs import enter_folder_with_job
 from tests.processes import KILLED, end, start
 
 Rows = list[tuple[int, str, float]]
@@ -56,17 +53,9 @@ def live(kind: str, folder: Path, *, resumed: int, last: int, dies: bool) -> Non
     assert end(start(work, log=log), log=log) == (KILLED if dies else 0), log.read_text()
 
 
-def lightning_logger(folder: Path) -> LightningLogger:
-    import lightning.pytorch.loggers as theirs
-
-    logger: Any = theirs.CSVLogger(folder, name=None)
-    return LightningLogger(logger, folder)
-
-
 LOGGERS: dict[str, Callable[[Path], Logger]] = {
     "wandb": lambda folder: WandbLogger(folder, project="tests", mode="offline", tags=["test"]),
     "mlflow": lambda folder: MLflowLogger(folder, experiment="tests"),
-    "lightning": lightning_logger,
 }
 
 
@@ -76,12 +65,10 @@ def several_lives(test: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def packages() -> None:
-    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as Lightning would, for good
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("wandb")
         importlib.import_module("mlflow")
-        importlib.import_module("lightning.pytorch.loggers")
 
 
 def wandb_records(folder: Path) -> Iterator[Any]:
@@ -153,23 +140,12 @@ def read_mlflow(folder: Path) -> Rows:
         ]
 
 
-def read_lightning(folder: Path) -> Rows:
-    rows = []
-    for path in folder.glob("version_*/metrics.csv"):
-        with path.open(encoding="utf-8", newline="") as file:
-            for row in csv.DictReader(file):
-                step = int(row.pop("step"))
-                rows += [(step, name, float(value)) for name, value in row.items() if value]
-    return rows
-
-
 PLACES = {
     "wandb": Place(read=read_wandb, runs=runs_of_wandb),
     "mlflow": Place(
         read=read_mlflow,
         runs=lambda folder: [run.info.run_id for run in mlflow_runs(folder)],
     ),
-    "lightning": Place(read=read_lightning, runs=lambda folder: ["first"]),
 }
 
 
@@ -185,9 +161,7 @@ def expected(last: int, *, from_life: dict[int, int]) -> Rows:
 
 
 @several_lives
-@pytest.mark.parametrize(
-    ("kind", "dies"), [("wandb", False), ("mlflow", True), ("lightning", True)]
-)
+@pytest.mark.parametrize(("kind", "dies"), [("wandb", False), ("mlflow", True)])
 def test_on_a_resume_each_value_is_there_once_in_one_run(
     kind: str, dies: bool, tmp_path: Path
 ) -> None:
@@ -255,45 +229,6 @@ def test_names_and_values_that_mlflow_would_refuse(tmp_path: Path) -> None:
     assert run.data.metrics["nan"] != run.data.metrics["nan"]
 
 
-def test_a_job_logs_its_config_to_a_logger_of_lightning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    enter_folder_with_job(tmp_path, monkeypatch)
-    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as Lightning would, for good
-    Path("watched.py").write_text(
-        "from lightning.pytorch.loggers import CSVLogger\n"
-        "from automicro.loggers import LightningLogger\n\n"
-        "def logger(folder):\n"
-        "    return LightningLogger(CSVLogger(folder, name=None), folder)\n",
-        encoding="utf-8",
-    )
-    loggers = "loggers=[{call: watched.logger, args: {folder: logs}}]"
-    assert main(["train", "job.yaml", "progress=false", loggers, "max_duration=2ba"]) == 0
-    steps = {step for step, name, _ in read_lightning(Path("logs")) if name == "train/loss"}
-    assert steps == {1, 2}
-    assert "config.max_duration: 2ba" in Path("logs/version_0/hparams.yaml").read_text("utf-8")
-
-
-class Stands:
-    """In for one of Lightning's."""
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None: ...
-    def log_hyperparams(self, params: Any) -> None: ...
-    def save(self) -> None: ...
-    def finalize(self, status: str) -> None: ...
-
-
-def test_a_logger_of_lightning_without_its_adapter_is_told_of_it() -> None:
-    with pytest.raises(TypeError, match=r"loggers\[0\] is a Stands of Lightning; say LightningLo"):
-        LoggerGroup([Stands()])  # type: ignore[list-item]
-
-
-@pytest.mark.parametrize("wrong", [Stands, MLflowLogger("runs"), "csv"], ids=str)
-def test_what_is_no_logger_of_lightning_is_refused(wrong: Any, tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="has not got log_metrics, log_hyperparams, save and fina"):
-        LightningLogger(wrong, tmp_path)
-
-
 @pytest.mark.parametrize(("logger", "package"), [(WandbLogger, "wandb"), (MLflowLogger, "mlflow")])
 def test_without_the_package_the_logger_says_what_to_install(
     logger: Any, package: str, mocker: MockerFixture
@@ -330,7 +265,7 @@ def test_loggers_import_none_of_the_packages_until_they_begin(tmp_path: Path) ->
 import sys
 from automicro.loggers import MLflowLogger, WandbLogger
 WandbLogger("a"), MLflowLogger("b")
-print([name for name in ("wandb", "mlflow", "lightning", "sqlalchemy") if name in sys.modules])
+print([name for name in ("wandb", "mlflow", "sqlalchemy") if name in sys.modules])
 """
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path

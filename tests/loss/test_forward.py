@@ -1,4 +1,4 @@
-"""From a microbatch to a loss: four conventions, and what each refuses."""
+"""From a microbatch to a loss: the four conventions, and the errors of each."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from tests.models import CLASSES, ROWS, ComposerStyle, Mlp, x, y
 
 
 class Keyword(nn.Module):
-    """Hugging Face's convention, with an output of the kind asked for."""
+    """A model with Hugging Face's convention, with an output of the requested kind."""
 
     def __init__(self, kind: str = "output") -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def test_several_losses_in_a_tuple_are_refused_and_none_is_dropped(size: int | N
         return F.cross_entropy(outputs, targets), outputs.square().mean()
 
     microbatcher = Microbatcher(Mlp(), loss_fn=loss_fn, microbatch_size=size)
-    with pytest.raises(LossError, match="a tuple of length 2 and no tensor to go backward"):
+    with pytest.raises(LossError, match="a tuple of length 2 instead of a tensor to differentiate"):
         microbatcher.backward((x(), y()))
 
 
@@ -123,7 +123,7 @@ def test_two_losses_in_a_tuple_of_a_forward_are_refused(size: Any) -> None:
         logits = model(batch[0])
         return F.cross_entropy(logits, batch[1]), logits.square().mean()
 
-    with pytest.raises(LossError, match="Two losses\\? Return a mapping from names to losses"):
+    with pytest.raises(LossError, match="For two losses, return a mapping from names to losses"):
         Microbatcher(Mlp(), forward=forward, microbatch_size=size).backward((x(), y()))
 
 
@@ -151,7 +151,7 @@ def test_a_detached_number_beside_the_loss_is_an_output() -> None:
 
 
 class LossesByKeyword(nn.Module):
-    """A detector's convention: nothing but losses by name."""
+    """A model with a detector's convention: only losses by name."""
 
     def __init__(self, *, others: bool = False) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ def test_a_forward_that_takes_the_number_of_items_is_told_what_it_divides_by(cou
         return torch.where(batch["labels"] > 0, losses, 0).sum() / max(float(num_items_in_batch), 1)
 
     batch, model = {"inputs": x(), "labels": y()}, Mlp()
-    batch["labels"][:4] = -100 if count is None else 0  # a microbatch of no item
+    batch["labels"][:4] = -100 if count is None else 0  # a microbatch without any item
     items = (batch["labels"] != -100).sum() if count is None else (batch["labels"] > 0).sum()
     (wanted,) = torch.autograd.grad(forward(model, batch, items), [next(model.parameters())])
     average = {} if count is None else {"loss_average": count}

@@ -340,7 +340,7 @@ def test_an_error_that_only_followed_it_reaches_its_author_unchanged(fail) -> No
 def test_what_came_before_is_named_with_the_remedy(fail) -> None:
     with pytest.raises((ValueError, KeyError)) as caught:
         Microbatcher(FailsOnce(fail), loss_fn=nn.CrossEntropyLoss(), probe=False).backward(batch())
-    assert "raise it from that error" in caught.value.__notes__[0]
+    assert "use `raise … from` it" in caught.value.__notes__[0]
 
 
 def test_a_group_that_refers_to_itself_ends() -> None:

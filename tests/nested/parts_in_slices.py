@@ -31,6 +31,13 @@ class MlpTail(Mlp):
         return F.cross_entropy(self.layers(hidden), targets)
 
 
+class SumTail(Mlp):
+    """A tail that gives a sum."""
+
+    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
+        return F.cross_entropy(self.layers(hidden), targets, reduction="sum")
+
+
 class Joint(nn.Module):
     """Of a transducer: what each time and each label gives together, in four dimensions."""
 
@@ -97,6 +104,10 @@ CASES: dict[str, Callable[[float, bool], tuple[nn.Module, tuple[Tensor, ...]]]] 
         MlpTail(p),
         (floats(ROWS, 6), targets(ROWS, classes=3, ragged=ragged)),
     ),
+    "sum tail": lambda p, ragged: (
+        SumTail(p),
+        (floats(ROWS, 6), targets(ROWS, classes=3, ragged=ragged)),
+    ),
     "joint": lambda p, _: (Joint(p), (floats(ROWS, 4, 6), floats(ROWS, 3, 6))),
     "joint tail": lambda p, ragged: (
         JointTail(p),
@@ -116,8 +127,6 @@ CASES: dict[str, Callable[[float, bool], tuple[nn.Module, tuple[Tensor, ...]]]] 
         ),
     ),
 }
-BY_TOKENS = ("mlp", "tied tail")
-"""Those that take rows and positions as one."""
 
 
 def made(name: str, *, p: float = 0.0, ragged: bool = True) -> tuple[Any, tuple[Any, ...]]:
@@ -133,6 +142,8 @@ def by_hand(part: nn.Module, given: Sequence[Any], sizes: Sequence[int]) -> Any:
     outputs = [part(*piece) for piece in pieces]
     if outputs[0].dim():
         return torch.cat(outputs)
+    if isinstance(part, SumTail):
+        return torch.stack(outputs).sum()
     last = given[-1]
     counts = [
         len(piece[-1]) if isinstance(part, JointTail) else int((piece[-1] != -100).sum())

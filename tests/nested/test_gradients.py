@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from automicro import NestedSplit, split
 from automicro.errors import BatchNormWarning, UnsplittableModelError
 from tests.nested.parts_in_slices import (
-    BY_TOKENS,
     CASES,
     ROWS,
     Mlp,
@@ -41,23 +40,6 @@ def test_slices_give_what_the_whole_gives(name: str, size: Any, ragged: bool) ->
     assert max(nested.sizes) == (size if isinstance(size, int) else ROWS)
 
 
-@pytest.mark.parametrize("size", [1, 5, None])
-@pytest.mark.parametrize("name", BY_TOKENS)
-def test_slices_of_tokens_give_what_the_whole_gives(name: str, size: Any) -> None:
-    part, given = made(name)
-    if name == "mlp":
-        given = (floats(ROWS, 4, 6),)
-    wanted = gradients(part, part, given)
-    nested = split(part, microbatch_size=size, microbatch_unit="tokens")
-    same(gradients(part, part, given), wanted)
-    assert sum(nested.sizes) == ROWS * 4
-    one = [each[:1, :1].detach() for each in given]
-    nested.remove()
-    whole = part(*(each.flatten(0, 1) for each in one)).reshape(-1)
-    split(part, microbatch_unit="tokens")
-    torch.testing.assert_close(part(*one).reshape(-1), whole)
-
-
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_dropout_draws_what_the_same_slices_by_hand_draw(name: str, size: int) -> None:
@@ -66,7 +48,7 @@ def test_dropout_draws_what_the_same_slices_by_hand_draw(name: str, size: int) -
     split(
         part,
         microbatch_size=size,
-        loss_average="samples" if "joint" in name else "tokens" if "tail" in name else "auto",
+        loss_average="samples" if "joint" in name else "auto",
     )
     part(*given)  # looked at
     torch.manual_seed(5)

@@ -49,8 +49,8 @@ def repeated(nested: NestedSplit, attempt: Callable[[], Any]) -> Any:
 def test_a_shortage_at_any_operation_of_a_part_leaves_no_trace(name: str) -> None:
     """What comes of it is bit for bit what the sizes give that it ended with."""
     part, given = made(name, p=0.3)
-    average: Any = "samples" if "joint" in name else "tokens"
-    options = {"microbatch_size": "auto", "loss_average": average}
+    averages = {"sum tail": "none", "joint tail": "samples"}
+    options: Any = {"microbatch_size": "auto", "loss_average": averages.get(name, "tokens")}
     warm = twin(part)
     nested = split(warm, **options)
     for _ in range(2):  # rows are compared
@@ -200,7 +200,7 @@ def test_a_check_with_less_room_sees_what_counts_for_nothing(most: int) -> None:
         return mean_by_mask(hidden, mask)
 
     given = torch.randn(6, 4, requires_grad=True), torch.tensor([1.0, 1, 1, 0, 1, 1])
-    with pytest.raises(LossAverageError, match=r"lambda batch: batch\['mask'\]\.sum\(\)"):
+    with pytest.raises(LossAverageError, match="does not end in"):
         split(tail, microbatch_size=2)(*given)
 
 
@@ -208,7 +208,7 @@ def test_a_wrong_average_is_seen_when_rows_differ() -> None:
     part = split(mean_by_mask, microbatch_size=2, loss_average="samples")
     for _ in range(3):
         part(torch.randn(6, 4, requires_grad=True), torch.ones(6))
-    with pytest.raises(LossAverageError, match=r"batch\['mask'\]\.sum\(\), which fit"):
+    with pytest.raises(LossAverageError, match="do not add up"):
         part(torch.randn(6, 4, requires_grad=True), torch.arange(6.0))
 
 

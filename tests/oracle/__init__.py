@@ -1,1 +1,1 @@
-"""A random search: seeded combinations of what people write, each exact or named."""
+"""Random search: seeded combinations of user code, each exact or named."""

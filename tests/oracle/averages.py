@@ -1,4 +1,4 @@
-"""What a loss of the search is, and what it may truly divide by."""
+"""Kinds of losses in the search, and their true divisors."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ def per_row(d: Rows) -> float:
 
 
 def per_batch(d: Rows) -> float:
-    """A sum: nothing is divided by."""
+    """Return the divisor of a sum, which is not divided."""
     return 1.0
 
 
@@ -28,7 +28,7 @@ def per_target(d: Rows) -> float:
 
 
 def per_class_kept(d: Rows) -> float:
-    """Targets of the class IGNORED_CLASS are ignored."""
+    """Count targets, ignoring the class IGNORED_CLASS."""
     return float((d["y"] != IGNORED_CLASS).sum())
 
 
@@ -47,11 +47,11 @@ def per_class_weight(d: Rows) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loss:
-    """An ingredient.
+    """Loss ingredient.
 
-    `make` gives a fresh loss of ``(outputs, target)``, or with `is_program` of ``(model, rows)``.
-    `target` is y, t, or all rows by name. `true` says what it divides by; None where no split of
-    it is exact. `read` is what can be read off it where it is handed over as ``loss_fn``.
+    `make` returns a fresh loss of ``(outputs, target)``, or of ``(model, rows)`` with `is_program`.
+    `target` is y, t, or all rows by name. `true` is its divisor; None if no split of it is exact.
+    `read` is the divisor that can be read from it when it is passed as ``loss_fn``.
     """
 
     make: Callable[[], Callable[..., Any]]

@@ -1,4 +1,4 @@
-"""What is in a batch, before anything gives it a form: tensors whose first dimension is rows."""
+"""Contents of batches, before they get a form: tensors whose first dimension is rows."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -11,17 +11,17 @@ CLASSES = 4
 LENGTH = 5
 VOCABULARY = 11
 IGNORED = -100
-IGNORED_CLASS = CLASSES - 1  # of a loss with an ignore_index of its own
-CLASS_WEIGHT = (0.25, 2.5, 1.0, 0.625)  # the same in float32
-LATE = 2  # the batch at which comes what earlier ones lack
+IGNORED_CLASS = CLASSES - 1  # of a loss with its own ignore_index
+CLASS_WEIGHT = (0.25, 2.5, 1.0, 0.625)  # exact in float32
+LATE = 2  # number of the batch with contents that earlier ones lack
 
 
 @dataclasses.dataclass(frozen=True)
 class Content:
-    """One batch: x inputs, y classes, t numbers, w weights of rows, m a mask, v another view of x.
+    """One batch: x inputs, y classes, t numbers, w row weights, m a mask, v another view of x.
 
-    Of ``"vectors"`` x is ``(rows, FEATURES)`` and y ``(rows,)``; of ``"tokens"`` x is
-    ``(rows, LENGTH)`` and y the same, with -100 where a row has ended.
+    For ``"vectors"`` x is ``(rows, FEATURES)`` and y ``(rows,)``; for ``"tokens"`` x and y are
+    ``(rows, LENGTH)``, with -100 in y after the end of a row.
     """
 
     shape: str
@@ -45,7 +45,7 @@ class Content:
 def make_contents(
     seed: int, shape: str, num_rows: list[int], late: str, dtype: torch.dtype
 ) -> list[Content]:
-    """Batches of these rows; `late` is what only comes at the third: padding, a class, nothing."""
+    """Make batches of these sizes; `late` first appears in the third: padding, a class, nothing."""
     draws = torch.Generator().manual_seed(seed)
     contents = []
     for index, count in enumerate(num_rows):

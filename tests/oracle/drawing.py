@@ -1,4 +1,4 @@
-"""The strategy: every combination of ingredients that makes sense, the simplest first."""
+"""Strategy that draws every meaningful combination of ingredients, simplest first."""
 
 import dataclasses
 from typing import Any
@@ -33,7 +33,7 @@ SIMPLE = Combination(
     fault_batch=1,
     fault_place=0.6,
 )
-# Of each the simplest first: a failure is shrunk to them.
+# Simplest first, because failures shrink to these.
 INGREDIENTS: dict[str, tuple[Any, ...]] = {
     "model": tuple(MODELS),
     "loss": ("a mean", *LOSSES),
@@ -47,7 +47,7 @@ INGREDIENTS: dict[str, tuple[Any, ...]] = {
     "optimizer": ("sgd", "momentum", "adam"),
     "fault": FAULTS,
 }
-# Half of all combinations have nothing special there.
+# Half of all combinations have the simplest value for these.
 OFTEN_SIMPLE = ("twist", "form", "late", "metric", "dtype", "fault")
 OUTPUTS_NEEDED = (
     "Composer",
@@ -62,7 +62,7 @@ TEACHERS = ("a teacher that trains its BatchNorm", "a moving-average teacher")
 
 @st.composite
 def combinations(draw: st.DrawFn) -> Combination:
-    """Any combination that makes sense."""
+    """Draw any meaningful combination."""
     one = SIMPLE
     for axis, values in INGREDIENTS.items():
         if axis in OFTEN_SIMPLE and not draw(st.booleans()):
@@ -82,10 +82,10 @@ def combinations(draw: st.DrawFn) -> Combination:
 
 
 def alone(axis: str, value: Any) -> Combination:
-    """An ingredient in the simplest combination that it is possible in."""
+    """Return the simplest possible combination with this ingredient."""
     more: dict[str, Any] = {axis: value}
     if axis == "loss" and LOSSES[value].read is not None:
-        more["wiring"] = "loss_fn"  # which is where it is read
+        more["wiring"] = "loss_fn"  # it is read only there
     if axis in ("late", "form"):
         more["num_rows"] = (7, 8, 5)
     each = (dataclasses.replace(SIMPLE, **{"model": model, **more}) for model in MODELS)
@@ -93,14 +93,14 @@ def alone(axis: str, value: Any) -> Combination:
 
 
 def makes_sense(one: Combination) -> bool:
-    """Whether plain torch could run it, and whether what is drawn has a meaning there."""
+    """Return whether plain torch could run it and its draws have a meaning."""
     model, loss = MODELS[one.model], LOSSES[one.loss]
     if loss.shape not in (None, model.shape):
         return False
     if one.dtype != "float64" and (model.only_float64 or loss.only_float64):
         return False
     if one.wiring in (*PAIRS, "keywords", "Composer") and one.form != "mapping":
-        return False  # a form of one's own needs a forward of one's own
+        return False  # a custom form needs a custom forward
     if (one.wiring in PAIRS or one.wiring == "Composer") and loss.is_program:
         return False
     if one.wiring in OUTPUTS_NEEDED and loss.is_program:
@@ -131,7 +131,7 @@ def makes_sense(one: Combination) -> bool:
 
 
 def _draws_have_a_truth(one: Combination) -> bool:
-    """Whether weighted pieces are the truth of a random loss: no part of it counts the pieces."""
+    """Return whether weighted pieces are the truth of a random loss: nothing counts the pieces."""
     if one.loss in ("an inner backward", "an attack that clears"):
         return False
     if one.wiring == "loss_fn, which holds the model" and LOSSES[one.loss].true is per_batch:

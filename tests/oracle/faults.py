@@ -1,4 +1,4 @@
-"""What goes wrong on purpose, and policies that say exactly which sizes are tried."""
+"""Deliberate faults, and policies with exactly scripted sizes."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from automicro import Outcome, Policy
 
 
 class Boom(Exception):  # noqa: N818
-    """An error that has nothing to do with memory."""
+    """Error unrelated to memory."""
 
 
 def out_of_memory() -> torch.OutOfMemoryError:
@@ -19,7 +19,7 @@ def out_of_memory() -> torch.OutOfMemoryError:
 
 
 class FaultAt(TorchDispatchMode):
-    """Counts operations and raises one error at one of them; at none where `index` is None."""
+    """Mode that counts operations and raises an error at one of them, or at none."""
 
     def __init__(self, index: int | None = None, error: BaseException | None = None) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class FaultAt(TorchDispatchMode):
 
 @dataclasses.dataclass
 class Scripted(Policy):
-    """Proposes for each batch the given sizes, the next one after an attempt that did not fit."""
+    """Policy that proposes scripted sizes per batch, the next one after a failed attempt."""
 
     sizes: Sequence[Sequence[int]]
     batch: int = 0

@@ -1,4 +1,4 @@
-"""The forms that a batch comes in: how it is made, and how the user's forward reads it."""
+"""Forms of batches: how each is made, and how the user's forward reads it."""
 
 import collections
 import dataclasses
@@ -19,9 +19,9 @@ Rows = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Form:
-    """An ingredient. `make` gets the content and the number of the batch; `read` gives rows.
+    """Form ingredient. `make` gets the content and number of the batch; `read` returns rows.
 
-    With `edits` reading changes the batch, so that it cannot be read twice.
+    With `edits`, reading changes the batch, so it cannot be read twice.
     """
 
     make: Callable[[Content, int], Any]
@@ -220,7 +220,7 @@ def _asking(batch: Any) -> Rows:
 
 
 def _ragged(content: Content) -> list[Tensor]:
-    """Of every row as many numbers as the row itself says."""
+    """Return as many numbers per row as the row itself says."""
     lengths = [1 + int(10 * weight) % 3 for weight in content.rows["w"].tolist()]
     views = content.rows["t"].flatten(1)
     return [view[:length].clone() for view, length in zip(views, lengths, strict=True)]
@@ -248,7 +248,7 @@ def _read_rows_second(batch: Any) -> Rows:
 
 
 def _views(content: Content, index: int) -> Rows:
-    """Every other row of something larger: nothing is contiguous."""
+    """Return every other row of something larger: nothing is contiguous."""
     return {n: v.repeat_interleave(2, 0)[::2] for n, v in content.rows.items()}
 
 
@@ -314,6 +314,6 @@ FORMS = {
 
 
 def pair_of(content: Content, target: str) -> tuple[Any, Any]:
-    """``(inputs, targets)`` as ``loss_fn`` takes them."""
+    """Return ``(inputs, targets)`` as ``loss_fn`` takes them."""
     targets = dict(content.rows) if target == "all" else content.rows[target]
     return content.rows["x"], targets

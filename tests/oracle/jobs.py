@@ -1,4 +1,4 @@
-"""A combination, put together: everything that a user would have written, made afresh."""
+"""Jobs built from a combination: everything a user would have written, made afresh."""
 
 import copy
 import dataclasses
@@ -59,7 +59,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Combination:
-    """Names of ingredients, and the few numbers that place a fault. Made from a seed."""
+    """Names of ingredients and the numbers that place a fault. Made from a seed."""
 
     seed: int
     model: str
@@ -80,7 +80,7 @@ class Combination:
     fault_place: float
 
     def plain(self, **changes: Any) -> "Combination":
-        """The same without twist, fault and metric: only what is computed."""
+        """Return the same combination without twist, fault and metric."""
         return dataclasses.replace(self, twist="none", fault="none", metric=None, **changes)
 
     def __str__(self) -> str:
@@ -104,7 +104,7 @@ class Combination:
 
     @property
     def taken(self) -> Denominator:
-        """What automicro takes the loss to be divided by."""
+        """The divisor that automicro assumes for the loss."""
         loss = self.parts[1]
         if self.declares and loss.true is not None:
             return loss.true
@@ -118,7 +118,7 @@ class Combination:
 
 
 class Job:
-    """All objects of one run. `whole` is the loss of a batch as plain torch has it."""
+    """All objects of one run. `whole` is the loss of a batch in plain torch."""
 
     def __init__(self, combination: Combination) -> None:
         self.of = combination
@@ -129,8 +129,8 @@ class Job:
         self.loss = ingredient.make()
         if isinstance(self.loss, nn.Module):
             self.loss.to(dtype)
-        self.heard: list[float] = []  # by hooks, of the gradients that they saw
-        self.extra: dict[str, Any] = {}  # parameters, leaves and modules that a closure holds
+        self.heard: list[float] = []  # gradients seen by hooks
+        self.extra: dict[str, Any] = {}  # parameters, leaves and modules held by a closure
         self.options: dict[str, Any] = {}
         self.form: Form = FORMS[combination.form]
         self.compute = computing(self.loss, ingredient)
@@ -146,7 +146,7 @@ class Job:
         self._make_optimizer()
         self._twist()
 
-    # What is computed
+    # Computation
 
     def make_batch(self, content: Content, index: int) -> Any:
         if self.of.wiring in PAIRS:
@@ -156,7 +156,7 @@ class Job:
         return self.form.make(content, index)
 
     def whole(self, batch: Any) -> tuple[Tensor, dict[str, Tensor], Any]:
-        """The loss of a batch, its parts by name, and the outputs."""
+        """Return the loss of a batch, its parts by name, and the outputs."""
         if self.of.wiring in PAIRS:
             out = self.model(batch[0])
             return *read_loss(self.options["loss_fn"](out, batch[1])), out
@@ -173,7 +173,7 @@ class Job:
             result, out = result
         return *read_loss(result), out
 
-    # How it is handed over
+    # Arguments for automicro
 
     def _wire(self, dtype: torch.dtype) -> None:
         wiring = self.of.wiring
@@ -246,7 +246,7 @@ class Job:
             rows_of = self.rows_of
             self.options["loss_average"] = lambda batch: true(rows_of(batch))
 
-    # What is trained
+    # Training
 
     def modules(self) -> dict[str, nn.Module]:
         found: dict[str, nn.Module] = {"model": self.model}
@@ -354,14 +354,14 @@ class Job:
             next(iter(self.model.parameters())).requires_grad_(False)
 
     def _fill_a_bucket(self) -> None:
-        """Gradients that are there already, as DDP has them with gradient_as_bucket_view."""
+        """Create gradients in advance, as DDP does with gradient_as_bucket_view."""
         leaves = [leaf for leaf in self.trained if not nn.parameter.is_lazy(leaf)]
         bucket = torch.ones(sum(leaf.numel() for leaf in leaves), dtype=leaves[0].dtype)
         for leaf, part in zip(leaves, bucket.split([p.numel() for p in leaves]), strict=True):
             leaf.grad = part.view_as(leaf)
 
     def after_backward(self) -> dict[str, Tensor | None]:
-        """The gradients that the optimizer is about to use."""
+        """Return the gradients that the optimizer is about to use."""
         if self.scale != 1:
             for leaf in self.leaves.values():
                 if leaf.grad is not None:
@@ -385,7 +385,7 @@ class Job:
         options = {"microbatch_size": size, **self.options}
         return [Microbatcher(self.model, **with_features(options)) for _ in range(count)]
 
-    # What must be as it was, or as it should be
+    # State that must be unchanged, or correct
 
     def parameters(self) -> dict[str, Tensor]:
         return {
@@ -402,7 +402,7 @@ class Job:
         }
 
     def attributes(self) -> dict[str, Any]:
-        """Modes and plain Python state of all modules."""
+        """Return modes and plain Python state of all modules."""
         found: dict[str, Any] = {}
         for prefix, module in self.modules().items():
             for name, each in module.named_modules():
@@ -416,11 +416,11 @@ class Job:
         return None if self.metric_kind is None else self.metric_kind.read(self.metric)
 
 
-# automicro captures all that a forward reaches, so that no closure here holds a whole job
+# automicro captures everything that a forward reaches, so no closure here may hold a whole job.
 
 
 def computing(loss: Callable[..., Any], kind: Loss) -> Callable[[Any, Mapping[str, Any]], Any]:
-    """What gives the outputs and the loss of a model and rows."""
+    """Return a function that computes outputs and loss of a model and rows."""
     is_program, target = kind.is_program, kind.target
 
     def compute(model: Any, rows: Mapping[str, Any]) -> Any:
@@ -433,7 +433,7 @@ def computing(loss: Callable[..., Any], kind: Loss) -> Callable[[Any, Mapping[st
 
 
 def reading(wiring: str, form: Form) -> Callable[[Any], Mapping[str, Any]]:
-    """What gives the rows of a batch, and leaves the batch as it is."""
+    """Return a function that reads the rows of a batch without changing it."""
     if wiring in PAIRS:
         return lambda batch: (
             batch[1]
@@ -445,7 +445,7 @@ def reading(wiring: str, form: Form) -> Callable[[Any], Mapping[str, Any]]:
 
 
 class Wrapped(nn.Module):
-    """A model and something after it, made anew in each forward, as closures do."""
+    """A model and something after it, created again in each forward, as closures do."""
 
     def __init__(self, inner: nn.Module, function: Callable[[Any, Any], Any]) -> None:
         super().__init__()
@@ -502,7 +502,7 @@ class ComposerStyle(nn.Module):
 
 
 def read_loss(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """A loss, or several by name of which those with a gradient count."""
+    """Return a loss, or several by name of which those with a gradient count."""
     if isinstance(result, Tensor):
         return result, {}
     if "loss" in result:

@@ -1,4 +1,4 @@
-"""Judging a combination: exact, named, or silently wrong."""
+"""Judge combinations: exact, named, or silently wrong."""
 
 import dataclasses
 import enum
@@ -31,13 +31,13 @@ UNCHECKED = re.compile(r"could not (be )?(check|compare|look|tell)|(not|un)( bee
 class Verdict(enum.Enum):
     EXACT = "exact"
     NAMED = "named"  # wrong, and a warning says so
-    UNCHECKED = "could not check"  # exact or not, and a warning says that nobody knows
-    REFUSED = "refused"  # by name, and nothing changed
-    HALF_NAMED = "half named"  # wrong in two ways, of which a warning names one
+    UNCHECKED = "could not check"  # exact or not, and a warning says that it is unknown
+    REFUSED = "refused"  # by name, with nothing changed
+    HALF_NAMED = "half named"  # wrong in two ways, but a warning names only one
     INVALID = "invalid"  # plain torch cannot do it either
-    FALSE_ALARM = "false alarm"  # exact at every size, and yet a warning
+    FALSE_ALARM = "false alarm"  # exact at every size, but warned about
     CRASH = "crash"  # an error that plain torch does not have
-    SILENT = "silent"  # wrong, and nobody said so
+    SILENT = "silent"  # wrong without any warning
 
 
 BAD = (Verdict.SILENT, Verdict.CRASH, Verdict.FALSE_ALARM)
@@ -54,7 +54,7 @@ class Judgement:
 
 
 def judge(one: Combination) -> Judgement:
-    """The verdict on a combination."""
+    """Return the verdict on a combination."""
     with caught():
         try:
             whole = plainly(Job(one))
@@ -73,7 +73,7 @@ def judge(one: Combination) -> Judgement:
 
 
 def _run(one: Combination) -> tuple[Trace, Plan]:
-    """automicro's run, with the fault of the combination in it."""
+    """Run automicro with the fault of the combination."""
     if one.fault == "none":
         plan = Plan(sizes=one.size)
     elif one.fault == "a budget":
@@ -106,7 +106,7 @@ def _run(one: Combination) -> tuple[Trace, Plan]:
 def _faults(one: Combination, trace: Trace, plan: Plan) -> tuple[Verdict | None, str]:
     if trace.error is not None:
         text = f"{type(trace.error).__name__}: {trace.error}"[:300]
-        is_loud = "Expected more than 1 value per channel" in text  # what torch says of one row
+        is_loud = "Expected more than 1 value per channel" in text  # torch's error for a single row
         refused = is_loud or is_refusal(trace.error)
         return (Verdict.REFUSED if refused else Verdict.CRASH), text
     left = [part for part in trace.left_by_error if part != "attributes"]
@@ -122,7 +122,7 @@ def _faults(one: Combination, trace: Trace, plan: Plan) -> tuple[Verdict | None,
     names = ("losses", "gradients", "parameters", "buffers", "attributes", "random", "metric")
     parts = [{name: getattr(run, name) for name in names} for run in (twin, trace)]
     differ = differing(*parts)
-    if one.dtype != "float64":  # there, torch's own bits depend on where its memory lies
+    if one.dtype != "float64":  # otherwise torch's own bits depend on memory addresses
         close = 1e-4 if one.dtype == "float32" else 5e-2
         values = set(names) - {"attributes", "random"}
         differ = [
@@ -136,7 +136,7 @@ def _faults(one: Combination, trace: Trace, plan: Plan) -> tuple[Verdict | None,
 
 
 def _size_of(cut: Sequence[int]) -> int:
-    """The size that leads to this cut; a smaller one where a single row was not allowed."""
+    """Return the size that leads to this cut; a smaller one if single rows were not allowed."""
     return max(cut) if len(_cut(sum(cut), max(cut))) == len(cut) else min(cut)
 
 
@@ -159,14 +159,14 @@ def _is_stateful(one: Combination) -> bool:
 
 
 def _may_excuse_state(one: Combination, trace: Trace, plan: Plan) -> bool:
-    """Whether it is state that nobody can put back, and a warning names it.
+    """Return whether the state cannot be restored by anyone, and a warning names it.
 
-    After an error plain torch leaves it changed, too, and nothing needs to be said.
+    After an error plain torch leaves it changed, too, and no warning is needed.
     """
     return _is_stateful(one) and (bool(trace.said) or plan.fault == "error at an operation")
 
 
-# Beside plain torch
+# Comparison with plain torch
 
 
 def _result(one: Combination, trace: Trace, whole: Trace) -> tuple[Verdict, str]:
@@ -191,7 +191,7 @@ def _drawn_truth(one: Combination, trace: Trace) -> Trace | None:
 
 
 def wrong_parts(one: Combination, trace: Trace, truth: Trace, whole: Trace) -> list[str]:
-    """What differs from the truth."""
+    """Return the parts that differ from the truth."""
     bound = TOLERANCE
     first_only = one.dtype != "float64"
     if first_only:
@@ -264,7 +264,7 @@ def _batches(one: Combination) -> list[Any]:
 
 
 def plainly_in_float64(one: Combination) -> Trace:
-    """The truth of a job in few digits: its own parameters and batches in more digits."""
+    """Run a low-precision job in float64, from the same parameters and batches."""
     job = Job(one)
     for module in job.modules().values():
         module.double()
@@ -303,20 +303,19 @@ def _verdict(one: Combination, trace: Trace, wrong: Sequence[str]) -> tuple[Verd
 
 
 def is_exact_at_every_size(one: Combination) -> bool:
-    """Whether pieces of 1, 2 and 3 rows, weighted as automicro weighs them, give the whole.
+    """Return whether pieces of 1, 2 and 3 rows, weighted as automicro does, give the whole.
 
-    By hand and in float64, without twists and faults: of what draws, whether its parts are known
-    to.
+    By hand and in float64, without twists and faults. For random jobs the declared property counts.
     """
     if not one.parts[0].splits:
         return False
     if one.model == "clamps its weight":
-        return False  # what an attempt writes into parameters cannot be rolled back, and is named
+        return False  # parameters written by an attempt cannot be rolled back, and are named
     if one.metric == "a running window" or one.wiring == "a teacher that trains its BatchNorm":
         return False
     job = Job(one)
     if not all(one.taken(content.rows) for content in job.contents):
-        return False  # a batch in which nothing counts is worth a word
+        return False  # a batch in which nothing counts deserves a warning
     if one.draws:
         return not job.buffers() and one.parts[1].true is one.taken
     bare = one.plain(dtype="float64")
@@ -333,7 +332,7 @@ def is_exact_at_every_size(one: Combination) -> bool:
                         return False
                 if not _same_attributes(pieces.attributes, whole.attributes):
                     return False
-        except Exception:  # what the pieces cannot do is no reason to be silent
+        except Exception:  # a failure of the pieces is no reason to be silent
             return False
     return True
 
@@ -344,11 +343,11 @@ def _cut(rows: int, size: int) -> list[int]:
     return [least + (index < rest) for index in range(count)]
 
 
-# Comparing
+# Comparison
 
 
 def relative_error(ours_: Any, theirs: Any) -> float:
-    """The largest error of any tensor over its own size, at least a millionth of the largest."""
+    """Return the largest relative error of any tensor, with a floor for tiny tensors."""
     one, other = _flat(ours_), _flat(theirs)
     if one.keys() != other.keys():
         return float("inf")
@@ -358,7 +357,7 @@ def relative_error(ours_: Any, theirs: Any) -> float:
     for name, value in other.items():
         found = one[name]
         if (found is None) is not (value is None):
-            # a gradient of zero stands for none where nothing reached the parameter
+            # If nothing reached the parameter, a gradient of zero equals none.
             present = found if found is not None else value
             assert present is not None
             gap = float(present.norm()) / floor

@@ -1,4 +1,4 @@
-"""The losses of the search that are given outputs, each with what it truly divides by."""
+"""Losses of the search that take outputs, each with its true divisor."""
 
 import functools
 import random
@@ -27,12 +27,12 @@ from tests.oracle.programs import PROGRAMS
 
 
 def cross_entropies(out: Tensor, y: Tensor) -> Any:
-    """Of every target, zero where it is ignored."""
+    """Return the loss of every target, zero if it is ignored."""
     return F.cross_entropy(out.movedim(-1, 1), y, reduction="none", ignore_index=IGNORED)
 
 
 class Flat(nn.Module):
-    """Tokens and their targets in one row each; for vectors nothing changes."""
+    """Flattens tokens and their targets into rows; vectors are unchanged."""
 
     def __init__(self, inside: Callable[..., Any]) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ def _metric_added(out: Tensor, d: Rows) -> Any:
 
 
 class CountingCalls:
-    """Weighs its loss less with every call."""
+    """Loss whose weight decreases with every call."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -232,7 +232,7 @@ class RunningBaseline:
 
 
 class BufferBaseline(nn.Module):
-    """A loss that is a module with a buffer of its own."""
+    """Loss module with its own buffer."""
 
     level: Tensor
 
@@ -248,7 +248,7 @@ class BufferBaseline(nn.Module):
 
 
 class Uncertain(nn.Module):
-    """Learned weights of two losses, parameters of the loss itself."""
+    """Learned weights of two losses, which are parameters of the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,7 +261,7 @@ class Uncertain(nn.Module):
 
 
 class ClassWeighted(nn.CrossEntropyLoss):
-    """A subclass: what it divides by cannot be read off its type."""
+    """Subclass whose divisor cannot be read from its type."""
 
     def forward(self, out: Tensor, y: Tensor) -> Any:
         return super().forward(out, y)

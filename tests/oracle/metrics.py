@@ -1,4 +1,4 @@
-"""The metrics of the search: each is updated with outputs and rows, once for every row."""
+"""Metrics of the search: each is updated with outputs and rows, once per row."""
 
 import collections
 import dataclasses
@@ -22,7 +22,7 @@ from tests.oracle.contents import CLASSES, IGNORED
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MetricKind:
-    """An ingredient: a fresh metric, and what it is fed of the outputs and the rows."""
+    """Metric ingredient: a fresh metric, and its arguments from outputs and rows."""
 
     make: Callable[[], Any]
     update: Callable[[Any, Tensor, Any], None]
@@ -43,7 +43,7 @@ def outputs(metric: Any, out: Tensor, rows: Any) -> None:
 
 
 class RowsCounted(Metric):
-    """A plain Python counter beside torchmetrics' states."""
+    """Plain Python counter next to torchmetrics' states."""
 
     total: Tensor
 
@@ -85,7 +85,7 @@ class ArraySums(Metric):
 
 
 class NotOfTorchmetrics:
-    """Anything with update, compute and reset."""
+    """Object with update, compute and reset."""
 
     def __init__(self) -> None:
         self.reset()

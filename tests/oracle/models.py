@@ -1,4 +1,4 @@
-"""The models of the search: each turns the x of a batch into one row of outputs per row."""
+"""Models of the search: each maps the x of a batch to one row of outputs per row."""
 
 import dataclasses
 import random
@@ -19,10 +19,10 @@ HIDDEN = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-    """An ingredient: `build` makes a fresh one; `draws` says that its outputs are random.
+    """Model ingredient: `build` makes a fresh one; `draws` marks random outputs.
 
-    `splits` is False where outputs or buffers depend on how rows are cut: weighted pieces are not
-    the truth of it, and a warning about it is never a false alarm.
+    `splits` is False if outputs or buffers depend on the cut: weighted pieces are then not the
+    truth, and a warning about it is never a false alarm.
     """
 
     build: Callable[[], nn.Module]
@@ -40,7 +40,7 @@ def mlp(*between: nn.Module) -> nn.Sequential:
 
 
 class Around(nn.Module):
-    """A layer before and one after a function of the hidden rows, which gets this module too."""
+    """Layers before and after a function of the hidden rows, which also gets this module."""
 
     def __init__(self, function: Callable[[Any, Tensor], Tensor], **members: Any) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Convolutions(nn.Module):
 
 
 class Carried(nn.Module):
-    """Takes the hidden state of the last call up again, where it has as many rows."""
+    """Continues from the hidden state of the last call, if it has as many rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Carried(nn.Module):
 
 
 class Codebook(nn.Module):
-    """Vector quantisation whose codes are moving averages of what was assigned to them."""
+    """Vector quantization with codes that are moving averages of their inputs."""
 
     codes: Tensor
 
@@ -142,7 +142,7 @@ class Codebook(nn.Module):
 
 
 class Router(nn.Module):
-    """Experts, with a balance over the batch that a loss may add (`aux`)."""
+    """Experts, with a balance over the batch that a loss can add (`aux`)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class Router(nn.Module):
 
 
 class MergingLinear(nn.Linear):
-    """As loralib's: the low rank is merged into the weight in evaluation mode."""
+    """Layer like loralib's: the low rank is merged into the weight in evaluation mode."""
 
     def __init__(self) -> None:
         super().__init__(FEATURES, HIDDEN)
@@ -198,7 +198,7 @@ class Checkpointed(nn.Module):
 
 
 class Sequences(nn.Module):
-    """Tokens to numbers per token, through a layer of sequences."""
+    """Tokens to numbers per token, through a sequence layer."""
 
     def __init__(self, body: nn.Module, **embedding: Any) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ class Sequences(nn.Module):
 
 
 class Transformers(nn.Module):
-    """A tiny model of transformers, from its configuration, as the body of a tagger."""
+    """Tiny model of transformers, built from its configuration, as the body of a tagger."""
 
     def __init__(self, kind: str, config: str, **options: Any) -> None:
         super().__init__()
@@ -308,7 +308,7 @@ def lazy() -> nn.Module:
     return nn.Sequential(nn.LazyLinear(HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, CLASSES))
 
 
-# Functions of hidden rows: the module, then the rows
+# Functions of hidden rows, with arguments module and rows
 
 
 def _running_mean(module: Any, hidden: Tensor) -> Any:
@@ -349,7 +349,7 @@ def _stochastic_depth(module: Any, hidden: Tensor) -> Any:
 
 
 def _some_rows(module: Any, hidden: Tensor) -> Tensor:
-    """A layer that many microbatches do not use, as of a router."""
+    """Apply a layer that many microbatches do not use, like a router's."""
     rare = hidden[:, 0] > 0.3
     return hidden.index_put((rare,), module.block(hidden[rare])) if rare.any() else hidden
 

@@ -1,4 +1,4 @@
-"""The losses of the search that call the model themselves: penalties, attacks, inner steps."""
+"""Losses of the search that call the model themselves: penalties, attacks, inner steps."""
 
 from collections.abc import Callable
 from typing import Any
@@ -39,7 +39,7 @@ def _attack(model: nn.Module, d: Rows) -> Any:
 
 
 def _attack_with_backward(model: nn.Module, d: Rows) -> Any:
-    """Fast gradient sign, as tutorials write it: backward, read, clear, train."""
+    """Apply the fast gradient sign method as tutorials do: backward, read, clear, train."""
     x = d["x"].detach().clone().requires_grad_(True)
     F.mse_loss(model(x), d["t"], reduction="sum").backward()
     assert x.grad is not None
@@ -49,14 +49,14 @@ def _attack_with_backward(model: nn.Module, d: Rows) -> Any:
 
 
 def _inner_backward(model: nn.Module, d: Rows) -> Any:
-    """Two losses, of which the first goes backward at once."""
+    """Compute two losses, the first of which runs backward at once."""
     out = model(d["x"])
     (0.1 * (out**2).mean()).backward()
     return F.mse_loss(model(d["x"]), d["t"])
 
 
 def _one_inner_step(model: nn.Module, d: Rows) -> Any:
-    """MAML: a step on the first half of the rows, the loss of the second."""
+    """Apply MAML: a step on the first half of the rows, the loss of the second."""
     half = (len(d["w"]) + 1) // 2
     names = {n: p for n, p in model.named_parameters() if p.requires_grad}
 
@@ -110,7 +110,7 @@ def _balanced_router(model: nn.Module, d: Rows) -> Any:
 
 
 def _reparameterised(model: nn.Module, d: Rows) -> Any:
-    """A variational loss as the examples have it: sums, and a draw in every mode."""
+    """Compute a variational loss as examples do: sums, and a draw in every mode."""
     out = model(d["x"])
     mean, log = out[..., :2], out[..., 2:]
     z = mean + torch.randn_like(log) * (log / 2).exp()

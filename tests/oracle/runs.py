@@ -1,4 +1,4 @@
-"""One combination trained in several ways: by plain torch, by hand in pieces, and by automicro."""
+"""Training of one combination in several ways: plain torch, pieces by hand, and automicro."""
 
 import contextlib
 import copy
@@ -25,13 +25,13 @@ Gradients = dict[str, Tensor | None]
 
 @dataclasses.dataclass
 class Trace:
-    """What a run left behind, after every batch and at the end."""
+    """State left by a run, after every batch and at the end."""
 
     losses: list[Tensor] = dataclasses.field(default_factory=list)
     gradients: list[Gradients] = dataclasses.field(default_factory=list)
     parameters: list[dict[str, Tensor]] = dataclasses.field(default_factory=list)
     buffers: list[dict[str, Tensor]] = dataclasses.field(default_factory=list)
-    replaced: list[list[str]] = dataclasses.field(default_factory=list)  # gradients, by others
+    replaced: list[list[str]] = dataclasses.field(default_factory=list)  # gradients
     batches: list[Any] = dataclasses.field(default_factory=list)
     attributes: dict[str, Any] = dataclasses.field(default_factory=dict)
     random: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -50,7 +50,7 @@ class Trace:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How automicro runs: sizes per batch, and what goes wrong."""
+    """Plan of automicro's run: sizes per batch, and the fault."""
 
     sizes: Any
     fault: str = "none"
@@ -61,14 +61,14 @@ class Plan:
 
 
 def plainly(job: Job) -> Trace:
-    """Whole batches, as anybody would write it."""
+    """Train on whole batches, as users do."""
     return _loop(job, lambda batch, content, index: _whole(job, batch))
 
 
 def by_hand(job: Job, cuts: Sequence[Sequence[int]], denominator: Denominator) -> Trace:
-    """Pieces of these rows, each loss weighted by what it was divided by."""
+    """Train on pieces of these sizes, with each loss weighted by its divisor."""
 
-    # Hooks see the gradient of the whole batch, so there it takes one backward for all pieces.
+    # Hooks see the gradient of the whole batch, so they need one backward for all pieces.
     at_once = job.of.twist.startswith("hooks")
 
     def backward(batch: Any, content: Any, index: int) -> Tensor:
@@ -92,7 +92,7 @@ def by_hand(job: Job, cuts: Sequence[Sequence[int]], denominator: Denominator) -
 
 
 def ours(job: Job, plan: Plan) -> Trace:
-    """Microbatches by automicro."""
+    """Train on microbatches with automicro."""
     trace = Trace()
     limit = {} if plan.limit_bytes is None else {"memory_limit": plan.limit_bytes}
     job.options.update(limit)
@@ -145,7 +145,7 @@ def caught() -> Iterator[list[warnings.WarningMessage]]:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether automicro said no, and not something inside it or the model."""
+    """Return whether automicro itself refused, rather than code inside it or the model."""
     if isinstance(error, AutomicroError):
         return True
     frames = traceback.extract_tb(error.__traceback__)
@@ -199,7 +199,7 @@ def _keep_frozen(job: Job) -> None:
 
 
 def _whole(job: Job, batch: Any) -> Tensor:
-    again = copy.deepcopy(batch) if job.metric_kind else None  # the forward may take it apart
+    again = copy.deepcopy(batch) if job.metric_kind else None  # the forward might take it apart
     loss, _, out = job.whole(batch)
     (loss * job.scale).backward()
     _update_metric(job, out, again)
@@ -235,7 +235,7 @@ def _evaluate(job: Job, microbatcher: Any, batch: Any) -> dict[str, Any]:
 
 
 def _state(job: Job, batch: Any) -> dict[str, Any]:
-    """All that an exception must leave as it was."""
+    """Return all state that an exception must leave unchanged."""
     gradients = {n: None if v.grad is None else v.grad.clone() for n, v in job.leaves.items()}
     metric = copy.deepcopy(job.metric.__dict__) if job.metric is not None else None
     if job.metric is not None and hasattr(job.metric, "metric_state"):
@@ -256,7 +256,7 @@ def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two values are the same to the bit, through containers, arrays and tensors."""
+    """Return whether two values are equal bit by bit, through containers, arrays and tensors."""
     import numpy as np
 
     if isinstance(one, Tensor) and isinstance(other, Tensor):

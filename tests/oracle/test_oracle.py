@@ -1,7 +1,7 @@
-"""What people write, judged beside plain torch: exact, named or refused, and never silently wrong.
+"""User code judged against plain torch: exact, named or refused, and never silently wrong.
 
 `make test` judges each ingredient alone, `make sweeps` twenty combinations, `make search` two
-thousand. Hypothesis makes one that fails simpler; ``judge(Combination(…))`` shows it again.
+thousand. Hypothesis simplifies failures; ``judge(Combination(…))`` repeats one.
 """
 
 import collections
@@ -32,7 +32,7 @@ ALONE |= {
     for name, one in ALONE.items()
     if one.has_wrong_average and one.parts[1].true is not None
 }
-# What stands between an attempt and its parameters, where the first attempts run out of memory.
+# Layers between an attempt and its parameters, combined with first attempts that run out of memory.
 ALONE |= {
     f"{name}, out of memory": dataclasses.replace(one, fault="oom at an operation", size=4)
     for name, one in ALONE.items()
@@ -50,9 +50,9 @@ ALONE |= {
     )
     for wiring in ("a parameter in a closure", "a module in a closure")
 }
-# Plain torch cannot train on them alone.
+# Plain torch cannot train on these alone.
 INVALID = {"model: an unused layer", "loss: positives or a constant"}
-# Where pieces give the whole, and yet; of all others the judge tells whether they must be exact.
+# Not exact although pieces give the whole; for all others the judge decides.
 NOT_EXACT = {
     "model: clamps its weight": Verdict.NAMED,
     "model: max_norm": Verdict.REFUSED,
@@ -92,7 +92,7 @@ def test_an_ingredient_alone_is_exact_named_or_refused(name: str) -> None:
         assert found.verdict in (Verdict.NAMED, Verdict.EXACT), found
 
 
-# Each was wrong once: what was, and the ingredients that show it.
+# Former errors: a description, and the ingredients that show each.
 WRONG_ONCE: dict[str, dict[str, Any]] = {
     "lazy layers: a closure had counted the row that gave them shapes": {
         "model": "lazy",
@@ -147,11 +147,11 @@ def test_two_thousand_combinations_are_exact_or_named(capsys: pytest.CaptureFixt
         print("\n" + "\n".join(f"{n:7d}  {verdict.value}" for verdict, n in verdicts.items()))
 
 
-# The judge itself: it must see what is wrong, or it proves nothing
+# Tests of the judge itself, which must detect errors
 
 
 def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is found, nothing is said."""
+    """Suppress every warning about findings."""
     monkeypatch.setattr(warnings, "warn_explicit", lambda *args, **options: None)
 
 

@@ -1,4 +1,4 @@
-"""Random runs of the Trainer end where a loop written by hand ends."""
+"""Random runs of the Trainer end like a loop written by hand."""
 
 import warnings
 
@@ -21,7 +21,7 @@ def test_a_run_of_the_trainer_ends_as_a_loop_by_hand(job: TrainerJob) -> None:
         warnings.filterwarnings("ignore", "the training forward changes attributes.*: forwards")
         ours = by_trainer(job)
     theirs = by_loop(job)
-    # Autocast rounds to eight bits, each microbatch by itself.
+    # Autocast rounds to eight bits, separately in each microbatch.
     rtol, atol = (1e-9, 1e-9) if job.precision == "fp32" else (0.1, 0.05)
     for one, other in zip(ours.parameters, theirs.parameters, strict=True):
         torch.testing.assert_close(one, other, rtol=rtol, atol=atol)

@@ -1,4 +1,4 @@
-"""Random runs of the Trainer, and the same runs by a loop that anybody would write."""
+"""Random runs of the Trainer, and the same runs as a plain loop."""
 
 import dataclasses
 import functools
@@ -14,6 +14,7 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from automicro import Trainer
+from automicro.features import RememberSizes
 from automicro.policy.auto import Halving
 from tests.oracle.contents import CLASSES, FEATURES, IGNORED
 from tests.oracle.faults import out_of_memory
@@ -85,7 +86,7 @@ LOSSES: dict[str, Callable[[], Any]] = {
 
 
 class Failing(nn.Module):
-    """Runs out of memory at the forwards whose numbers were given, with more than two rows."""
+    """Runs out of memory at the forwards with given numbers, if they have more than two rows."""
 
     def __init__(self, fails: tuple[int, ...]) -> None:
         super().__init__()
@@ -104,7 +105,7 @@ class Failing(nn.Module):
 
 @dataclasses.dataclass
 class Ended:
-    """Where a run ended."""
+    """Final state of a run."""
 
     parameters: list[Tensor]
     steps: int
@@ -156,7 +157,7 @@ def by_trainer(job: TrainerJob) -> Ended:
         microbatch_size=Halving() if job.size == "auto" else job.size,
         progress=False,
         device="cpu",
-        remember_sizes=False,
+        features=[RememberSizes(False)],
     )
     summary = trainer.fit()
     final = trainer.eval(setting.test_loader())

@@ -152,7 +152,6 @@ class Training:
                 self.checkpointer.save_if_due()
                 if self.state.batch == until:
                     break
-        self.checkpointer.finish()
 
     def step(self, number: int) -> None:
         generator = torch.Generator().manual_seed(number)
@@ -286,7 +285,7 @@ def die_in_save(
     try:
         with faults_here(ranks, at, lasts=False, kills=True):
             training.train(3)
-            training.train(4)  # the background is told of here
+            training.train(4)
     except RuntimeError as error:
         return {"kind": "PeerLostError", "was": type(error).__name__, "text": str(error)}
     return {"kind": "PeerLostError", "was": None, "text": ""}

@@ -22,6 +22,7 @@ from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 
 from automicro import Callback, CheckpointConfig, Microbatcher, Trainer
 from automicro.data import LengthBatchSampler
+from automicro.features import UpdateMetric
 from tests.loaders import WholeBatches, seeded_generator
 from tests.ranks.steps import whole
 from tests.ranks.trainer_jobs import CLASSES, Net, make_data
@@ -141,11 +142,10 @@ def train(
         "loss_average": "samples",
         "optimizer": torch.optim.AdamW,
         "metrics": make_metrics(metrics),
-        "update_metric": update_metric,
+        "features": [UpdateMetric(update_metric)],
         "device": "cpu",
         "progress": False,
         "seed": 0,
-        "remember_sizes": False,
     }
     trainer = Trainer(
         Net(),
@@ -207,7 +207,6 @@ def evaluate_few(rows: int, parallel: str) -> dict[str, float]:
         parallel=parallel,
         device="cpu",
         progress=False,
-        remember_sizes=False,
         seed=0,
     )
     return trainer.eval()

@@ -320,7 +320,7 @@ def test_an_error_with_any_text_is_told(world2: World, name: str, where: Any) ->
         ("Microbatcher", {"batchnorm": "no"}),
         ("Microbatcher", {"precision": "fp16"}),
         ("Trainer", {"max_duration": "no"}),
-        ("Trainer", {"max_time": "no"}),
+        ("Trainer", {"eval_interval": "no"}),
     ],
     ids=str,
 )
@@ -340,7 +340,7 @@ def test_a_constructor_that_fails_keeps_nobody_waiting(
 def test_a_layer_that_comes_into_ddp_later_is_refused(world2: World, change: str) -> None:
     for end in world2.run(change_inside, "ddp", change):
         assert end["kind"] == "ValueError"
-        assert "after DistributedDataParallel was put around it" in end["text"]
+        assert "after it was wrapped in DistributedDataParallel" in end["text"]
 
 
 @pytest.mark.parametrize("change", ["add", "replace"])

@@ -38,19 +38,9 @@ def alone(folder: Path, until: int, **options: Any) -> dict[str, Any]:
         torch.set_rng_state(state)
 
 
-@pytest.mark.parametrize(
-    ("kind", "asynchronous"),
-    [
-        ("ddp", False),
-        ("fsdp", True),
-        pytest.param("ddp", True, marks=pytest.mark.slow),
-        pytest.param("fsdp", False, marks=pytest.mark.slow),
-    ],
-)
-def test_the_same_world_goes_on_to_the_bit(
-    world2: World, tmp_path: Path, kind: str, asynchronous: bool
-) -> None:
-    options = {"noisy": True, "averages": kind == "ddp", "asynchronous": asynchronous}
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_world_goes_on_to_the_bit(world2: World, tmp_path: Path, kind: str) -> None:
+    options = {"noisy": True, "averages": kind == "ddp"}
     expected = world2.run(go_on, kind, tmp_path / "whole", 7, **options)
     world2.run(go_on, kind, tmp_path / "cut", 4, **options)
     resumed = world2.run(go_on, kind, tmp_path / "cut", 7, **options)
@@ -94,7 +84,7 @@ def check_chain(worlds: list[tuple[str, World | None]], folder: Path, **options:
     before: dict[str, Tensor] | None = None
     for index, (kind, world) in enumerate(worlds):
         until = 3 * (index + 1)
-        chosen = {**options, "averages": True, "asynchronous": index % 2 == 1}
+        chosen = {**options, "averages": True}
         if world is None:
             results = [alone(folder / "chain", until, **chosen)]
         else:

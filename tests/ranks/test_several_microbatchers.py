@@ -147,7 +147,7 @@ def train_adversaries(fails: bool) -> list[Tensor]:
 
 
 def take_a_part() -> None:
-    """A Microbatcher of a part of a model that another has as a whole."""
+    """A Microbatcher of a part of a model that another uses as a whole."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     fully_shard(model[0])
     fully_shard(model)
@@ -212,7 +212,7 @@ def test_two_models_one_trained_through_the_other_recover(world2: World) -> None
 def test_a_part_of_a_model_that_is_guarded_whole_is_refused(world2: World) -> None:
     for kind, message in world2.ends(take_a_part):
         assert kind == "ValueError"
-        assert "part of a model that another Microbatcher has as a whole" in message
+        assert "part of a model that another Microbatcher uses as a whole" in message
         assert "give every Microbatcher the same outermost module" in message
 
 

@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 
+from automicro.features import RankReduction
 from tests.ranks import trainer_jobs as jobs
 from tests.ranks.world import World
 from tests.sweeps import mostly_in_sweeps
 
 MODES = ("ddp", "fsdp")
+LATE: dict[str, Any] = {"parallel": "fsdp", "features": [RankReduction("auto")]}
 
 
 def differ(results: list[dict[str, Any]], alone: dict[str, Any]) -> float:
@@ -56,7 +58,9 @@ def test_three_ranks_train_like_one_process_with_the_same_global_batch(
 def test_all_ranks_recover_where_one_has_less_memory(
     world2: World, parallel: str, sync: str
 ) -> None:
-    results = world2.run(jobs.train_wide, limit_of_last="800KiB", parallel=parallel, sync=sync)
+    results = world2.run(
+        jobs.train_wide, limit_of_last="800KiB", parallel=parallel, features=[RankReduction(sync)]
+    )
     alone = jobs.train_wide(limit_of_last=None)
     assert differ(results, alone) < 1e-9
     assert [result["train_loss"] for result in results] == pytest.approx([alone["train_loss"]] * 2)
@@ -66,9 +70,7 @@ def test_all_ranks_recover_where_one_has_less_memory(
 
 def test_a_model_that_the_caller_wrapped_is_taken_as_it_is(world2: World) -> None:
     results = world2.run(jobs.train_wrapped_by_hand)
-    alone = jobs.train(
-        eval_dataloader=None, parameter_groups=[{"params": "*.bias", "weight_decay": 0.0}]
-    )
+    alone = jobs.train(eval_dataloader=None, optimizer=jobs.UNDECAYED)
     assert differ(results, alone) < 1e-9
 
 
@@ -117,8 +119,8 @@ def test_freezing_in_the_course_of_training_is_refused(world2: World) -> None:
 @pytest.mark.parametrize(
     "options",
     mostly_in_sweeps(
-        [{"parallel": "ddp"}, {"parallel": "fsdp"}, {"parallel": "fsdp", "sync": "auto"}],
-        quick=[{"parallel": "fsdp", "sync": "auto"}],
+        [{"parallel": "ddp"}, {"parallel": "fsdp"}, LATE],
+        quick=[LATE],
     ),
     ids=str,
 )

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
 from automicro import Callback, Policy, Trainer
+from automicro.features import RememberSizes
 from automicro.ranks.guards import guard
 from tests.outside import Outside
 from tests.ranks.steps import whole
@@ -302,7 +303,7 @@ def train(
         parallel=kind,
         max_duration="3ep",
         microbatch_size=size,
-        remember_sizes=False,
+        features=[RememberSizes(False)],
         loss_average="samples",
         device="cpu",
         progress=False,

@@ -256,7 +256,7 @@ def test_a_peer_that_is_lost_while_ranks_tell_why_is_named_as_lost() -> None:
         votes = Votes(world.exchange(rank))
         if rank == 1:
             return ""
-        with pytest.raises(PeerLostError, match="could not go on at 'telling why'") as caught:
+        with pytest.raises(PeerLostError, match="could not go on at 'exchanging") as caught:
             votes.explain("OSError: disk full")
         return str(caught.value)
 

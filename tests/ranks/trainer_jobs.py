@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from automicro import Callback, CheckpointConfig, Trainer
+from automicro import Callback, CheckpointConfig, ParameterGroups, Trainer
 from automicro.callbacks import ExponentialMovingAverage, FreezeSchedule
 from tests.ranks.steps import whole
 
@@ -57,6 +57,9 @@ def make_loader(rows: int, batch_size: int, *, shuffle: bool = True) -> DataLoad
     return DataLoader(make_data(rows), batch_size=batch_size, shuffle=shuffle, generator=order)
 
 
+UNDECAYED = ParameterGroups(torch.optim.AdamW, [{"params": "*.bias", "weight_decay": 0.0}])
+
+
 def make_trainer(**options: Any) -> Trainer:
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     settings: dict[str, Any] = {
@@ -67,7 +70,6 @@ def make_trainer(**options: Any) -> Trainer:
         "progress": False,
         "seed": 0,
         "max_duration": "2ep",
-        "remember_sizes": False,
         "train_dataloader": make_loader(25, 12 // world_size),
         "eval_dataloader": make_loader(11, 6 // world_size, shuffle=False),
     }
@@ -133,7 +135,6 @@ def train_wide(*, limit_of_last: str | None, **options: Any) -> dict[str, Any]:
         device="cpu",
         progress=False,
         seed=0,
-        remember_sizes=False,
         **options,
     )
     summary = trainer.fit()
@@ -202,13 +203,11 @@ def train_wrapped_by_hand() -> dict[str, Any]:
         DistributedDataParallel(Net()),
         make_loader(25, 12 // world_size),
         loss_fn=nn.CrossEntropyLoss(),
-        optimizer=torch.optim.AdamW,
-        parameter_groups=[{"params": "*.bias", "weight_decay": 0.0}],
+        optimizer=UNDECAYED,
         max_duration="2ep",
         device="cpu",
         progress=False,
         seed=0,
-        remember_sizes=False,
     )
     trainer.fit()
     model = trainer._run.model

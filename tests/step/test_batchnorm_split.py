@@ -109,7 +109,7 @@ def test_the_floor_is_kept_in_the_state() -> None:
 
 
 class Codebook(nn.Module):
-    """A moving average of what went through, as in vector quantisation."""
+    """A moving average of the inputs, as in vector quantization."""
 
     def __init__(self, *, replaced: bool) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def spectral() -> nn.Module:
 
 
 class Observed(nn.Module):
-    """A moving average in evaluation, as observers have while they are calibrated."""
+    """A moving average in evaluation mode, as observers compute it during calibration."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,12 +196,12 @@ def test_a_fixed_size_that_leaves_one_row_alone_says_what_to_do() -> None:
     )
     with pytest.raises(ValueError, match="more than 1 value per channel") as raised:
         microbatcher.backward((torch.randn(5, 4), torch.zeros(5, dtype=torch.long)))
-    assert "slices of at most 2 of 5 rows leave one alone" in raised.value.__notes__[0]
+    assert "slices of at most 2 of 5 rows leave a single row" in raised.value.__notes__[0]
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
 class TestEvaluationWithoutRunningStatistics:
-    """Such layers average over what they see in evaluation mode, too."""
+    """Layers without running statistics average over the batch in evaluation mode, too."""
 
     @staticmethod
     def evaluate(**options: Any) -> tuple[list[Any], list[warnings.WarningMessage]]:

@@ -11,6 +11,7 @@ from torch import nn
 from automicro import Trainer
 from automicro.events.callback import Callback
 from automicro.events.run import Run
+from automicro.features import RememberSizes
 from automicro.loggers import TensorBoardLogger
 from automicro.tools.pictures import Point, Sample, save, speed_and_memory, timeline
 from tests.models import Mlp, x, y
@@ -139,7 +140,7 @@ def test_a_callback_shows_a_picture_at_the_batch_that_is_running(tmp_path: Path)
         loggers=[TensorBoardLogger(tmp_path)],
         callbacks=[ShowsOnce()],
         progress=False,
-        remember_sizes=False,
+        features=[RememberSizes(False)],
         device="cpu",
     ).fit()
     assert [(name, step) for name, step, _ in images(tmp_path)] == [("a/picture", 2)]

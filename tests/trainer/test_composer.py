@@ -136,9 +136,9 @@ def test_parts_of_the_loss_are_reported(form: str, names: set[str]) -> None:
 @pytest.mark.parametrize(
     ("form", "message"),
     [
-        (lambda rows, size: {"loss": rows, "size": size}, "call the total 'total'"),
-        (lambda rows, size: {"fit": 0.5}, "returned a float where a loss belongs"),
-        (lambda rows, size: [rows, None], "returned a NoneType where a loss belongs"),
+        (lambda rows, size: {"loss": rows, "size": size}, "name the total 'total'"),
+        (lambda rows, size: {"fit": 0.5}, "returned a float instead of a loss"),
+        (lambda rows, size: [rows, None], "returned a NoneType instead of a loss"),
         (lambda rows, size: {}, r"Losing.loss returned no loss: \{\}"),
         (lambda rows, size: [], r"Losing.loss returned a list of length 0"),
     ],

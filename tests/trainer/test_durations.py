@@ -1,6 +1,7 @@
 """Durations in every unit, batches that are accumulated, batches that are not finite."""
 
 import math
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from automicro import NonFiniteLossError
+from automicro.features import NonFinite
 from tests.trainer.runs import (
     FEATURES,
     ROWS,
@@ -67,7 +69,7 @@ def scripted(at: int) -> Scripted:
 
 def test_a_batch_that_is_not_finite_can_be_ignored() -> None:
     model = scripted(2)
-    summary = make_trainer(model, microbatch_size=None, non_finite="ignore").fit()
+    summary = make_trainer(model, microbatch_size=None, features=[NonFinite("ignore")]).fit()
     assert summary.steps == 4
     assert math.isnan(summary.train_loss)
     assert not torch.isfinite(model.linear.weight).any()
@@ -83,20 +85,25 @@ def test_skipping_gives_up_where_nothing_is_finite_any_more() -> None:
             outputs: Tensor = self.linear(inputs)
             return outputs * math.nan
 
-    trainer = make_trainer(Broken(), non_finite="skip", max_duration="99ba", microbatch_size=None)
+    trainer = make_trainer(
+        Broken(), features=[NonFinite("skip")], max_duration="99ba", microbatch_size=None
+    )
     with pytest.raises(NonFiniteLossError, match="50 batches before it, which were skipped"):
         trainer.fit()
     assert trainer.state.skipped == 50
 
 
 def test_time_that_is_over_ends_training_after_one_batch_at_least() -> None:
-    trainer = make_trainer(make_model(), max_time="1s", max_duration="9999ep")
-    assert trainer._fit is not None
-    assert trainer._fit.max_seconds == 1.0
-    trainer._fit.max_seconds = 0.05
-    summary = trainer.fit()
+    trainer = make_trainer(make_model(), max_duration="9999ep")
+    with pytest.raises(ValueError, match="is not a time"):
+        trainer.fit(max_time="soon")
+    summary = trainer.fit(max_time=timedelta(seconds=0.05))
     assert summary.stop_reason == "max_time is over"
     before = summary.steps
     assert before >= 1
-    trainer._fit.max_seconds = 1e-9
-    assert trainer.fit().steps == before + 1
+    assert trainer.fit(max_time=timedelta(microseconds=1)).steps == before + 1
+
+
+def test_a_misspelt_word_for_batches_that_are_not_finite_is_answered() -> None:
+    with pytest.raises(ValueError, match=r"did you mean 'skip'\?\); use one of stop, skip, ignore"):
+        NonFinite("skpi")

@@ -74,7 +74,7 @@ def test_a_batch_of_another_structure_is_named_by_its_place() -> None:
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
-        ([], r"^train_dataloader \(list\) gave no batch; check its dataset"),
+        ([], r"^train_dataloader \(list\) gave no batch: check its dataset"),
         (DataLoader(make_data(0), batch_size=4), r"its dataset is empty; check the path"),
         (
             DataLoader(make_data(3), batch_size=4, drop_last=True),
@@ -106,8 +106,8 @@ def test_an_iterator_for_several_epochs_is_refused_before_anything_trains() -> N
             ValueError,
             "2 of the optimizer's 2 parameters are not in the model",
         ),
-        ({"scheduler": 3}, TypeError, "scheduler is a int; pass an instance"),
-        ({"scheduler": lambda _: 3}, TypeError, "made a int, which has no step method"),
+        ({"scheduler": 3}, TypeError, "scheduler is a int without a step method"),
+        ({"scheduler": lambda _: 3}, TypeError, "scheduler is a int without a step"),
         (
             {"scheduler": schedule(adam(nn.Linear(2, 2).parameters()))},
             ValueError,
@@ -118,7 +118,7 @@ def test_an_iterator_for_several_epochs_is_refused_before_anything_trains() -> N
         (
             {"max_duration": "1e2ba"},
             ValueError,
-            "write it like '2ep', '500ba', '10000sp', '1e6tok' or '100h'$",
+            "write it like '2ep', '500ba', '10000sp', '1e6tok' or '100h' of data",
         ),
         ({"grad_clip_norm": 0}, ValueError, "grad_clip_norm=0 must be above 0"),
         ({"grad_clip_norm": "1"}, TypeError, "grad_clip_norm is '1', not a number"),
@@ -129,10 +129,9 @@ def test_an_iterator_for_several_epochs_is_refused_before_anything_trains() -> N
         ({"progress": "yes"}, TypeError, "progress is 'yes'; pass True"),
         ({"metrics": [MeanMetric()]}, TypeError, "metrics need names: pass a mapping"),
         ({"metrics": {"loss": MeanMetric()}}, ValueError, "a metric is called 'loss'"),
-        ({"metrics": {"x": 3}}, TypeError, "no metric"),
+        ({"metrics": {"x": 3}}, TypeError, "is not a metric"),
         ({"memory_limit": "lots"}, ValueError, "cannot read 'lots' as an amount of memory"),
         ({"batchnorm": "warm"}, ValueError, "did you mean 'warn'"),
-        ({"non_finite": "skpi"}, ValueError, r"did you mean 'skip'\?\); use one of stop, skip, ig"),
         ({"accumulate_batches": 1.5}, TypeError, "1.5, not a whole number; pass an int such as 1"),
         ({"accumulate_batches": True}, TypeError, "True, not a whole number; pass an int"),
     ],

@@ -17,6 +17,7 @@ from automicro.callbacks import ExponentialMovingAverage
 from automicro.checkpoints.store import CheckpointStore
 from automicro.events.callback import Callback
 from automicro.events.run import Run
+from automicro.features import UpdateMetric
 from automicro.loggers import JSONLinesLogger
 from tests.loggers.logged import read_json_lines
 from tests.trainer.runs import assert_same, make_data, make_loader, make_model, make_trainer
@@ -189,7 +190,7 @@ def test_an_interrupted_run_evaluates_no_further_and_later_as_if_nothing_had_bee
             eval_interval=every,
             max_duration=duration,
             metrics={"sum": SumMetric()},
-            update_metric=lambda metric, outputs, batch: metric.update(outputs.sum()),
+            features=[UpdateMetric(lambda metric, outputs, batch: metric.update(outputs.sum()))],
             loggers=[JSONLinesLogger(tmp_path / f"{name}.jsonl")],
             callbacks=[callback, ExponentialMovingAverage(decay=0.5, update_interval="1ep")],
             checkpoint=CheckpointConfig(folder=tmp_path / name),
@@ -281,7 +282,7 @@ def test_the_end_of_an_epoch_of_unknown_length_is_logged_once(tmp_path: Path) ->
             make_model(),
             DataLoader(Unknown(), batch_size=16),
             metrics={"sum": SumMetric()},
-            update_metric=lambda metric, outputs, batch: metric.update(outputs.sum()),
+            features=[UpdateMetric(lambda metric, outputs, batch: metric.update(outputs.sum()))],
             eval_dataloader=make_loader(),
             loggers=[JSONLinesLogger(path)],
             callbacks=[callback],
@@ -306,7 +307,7 @@ def test_training_metrics_are_of_the_last_complete_epoch(
     summary = make_trainer(
         make_model(),
         metrics={"rows": SumMetric()},
-        update_metric=lambda metric, outputs, batch: metric.update(float(len(outputs))),
+        features=[UpdateMetric(lambda metric, outputs, batch: metric.update(float(len(outputs))))],
         max_duration=duration,
     ).fit()
     assert summary.train_metrics == {"rows": rows}

@@ -1,13 +1,13 @@
 """Options of the Trainer that are handed to mechanisms with tests of their own."""
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from automicro import Trainer
+from automicro import Microbatcher, ParameterGroups, Trainer
+from automicro.features import NonFinite
 from tests.trainer.runs import FEATURES, make_loader, make_model, make_trainer
 
 
@@ -59,28 +59,24 @@ def test_parameter_groups_get_their_options() -> None:
         return seen[0]
 
     groups = [{"params": ["*.bias"], "weight_decay": 0.0}, {"params": "5.*", "lr": 0.5}]
-    make_trainer(make_model(), optimizer=optimizer, parameter_groups=groups).fit()
+    make_trainer(make_model(), optimizer=ParameterGroups(optimizer, groups)).fit()
     options = [(len(g["params"]), g["lr"], g["weight_decay"]) for g in seen[0].param_groups]
     assert options == [(2, 0.01, 0.1), (3, 0.01, 0.0), (1, 0.5, 0.1)]
+
+
+def grouped(group: dict[str, Any]) -> ParameterGroups:
+    return ParameterGroups(torch.optim.AdamW, [group])
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (
-            {"parameter_groups": [{"params": "*.bias", "weight_decya": 0.0}]},
+            {"optimizer": grouped({"params": "*.bias", "weight_decya": 0.0})},
             "did you mean 'weight_decay'",
         ),
-        ({"parameter_groups": [{"params": "*.bais"}]}, "matches no parameter of the model"),
-        (
-            {
-                "parameter_groups": [{"params": "*.bias"}],
-                "optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))]),
-            },
-            "pass optimizer= as a callable",
-        ),
-        ({"channels_last": True}, "channels_last=True needs parameters of 4 or 5 dimensions"),
-        ({"compile": {"mode": "reduce-overhead"}}, "captures CUDA graphs, and the microbatch size"),
+        ({"optimizer": grouped({"params": "*.bais"})}, "matches no parameter of the model"),
+        ({"compile": {"mode": "reduce-overhead"}}, "captures CUDA graphs, but the microbatch size"),
         ({"compile": True, "memory_limit": "1MiB"}, "silently runs everything uncompiled"),
     ],
     ids=str,
@@ -90,31 +86,33 @@ def test_options_that_cannot_hold_are_refused(options: dict[str, Any], message: 
         make_trainer(make_model(), **options)
 
 
-@pytest.mark.parametrize("name", ["channels_last", "deterministic"])
-def test_flags_are_true_or_false(name: str) -> None:
-    with pytest.raises(TypeError, match=f"{name} is 1; pass True or False"):
-        make_trainer(make_model(), **{name: 1})
+def test_groups_are_for_an_optimizer_that_is_still_to_be_built() -> None:
+    with pytest.raises(ValueError, match="pass optimizer= as a callable"):
+        ParameterGroups(torch.optim.SGD([nn.Parameter(torch.ones(1))]), [{"params": "*.bias"}])
 
 
-class Images(nn.Sequential):
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        super().__init__(
-            nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 3)
-        )
+def test_flags_are_true_or_false() -> None:
+    with pytest.raises(TypeError, match="deterministic is 1; pass True or False"):
+        make_trainer(make_model(), deterministic=1)
 
 
-def test_channels_last_trains_to_the_same_weights_up_to_rounding() -> None:
-    torch.manual_seed(0)
-    batches = [(torch.randn(6, 3, 8, 8), torch.randint(3, (6,))) for _ in range(4)]
-    ours, theirs = Images(), Images()
-    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    make_trainer(ours, batches, optimizer=sgd, channels_last=True).fit()
-    make_trainer(theirs, batches, optimizer=sgd).fit()
-    weight = ours.get_parameter("0.weight")
-    assert weight.is_contiguous(memory_format=torch.channels_last)
-    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
+@pytest.mark.parametrize(
+    ("option", "instead"),
+    [
+        ("channels_last", r"convert the model: model.to\(memory_format=torch.channels_last\)"),
+        ("max_time", r"give it to fit\(max_time='2h30m'\)"),
+        ("parameter_groups", r"give optimizer=automicro.ParameterGroups"),
+        ("count_tokens", r"Give features=\[automicro.features.CountData\(tokens="),
+    ],
+)
+def test_options_of_another_place_are_answered_with_it(option: str, instead: str) -> None:
+    with pytest.raises(TypeError, match=instead):
+        make_trainer(make_model(), **{option: 1})
+
+
+def test_features_of_the_loop_are_refused_where_the_loop_is_the_callers() -> None:
+    with pytest.raises(TypeError, match="NonFinite is a feature of the Trainer's loop"):
+        Microbatcher(make_model(), loss_fn=nn.MSELoss(), features=[NonFinite("skip")])
 
 
 def test_deterministic_holds_for_the_run_and_no_longer() -> None:

@@ -47,6 +47,6 @@ def test_an_empty_loader_and_a_forward_without_outputs_are_errors() -> None:
         forward=lambda model, batch: model(batch[0]).mean(),
         loss_average="samples",
     )
-    with pytest.raises(LossError, match="nothing to predict; return") as raised:
+    with pytest.raises(LossError, match="predictions need outputs; return") as raised:
         only_loss.predict(make_loader())
     assert raised.value.__notes__ == ["automicro: in prediction, batch 1 of the pass"]

@@ -15,6 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from automicro import Callback, CheckpointConfig, Microbatcher, SampleTooLargeError
 from automicro.callbacks import ExponentialMovingAverage
 from automicro.checkpoints.rng import rng_state
+from automicro.features import RememberSizes
 from automicro.trainer.rehearsal import RehearsalReport
 from automicro.values import same_values
 from tests.trainer.rehearsals import (
@@ -215,7 +216,7 @@ def test_what_has_no_indices_is_passed_over_without_workers() -> None:
     trainer = make_trainer(Model(), loader)
     trainer.fit()
     worst = reported(trainer).batches[0]
-    assert (worst.index, worst.dataset_rows, worst.cost) == (1, None, 2 * 2 * 30)
+    assert (worst.index, worst.dataset_rows, worst.cost) == (1, (), 2 * 2 * 30)
     assert trainer.state.batch == 2
 
 
@@ -347,7 +348,7 @@ def test_no_clock_decides_what_is_looked_at_where_runs_are_to_repeat(mocker: Any
     looked_at = []
     for seed in (0, None):
         trainer = make_trainer(
-            Model(), loader_of(log_normal(8, 80)), seed=seed, remember_sizes=False
+            Model(), loader_of(log_normal(8, 80)), seed=seed, features=[RememberSizes(False)]
         )
         trainer.fit()
         looked_at.append(reported(trainer).looked_at["train_dataloader"])

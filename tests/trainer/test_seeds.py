@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from automicro import Callback, FitSummary, Halving, Outcome, Run, StepResult, Trainer
 from automicro.cli import main
+from automicro.features import RememberSizes
 from automicro.remembered.cache import SizeCache
 from automicro.step.feature import Attempt
 from automicro.trainer.same_on_all_ranks import outline_options
@@ -78,8 +79,8 @@ def script(
 
 
 def test_sizes_are_remembered_with_a_seed_where_that_is_asked_for() -> None:
-    first, _ = script(remember_sizes=True, max_duration="3ep")
-    again, _ = script(remember_sizes=True, max_duration="3ep")
+    first, _ = script(features=[RememberSizes()], max_duration="3ep")
+    again, _ = script(features=[RememberSizes()], max_duration="3ep")
     assert again.results[0].recalled_size == first.sizes[-2]
     assert again.losses != first.losses  # what remembering costs, and why it is asked for
 
@@ -88,11 +89,13 @@ def test_sizes_are_remembered_without_a_seed() -> None:
     script(seed=None, max_duration="3ep")
     assert len(SizeCache().entries()) == 1
     assert script(seed=None, max_duration="1ba")[0].results[0].recalled_size is not None
+    forgetful, _ = script(seed=None, max_duration="1ba", features=[RememberSizes(False)])
+    assert forgetful.results[0].recalled_size is None
 
 
-def test_remember_sizes_is_true_or_false_or_not_given() -> None:
+def test_remember_sizes_is_true_or_false() -> None:
     with pytest.raises(TypeError, match="remember_sizes is 'no'; pass True or False"):
-        script(remember_sizes="no")
+        RememberSizes("no")  # type: ignore[arg-type]
 
 
 def test_frozen_statistics_average_over_nothing_and_may_be_measured() -> None:

@@ -44,8 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         with job.making():
             failed = _load(path, recipe)
             model, options = make_computation(recipe)
-            groups = recipe.config.parameter_groups if recipe.optimizer else ()
-            optimizer = build_optimizer(recipe.optimizer, model, [model], groups, None)
+            optimizer = build_optimizer(recipe.grouped_optimizer(), model, [model])
             sizes = recipe.make_sizes()
         with noting(lambda: "while replaying a batch"):
             report = replay(

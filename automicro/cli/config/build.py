@@ -3,7 +3,6 @@
 import os
 import pickle
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict
 from inspect import signature
 from pathlib import Path
 from textwrap import shorten
@@ -17,20 +16,22 @@ from automicro.checkpoints.reading import load_checkpoint
 from automicro.checkpoints.store import CheckpointConfig
 from automicro.cli.config.keys import KEYS, LISTS, mistake
 from automicro.cli.config.load import rows_to_load
-from automicro.cli.config.nodes import call_of, is_node, items_inside, prepare_value
-from automicro.cli.config.schema import At, EvaluatorConfig, RunConfig, keys_inside
+from automicro.cli.config.nodes import is_node, items_inside, prepare_value
+from automicro.cli.config.schema import At, RunConfig, keys_inside
 from automicro.data import LengthBatchSampler, with_batch_sampler
 from automicro.errors import CheckpointError, ConfigError, about
 from automicro.events.callback import Callback
+from automicro.features import WORDS, with_features
 from automicro.loggers import Logger
 from automicro.memory.oom import first_line
 from automicro.policy.policy import Policy
 from automicro.trainer.device import seed_everything
 from automicro.trainer.evaluators import Evaluator
+from automicro.trainer.optimizer import ParameterGroups
 from automicro.trainer.processes import process_in_environment
 from automicro.trainer.trainer import Trainer
 
-_ARGUMENTS = tuple(signature(Trainer).parameters)
+_ARGUMENTS = {*signature(Trainer).parameters, *WORDS}
 FIRST_ARGUMENTS = {
     "optimizer": ["the model's parameters"],
     "scheduler": ["the optimizer"],
@@ -47,8 +48,6 @@ PROTOCOLS: Mapping[str, tuple[type, str]] = {
 LOADERS = ("train_dataloader", "eval_dataloader")
 SHOWN = 3
 SAVE = "write it with torch.save(model.state_dict(), path)"
-# What wrappers put before each name.
-WRAPPERS = {"module.": "DistributedDataParallel", "_orig_mod.": "torch.compile"}
 
 
 class Recipe:
@@ -88,7 +87,7 @@ class Recipe:
         if with_weights and self.config.weights is not None:
             if not isinstance(model, nn.Module):
                 raise mistake(
-                    f"model.call={call_of(self.config.model)!r} made a "
+                    f"model.call={self.config.model['call']!r} made a "
                     f"{type(model).__name__}, which can hold no weights: name a torch.nn.Module",
                     "model",
                 )
@@ -105,6 +104,11 @@ class Recipe:
         keys = ("microbatch_size", "eval_microbatch_size", "microbatch_unit")
         return {key: self.make(key) for key in keys}
 
+    def grouped_optimizer(self) -> Any:
+        """The optimizer as the Trainer takes it: with options of their own for some parameters."""
+        make, groups = self.optimizer, self.config.parameter_groups
+        return ParameterGroups(make, groups) if make and groups else make
+
     @property
     def optimizer(self) -> Callable[..., Any] | None:
         """A function from parameters to the optimizer; None where the config leaves it out."""
@@ -118,17 +122,18 @@ class Recipe:
         later: dict[str, Any] = {key: self._later(key) for key in FIRST_ARGUMENTS}
         options: dict[str, Any] = {
             key: self.make(key)
-            for key in _ARGUMENTS
-            if key in self._makers and key not in later and key != "model"
+            for key in self._makers
+            if key in _ARGUMENTS and key not in later and key != "model"
         }
         if "train_dataloader" in options and self.config.sampling_mode is None:
             _check_batch_size(self.config, options["train_dataloader"])
-        if later["optimizer"] is None:
-            options["parameter_groups"] = ()
-        config = asdict(self.config)
+        later["optimizer"] = self.grouped_optimizer()
         options["metrics"] = options.get("metrics") or None
-        options["loggers"] = [_with_config(each, config) for each in options.get("loggers", ())]
-        return Trainer(model, checkpoint=self.checkpoint, **later, **options | instead)
+        options["loggers"] = [
+            _with_config(each, vars(self.config)) for each in options.get("loggers", ())
+        ]
+        options |= {"checkpoint": self.checkpoint, **later, **instead}
+        return Trainer(model, **with_features(options))
 
 
 def _make_checkpoint(config: RunConfig) -> CheckpointConfig | None:
@@ -143,11 +148,10 @@ def _make_checkpoint(config: RunConfig) -> CheckpointConfig | None:
 
 def _prepare(value: Any, key: str, kind: str, at: At) -> Callable[..., Any]:
     """A function that makes the value of a key; ``kind`` is the key whose values it may have."""
-    if isinstance(value, EvaluatorConfig):
+    if kind == "eval_dataloader" and isinstance(value, Mapping) and "data" in value:
         kinds = {name: kind if name == "data" else f"{kind}.{name}" for name in keys_inside(kind)}
         makers = {
-            name: _prepare(getattr(value, name), f"{key}.{name}", inner, at)
-            for name, inner in kinds.items()
+            name: _prepare(value[name], f"{key}.{name}", inner, at) for name, inner in kinds.items()
         }
         return lambda: _make_evaluator({name: make() for name, make in makers.items()})
     if not is_node(value) and kind in ("eval_dataloader", "metrics", *LISTS):
@@ -160,7 +164,7 @@ def _prepare(value: Any, key: str, kind: str, at: At) -> Callable[..., Any]:
         # Without a name left there is no evaluation.
         return lambda: {name: make() for name, make in inside.items()} or None
     make = prepare_value(value, key, first=FIRST_ARGUMENTS.get(key, ()))
-    return _checking(make, call_of(value), key, kind) if is_node(value) else make
+    return _checking(make, value["call"], key, kind) if is_node(value) else make
 
 
 def _make_evaluator(options: dict[str, Any]) -> Evaluator:
@@ -203,7 +207,7 @@ def _checking(make: Callable[..., Any], call: str, key: str, kind: str) -> Calla
 def _prepare_sampling(config: RunConfig, make_data: Callable[..., Any]) -> Callable[[], Any]:
     """A function that makes the loader with batches by the length of rows."""
     makers = {
-        name: prepare_value(getattr(config.sampling_mode, name), f"sampling_mode.{name}")
+        name: prepare_value(config.sampling_mode[name], f"sampling_mode.{name}")
         for name in keys_inside("sampling_mode")
     }
 
@@ -242,11 +246,7 @@ def _check_batch_size(config: RunConfig, loader: Any) -> None:
 
 
 def _with_config(logger: Logger, config: Mapping[str, Any]) -> Logger:
-    """Let a logger take down the config among what is run.
-
-    >>> from automicro.loggers import ConsoleLogger
-    >>> _with_config(ConsoleLogger(), {"seed": 0}).start({}, resume_step=None)
-    """
+    """Let a logger take down the config among what is run."""
     start = logger.start
 
     def start_with_config(run: Mapping[str, Any], *, resume_step: int | None) -> None:
@@ -284,62 +284,34 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     ...     load_weights(torch.nn.Linear(2, 2), file.name)
     """
     _check_weights_file(path)
-    state = _read_checkpoint(Path(path)) if Path(path).is_dir() else _read(path)
+    said = f"weights={str(path)!r}"
+    state: Any
+    try:
+        if Path(path).is_dir():
+            modules = load_checkpoint(Path(path)).state.get("modules")
+            state = modules[0] if isinstance(modules, list) and modules else None
+        else:
+            # To the host: the device that they were saved from need not be here.
+            state = torch.load(path, weights_only=True, map_location="cpu")
+    except CheckpointError as error:
+        raise ConfigError(f"{said}: {error}") from error
+    except (pickle.UnpicklingError, OSError, EOFError, RuntimeError, ValueError) as error:
+        # Torch's own words for the first of these recommend to run what is in the file.
+        why = "it is damaged, or holds objects that would run code when they are read"
+        why = why if isinstance(error, pickle.UnpicklingError) else first_line(error)
+        raise ConfigError(f"{said} is not a file of tensors alone ({why}): {SAVE}") from error
+    is_state = isinstance(state, Mapping)
+    if not is_state or (state and not any(isinstance(each, Tensor) for each in state.values())):
+        held = ", ".join(map(str, [*state][:SHOWN])) if is_state else type(state).__name__
+        raise ConfigError(f"{said} is no state dict of a model (it holds {held}): {SAVE}")
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
         # The first line of torch's message only names the class.
         wrong = [shorten(line, 160, placeholder=" …") for line in str(error).splitlines()[1:]]
         more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-        unexpected = state.keys() - model.state_dict().keys()
-        remedy = "give weights of this very model, or change model to theirs"
-        for prefix, wrapper in WRAPPERS.items():
-            if any(name.startswith(prefix) for name in unexpected):
-                remedy = f"they are from inside {wrapper}: save the state dict of the model in it"
         raise ConfigError(
-            f"weights={str(path)!r} does not fit the {type(model).__name__}: "
-            f"{' '.join(wrong[:SHOWN]).rstrip('.')}{more}: {remedy}"
+            f"{said} does not fit the {type(model).__name__}: "
+            f"{' '.join(wrong[:SHOWN]).rstrip('.')}{more}: give weights of this very model, or "
+            "change model to theirs"
         ) from error
-
-
-def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    try:
-        # To the host: the device that they were saved from need not be here.
-        state = torch.load(path, weights_only=True, map_location="cpu")
-    except (pickle.UnpicklingError, OSError, EOFError, RuntimeError, ValueError) as error:
-        # Torch's own words for the first of these recommend to run what is in the file.
-        why = "it is damaged, or holds objects that would run code when they are read"
-        why = why if isinstance(error, pickle.UnpicklingError) else first_line(error)
-        raise ConfigError(
-            f"weights={str(path)!r} is not a file of tensors alone ({why}): {SAVE}"
-        ) from error
-    if not isinstance(state, Mapping):
-        raise ConfigError(
-            f"weights={str(path)!r} holds a {type(state).__name__} and no state dict: {SAVE}"
-        )
-    inner = [name for name, value in state.items() if isinstance(value, Mapping)]
-    if inner and not any(isinstance(value, Tensor) for value in state.values()):
-        names = ", ".join(map(str, [*state][:SHOWN]))
-        raise ConfigError(
-            f"weights={str(path)!r} holds a checkpoint with {names} and "
-            f"not a state dict itself: save the model's part alone, such as "
-            f"torch.save(checkpoint[{inner[0]!r}], path)"
-        )
-    return state
-
-
-def _read_checkpoint(path: Path) -> Mapping[str, Any]:
-    try:
-        modules = load_checkpoint(path).state.get("modules")
-    except CheckpointError as error:
-        beside = [str(path / name) for name in ("checkpoints", "weights.pt")]
-        there = [each for each in beside if Path(each).exists()]
-        hint = f"; did you mean {there[0]!r}?" if there else ""
-        raise ConfigError(f"weights={str(path)!r}: {error}{hint}") from error
-    if not isinstance(modules, list) or not modules:
-        raise ConfigError(
-            f"weights={str(path)!r} is a checkpoint of something else than a Trainer: give one "
-            f"that train wrote, such as runs/first/checkpoints"
-        )
-    model: Mapping[str, Any] = modules[0]
-    return model

@@ -88,13 +88,15 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
         "eval_global_batch_size": _PLAIN,
         "accumulate_batches": Option(
             words="a whole number, or text such as 1024sp, 1e6tok or 5h",
-            read="automicro.options.read_accumulation",
+            read="automicro.trainer.data.loading.read_accumulation",
         ),
         "batch_layout": Option(read="automicro.batch.layout.BatchLayout"),
     },
     "How long": {
         "max_duration": _DURATION,
-        "max_time": Option(words="text such as 2h30m, 45m or 90s", read=f"{_SCHEMA}._read_time"),
+        "max_time": Option(
+            words="text such as 2h30m, 45m or 90s", read="automicro.units.parse_time"
+        ),
         "eval_interval": _DURATION,
     },
     "Memory and microbatches": {
@@ -105,10 +107,10 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
             made="function",
             read="automicro.lengths.unit.check_unit",
         ),
-        "nested": Option(read="automicro.nested.parts.check_nested"),
+        "nested": Option(read="automicro.nested.parts.Nested"),
         "when_too_large": Option(
             words="error, recompute, offload, nested, a list of these, or auto",
-            read="automicro.savers.levels.check_levels",
+            read="automicro.savers.levels.WhenTooLarge",
         ),
         "padding": Option(read="automicro.lengths.padding.Padding"),
         "cut_padding": Option(
@@ -133,8 +135,7 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
         "precision": Option(choices="automicro.options.PRECISIONS"),
         "gradient_sums": Option(choices="automicro.options.GRADIENT_SUMS"),
         "grad_clip_norm": Option(read="automicro.options.read_amount"),
-        "non_finite": Option(choices="automicro.trainer.step.NON_FINITE_MODES"),
-        "channels_last": _PLAIN,
+        "non_finite": Option(choices="automicro.options.NON_FINITE_MODES"),
         "compile": _PLAIN,
         "deterministic": _PLAIN,
     },

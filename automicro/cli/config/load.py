@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
-from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from automicro.cli.config.keys import KEYS, TO_TRAIN, mistake
 from automicro.cli.config.nodes import REFERENCE, is_node, leaves, mapped
@@ -30,7 +30,7 @@ from automicro.cli.config.sources import Sources, Tree
 from automicro.compilation import check_compile
 from automicro.errors import ConfigError, suggestion
 from automicro.memory.oom import first_line
-from automicro.options import read_accumulation
+from automicro.trainer.data.loading import read_accumulation
 from automicro.trainer.device import choose_device
 from automicro.trainer.processes import agreed_time
 
@@ -76,27 +76,19 @@ class _Interpolations:
     def _refusal(self, error: Exception, key: str) -> ConfigError:
         """Say which interpolation stands for nothing, and why."""
         values = leaves(self._tree)
-        text = str(values.get(key))
         known = [*_prefixes(values)]
         # Its own references first: what it refers to may be what refers to nothing.
-        missing = [
-            (leaf, name)
-            for leaf, value in [(key, text), *values.items()]
-            for name in REFERENCE.findall(str(value))
-            if name not in known
-        ]
-        if isinstance(error, InterpolationKeyError) and missing:
-            key, wanted = missing[0]
-            if wanted in KEYS:
-                why = f"is not set: write {wanted}: … at the top level"
-            else:
-                hint = suggestion(wanted, [*known, *KEYS])
-                why = f"does not exist{hint}: use a key of the config, from its top level"
-            return mistake(f"{key} refers to ${{{wanted}}}, which {why}", key)
-        if isinstance(error, RecursionError) or "Recursive" in str(error):
-            return mistake(f"{key}={text} leads back to itself: give it a value", key)
+        for leaf, value in [(key, values.get(key)), *values.items()]:
+            for name in REFERENCE.findall(str(value)):
+                if name not in known:
+                    hint = "" if name in KEYS else suggestion(name, [*known, *KEYS])
+                    return mistake(
+                        f"{leaf} refers to ${{{name}}}, which is not set{hint}: use a key of the "
+                        f"config, from its top level",
+                        leaf,
+                    )
         return mistake(
-            f"{key}={text}: {first_line(error)}: correct it; there are ${{key}}, "
+            f"{key}={values.get(key)}: {first_line(error)}: correct it; there are ${{key}}, "
             f"${{oc.env:NAME,default}} and ${{now:%Y-%m-%d}}",
             key,
         )
@@ -218,7 +210,7 @@ def read_config(
                 raise ConfigError(
                     f"{key} is missing: write at the top level {key}: {EXAMPLES[key]}"
                 )
-    config = RunConfig(**{**defaults(), **values})
+    config = RunConfig(**{**dict.fromkeys(KEYS), **defaults(), **values})
     with sources.at("compile"):
         _check_compile(config)
     checked = check(config, sources.at)

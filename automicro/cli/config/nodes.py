@@ -1,6 +1,5 @@
 """``{call: dotted.path, args: {…}}``: what is well formed, what it names, and what it makes."""
 
-import builtins
 import contextlib
 import functools
 import importlib
@@ -12,19 +11,14 @@ import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, TypedDict
 
 from automicro.cli.config.keys import OPTIONS, Option, as_override, mistake
-from automicro.cli.errors import is_users
 from automicro.errors import (
     ConfigError,
     about,
     add_note,
     keys_of,
-    nearest,
     remember,
     suggestion,
 )
@@ -34,24 +28,21 @@ REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 FORM = "write {call: dotted.path, args: {name: value}}"
 # Where people mean what they write a part of the path of, as after their imports.
 PLACES = (
+    "builtins",
     "torch",
     "torch.nn",
     "torch.optim",
     "torch.optim.lr_scheduler",
-    "torch.utils",
     "torch.utils.data",
     "torchmetrics",
     "torchmetrics.classification",
     "automicro",
 )
-ALIASES = {"F": "torch.nn.functional", "T": "torchvision.transforms", "np": "numpy"}
-_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE).fullmatch
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CallConfig:
+class CallConfig(TypedDict):
     """Something to be made: a class or a function by its dotted path, and its arguments.
 
     Attributes:
@@ -61,34 +52,28 @@ class CallConfig:
         args: its arguments by name. A mapping with ``call`` anywhere inside is made first. To hand
             over a function instead of calling it:
             ``{call: pkgutil.resolve_name, args: {name: my_data.count_tokens}}``.
-
-    >>> CallConfig(call="torch.nn.Linear", args={"in_features": 4, "out_features": 2}).call
-    'torch.nn.Linear'
     """
 
     call: str
-    # In YAML, args: with nothing behind it is null.
-    args: dict[str, Any] | None = field(default_factory=dict)
+    args: dict[str, Any]
 
 
 def read_node(node: object, key: str) -> CallConfig:
-    """A well-formed node; nodes inside of it are looked at, too, and stay mappings.
+    """A well-formed node; nodes inside of it are looked at, too.
 
-    >>> read_node({"call": "torch.nn.Linear", "args": {"in_features": 4}}, "model").call
-    'torch.nn.Linear'
+    >>> read_node({"call": "torch.nn.Linear"}, "model")
+    {'call': 'torch.nn.Linear', 'args': {}}
     """
     if not isinstance(node, Mapping):
-        form = FORM
-        if isinstance(node, str) and "." in node:
-            form = FORM.replace("dotted.path", node)
-        raise mistake(f"{key}={show(node)} is not a mapping: {form}", key)
+        raise mistake(f"{key}={show(node)} is not a mapping: {FORM}", key)
     for name, value in node.items():
         if name not in NODE_KEYS:
             hint = suggestion(str(name), NODE_KEYS)
             below = as_override(f"{key}.args.{name}", value)
             form = FORM if hint else f"arguments belong below it, as {below}"
             raise mistake(f"{key} has an unknown key {name!r}{hint}: {form}", f"{key}.{name}")
-    call, args = node.get("call"), node.get("args", {})
+    # In YAML, args: with nothing behind it is null.
+    call, args = node.get("call"), {} if node.get("args") is None else node["args"]
     if not isinstance(call, str):
         wrong = f"={show(call)} is not a path" if "call" in node else " is missing"
         raise mistake(
@@ -96,39 +81,23 @@ def read_node(node: object, key: str) -> CallConfig:
             f"torch.optim.AdamW, directly under {key}:",
             f"{key}.call",
         )
-    if not isinstance(args, Mapping | None) or not all(
-        isinstance(each, str) for each in args or ()
-    ):
+    if not isinstance(args, Mapping) or not all(isinstance(each, str) for each in args):
         raise mistake(
             f"{key}.args={show(args)} is not a mapping of names: write {{name: value}}, the names "
             f"being those of the arguments of {call}",
             f"{key}.args",
         )
-    for name, value in (args or {}).items():
+    for name, value in args.items():
         _read_inside(value, f"{key}.args.{name}")
-    return CallConfig(call=call, args=None if args is None else {**args})
+    return {"call": call, "args": {**args}}
 
 
-def prepare(
-    node: Mapping[str, Any] | CallConfig, key: str, *, first: Sequence[str] = ()
-) -> Callable[..., Any]:
-    """Return what makes the thing that a node describes, once it is called.
-
-    Imports and signatures are checked now, those of nested nodes too, so that a mistake is found
-    before anything is made.
-
-    >>> node = {"call": "torch.nn.Linear", "args": {"in_features": 4, "out_features": 2}}
-    >>> prepare(node, "model")()
-    Linear(in_features=4, out_features=2, bias=True)
-    """
-    node = node if isinstance(node, CallConfig) else read_node(node, key)
-    call, args = node.call, node.args or {}
-    with about(f"{key}.call"), _noting(f"while importing {key}.call ({call})"):
-        target = _import_callable(call, key=f"{key}.call")
-    with about(key):
-        _check_arguments(target, call, args, key, first)
-    values = {name: prepare_value(value, f"{key}.args.{name}") for name, value in args.items()}
-    return functools.partial(_make, target, values, key, call)
+def _read_inside(value: Any, key: str) -> None:
+    if is_node(value):
+        read_node(value, key)
+        return
+    for name, inner in items_inside(value):
+        _read_inside(inner, f"{key}.{name}")
 
 
 def show(value: object) -> str:
@@ -148,24 +117,29 @@ def show(value: object) -> str:
 
 def is_node(value: object) -> bool:
     """Tell whether a value inside a config describes something to be made."""
-    return isinstance(value, CallConfig) or (isinstance(value, Mapping) and "call" in value)
+    return isinstance(value, Mapping) and "call" in value
 
 
-def call_of(node: Any) -> str:
-    """The dotted path of a node.
+def prepare(
+    node: Mapping[str, Any] | CallConfig, key: str, *, first: Sequence[str] = ()
+) -> Callable[..., Any]:
+    """Return what makes the thing that a node describes, once it is called.
 
-    >>> call_of(CallConfig(call="a.b"))
-    'a.b'
+    Imports and signatures are checked now, those of nested nodes too, so that a mistake is found
+    before anything is made.
+
+    >>> node = {"call": "torch.nn.Linear", "args": {"in_features": 4, "out_features": 2}}
+    >>> prepare(node, "model")()
+    Linear(in_features=4, out_features=2, bias=True)
     """
-    return str(node.call if isinstance(node, CallConfig) else node["call"])
-
-
-def _read_inside(value: Any, key: str) -> None:
-    if is_node(value):
-        read_node(value, key)
-        return
-    for name, inner in items_inside(value):
-        _read_inside(inner, f"{key}.{name}")
+    node = read_node(node, key)
+    call, args = node["call"], node["args"]
+    with about(f"{key}.call"), _noting(f"while importing {key}.call ({call})"):
+        target = _import_callable(call, key=f"{key}.call")
+    with about(key):
+        _check_arguments(target, call, args, key, first)
+    values = {name: prepare_value(value, f"{key}.args.{name}") for name, value in args.items()}
+    return functools.partial(_make, target, values, key, call)
 
 
 def prepare_value(value: Any, key: str, *, first: Sequence[str] = ()) -> Callable[..., Any]:
@@ -228,9 +202,9 @@ def _make(
     *first: Any,
 ) -> Any:
     args = {name: value() for name, value in values.items()}
-    doing = f"while making {key} ({call}){_describe_arguments(args)}"
+    shown = ", ".join(f"{name}={_brief(value)}" for name, value in args.items())
     try:
-        with _noting(doing):
+        with _noting(f"while making {key} ({call})" + (f" with {shown}" if shown else "")):
             return target(*first, **args)
     except Exception as error:
         # Where the callee tells which arguments are wrong, these lines of the config are to blame.
@@ -239,21 +213,8 @@ def _make(
         raise
 
 
-def _describe_arguments(args: Mapping[str, Any]) -> str:
-    """Arguments by name: plain values as they are, made objects by their type."""
-    shown = [f"{name}={_brief(value)}" for name, value in args.items()]
-    said = f" with {', '.join(shown)}" if shown else ""
-    # Text may be meant: it counts as a possible reason only once something failed.
-    texts = [name for name, value in args.items() if isinstance(value, str) and _NUMBER(value)]
-    if texts:
-        said += (
-            f"; {' and '.join(texts)} {'is' if len(texts) == 1 else 'are'} text: write a number "
-            f"without quotes, or one from the environment as ${{oc.decode:${{oc.env:NAME}}}}"
-        )
-    return said
-
-
 def _brief(value: object) -> str:
+    """A plain value as it is, a made object by its type."""
     if value is None or isinstance(value, bool):
         return show(value)
     if isinstance(value, str | int | float | list | dict):
@@ -278,84 +239,56 @@ def _import_callable(path: str, *, key: str) -> Callable[..., Any]:
     >>> _import_callable("torch.nn.Linear", key="model.call")
     <class 'torch.nn.modules.linear.Linear'>
     """
-    parts = path.split(".")
-    if not all(part.isidentifier() for part in parts):
+    if not all(part.isidentifier() for part in path.split(".")):
         raise ConfigError(
             f"{key}={path!r} is not a dotted path: write names joined by dots, such as "
             f"torch.optim.AdamW"
         )
-    if len(parts) == 1 and hasattr(builtins, path):
-        raise ConfigError(f"{key}={path!r} is a builtin: say builtins.{path}")
-    found = None
+    found: Any = None
+    before = ""
     # Part by part, and not by pkgutil.resolve_name(): so a mistake names the part that is wrong.
-    for index, part in enumerate(parts):
-        found = _step(found, parts[:index], part, path, key)
+    for part in path.split("."):
+        whole = f"{before}.{part}" if before else part
+        try:
+            is_inside = bool(before) and hasattr(found, part)
+            found = getattr(found, part) if is_inside else importlib.import_module(whole)
+        except ModuleNotFoundError as error:
+            # Another name is missing inside a module that does exist.
+            if error.name not in (whole, before):
+                raise
+            raise ConfigError(f"{key}={path!r}: {_missing(found, before, part, path)}") from None
+        before = whole
     if not callable(found):
-        kind = "module" if isinstance(found, ModuleType) else type(found).__name__
-        hint = _class_of_that_name(found, path)
+        # Modules are named like the class in them: torch.optim.adamw, AdamW.
+        last = path.rpartition(".")[2].lower()
+        meant = [f"{path}.{name}" for name in dir(found) if name.lower() == last != name]
+        hint = f" (did you mean {meant[0]!r}?)" if meant else ""
         raise ConfigError(
-            f"{key}={path!r} is a {kind}, which cannot be called{hint}: name a class or a function"
+            f"{key}={path!r} is a {type(found).__name__}, which cannot be called{hint}: name a "
+            "class or a function"
         )
     return found  # type: ignore[no-any-return]
 
 
-def _step(parent: Any, before: list[str], part: str, path: str, key: str) -> Any:
-    if before and hasattr(parent, part):
-        return getattr(parent, part)
-    prefix = ".".join(before)
-    if not before or isinstance(parent, ModuleType):
-        name = ".".join([*before, part])
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            # Another name is missing inside a module that does exist.
-            if error.name not in (name, prefix):
-                raise
-    is_last = len(before) == path.count(".")
-    whole = _whole_path(part if before else path) if is_last or not before else None
+def _missing(parent: Any, before: str, part: str, path: str) -> str:
+    """Say which part of a path there is not, and what may be meant."""
     if before:
         known = {each for each in dir(parent) if not each.startswith("_")}
         known |= {each.name for each in pkgutil.iter_modules(getattr(parent, "__path__", []))}
-        why, remedy = f"{prefix!r} exists, but has no {part!r}", "correct the path"
-    else:
-        # No model or data is in the standard library.
-        known = {each.name for each in pkgutil.iter_modules()} - sys.stdlib_module_names
-        why, remedy = f"there is no module {part!r}", "install it, or put it beside the config"
-        remedy = remedy if whole is None else "write the whole path"
-    hint = suggestion(part, known) if whole is None else f" (did you mean {whole!r}?)"
-    raise ConfigError(f"{key}={path!r}: {why}{hint}: {remedy}")
-
-
-def _whole_path(path: str) -> str | None:
-    """The whole path of ``nn.Linear`` or ``Net``, in a module that lies here, or a usual one."""
-    top, _, rest = path.partition(".")
-    for folder in () if rest else dict.fromkeys(sys.path):
-        for file in sorted(Path(folder).glob("*.py")) if folder else ():
-            # Read and not imported: a script beside the config would run, and may begin to train.
-            defined = re.compile(rf"^(class|def) {path}\b", re.MULTILINE)
-            with contextlib.suppress(OSError):
-                text = file.read_text(encoding="utf-8", errors="replace")
-                if is_users(str(file)) and defined.search(text):
-                    return f"{file.stem}.{path}"
-    places = [f"{each}.{path}" for each in PLACES]
-    for whole in [f"{ALIASES[top]}.{rest}"] if top in ALIASES else places:
-        parent, _, name = whole.rpartition(".")
+        hint = suggestion(part, known)
+        return f"{before!r} exists, but has no {part!r}{hint}: correct the path"
+    for place in PLACES:
         # Not every library of PLACES has to be installed.
-        with contextlib.suppress(ImportError):
-            module = importlib.import_module(parent)
-            known = [each for each in dir(module) if not each.startswith("_")]
-            found = nearest(name, known) if rest else name
-            if found is not None and callable(getattr(module, found, None)):
-                return f"{parent}.{found}"
-    return None
-
-
-def _class_of_that_name(found: Any, path: str) -> str:
-    """A hint for modules that are named like the class in them: torch.optim.adamw, AdamW."""
-    for name, value in vars(found).items() if isinstance(found, ModuleType) else ():
-        if isinstance(value, type) and name.lower() == path.rpartition(".")[2].lower():
-            return f" (did you mean '{path}.{name}'?)"
-    return ""
+        with contextlib.suppress(ImportError, AttributeError):
+            if callable(pkgutil.resolve_name(f"{place}.{path}")):
+                meant = f"{place}.{path}"
+                return (
+                    f"there is no module {part!r} (did you mean {meant!r}?): write the whole path"
+                )
+    # No model or data is in the standard library.
+    installed = {each.name for each in pkgutil.iter_modules()} - sys.stdlib_module_names
+    hint = suggestion(part, installed)
+    return f"there is no module {part!r}{hint}: install it, or put it beside the config"
 
 
 def _is_decimal(target: Callable[..., Any], name: str) -> bool:
@@ -382,31 +315,18 @@ def _check_arguments(
     >>> _check_arguments(torch.optim.SGD, "torch.optim.SGD", {"lr": 1}, "optimizer", ["params"])
     """
     try:
-        parameters = inspect.signature(target).parameters.values()
+        signature = inspect.signature(target)
     except (TypeError, ValueError):
         return  # some builtins have no signature to read
-    kinds = {each.kind for each in parameters}
-    by_place = [each.name for each in parameters if each.kind in _BY_PLACE]
-    if len(by_place) < len(first) and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        raise mistake(
-            f"{key}: {call} takes no argument without a name, but is handed {first[0]} first: name "
-            f"a class or a function that takes them",
-            f"{key}.call",
-        )
-    taken = dict(zip(by_place, first, strict=False))
-    for name in taken.keys() & args.keys():
-        raise mistake(
-            f"{key}.args.{name} is not yours to give: {call} is handed {taken[name]} there; "
-            f"remove it",
-            f"{key}.args.{name}",
-        )
+    parameters = signature.parameters.values()
+    taken = [each.name for each in parameters if each.kind in _BY_PLACE][: len(first)]
     names = [each.name for each in parameters if each.kind in _BY_NAME and each.name not in taken]
     known = f"it takes {', '.join(names)}" if names else "it takes no arguments"
-    unknown = [name for name in args if name not in names]
-    if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
+    unknown = [name for name in args if name not in (*names, *taken)]
+    if unknown and inspect.Parameter.VAR_KEYWORD not in {each.kind for each in parameters}:
         said = ", ".join(f"{name!r}{suggestion(name, names)}" for name in unknown)
-        given = [f"{key}.args.{name}" for name in unknown]
         arguments = "argument" if len(unknown) == 1 else "arguments"
+        given = [f"{key}.args.{name}" for name in unknown]
         raise mistake(f"{key}: {call} takes no {arguments} {said}: {known}", *given)
     for name in names:
         if isinstance(args.get(name), bool) and _is_decimal(target, name):
@@ -423,10 +343,7 @@ def _check_arguments(
         and each.name not in (*taken, *args)
     ]
     if missing:
-        needs = f"{key}: {call} needs {', '.join(map(repr, missing))}"
         remedy = f"write {'it' if len(missing) == 1 else 'them'} under {key}.args; {known}"
-        if not {*missing} <= {*names}:
-            remedy = "only arguments with a name can be given: name a function that calls it"
         option = OPTIONS.get(key.partition(".")[0], Option())
         if not isinstance(target, type) and option.made == "function":
             remedy = (
@@ -434,6 +351,14 @@ def _check_arguments(
                 f"that returns one; to hand over the function itself, write {key}: "
                 f"{{call: pkgutil.resolve_name, args: {{name: {call}}}}}"
             )
-        elif not isinstance(target, type) and key == "model":
-            remedy += "; call is called once and has to return the torch.nn.Module"
-        raise mistake(f"{needs}: {remedy}", f"{key}.call")
+        raise mistake(
+            f"{key}: {call} needs {', '.join(map(repr, missing))}: {remedy}", f"{key}.call"
+        )
+    try:
+        signature.bind(*first, **args)
+    except TypeError as error:
+        handed = f", and is handed {first[0]} first" if first else ""
+        raise mistake(
+            f"{key}: {call} cannot be called like this ({error}){handed}: {known}",
+            *(f"{key}.args.{name}" for name in taken if name in args),
+        ) from None

@@ -5,21 +5,19 @@ Types and defaults come from the signature of what takes them.
 
 import functools
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import MISSING, dataclass, field, fields
-from inspect import Parameter, get_annotations, isclass, signature
+from inspect import Parameter, isclass, signature
 from pathlib import Path
 from pkgutil import resolve_name
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, ClassVar
+from types import NoneType, SimpleNamespace, UnionType
+from typing import Any
 
 from automicro.checkpoints.store import CheckpointConfig
 from automicro.cli.config.keys import KEYS, OPTIONS, TO_TRAIN, Option, as_override, mistake
 from automicro.cli.config.nodes import (
     FORM,
     NODE_KEYS,
-    REFERENCE,
     CallConfig,
     is_node,
     items_inside,
@@ -30,11 +28,12 @@ from automicro.cli.config.nodes import (
 from automicro.cli.config.sources import read_value
 from automicro.data import LengthBatchSampler
 from automicro.errors import ConfigError, about, nearest, suggestion
+from automicro.features import INSTEAD, WORDS, class_of
 from automicro.options import check_choice
 from automicro.policy.policy import Policy
 from automicro.trainer.evaluators import INHERITED, Evaluator
 from automicro.trainer.trainer import Trainer
-from automicro.units import duration_meant, parse_bytes, parse_share, parse_time
+from automicro.units import duration_meant, parse_bytes, parse_share
 
 # Required by a command, with something to copy for each.
 EXAMPLES = {
@@ -56,46 +55,7 @@ _WORDS: Mapping[Any, str] = {
 }
 
 
-class _Filled:
-    """Has a field for each argument of something else."""
-
-    if TYPE_CHECKING:
-        # For type checkers alone: the fields are filled in when this module is imported.
-        __dataclass_fields__: ClassVar[dict[str, Any]]
-
-        def __init__(self, **values: Any) -> None: ...
-        def __getattr__(self, name: str) -> Any: ...
-
-
-def _with_options_of(
-    owner: type, *, without: Collection[str] = (), needs: bool = True, **renamed: str
-) -> Callable[[type], Any]:
-    """Give a class a field for each argument of another, with type and default, but for its own.
-
-    Without ``needs`` all fields have a default: each command asks for keys of its own.
-    """
-    hints = typing.get_type_hints(vars(owner)["__init__"])
-
-    def fill(target: type) -> type:
-        own, found = get_annotations(target), {}
-        for argument, parameter in signature(owner).parameters.items():
-            name = renamed.get(argument, argument)
-            if argument in without:
-                continue
-            found[name] = own.get(name, hints[argument])
-            if name in own:
-                continue
-            if parameter.default is not Parameter.empty or not needs:
-                is_empty = parameter.default is Parameter.empty
-                setattr(target, name, None if is_empty else parameter.default)
-        target.__annotations__ = {**found, **own}
-        return dataclass(frozen=True, kw_only=True)(target)
-
-    return fill
-
-
-@_with_options_of(Evaluator, dataloader="data")
-class EvaluatorConfig(_Filled):
+class EvaluatorConfig:
     """One evaluation with options of its own. What is ``inherited`` is what the run has.
 
     Attributes:
@@ -104,14 +64,10 @@ class EvaluatorConfig(_Filled):
         microbatch_size: in place of ``eval_microbatch_size``; found on its own.
         max_batches: how many batches to evaluate on; None for all.
         interval: in place of ``eval_interval``; None for never while training.
-
-    >>> EvaluatorConfig(data=CallConfig(call="my_data.loader"), max_batches=2).interval
-    'inherited'
     """
 
 
-@_with_options_of(LengthBatchSampler, without=("dataset", "rank", "world_size"))
-class SamplingConfig(_Filled):
+class SamplingConfig:
     """Which rows make up a batch of training, by how long they are. See `LengthBatchSampler`.
 
     Attributes:
@@ -132,18 +88,11 @@ class SamplingConfig(_Filled):
         seed: of the order; None for that of the run.
         unit: what lengths count: seconds, tokens, or None for something else.
         second_unit: the same of second lengths.
-
-    >>> SamplingConfig(mode="fixed").shuffle
-    True
     """
 
-    seed: int | None = None
 
-
-# Further modules would have to be shared with the forward: nodes make things of their own.
-@_with_options_of(Trainer, without=("modules",), needs=False)
-class RunConfig(_Filled):
-    """The config of a command: the options of the `Trainer`, and those of a run.
+class RunConfig(SimpleNamespace):
+    """The config of a command: options of the `Trainer`, words for its features, those of a run.
 
     Attributes:
         model: makes the ``torch.nn.Module``.
@@ -169,6 +118,9 @@ class RunConfig(_Filled):
             torch's, ``scheduler_interval`` says after what it is stepped.
         metrics: names, and nodes that each make a torchmetrics metric. Training and evaluation
             count apart. A name with null is dropped.
+        parameter_groups: options of the optimizer for some parameters, by their names: mappings
+            such as ``{"params": ["*.bias", "*norm*"], "weight_decay": 0.0}``, with ``*``, ``?``
+            and ``[…]``. The first that matches counts.
         update_metric: makes a function ``(metric, outputs, microbatch) -> None``, in place of
             ``metric.update(outputs, targets)``. With a fourth parameter called ``name`` it is told
             the metric's name.
@@ -183,6 +135,11 @@ class RunConfig(_Filled):
             number divided by devices alone.
         eval_global_batch_size: rows of an evaluation batch over all devices. In
             ``eval_dataloader``, ``${eval_global_batch_size}`` is what one device loads.
+        max_time: how long one call of the command may take, such as ``"2h30m"``: it ends after the
+            batch that runs then, and saves.
+        remember_sizes: whether ``"auto"`` starts from the size that an earlier run found, which
+            ``automicro cache`` lists, so that the second run may cut other microbatches than the
+            first. None for where no ``seed`` is given. Never with ``deterministic``.
         callbacks: nodes that each make a callback, told of every event in this order; shipped ones
             are in ``automicro.callbacks``.
         loggers: nodes that each make a logger, such as
@@ -194,27 +151,59 @@ class RunConfig(_Filled):
             with null, nothing is written. Such as ``runs/${now:%Y-%m-%d_%H-%M-%S}``. Nothing of
             another run is overwritten.
 
-    >>> RunConfig(max_duration="2ep").run_dir is None
-    True
+    >>> RunConfig(max_duration="2ep").max_duration
+    '2ep'
     """
 
-    weights: str | None = None
-    sampling_mode: Any = None
-    metrics: dict[str, CallConfig] = field(default_factory=dict)
-    global_batch_size: int | None = None
-    eval_global_batch_size: int | None = None
-    callbacks: list[CallConfig] = field(default_factory=list)
-    loggers: list[CallConfig] = field(default_factory=list)
-    checkpoint: Any = None
-    run_dir: str | None = None
 
-
-SECTIONS: Mapping[str, type] = {
-    "eval_dataloader": EvaluatorConfig,
-    "checkpoint": CheckpointConfig,
-    "sampling_mode": SamplingConfig,
+SECTIONS: Mapping[str, tuple[type, type]] = {
+    "eval_dataloader": (Evaluator, EvaluatorConfig),
+    "checkpoint": (CheckpointConfig, CheckpointConfig),
+    "sampling_mode": (LengthBatchSampler, SamplingConfig),
 }
-"""Keys that hold further keys, and what says which."""
+"""Keys that hold further keys: what takes these, and what documents them."""
+
+# Further modules would have to be shared with the forward, and words stand for features. What a
+# sampler is for, and which rank it is on, the run knows.
+_ONLY_IN_PYTHON = ("modules", "features", "dataset", "rank", "world_size")
+_OF_A_RUN: Mapping[str, tuple[Any, Any]] = {
+    "weights": (str | None, None),
+    "parameter_groups": (Sequence[Any], ()),
+    "max_time": (str | None, None),
+    "sampling_mode": (Any, None),
+    "metrics": (Mapping[str, Any], {}),
+    "global_batch_size": (int | None, None),
+    "eval_global_batch_size": (int | None, None),
+    "callbacks": (Sequence[Any], ()),
+    "loggers": (Sequence[Any], ()),
+    "checkpoint": (Any, None),
+    "run_dir": (str | None, None),
+}
+
+
+@functools.cache
+def _arguments(section: str = "") -> Mapping[str, tuple[Any, Any]]:
+    """The type and the default of each key, as what takes it has them."""
+    owner = SECTIONS[section][0] if section else Trainer
+    hints = typing.get_type_hints(vars(owner)["__init__"])
+    found: dict[str, tuple[Any, Any]] = {
+        "data" if section and name == "dataloader" else name: (hints[name], each.default)
+        for name, each in signature(owner).parameters.items()
+        if name not in _ONLY_IN_PYTHON
+    }
+    if section == "sampling_mode":
+        found["seed"] = (int | None, None)  # that of the run
+    if section:
+        return found
+    for name, word in WORDS.items():
+        if name in KEYS and name not in found:
+            kind: Any = bool
+            if word.argument is not None:
+                kind = typing.get_type_hints(vars(class_of(word.feature))["__init__"])[
+                    word.argument
+                ]
+            found[name] = (kind if word.default is not None else kind | None, word.default)
+    return {**found, **_OF_A_RUN}
 
 
 @functools.cache
@@ -225,8 +214,7 @@ def alternatives(key: str) -> tuple[Any, ...]:
     (<class 'int'>, <class 'NoneType'>)
     """
     section, _, name = key.rpartition(".")
-    owner = SECTIONS[section] if section else RunConfig
-    found = _read_hint(typing.get_type_hints(owner)[name])
+    found = _read_hint(_arguments(section)[name][0])
     if OPTIONS.get(key, Option()).made == "node":
         found = (CallConfig,) if section else (CallConfig, NoneType)
     return tuple(sorted(dict.fromkeys(found), key=lambda kind: kind is NoneType))
@@ -299,7 +287,7 @@ def keys_inside(key: str) -> tuple[str, ...]:
     >>> keys_inside("eval_dataloader")[:2], keys_inside("seed")
     (('data', 'metrics'), ())
     """
-    return tuple(each.name for each in fields(SECTIONS[key])) if key in SECTIONS else ()
+    return tuple(_arguments(key)) if key in SECTIONS else ()
 
 
 def defaults(section: str = "") -> dict[str, Any]:
@@ -313,14 +301,13 @@ def defaults(section: str = "") -> dict[str, Any]:
     >>> defaults("checkpoint")["keep_last"]
     3
     """
-    values: dict[str, Any] = {}
-    for each in fields(SECTIONS[section] if section else RunConfig):
-        if each.default_factory is not MISSING:
-            values[each.name] = each.default_factory()
-        # YAML has no tuples. An unset batch size is no null: nothing can refer to it.
-        elif each.default is not MISSING and each.name not in BATCH_SIZES:
-            values[each.name] = list(each.default) if each.default == () else each.default
-    return values if section else {key: values[key] for key in KEYS if key in values}
+    # YAML has no tuples. An unset batch size is no null: nothing can refer to it.
+    values = {
+        name: [] if default == () else default
+        for name, (_, default) in _arguments(section).items()
+        if default is not Parameter.empty and name not in BATCH_SIZES
+    }
+    return values if section else {key: values.get(key) for key in KEYS if key not in BATCH_SIZES}
 
 
 def wrong_type(key: str, value: object, kind: str) -> ConfigError:
@@ -347,11 +334,9 @@ NO_KEYS_OF_ITS_OWN = (
     "to a value where it stands, as ${model.args.width}, or take it from the environment with "
     "${oc.env:NAME}"
 )
-SECTION_FORMS = {
+FORMS = {
     "checkpoint": "{interval: 500ba, keep_last: 2}, {} for the defaults, or null for none",
     "sampling_mode": "{mode: duration, lengths: seconds, batch_length: 600.0}, or fixed",
-}
-NODES_FORMS = {
     "list": "[{call: dotted.path, args: {name: value}}], or [] for none",
     "mapping": "{name: {call: dotted.path, args: {…}}}, or {} for none",
 }
@@ -382,7 +367,7 @@ class Reader:
             return self._evaluations(value, key)
         if kind in SECTIONS:
             return self._section(value, key, kind)
-        if option.made in NODES_FORMS:
+        if option.made in FORMS:
             return self._nodes(value, key, option.made)
         # A mapping is a node, unless the key may hold a plain one: there it is one if it has call.
         is_plain = isinstance(value, Mapping) and Mapping in found and not is_node(value)
@@ -408,7 +393,7 @@ class Reader:
         if value is None:
             return [] if made == "list" else {}
         if not isinstance(value, list if made == "list" else Mapping):
-            raise ConfigError(f"{key}={show(value)} is not a {made}: write {NODES_FORMS[made]}")
+            raise ConfigError(f"{key}={show(value)} is not a {made}: write {FORMS[made]}")
         nodes = {}
         for name, node in items_inside(value):
             with self._at(f"{key}.{name}"):
@@ -418,11 +403,12 @@ class Reader:
 
     def _evaluations(self, value: Any, key: str) -> Any:
         """A node, an evaluation with options, or a mapping from names to these."""
-        if not _is_by_name(value):
-            known = keys_inside("eval_dataloader")
-            has_options = isinstance(value, Mapping) and not {*known}.isdisjoint(value)
-            if has_options and not is_node(value):
-                return self._section(value, key, "eval_dataloader")
+        known = keys_inside("eval_dataloader")
+        is_mapping = isinstance(value, Mapping) and not is_node(value)
+        if is_mapping and not {*known}.isdisjoint(value):
+            return self._section(value, key, "eval_dataloader")
+        # {clal: torch.nn.Linear} is a mistyped node, and no evaluation that is called clal.
+        if not is_mapping or not value or any(_is_mistyped(*each) for each in value.items()):
             return read_node(value, key)
         found = {}
         for name, each in value.items():
@@ -437,13 +423,12 @@ class Reader:
         return found or None
 
     def _section(self, values: Any, key: str, section: str) -> Any:
-        """An object of the class that says what the section holds; a dict for checkpoints."""
+        """The keys inside of another, with the defaults of those that are not written."""
         known, given = keys_inside(section), defaults(section)
         if section == "sampling_mode" and isinstance(values, str):
             values = {"mode": values}
         if not isinstance(values, Mapping):
-            form = SECTION_FORMS[section]
-            raise ConfigError(f"{key}={show(values)} is not a mapping: write {form}")
+            raise ConfigError(f"{key}={show(values)} is not a mapping: write {FORMS[section]}")
         for name, value in values.items():
             where = f"{key}.{name}"
             with self._at(where):
@@ -462,29 +447,25 @@ class Reader:
             words = choices(f"{section}.{missing[0]}")
             remedy = one_of(words) if words else FORM.removeprefix("write ")
             raise ConfigError(f"{key}.{missing[0]} is missing: write {missing[0]}: {remedy}")
-        if section == "checkpoint":
-            return given
-        return SECTIONS[section](**given) if {*known} <= {*given} else None
+        return given
 
 
 def _typed(value: Any, key: str, kind: str) -> Any:
     """A value in a type of its key: numbers and words may be written as text, and the reverse."""
     found = {*alternatives(kind)} - {NoneType}
-    is_held = isinstance(value, Mapping | list)
     if Any in found or type(value) in found or (Mapping in found and isinstance(value, Mapping)):
         return value
-    if type(value) is int and float in found:
+    if found == {str} and isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if found == {bool} and type(value) is int and value in (0, 1):
+        return bool(value)
+    if isinstance(value, str) and len(found) == 1:
+        with suppress(ValueError):
+            value = read_value(value)
+    if float in found and type(value) is int:
         return float(value)
-    if len(found) == 1 and not is_held and value is not None:
-        if found == {str} and not isinstance(value, bool):
-            return str(value)
-        if found == {bool} and type(value) is int and value in (0, 1):
-            return bool(value)
-        if isinstance(value, str):
-            with suppress(ValueError):
-                typed = read_value(value)
-                if type(typed) in found or (type(typed) is int and float in found):
-                    return next(iter(found))(typed)
+    if type(value) in found:
+        return value
     raise wrong_type(key, value, kind)
 
 
@@ -495,14 +476,9 @@ def _is_default(value: object, kind: str) -> bool:
     return type(value) is type(default) and value == default
 
 
-def _is_by_name(value: object) -> bool:
-    """Whether this maps names to evaluations, and is not one itself, mistyped perhaps."""
-    if not isinstance(value, Mapping) or not value:
-        return False
-    if any(name in value for name in (*NODE_KEYS, *keys_inside("eval_dataloader"))):
-        return False
-    # {clal: torch.nn.Linear} is a mistyped node, and no evaluation that is called clal.
-    return all(isinstance(value[name], Mapping) or not nearest(name, NODE_KEYS) for name in value)
+def _is_mistyped(name: object, value: object) -> bool:
+    """Whether this is meant for a key of a node, and not for an evaluation by its name."""
+    return not isinstance(value, Mapping) and nearest(name, NODE_KEYS) is not None
 
 
 def check_checkpoint(name: str, value: Any) -> None:
@@ -515,43 +491,26 @@ def check_checkpoint(name: str, value: Any) -> None:
 
 def unknown_key(key: str, tree: Mapping[str, Any]) -> ConfigError:
     """The error for a key that there is not, with the one that was meant."""
+    if key in INSTEAD:
+        return ConfigError(f"unknown key {key!r}: {INSTEAD[key]}")
     value = tree[key]
     duration = duration_meant(value, str(key))
-    below = ["max_duration"] if duration else [*_places_of(key, tree)]
-    below += [f"{each}.{key}" for each in SECTIONS if key in keys_inside(each)]
-    if below:
-        # An argument that only refers to a key is set by that key.
-        other = REFERENCE.fullmatch(str(leaves(tree).get(below[0])))
-        meant = other[1] if other else below[0]
-        said = f"unknown key {key!r} (did you mean {meant!r}?)"
-        return ConfigError(f"{said}: write {as_override(meant, duration or value)}")
+    meant = ["max_duration"] if duration else []
+    # People write width for model.args.width.
+    meant += [leaf for leaf in leaves(tree) if leaf.endswith(f".args.{key}")]
+    meant += [f"{each}.{key}" for each in SECTIONS if key in keys_inside(each)]
+    if meant:
+        said = f"unknown key {key!r} (did you mean {meant[0]!r}?)"
+        return ConfigError(f"{said}: write {as_override(meant[0], duration or value)}")
     hint = suggestion(str(key), KEYS)
     remedy = "correct it" if hint else NO_KEYS_OF_ITS_OWN
     return ConfigError(f"unknown key {key!r}{hint}: {remedy}")
-
-
-def _places_of(name: object, tree: Mapping[str, Any]) -> Iterator[str]:
-    """Where a name stands among arguments: people write ``width`` for ``model.args.width``."""
-    for leaf in leaves(tree):
-        place, _, _ = f"{leaf}.".partition(f".args.{name}.")
-        if place != f"{leaf}.":
-            yield f"{place}.args.{name}"
 
 
 def _read_limit(limit: Any) -> None:
     """Refuse what is no amount of memory, and no share of a device."""
     if parse_share(limit) is None:
         parse_bytes(limit)
-
-
-def _read_time(time: str) -> None:
-    """Refuse what is not a time."""
-    try:
-        parse_time(time)
-    except ValueError as error:
-        # YAML reads 1:30:00 as a number, counted in sixties.
-        quote = "; in YAML, put quotes around colons" if time.isdecimal() else ""
-        raise ConfigError(f"{error}{quote}") from error
 
 
 def _read_loss_average(name: str, value: Any) -> None:

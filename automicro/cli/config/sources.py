@@ -6,7 +6,6 @@ below a number, and neither tells afterwards which line of which file a value is
 """
 
 import contextlib
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -16,8 +15,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from automicro.cli.arguments import no_such_file
-from automicro.cli.config.nodes import NODE_KEYS, REFERENCE, leaves
-from automicro.cli.errors import is_bug_of_ours, summarize_error
+from automicro.cli.config.nodes import NODE_KEYS, leaves
+from automicro.cli.errors import summarize_error
 from automicro.errors import ConfigError, about, keys_of
 from automicro.memory.oom import first_line
 
@@ -39,7 +38,8 @@ class Sources:
         self.tree: Tree = {}
         self._mistakes: list[tuple[str, Exception]] = []
         self._lines: dict[str, Mapping[str, int]] = {}
-        self._sets: dict[str, Collection[str]] = {}  # the leaves that each source sets
+        self._order: dict[str, None] = {}  # of the sources
+        self._set_by: dict[str, str] = {}  # the last source that set each leaf
         for path in map(str, paths):
             try:
                 values, self._lines[path] = read_file(Path(path))
@@ -59,8 +59,9 @@ class Sources:
             self._note(name_override(override), leaves(value, key))
 
     def _note(self, name: str, keys: Collection[str]) -> None:
-        self._sets.pop(name, None)  # given twice, it counts where it is given last
-        self._sets[name] = keys
+        self._order.pop(name, None)  # given twice, it counts where it is given last
+        self._order[name] = None
+        self._set_by |= dict.fromkeys(keys, name)
 
     @contextlib.contextmanager
     def at(self, *keys: object) -> Iterator[None]:
@@ -69,8 +70,6 @@ class Sources:
             with about(*keys):
                 yield
         except Exception as error:
-            if is_bug_of_ours(error):
-                raise  # with its own class and traceback
             is_ours = isinstance(error, ConfigError)
             said = str(error) if is_ours else summarize_error(error)
             self._mistakes.append((f"{self.origin(keys_of(error))}: {said}", error))
@@ -101,22 +100,8 @@ class Sources:
         found = found or {path: set() for path in self._lines}
         return " + ".join(
             ":".join(filter(None, [name, ",".join(map(str, sorted(found[name])))]))
-            for name in sorted(found, key=[*self._sets].index)
+            for name in sorted(found, key=[*self._order].index)
         )
-
-    def borrowed(self, keys: Collection[str]) -> str:
-        """A clause that says what to set where one of the keys has another key's value.
-
-        >>> sources = Sources(["configs/speech.yaml"])
-        >>> sources.borrowed(["scheduler.args.total"])
-        '; scheduler.args.total is ${max_duration}: set max_duration, or scheduler.args.total alone'
-        """
-        values = leaves(self.tree)
-        for key in keys:
-            other = REFERENCE.fullmatch(str(values.get(key)))
-            if other:
-                return f"; {key} is {other[0]}: set {other[1]}, or {key} alone"
-        return ""
 
     def _names(self, key: str) -> set[str]:
         """The last sources of what lies in a key, or of what it lies in."""
@@ -124,9 +109,7 @@ class Sources:
         if not inside:
             above = key.rpartition(".")[0]
             return self._names(above) if above else set()
-        latest = [*reversed(self._sets)]
-        last = (next((name for name in latest if leaf in self._sets[name]), "") for leaf in inside)
-        return {*last} - {""}
+        return {self._set_by[leaf] for leaf in inside if leaf in self._set_by}
 
     def _line_of(self, key: str, path: str) -> list[int]:
         """The line of a key in a file, or of what it lies in; none in an override."""
@@ -156,7 +139,7 @@ def read_file(path: Path) -> tuple[Tree, Mapping[str, int]]:
     try:
         tree = OmegaConf.to_container(OmegaConf.create(text))
     except yaml.YAMLError as error:
-        raise ConfigError(_describe_yaml_error(error, path, text)) from error
+        raise ConfigError(_describe_yaml_error(error, path)) from error
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None)
         where = f"{key}: " if key else ""
@@ -192,24 +175,14 @@ def _lines(node: Any, key: str = "") -> Iterator[tuple[str, int]]:
         yield from _lines(value, here)
 
 
-def _describe_yaml_error(error: Exception, path: Path, text: str) -> str:
+def _describe_yaml_error(error: Exception, path: Path) -> str:
     mark = getattr(error, "problem_mark", None)
     place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
     problem = getattr(error, "problem", None) or str(error)
-    lines = text.splitlines()
-    line = lines[min(mark.line, len(lines) - 1)] if mark and lines else ""
-    return f"{place}: not valid YAML: {problem}; {_remedy(problem, line)}"
-
-
-def _remedy(problem: str, line: str) -> str:
-    if "\\t" in problem or "\t" in line[: len(line) - len(line.lstrip())]:
-        return "indent with spaces in place of tabs"
-    unquoted = re.search(r"""(?<!['"\w])\$\{[^{}]*\}""", line)
-    if unquoted and re.search(r"[{\[]", line[: unquoted.start()]):
-        return f"inside of braces and brackets quote an interpolation, as '{unquoted[0]}'"
-    if problem.startswith("found duplicate key") and problem.split()[-1] in NODE_KEYS:
-        return f"indent {problem.split()[-1]}: below the key that it belongs to"
-    return "correct this line or the one above it"
+    return (
+        f"{place}: not valid YAML: {problem}: correct this line or the one above it; indent with "
+        "spaces, and quote ${…} inside of braces"
+    )
 
 
 def read_value(text: str) -> Any:
@@ -287,29 +260,21 @@ def _apply_override(tree: Tree, override: str) -> tuple[str, Any]:
             f"such as 'optimizer.args={{lr: 0.1}}'"
         ) from error
     target: Any = tree
-    for depth, part in enumerate(way):
-        place = _place(target, part, ".".join(way[:depth]), name)
+    for depth, part in enumerate([*way, last]):
+        place: Any = part
+        if isinstance(target, list) and part.isdecimal() and int(part) < len(target):
+            place = int(part)
+        elif not isinstance(target, dict):
+            here = ".".join(way[:depth])
+            raise ConfigError(
+                f"{name} goes below {here}, which is {target!r} and has no {part!r} in it: replace "
+                f"it as a whole with {here}=VALUE"
+            )
+        if depth == len(way):
+            target[place] = value
+            break
         inner = target.get(place) if isinstance(target, dict) else target[place]
         if inner is None:
             inner = target[place] = {}
-        if not isinstance(inner, dict | list):
-            here = ".".join(way[: depth + 1])
-            raise ConfigError(
-                f"{name} goes below {here}, which is {inner!r} and holds no keys: replace it as a "
-                f"whole with {here}=VALUE"
-            )
         target = inner
-    target[_place(target, last, ".".join(way), name)] = value
     return key, value
-
-
-def _place(target: Any, part: str, key: str, name: str) -> Any:
-    if isinstance(target, dict):
-        return part
-    if not part.isdecimal() or int(part) >= len(target):
-        choice = f"use a number from 0 to {len(target) - 1}, or replace" if target else "replace"
-        raise ConfigError(
-            f"{name} asks for {part!r} in {key}, a list of {len(target)}: {choice} the list with "
-            f"'{key}=[…]'"
-        )
-    return int(part)

@@ -1,1 +1,1 @@
-"""Guards: one for each kind of wrapper, which keep the collectives of all ranks matched."""
+"""Guards for each kind of wrapper, which keep the collectives of all ranks matched."""

@@ -1,9 +1,8 @@
-"""Collectives that a model runs itself: SyncBatchNorm, tensor parallelism, one's own.
+"""Guard for collectives that a model runs itself: SyncBatchNorm, tensor parallelism, its own code.
 
-A model, a loss, a metric or a callback may run collectives that were not announced. A rank that ran
-out of memory, or that never comes to one, would leave its peers waiting in them. So the entrance
-votes before each, except before those that are automicro's own or a wrapper's, which
-are voted on elsewhere.
+A model, a loss, a metric or a callback might run unannounced collectives. A rank that ran out of
+memory, or never reaches one, would leave its peers waiting. So a hook votes before each collective,
+except those of automicro and of wrappers, which are voted on elsewhere.
 """
 
 import contextlib
@@ -34,7 +33,7 @@ _NAMES = {
     "alltoall_": "all_to_all",
     "alltoall_base_": "all_to_all_single",
 }
-# Of these every member has to bring as many numbers.
+# In these, every member must contribute equally many numbers.
 _ALIKE = {
     "allreduce_",
     "allreduce_coalesced_",
@@ -52,23 +51,15 @@ _ALIKE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A collective that is about to run.
+    """A collective that is about to run."""
 
-    Attributes:
-        name: as people know it.
-        members: the ranks of its group, in order.
-        root: the rank that sends to all, or that all send to; None without one.
-        peer: the rank that it sends to or receives from; None where it is for all members.
-        sends: whether it sends to one peer.
-        shape: how many numbers of which type, where all members have to bring the same.
-    """
-
-    name: str
-    members: tuple[int, ...]
-    root: int | None = None
+    name: str  # for messages
+    members: tuple[int, ...]  # the ranks of its group, in order
+    root: int | None = None  # rank that sends to all or receives from all, or None
+    # The rank that it sends to or receives from, or None if it involves all members.
     peer: int | None = None
-    sends: bool = False
-    shape: str = ""
+    sends: bool = False  # whether it sends to one peer
+    shape: str = ""  # sizes and dtypes, if all members must contribute the same
 
     def __str__(self) -> str:
         what = f"{self.name} of {self.shape}" if self.shape else self.name
@@ -79,26 +70,18 @@ class Call:
 
 
 class Keeper(Protocol):
-    """Has its say before a collective."""
+    """Observer that is called before each collective."""
 
     def before(self, call: Call) -> None:
-        """A collective is about to run. Where this raises, it does not."""
+        """Handle a collective that is about to run; an exception prevents it."""
 
 
 @dataclass
 class _Kept:
-    """Who keeps the entrance.
+    """Current observers, with the thread, process and process group that they apply to."""
 
-    Attributes:
-        step: in an attempt.
-        run: between attempts, in a run of a Trainer.
-        thread: on which these work.
-        process: that met the others.
-        group: in which they met.
-    """
-
-    step: Keeper | None = None
-    run: Keeper | None = None
+    step: Keeper | None = None  # in an attempt
+    run: Keeper | None = None  # between attempts of a Trainer's run
     thread: int = 0
     process: int = 0
     group: object = None
@@ -113,8 +96,8 @@ _own = _Own()
 
 
 def open_entrance() -> None:
-    """Let the collectives of this process group come by here."""
-    # Put into torch once; a later process group comes by the same entrance.
+    """Intercept the collectives of this process group."""
+    # Registered with torch once; later process groups use the same hook.
     if _kept.process == 0:
         before_collectives(_come_by)
     _kept.process = os.getpid()
@@ -122,14 +105,14 @@ def open_entrance() -> None:
 
 
 def keep_in_step(keeper: Keeper | None) -> None:
-    """Let a guard have a say in an attempt, on this thread and in backwards; None for its end."""
+    """Set the observer of an attempt, on this thread and in backwards; None ends it."""
     _kept.step = keeper
     _kept.thread = threading.get_ident()
 
 
 @contextlib.contextmanager
 def keeping_between_steps(keeper: Keeper) -> Iterator[None]:
-    """Let a guard have a say between attempts, on this thread."""
+    """Set the observer between attempts, on this thread."""
     outer, _kept.run = _kept.run, keeper
     _kept.thread = threading.get_ident()
     try:
@@ -140,7 +123,7 @@ def keeping_between_steps(keeper: Keeper) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_collectives() -> Iterator[None]:
-    """Run collectives that are voted on elsewhere; no mode of a user's sees them either."""
+    """Context for collectives that are voted on elsewhere, and hidden from user modes."""
     _own.depth += 1
     try:
         with without_modes():
@@ -155,20 +138,20 @@ def _come_by(name: str, arguments: Mapping[str, Any]) -> None:
         _refuse_worker(name)
     if keeper is None or _own.depth:
         return
-    # Autograd runs backwards on threads of its own.
+    # Autograd runs backwards on its own threads.
     if threading.get_ident() != _kept.thread and not (_kept.step is not None and is_in_backward()):
-        return  # a thread of other code, whose collectives come at any time
+        return  # a thread of other code, whose collectives can run at any time
     tensors = list(_tensors(list(arguments.values())))
-    if not any(each.is_meta for each in tensors):  # a compiler looks at it
+    if not any(each.is_meta for each in tensors):  # otherwise a compiler is tracing
         keeper.before(_read(name, arguments, tensors))
 
 
 def _refuse_worker(name: str) -> None:
-    if dist.group.WORLD is _kept.group:  # it has no connections of its own
+    if dist.group.WORLD is _kept.group:  # it inherits no connections of its own
         raise RuntimeError(
             f"{_NAMES.get(name, name.strip('_'))} in a process that was forked from rank "
-            f"{dist.get_rank()}, such as a worker of a data loader, which no other rank can hear; "
-            "let the rank itself communicate: in a callback, or with num_workers=0"
+            f"{dist.get_rank()}, such as a data loader worker, cannot reach other ranks; let the "
+            "rank itself communicate: in a callback, or with num_workers=0"
         )
 
 
@@ -204,18 +187,12 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 class CollectivesGuard:
-    """Stands for collectives that come from no wrapper: a vote comes before each, see `entrance`.
-
-    All ranks must run the same collectives in the same order, as they have to anyway.
-
-    Raises:
-        ValueError: a module is compiled, and its collectives are out of sight.
-    """
+    """Guard for collectives outside wrappers, which votes before each one and never replays."""
 
     has_strayed = False
     unused: Sequence[bool] = ()
     communicates_in_forward = True
-    latest = Sync.LAST  # nothing of it waits
+    latest = Sync.LAST  # nothing is held back
 
     is_replaying = False
 
@@ -223,20 +200,20 @@ class CollectivesGuard:
         if any(is_compiled(module) for root in modules for module in root.modules()):
             raise ValueError(
                 "the model is compiled and runs collectives of its own (SyncBatchNorm, tensor "
-                "parallelism), which cannot be guarded inside compiled code; leave torch.compile "
-                "out, or use a fixed microbatch size that fits on every rank"
+                "parallelism), which cannot be guarded inside compiled code; leave out "
+                "torch.compile, or use a fixed microbatch size that fits on every rank"
             )
 
     def owns(self, call: Call) -> bool:
-        """It has a vote before each."""
+        """Each is voted on."""
         return False
 
     def uses(self) -> list[Use]:
-        """They were not announced."""
+        """They are not known in advance."""
         return []
 
     def stay_guarded(self) -> None:
-        """It never replays."""
+        """Do nothing: this guard never replays."""
 
     def require_known(self, parameters: Sequence[Tensor]) -> None:
         """There is no wrapper."""
@@ -248,7 +225,7 @@ class CollectivesGuard:
         """Nothing is needed."""
 
     def meet(self, *, training: bool) -> None:
-        """Nothing comes before the first forward."""
+        """Nothing runs before the first forward."""
 
     def open(self, num_microbatches: int, *, training: bool, sync: Sync) -> None:
         """Nothing is known in advance."""
@@ -261,7 +238,7 @@ class CollectivesGuard:
         """Nothing is learned."""
 
     def play_rest(self) -> None:
-        """The peers' next collective begins with a vote."""
+        """The peers' next collective starts with a vote."""
 
     def recover(self) -> None:
         """There is no wrapper."""

@@ -1,4 +1,4 @@
-"""`DistributedDataParallel`: gradients are reduced in the last microbatch, bucket by bucket."""
+"""Guard for `DistributedDataParallel`, which reduces gradients in the last microbatch."""
 
 import contextlib
 import weakref
@@ -33,21 +33,22 @@ from automicro.torch_private_distributed import (
 _NOT_CALLED: Any = None
 _CALL_ALIKE = (
     "Give every rank the same model, and let every rank call it, inside DistributedDataParallel, "
-    "for every batch that another one calls it for."
+    "for every batch for which any rank calls it."
 )
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
 
 class VotingHook:
-    """A communication hook of DDP that lets a guard have its say before each bucket."""
+    """DDP communication hook that calls a guard before each bucket."""
 
     def __init__(self, hook: Hook | None = None) -> None:
         self.hook = hook
-        # DDP asks for these, and forbids bf16 where they say so and the network cannot.
+        # DDP reads these names, and forbids bf16 compression if the name implies it and the network
+        # lacks it.
         self.__name__ = self.__qualname__ = getattr(hook, "__name__", "voting_hook")
-        # Weak, because torch holds this hook where no garbage collector looks: the guard holds the
-        # model, which would live for ever.
+        # Weak, because torch holds this hook outside the garbage collector's reach and the guard
+        # holds the model, which would never be freed.
         self._guard: weakref.ref[DdpGuard] | None = None
         self.pending: list[torch.futures.Future[Tensor]] = []
 
@@ -62,7 +63,7 @@ class VotingHook:
 
     @property
     def guard(self) -> "DdpGuard | None":
-        """Which one has its say."""
+        """The guard that is called, or None."""
         return None if self._guard is None else self._guard()
 
     @guard.setter
@@ -71,16 +72,16 @@ class VotingHook:
 
     @property
     def is_guarded(self) -> bool:
-        """Whether a guard has its say."""
+        """Whether a guard is called."""
         return self.guard is not None
 
     @property
     def was_guarded(self) -> bool:
-        """Whether one has, or has had it."""
+        """Whether a guard is or was called."""
         return self._guard is not None
 
     def drain(self) -> None:
-        """Wait for reductions that are under way: they write into buckets that are used again."""
+        """Wait for running reductions, which write into buckets that are used again."""
         for future in self.pending:
             future.wait()
         self.pending.clear()
@@ -91,8 +92,8 @@ def _average(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
 
 
 def _mean_of(group: dist.ProcessGroup | None, buffer: Tensor) -> torch.futures.Future[Tensor]:
-    """Average a bucket's content over ranks with the rounding of DDP without any hook."""
-    # Divided before the sum, which rounds otherwise than a division after it.
+    """Average a bucket over ranks with the same rounding as DDP without a hook."""
+    # Divided before the sum, which rounds differently from a division after it.
     buffer.mul_(1.0 / dist.get_world_size(group))
     work = dist.all_reduce(buffer, group=group, async_op=True)
     assert work is not None
@@ -101,19 +102,11 @@ def _mean_of(group: dist.ProcessGroup | None, buffer: Tensor) -> torch.futures.F
 
 
 class DdpGuard:
-    """Guards one model wrapped by DDP.
+    """Guard for one model wrapped by DDP."""
 
-    Microbatches but the last run without synchronisation. The first time buckets are reduced, a
-    vote comes before each; once they are known, a rank that failed reduces zeros in their place,
-    and an attempt has no vote but the one at its end.
-
-    A parameter may be used in some microbatches and not in the last, where DDP would wait for its
-    gradient for ever. So what is not reduced after the last backward is reduced then.
-
-    Raises:
-        ValueError: the wrapper has options under which an attempt cannot be undone, or parameters
-            were frozen since.
-    """
+    # All microbatches but the last run without synchronization. The first time buckets are reduced,
+    # a vote precedes each. Once buckets are known, a failed rank reduces zeros in their place, and
+    # an attempt has only the vote at its end.
 
     def __init__(self, model: DistributedDataParallel, votes: Votes) -> None:
         _refuse(model, votes)
@@ -121,7 +114,7 @@ class DdpGuard:
         self._votes = votes
         self._hook = _voting_hook_of(model)
         self._hook.guard = self
-        # The zeros that a failed rank reduces would go through a user's hook as well.
+        # The zeros that a failed rank reduces would also pass through a user's hook.
         self._can_replay = self._hook.hook is None
         self._parameters = reduced_parameters(model)
         self._nothing_unused = [False] * len(self._parameters)
@@ -132,7 +125,7 @@ class DdpGuard:
         self._is_reduced = False
         self._buckets: list[Tensor] = []
         self._known = False
-        # Where it looks for unused parameters, torch leaves its buckets as they are.
+        # With find_unused_parameters, torch does not rebuild its buckets.
         self._is_rebuilt = model.find_unused_parameters
         self._launched = 0
         self._stale_buffers = model.broadcast_buffers and model.require_forward_param_sync
@@ -146,7 +139,7 @@ class DdpGuard:
         self._map_is_due = False
 
     communicates_in_forward = False  # buffers are sent when an attempt begins
-    latest = Sync.LAST  # always
+    latest = Sync.LAST  # always possible
 
     def uses(self) -> list[Use]:
         group = self._model.process_group
@@ -167,21 +160,21 @@ class DdpGuard:
         ]
         if new:
             raise ValueError(
-                f"{len(new)} parameters ({', '.join(map(repr, new[:3]))}) came into the model, or "
-                "were thawed, after DistributedDataParallel was put around it, so their "
-                "gradients would not be averaged over ranks; change the model before it is "
-                "wrapped, or wrap it anew and make a new Microbatcher or Trainer"
+                f"{len(new)} parameters ({', '.join(map(repr, new[:3]))}) were added to the model "
+                "or unfrozen after it was wrapped in DistributedDataParallel, so their gradients "
+                "would not be averaged over ranks; change the model before wrapping it, or wrap "
+                "it again and create a new Microbatcher or Trainer"
             )
 
     def settle(self) -> None:
-        """A forward outside of a step leaves nothing."""
+        """A forward outside a step leaves nothing to undo."""
 
     @property
     def is_replaying(self) -> bool:
         return self._is_open and self._training and not self._votes_here
 
     def owns(self, call: Call) -> bool:
-        # After the last bucket torch reduces which parameters were used, with the reducer locked.
+        # After the last bucket torch reduces the map of used parameters, with the reducer locked.
         is_due, self._map_is_due = self._map_is_due, False
         return is_due and call.name == "all_reduce" and call.shape.endswith(" int32")
 
@@ -197,8 +190,8 @@ class DdpGuard:
         if joins_uneven_inputs(self._model):
             raise ValueError(
                 "the model is in a join context (model.join(), accelerate's join_uneven_inputs), "
-                "in which ranks that have run dry answer DistributedDataParallel alone, and no "
-                "vote; leave it out, wrap the model anew, and let a rank without a batch go on "
+                "in which ranks without data answer only DistributedDataParallel and no vote; "
+                "leave it out, wrap the model again, and let a rank without a batch continue "
                 "with backward(None) until num_global_samples is 0"
             )
         if not self._has_looked:
@@ -212,16 +205,17 @@ class DdpGuard:
             ]
 
     def meet(self, *, training: bool) -> None:
-        # What DDP would do in the next forward, where a rank may be missing.
+        # DDP would do this in the next forward, where a rank might be missing.
         self._send_buffers()
         if training and not self._is_rebuilt:
-            # First, because new buckets take as much memory as these hold.
+            # Cleared first, because new buckets need as much memory as the old ones.
             self._known = False
             self._buckets = []
             self._is_rebuilt = rebuild_buckets(self._model)
 
     def open(self, num_microbatches: int, *, training: bool, sync: Sync) -> None:
-        # A forward would broadcast buffers where a rank may be missing; `meet` has done so already.
+        # A forward would broadcast buffers while a rank might be missing; `meet` has already done
+        # so.
         self._model.require_forward_param_sync = False
         self._last = num_microbatches - 1
         self._training = training
@@ -236,7 +230,7 @@ class DdpGuard:
 
     @contextlib.contextmanager
     def microbatch(self, index: int, *, weightless: bool = False) -> Iterator[None]:
-        # A forward sets it: to whether it expects a backward with reductions.
+        # A forward sets this flag to whether it expects a backward with reductions.
         self._model.require_forward_param_sync = _NOT_CALLED
         self._expects_gradients = False
         if self._training and index < self._last:
@@ -251,18 +245,18 @@ class DdpGuard:
             self._reduce_rest(is_expected=self._expects_gradients)
 
     def after_forward(self) -> None:
-        """Note what a forward expects: one without gradients may follow, which expects none."""
+        """Record that a forward ran, and whether any so far expects gradients."""
         if self._is_open:
             self._was_called = True
             self._expects_gradients |= bool(self._model.require_forward_param_sync)
-            self._model.require_forward_param_sync = False  # nor does the next one send buffers
+            self._model.require_forward_param_sync = False  # the next forward must not send buffers
 
     def commit(self, *, any_strayed: bool, unused: Sequence[bool]) -> None:
         self._is_open = False
         self._hook.pending.clear()
         self._known = (self._is_reduced or self._known) and not any_strayed
         if self._training:
-            # Statistics of each rank have moved on with its own rows.
+            # Statistics of each rank have changed with its own rows.
             self._stale_buffers = self._model.broadcast_buffers
             self._leave_out(unused)
 
@@ -270,18 +264,18 @@ class DdpGuard:
         if not self._training or self._votes_here:
             return
         with own_collectives():
-            # Reductions that are under way still write into buckets.
+            # Running reductions still write into buckets.
             self._hook.drain()
             for buffer in self._buckets[self._launched :]:
                 self._hook.pending.append(_mean_of(self._model.process_group, buffer.zero_()))
-            # Peers reduce this map after their last bucket, so it is the last to be played.
+            # Peers reduce this map after their last bucket, so it is replayed last.
             used = local_used_map(self._model)
             if used is not None and self._launched < len(self._buckets):
                 dist.all_reduce(torch.zeros_like(used), group=self._model.process_group)
 
     def recover(self) -> None:
         self._is_open = False
-        # First: what is under way writes into buckets that the next attempt uses again.
+        # First, because running reductions write into buckets that the next attempt reuses.
         self._hook.drain()
         if self._training:
             reset_reducer(self._model)
@@ -308,12 +302,9 @@ class DdpGuard:
         self._map_is_due = self._is_reduced and self._model.find_unused_parameters
 
     def _reduce_rest(self, *, is_expected: bool) -> None:
-        """Reduce what the last microbatch did not use, or all where it did without the wrapper.
-
-        Raises:
-            StrayedError: this rank has nothing to reduce, and its peers may have.
-            ValueError: gradients were computed that DDP does not know of.
-        """
+        """Reduce all gradients that the last microbatch did not reduce."""
+        # If a parameter is not used in the last microbatch, DDP would wait for its gradient
+        # forever.
         received = [name for name, each in self._parameters.items() if each.grad is not None]
         if not is_expected and not received:
             if not self._votes_here:
@@ -326,11 +317,11 @@ class DdpGuard:
         root = arrive([self._parameters[name] for name in names])
         if not missing:
             expect_gradients(self._model, root)
-        if not self._model.find_unused_parameters:  # there it is torch that finds out
+        if not self._model.find_unused_parameters:  # otherwise torch detects them
             self._unused = [
                 name in names and each.grad is None for name, each in self._parameters.items()
             ]
-        # Its hooks reduce the buckets that still wait.
+        # Its hooks reduce the remaining buckets.
         root.backward()  # type: ignore[no-untyped-call]
         if not self._is_reduced:
             raise RuntimeError(
@@ -340,9 +331,9 @@ class DdpGuard:
             )
 
     def _leave_out(self, unused: Sequence[bool]) -> None:
-        """Let those that no rank used have no gradient, as without DDP, and not a zero."""
-        # An optimizer skips a parameter without a gradient, but takes a step (weight decay,
-        # momentum) for one of zeros.
+        """Remove gradients of parameters that no rank used, as without DDP."""
+        # An optimizer skips a parameter without a gradient, but steps (weight decay, momentum) for
+        # a zero gradient.
         if not any(unused):
             return
         for parameter, is_unused, had in zip(
@@ -365,9 +356,9 @@ class DdpGuard:
 def _went_past(received: Sequence[str]) -> str:
     named = ", ".join(map(repr, received[:3])) + ", …" * (len(received) > 3)
     return (
-        f"{len(received)} parameters ({named}) received gradients in a forward that went past "
+        f"{len(received)} parameters ({named}) received gradients in a forward that bypassed "
         "DistributedDataParallel, so they are not averaged over ranks; call the wrapper itself, "
-        "model(…), and not model.module(…), or give another method's work to a forward of its own"
+        "model(…), and not model.module(…), or move another method's work into forward"
     )
 
 
@@ -401,8 +392,8 @@ def _voting_hook_of(model: DistributedDataParallel) -> VotingHook:
         return hook
     raise ValueError(
         f"the model's DDP wrapper has the communication hook "
-        f"{getattr(hook, '__qualname__', hook)!r}, and torch lets no vote be put before it "
-        "afterwards; register it as model.register_comm_hook(state, VotingHook(hook)) with "
+        f"{getattr(hook, '__qualname__', hook)!r}, and torch allows no vote to be added before it; "
+        "register it as model.register_comm_hook(state, VotingHook(hook)) with "
         "automicro.ranks.guards.ddp.VotingHook, or leave it out"
     )
 

@@ -1,4 +1,4 @@
-"""FSDP2 (`fully_shard`): parameters are gathered and gradients scattered in every microbatch."""
+"""Guard for FSDP2 (`fully_shard`), which communicates in every microbatch."""
 
 import contextlib
 import functools
@@ -37,31 +37,24 @@ from automicro.torch_private_distributed import (
 )
 
 _SHARD_WHAT_IS_USED = (
-    "Every microbatch of every rank has to use the same sharded modules. Let a layer that is used "
-    "only now and then be sharded together with what is around it: apply fully_shard to a module "
-    "that is always used and not to that layer, and call "
+    "Every microbatch of every rank must use the same sharded modules. Shard a layer that is used "
+    "only sometimes together with its surroundings: apply fully_shard to a module that is always "
+    "used instead of that layer, and call "
     "model.set_reduce_scatter_unused_params(True)."
 )
 
 
 class Collective(NamedTuple):
-    """One collective of a microbatch, with all that is needed to take part in it.
+    """One collective of a microbatch, with all data needed to take part in it."""
 
-    Attributes:
-        kind: ``"all-gather"`` or ``"reduce-scatter"``.
-        where: its place among the collectives of the model's modules.
-        numel: of the tensor that goes in.
-        dtype: of that tensor.
-    """
-
-    kind: str
-    where: int
-    numel: int
-    dtype: torch.dtype
+    kind: str  # "all-gather" or "reduce-scatter"
+    where: int  # index of its module
+    numel: int  # of the input tensor
+    dtype: torch.dtype  # of the input tensor
 
 
 class _Guarded:
-    """Puts the guard before a module's collective of one kind."""
+    """Base class that calls the guard before a module's collectives of one kind."""
 
     def __init__(self, guard: "FsdpGuard", where: int, inner: Any) -> None:
         self.guard = guard
@@ -73,7 +66,7 @@ class _Guarded:
 
 
 class _GuardedAllGather(_Guarded):
-    """An all-gather with a vote before it, or noted for a replay."""
+    """All-gather that is voted on, or recorded for replay."""
 
     def __call__(
         self,
@@ -96,7 +89,7 @@ class _GuardedAllGather(_Guarded):
 
 
 class _GuardedReduceScatter(_Guarded):
-    """A reduce-scatter with a vote before it, or noted for a replay."""
+    """Reduce-scatter that is voted on, or recorded for replay."""
 
     def __call__(
         self,
@@ -125,7 +118,7 @@ class _GuardedReduceScatter(_Guarded):
 
 
 class _Reduction(NamedTuple):
-    comm: Any  # allocates and scatters, as the peers' does
+    comm: Any  # allocates and scatters as the peers' does
     group: dist.ProcessGroup
     op: Any
     device: torch.device
@@ -137,15 +130,11 @@ _Key = tuple[bool, bool, bool, Sync]
 
 
 class FsdpGuard:
-    """Guards all modules of a model that `fully_shard` was applied to.
+    """Guard for all modules of a model that `fully_shard` was applied to."""
 
-    The first microbatch of each kind votes before every collective and takes down which they were.
-    Afterwards a microbatch has one vote, at its end (the last one's is that of the attempt), and a
-    rank that ran out of memory plays the rest: it gathers its real shards and scatters zeros.
-
-    Raises:
-        ValueError: the model is sharded in a way that an attempt cannot be undone.
-    """
+    # The first microbatch of each kind votes before every collective and records them. Later
+    # microbatches have one vote, at the end (for the last one, the vote of the attempt). A rank
+    # that ran out of memory replays the rest: it gathers its real shards and scatters zeros.
 
     def __init__(self, modules: Iterable[nn.Module], votes: Votes) -> None:
         modules = list(modules)
@@ -171,7 +160,7 @@ class FsdpGuard:
         self._num_microbatches = 0
         self._sync = self._held = Sync.EACH
         self._can_hold_back = False
-        self._is_uneven = False  # one microbatch has gradients that another has not
+        self._is_uneven = False  # microbatches have gradients of different parameters
         self._index = 0
         self._votes_here = True
         self._is_open = False
@@ -179,15 +168,15 @@ class FsdpGuard:
         self._has_looked = False
         self._next_sum: dist.ProcessGroup | None = None
         self._is_weightless = False
-        self._zeroed: set[int] = set()  # modules whose parameters get zeros for gradients
+        self._zeroed: set[int] = set()  # modules whose parameters get zero gradients
 
     communicates_in_forward = True
-    has_strayed = False  # it ends an attempt
+    has_strayed = False  # straying ends an attempt
     unused: Sequence[bool] = ()
 
     @property
     def latest(self) -> Sync:
-        # Held back, gradients of all microbatches must be of the same parameters.
+        # Gradients held back must be of the same parameters in all microbatches.
         waits = self._can_hold_back and not self._is_uneven
         waits = waits and not any(map(has_reduction_hook, self._modules))
         return Sync.LAST if waits else Sync.EACH
@@ -201,7 +190,7 @@ class FsdpGuard:
             device, gathered, scattered = shards
             found += [Use("all_gather", group, device) for group in gathered]
             replicas = replicate_group(module)
-            # By which it reduces is known at the first gradient.
+            # The reduce operation is known only at the first gradient.
             for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
                 found += [Use("reduce_scatter", group, device, op) for group in scattered]
                 if replicas is not None:
@@ -216,7 +205,7 @@ class FsdpGuard:
         return self._is_open and not self._votes_here
 
     def owns(self, call: Call) -> bool:
-        # Over the replicas torch sums up right after it has scattered over the shards.
+        # Torch sums over replicas right after it has scattered over shards.
         group, self._next_sum = self._next_sum, None
         if group is None or call.name != "all_reduce":
             return False
@@ -232,14 +221,14 @@ class FsdpGuard:
         ]
         if new:
             raise ValueError(
-                f"{len(new)} parameters ({', '.join(map(repr, new[:3]))}) came into the model "
+                f"{len(new)} parameters ({', '.join(map(repr, new[:3]))}) were added to the model "
                 "after fully_shard was applied to it, so their gradients would not be averaged "
-                "over ranks; change the model before it is sharded, or shard them too and make a "
+                "over ranks; change the model before sharding it, or shard them too and create a "
                 "new Microbatcher or Trainer"
             )
 
     def settle(self) -> None:
-        # After a forward without gradients the outermost modules stay whole.
+        # After a forward without gradients the outermost modules stay gathered.
         for module in self._modules:
             module.reshard()
 
@@ -252,10 +241,10 @@ class FsdpGuard:
     def meet(self, *, training: bool) -> None:
         if training and any(map(withholds_gradients, self._modules)):
             raise ValueError(
-                "the sharded model keeps whole gradients back (set_requires_gradient_sync(False), "
-                "accelerate's no_sync), and those of earlier batches are lost here; leave it on: "
-                "the gradients of several batches add up in their shards, and accumulate([…]) "
-                "makes one step of them"
+                "the sharded model holds whole gradients back (set_requires_gradient_sync(False), "
+                "accelerate's no_sync), so those of earlier batches would be lost; leave it on: "
+                "gradients of several batches add up in their shards, and accumulate([…]) makes "
+                "one step of them"
             )
 
     def open(self, num_microbatches: int, *, training: bool, sync: Sync) -> None:
@@ -296,16 +285,16 @@ class FsdpGuard:
             self._votes.cast(f"end of microbatch {index}")
             self._begin(index + 1)
         else:
-            # What comes before the vote of the attempt has no collectives to play.
+            # Code before the vote of the attempt has no collectives to replay.
             self._votes_here = True
 
     @property
     def _reduces_all(self) -> bool:
-        """Whether nothing of this microbatch waits for a later one."""
+        """Whether no gradient of this microbatch waits for a later one."""
         return self._sync is Sync.EACH or self._index == self._num_microbatches - 1
 
     def _hold_back(self, sync: Sync) -> None:
-        """Let modules hold gradients back from now on, until `recover` or the last microbatch."""
+        """Make modules hold gradients back until `recover` or the last microbatch."""
         if sync is self._held:
             return
         self._held = sync
@@ -314,11 +303,12 @@ class FsdpGuard:
             module.set_requires_all_reduce(sync is Sync.EACH, recurse=False)
 
     def _zero_whole_gradients(self) -> list[Any]:
-        """Keep what counts for nothing apart from what is held back: it may compute as NaN."""
+        """Zero the gradients of a weightless microbatch before they are added; they can be NaN."""
         hooks = []
         self._zeroed = set()
         for where, module in enumerate(self._modules):
-            # None in a module that was never gathered: so nothing is held back of it either.
+            # A module that was never gathered has no whole parameters, so none of its gradients is
+            # held back.
             for parameter in whole_parameters(module):
                 self._zeroed.add(where)
                 if parameter.requires_grad:
@@ -326,7 +316,7 @@ class FsdpGuard:
         return hooks
 
     def weighs_nothing(self, where: int) -> bool:
-        """Whether what a module is about to reduce is to be zero, whatever it computed to."""
+        """Return whether a module must reduce zeros, whatever its gradient."""
         return self._is_weightless and not (self._sync is Sync.LAST and where in self._zeroed)
 
     def _require_even(self) -> None:
@@ -344,7 +334,7 @@ class FsdpGuard:
         if self._votes_here or not self._is_open:
             return
         rest = self._rest()
-        # Closed first, so that what is played comes by `before` without a vote.
+        # Closed first, so that `before` does not vote on replayed collectives.
         self._is_open = False
         self._reset()
         self._is_playing = True
@@ -352,7 +342,7 @@ class FsdpGuard:
             with own_collectives(), torch.no_grad():
                 for step in rest:
                     if step.kind == "all-gather":
-                        # The real shards, because peers compute with what they gather.
+                        # The real shards, because peers compute with the gathered parameters.
                         self._modules[step.where].unshard()
                         self._modules[step.where].reshard()
                     else:
@@ -361,11 +351,11 @@ class FsdpGuard:
             self._is_playing = False
 
     def allocate(self, comm: Any, size: Any, **memory: Any) -> torch.Tensor:
-        """Memory for a collective; asked for once more where peers wait for what is played."""
+        """Allocate memory for a collective, with one retry if peers wait for a replay."""
         request: Callable[[], torch.Tensor] = functools.partial(comm.allocate, size, **memory)
         if not self._is_playing:
             return request()
-        return once_more(request, memory["device"], doing="taking part in what peers wait for")
+        return once_more(request, memory["device"], doing="replaying collectives for peers")
 
     def recover(self) -> None:
         self._is_open = False
@@ -378,30 +368,25 @@ class FsdpGuard:
         group: dist.ProcessGroup,
         reduction: _Reduction | None = None,
     ) -> None:
-        """A collective is about to be enqueued, with all that it needs allocated.
-
-        Raises:
-            PeerStoppedError: a peer will not come to it.
-            StrayedError: it is another than was known.
-            HeldBackError: it is of other parameters than what was held back.
-        """
+        """Handle a collective that is about to be enqueued, with its memory allocated."""
         if not self._is_open:
             if self._votes.is_in_attempt:
                 refuse_stranger(self._roots[0])  # type: ignore[arg-type]
             return
         if self._votes_here:
             if reduction is not None and self._adds_up_shards(reduction):
-                # Torch adds them up by their place alone, whichever parameters they are of.
+                # Torch adds them by position only, even if parameters differ.
                 self._is_uneven |= step.numel != whole_numel(self._modules[step.where])
                 self._require_even()
             self._votes.cast(self._describe(step), remedy=_SHARD_WHAT_IS_USED)
             if reduction is None:
-                # Played, a module gathers over its own group, not over that after forward.
+                # In a replay, a module gathers over its own group, not over the group used after
+                # forward.
                 self._can_replay &= self._gather_groups.setdefault(step.where, group) is group
             else:
                 self._reductions[step.where] = reduction
         elif not self._is_next(step):
-            # Peers may wait in the one that was known, and for ever.
+            # Peers might wait forever in the one that was known.
             raise StrayedError(f"{self._describe(step)} was not known")
 
     def _adds_up_shards(self, reduction: _Reduction) -> bool:
@@ -410,7 +395,7 @@ class FsdpGuard:
     def reduction(
         self, guarded: _Guarded, group: dist.ProcessGroup, op: Any, device: torch.device
     ) -> _Reduction:
-        """How a module reduces its gradients."""
+        """Return how a module reduces its gradients."""
         module = self._modules[guarded.where]
         averages = replicas_average(module, op)
         return _Reduction(
@@ -423,15 +408,15 @@ class FsdpGuard:
         )
 
     def after(self, step: Collective) -> None:
-        """A collective was enqueued."""
+        """Handle a collective that was enqueued."""
         if self._is_open:
             self._trace.append(step)
-            # The sum over the replicas that follows belongs to this one, see `owns`.
+            # The sum over replicas that follows belongs to this one, see `owns`.
             if step.kind == "reduce-scatter" and self._reduces_all:
                 self._next_sum = replicate_group(self._modules[step.where])
 
     def _rest(self) -> list[Collective]:
-        """The rest of the microbatch's collectives, as far as it is known."""
+        """Return the remaining known collectives of the microbatch."""
         return self._schedules[self._key][len(self._trace) :]
 
     def _is_next(self, step: Collective) -> bool:
@@ -446,7 +431,7 @@ class FsdpGuard:
         self._index = index
         self._next_sum = None
         is_last = index == self._num_microbatches - 1
-        # Microbatches that agree in all of these are expected to run the same collectives.
+        # Microbatches that agree in all of these should run the same collectives.
         self._key = (self._training, index == 0, is_last, self._sync)
         self._trace = []
         self._votes_here = not self._can_replay or self._key not in self._schedules
@@ -469,8 +454,8 @@ class FsdpGuard:
     def _take_over(self, where: int, module: FSDPModule) -> None:
         if not hasattr(module, "reset_iter_state"):
             raise ValueError(
-                f"torch {torch.__version__} cannot put a model that fully_shard was applied to "
-                "back in order after running out of memory; upgrade to torch 2.13, or use "
+                f"torch {torch.__version__} cannot restore a model that fully_shard was applied "
+                "to after running out of memory; upgrade to torch 2.13, or use "
                 "DistributedDataParallel"
             )
         name = self._names[where]
@@ -482,14 +467,14 @@ class FsdpGuard:
         inner = collectives_of(module)
         if inner is None:
             return
-        # There may be the guard of a process group that has ended.
+        # It might contain the guard of a process group that has ended.
         gather, scatter = (each.inner if isinstance(each, _Guarded) else each for each in inner)
         if uses_symmetric_memory(gather) or uses_symmetric_memory(scatter):
             raise ValueError(
-                f"{name or 'the whole model'!r} communicates out of symmetric memory, which all "
-                "ranks register together, each block at its first use: a rank that ran out of "
-                "memory may use other blocks than its peers, and all would wait for ever; leave "
-                "set_symm_mem_for_comm out"
+                f"{name or 'the whole model'!r} communicates through symmetric memory, which all "
+                "ranks register together at first use: after running out of memory a rank might "
+                "use different blocks, and all would wait forever; leave out "
+                "set_symm_mem_for_comm"
             )
         module.set_custom_all_gather(_GuardedAllGather(self, where, gather))  # type: ignore[arg-type]
         module.set_custom_reduce_scatter(

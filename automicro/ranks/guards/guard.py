@@ -1,7 +1,7 @@
-"""Guards keep the collectives of a wrapped model matched; models without a guard.
+"""Guards that keep the collectives of a wrapped model matched, and checks for unguarded models.
 
-A wrapper calls one guard, and what that guard knows of it (which collectives are to come, whether
-buffers are stale) is true whichever Microbatcher used it last.
+Each wrapper has a single guard, because its knowledge (the collectives to come, whether buffers are
+stale) holds for every Microbatcher that uses the wrapper.
 """
 
 import gc
@@ -25,80 +25,67 @@ from automicro.torch_private_distributed import collectives_of, comm_hooks
 
 
 class Guard(Protocol):
-    """Stands between a wrapper (DDP, FSDP2) and its collectives.
+    """Interface of a guard between a wrapper (DDP, FSDP2) and its collectives."""
 
-    Either it votes before each collective (*guarded*), so that no rank enters one that another
-    will not reach; or, once it knows which collectives an attempt has, it does not (*replay*), and
-    a rank that failed plays those that its peers still wait for.
-    """
+    # A guarded attempt votes before each collective, so no rank enters one that another will not
+    # reach. Once its collectives are known, an attempt replays: it does not vote on them, and a
+    # failed rank runs those that its peers still wait for.
 
     communicates_in_forward: bool
-    """Whether a forward outside of a step needs all ranks."""
+    """Whether a forward outside a step needs all ranks."""
 
     @property
     def latest(self) -> Sync:
-        """How late the wrapper may reduce gradients with the same sums."""
+        """How late the wrapper can reduce gradients with unchanged sums."""
 
     def uses(self) -> list[Use]:
-        """The collectives of the wrapper, in an order that is the same on all ranks."""
+        """Return the collectives of the wrapper, in the same order on all ranks."""
 
     def stay_guarded(self) -> None:
         """Never replay, because other collectives run in between."""
 
     def require_known(self, parameters: Sequence[Tensor]) -> None:
-        """Refuse parameters to train that are inside the wrapper and that it does not know.
-
-        Raises:
-            ValueError: they came into the model, or were thawed, after it was wrapped.
-        """
+        """Refuse trained parameters inside the wrapper that it does not know."""
 
     def settle(self) -> None:
-        """Between steps: undo what a forward outside of one has left."""
+        """Undo, between steps, the effects of a forward outside a step."""
 
     def prepare(self) -> None:
-        """Before the ranks agree: allocate what `meet` needs."""
+        """Allocate memory for `meet`, before the ranks agree."""
 
     def meet(self, *, training: bool) -> None:
-        """Right after the ranks agreed: run the collectives that come before an attempt.
-
-        The agreement is the vote before them, so nothing may fail in between.
-        """
+        """Run the collectives that precede an attempt, right after the ranks agreed."""
+        # The agreement is the vote on them, so nothing may fail in between.
 
     def open(self, num_microbatches: int, *, training: bool, sync: Sync) -> None:
-        """All ranks begin an attempt."""
+        """Begin an attempt on all ranks."""
 
     def microbatch(self, index: int, *, weightless: bool = False) -> AbstractContextManager[None]:
-        """Around forward and backward of a microbatch. At its end it may vote.
-
-        Raises:
-            StrayedError: collectives are others than were known, and it did not run them.
-            HeldBackError: gradients were held back that the last microbatch does not reduce.
-            ValueError: gradients were computed that nothing reduces.
-        """
+        """Return a context for forward and backward of a microbatch; it can end with a vote."""
 
     @property
     def is_replaying(self) -> bool:
-        """Whether a rank that failed now would play collectives, and not vote right away."""
+        """Whether a rank that failed now would replay collectives before it votes."""
 
     def owns(self, call: Call) -> bool:
-        """Whether a collective that is about to run is the wrapper's, and guarded as such."""
+        """Return whether a collective about to run is the wrapper's own and already guarded."""
 
     @property
     def has_strayed(self) -> bool:
-        """Whether the attempt's collectives were others than were known."""
+        """Whether the attempt's collectives differed from the known ones."""
 
     @property
     def unused(self) -> Sequence[bool]:
-        """Of each parameter that it reduces, whether no microbatch of this rank used it."""
+        """For each reduced parameter, whether no microbatch of this rank used it."""
 
     def commit(self, *, any_strayed: bool, unused: Sequence[bool]) -> None:
-        """All ranks ended the attempt well: learn from it."""
+        """End a successful attempt and learn from it."""
 
     def play_rest(self) -> None:
-        """After a failure here: run the collectives up to the peers' next vote."""
+        """After a failure on this rank, run the collectives up to the peers' next vote."""
 
     def recover(self) -> None:
-        """Put the wrapper back in order after an attempt that did not end. All ranks call it."""
+        """Restore the wrapper after a failed attempt. All ranks must call this."""
 
 
 # Not in the hook, which is copied and pickled with its model.
@@ -107,31 +94,23 @@ _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def refuse_stranger(model: nn.Module) -> NoReturn:
-    """Say that a model's collectives run in an attempt that does not guard them.
-
-    Raises:
-        ValueError: always.
-    """
+    """Refuse collectives of a model in an attempt that does not guard them."""
     if isinstance(model, DistributedDataParallel):
         name = f"{type(model.module).__name__} in DistributedDataParallel"
     else:
         name = f"{type(model).__name__} (fully_shard)"
     raise ValueError(
         f"the forward uses a second wrapped model, {name}, that this Microbatcher does not know: "
-        "where one rank runs out of memory, the others would wait in its collectives for ever; "
-        "pass it as modules=[…], or call it outside of the step"
+        "if one rank runs out of memory, the others would wait forever in its collectives; pass "
+        "it as modules=[…], or call it outside the step"
     )
 
 
 def watch_for_strangers(votes: Votes) -> None:
-    """Let every wrapped model without a guard refuse to communicate in an attempt.
-
-    >>> from automicro.ranks.simulated import SimulatedWorld
-    >>> watch_for_strangers(Votes(SimulatedWorld(1).exchange(0)))
-    """
+    """Let every wrapped model without a guard refuse to communicate in an attempt."""
     _votes.add(votes)
     for found in gc.get_objects():  # torch keeps no list of wrappers
-        # Not isinstance(), which asks objects, and there are such as answer with an error.
+        # Not isinstance(), because some objects raise an error when asked for their class.
         if not issubclass(type(found), DistributedDataParallel | FSDPModule):
             continue
         if found not in _watched and not _is_guarded(found):
@@ -146,7 +125,7 @@ def _refuse_in_attempts(model: nn.Module, inputs: Any) -> None:
 
 
 def _is_guarded(model: nn.Module) -> bool:
-    """Whether a guard is asked before its collectives, and can refuse them itself."""
+    """Return whether a guard is called before its collectives and can refuse them."""
     if isinstance(model, DistributedDataParallel):
         return any(getattr(hook, "is_guarded", False) for hook, _ in comm_hooks(model))
     assert isinstance(model, FSDPModule)
@@ -158,36 +137,28 @@ def _communicates(model: nn.Module) -> bool:
         sends = model.will_sync_module_buffers()  # type: ignore[no-untyped-call]
         return torch.is_grad_enabled() or bool(sends)
     assert isinstance(model, FSDPModule)
-    return collectives_of(model) is not None  # else all that it has lies in wrapped children
+    return collectives_of(model) is not None  # otherwise all its parameters lie in wrapped children
 
 
 class GroupState:
-    """The votes of one process group and the guards that vote with them.
-
-    Attributes:
-        connected: what communicators were warmed up for.
-    """
+    """Votes of one process group, and the guards that use them."""
 
     def __init__(self, votes: Votes) -> None:
         self.votes = votes
         self._num_users = 0
-        # A wrapper holds its guard, so both go together.
+        # A wrapper holds its guard, so both are freed together.
         self._guards: weakref.WeakValueDictionary[frozenset[int], Guard] = (
             weakref.WeakValueDictionary()
         )
-        self.connected: set[Use] = set()
+        self.connected: set[Use] = set()  # uses whose communicators were warmed up
 
     def count(self) -> int:
-        """One more takes part: its number, the same on all ranks."""
+        """Count one more participant and return its number, the same on all ranks."""
         self._num_users += 1
         return self._num_users
 
     def guard_of(self, wrappers: Iterable[nn.Module], make: Callable[[], Guard]) -> Guard:
-        """The one guard of these wrappers.
-
-        Raises:
-            ValueError: some of them have a guard together with others.
-        """
+        """Return the single guard of these wrappers."""
         wrappers = list(wrappers)
         key = frozenset(map(id, wrappers))
         guard = self._guards.get(key)
@@ -195,8 +166,8 @@ class GroupState:
             if any(key & other for other in list(self._guards.keys())):
                 raise ValueError(
                     f"{type(wrappers[0]).__name__} is part of a model that another Microbatcher "
-                    "has as a whole (or the other way round), and each wrapper can be guarded in "
-                    "one way only; give every Microbatcher the same outermost module"
+                    "uses as a whole (or the other way round), and a wrapper can have only one "
+                    "guard; give every Microbatcher the same outermost module"
                 )
             guard = self._guards[key] = make()
         return guard
@@ -212,7 +183,7 @@ _opened: _Opened | None = None
 
 
 def state_of_group(open_votes: Callable[[], Votes]) -> GroupState:
-    """The shared state of the present process group. All ranks call it."""
+    """Return the shared state of the current process group. All ranks must call this."""
     global _opened
     group = dist.group.WORLD
     if _opened is None or _opened.group is not group:
@@ -221,6 +192,6 @@ def state_of_group(open_votes: Callable[[], Votes]) -> GroupState:
 
 
 def opened_state() -> GroupState | None:
-    """The shared state of the present process group; None while it is not open."""
+    """Return the shared state of the current process group, or None if it is not open."""
     is_here = _opened is not None and _opened.group is dist.group.WORLD
     return _opened.state if _opened is not None and is_here else None

@@ -137,7 +137,7 @@ class DryRun:
             self._savers[saver.name] = saver
         return levels
 
-    def saver(self, name: str) -> Saver | None:
+    def saver(self, name: str) -> "Saver | None":
         """That of ``when_too_large``; None where it has nothing to do for this model."""
         if name not in self._savers:
             with contextlib.suppress(ValueError):  # no repeated blocks, no language model

@@ -16,7 +16,7 @@ from automicro.errors import (
     UntraceableModelError,
 )
 from automicro.memory.timeline import BACKWARD, GRADIENTS, OPTIMIZER, PARAMETERS, Owner, Trace
-from automicro.nested.parts import check_nested
+from automicro.nested.parts import Nested
 from automicro.options import (
     GRADIENT_SUMS,
     PRECISIONS,
@@ -27,7 +27,7 @@ from automicro.options import (
     read_count,
 )
 from automicro.policy.policy import canonical_size
-from automicro.savers.levels import NESTED, Savers, check_levels
+from automicro.savers.levels import NESTED, Savers, WhenTooLarge
 from automicro.savers.offload import OFFLOAD
 from automicro.savers.recompute import RECOMPUTE, repeated_blocks
 from automicro.tools import Remedy
@@ -294,8 +294,8 @@ def plan(
         # afterwards.
         finer=1 << _FINEST,
     )
-    check_levels(when_too_large)
-    check_nested(nested)
+    WhenTooLarge(when_too_large)
+    Nested(nested)
     num_ranks = read_count("ranks", ranks)
     layout = BatchLayout(batch_layout)
     steps = DryRun(

@@ -16,8 +16,9 @@ from automicro.checkpoints.rng import restore_rng_state, rng_state
 from automicro.data import LengthBatchSampler
 from automicro.data.sampler import AverageBatch
 from automicro.errors import DataLoaderError
+from automicro.options import read_count
 from automicro.reach import generators_in, kinds_of_loading
-from automicro.units import Duration, Unit
+from automicro.units import Duration, Unit, read_duration
 from automicro.values import comes_from, is_generator, same_values, set_state, state_of
 
 Generator: TypeAlias = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
@@ -157,28 +158,8 @@ def write_generators(generators: Mapping[str, Generator], states: Mapping[str, A
             set_state(each, state.cpu() if isinstance(state, Tensor) else state)
 
 
-def generator_states(loader: object) -> dict[str, Any]:
-    """Where a loader's own stand, as tensors and plain values.
-
-    Example:
-        >>> class Loader:
-        ...     order = None
-        >>> generator_states(Loader())
-        {}
-    """
-    return read_generators(find_generators(loader))
-
-
-def restore_generators(loader: object, states: Mapping[str, Any]) -> None:
-    """Put a loader's own back where `generator_states` found them."""
-    write_generators(find_generators(loader), states)
-
-
 def check_loader(name: str, loader: object) -> None:
     """Refuse what gives no batches.
-
-    Raises:
-        TypeError: it cannot be iterated over, or gives keys or loaders.
 
     >>> check_loader("train_dataloader", [("a", "batch")])
     """
@@ -197,7 +178,9 @@ def check_loader(name: str, loader: object) -> None:
             f"{name} is a {type(loader).__name__} of {len(loader)}, and not of batches: "
             f"{', '.join(type(each).__name__ for each in loader)}; {remedy}"
         )
-    if loader is not None and not isinstance(loader, Iterable) and not _is_indexable(loader):
+    # What has indices can be iterated over as well, but a class has none of its own.
+    is_indexable = hasattr(type(loader), "__getitem__") and not isinstance(loader, type)
+    if not (loader is None or isinstance(loader, Iterable) or is_indexable):
         raise TypeError(
             f"{name} is a {type(loader).__name__} and cannot be iterated over; pass a "
             "torch.utils.data.DataLoader, or any iterable of whole batches"
@@ -206,9 +189,6 @@ def check_loader(name: str, loader: object) -> None:
 
 def check_passes(loader: object, duration: Duration) -> None:
     """Refuse an iterator where several passes are asked for.
-
-    Raises:
-        ValueError: it can be passed over only once.
 
     >>> check_passes([1, 2], Duration.parse("2ep"))
     """
@@ -228,9 +208,6 @@ def fetch(loader: Any, name: str, *, may_be_empty: bool = False) -> Iterator[Any
 
     Persistent workers draw a seed when they start and not with every pass, so that a run that is
     taken up would draw one more than the undisturbed one: random numbers are put back after it.
-
-    Raises:
-        DataLoaderError: there is not one batch.
 
     >>> list(fetch([1, 2], "train_dataloader"))
     [1, 2]
@@ -276,8 +253,29 @@ def rest(iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 def empty(loader: object, name: str) -> DataLoaderError:
-    """The error that a pass gave no batch, with what may be the reason."""
-    return DataLoaderError(_why_empty(loader, name))
+    """The error that a pass gave no batch, with what may be the reason.
+
+    >>> empty(iter([]), "eval_dataloader").args[0].split(":")[0]
+    'eval_dataloader (list_iterator) gave no batch'
+    """
+    why = "check its dataset and its sampler, which must give at least one batch in every pass"
+    dataset = getattr(loader, "dataset", None)
+    rows = num_batches(dataset) if dataset is not None else None
+    most = getattr(loader, "batch_size", None) or 0
+    most *= getattr(getattr(loader, "batch_sampler", None), "world_size", 1)
+    if isinstance(loader, Iterator):
+        why = (
+            "it is an iterator and used up, because an iterator can be passed over only once; pass "
+            "something that starts again for each epoch, such as a DataLoader or a list"
+        )
+    elif rows and rows < most and getattr(loader, "drop_last", False):
+        why = (
+            f"its dataset has {rows} rows, fewer than the {most} of a batch, and drop_last=True "
+            "drops them; use drop_last=False or a smaller batch"
+        )
+    elif rows == 0:
+        why = "its dataset is empty; check the path and the filters"
+    return DataLoaderError(f"{name} ({type(loader).__name__}) gave no batch: {why}")
 
 
 def grouped(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
@@ -326,11 +324,25 @@ def average_batch(loader: object) -> AverageBatch | None:
     return AverageBatch(rows=float(batch_size)) if isinstance(batch_size, int) else None
 
 
+def read_accumulation(value: object) -> int | Duration:
+    """How many batches make up an optimization batch, or the size that they are to reach.
+
+    >>> read_accumulation(4), read_accumulation("1024sp")
+    (4, Duration.parse('1024sp'))
+    """
+    if not isinstance(value, str | Duration):
+        return read_count("accumulate_batches", value)
+    size = read_duration("accumulate_batches", value)
+    if size.unit is Unit.EPOCHS:
+        raise ValueError(
+            f"accumulate_batches={str(value)!r} is not the size of a batch; give a number of "
+            "batches, or a size as in '1024sp' (samples), '1e6tok' (tokens), '5h' (hours of data)"
+        )
+    return size.value if size.unit is Unit.BATCHES else size
+
+
 def choose_accumulation(size: Duration, loader: object, num_devices: int) -> int:
     """How many batches of each device make up an optimization batch that reaches a size.
-
-    Raises:
-        ValueError: the size of a batch is unknown.
 
     >>> rows = torch.utils.data.TensorDataset(torch.zeros(64))
     >>> choose_accumulation(Duration.parse("100sp"), DataLoader(rows, batch_size=8), 4)
@@ -345,15 +357,10 @@ def choose_accumulation(size: Duration, loader: object, num_devices: int) -> int
     }[size.unit]
     if not held:
         what = size.unit.name.lower()
-        remedy = (
-            "give a DataLoader with a batch_size"
-            if size.unit is Unit.SAMPLES
-            else f"let its batches come from a LengthBatchSampler with lengths of unit='{what}' "
-            "(sampling_mode and its unit in a config)"
-        )
         raise ValueError(
-            f"{said}: nothing says how many {what} a batch of train_dataloader has; {remedy}, or "
-            "give a number of batches"
+            f"{said}: nothing says how many {what} a batch of train_dataloader has; give a "
+            f"DataLoader with a batch_size, one whose LengthBatchSampler has unit='{what}' "
+            "(sampling_mode and its unit in a config), or a number of batches"
         )
     return max(1, math.ceil(size.value / (held * num_devices) - 1e-9))
 
@@ -402,31 +409,3 @@ def announce_epoch(loader: object, epoch: int) -> None:
 def _is_loader(value: object) -> bool:
     """Whether it gives batches, where a batch was expected."""
     return isinstance(value, DataLoader | Iterator) or comes_from(value, "automicro.Evaluator")
-
-
-def _why_empty(loader: object, name: str) -> str:
-    if isinstance(loader, Iterator):
-        return (
-            f"{name} gave no batch: it is an iterator ({type(loader).__name__}) and used up, "
-            "because an iterator can be passed over only once; pass something that starts again "
-            "for each epoch, such as a DataLoader or a list"
-        )
-    dataset = getattr(loader, "dataset", None)
-    rows = num_batches(dataset) if dataset is not None else None
-    batch_size = getattr(loader, "batch_size", None)
-    most = (batch_size or 0) * getattr(getattr(loader, "batch_sampler", None), "world_size", 1)
-    if rows and rows < most and getattr(loader, "drop_last", False):
-        return (
-            f"{name} gave no batch: its dataset has {rows} rows, fewer than the {most} of a batch, "
-            "and drop_last=True drops them; use drop_last=False or a smaller batch"
-        )
-    if rows == 0:
-        return f"{name} gave no batch: its dataset is empty; check the path and the filters"
-    return (
-        f"{name} ({type(loader).__name__}) gave no batch; check its dataset and its sampler: it "
-        "must give at least one batch in every pass"
-    )
-
-
-def _is_indexable(loader: object) -> bool:
-    return hasattr(type(loader), "__getitem__") and not isinstance(loader, type)

@@ -5,7 +5,7 @@ read right into those that are there.
 """
 
 import copy
-import random
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,12 +22,9 @@ from automicro.options import unwrapped
 from automicro.reach import Reach
 from automicro.sharding import is_sharded
 from automicro.torch_private import buffer_table, is_uninitialized
-from automicro.trainer.data.loading import (
-    Generator,
-    read_generators,
-    write_generators,
-)
+from automicro.trainer.data.loading import Generator, read_generators, write_generators
 from automicro.trainer.resume.optimizer import named_parameters
+from automicro.values import state_of
 
 MODEL_KEYS = ("modules", "buffers", "generators")
 
@@ -50,18 +47,13 @@ class ModuleState:
 
     def gather(self) -> dict[str, Any]:
         """The state as it is now. Its tensors are the models' own where they can be."""
-        states = [module.state_dict() for module in self._modules]
-        return {
-            "modules": states,
-            "buffers": [
-                _unlisted_buffers(module, state)
-                for module, state in zip(self._modules, states, strict=True)
-            ],
-            "generators": read_generators(self._reach.named_generators()),
-        }
+        return {"modules": [module.state_dict() for module in self._modules], **self.own()}
 
     def own(self) -> dict[str, Any]:
-        """State that may differ between ranks: all buffers, and the generators."""
+        """State that may differ between ranks: generators, and all buffers.
+
+        Buffers that are not persistent are among these: a forward may change them all the same.
+        """
         return {
             "buffers": [
                 {
@@ -103,11 +95,7 @@ class ModuleState:
         }
 
     def compare(self, opened: FoundCheckpoint) -> None:
-        """Refuse the checkpoint of other models.
-
-        Raises:
-            CheckpointError: names, shapes or dtypes differ.
-        """
+        """Refuse the checkpoint of other models."""
         here = [module.state_dict() for module in self._modules]
         refuse_differences(
             opened,
@@ -121,37 +109,30 @@ class ModuleState:
         return {place: each for place, each in tensors_of(state).items() if is_sharded(each)}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Put back what was not read in place.
-
-        Raises:
-            CheckpointError: a model's own ``load_state_dict`` refuses it.
-        """
+        """Put back what was not read in place."""
         for module, state in zip(self._modules, saved["modules"], strict=True):
             _load(module, state)
         self.restore_own(saved)
 
 
 def _reseed(generator: Generator, rank: int, world_size: int) -> None:
-    where = torch.tensor(list(repr(read_generators({"": generator})).encode()), dtype=torch.uint8)
+    where = torch.tensor(list(repr(state_of(generator)).encode()), dtype=torch.uint8)
     if isinstance(generator, torch.Generator):
         where = generator.get_state()
     seed = derived_seed(where, rank=rank, world_size=world_size)
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed)
-    elif isinstance(generator, random.Random):
-        generator.seed(seed)
-    elif isinstance(generator, np.random.RandomState):
-        generator.seed(seed % 2**32)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
     else:
-        fresh = type(generator.bit_generator)(seed)
-        generator.bit_generator.state = fresh.state
+        generator.seed(seed % 2**32)  # no more, for NumPy's older ones
 
 
 def _load(module: nn.Module, state: Any) -> None:
     rest = copy.copy(state)  # with its metadata: torch keeps the versions of modules there
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if name in state and not is_uninitialized(tensor) and _overlaps(tensor):
-            _write_overlapping(name, tensor, rest.pop(name))  # `load_state_dict` cannot
+        if name in state and not is_uninitialized(tensor) and _repeats(tensor):
+            _write(name, tensor, rest.pop(name))  # `load_state_dict` cannot
     try:
         # Names were compared before, and a model's state_dict may leave some out.
         module.load_state_dict(rest, strict=False)
@@ -163,44 +144,34 @@ def _load(module: nn.Module, state: Any) -> None:
         ) from error
 
 
-def _write_overlapping(name: str, target: Tensor, value: Tensor) -> None:
-    """Write each element of a tensor whose elements share memory once, as `expand` makes them."""
-    once, source = target.detach(), value
-    for dimension, stride in enumerate(target.stride()):
-        if stride == 0 and target.shape[dimension] > 1:
-            once, source = once.narrow(dimension, 0, 1), source.narrow(dimension, 0, 1)
-    try:
-        with torch.no_grad():
-            once.copy_(source)
-        is_whole = torch.equal(target.detach().cpu(), value.cpu())
-    except RuntimeError:  # overlapping in another way
-        is_whole = False
-    if not is_whole:
+def _repeats(tensor: Tensor) -> bool:
+    """Whether elements share memory, as `expand` makes them.
+
+    >>> _repeats(torch.ones(3).expand(2, 3)), _repeats(torch.ones(4, 3).t())
+    (True, False)
+    """
+    strides = zip(tensor.stride(), tensor.shape, strict=True)
+    return any(stride == 0 and size > 1 for stride, size in strides)
+
+
+def _write(name: str, target: Tensor, value: Tensor) -> None:
+    """Write into a tensor; elements that share memory once."""
+    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in target.stride())
+    with torch.no_grad():
+        target[once].copy_(value[once])
+    if _repeats(target) and not torch.equal(target.detach().cpu(), value.cpu()):
         raise CheckpointError(
             f"the elements of {name} share memory here, and have different values in the "
             "checkpoint; make it a tensor of its own with .clone()"
         )
 
 
-def _unlisted_buffers(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Buffers that are not persistent: a forward may change them all the same."""
-    return {
-        name: buffer
-        for name, buffer in module.named_buffers()
-        if name not in state and not is_uninitialized(buffer)
-    }
-
-
 def _load_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
     here = dict(module.named_buffers())
     for name, value in saved.items():
         old = here.get(name)
-        if old is not None and not is_uninitialized(old) and _is_like(old, value):
-            if _overlaps(old):
-                _write_overlapping(name, old, value)
-            else:
-                with torch.no_grad():
-                    old.copy_(value)
+        if old is not None and not is_uninitialized(old) and _form(old) == _form(value):
+            _write(name, old, value)
             continue
         owner, _, last = name.rpartition(".")
         try:
@@ -228,36 +199,15 @@ def _to_device_of(module: nn.Module, value: Tensor, old: Tensor | None) -> Tenso
     budget = active_budget()
     if budget is not None:
         return budget.transfer(value)
-    like = old if old is not None else next(_tensors(module), value)
-    return value.to(like.device)
+    if old is None:
+        old = next(itertools.chain(module.parameters(), module.buffers()), value)
+    return value.to(old.device)
 
 
-def _is_like(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype
-
-
-def _tensors(module: nn.Module) -> Any:
-    yield from module.parameters()
-    yield from module.buffers()
+def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
 
 
 def _without_extra(state: Mapping[str, Any]) -> dict[str, Any]:
     """Extra state may be of any shape: a model's own `set_extra_state` judges it."""
     return {name: each for name, each in state.items() if not name.endswith(_EXTRA_STATE)}
-
-
-def _overlaps(tensor: Tensor) -> bool:
-    """Whether elements share memory.
-
-    >>> _overlaps(torch.ones(3).expand(2, 3)), _overlaps(torch.ones(4, 3).t())
-    (True, False)
-    """
-    if tensor.numel() < 2:
-        return False
-    reach = 1  # of the dimensions with smaller steps
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride < reach:
-                return True
-            reach += stride * (size - 1)
-    return False

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from automicro.errors import CheckpointError, CheckpointWarning, warn
 from automicro.sharding import is_sharded
-from automicro.trainer.data.described import changed
+from automicro.trainer.data.sharing import changed
 
 
 def optimizer_state(
@@ -32,20 +32,10 @@ def optimizer_state(
     names = _names(optimizer, modules)
     saved = optimizer.state_dict()
     _refuse_unsharded(optimizer, names)
-    own = {key: values for key, values in saved["state"].items() if not isinstance(key, int)}
-    unnamed = [repr(key) for key in own if not isinstance(key, str)]
-    if unnamed:
-        raise CheckpointError(
-            f"{type(optimizer).__name__} keeps state by {', '.join(unnamed)}, and a checkpoint "
-            "knows parameters and text; key optimizer.state by these"
-        )
+    state = saved["state"]
     return {
-        "state": {
-            names[index]: _copied(values)
-            for index, values in saved["state"].items()
-            if index not in own
-        },
-        "own": {key: _copied(values) for key, values in own.items()},
+        "state": {names[key]: each for key, each in state.items() if isinstance(key, int)},
+        "own": {key: each for key, each in state.items() if not isinstance(key, int)},
         "groups": [
             {
                 **{name: value for name, value in group.items() if name != "params"},
@@ -62,26 +52,22 @@ def named_parameters(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Par
     >>> [name for name, _ in named_parameters([nn.Linear(2, 1), nn.Linear(1, 1)])]
     ['weight', 'bias', 'modules[0].weight', 'modules[0].bias']
     """
-    for prefix, module in zip(_prefixes(modules), modules, strict=True):
+    for index, module in enumerate(modules):
         for name, parameter in module.named_parameters():
-            yield f"{prefix}{name}", parameter
+            yield f"modules[{index - 1}].{name}" if index else name, parameter
 
 
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module], state: Mapping[str, Any]
 ) -> None:
-    """Go on with the state and the options that `optimizer_state` gave.
-
-    Raises:
-        CheckpointError: the groups hold other parameters.
-    """
+    """Go on with the state and the options that `optimizer_state` gave."""
     compare_groups(optimizer, modules, state)
     indices = {name: index for index, name in enumerate(_names(optimizer, modules))}
     optimizer.load_state_dict(
         {
             "state": {
-                **{indices[name]: _copied(values) for name, values in state["state"].items()},
-                **{key: _copied(values) for key, values in state["own"].items()},
+                **{indices[name]: values for name, values in state["state"].items()},
+                **state["own"],
             },
             "param_groups": [
                 {
@@ -97,20 +83,18 @@ def load_optimizer_state(
 def compare_groups(
     optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module], state: Mapping[str, Any]
 ) -> None:
-    """Refuse the state of an optimizer of other parameters.
-
-    Raises:
-        CheckpointError: the groups hold other parameters.
-    """
+    """Refuse the state of an optimizer of other parameters."""
     names = _names(optimizer, modules)
     here = [len(group["params"]) for group in optimizer.param_groups]
     listed = [name for group in state["groups"] for name in group["names"]]
     there = [len(group["names"]) for group in state["groups"]]
     if listed != names or there != here:
         is_added = there[: len(here)] == here and listed[: len(names)] == names
+        pairs = [each for each in zip(listed, names, strict=False) if each[0] != each[1]]
+        other = f", with {pairs[0][0]!r} where this one has {pairs[0][1]!r}" if pairs else ""
         raise CheckpointError(
             f"the optimizer of the checkpoint has groups of {there} parameters, and this one of "
-            f"{here}{_first_difference(listed, names)}; use the optimizer and the parameter groups "
+            f"{here}{other}; use the optimizer and the parameter groups "
             f"of the run that saved it, or start anew with resume='never'{_ADDED * is_added}"
         )
 
@@ -119,10 +103,6 @@ _ADDED = (
     ". A group that a callback adds in the middle of a run is not there yet at a resume: give the "
     "optimizer all groups from the start, and freeze their parameters until then: FreezeSchedule"
 )
-
-
-def _copied(values: Any) -> Any:
-    return dict(values) if isinstance(values, Mapping) else values
 
 
 def _names(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]) -> list[str]:
@@ -157,19 +137,8 @@ def _refuse_unsharded(optimizer: torch.optim.Optimizer, names: Sequence[str]) ->
                 )
 
 
-def _prefixes(modules: Sequence[nn.Module]) -> list[str]:
-    return ["", *(f"modules[{index}]." for index in range(len(modules) - 1))]
-
-
-def _first_difference(one: Sequence[str], other: Sequence[str]) -> str:
-    for saved, here in zip(one, other, strict=False):
-        if saved != here:
-            return f", with {saved!r} where this one has {here!r}"
-    return ""
-
-
 # Counters of a schedule, and what repeats the optimizer's own options.
-_NOT_GIVEN = ("last_epoch", "base_lrs")
+_NOT_GIVEN = ("params", "initial_lr", "last_epoch", "base_lrs")
 INNER = "_schedulers"
 """Attributes by which torch's schedules hold their parts."""
 
@@ -185,12 +154,23 @@ def given_options(
     ({'optimizer': 'SGD', 'scheduler': 'StepLR'}, 0.5, 3)
     """
     stepped = "" if interval == "batch" else f", stepped after every {interval}"
+    # A scheduler has set the first rate by now, and keeps the one that was given.
+    groups = [
+        group | ({"lr": group["initial_lr"]} if "initial_lr" in group else {})
+        for group in optimizer.param_groups
+    ]
+    state = getattr(scheduler, "state_dict", dict)
     return {
         "classes": {
             "optimizer": type(optimizer).__qualname__,
             "scheduler": None if scheduler is None else _name_of(scheduler) + stepped,
         },
-        "options": dict(_options_of(optimizer)) | dict(_schedule_of(scheduler)),
+        "options": dict(
+            [
+                *_plain("", groups[0] if len(groups) == 1 else {"groups": groups}),
+                *_plain("scheduler", state()),
+            ]
+        ),
     }
 
 
@@ -201,61 +181,34 @@ def _name_of(scheduler: object) -> str:
     return type(scheduler).__qualname__ + made_of
 
 
-def _options_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
-    groups = optimizer.param_groups
-    for index, group in enumerate(groups):
-        of_group = f" of group {index}" if len(groups) > 1 else ""
-        # A scheduler has set the first rate by now, and keeps the one that was given.
-        rate = {"lr": group["initial_lr"]} if "initial_lr" in group else {}
-        for name, value in (group | rate).items():
-            if name not in ("params", "initial_lr"):
-                yield from _plain(f"{name}{of_group}", value)
-
-
-def _schedule_of(scheduler: object) -> Iterator[tuple[str, Any]]:
-    if callable(getattr(scheduler, "state_dict", None)):
-        yield from _nested("scheduler", scheduler.state_dict())  # type: ignore[attr-defined]
-
-
-def _nested(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _plain(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The plain values in a state, by their places."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    numbers = (bool, int, float, str, type(None))
     if isinstance(value, Mapping):
         for key, each in value.items():
             is_inner = str(key).startswith("_") and key != INNER
             if not is_inner and key not in _NOT_GIVEN:
-                yield from _nested(place if key == INNER else f"{place}.{key}", each)
+                yield from _plain(place if key == INNER else f"{place}.{key}".lstrip("."), each)
     elif isinstance(value, list | tuple) and any(isinstance(each, Mapping) for each in value):
         for index, each in enumerate(value):
-            yield from _nested(f"{place}.{index}", each)
-    else:
-        yield from _plain(place, value)
-
-
-def _plain(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
-    numbers = (bool, int, float, str, type(None))
-    if isinstance(value, list | tuple):
-        if all(isinstance(each, numbers) for each in value):
-            yield name, list(value)
+            yield from _plain(f"{place}.{index}", each)
+    elif isinstance(value, list | tuple) and all(isinstance(each, numbers) for each in value):
+        yield place, list(value)
     elif isinstance(value, numbers):
-        yield name, value
-
-
-_REMEDY = "Use the options of the run that saved it, or start anew with resume='never'"
+        yield place, value
 
 
 def refuse_other_classes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Refuse the checkpoint of a run with another optimizer or scheduler.
-
-    Raises:
-        CheckpointError: names both classes.
-    """
+    """Refuse the checkpoint of a run with another optimizer or scheduler."""
     for what, name in given["classes"].items():
         was = saved["classes"].get(what)
         if was != name:
+            there, here = (f"the {what} {each}" if each else f"no {what}" for each in (was, name))
             raise CheckpointError(
-                f"the checkpoint is of a run with {_class(what, was)}, and this one has "
-                f"{_class(what, name)}. {_REMEDY}"
+                f"the checkpoint is of a run with {there}, and this one has {here}. Use the "
+                "options of the run that saved it, or start anew with resume='never'"
             )
 
 
@@ -270,7 +223,3 @@ def warn_of_other_options(saved: Mapping[str, Any], given: Mapping[str, Any]) ->
             "callback's fit_start",
             CheckpointWarning,
         )
-
-
-def _class(what: str, name: str | None) -> str:
-    return f"no {what}" if name is None else f"the {what} {name}"

@@ -23,6 +23,7 @@ from automicro.checkpoints.reading import FoundCheckpoint
 from automicro.checkpoints.rng import derived_rng_state, rng_state
 from automicro.checkpoints.state import put_together, take_apart, tensors_of
 from automicro.errors import CheckpointError, CheckpointWarning, describe_error, warn
+from automicro.events.callback import Callback
 from automicro.events.run import LoopState, PhaseState, Sizes
 from automicro.memory.budget import active_budget
 from automicro.microbatcher import Microbatcher
@@ -59,13 +60,11 @@ class Part:
             ``between_epochs(state)`` and, within an epoch, ``reshard(states, rank=…)``.
         scope: how far ranks share it.
         is_on_host: whether its tensors (random numbers) lie on the host; all others on the device.
-        remedy: what to do where no checkpoint can hold it; empty where nothing special helps.
     """
 
     owner: Any
     scope: Scope = Scope.RUN
     is_on_host: bool = False
-    remedy: str = ""
 
 
 class Snapshot:
@@ -97,11 +96,7 @@ class Snapshot:
         self._saved_given = self._given
 
     def gather(self) -> dict[str, Any]:
-        """The state as it is now. Its tensors are those of the run, not copies.
-
-        Raises:
-            CheckpointError: a part has no state.
-        """
+        """The state as it is now. Its tensors are those of the run, not copies."""
         return {
             **self._models.gather(),
             "optimizer": optimizer_state(self._optimizer, self._modules),
@@ -130,41 +125,26 @@ class Snapshot:
         }
 
     def rehearse(self) -> None:
-        """Gather a state that is not saved.
-
-        Raises:
-            CheckpointError: no checkpoint can hold it.
-        """
+        """Gather a state that is not saved."""
         state = self.gather()
         for key in ("modules", "buffers"):  # lazy modules have a shape once it is saved
             state[key] = [_initialized(each) for each in state[key]]
-        for name, each in state.pop("parts").items():
-            try:
-                take_apart({name: each})
-            except CheckpointError as error:
-                if remedy := self._parts[name].remedy:
-                    raise CheckpointError(f"{error}; {remedy}") from error
-                raise
         take_apart(state)
 
     def compare(self, opened: FoundCheckpoint) -> None:
-        """Refuse the checkpoint of another run, and say what starts fresh. Nothing is changed.
-
-        Raises:
-            CheckpointError: a state of something else than is here.
-        """
+        """Refuse the checkpoint of another run, and say what starts fresh. Nothing is changed."""
         saved = opened.structure
         refuse_other_classes(saved["given"], self._given)
         self._models.compare(opened)
         compare_groups(self._optimizer, self._modules, saved["optimizer"])
-        for name, owner in self._owners.items():
-            if isinstance(owner, MetricSet) and name in saved["parts"]:
-                # Between evaluations their metrics have counted nothing.
-                is_within = name == "metrics" and saved["progress"]["epoch_batch"] > 0
-                _compare_metrics(saved["parts"][name], owner, is_within_epoch=is_within)
-        scaler = {name: each for name, each in self._owners.items() if name == "scaler"}
-        was = {name: each for name, each in saved["parts"].items() if name == "scaler"}
-        _warn_of_others("part", was, scaler)
+        # At the end of an epoch metrics may come and go; within one their counts would be wrong.
+        if "metrics" in self._owners and saved["progress"]["epoch_batch"] > 0:
+            _compare_metrics(saved["parts"]["metrics"], self._owners["metrics"])
+        scalers = [
+            {name: each for name, each in parts.items() if name == "scaler"}
+            for parts in (saved["parts"], self._owners)
+        ]
+        _warn_of_others("part", *scalers)
         _warn_of_others("callback", saved["callbacks"], self._named_callbacks())
         warn_of_other_options(saved["given"], self._given)
 
@@ -172,9 +152,6 @@ class Snapshot:
         """Put everything back but random numbers; what was put back, but the models.
 
         The models come last, so that they are untouched where anything refuses its own state.
-
-        Raises:
-            CheckpointError: something refuses its own state, or the disk fails.
         """
         is_same_world = opened.world_size == self.peers.world_size
         with on_host():
@@ -201,19 +178,11 @@ class Snapshot:
         rank, now, was = self.peers.rank, self.peers.world_size, opened.world_size
         saved["rng"] = derived_rng_state(saved["rng"], rank=rank, world_size=now)
         states, batches = saved["parts"], saved["progress"]["epoch_batch"]
-        own = {
-            name: part
-            for name, part in self._parts.items()
-            if name in states and part.scope is not Scope.RUN
-        }
-        counted = [
-            name
-            for name, part in own.items()
-            if part.scope is Scope.EPOCH and states[name] and batches
-        ]
-        others = [opened.read_own(each)["parts"] for each in range(1, was) if counted]
-        for name, part in own.items():
-            if name not in counted:
+        others = [opened.read_own(each)["parts"] for each in range(1, was) if batches]
+        for name, part in self._parts.items():
+            if name not in states or part.scope is Scope.RUN:
+                continue
+            if part.scope is Scope.RANK or not states[name] or not batches:
                 states[name] = part.owner.between_epochs(states[name])
                 continue
             try:
@@ -221,10 +190,9 @@ class Snapshot:
                 states[name] = part.owner.reshard(of_all, rank=rank)
             except CheckpointError as error:
                 raise CheckpointError(
-                    f"the checkpoint was saved by {_ranks(was)} after {batches} batches of an "
-                    f"epoch, and this run has {_ranks(now)}, which share the rows in "
-                    f"another way: {error}. Otherwise go on with {_ranks(was)}, or from a "
-                    "checkpoint of the end of an epoch"
+                    f"{_ranks(was)} saved it after {batches} batches of an epoch, and "
+                    f"{_ranks(now)} share the rows in another way: {error}. Otherwise go on with "
+                    f"{_ranks(was)}, or from a checkpoint of the end of an epoch"
                 ) from error
 
     def _parameter_names(self) -> set[str]:
@@ -250,8 +218,9 @@ class Snapshot:
                 continue
             state = saved["parts"][name]
             if isinstance(part.owner, Microbatcher):
-                state = _sizes_for(name, state, part.owner.state_dict())
-            _load(name, part.owner, state if part.is_on_host else _arriving(state))
+                _load_sizes(name, part.owner, state)
+            else:
+                _load(name, part.owner, state if part.is_on_host else _arriving(state))
         callbacks = self._named_callbacks()
         for name, state in saved["callbacks"].items():
             if name in callbacks:
@@ -271,15 +240,11 @@ def _arriving(state: Any) -> Any:
 
 
 def _state_of(name: str, part: Any) -> Any:
-    lacks = [
-        method
-        for method in ("state_dict", "load_state_dict")
-        if not callable(getattr(part, method, None))
-    ]
-    if lacks:
+    methods = (getattr(part, each, None) for each in ("state_dict", "load_state_dict"))
+    if not all(map(callable, methods)):
         raise CheckpointError(
-            f"the {name} is a {type(part).__name__}, which has no {' and no '.join(lacks)}, so no "
-            "checkpoint can hold it; give it both methods, or train with checkpoint=None"
+            f"the {name} is a {type(part).__name__} without state_dict and load_state_dict, so no "
+            "checkpoint can hold it; give it both, or train with checkpoint=None"
         )
     return part.state_dict()
 
@@ -306,15 +271,11 @@ def _load(name: str, part: Any, state: Any) -> None:
 
 
 def _restore_progress(state: LoopState, saved: Mapping[str, Any]) -> None:
-    for field in dataclasses.fields(state):
-        value = saved[field.name]
-        if isinstance(getattr(state, field.name), PhaseState):
-            phase = getattr(state, field.name)
+    for name, value in saved.items():
+        if isinstance(getattr(state, name), PhaseState):
             cut = None if value["cut"] is None else Sizes(**value["cut"])
-            for name, each in (value | {"cut": cut}).items():
-                setattr(phase, name, each)
-        else:
-            setattr(state, field.name, value)
+            value = PhaseState(**{**value, "cut": cut})
+        setattr(state, name, value)
 
 
 def _warn_of_others(what: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
@@ -326,31 +287,16 @@ def _warn_of_others(what: str, saved: Mapping[str, Any], here: Mapping[str, Any]
             CheckpointWarning,
         )
     for name in sorted(here.keys() - saved.keys()):
-        if _may_keep_state(here[name]):
+        if type(here[name]).state_dict is not Callback.state_dict:
             warn(
                 f"the checkpoint has no state of the {what} {name}, which starts fresh",
                 CheckpointWarning,
             )
 
 
-def _may_keep_state(owner: Any) -> bool:
-    try:
-        return bool(owner.state_dict())
-    except Exception:  # it makes its state in fit_start, which comes later
-        return True
-
-
-def _compare_metrics(
-    saved: Mapping[str, Any], metrics: MetricSet, *, is_within_epoch: bool
-) -> None:
-    """At the end of an epoch metrics may come and go; within one their counts would be wrong.
-
-    Raises:
-        CheckpointError: the checkpoint lacks what a metric has counted in this epoch.
-    """
+def _compare_metrics(saved: Mapping[str, Any], metrics: MetricSet) -> None:
+    """Refuse a checkpoint that lacks what a metric has counted in this epoch."""
     lacks, extra = metrics.differences(saved)
-    if not is_within_epoch:
-        return
     if lacks:
         raise CheckpointError(
             f"the checkpoint is from within an epoch and lacks what these metrics have counted in "
@@ -365,34 +311,15 @@ def _compare_metrics(
         )
 
 
-def _sizes_for(name: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, Any]:
-    """Found sizes to load: of a policy of another kind none are. They change no result."""
-    others: list[str] = []
-    taken = _of_same_policies(saved, here, others)
-    if others:
+def _load_sizes(name: str, microbatcher: Microbatcher, state: Any) -> None:
+    try:
+        microbatcher.load_state_dict(state)
+    except ValueError as error:
         warn(
-            f"the {name} in the checkpoint are of another policy ({'; '.join(others)}): they are "
-            "dropped, and start fresh, which changes no result",
+            f"the {name} in the checkpoint are of another policy ({error}): they are dropped, and "
+            "start fresh, which changes no result",
             CheckpointWarning,
         )
-    return taken
-
-
-def _of_same_policies(
-    saved: Mapping[str, Any], here: Mapping[str, Any], others: list[str]
-) -> dict[str, Any]:
-    """The saved state, with that of here wherever the kind of a policy differs."""
-    taken = dict(saved)
-    for key, now in here.items():
-        was = saved.get(key)
-        if not isinstance(was, Mapping) or not isinstance(now, Mapping):
-            continue
-        if was.get("kind") != now.get("kind"):
-            others.append(f"{was.get('kind')}, here {now.get('kind')}")
-            taken[key] = now
-        elif "kind" not in now:
-            taken[key] = _of_same_policies(was, now, others)
-    return taken
 
 
 def _like_parameters(tree: Any, parameters: Mapping[str, Tensor]) -> Any:

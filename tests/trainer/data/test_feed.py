@@ -28,7 +28,8 @@ from automicro.errors import CheckpointWarning, DataLoaderError
 from automicro.trainer.data.feed import Feed
 from automicro.trainer.data.loading import (
     fetch,
-    generator_states,
+    find_generators,
+    read_generators,
 )
 from automicro.values import same_values
 from tests.loaders import seeded_generator
@@ -209,7 +210,7 @@ def train(feed: Feed, epoch: int, most: int = BATCHES + 1) -> list[Tensor]:
 
 
 def state_of(loader: object) -> Any:
-    return rng_state(), generator_states(loader)
+    return rng_state(), read_generators(find_generators(loader))
 
 
 def assert_same(one: Any, other: Any) -> None:
@@ -308,26 +309,6 @@ def test_a_pass_whose_end_nobody_waited_for_is_over_with_the_next_epoch(name: st
     feed.load_state_dict(position)
     restore_rng_state(numbers)
     assert_same(train(feed, 1), passes[1])
-
-
-@pytest.mark.parametrize(
-    ("epoch", "given", "earlier"),
-    [(0, 2, 0), pytest.param(1, 0, 1, marks=pytest.mark.sweep), (1, 2, 1)],
-)
-def test_it_is_said_that_earlier_passes_are_made_again(
-    epoch: int, given: int, earlier: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    make = LOADERS["persistent workers"]
-    feed = Feed(make(), "train_dataloader")
-    for each in range(epoch):
-        train(feed, each)
-    train(feed, epoch, given)
-    later = Feed(make(), "train_dataloader")
-    later.load_state_dict(feed.state_dict())
-    train(later, epoch, 1)
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == (earlier > 0)
-    assert all(f"made again ({earlier}); a run with persistent_workers=False" in s for s in said)
 
 
 def test_the_same_loader_may_go_on_with_its_persistent_workers_still_there() -> None:
@@ -456,7 +437,7 @@ def test_another_kind_of_loader_is_refused() -> None:
 
     feed = Feed(LOADERS["workers"](), "train_dataloader")
     train(feed, 0, 1)
-    with pytest.raises(DataLoaderError, match=r"made without persistent .* is with.*=False$"):
+    with pytest.raises(DataLoaderError, match=r"made with persistent_workers=False, without which"):
         Feed(LOADERS["persistent workers"](), "train_dataloader").load_state_dict(feed.state_dict())
 
 

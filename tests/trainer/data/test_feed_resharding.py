@@ -150,8 +150,8 @@ def test_an_order_that_was_another_one_on_each_rank_is_refused() -> None:
     was = feeds_of(2, make)
     together(begin(was, 0), 1)
     states = states_of(was)
-    [(place, stood)] = states[1]["passes"][-1]["generators"].items()
-    states[1]["passes"][-1]["generators"] = {place: torch.zeros_like(stood)}
+    [(place, stood)] = states[1]["passes"][-1]["start"]["generators"].items()
+    states[1]["passes"][-1]["start"]["generators"] = {place: torch.zeros_like(stood)}
     with pytest.raises(CheckpointError, match="stood at another place on each rank"):
         go_on(states, feeds_of(3, make))
 
@@ -190,7 +190,8 @@ def test_whole_batches_of_the_caller_are_refused() -> None:
         return DataLoader(data, batch_sampler=WholeBatches(range(40), 4, drop_last=False))
 
     text = refusal(feeds_of(2, make), feeds_of(4, make))
-    assert "entries_per_step=2 (here 4); let the DataLoader cut the batches" in text
+    assert "entries_per_step=2 (here 4); pass the same data" in text
+    assert "let the DataLoader cut batches of 2 over all ranks" in text
 
 
 LENGTHS = [3 + 7 * row % 11 for row in range(60)]

@@ -18,7 +18,8 @@ from automicro.callbacks import EarlyStopping, ExponentialMovingAverage
 from automicro.checkpoints.store import CheckpointConfig
 from automicro.events.callback import Callback
 from automicro.events.run import Run
-from automicro.loggers import CSVLogger, JSONLinesLogger
+from automicro.features import RememberSizes
+from automicro.loggers import JSONLinesLogger
 from automicro.step.results import StepResult
 from automicro.trainer.evaluators import Evaluator
 
@@ -124,7 +125,6 @@ class Subject:
     num_rows: int = 60
     max_duration: str = "3ep"
     interval: str | None = "2ba"
-    asynchronous: bool = False
     keep_last: int | None = 2
     keep_best: int = 0
     optimizer: str = "AdamW"
@@ -156,10 +156,6 @@ class Log:
     def json(self) -> Path:
         return self.folder / "log.jsonl"
 
-    @property
-    def csv(self) -> Path:
-        return self.folder / "log.csv"
-
 
 class Job:
     """A Trainer, and what it was made of.
@@ -190,7 +186,6 @@ class Job:
             interval=subject.interval,
             keep_last=subject.keep_last,
             keep_best=subject.keep_best,
-            asynchronous=subject.asynchronous,
         )
         self.own: list[Callback] = [Tally()]
         if subject.average:
@@ -202,7 +197,7 @@ class Job:
             self.model,
             LOADERS[subject.loader](subject.num_rows),
             eval_dataloader=_evaluators(subject.evaluators),
-            remember_sizes=False,  # each life begins as the first one did
+            features=[RememberSizes(False)],  # each life begins as the first one did
             loss_fn=nn.CrossEntropyLoss(),
             optimizer=self.optimizer,
             scheduler=self.scheduler,
@@ -227,7 +222,7 @@ class Job:
             progress=False,
             eval_interval="3ba" if subject.stops_early else "1ep",
             callbacks=[*self.own, *callbacks],
-            loggers=[JSONLinesLogger(self.log.json), CSVLogger(self.log.csv)],
+            loggers=[JSONLinesLogger(self.log.json)],
             checkpoint=self.config,
         )
 
@@ -267,7 +262,6 @@ def draw(seed: int) -> Subject:
         num_rows=choose.choice([48, 60, 64, 70]),
         max_duration=choose.choice(["3ep", "10ba", "7ba", "150sp", "2ep"]),
         interval=choose.choice(["1ba", "2ba", "3ba", "5ba", "1ep", "2ep", "40sp", "100sp"]),
-        asynchronous=choose.random() < 0.3,
         keep_last=choose.choice([1, 2, 3, None]),
         keep_best=choose.choice([0, 1]) if evaluators == 1 else 0,
         optimizer=choose.choice(sorted(OPTIMIZERS)),

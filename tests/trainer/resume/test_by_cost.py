@@ -49,5 +49,5 @@ def test_another_unit_is_refused(tmp_path: Path) -> None:
     first, _ = run(tmp_path, "3ba")
     first.fit()
     second, _ = run(tmp_path, "7ba", microbatch_unit="rows")
-    with pytest.raises(Exception, match="the sizes of this state are tokens"):
+    with pytest.raises(Exception, match="the sizes of this state are in tokens"):
         second.fit()

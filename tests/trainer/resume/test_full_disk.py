@@ -15,7 +15,7 @@ from automicro.checkpoints.writing import list_checkpoints
 from automicro.errors import CheckpointWarning, LoggerWarning
 from automicro.loggers import lines as append_file
 from tests.checkpoints.faults import Faults, fail
-from tests.loggers.logged import read_csv, read_json_lines
+from tests.loggers.logged import read_json_lines
 from tests.trainer.resume.lives import ending_of
 from tests.trainer.resume.subjects import Job, Subject
 from tests.trainer.resume.trials import assert_same
@@ -47,19 +47,18 @@ def all_are_good(job: Job) -> list[int]:
     return sorted(int(path.name.rpartition("-")[2]) for path in paths)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["waits", "in the background"])
 def test_no_space_left_at_any_write_costs_at_most_one_checkpoint(
-    tmp_path: Path, faults: Faults, asynchronous: bool
+    tmp_path: Path, faults: Faults
 ) -> None:
     faults.disarm()
-    undisturbed, _ = train(tmp_path / "undisturbed", asynchronous=asynchronous)
+    undisturbed, _ = train(tmp_path / "undisturbed")
     expected = ending_of(undisturbed)
     assert all_are_good(undisturbed) == [3, 4]
     writes = [index for index, name in enumerate(faults.seen) if name == "write"]
     assert len(writes) == 4 * 5
     for number, index in enumerate(writes):
         faults.arm(lambda at, n=index: at == n, fail)  # type: ignore[misc]
-        job, caught = train(tmp_path / str(index), asynchronous=asynchronous)
+        job, caught = train(tmp_path / str(index))
         assert [each.category for each in caught] == [CheckpointWarning]
         assert "No space left on device" in str(caught[0].message)
         assert_same(ending_of(job), expected)
@@ -67,21 +66,18 @@ def test_no_space_left_at_any_write_costs_at_most_one_checkpoint(
         assert all_are_good(job) == [step for step in (1, 2, 3, 4) if step != lost][-2:]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["waits", "in the background"])
-def test_a_disk_that_stays_full_leaves_the_older_checkpoint(
-    tmp_path: Path, faults: Faults, asynchronous: bool
-) -> None:
+def test_a_disk_that_stays_full_leaves_the_older_checkpoint(tmp_path: Path, faults: Faults) -> None:
     faults.disarm()
-    undisturbed, _ = train(tmp_path / "undisturbed", asynchronous=asynchronous)
+    undisturbed, _ = train(tmp_path / "undisturbed")
     second = [index for index, name in enumerate(faults.seen) if name == "write"][5]
     faults.arm(lambda at: at >= second, fail)
-    job, caught = train(tmp_path / "full", asynchronous=asynchronous)
+    job, caught = train(tmp_path / "full")
     assert {each.category for each in caught} == {CheckpointWarning}
     assert all_are_good(job) == [1]
     assert_same(ending_of(job), ending_of(undisturbed))
 
     faults.disarm()
-    again, caught = train(tmp_path / "full", asynchronous=asynchronous)
+    again, caught = train(tmp_path / "full")
     assert caught == []
     assert_same(ending_of(again), ending_of(undisturbed))
     assert all_are_good(again) == [3, 4]
@@ -114,11 +110,9 @@ def test_no_space_left_for_a_log_costs_lines_and_nothing_else(
         assert_same(ending_of(job), ending_of(undisturbed))
         assert all_are_good(job) == [3, 4]
         # Whole lines only, none twice: the readers refuse anything else.
-        more = 0
-        for name, read in {"log.jsonl": read_json_lines, "log.csv": read_csv}.items():
-            path = job.log.folder / name
-            rows = read(path) if path.exists() and path.stat().st_size else []
-            assert len({row[:2] for row in rows}) == len(rows)
-            more += len(rows) - len(read(undisturbed.log.folder / name))
+        path = job.log.json
+        rows = read_json_lines(path) if path.exists() and path.stat().st_size else []
+        assert len({row[:2] for row in rows}) == len(rows)
+        more = len(rows) - len(read_json_lines(undisturbed.log.json))
         assert more <= 0
         assert more < 0 or lasts < 1000

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from automicro import Trainer
+from automicro import ParameterGroups, Trainer
 from automicro.callbacks import EarlyStopping
 from automicro.checkpoints.manifest import MANIFEST
 from automicro.checkpoints.store import CheckpointConfig
@@ -53,7 +53,11 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], Mapping[str, Any], str]] = {
     ),
     "other groups": (
         model,
-        {"parameter_groups": [{"params": ["*.bias"], "weight_decay": 0.0}]},
+        {
+            "optimizer": ParameterGroups(
+                torch.optim.AdamW, [{"params": ["*.bias"], "weight_decay": 0.0}]
+            )
+        },
         r"groups of \[6\] parameters, and this one of \[3, 3\]",
     ),
     "another optimizer": (
@@ -140,20 +144,6 @@ def test_an_error_of_a_callback_that_is_saved_names_it(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="mine") as caught:
         trainer(tmp_path, callbacks=[Fails()]).fit()
     assert "automicro: in the callback Fails, at state_dict" in caught.value.__notes__
-
-
-def test_an_optimizer_whose_state_no_rank_has_whole_is_refused_at_construction(
-    tmp_path: Path,
-) -> None:
-    class SharedOut(torch.optim.SGD):
-        """As torch's ZeroRedundancyOptimizer."""
-
-        def consolidate_state_dict(self, to: int = 0) -> None:
-            """Gather it on one rank."""
-
-    with pytest.raises(ValueError, match=r"SharedOut shares its state out .* parallel='fsdp'"):
-        trainer(tmp_path, optimizer=SharedOut)
-    assert make_trainer(model(), optimizer=SharedOut).fit().steps == 4
 
 
 class AddsAGroup(Callback):

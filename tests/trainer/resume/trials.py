@@ -13,7 +13,7 @@ from torch import Tensor
 from automicro.checkpoints.manifest import verify
 from automicro.checkpoints.writing import list_checkpoints
 from automicro.values import same_values
-from tests.loggers.logged import Rows, read_csv, read_json_lines
+from tests.loggers.logged import Rows, read_json_lines
 from tests.processes import KILLED
 from tests.trainer.resume.lives import Life, live
 from tests.trainer.resume.points import DISK, LOG_WRITE, STEP
@@ -65,15 +65,14 @@ def kill_and_resume(seed: int, folder: Path, *, first_kind: str | None = None) -
     undisturbed = live(subject, folder / "undisturbed", name="only")
     disturbed = folder / "disturbed"
     checkpoints = Checkpoints(disturbed / "checkpoints")
-    # With saving in the background, one more may not be complete yet.
-    most = _longest(undisturbed) * (2 if subject.asynchronous else 1)
+    most = _longest(undisturbed)
     kills: list[Kill] = []
     point = _choose_point(choose, undisturbed.passed, first_kind)
     life = live(subject, disturbed, name="life-0", at=point)
     while life.exit_code != 0:
         assert life.exit_code == KILLED, life
         kind, before = point[0], life
-        checkpoints.check(before, asynchronous=subject.asynchronous)
+        checkpoints.check(before)
         is_damaged = choose.random() < 0.2 and checkpoints.cut_newest_short(choose)
         expected, num_damaged = checkpoints.newest_good()
         is_last = len(kills) + 1 >= MOST_LIVES or choose.random() < 0.5
@@ -116,14 +115,14 @@ class Checkpoints:
         self._folder = folder
         self._damaged: set[Path] = set()
 
-    def check(self, life: Life, *, asynchronous: bool) -> None:
+    def check(self, life: Life) -> None:
         """Assert that what a killed process left is whole, and that nothing is missing."""
         for path in set(list_checkpoints(self._folder)) - self._damaged:
             verify(path)
-        # One in the background is complete once the next one has begun.
-        complete = [life.resumed_at or 0, *life.saved][: -1 if asynchronous else None]
         step, _ = self.newest_good()
-        assert step >= max(complete, default=0), "a checkpoint that was complete is lost"
+        assert step >= max([life.resumed_at or 0, *life.saved]), (
+            "a checkpoint that was complete is lost"
+        )
 
     def newest_good(self) -> tuple[int, int]:
         """After how many batches it was saved, and how many damaged ones are newer."""
@@ -162,16 +161,15 @@ def _choose_point(
 
 def check_logs(subject: Subject, disturbed: Path, undisturbed: Path) -> None:
     """Every value once, in the order of the undisturbed run, and the same to the bit."""
-    for name, read in {"log.jsonl": read_json_lines, "log.csv": read_csv}.items():
-        rows, expected = (
-            _of_last_run([row for row in read(folder / name) if not row[1].endswith(MEASURED)])
-            for folder in (disturbed, undisturbed)
-        )
-        if subject.loader == "stream":
-            # Its length is not known, so what the end of an epoch logs may follow the checkpoint
-            # of its last batch, and come once more.
-            rows, expected = (list(dict.fromkeys(each)) for each in (rows, expected))
-        assert rows == expected, _first_difference(rows, expected)
+    logged = [read_json_lines(folder / "log.jsonl") for folder in (disturbed, undisturbed)]
+    rows, expected = (
+        _of_last_run([row for row in each if not row[1].endswith(MEASURED)]) for each in logged
+    )
+    if subject.loader == "stream":
+        # Its length is not known, so what the end of an epoch logs may follow the checkpoint
+        # of its last batch, and come once more.
+        rows, expected = (list(dict.fromkeys(each)) for each in (rows, expected))
+    assert rows == expected, _first_difference(rows, expected)
 
 
 def _of_last_run(rows: Rows) -> Rows:

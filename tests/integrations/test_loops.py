@@ -1,0 +1,440 @@
+"""Loops by hand with accelerate and with Fabric, with one line changed."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from automicro import LossAverageError, SampleTooLargeError
+from automicro.errors import PeerFailedError
+from tests.ranks.world import World, world_of
+
+pytest.importorskip("accelerate")
+pytest.importorskip("lightning")
+
+from accelerate import Accelerator, DataLoaderConfiguration, DistributedType
+from accelerate.utils import FullyShardedDataParallelPlugin, GradientAccumulationPlugin
+from lightning.fabric import Fabric
+
+from automicro.integrations.accelerate import microbatcher
+from automicro.integrations.lightning import microbatcher as in_fabric
+from tests.integrations.loops import CV, EXAMPLES, HOSTS, TAGS, Trained, digits, forget, sgd, train
+
+each_host = pytest.mark.parametrize("host", HOSTS)
+each_example = pytest.mark.parametrize("name", EXAMPLES)
+
+
+@pytest.fixture(autouse=True)
+def _new_accelerate() -> Iterator[None]:
+    forget()
+    yield
+    forget()
+
+
+def assert_same_bits(plain: Trained, ours: Trained) -> None:
+    assert all(map(torch.equal, ours.weights, plain.weights))
+    apart: dict[str, Any] = {"weights": [], "peak": 0, "sizes": None}
+    assert dataclasses.replace(ours, **apart) == dataclasses.replace(plain, **apart)
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+@each_example
+@each_host
+def test_without_a_limit_every_bit_is_the_plain_loops(host: str, name: str, steps: int) -> None:
+    plain, ours = (
+        train(EXAMPLES[name], host, ours=which, dropout=0.1, steps=steps) for which in (False, True)
+    )
+    assert_same_bits(plain, ours)
+    assert len(plain.losses) >= 10
+    assert len(set(plain.rates)) > 2
+
+
+@pytest.mark.parametrize(
+    ("precision", "close"), [("float32", 1e-6), ("float64", 1e-12), ("bf16", 1e-3)]
+)
+@each_example
+@each_host
+def test_in_half_of_the_memory_the_plain_loop_dies_and_ours_gives_its_numbers(
+    host: str, name: str, precision: str, close: float
+) -> None:
+    example = EXAMPLES[name]
+    case: dict[str, Any] = {"precision": precision, "kind": sgd}
+    plain = train(example, host, ours=False, **case)
+    with pytest.raises(torch.OutOfMemoryError):
+        train(example, host, ours=False, limit=plain.peak // 2, **case)
+    ours = train(example, host, ours=True, limit=plain.peak // 2, **case)
+    assert ours.ooms >= 1
+    # Fabric gives outputs in float32, where weights of what is no half are rounded.
+    is_rounded = host == "fabric" and precision == "float64"
+    assert ours.losses_differ_by(plain) < (1e-6 if is_rounded else close)
+    if precision == "float64":
+        assert ours.weights_differ_by(plain) < (1e-7 if is_rounded and name != "cv" else close)
+        assert ours.metrics == plain.metrics
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("scale", [2.0**15, 2.0**30])  # at which the first steps are skipped
+@each_host
+def test_the_scaler_of_fp16_has_the_scale_of_the_plain_loop(
+    host: str, scale: float, steps: int
+) -> None:
+    case: dict[str, Any] = {"precision": "fp16", "scale": scale, "steps": steps}
+    plain, ours = (train(CV, host, ours=which, **case) for which in (False, True))
+    assert_same_bits(plain, ours)
+    assert plain.scale != scale
+    limited = train(CV, host, ours=True, limit=plain.peak // 2, **case)
+    assert limited.ooms >= 1
+    assert limited.scale == plain.scale
+    assert limited.rates == plain.rates  # a step that is skipped is none of the scheduler's
+    assert limited.losses_differ_by(plain) < 1e-2
+
+
+@pytest.mark.sweep
+@each_host
+def test_whatever_the_limit_nothing_comes_out_but_that_a_row_does_not_fit(host: str) -> None:
+    example = dataclasses.replace(
+        CV, data=lambda dtype: tuple(part[:130] for part in digits(dtype))
+    )
+    case: dict[str, Any] = {"epochs": 1, "kind": sgd}
+    plain = train(example, host, ours=False, **case)
+    ended = 0
+    for share in range(3, 25):
+        try:
+            ours = train(example, host, ours=True, limit=plain.peak * share // 25, **case)
+        except SampleTooLargeError:
+            assert not ended  # more memory never hurts
+            continue
+        ended += 1
+        assert ours.losses_differ_by(plain) < 1e-6
+        assert ours.metrics == plain.metrics
+    assert 15 <= ended < 22
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("second", [False, True])
+@each_host
+def test_what_either_has_saved_is_resumed_by_the_plain_loop_and_by_ours(
+    host: str, first: bool, second: bool, tmp_path: Path
+) -> None:
+    """With dropout and shuffled rows; sizes travel in it, where the step is registered."""
+    through = train(CV, host, ours=False, dropout=0.2)
+    saved = train(CV, host, ours=first, dropout=0.2, epochs=1, saves=tmp_path)
+    rest = train(CV, host, ours=second, dropout=0.2, epochs=1, loads=tmp_path)
+    assert saved.losses + rest.losses == through.losses
+    assert all(map(torch.equal, rest.weights, through.weights))
+    assert second or rest.sizes == saved.sizes
+
+
+def prepared(**how: Any) -> tuple[Any, Any, Any]:
+    accelerator = Accelerator(cpu=True, **how)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return accelerator, *accelerator.prepare(model, optimizer)
+
+
+def changed(owner: str = "state", **attributes: Any) -> Callable[[], Any]:
+    """What is made of an accelerator, or its state, that says otherwise of itself."""
+
+    def make() -> Any:
+        accelerator, model, optimizer = prepared()
+        for name, value in attributes.items():
+            setattr(getattr(accelerator, owner, accelerator), name, value)
+        return microbatcher(accelerator, model, optimizer, loss_fn=nn.MSELoss())
+
+    return make
+
+
+def of_kind(kind: str) -> Callable[[], Any]:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
+    return changed(distributed_type=DistributedType[kind], fsdp_plugin=plugin)
+
+
+def of_another_model() -> Any:
+    accelerator, model, _ = prepared()
+    other = accelerator.prepare(torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1))
+    return microbatcher(accelerator, model, other, loss_fn=nn.MSELoss())
+
+
+def not_prepared_model() -> Any:
+    accelerator, _, optimizer = prepared()
+    return microbatcher(accelerator, nn.Linear(4, 2), optimizer)
+
+
+def not_prepared_optimizer() -> Any:
+    accelerator, model, optimizer = prepared()
+    return microbatcher(accelerator, model, optimizer.optimizer)
+
+
+def several_batches_in_accumulation() -> Any:
+    accelerator, model, optimizer = prepared(gradient_accumulation_steps=2)
+    step = microbatcher(accelerator, model, optimizer, loss_fn=nn.MSELoss())
+    batch = torch.randn(3, 4), torch.randn(3, 2)
+    return step.accumulate([batch, batch])
+
+
+def another_mean() -> Any:
+    accelerator, model, optimizer = prepared()
+    step = microbatcher(
+        accelerator, model, optimizer, forward=lambda model, batch: model(batch).square().sum()
+    )
+    return step.backward(torch.randn(8, 4))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "says"),
+    [
+        (of_kind("DEEPSPEED"), ValueError, "DeepSpeed keeps gradients"),
+        (of_kind("MEGATRON_LM"), ValueError, "Megatron-LM keeps gradients"),
+        (of_kind("XLA"), ValueError, "torch_xla keeps gradients"),
+        (of_kind("FSDP"), ValueError, "fsdp_version=2"),
+        (changed(_mixed_precision="fp8"), ValueError, "mixed_precision='bf16'"),
+        (changed("", has_lomo_optimizer=True), ValueError, "LOMO changes parameters"),
+        (
+            changed(parallelism_config=SimpleNamespace(cp_size=2)),
+            ValueError,
+            r"ParallelismConfig\(cp_size=2\)",
+        ),
+        (changed(num_processes=2), ValueError, "its gradients would not be averaged"),
+        (of_another_model, ValueError, "parameters are not in the model"),
+        (not_prepared_model, ValueError, "the Linear did not come out of accelerator.prepare"),
+        (not_prepared_optimizer, ValueError, "the SGD did not come out of accelerator.prepare"),
+        (several_batches_in_accumulation, ValueError, "gradient_accumulation_steps=2 once more"),
+        (another_mean, LossAverageError, "splitting changes this batch"),
+        (lambda: microbatcher(nn.Linear(2, 2), nn.Linear(2, 2)), TypeError, "not an accelerate"),
+        (lambda: microbatcher(*prepared(), backward=print), TypeError, "that is accelerator.back"),
+        (lambda: microbatcher(*prepared(), precision="bf16"), TypeError, "Accelerator.mixed"),
+    ],
+)
+def test_what_would_be_wrong_without_a_word_is_refused(wrong: Any, kind: Any, says: str) -> None:
+    with pytest.raises(kind, match=says):
+        wrong()
+
+
+def test_a_seam_that_is_gone_is_named_with_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator, model, optimizer = prepared()
+    monkeypatch.setattr(Accelerator, "backward", lambda self, value: None)
+    with pytest.raises(ImportError, match=r"accelerate \d+.* lacks the parameter 'loss'"):
+        microbatcher(accelerator, model, optimizer)
+
+
+@pytest.mark.parametrize("host", ["accelerate", "keras"])
+def test_a_host_that_is_missing_is_named_with_its_extra(host: str) -> None:
+    hidden = f"import sys; sys.modules[{host!r}] = None; import automicro.integrations.{host}"
+    ended = subprocess.run(
+        [sys.executable, "-c", hidden], capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 1
+    assert f"pip install 'automicro[{host}]'" in ended.stderr.splitlines()[-1]
+
+
+def test_several_batches_are_one_step_where_the_accelerator_does_not_divide() -> None:
+    accelerator, model, optimizer = prepared()
+    step = microbatcher(accelerator, model, optimizer, loss_fn=nn.MSELoss())
+    rows = [(torch.randn(n, 4), torch.randn(n, 2)) for n in (3, 5)]
+    step.accumulate(rows)
+    ours = [p.grad for p in model.parameters()]
+    optimizer.zero_grad()
+    inputs, targets = (torch.cat(each) for each in zip(*rows, strict=True))
+    nn.MSELoss()(model(inputs), targets).backward()
+    for mine, whole in zip(ours, model.parameters(), strict=True):
+        torch.testing.assert_close(mine, whole.grad)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with world_of(2) as two:
+        yield two
+
+
+def on_ranks(job: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run in a process of a world, as ``accelerate launch`` starts it."""
+    import torch.distributed as dist
+
+    rank = str(dist.get_rank())
+    os.environ.update(
+        RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", OMP_NUM_THREADS="1",
+        MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", NODE_RANK="0",
+    )  # fmt: skip
+    return job(int(rank), *args, **kwargs)
+
+
+def compare(
+    rank: int, host: str, name: str, share: float | None, uneven: bool = False, **case: Any
+) -> dict[str, Any]:
+    """The plain loop and ours, which on rank 1 alone has little memory."""
+    example = EXAMPLES[name]
+    if uneven and rank == 1:  # as many batches, of half the rows
+        example = dataclasses.replace(
+            example,
+            data=lambda dtype: tuple(part[: len(part) // 2] for part in EXAMPLES[name].data(dtype)),
+            batch_size=example.batch_size // 2,
+        )
+    case = {"kind": sgd, **case}
+    plain = train(example, host, ours=False, **case)
+    limit = int(plain.peak * share) if share is not None and rank == 1 else None
+    ours = train(example, host, ours=True, limit=limit, **case)
+    return {
+        "ooms": ours.ooms,
+        "losses": ours.losses_differ_by(plain),
+        "weights": ours.weights_differ_by(plain),
+        "metrics": (ours.metrics, plain.metrics),
+        "rates": (ours.rates, plain.rates),
+    }
+
+
+def check(found: dict[str, Any], *, ooms: bool) -> None:
+    assert (found["ooms"] > 0) == ooms
+    assert found["losses"] < 1e-6
+    assert found["weights"] < 1e-6
+    assert found["metrics"][0] == found["metrics"][1]
+    assert found["rates"][0] == found["rates"][1]
+
+
+EVALUATED = {"nlp": 48, "cv": 100, "tags": 24}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("steps", [1, 3])
+@each_example
+def test_two_ranks_are_plain_ddp_also_where_one_runs_out_of_memory(
+    world: World, name: str, steps: int
+) -> None:
+    for share in (None, 0.5):
+        for found in world.run(on_ranks, compare, "accelerate", name, share, steps=steps, epochs=3):
+            check(found, ooms=share is not None)
+            assert found["metrics"][0][0] == EVALUATED[name]  # none twice
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("uneven", "is_sharded", "steps"),
+    [(False, False, 1), (False, False, 2), (True, False, 1), (False, True, 1)],
+)
+def test_two_ranks_of_a_fabric_loop_are_plain_ones(
+    world: World, uneven: bool, is_sharded: bool, steps: int
+) -> None:
+    how = {"devices": 2, "is_sharded": is_sharded}
+    for found in world.run(
+        on_ranks, compare, "fabric", "tags", 0.6, uneven=uneven, steps=steps, how=how
+    ):
+        check(found, ooms=True)
+
+
+def compare_loaders(rank: int, share: float | None, config: dict[str, Any], **case: Any) -> Any:
+    case["how"] = {"dataloader_config": DataLoaderConfiguration(**config)}
+    return compare(rank, "accelerate", "tags", share, **case)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"split_batches": True}, {"dispatch_batches": True}, {"use_seedable_sampler": True}],
+    ids=lambda config: "".join(config) or "default",
+)
+def test_ranks_with_other_numbers_of_tokens_have_the_means_of_plain_ddp(
+    world: World, config: dict[str, Any]
+) -> None:
+    for share in (None, 0.6):
+        for found in world.run(on_ranks, compare_loaders, share, config):
+            check(found, ooms=share is not None)
+
+
+@pytest.mark.sweep
+def test_all_tokens_of_all_ranks_are_one_batch_where_that_is_asked_for(world: World) -> None:
+    for found in world.run(on_ranks, compare_loaders, None, {}, scales_for_ranks=True):
+        assert found["weights"] > 1e-4
+
+
+@pytest.mark.sweep
+def test_ranks_may_run_dry_one_after_the_other(world: World) -> None:
+    """``even_batches=False``: the rank that has no more batch goes on with None."""
+    for found in world.run(on_ranks, run_dry):
+        assert found == {"steps": 4, "own": [4, 4, 4, found["last"]], "last": found["last"]}
+
+
+def run_dry(rank: int) -> dict[str, Any]:
+    forget()
+    accelerator = Accelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False)
+    )
+    model = nn.Linear(5, 3)
+    rows = TensorDataset(torch.randn(28, 5), torch.randint(3, (28,)))
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(rows, 4)
+    )
+    step = microbatcher(accelerator, model, optimizer, loss_fn=nn.functional.cross_entropy)
+    own = []
+    batches = iter(loader)
+    while (result := step.backward(next(batches, None))).num_global_samples:
+        own.append(result.num_samples)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"steps": len(own), "own": own, "last": 4 if rank == 0 else 0}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("steps", [1, 2])
+def test_two_ranks_of_fsdp2_are_plain_fsdp2(world: World, steps: int) -> None:
+    plugin = GradientAccumulationPlugin(num_steps=steps, sync_each_batch=True)
+    how = {"plugin": plugin, "is_sharded": True}
+    for share in (None, 0.7):
+        for found in world.run(on_ranks, compare, "accelerate", "tags", share, how=how):
+            check(found, ooms=share is not None)
+
+
+def accumulate_sharded(rank: int) -> str:
+    with pytest.raises(ValueError, match="sync_each_batch=True") as caught:
+        train(TAGS, "accelerate", ours=True, steps=2, how={"is_sharded": True})
+    return str(caught.value)
+
+
+@pytest.mark.sweep
+def test_fsdp2_that_keeps_gradients_back_is_refused_by_name(world: World) -> None:
+    for message in world.run(on_ranks, accumulate_sharded):
+        assert "num_steps=2" in message
+
+
+def join(rank: int) -> str:
+    forget()
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(5, 3)
+    rows = TensorDataset(torch.randn(28, 5), torch.randint(3, (28,)))
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(rows, 4)
+    )
+    step = microbatcher(accelerator, model, optimizer, loss_fn=nn.functional.cross_entropy)
+    accelerator.state.distributed_type = DistributedType.MULTI_GPU  # elsewhere it does nothing
+
+    def loop() -> None:
+        with accelerator.join_uneven_inputs([model], even_batches=False):
+            for batch in loader:
+                step.backward(batch)
+
+    with pytest.raises((ValueError, PeerFailedError)) as caught:
+        loop()
+    return str(caught.value)
+
+
+@pytest.mark.sweep
+def test_joining_uneven_inputs_is_refused_and_nobody_waits(world: World) -> None:
+    for message in world.run(on_ranks, join):
+        assert "backward(None)" in message
+
+
+def test_a_model_that_fabric_has_not_set_up_is_refused() -> None:
+    fabric, plain, loss_fn = Fabric(accelerator="cpu"), nn.Linear(6, 3), nn.CrossEntropyLoss()
+    model, optimizer = fabric.setup(plain, torch.optim.Adam(plain.parameters()))
+    with pytest.raises(ValueError, match=r"pass what fabric\.setup"):
+        in_fabric(fabric, plain, optimizer, loss_fn=loss_fn)
+    with pytest.raises(TypeError, match=r"that is Fabric\(precision=…\); leave it out"):
+        in_fabric(fabric, model, optimizer, loss_fn=loss_fn, precision="bf16")
