@@ -96,7 +96,7 @@ def field(planner: Planner, device: str) -> str:
     found = "–"
     for size in SIZES:
         need = planner.need(size)
-        if need > DEVICES[device].usable_bytes:
+        if need > DEVICES[device]:
             break
         found = f"{size} ({format_bytes(need)})"
     return found

@@ -31,7 +31,7 @@ from automicro.savers.levels import NESTED, Savers, WhenTooLarge
 from automicro.savers.offload import OFFLOAD
 from automicro.savers.recompute import RECOMPUTE, repeated_blocks
 from automicro.tools import Remedy
-from automicro.tools.plan.devices import find_device, read_memory
+from automicro.tools.plan.devices import BEFORE_AMPERE, read_memory
 from automicro.tools.plan.dry_run import Conditions, DryRun
 from automicro.tools.plan.kernels import CASTS, GATHERED, STAYING, STEP, TAIL
 from automicro.tools.plan.report import LevelPlan, PlanReport
@@ -307,7 +307,7 @@ def plan(
         modules=check_modules(modules),
         optimizer=optimizer,
         on_accelerator=on_accelerator,
-        before_ampere=device not in ("cpu", "cuda") and find_device(device).is_before_ampere,
+        before_ampere=device in BEFORE_AMPERE,
         # Levels save memory of the backward, and an evaluation has none.
         when_too_large=when_too_large if train else "error",
         nested=nested,
